@@ -1,0 +1,1 @@
+"""The contract between the rooms: what a schedule is, its JSON, and the independent checker."""

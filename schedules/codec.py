@@ -1,0 +1,197 @@
+"""Schedules as JSON: versioned, canonical (one schedule, one text), and refused in one line when malformed.
+
+Reading checks the form only: types, lengths, and that every index points at something. Whether the schedule obeys the
+scheduling rules is for `schedules.check` to say.
+"""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from schedules.files import write_atomically
+from schedules.schedule import Grid, Memory, OpKind, ProgramOp, Schedule, Times, Worker
+
+FORMAT = "slipstream.schedule"
+VERSION = 1
+MAX_FILE_BYTES = 64 * 2**20
+MAX_WORKERS = 2**17
+MAX_MICROBATCHES = 2**16
+MAX_TICKS = 2**53
+
+
+class ScheduleError(ValueError):
+    """A schedule file that cannot be read. The message is one line."""
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What is read first, so that a file of another kind or version is named as such."""
+
+    format: str | None = None
+    version: int | None = None
+
+
+class Document(Schedule, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A schedule as it stands in a file."""
+
+    format: str = FORMAT
+    version: int = VERSION
+
+
+_FIELDS = Schedule.__struct_fields__
+
+
+def encode(schedule: Schedule) -> bytes:
+    """Canonical JSON, keys in a fixed order, one line, newline at the end."""
+    fields: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+    fields |= {name: getattr(schedule, name) for name in _FIELDS}
+    return msgspec.json.encode(fields) + b"\n"
+
+
+def decode(data: bytes, source: str = "schedule") -> Schedule:
+    """Read a schedule; `source` names it in errors. Raises ScheduleError, whose message is one line."""
+    if len(data) > MAX_FILE_BYTES:
+        raise ScheduleError(f"{source}: {len(data)} bytes; a schedule file has at most {MAX_FILE_BYTES}")
+    try:
+        header = msgspec.json.decode(data, type=Header)
+        if header.format != FORMAT:
+            raise ScheduleError(f"{source}: no Slipstream schedule: key 'format' is {header.format!r}, not {FORMAT!r}")
+        if header.version != VERSION:
+            raise ScheduleError(f"{source}: schedule format version {header.version}; this Slipstream reads {VERSION}")
+        document = msgspec.json.decode(data, type=Document)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ScheduleError(f"{source}: no readable schedule: {reason}") from None
+    schedule = Schedule(**{name: getattr(document, name) for name in _FIELDS})
+    try:
+        _validate(schedule)
+    except ValueError as error:
+        raise ScheduleError(f"{source}: {error}") from None
+    return schedule
+
+
+def read(path: Path) -> Schedule:
+    """Read a schedule file. Raises ScheduleError for anything that cannot be read."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ScheduleError(f"{path}: cannot be read: {error.strerror}") from None
+    return decode(data, str(path))
+
+
+def write(schedule: Schedule, path: Path) -> None:
+    """Write a schedule file, whole or not at all. Raises OSError."""
+    write_atomically(path, encode(schedule))
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a schedule file; `schedules/schedule.schema.json` holds a copy."""
+    schema = msgspec.json.schema(Document)
+    document = schema["$defs"]["Document"]
+    document["properties"]["format"] = {"const": FORMAT}
+    document["properties"]["version"] = {"const": VERSION}
+    document["required"] = [*document["required"], "format", "version"]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Slipstream schedule", **schema}
+
+
+def _validate(schedule: Schedule) -> None:
+    """Check that every length, range and index makes sense. Raises ValueError naming the key and the value."""
+    _validate_grid(schedule.grid)
+    _validate_times(schedule.times, schedule.grid)
+    if schedule.memory is not None:
+        _validate_memory(schedule.memory, schedule.grid)
+    _in_range("tick_seconds", schedule.tick_seconds, 1e-12, 1e6)
+    _ticks("period_ticks", schedule.period_ticks)
+    _ticks("lower_bound_ticks", schedule.lower_bound_ticks)
+    for worker in schedule.failed:
+        _in_grid("failed", worker, schedule.grid)
+    _ascending("failed", schedule.failed)
+    for seat in schedule.seats:
+        _in_grid("seats", seat.worker, schedule.grid)
+        _in_grid("seats", seat.role, schedule.grid)
+        if not 0 <= seat.program < len(schedule.programs):
+            raise ValueError(f"seats: worker {seat.worker} names program {seat.program} of {len(schedule.programs)}")
+    _ascending("seats", tuple(seat.worker for seat in schedule.seats))
+    for index, program in enumerate(schedule.programs):
+        for position, op in enumerate(program):
+            _validate_op(f"programs[{index}][{position}]", op, schedule.grid)
+
+
+def _validate_grid(grid: Grid) -> None:
+    _in_range("grid.pipelines", grid.pipelines, 1, MAX_WORKERS)
+    _in_range("grid.columns", grid.columns, 1, MAX_WORKERS // grid.pipelines)
+    _length("grid.microbatches", grid.microbatches, grid.pipelines, "pipeline")
+    for count in grid.microbatches:
+        _in_range("grid.microbatches", count, 0, MAX_MICROBATCHES)
+    _in_range("number of grid.stages", len(grid.stages), grid.columns, MAX_WORKERS)
+    for stage in grid.stages:
+        _in_range("grid.stages column", stage.column, 0, grid.columns - 1)
+        if stage.layers is not None and not 0 <= stage.layers[0] <= stage.layers[1] <= MAX_TICKS:
+            raise ValueError(f"grid.stages layers: {list(stage.layers)} is no range of layers [first, end)")
+
+
+def _validate_times(times: Times, grid: Grid) -> None:
+    for name in ("forward", "backward_input", "backward_weight", "all_reduce"):
+        _length(f"times.{name}", getattr(times, name), len(grid.stages), "stage")
+    _length("times.optimizer", times.optimizer, grid.columns, "column")
+    for name in ("forward", "backward_input", "backward_weight", "all_reduce", "optimizer"):
+        for ticks in getattr(times, name):
+            _ticks(f"times.{name}", ticks)
+    _ticks("times.transfer", times.transfer)
+    for slow in times.slow:
+        _in_grid("times.slow", slow.worker, grid)
+        _in_range("times.slow", slow.per_mille, 1, 10**6)
+
+
+def _validate_memory(memory: Memory, grid: Grid) -> None:
+    _in_range("memory.unit", memory.unit, 1e-300, 1e300)
+    _length("memory.capacity", memory.capacity, grid.columns, "column")
+    for name in ("activation", "weight_stash"):
+        _length(f"memory.{name}", getattr(memory, name), len(grid.stages), "stage")
+    for name in ("capacity", "activation", "weight_stash"):
+        for amount in getattr(memory, name):
+            _ticks(f"memory.{name}", amount)
+
+
+def _validate_op(name: str, op: ProgramOp, grid: Grid) -> None:
+    _ticks(f"{name} start", op.start_ticks)
+    if (op.stage is None) != (op.kind is OpKind.O):
+        raise ValueError(f"{name}: {op.kind} {'needs a' if op.stage is None else 'takes no'} stage")
+    if op.stage is not None:
+        _in_range(f"{name} stage", op.stage, 0, len(grid.stages) - 1)
+    of_microbatch = op.kind not in (OpKind.A, OpKind.O)
+    if (op.microbatch is not None) != of_microbatch:
+        raise ValueError(f"{name}: {op.kind} {'needs a' if of_microbatch else 'takes no'} micro-batch")
+    if op.microbatch is not None:
+        _in_range(f"{name} micro-batch", op.microbatch, 0, MAX_MICROBATCHES - 1)
+    if op.pipeline is not None:
+        if not of_microbatch:
+            raise ValueError(f"{name}: {op.kind} takes no pipeline")
+        _in_range(f"{name} pipeline", op.pipeline, 0, grid.pipelines - 1)
+
+
+def _ticks(name: str, value: int) -> None:
+    _in_range(name, value, 0, MAX_TICKS)
+
+
+def _in_range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {value}; expected {low} to {high}")
+
+
+def _length(name: str, values: tuple[int, ...], expected: int, per: str) -> None:
+    if len(values) != expected:
+        raise ValueError(f"{name} has {len(values)} values; expected {expected}, one a {per}")
+
+
+def _in_grid(name: str, worker: Worker, grid: Grid) -> None:
+    if not (0 <= worker.pipeline < grid.pipelines and 0 <= worker.column < grid.columns):
+        raise ValueError(f"{name}: worker {worker} lies outside the grid of {grid.pipelines} x {grid.columns}")
+
+
+def _ascending(name: str, workers: tuple[Worker, ...]) -> None:
+    for left, right in pairwise(workers):
+        if left >= right:
+            raise ValueError(f"{name}: worker {right} after {left}; expected each worker once, in ascending order")

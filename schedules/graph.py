@@ -1,0 +1,173 @@
+"""What waits for what: the graph of ops and transfers, and the order in which workers exchange tensors.
+
+Nodes are ops, transfers, and one node per stage for its gradient all-reduce (a collective: it starts when the last of
+its workers gets there). Edges are data dependencies, the order of ops on a worker, and the order of transfers between
+two workers. No cycle means no deadlock, whatever the real durations are.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import networkx as nx
+
+from schedules.schedule import Op, OpKind, Schedule, Worker
+
+BACKWARDS = (OpKind.I, OpKind.B)
+
+
+class Transfer(NamedTuple):
+    """One tensor on its way: the activation or gradient of micro-batch `pipeline.microbatch`.
+
+    `stage` is the virtual stage that consumes it: an activation comes from the stage before, a gradient from the one
+    after.
+    """
+
+    kind: Literal["activation", "gradient"]
+    stage: int
+    pipeline: int
+    microbatch: int
+    source: Worker
+    target: Worker
+
+    def __str__(self) -> str:
+        return f"{self.kind} of micro-batch {self.pipeline}.{self.microbatch} to stage {self.stage}, " \
+               f"{self.source} -> {self.target}"
+
+
+class Collective(NamedTuple):
+    """The gradient all-reduce of a stage over all its live workers."""
+
+    stage: int
+
+    def __str__(self) -> str:
+        return f"A(stage {self.stage}) on all its workers"
+
+
+Node = Op | Transfer | Collective
+OpKey = tuple[OpKind, int, int, int]
+"""(kind, stage, pipeline, microbatch)."""
+
+
+def op_key(op: Op) -> OpKey:
+    """The identity of a compute op, whoever runs it."""
+    assert op.stage is not None and op.pipeline is not None and op.microbatch is not None
+    return (op.kind, op.stage, op.pipeline, op.microbatch)
+
+
+def producers(key: OpKey, stages: int) -> Iterator[OpKey]:
+    """The ops that must end before this one may start, by the rules of a pipeline; some may not be in the schedule.
+
+    Split and fused backward are both named: a schedule holds one of I and B for each micro-batch and stage.
+    """
+    kind, stage, pipeline, microbatch = key
+    if kind is OpKind.F:
+        if stage > 0:
+            yield (OpKind.F, stage - 1, pipeline, microbatch)
+    elif kind is OpKind.W:
+        yield (OpKind.I, stage, pipeline, microbatch)
+    elif stage == stages - 1:
+        yield (OpKind.F, stage, pipeline, microbatch)
+    else:
+        for backward in BACKWARDS:
+            yield (backward, stage + 1, pipeline, microbatch)
+
+
+def transfers(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> list[Transfer]:
+    """Every tensor that crosses between two workers, in an order that all workers can follow without deadlock.
+
+    The order is that of the producing ops in a topological order of the op graph, so that putting each transfer right
+    after its producer extends it to all nodes: every edge, also those between successive transfers of one pair of
+    workers, points forward. Raises ValueError when the ops alone already wait for each other in a circle.
+    """
+    graph = op_graph(schedule, programs)
+    order = topological_order(graph)
+    found = []
+    for node in order:
+        if not isinstance(node, Op) or node.kind not in (OpKind.F, *BACKWARDS):
+            continue
+        for consumer in graph.successors(node):
+            if isinstance(consumer, Op) and consumer.worker != node.worker:
+                found.append(_transfer(node, consumer))
+    return found
+
+
+def _transfer(producer: Op, consumer: Op) -> Transfer:
+    _, stage, pipeline, microbatch = op_key(consumer)
+    kind: Literal["activation", "gradient"] = "activation" if consumer.kind is OpKind.F else "gradient"
+    return Transfer(kind, stage, pipeline, microbatch, producer.worker, consumer.worker)
+
+
+def op_graph(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> "nx.DiGraph[Node]":
+    """Ops and collectives with their data dependencies and each worker's order, without transfers.
+
+    `programs` holds the ops of the workers to look at: all of them, or those of pipelines that share no micro-batch
+    with the rest.
+    """
+    graph: nx.DiGraph[Node] = nx.DiGraph()
+    by_key: dict[OpKey, Op] = {}
+    for ops in programs.values():
+        for op in ops:
+            if op.kind not in (OpKind.A, OpKind.O):
+                by_key[op_key(op)] = op
+    stages = len(schedule.grid.stages)
+    for ops in programs.values():
+        nodes = [_node(op) for op in ops]
+        nx.add_path(graph, nodes)
+        graph.add_nodes_from(nodes)
+    for key, op in by_key.items():
+        graph.add_edges_from((by_key[producer], op) for producer in producers(key, stages) if producer in by_key)
+    return graph
+
+
+def full_graph(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> "nx.DiGraph[Node]":
+    """The op graph with transfers between the ops they join, in order along each pair of workers.
+
+    Raises ValueError when the ops alone already wait for each other in a circle.
+    """
+    graph = op_graph(schedule, programs)
+    by_pair: dict[frozenset[Worker], list[Transfer]] = defaultdict(list)
+    for transfer in transfers(schedule, programs):
+        by_pair[frozenset((transfer.source, transfer.target))].append(transfer)
+    for producer, consumer in list(graph.edges):
+        if isinstance(producer, Op) and isinstance(consumer, Op) and producer.worker != consumer.worker:
+            transfer = _transfer(producer, consumer)
+            graph.remove_edge(producer, consumer)
+            nx.add_path(graph, (producer, transfer, consumer))
+    for sequence in by_pair.values():
+        nx.add_path(graph, sequence)
+    return graph
+
+
+def _node(op: Op) -> Node:
+    return Collective(op.stage) if op.kind is OpKind.A and op.stage is not None else op
+
+
+def topological_order(graph: "nx.DiGraph[Node]") -> list[Node]:
+    """All nodes, each after what it waits for, otherwise by planned time. Raises ValueError naming a circle."""
+    try:
+        return list(nx.lexicographical_topological_sort(graph, key=_planned))
+    except nx.NetworkXUnfeasible:
+        circle = [edge[0] for edge in nx.find_cycle(graph)]
+        raise ValueError("deadlock: " + " waits for ".join(str(node) for node in reversed(circle))) from None
+
+
+def _planned(node: Node) -> tuple[int, str]:
+    return (node.start_ticks, "") if isinstance(node, Op) else (0, str(node))
+
+
+def groups(schedule: Schedule) -> list[tuple[int, ...]]:
+    """Pipelines that share micro-batches, as sorted groups: between groups only all-reduces are waited for."""
+    graph: nx.Graph[int] = nx.Graph()
+    graph.add_nodes_from(range(schedule.grid.pipelines))
+    for seat in schedule.seats:
+        graph.add_edges_from((seat.role.pipeline, op.pipeline) for op in schedule.programs[seat.program]
+                             if op.pipeline is not None)
+    return sorted(tuple(sorted(component)) for component in nx.connected_components(graph))
+
+
+def programs_of(schedule: Schedule, pipelines: Iterable[int] | None = None) -> dict[Worker, list[Op]]:
+    """The placed ops of each live worker whose role lies in these pipelines (default: all)."""
+    wanted = None if pipelines is None else set(pipelines)
+    return {seat.worker: schedule.ops(seat.worker) for seat in schedule.seats
+            if wanted is None or seat.role.pipeline in wanted}
