@@ -1,0 +1,1 @@
+"""The `slipstream` command: one thin file per command."""

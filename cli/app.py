@@ -1,0 +1,20 @@
+"""Gathers the commands; `slipstream` starts here."""
+
+import typer
+
+from cli import check, show
+
+app = typer.Typer(
+    name="slipstream",
+    help="Plan and replay pipeline-parallel training that keeps its speed when workers die.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("check")(check.check)
+app.command("show")(show.show)
+
+
+def main() -> None:
+    """Run the command line. Ctrl-C ends it with one line and exit 130."""
+    app()

@@ -1,0 +1,1 @@
+"""From a job and its failures to a schedule."""

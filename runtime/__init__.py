@@ -1,0 +1,1 @@
+"""Replays schedules with torch: one process per worker."""
