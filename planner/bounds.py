@@ -1,0 +1,135 @@
+"""Proven lower bounds on the period. Each is valid on its own; the largest counts.
+
+All hold for any choice of hosts, any order, and either backward mode.
+"""
+
+import heapq
+
+from planner.problem import Problem
+from schedules.schedule import OpKind
+
+
+def lower_bound(problem: Problem) -> int:
+    """The best proven lower bound on the period, in ticks."""
+    bounds = [_window_bound(problem, column) for column in range(problem.grid.columns)]
+    if problem.optimizer == "synchronous":
+        bounds += [_synchronous_bound(problem, column) for column in range(problem.grid.columns)]
+        bounds.append(_chain_bound(problem))
+    return max(bounds)
+
+
+def _unit_cost(problem: Problem, stage: int, host: int) -> int:
+    return sum(problem.cost(kind, stage, host) for kind in problem.kinds)
+
+
+def _least_makespan(problem: Problem, column: int) -> tuple[int, int]:
+    """Work bound: (ticks, micro-batches of the busiest) that some worker of the column must at least spend computing.
+
+    Every unit of the column runs on one of its live workers, so the largest load is at least that of the best
+    integral split. With several virtual stages or slow workers only the fractional average is taken, which is weaker.
+    """
+    live = problem.live_by_column[column]
+    stages = problem.grid.stages_of(column)
+    total = problem.grid.total_microbatches
+    if len(stages) == 1:
+        # Greedy splitting of equal units over machines of fixed speeds is optimal for the makespan.
+        cost = {host: _unit_cost(problem, stages[0], host) for host in live}
+        if len(set(cost.values())) == 1:
+            count = -(-total // len(live))
+            return count * cost[live[0]], count
+        loads = [(price, price) for price in sorted(cost.values())]
+        heapq.heapify(loads)
+        busiest = 0
+        for _ in range(total):
+            load, price = heapq.heappop(loads)
+            busiest = max(busiest, load)
+            heapq.heappush(loads, (load + price, price))
+        return busiest, 0
+    work = sum(min(_unit_cost(problem, stage, host) for host in live) for stage in stages) * total
+    return -(-work // len(live)), 0
+
+
+def _round_trip(problem: Problem, stage: int) -> int:
+    """Least ticks from the end of a unit's F to the start of its I: to the last stage and back."""
+    ticks = 0
+    for later in range(stage + 1, len(problem.grid.stages)):
+        hop = 0 if problem.column_of[later] == problem.column_of[later - 1] else problem.times.transfer
+        ticks += problem.fastest(OpKind.F, later) + problem.fastest(problem.gradient_kind, later) + 2 * hop
+    return ticks
+
+
+def _window_bound(problem: Problem, column: int) -> int:
+    """Work bound plus fill bound of a column.
+
+    Until its first I may start, a worker runs nothing but forwards, and no more of them than its memory holds: the
+    rest of the round trip of its first micro-batch is idle. With k forwards admitted in that time,
+
+        period >= n (F + I + W) + max(0, round trip - (k - 1) F) + A + O,   k = min(n, capacity / activation)
+
+    for a worker that runs n micro-batches. The right side does not fall with n, so the least n of the busiest worker
+    gives a bound. With several virtual stages the forwards of all of them may fill the wait, and it is left out.
+    """
+    work, count = _least_makespan(problem, column)
+    stages = problem.grid.stages_of(column)
+    idle = 0
+    if len(stages) == 1 and count:
+        stage = stages[0]
+        idle = _fill_idle(problem, stage, count)
+    return work + idle + problem.tail(column)
+
+
+def _fill_idle(problem: Problem, stage: int, count: int) -> int:
+    """Idle ticks of a worker that runs `count` micro-batches of one stage, before its first I."""
+    column = problem.column_of[stage]
+    slowest = max(problem.cost(OpKind.F, stage, host) for host in problem.live_by_column[column])
+    return max(0, _round_trip(problem, stage) - (_in_flight(problem, stage, count) - 1) * slowest)
+
+
+def _in_flight(problem: Problem, stage: int, count: int) -> int:
+    """Micro-batches that a worker can hold between F and the end of I, of the `count` it runs."""
+    activation = problem.activation(stage)
+    if problem.memory is None or activation == 0:
+        return count
+    return min(count, problem.memory.capacity[problem.column_of[stage]] // activation)
+
+
+def _synchronous_bound(problem: Problem, column: int) -> int:
+    """Path bound with a synchronous optimizer: reach the column, do its work, all-reduce, step.
+
+    The busiest worker cannot start before a micro-batch has come through the earlier stages; its window bound then
+    runs in full. The optimizer step of whichever worker ends last follows the last compute op of the job.
+    """
+    first = problem.grid.stages_of(column)[0]
+    return _reach(problem, first) + _window_bound(problem, column)
+
+
+def _reach(problem: Problem, stage: int) -> int:
+    """Least ticks before the first F of a stage may start."""
+    ticks = 0
+    for earlier in range(stage):
+        hop = 0 if problem.column_of[earlier] == problem.column_of[earlier + 1] else problem.times.transfer
+        ticks += problem.fastest(OpKind.F, earlier) + hop
+    return ticks
+
+
+def _chain_bound(problem: Problem) -> int:
+    """Synchronous: the last I of a stage still travels to stage 0 and ends with a W there, then the step.
+
+    A stage's busiest worker runs all its F and I before that; only its W can wait until later.
+    """
+    best = 0
+    for stage in range(len(problem.grid.stages)):
+        column = problem.column_of[stage]
+        live = problem.live_by_column[column]
+        if len(problem.grid.stages_of(column)) > 1 or problem.times.slow:
+            continue
+        count = -(-problem.grid.total_microbatches // len(live))
+        before = count * sum(problem.fastest(kind, stage) for kind in problem.kinds if kind is not OpKind.W)
+        back = 0
+        for earlier in range(stage):
+            hop = 0 if problem.column_of[earlier] == problem.column_of[earlier + 1] else problem.times.transfer
+            back += problem.fastest(problem.gradient_kind, earlier) + hop
+        last_weight = problem.fastest(OpKind.W, 0) if problem.backward == "split" else 0
+        idle = _fill_idle(problem, stage, count)
+        best = max(best, _reach(problem, stage) + before + idle + back + last_weight + problem.times.optimizer[0])
+    return best

@@ -1,0 +1,1 @@
+"""The exact model of the scheduling problem in OR-Tools CP-SAT."""

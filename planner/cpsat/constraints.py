@@ -1,0 +1,126 @@
+"""The rules of the scheduling problem as CP-SAT constraints, one method a rule."""
+
+from ortools.sat.python.cp_model import CpModel, IntervalVar
+
+from planner.cpsat.variables import Variables
+from planner.problem import Problem, Unit
+from schedules.graph import OpKey, producers
+from schedules.schedule import OpKind
+
+
+class Constraints:
+    """Adds every rule to the model; F, I and W are start times, p durations, h hosts."""
+
+    def __init__(self, model: CpModel, problem: Problem, variables: Variables) -> None:
+        self._model = model
+        self._problem = problem
+        self._variables = variables
+
+    def add_all(self) -> None:
+        """All rules, in the order of the problem's statement."""
+        self._data_flows()
+        self._one_op_at_a_time()
+        self._memory()
+        self._windows()
+        self._equal_microbatches_in_order()
+
+    def _data_flows(self) -> None:
+        """Start of an op >= end of each producer + transfer where their hosts differ.
+
+        Neighbouring virtual stages lie on different workers unless they share a column and a host.
+        """
+        problem, variables = self._problem, self._variables
+        for key, start in variables.start.items():
+            for producer in producers(key, len(problem.grid.stages)):
+                if producer not in variables.start:
+                    continue
+                if problem.column_of[producer[1]] != problem.column_of[key[1]]:
+                    self._model.add(start >= variables.end[producer] + problem.times.transfer)
+                    continue
+                self._model.add(start >= variables.end[producer])
+                if producer[1] != key[1] and problem.times.transfer:
+                    self._transfer_unless_same_host(producer, key)
+
+    def _transfer_unless_same_host(self, producer: OpKey, key: OpKey) -> None:
+        """Both units in one column: start >= end + transfer unless one host runs both."""
+        variables, source, target = self._variables, Unit(*producer[1:]), Unit(*key[1:])
+        hop = self._problem.times.transfer
+        for host, literal in variables.literals(source):
+            other = variables.on.get((target, host))
+            if literal is None or (other is None and variables.hosts[target] == (host,)):
+                continue  # the whole pipeline runs this column on its own worker
+            away = self._model.add(variables.start[key] >= variables.end[producer] + hop)
+            away.only_enforce_if(literal, *([other.negated()] if other is not None else []))
+
+    def _one_op_at_a_time(self) -> None:
+        """No two ops of a worker overlap."""
+        for runs in self._variables.runs.values():
+            self._model.add_no_overlap(interval for *_, interval in runs)
+
+    def _memory(self) -> None:
+        """At every time on every worker: activations (F start to I end) + stashes (I end to W end) <= capacity."""
+        memory = self._problem.memory
+        if memory is None:
+            return
+        for role in self._problem.player:
+            demands: list[tuple[IntervalVar, int]] = []
+            for kind, unit, host, _ in self._variables.runs[role]:
+                if kind is OpKind.F:
+                    demands += self._holdings(unit, host)
+            if sum(demand for _, demand in demands) > memory.capacity[role.column]:
+                self._model.add_cumulative([interval for interval, _ in demands], [demand for _, demand in demands],
+                                           memory.capacity[role.column])
+
+    def _holdings(self, unit: Unit, host: int) -> list[tuple[IntervalVar, int]]:
+        """What a unit holds on a host: (interval, amount), present when the host is chosen."""
+        problem, variables = self._problem, self._variables
+        start = variables.start[OpKind.F, *unit]
+        freed = variables.end[problem.gradient_kind, *unit]
+        spans = [(start, freed, problem.activation(unit.stage))]
+        if problem.backward == "split":
+            spans.append((freed, variables.end[OpKind.W, *unit], problem.stash(unit.stage)))
+        found = []
+        for begin, end, amount in spans:
+            if not amount:
+                continue
+            length = self._model.new_int_var(0, variables.horizon, "held")
+            literal = variables.on.get((unit, host))
+            interval = self._model.new_interval_var(begin, length, end, "held") if literal is None else \
+                self._model.new_optional_interval_var(begin, length, end, literal, "held")
+            found.append((interval, amount))
+        return found
+
+    def _windows(self) -> None:
+        """R_c <= every start and E_c >= every end in column c; the period follows from the windows.
+
+        Staggered: period >= E_c - R_c + A + O. Synchronous: every O waits for the last compute op of the job, so
+        period >= E_c + A + O and period >= E_c + O of any column, from time 0.
+        """
+        problem, variables, model = self._problem, self._variables, self._model
+        for key, start in variables.start.items():
+            column = problem.column_of[key[1]]
+            model.add(variables.first[column] <= start)
+            model.add(variables.last[column] >= variables.end[key])
+        for column in range(problem.grid.columns):
+            if problem.optimizer == "staggered":
+                model.add(variables.period >= variables.last[column] - variables.first[column] + problem.tail(column))
+            else:
+                model.add(variables.period >= variables.last[column] + problem.tail(column))
+                slowest = max(problem.times.optimizer)
+                model.add(variables.period >= variables.last[column] + slowest)
+
+    def _equal_microbatches_in_order(self) -> None:
+        """Symmetry: micro-batches of a pipeline whose units all have a single host run each stage in order.
+
+        They are interchangeable: handing the k-th F, I and W of every stage to micro-batch k keeps every rule.
+        """
+        problem, variables = self._problem, self._variables
+        stages = range(len(problem.grid.stages))
+        for pipeline, count in enumerate(problem.grid.microbatches):
+            if any(len(variables.hosts[Unit(stage, pipeline, 0)]) > 1 for stage in stages):
+                continue
+            for stage in stages:
+                for kind in problem.kinds:
+                    for microbatch in range(count - 1):
+                        early, late = (kind, stage, pipeline, microbatch), (kind, stage, pipeline, microbatch + 1)
+                        self._model.add(variables.start[late] >= variables.end[early])
