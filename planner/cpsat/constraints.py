@@ -1,6 +1,6 @@
 """The rules of the scheduling problem as CP-SAT constraints, one method a rule."""
 
-from ortools.sat.python.cp_model import CpModel, IntervalVar
+from ortools.sat.python.cp_model import CpModel, IntervalVar, LinearExprT
 
 from planner.cpsat.variables import Variables
 from planner.problem import Problem, Unit
@@ -76,7 +76,7 @@ class Constraints:
         problem, variables = self._problem, self._variables
         start = variables.start[OpKind.F, *unit]
         freed = variables.end[problem.gradient_kind, *unit]
-        spans = [(start, freed, problem.activation(unit.stage))]
+        spans: list[tuple[LinearExprT, LinearExprT, int]] = [(start, freed, problem.activation(unit.stage))]
         if problem.backward == "split":
             spans.append((freed, variables.end[OpKind.W, *unit], problem.stash(unit.stage)))
         found = []

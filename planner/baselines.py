@@ -1,0 +1,17 @@
+"""What others run: schedules to compare with, built by the same list scheduler under their rules."""
+
+from planner.dealing import deal
+from planner.greedy import Policy, list_schedule
+from planner.problem import Problem
+from planner.solution import Solution
+
+
+def one_f_one_b(problem: Problem) -> Solution:
+    """1F1B (PipeDream-flush, Narayanan et al. 2021), orphans dealt round-robin to peers when workers are down.
+
+    Stage v of V holds at most V - v micro-batches between F and B; a backward is never postponed or torn apart.
+    """
+    depth = len(problem.grid.stages)
+    policy = Policy(dealing="round-robin", forward_order="oldest", eager_weights=True,
+                    in_flight=tuple(depth - stage for stage in range(depth)))
+    return list_schedule(problem, policy, deal(problem, policy.dealing))
