@@ -1,0 +1,344 @@
+"""Does a schedule obey every rule? Decided from the schedule alone; nothing here knows how it was made.
+
+One function a rule, in the visible lists below. Rules of a later tier take for granted what the earlier ones
+establish, so checking stops after the first tier that finds something: a dropped op is reported once, as dropped.
+
+Pipelines that share no micro-batch with others and run the same programs at the same speed behave the same at every
+instant, so one of them stands for all. Cost is linear in the ops of the *different* pipelines.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from itertools import islice, pairwise
+
+import msgspec
+
+from schedules.graph import OpKey, full_graph, groups, op_key, programs_of, topological_order
+from schedules.memory import memory_profile
+from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
+
+MAX_VIOLATIONS = 100
+"""Reported per rule: a schedule with more is broken enough."""
+
+
+class Violation(msgspec.Struct, frozen=True):
+    """A broken rule: its name, one line with ids and values, and the offending op or worker where there is one."""
+
+    rule: str
+    message: str
+    op: Op | None = None
+    worker: Worker | None = None
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.message}"
+
+
+def check(schedule: Schedule) -> list[Violation]:
+    """Every violation of the first tier of rules that is broken; empty for a valid schedule.
+
+    At most MAX_VIOLATIONS a rule. The schedule must have the form that `schedules.codec` asks of a file: each index
+    in it points at something.
+    """
+    case = _Case(schedule)
+    for tier in TIERS:
+        found = [violation for rule in tier for violation in islice(rule(case), MAX_VIOLATIONS)]
+        if found:
+            return found
+    return []
+
+
+class _Case(msgspec.Struct, frozen=True, dict=True):
+    """The schedule under check, and what several rules look up in it."""
+
+    schedule: Schedule
+
+    @cached_property
+    def pipelines(self) -> tuple[int, ...]:
+        """The pipelines to look at: one of each set that behaves the same."""
+        schedule = self.schedule
+        slow = {slow.worker: slow.per_mille for slow in schedule.times.slow}
+        lanes: dict[int, list[tuple[int, int, int | None]]] = defaultdict(list)
+        for seat in schedule.seats:
+            lanes[seat.role.pipeline].append((seat.role.column, seat.program, slow.get(seat.worker)))
+        chosen: list[int] = []
+        seen = set()
+        for group in groups(schedule):
+            if len(group) == 1:
+                (pipeline,) = group
+                behaviour = (schedule.grid.microbatches[pipeline], tuple(sorted(lanes[pipeline])))
+                if behaviour in seen:
+                    continue
+                seen.add(behaviour)
+            chosen += group
+        return tuple(sorted(chosen))
+
+    @cached_property
+    def programs(self) -> Mapping[Worker, list[Op]]:
+        """The ops of each worker whose role lies in `pipelines`, in program order."""
+        return programs_of(self.schedule, self.pipelines)
+
+    @cached_property
+    def ops(self) -> Mapping[OpKey, Op]:
+        """The compute ops, by what they compute. Each is there exactly once from the second tier on."""
+        return {op_key(op): op for op in self.compute()}
+
+    def compute(self) -> Iterator[Op]:
+        """All compute ops, worker by worker."""
+        return (op for ops in self.programs.values() for op in ops if op.kind in COMPUTE_KINDS)
+
+    @property
+    def kinds(self) -> tuple[OpKind, ...]:
+        """The ops of one micro-batch at one stage."""
+        split = self.schedule.backward == "split"
+        return (OpKind.F, OpKind.I, OpKind.W) if split else (OpKind.F, OpKind.B)
+
+    @property
+    def gradient_kind(self) -> OpKind:
+        """The op that produces the gradient for the stage before."""
+        return self.kinds[1]
+
+    @cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """The virtual stages of each column."""
+        held: list[list[int]] = [[] for _ in range(self.schedule.grid.columns)]
+        for index, stage in enumerate(self.schedule.grid.stages):
+            held[stage.column].append(index)
+        return tuple(map(tuple, held))
+
+    def at(self, ticks: int) -> str:
+        """A time or duration for a message."""
+        return f"{ticks} ticks ({self.schedule.seconds(ticks):g} s)"
+
+
+# --- Tier 1: who works ------------------------------------------------------------------------------------------------
+
+
+def _live_workers(case: _Case) -> Iterator[Violation]:
+    """Every worker of the grid is either failed or has exactly one seat."""
+    grid, seats = case.schedule.grid, Counter(seat.worker for seat in case.schedule.seats)
+    failed = set(case.schedule.failed)
+    for worker in sorted(set(seats) - set(grid.workers())):
+        yield Violation("live-workers", f"worker {worker} is not in the grid of {grid.pipelines} pipelines x "
+                        f"{grid.columns} columns", worker=worker)
+    for worker in grid.workers():
+        if worker in failed and seats[worker]:
+            yield Violation("live-workers", f"worker {worker} has failed but has a program", worker=worker)
+        elif worker not in failed and seats[worker] != 1:
+            yield Violation("live-workers", f"live worker {worker} has {seats[worker]} programs; expected 1",
+                            worker=worker)
+
+
+def _roles(case: _Case) -> Iterator[Violation]:
+    """Roles are distinct and in the grid, and every column is played by somebody."""
+    grid, played = case.schedule.grid, set[Worker]()
+    for seat in case.schedule.seats:
+        role = seat.role
+        if not (0 <= role.pipeline < grid.pipelines and 0 <= role.column < grid.columns):
+            yield Violation("roles", f"worker {seat.worker} plays role {role}, which is not in the grid",
+                            worker=seat.worker)
+        elif role in played:
+            yield Violation("roles", f"worker {seat.worker} plays role {role}, which another worker plays already",
+                            worker=seat.worker)
+        played.add(role)
+    for column in sorted(set(range(grid.columns)) - {role.column for role in played}):
+        yield Violation("roles", f"no live worker plays column {column}: its stages {_listed(case.stages_of[column])} "
+                        "have no parameters left")
+
+
+# --- Tier 2: what each worker runs ------------------------------------------------------------------------------------
+
+
+def _each_once(case: _Case) -> Iterator[Violation]:
+    """Each micro-batch runs F and its backward (I and W, or B) exactly once at every stage."""
+    schedule, kinds = case.schedule, case.kinds
+    seen: dict[OpKey, Op] = {}
+    for op in case.compute():
+        key = (_, _, pipeline, microbatch) = op_key(op)
+        if op.kind not in kinds:
+            yield Violation("each-once", f"{op}: a schedule with {schedule.backward} backward has no {op.kind}", op)
+        elif not 0 <= microbatch < schedule.grid.microbatches[pipeline]:
+            yield Violation("each-once", f"{op}: pipeline {pipeline} has only "
+                            f"{schedule.grid.microbatches[pipeline]} micro-batches", op)
+        elif key in seen:
+            yield Violation("each-once", f"{op} at {case.at(op.start_ticks)} runs a second time; it ran on "
+                            f"{seen[key].worker} at {case.at(seen[key].start_ticks)}", op)
+        seen.setdefault(key, op)
+    for pipeline in case.pipelines:
+        for microbatch in range(schedule.grid.microbatches[pipeline]):
+            for stage in range(len(schedule.grid.stages)):
+                for kind in kinds:
+                    if (kind, stage, pipeline, microbatch) not in seen:
+                        yield Violation("each-once", f"{kind}(micro-batch {pipeline}.{microbatch}, stage {stage}) is "
+                                        "run by nobody")
+
+
+def _closing(case: _Case) -> Iterator[Violation]:
+    """Every live worker runs one A for each of its stages and one O, its last op."""
+    for worker, ops in case.programs.items():
+        held = case.stages_of[case.schedule.seat_of[worker].role.column]
+        reduced = Counter(op.stage for op in ops if op.kind is OpKind.A)
+        for stage in sorted(set(held) | {stage for stage in reduced if stage is not None}):
+            expected = 1 if stage in held else 0
+            if reduced[stage] != expected:
+                yield Violation("closing", f"worker {worker} runs A(stage {stage}) {reduced[stage]} times; "
+                                f"expected {expected}, for it holds stages {_listed(held)}", worker=worker)
+        steps = [op for op in ops if op.kind is OpKind.O]
+        if len(steps) != 1:
+            yield Violation("closing", f"worker {worker} runs O {len(steps)} times; expected 1", worker=worker)
+        elif ops[-1] is not steps[0]:
+            yield Violation("closing", f"{ops[-1]} comes after {steps[0]}, which ends the iteration", ops[-1], worker)
+
+
+# --- Tier 3: where and when -------------------------------------------------------------------------------------------
+
+
+def _hosts(case: _Case) -> Iterator[Violation]:
+    """All ops of a micro-batch at a stage run on one worker that holds it: its own if alive, else one peer."""
+    schedule = case.schedule
+    for (_, stage, pipeline, microbatch), op in case.ops.items():
+        column = schedule.grid.stages[stage].column
+        role = schedule.seat_of[op.worker].role
+        own = schedule.player_of.get(Worker(pipeline, column))
+        first = case.ops[OpKind.F, stage, pipeline, microbatch]
+        if role.column != column:
+            yield Violation("host", f"{op}: a worker of column {role.column} does not hold stage {stage}, which is in "
+                            f"column {column}", op)
+        elif own is not None and op.worker != own:
+            yield Violation("host", f"{op}: its own worker {own} is alive and should run it", op)
+        elif op.worker != first.worker:
+            yield Violation("host", f"{op}: its F ran on {first.worker}, which holds the activation", op)
+
+
+def _one_at_a_time(case: _Case) -> Iterator[Violation]:
+    """A worker runs one op at a time, in the order of its program, from tick 0 on."""
+    for worker, ops in case.programs.items():
+        if ops and ops[0].start_ticks < 0:
+            yield Violation("one-at-a-time", f"{ops[0]} starts at {case.at(ops[0].start_ticks)}, before the iteration",
+                            ops[0], worker)
+        for before, op in pairwise(ops):
+            if op.start_ticks < before.end_ticks:
+                yield Violation("one-at-a-time", f"{op} starts at {case.at(op.start_ticks)}, but {before}, before it "
+                                f"in the program, ends at {case.at(before.end_ticks)}", op, worker)
+
+
+def _forward_order(case: _Case) -> Iterator[Violation]:
+    """F(s) starts after F(s - 1) ends, plus a transfer between different workers."""
+    for (kind, stage, pipeline, microbatch), op in case.ops.items():
+        if kind is OpKind.F and stage > 0:
+            yield from _after(case, "forward-order", case.ops[kind, stage - 1, pipeline, microbatch], op)
+
+
+def _backward_order(case: _Case) -> Iterator[Violation]:
+    """I(s) or B(s) starts after that of s + 1 ends, plus a transfer between different workers; the last after its F."""
+    gradient, last = case.gradient_kind, len(case.schedule.grid.stages) - 1
+    for (kind, stage, pipeline, microbatch), op in case.ops.items():
+        if kind is gradient and stage == last:
+            yield from _after(case, "backward-order", case.ops[OpKind.F, stage, pipeline, microbatch], op)
+        elif kind is gradient:
+            yield from _after(case, "backward-order", case.ops[gradient, stage + 1, pipeline, microbatch], op)
+
+
+def _weight_order(case: _Case) -> Iterator[Violation]:
+    """W starts after the I of the same micro-batch and stage."""
+    for (kind, stage, pipeline, microbatch), op in case.ops.items():
+        if kind is OpKind.W:
+            yield from _after(case, "weight-order", case.ops[OpKind.I, stage, pipeline, microbatch], op)
+
+
+def _after(case: _Case, rule: str, before: Op, op: Op) -> Iterator[Violation]:
+    hop = case.schedule.times.transfer if before.worker != op.worker else 0
+    if op.start_ticks < before.end_ticks + hop:
+        arrival = f", and its result takes {case.at(hop)} to arrive" if hop else ""
+        yield Violation(rule, f"{op} starts at {case.at(op.start_ticks)}, but {before} ends at "
+                        f"{case.at(before.end_ticks)}{arrival}", op)
+
+
+def _memory(case: _Case) -> Iterator[Violation]:
+    """No worker ever holds more than the capacity of the column it plays."""
+    memory = case.schedule.memory
+    if memory is None:
+        return
+    for worker, ops in case.programs.items():
+        capacity = memory.capacity[case.schedule.seat_of[worker].role.column]
+        for tick, held in memory_profile(memory, ops):
+            if held > capacity:
+                op = next((op for op in ops if tick in (op.start_ticks, op.end_ticks)), None)
+                yield Violation("memory", f"worker {worker} holds {held * memory.unit:g} at {case.at(tick)}; its "
+                                f"capacity is {capacity * memory.unit:g}", op, worker)
+                break
+
+
+def _all_reduce(case: _Case) -> Iterator[Violation]:
+    """The As of a stage start together, when the last backward of that stage has ended on every worker."""
+    last: dict[int | None, Op] = {}
+    for op in case.ops.values():
+        if op.kind is case.kinds[-1] and (op.stage not in last or op.end_ticks > last[op.stage].end_ticks):
+            last[op.stage] = op
+    first: dict[int | None, Op] = {}
+    for op in (op for ops in case.programs.values() for op in ops if op.kind is OpKind.A):
+        together = first.setdefault(op.stage, op)
+        if op.start_ticks != together.start_ticks:
+            yield Violation("all-reduce", f"{op} starts at {case.at(op.start_ticks)}, but {together} at "
+                            f"{case.at(together.start_ticks)}; a stage's workers reduce together", op)
+        elif op.stage in last and op.start_ticks < last[op.stage].end_ticks:
+            yield Violation("all-reduce", f"{op} starts at {case.at(op.start_ticks)}, but {last[op.stage]} ends at "
+                            f"{case.at(last[op.stage].end_ticks)}", op)
+
+
+def _optimizer(case: _Case) -> Iterator[Violation]:
+    """Synchronous: no O starts before the last backward of the whole job. Staggered: `_closing` says it all."""
+    if case.schedule.optimizer != "synchronous" or not case.ops:
+        return
+    last = max(case.ops.values(), key=lambda op: op.end_ticks)
+    for ops in case.programs.values():
+        if ops[-1].start_ticks < last.end_ticks:
+            yield Violation("optimizer", f"{ops[-1]} starts at {case.at(ops[-1].start_ticks)}, but {last} ends at "
+                            f"{case.at(last.end_ticks)} and the optimizer is synchronous", ops[-1])
+
+
+def _period(case: _Case) -> Iterator[Violation]:
+    """The period is the longest busy window of a worker; with a synchronous optimizer, the makespan.
+
+    Were it shorter, a worker's next iteration would start before this one has ended.
+    """
+    windows = {worker: (ops[0].start_ticks, ops[-1].end_ticks) for worker, ops in case.programs.items()}
+    if case.schedule.optimizer == "synchronous":
+        begin = min(begin for begin, _ in windows.values())
+        windows = {worker: (begin, end) for worker, (_, end) in windows.items()}
+    worker = max(windows, key=lambda worker: windows[worker][1] - windows[worker][0])
+    begin, end = windows[worker]
+    if case.schedule.period_ticks != end - begin:
+        yield Violation("period", f"the period is given as {case.at(case.schedule.period_ticks)}, but worker {worker} "
+                        f"is busy from {case.at(begin)} to {case.at(end)}: {case.at(end - begin)}", worker=worker)
+
+
+def _bound(case: _Case) -> Iterator[Violation]:
+    """The lower bound is at most the period, and the status is 'optimal' exactly when they are equal."""
+    bound, period = case.schedule.lower_bound_ticks, case.schedule.period_ticks
+    if bound > period:
+        yield Violation("bound", f"the lower bound, {case.at(bound)}, exceeds the period, {case.at(period)}")
+    elif (case.schedule.status == "optimal") != (bound == period):
+        yield Violation("bound", f"the status is '{case.schedule.status}' with period {case.at(period)} and lower "
+                        f"bound {case.at(bound)}; 'optimal' says that they are equal")
+
+
+def _deadlock(case: _Case) -> Iterator[Violation]:
+    """Ops, transfers and all-reduces never wait for each other in a circle, however long each really takes."""
+    try:
+        topological_order(full_graph(case.schedule, case.programs))
+    except ValueError as error:
+        yield Violation("deadlock", str(error).removeprefix("deadlock: "))
+
+
+def _listed(stages: tuple[int, ...]) -> str:
+    return ", ".join(map(str, stages)) or "none"
+
+
+Rule = Callable[[_Case], Iterator[Violation]]
+TIERS: tuple[tuple[Rule, ...], ...] = (
+    (_live_workers, _roles),
+    (_each_once, _closing),
+    (_hosts, _one_at_a_time, _forward_order, _backward_order, _weight_order, _memory, _all_reduce, _optimizer, _period,
+     _bound, _deadlock),
+)

@@ -1,0 +1,50 @@
+"""How much memory each worker holds, and when: activations from F start to I (or B) end, then the stash to W end."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import accumulate
+
+from schedules.schedule import Memory, Op, OpKind, Schedule, Worker, place
+
+
+def memory_profile(memory: Memory, ops: Iterable[Op]) -> list[tuple[int, int]]:
+    """What one worker holds over time: (tick, multiples of `memory.unit` held from then on), ascending ticks.
+
+    Intervals are half-open, so at one instant releases come before acquisitions: what is held after all changes of an
+    instant is also the most that is held in it.
+    """
+    change: dict[int, int] = defaultdict(int)
+    for op in ops:
+        if op.stage is None:
+            continue
+        activation, stash = memory.activation[op.stage], memory.weight_stash[op.stage]
+        if op.kind is OpKind.F:
+            change[op.start_ticks] += activation
+        elif op.kind is OpKind.I:
+            change[op.end_ticks] += stash - activation
+        elif op.kind is OpKind.W:
+            change[op.end_ticks] -= stash
+        elif op.kind is OpKind.B:
+            change[op.end_ticks] -= activation
+    ticks = sorted(change)
+    return list(zip(ticks, accumulate(change[tick] for tick in ticks), strict=True))
+
+
+def memory_peaks(schedule: Schedule) -> dict[Worker, int]:
+    """The most that each live worker ever holds, in multiples of `schedule.memory.unit`.
+
+    Empty where the schedule sets no memory. Re-routed micro-batches count on their host.
+    """
+    memory = schedule.memory
+    if memory is None:
+        return {}
+    slow = {slow.worker: slow.per_mille for slow in schedule.times.slow}
+    known: dict[tuple[int, int | None], int] = {}  # workers of one program and one speed hold the same
+    peaks = {}
+    for seat in schedule.seats:
+        key = (seat.program, slow.get(seat.worker))
+        if key not in known:
+            profile = memory_profile(memory, place(schedule.programs[seat.program], seat, schedule.times))
+            known[key] = max((held for _, held in profile), default=0)
+        peaks[seat.worker] = known[key]
+    return peaks
