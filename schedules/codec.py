@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from schedules.document import DocumentError, DocumentKind
 from schedules.files import write_atomically
 from schedules.schedule import Grid, Memory, OpKind, ProgramOp, Schedule, Times, Worker
 
@@ -18,18 +19,14 @@ VERSION = 1
 MAX_FILE_BYTES = 64 * 2**20
 MAX_WORKERS = 2**17
 MAX_MICROBATCHES = 2**16
+MAX_OPS = 2**23
+"""Ops of all workers together. A program is stored once, so a small file could claim far more."""
+MAX_NAME = 200
 MAX_TICKS = 2**53
 
 
-class ScheduleError(ValueError):
+class ScheduleError(DocumentError):
     """A schedule file that cannot be read. The message is one line."""
-
-
-class Header(msgspec.Struct, frozen=True):
-    """What is read first, so that a file of another kind or version is named as such."""
-
-    format: str | None = None
-    version: int | None = None
 
 
 class Document(Schedule, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -40,6 +37,8 @@ class Document(Schedule, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 _FIELDS = Schedule.__struct_fields__
+_KIND = DocumentKind(name="schedule", format=FORMAT, version=VERSION, content=Document, bulk=("programs", "seats"),
+                     max_bytes=MAX_FILE_BYTES, error=ScheduleError)
 
 
 def encode(schedule: Schedule) -> bytes:
@@ -51,18 +50,7 @@ def encode(schedule: Schedule) -> bytes:
 
 def decode(data: bytes, source: str = "schedule") -> Schedule:
     """Read a schedule; `source` names it in errors. Raises ScheduleError, whose message is one line."""
-    if len(data) > MAX_FILE_BYTES:
-        raise ScheduleError(f"{source}: {len(data)} bytes; a schedule file has at most {MAX_FILE_BYTES}")
-    try:
-        header = msgspec.json.decode(data, type=Header)
-        if header.format != FORMAT:
-            raise ScheduleError(f"{source}: no Slipstream schedule: key 'format' is {header.format!r}, not {FORMAT!r}")
-        if header.version != VERSION:
-            raise ScheduleError(f"{source}: schedule format version {header.version}; this Slipstream reads {VERSION}")
-        document = msgspec.json.decode(data, type=Document)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ScheduleError(f"{source}: no readable schedule: {reason}") from None
+    document = _KIND.decode(data, source)
     schedule = Schedule(**{name: getattr(document, name) for name in _FIELDS})
     try:
         _validate(schedule)
@@ -73,12 +61,7 @@ def decode(data: bytes, source: str = "schedule") -> Schedule:
 
 def read(path: Path) -> Schedule:
     """Read a schedule file. Raises ScheduleError for anything that cannot be read."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ScheduleError(f"{path}: cannot be read: {error.strerror}") from None
-    return decode(data, str(path))
+    return decode(_KIND.read_bytes(path), str(path))
 
 
 def write(schedule: Schedule, path: Path) -> None:
@@ -98,6 +81,9 @@ def json_schema() -> dict[str, Any]:
 
 def _validate(schedule: Schedule) -> None:
     """Check that every length, range and index makes sense. Raises ValueError naming the key and the value."""
+    for key, text in (("job", schedule.job), ("method", schedule.method)):
+        if not text.isprintable() or len(text) > MAX_NAME:
+            raise ValueError(f"{key} is {text[:MAX_NAME]!r}; expected at most {MAX_NAME} printable characters")
     _validate_grid(schedule.grid)
     _validate_times(schedule.times, schedule.grid)
     if schedule.memory is not None:
@@ -114,6 +100,9 @@ def _validate(schedule: Schedule) -> None:
         if not 0 <= seat.program < len(schedule.programs):
             raise ValueError(f"seats: worker {seat.worker} names program {seat.program} of {len(schedule.programs)}")
     _ascending("seats", tuple(seat.worker for seat in schedule.seats))
+    total = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
+    if total > MAX_OPS:
+        raise ValueError(f"the programs of all seats have {total} ops; expected at most {MAX_OPS}")
     for index, program in enumerate(schedule.programs):
         for position, op in enumerate(program):
             _validate_op(f"programs[{index}][{position}]", op, schedule.grid)
@@ -143,6 +132,7 @@ def _validate_times(times: Times, grid: Grid) -> None:
     for slow in times.slow:
         _in_grid("times.slow", slow.worker, grid)
         _in_range("times.slow", slow.per_mille, 1, 10**6)
+    _ascending("times.slow", tuple(slow.worker for slow in times.slow))
 
 
 def _validate_memory(memory: Memory, grid: Grid) -> None:

@@ -1,0 +1,79 @@
+"""Reading JSON files that may be truncated, hostile or not ours: refused in one line, in bounded memory."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+class DocumentError(ValueError):
+    """A file that cannot be read. The message is one line."""
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What is read first, so that a file of another kind or version is named as such."""
+
+    format: Annotated[str, msgspec.Meta(max_length=100)] | None = None
+    version: Annotated[int, msgspec.Meta(ge=-2**63, le=2**63 - 1)] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentKind(Generic[T]):
+    """A kind of JSON file: one object, whose keys `format` and `version` say what it is."""
+
+    name: str
+    format: str
+    version: int
+    content: type[T]
+    bulk: tuple[str, ...]
+    """Keys whose values are most of the file; their types hold no JSON objects."""
+    max_bytes: int
+    error: type[DocumentError]
+
+    def decode(self, data: bytes, source: str) -> T:
+        """Read a document; `source` names it in errors. Raises `error`, whose message is one line."""
+        if len(data) > self.max_bytes:
+            raise self.error(f"{source}: more than {self.max_bytes} bytes, the most that a {self.name} file may have")
+        try:
+            header = msgspec.json.decode(data, type=Header)
+            if header.format != self.format:
+                raise self.error(f"{source}: no Slipstream {self.name}: key 'format' is {header.format!r}, not "
+                                 f"{self.format!r}")
+            if header.version != self.version:
+                raise self.error(f"{source}: {self.name} format version {header.version}; this Slipstream reads "
+                                 f"{self.version}")
+            document = msgspec.json.decode(data, type=self.content)
+            self._refuse_duplicates(data)
+        except DocumentError:
+            raise
+        except (ValueError, RecursionError) as error:  # msgspec.DecodeError and UnicodeDecodeError are ValueErrors
+            reason = " ".join(str(error).split())[:200]
+            raise self.error(f"{source}: no readable {self.name}: {reason}") from None
+        return document
+
+    def read_bytes(self, path: Path) -> bytes:
+        """The bytes of a file, one more than `max_bytes` at most. Raises `error`."""
+        try:
+            with path.open("rb") as file:
+                return file.read(self.max_bytes + 1)
+        except OSError as error:
+            raise self.error(f"{path}: cannot be read: {error.strerror}") from None
+
+    def _refuse_duplicates(self, data: bytes) -> None:
+        """A key given twice has no one meaning. The bulk is cut out first: what remains is small."""
+        values = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        for key in self.bulk:
+            data = data.replace(bytes(values[key]), b"0", 1)
+        json.loads(data, object_pairs_hook=_distinct)
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
+    return found

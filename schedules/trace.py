@@ -1,0 +1,82 @@
+"""Measured traces: when each op of some iterations really ran. Written by the runtime, shown beside the plan."""
+
+import math
+from pathlib import Path
+
+import msgspec
+
+from schedules.document import DocumentError, DocumentKind
+from schedules.files import write_atomically
+from schedules.schedule import OpKind, Worker
+
+FORMAT = "slipstream.trace"
+VERSION = 1
+MAX_FILE_BYTES = 64 * 2**20
+MAX_SECONDS = 1e9
+
+
+class TraceError(DocumentError):
+    """A trace file that cannot be read. The message is one line."""
+
+
+class MeasuredOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
+    """`[worker, kind, stage, pipeline, microbatch, start_seconds, end_seconds]`: an op as it ran, half-open.
+
+    `stage` is None for O; `pipeline` and `microbatch` are None for A and O.
+    """
+
+    worker: Worker
+    kind: OpKind
+    stage: int | None
+    pipeline: int | None
+    microbatch: int | None
+    start_seconds: float
+    end_seconds: float
+
+
+class MeasuredIteration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """`[iteration, ops]`: all ops of all workers, in seconds on one clock from the start of the iteration."""
+
+    iteration: int
+    ops: tuple[MeasuredOp, ...]
+
+
+class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a run measured, iteration by iteration."""
+
+    format: str = FORMAT
+    version: int = VERSION
+    job: str
+    iterations: tuple[MeasuredIteration, ...]
+
+
+_KIND = DocumentKind(name="trace", format=FORMAT, version=VERSION, content=Trace, bulk=("iterations",),
+                     max_bytes=MAX_FILE_BYTES, error=TraceError)
+
+
+def decode_trace(data: bytes, source: str = "trace") -> Trace:
+    """Read a trace; `source` names it in errors. Raises TraceError, whose message is one line."""
+    trace = _KIND.decode(data, source)
+    for iteration in trace.iterations:
+        for op in iteration.ops:
+            if not (math.isfinite(op.start_seconds) and 0 <= op.start_seconds <= op.end_seconds <= MAX_SECONDS):
+                raise TraceError(f"{source}: iteration {iteration.iteration}: {op.kind} on {op.worker} runs from "
+                                 f"{op.start_seconds} s to {op.end_seconds} s; expected 0 <= start <= end")
+            if min(op.worker) < 0:
+                raise TraceError(f"{source}: iteration {iteration.iteration}: there is no worker {op.worker}")
+    return trace
+
+
+def encode_trace(trace: Trace) -> bytes:
+    """Canonical JSON, one line, newline at the end."""
+    return msgspec.json.encode(trace) + b"\n"
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace file. Raises TraceError."""
+    return decode_trace(_KIND.read_bytes(path), str(path))
+
+
+def write_trace(trace: Trace, path: Path) -> None:
+    """Write a trace file, whole or not at all. Raises OSError."""
+    write_atomically(path, encode_trace(trace))
