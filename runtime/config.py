@@ -1,0 +1,153 @@
+"""What to train and how: the job file's `[model]` and `[training]` tables, checked once and then plain data.
+
+A `RunConfig` travels to worker processes as JSON (`to_json`, `from_json`).
+"""
+
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+
+import msgspec
+from msgspec import Meta
+
+DtypeName = Literal["float32", "float64", "bf16"]
+BackendName = Literal["auto", "gloo", "nccl"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+OptimizerName = Literal["adamw", "sgd"]
+
+Count = Annotated[int, Meta(ge=1, le=2**20, description="a whole number from 1 to 1048576")]
+Positive = Annotated[float, Meta(gt=0, le=1e6, description="a number above 0, at most 1e6")]
+NotNegative = Annotated[float, Meta(ge=0, le=1e6, description="a number from 0 to 1e6")]
+Fraction = Annotated[float, Meta(ge=0, lt=1, description="a number from 0 to below 1")]
+Text = Annotated[str, Meta(min_length=1, max_length=4096, description="a text of 1 to 4096 characters")]
+
+_Table = TypeVar("_Table", bound=msgspec.Struct)
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used. The message is one line."""
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The job file's `[model]` table."""
+
+    name: Text = "gpt"
+    """Which registered model; `runtime.layers.model_for` knows them."""
+    blocks: Annotated[int, Meta(ge=1, le=10_000, description="a whole number from 1 to 10000")] = 4
+    """Transformer blocks, each one layer of the model."""
+    width: Count = 128
+    """Features a token has between layers; a multiple of `heads`."""
+    heads: Count = 4
+    """Attention heads."""
+    context: Count = 128
+    """Tokens in a sequence."""
+    vocabulary: Annotated[int, Meta(ge=256, le=2**24, description="a whole number from 256 to 16777216")] = 256
+    """Different tokens. Text is read as bytes: 256 is what it takes."""
+    mlp: Count = 4
+    """Width of the MLP's hidden layer, in multiples of `width`."""
+    dropout: Fraction = 0.0
+    """Probability with which an activation is dropped."""
+
+
+class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The job file's `[training]` table."""
+
+    iterations: Annotated[int, Meta(ge=0, le=2**40, description="a whole number from 0 to 1099511627776")] = 20
+    """Optimizer steps."""
+    batch: Count = 4
+    """Sequences in a micro-batch."""
+    optimizer: OptimizerName = "adamw"
+    """Which optimizer."""
+    learning_rate: Positive = 1e-3
+    """Step size, constant."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW's decay rates of the gradient's first and second moment."""
+    epsilon: Positive = 1e-8
+    """AdamW's guard against division by zero."""
+    weight_decay: NotNegative = 0.1
+    """Decoupled weight decay of matrices; vectors (norms, biases) have none."""
+    momentum: Fraction = 0.0
+    """SGD's momentum."""
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1, description="a whole number from 0 to 2^63 - 1")] = 0
+    """Every random choice derives from it: initial parameters, the text's cuts, dropout."""
+    dtype: DtypeName = "float32"
+    """Of parameters and arithmetic; "bf16" is bfloat16 autocast over float32 parameters."""
+    backend: BackendName = "auto"
+    """What carries tensors between workers; "auto": nccl where every worker has a GPU of its own, else gloo."""
+    device: DeviceName = "auto"
+    """Where workers compute; "auto": on GPUs where there are any."""
+    text: Text | None = None
+    """Path of the text to train on; by default the Python standard library's own sources."""
+    threads: Annotated[int, Meta(ge=1, le=1024, description="a whole number from 1 to 1024")] = 1
+    """CPU threads a worker computes with."""
+
+
+class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that a worker must know besides the schedule."""
+
+    model: ModelConfig = ModelConfig()
+    training: TrainingConfig = TrainingConfig()
+
+    def to_json(self) -> str:
+        """One line of JSON; `from_json` reads it back to an equal value."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Read what `to_json` wrote. Raises ConfigError."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"no readable run configuration: {error}") from None
+
+
+def parse_run_config(model: Mapping[str, object], training: Mapping[str, object], **overrides: object) -> RunConfig:
+    """Check the job file's `[model]` and `[training]` tables.
+
+    `overrides` replace keys of `[training]`, as command line options do; those that are None are ignored. Raises
+    ConfigError naming the key, its value and what was expected.
+    """
+    given = {key: value for key, value in overrides.items() if value is not None}
+    config = RunConfig(model=_table("model", model, ModelConfig),
+                       training=_table("training", {**training, **given}, TrainingConfig))
+    if config.model.width % config.model.heads:
+        raise ConfigError(f"model.width is {config.model.width}; expected a multiple of model.heads, "
+                          f"{config.model.heads}")
+    return config
+
+
+def _table(name: str, values: Mapping[str, object], kind: type[_Table]) -> _Table:
+    types = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    checked = {}
+    for key, value in values.items():
+        if key not in types:
+            near = difflib.get_close_matches(key, types, 1)
+            hint = f"did you mean {name}.{near[0]}?" if near else f"known: {', '.join(types)}"
+            raise ConfigError(f"unknown key {name}.{key}; {hint}")
+        checked[key] = _value(f"{name}.{key}", value, types[key])
+    return kind(**checked)
+
+
+def _value(key: str, value: object, kind: Any) -> object:
+    numbers = value if isinstance(value, list | tuple) else (value,)
+    try:
+        if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
+            raise msgspec.ValidationError
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, OverflowError):
+        shown = repr(value)
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        raise ConfigError(f"{key} is {shown}; expected {_expected(kind)}") from None
+
+
+def _expected(kind: Any) -> str:
+    """What a field takes, in words."""
+    for meta in getattr(kind, "__metadata__", ()):
+        return str(meta.description)
+    options = get_args(kind)
+    if options and all(isinstance(option, str) for option in options):
+        return "one of " + ", ".join(repr(option) for option in options)
+    if getattr(kind, "__origin__", None) is tuple:
+        return f"a list of {len(options)}, each {_expected(options[0])}"
+    return _expected(options[0])

@@ -1,0 +1,93 @@
+"""Text, cut deterministically into micro-batches: who asks, and when, does not matter."""
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.config import ConfigError, RunConfig
+from runtime.seeds import derive_seed
+
+LIBRARY_BYTES = 4 * 2**20
+"""How much of the standard library's sources is read."""
+_NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+
+
+class Microbatch(NamedTuple):
+    """The identity of a micro-batch: the `index`-th that `pipeline` reads in `iteration`."""
+
+    iteration: int
+    pipeline: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """A text as bytes, and the seed by which it is cut."""
+
+    text: Tensor
+    """uint8 [bytes]."""
+    digest: str
+    """SHA-256 of the text: workers that train together must agree on it."""
+    seed: int
+
+    def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, Tensor]:
+        """The tokens of a micro-batch and, for each, the one that follows: two int64 [batch, context] on the CPU."""
+        generator = torch.Generator().manual_seed(derive_seed("data", self.seed, *microbatch))
+        starts = torch.randint(self.text.numel() - context, (batch, 1), generator=generator)
+        window = self.text[starts + torch.arange(context + 1)].long()
+        return window[:, :-1], window[:, 1:]
+
+
+def load_corpus(config: RunConfig) -> Corpus:
+    """The text that a configuration names. Raises ConfigError when it cannot be read or is shorter than a sequence."""
+    path = config.training.text
+    text = _library() if path is None else _file(Path(path))
+    needed = config.model.context + 1
+    if text.size < needed:
+        raise ConfigError(f"training.text is {path!r}, of {text.size} bytes; expected at least {needed}, "
+                          "one more than model.context")
+    return Corpus(torch.from_numpy(text), hashlib.sha256(text.data).hexdigest(), config.training.seed)
+
+
+def _file(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """A user's text. Mapped copy-on-write: torch wants writable memory, and workers of a machine share its pages."""
+    if not path.is_file():
+        reason = "which is no file" if path.exists() else "which does not exist"
+        raise ConfigError(f"training.text is {str(path)!r}, {reason}; expected the path of a text file")
+    try:
+        if path.stat().st_size == 0:
+            return np.zeros(0, np.uint8)
+        return np.memmap(path, np.uint8, mode="c")
+    except OSError as error:
+        raise ConfigError(f"training.text is {str(path)!r}, which cannot be read: {error.strerror}") from None
+
+
+def _library() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """The first bytes of the standard library's sources, in the order of their paths."""
+    text = bytearray()
+    for path in _sources(Path(sysconfig.get_path("stdlib"))):
+        text += path.read_bytes()
+        if len(text) >= LIBRARY_BYTES:
+            break
+    return np.frombuffer(text[:LIBRARY_BYTES], np.uint8)
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    """Python sources below a folder: its files, then its folders, each in the order of their names."""
+    folders = []
+    for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
+        if entry.is_dir(follow_symlinks=False):
+            folders.append(Path(entry.path))
+        elif entry.name.endswith(".py") and entry.is_file():
+            yield Path(entry.path)
+    for folder in folders:
+        if folder.name not in _NOT_LIBRARY:
+            yield from _sources(folder)
