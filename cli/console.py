@@ -52,3 +52,9 @@ def write_or_refuse(path: Path, data: bytes) -> None:
         write_atomically(path, data)
     except OSError as error:
         refuse(f"{path}: cannot be written: {error.strerror}")
+
+
+def duration(seconds: float) -> str:
+    """A time as a person reads it: `30 s`, `29.7 ms`, `850 us`; four digits."""
+    unit, name = next(((unit, name) for unit, name in ((1.0, "s"), (1e-3, "ms")) if seconds >= unit), (1e-6, "us"))
+    return f"{seconds / unit:.4g} {name}" if seconds else "0 s"

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
-from schedules.check import check
 
 from planner.baselines import one_f_one_b
 from planner.bounds import lower_bound
@@ -17,6 +16,8 @@ from planner.job import Job, require_known
 from planner.problem import Problem, build_problem
 from planner.retime import pull_late
 from planner.solution import Solution, build_schedule, solution_period
+from schedules.check import check
+from schedules.memory import memory_peaks
 from schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
 
 Method = Literal["cp-sat", "greedy", "1f1b"]
@@ -65,14 +66,17 @@ class _Search(msgspec.Struct, frozen=True):
     interrupted: bool = False
 
 
-def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode = "split",
-             optimizer: OptimizerMode = "staggered", method: Method = "cp-sat", time_limit: float = 10.0,
+def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode | None = None,
+             optimizer: OptimizerMode | None = None, method: Method = "cp-sat", time_limit: float = 10.0,
              seed: int = 0, report: Report | None = None) -> Plan:
     """Plan one schedule within about `time_limit` seconds.
 
-    Raises JobError when a failed worker is not in the job, NoPlanError when no schedule can exist.
+    `backward` and `optimizer` are split and staggered unless given; fused and synchronous for 1f1b, which is defined
+    so. Raises JobError when a failed worker is not in the job, NoPlanError when no schedule can exist.
     """
     began = time.monotonic()
+    backward = backward or ("fused" if method == "1f1b" else "split")
+    optimizer = optimizer or ("synchronous" if method == "1f1b" else "staggered")
     require_known(failed, job)
     tell = report or (lambda _: None)
     problem = build_problem(job, failed, backward=backward, optimizer=optimizer)
@@ -154,4 +158,4 @@ def peak_memory(schedule: Schedule) -> float | None:
     """The most that any worker holds at any time, in the job's unit; None where the job gives no memory."""
     if schedule.memory is None:
         return None
-    return max((peak for _, peak in memory_peaks(schedule)), default=0) * schedule.memory.unit
+    return max(memory_peaks(schedule).values(), default=0) * schedule.memory.unit

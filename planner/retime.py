@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import networkx as nx
 
-from planner.problem import Problem, Unit
+from planner.problem import Problem
 from planner.solution import Solution, place_ops
 from schedules.graph import OpKey, op_key, producers
 from schedules.schedule import Op, OpKind
@@ -38,8 +38,4 @@ def pull_late(problem: Problem, solution: Solution) -> Solution:
             hop = 0 if ops[successor].worker == op.worker else problem.times.transfer
             end = min(end, starts[successor] - hop)
         starts[key] = end - (op.end_ticks - op.start_ticks)
-    return Solution(hosts={unit: solution.hosts[unit] for unit in map(_unit, starts)}, starts=starts)
-
-
-def _unit(key: OpKey) -> Unit:
-    return Unit(*key[1:])
+    return Solution(hosts=solution.hosts, starts=dict(reversed(starts.items())))

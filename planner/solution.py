@@ -16,7 +16,10 @@ class Solution(msgspec.Struct, frozen=True, kw_only=True):
     hosts: Mapping[Unit, int]
     """The pipeline whose worker runs each unit."""
     starts: Mapping[OpKey, int]
-    """Start tick of each compute op (kind, stage, pipeline, microbatch)."""
+    """Start tick of each compute op (kind, stage, pipeline, microbatch).
+
+    Ops without duration may share an instant: they then run in the order of this mapping.
+    """
 
 
 def place_ops(problem: Problem, solution: Solution) -> dict[Worker, list[Op]]:
@@ -34,19 +37,9 @@ def place_ops(problem: Problem, solution: Solution) -> dict[Worker, list[Op]]:
         ops[worker].append(Op(kind, stage, pipeline, microbatch, worker, begin,
                               begin + problem.cost(kind, stage, host)))
     for program in ops.values():
-        program.sort(key=_run_order)
+        program.sort(key=lambda op: (op.start_ticks, op.end_ticks))
     _close_iteration(problem, ops)
     return ops
-
-
-_RANK = {OpKind.F: 0, OpKind.I: 1, OpKind.B: 1, OpKind.W: 2}
-
-
-def _run_order(op: Op) -> tuple[int, int, int, int, int, int]:
-    """By start; where ops without duration share an instant, in the order in which data flows through them."""
-    assert op.stage is not None and op.pipeline is not None and op.microbatch is not None
-    depth = op.stage if op.kind is OpKind.F else -op.stage
-    return op.start_ticks, op.end_ticks, _RANK[op.kind], depth, op.pipeline, op.microbatch
 
 
 def _close_iteration(problem: Problem, ops: Mapping[Worker, list[Op]]) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -12,6 +12,8 @@ from planner.cpsat.constraints import Constraints
 from planner.cpsat.variables import Variables
 from planner.problem import Problem, Unit
 from planner.solution import Solution, solution_period
+from schedules.graph import OpKey
+from schedules.schedule import OpKind
 
 
 class Improvement(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +104,7 @@ def _give_hint(model: cp_model.CpModel, problem: Problem, variables: Variables, 
         host = hint.hosts[Unit(stage, pipeline, microbatch)]
         end = start + problem.cost(kind, stage, host)
         end_variable = variables.end[key]
-        if isinstance(end_variable, cp_model.IntVar):
+        if isinstance(end_variable, cp_model.IntVar) and end_variable is not variable:  # it is where the op takes 0
             model.add_hint(end_variable, end)
         column = problem.column_of[stage]
         first[column], last[column] = min(first[column], start), max(last[column], end)
@@ -132,4 +134,16 @@ def _read(variables: Variables, solver: cp_model.CpSolver) -> Solution:
         assert len(choices) == 1, f"CP-SAT chose hosts {choices} for {unit}"
         hosts[unit] = choices[0]
     starts = {key: solver.value(variable) for key, variable in variables.start.items()}
-    return Solution(hosts=hosts, starts=starts)
+    order = sorted(starts, key=lambda key: _flow(key, starts))
+    return Solution(hosts=hosts, starts={key: starts[key] for key in order})
+
+
+def _flow(key: OpKey, starts: Mapping[OpKey, int]) -> tuple[int, ...]:
+    """A run order for ops that share an instant, the same on all workers: older micro-batches first, each as it flows.
+
+    Any such order is free of circles, since what an op waits for at the same instant comes before it.
+    """
+    kind, stage, pipeline, microbatch = key
+    entered = starts[OpKind.F, 0, pipeline, microbatch]
+    forward = kind is OpKind.F
+    return (starts[key], entered, pipeline, microbatch, not forward, stage if forward else -stage, kind is OpKind.W)

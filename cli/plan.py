@@ -1,0 +1,115 @@
+"""`slipstream plan`: a job and its failed workers become one checked schedule."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+
+from cli.console import answer_no, duration, err, out, parse_workers, print_json, refuse, write_or_refuse
+from cli.timeline import timeline
+from planner.job import Job, JobError, read_job
+from planner.plan import Method, Plan, Report, plan_job
+from planner.problem import NoPlanError
+from schedules.codec import encode
+from schedules.schedule import BackwardMode, OptimizerMode, Worker
+
+JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="The job file (TOML).")]
+Failed = Annotated[list[str] | None, typer.Option("--failed", metavar="D.S", help=(
+    "A worker that is down, as PIPELINE.STAGE; may be repeated."))]
+Backward = Annotated[str | None, typer.Option("--backward", metavar="split|fused", help=(
+    "split: weight gradients are ops of their own that fill bubbles; fused: they follow the input gradients. "
+    "Default: split; fused for 1f1b."))]
+Optimizer = Annotated[str | None, typer.Option("--optimizer", metavar="staggered|synchronous", help=(
+    "staggered: a stage steps as soon as its own gradients are reduced; synchronous: all stages wait for the last. "
+    "Default: staggered; synchronous for 1f1b."))]
+How = Annotated[str, typer.Option("--method", metavar="cp-sat|greedy|1f1b", help=(
+    "cp-sat: list schedulers, then the solver; greedy: list schedulers only; 1f1b: the usual schedule, to compare."))]
+TimeLimit = Annotated[float, typer.Option("--time-limit", metavar="SEC", min=0.01, max=7 * 86400, help=(
+    "Seconds to search at most."))]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, max=2**31 - 1, help="Seed of every random choice.")]
+
+OutFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the schedule to this file.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def plan(job: JobFile, failed: Failed = None, backward: Backward = None, optimizer: Optimizer = None,
+         method: How = "cp-sat", time_limit: TimeLimit = 10.0, seed: Seed = 0,
+         out_file: OutFile = None, json: Json = False) -> None:
+    """Plan one schedule for a job and the workers that are down.
+
+    Ctrl-C ends the search early; the best plan found until then is printed and written.
+    """
+    made = make_plan(read_job_or_refuse(job), parse_workers(failed or []), backward=backward, optimizer=optimizer,
+                     method=method, time_limit=time_limit, seed=seed)
+    if out_file is not None:
+        write_or_refuse(out_file, encode(made.schedule))
+    if json:
+        print_json(made.report())
+        return
+    out.print(timeline(made.schedule, out.width))
+    out.print(summary(made), highlight=False)
+    if out_file is not None:
+        err.print(f"written to {out_file}", highlight=False)
+
+
+def read_job_or_refuse(path: Path) -> Job:
+    """The job in a file; exits 2 with one line where it cannot be used."""
+    try:
+        return read_job(path)
+    except JobError as error:
+        refuse(error)
+
+
+def make_plan(job: Job, failed: tuple[Worker, ...], *, backward: str | None, optimizer: str | None, method: str,
+              time_limit: float, seed: int) -> Plan:
+    """Plan with progress on stderr. Exits 2 on options that do not fit, 1 where no plan can exist."""
+    require_choice("--backward", backward, ("split", "fused"))
+    require_choice("--optimizer", optimizer, ("staggered", "synchronous"))
+    require_choice("--method", method, ("cp-sat", "greedy", "1f1b"))
+    try:
+        with planning() as report:
+            return plan_job(job, failed, backward=cast(BackwardMode | None, backward),
+                            optimizer=cast(OptimizerMode | None, optimizer), method=cast(Method, method),
+                            time_limit=time_limit, seed=seed, report=report)
+    except JobError as error:
+        refuse(error)
+    except NoPlanError as error:
+        answer_no(error)
+
+
+def require_choice(option: str, value: str | None, choices: tuple[str, ...]) -> None:
+    """Exits 2 when an option is given a value that it does not know."""
+    if value is not None and value not in choices:
+        refuse(f"{option} {value}: expected {' or '.join(choices)}")
+
+
+@contextmanager
+def planning() -> Iterator[Report]:
+    """Shows what the planner reports, with the time since it began, on stderr."""
+    began = time.monotonic()
+    with err.status("planning") as status:
+        def report(message: str) -> None:
+            status.update(f"planning: {message} (Ctrl-C keeps it)")
+            err.print(f"{time.monotonic() - began:7.2f} s  {message}", style="dim", highlight=False)
+
+        yield report
+
+
+def summary(made: Plan) -> str:
+    """A few lines a person reads: the period, how good it is proven to be, and what the failures cost."""
+    schedule = made.schedule
+    period, bound = (schedule.seconds(ticks) for ticks in (schedule.period_ticks, schedule.lower_bound_ticks))
+    proof = "proven optimal" if schedule.status == "optimal" else \
+        f"at most {schedule.gap:.2%} above the best possible (proven bound {duration(bound)})"
+    lines = [f"period {duration(period)}, {proof}; planned in {duration(made.solve_seconds)}"
+             + (", interrupted" if made.interrupted else "")]
+    if schedule.failed:
+        live, workers = len(schedule.seats), schedule.grid.pipelines * schedule.grid.columns
+        lines.append(f"{', '.join(map(str, schedule.failed))} down: {schedule.rerouted} micro-batch runs re-routed to "
+                     "peers")
+        lines.append(f"throughput {made.fault_free_period / period:.1%} of fault-free (period "
+                     f"{duration(made.fault_free_period)}), with {live} of {workers} workers = {live / workers:.1%}")
+    return "\n".join(lines)

@@ -1,0 +1,10 @@
+"""Property tests draw the same examples on every run; HYPOTHESIS_PROFILE=explore draws new ones, and more of them."""
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("steady", deadline=None, suppress_health_check=list(HealthCheck), derandomize=True,
+                          database=None)
+settings.register_profile("explore", settings.get_profile("steady"), derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))

@@ -1,0 +1,104 @@
+"""Plans of generated jobs: all pass the checker, respect the bounds, and are reproducible."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.bounds import lower_bound
+from planner.dealing import deal
+from planner.greedy import Policy, list_schedule
+from planner.job import JobError
+from planner.plan import plan_job
+from planner.problem import NoPlanError, build_problem
+from planner.retime import pull_late
+from planner.solution import build_schedule, solution_period
+from schedules.check import check
+from schedules.codec import encode
+from schedules.schedule import OpKind, Worker
+from tests.jobs import failures, grid, jobs
+
+MODES = st.tuples(st.sampled_from(["split", "fused"]), st.sampled_from(["staggered", "synchronous"]))
+
+
+@settings(max_examples=150)
+@given(st.data(), jobs(), MODES, st.sampled_from(["deepest", "oldest"]), st.sampled_from([0.0, 1.0]),
+       st.sampled_from(["least-loaded", "round-robin"]))
+def test_list_schedules_keep_every_rule(data, job, modes, order, patience, dealing):
+    down = data.draw(failures(job))
+    problem = build_problem(job, down, backward=modes[0], optimizer=modes[1])
+    solution = list_schedule(problem, Policy(forward_order=order, patience=patience), deal(problem, dealing))
+    bound = lower_bound(problem)
+    late = pull_late(problem, solution)
+    for plan in (solution, late):
+        assert check(build_schedule(problem, plan, lower_bound=bound, method="greedy")) == []
+        assert solution_period(problem, plan) >= bound
+    if problem.optimizer == "staggered":
+        assert solution_period(problem, late) <= solution_period(problem, solution)
+
+
+@settings(max_examples=25)
+@given(st.data(), jobs(max_pipelines=3, max_stages=3, max_microbatches=3), MODES)
+def test_cp_sat_never_returns_worse_than_the_list_scheduler(data, job, modes):
+    down = data.draw(failures(job))
+    kinds = {"backward": modes[0], "optimizer": modes[1]}
+    greedy = plan_job(job, down, method="greedy", **kinds).schedule
+    solved = plan_job(job, down, time_limit=1.0, **kinds).schedule
+    assert greedy.lower_bound_ticks <= solved.lower_bound_ticks <= solved.period_ticks <= greedy.period_ticks
+    assert check(solved) == []
+    assert (solved.status == "optimal") == (solved.period_ticks == solved.lower_bound_ticks)
+
+
+@settings(max_examples=40)
+@given(st.data(), jobs(max_chunks=1))
+def test_1f1b_keeps_every_rule(data, job):
+    schedule = plan_job(job, data.draw(failures(job)), method="1f1b").schedule
+    assert check(schedule) == [] and schedule.backward == "fused" and schedule.optimizer == "synchronous"
+
+
+def test_1f1b_alternates_one_forward_and_one_backward():
+    schedule = plan_job(grid(1, 4, 8), method="1f1b").schedule
+    for stage in range(4):
+        kinds = "".join(op.kind for op in schedule.ops(Worker(0, stage)) if op.kind in "FB")
+        ahead = 4 - stage
+        assert kinds == "F" * (ahead - 1) + "FB" * (8 - ahead + 1) + "B" * (ahead - 1)
+
+
+def test_the_same_seed_gives_the_same_plan():
+    job = grid(2, 3, 4, more="[memory]\ncapacity = 3\n")
+    plans = [plan_job(job, [Worker(0, 1)], seed=7).schedule for _ in range(2)]
+    assert plans[0].status == "optimal" and encode(plans[0]) == encode(plans[1])
+
+
+def test_orphans_go_to_live_peers_of_their_stage():
+    schedule = plan_job(grid(3, 2, 4), [Worker(1, 1)]).schedule
+    hosts = {op.worker for op in schedule.all_ops() if op.kind is OpKind.F and op.stage == 1 and op.pipeline == 1}
+    assert hosts <= {Worker(0, 1), Worker(2, 1)} and schedule.rerouted == 4
+
+
+def test_equal_healthy_pipelines_share_programs():
+    schedule = plan_job(grid(16, 4, 8)).schedule
+    assert len(schedule.programs) == 4 and len(schedule.seats) == 64
+
+
+def test_a_stage_without_live_workers_has_no_plan():
+    with pytest.raises(NoPlanError, match="stage 1 has no live worker"):
+        plan_job(grid(2, 3, 2), [Worker(0, 1), Worker(1, 1)])
+
+
+@pytest.mark.parametrize("memory", ["capacity = 1\nactivation = 2",
+                                    "capacity = [2, 1]\nactivation = 1\nweight_stash = 2"])
+def test_too_little_memory_for_one_microbatch_has_no_plan(memory):
+    with pytest.raises(NoPlanError, match=r"stage [01] has room for 1, but one micro-batch needs 2 there"):
+        plan_job(grid(2, 2, 2, more=f"[memory]\n{memory}\n"))
+
+
+def test_unknown_workers_are_refused():
+    with pytest.raises(JobError, match=r"--failed: the job has no worker 5\.0; expected pipeline 0 to 1"):
+        plan_job(grid(2, 2, 2), [Worker(5, 0)])
+
+
+def test_times_are_exact_decimals():
+    """0.0297 s and 0.0005 s share a tick of 0.1 ms; nothing is lost to binary fractions."""
+    schedule = plan_job(grid(1, 2, 2, times="forward = 0.0297\nbackward_input = 0.0294\nbackward_weight = 0.0199\n"
+                             "transfer = 0.0005"), method="greedy").schedule
+    assert schedule.tick_seconds == 0.0001 and schedule.times.forward == (297, 297) and schedule.times.transfer == 5
