@@ -7,14 +7,15 @@ Pipelines that share no micro-batch with others and run the same programs at the
 instant, so one of them stands for all. Cost is linear in the ops of the *different* pipelines.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from itertools import islice, pairwise
 
 import msgspec
 
-from schedules.graph import OpKey, full_graph, groups, op_key, programs_of, topological_order
+from schedules.equal import equal_pipelines
+from schedules.graph import OpKey, full_graph, op_key, programs_of, topological_order
 from schedules.memory import memory_profile
 from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
 
@@ -56,22 +57,7 @@ class _Case(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def pipelines(self) -> tuple[int, ...]:
         """The pipelines to look at: one of each set that behaves the same."""
-        schedule = self.schedule
-        slow = {slow.worker: slow.per_mille for slow in schedule.times.slow}
-        lanes: dict[int, list[tuple[int, int, int | None]]] = defaultdict(list)
-        for seat in schedule.seats:
-            lanes[seat.role.pipeline].append((seat.role.column, seat.program, slow.get(seat.worker)))
-        chosen: list[int] = []
-        seen = set()
-        for group in groups(schedule):
-            if len(group) == 1:
-                (pipeline,) = group
-                behaviour = (schedule.grid.microbatches[pipeline], tuple(sorted(lanes[pipeline])))
-                if behaviour in seen:
-                    continue
-                seen.add(behaviour)
-            chosen += group
-        return tuple(sorted(chosen))
+        return tuple(equal[0] for equal in equal_pipelines(self.schedule))
 
     @cached_property
     def programs(self) -> Mapping[Worker, list[Op]]:

@@ -1,0 +1,77 @@
+"""`slipstream check`: does a schedule obey every rule?"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cli.console import duration, out, print_json, refuse
+from schedules.check import Violation, check as violations_of
+from schedules.codec import ScheduleError, read
+from schedules.grid import render_grid
+from schedules.schedule import Schedule
+
+MAX_GRIDS = 3
+"""Violations drawn per file; the others are named."""
+
+Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Schedule files.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def check(files: Files, json: Json = False) -> None:
+    """Check schedules against every rule, independently of how they were made.
+
+    Exits 1 when a rule is broken, and draws the workers around the offending op.
+    """
+    answers: list[dict[str, object]] = []
+    for file in files:
+        schedule = read_or_refuse(file)
+        violations = violations_of(schedule)
+        answers += [describe(violation, schedule, file) for violation in violations]
+        if not json:
+            _print(file, schedule, violations)
+    if json:
+        print_json({"violations": answers})
+    if answers:
+        raise typer.Exit(1)
+
+
+def read_or_refuse(path: Path) -> Schedule:
+    """The schedule in a file; exits 2 with one line where it cannot be read."""
+    try:
+        return read(path)
+    except ScheduleError as error:
+        refuse(error)
+
+
+def describe(violation: Violation, schedule: Schedule, file: Path) -> dict[str, object]:
+    """A violation as an object of the JSON answer; `start` in seconds."""
+    op = violation.op
+    worker = op.worker if op is not None else violation.worker
+    return {
+        "file": str(file),
+        "rule": violation.rule,
+        "message": violation.message,
+        "op": str(op.kind) if op is not None else None,
+        "worker": str(worker) if worker is not None else None,
+        "stage": op.stage if op is not None else None,
+        "pipeline": op.pipeline if op is not None else None,
+        "microbatch": op.microbatch if op is not None else None,
+        "start": schedule.seconds(op.start_ticks) if op is not None else None,
+    }
+
+
+def _print(file: Path, schedule: Schedule, violations: list[Violation]) -> None:
+    if not violations:
+        out.print(f"{file}: valid: {len(schedule.seats)} workers, period "
+                  f"{duration(schedule.seconds(schedule.period_ticks))}, {schedule.status}",
+                  style="green", markup=False, highlight=False, soft_wrap=True)
+        return
+    count = f"{len(violations)} violation{'s' if len(violations) > 1 else ''}"
+    out.print(f"{file}: {count}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+    drawn = 0
+    for violation in violations:
+        out.print(f"  {violation}", markup=False, highlight=False, soft_wrap=True)
+        if drawn < MAX_GRIDS and (grid := render_grid(schedule, violation.op, violation.worker)):
+            out.print(grid, style="dim", markup=False, highlight=False, no_wrap=True, crop=False, overflow="ignore")
+            drawn += 1

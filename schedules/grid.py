@@ -1,0 +1,74 @@
+"""The worker x time grid around one op, as plain text: what a message about a violation shows."""
+
+from collections.abc import Iterable
+from statistics import median_low
+
+from schedules.schedule import Op, OpKind, Schedule, Worker
+
+MAX_ROWS = 12
+MAX_COLUMNS = 96
+OP_CHARACTERS = 5
+"""As wide is a typical op drawn."""
+
+
+def render_grid(schedule: Schedule, op: Op | None, worker: Worker | None = None) -> str:
+    """The ops around `op`, which is marked, or else the end of what `worker` runs; empty when there is neither.
+
+    At most MAX_ROWS workers: that of the op, those of its pipeline, and for A its peers. At most MAX_COLUMNS wide.
+    """
+    worker = op.worker if op is not None else worker
+    if worker not in schedule.seat_of:
+        return ""
+    rows = {row: schedule.ops(row) for row in _rows(schedule, op, worker)}
+    focus = op or max(rows[worker], key=lambda op: op.end_ticks, default=None)
+    if focus is None:
+        return ""
+    lengths = [op.end_ticks - op.start_ticks for ops in rows.values() for op in ops if op.end_ticks > op.start_ticks]
+    ticks = median_low(lengths) if lengths else 1  # drawn as OP_CHARACTERS
+    first = max(0, (focus.start_ticks + focus.end_ticks) // 2 - ticks * MAX_COLUMNS // (2 * OP_CHARACTERS))
+    lines = [f"{'':8}|from {schedule.seconds(first):g} s; {OP_CHARACTERS} characters are {schedule.seconds(ticks):g} s"]
+    for row, ops in rows.items():
+        lines.append(f"{'>' if row == worker else ' '}{row!s:>6} |{_line(ops, op, schedule.seat_of[row].role.pipeline, first, ticks)}")
+        if op is not None and row == worker:
+            visible = _visible(op, first, ticks)
+            lines.append(f"{'':7} |{' ' * visible.start}{'^' * len(visible)} {op}")
+    return "\n".join(lines)
+
+
+def _rows(schedule: Schedule, op: Op | None, worker: Worker) -> list[Worker]:
+    """The workers worth showing, nearest first in choice, in grid order in the result."""
+    role = schedule.seat_of[worker].role
+    pipelines = {role.pipeline} | ({op.pipeline} if op is not None else set())
+    together = op is not None and op.kind is OpKind.A
+    near = [seat for seat in schedule.seats if seat.role.pipeline in pipelines
+            or (together and seat.role.column == role.column)]
+    near.sort(key=lambda seat: (seat.worker != worker, abs(seat.role.column - role.column), seat.worker))
+    return sorted(seat.worker for seat in near[:MAX_ROWS])
+
+
+def _line(ops: Iterable[Op], marked: Op | None, own: int, first: int, ticks: int) -> str:
+    """One worker's ops, each as wide as it is long: `F3--`, re-routed `F1.3`. The marked one is drawn last."""
+    cells = [" "] * MAX_COLUMNS
+    for op in sorted(ops, key=lambda op: op == marked):
+        label = _label(op, own)
+        begin = _column(op.start_ticks, first, ticks)
+        for column in _visible(op, first, ticks):
+            cells[column] = label[column - begin] if column - begin < len(label) else "-"
+    return "".join(cells).rstrip()
+
+
+def _visible(op: Op, first: int, ticks: int) -> range:
+    """The characters of an op, at least one, as far as they are on the grid."""
+    begin = _column(op.start_ticks, first, ticks)
+    end = max(begin + 1, _column(op.end_ticks, first, ticks))
+    return range(max(begin, 0), min(end, MAX_COLUMNS))
+
+
+def _column(tick: int, first: int, ticks: int) -> int:
+    return (tick - first) * OP_CHARACTERS // ticks
+
+
+def _label(op: Op, own: int) -> str:
+    if op.microbatch is None:
+        return str(op.kind)
+    return f"{op.kind}{op.microbatch}" if op.pipeline == own else f"{op.kind}{op.pipeline}.{op.microbatch}"
