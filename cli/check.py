@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from cli.console import duration, out, print_json, refuse
-from schedules.check import Violation, check as violations_of
+from schedules.check import Violation
+from schedules.check import check as violations_of
 from schedules.codec import ScheduleError, read
 from schedules.grid import render_grid
 from schedules.schedule import Schedule

@@ -17,7 +17,7 @@ def render_grid(schedule: Schedule, op: Op | None, worker: Worker | None = None)
     At most MAX_ROWS workers: that of the op, those of its pipeline, and for A its peers. At most MAX_COLUMNS wide.
     """
     worker = op.worker if op is not None else worker
-    if worker not in schedule.seat_of:
+    if worker is None or worker not in schedule.seat_of:
         return ""
     rows = {row: schedule.ops(row) for row in _rows(schedule, op, worker)}
     focus = op or max(rows[worker], key=lambda op: op.end_ticks, default=None)
@@ -28,7 +28,8 @@ def render_grid(schedule: Schedule, op: Op | None, worker: Worker | None = None)
     first = max(0, (focus.start_ticks + focus.end_ticks) // 2 - ticks * MAX_COLUMNS // (2 * OP_CHARACTERS))
     lines = [f"{'':8}|from {schedule.seconds(first):g} s; {OP_CHARACTERS} characters are {schedule.seconds(ticks):g} s"]
     for row, ops in rows.items():
-        lines.append(f"{'>' if row == worker else ' '}{row!s:>6} |{_line(ops, op, schedule.seat_of[row].role.pipeline, first, ticks)}")
+        own = schedule.seat_of[row].role.pipeline
+        lines.append(f"{'>' if row == worker else ' '}{row!s:>6} |{_line(ops, op, own, first, ticks)}")
         if op is not None and row == worker:
             visible = _visible(op, first, ticks)
             lines.append(f"{'':7} |{' ' * visible.start}{'^' * len(visible)} {op}")

@@ -1,18 +1,21 @@
 """Measured traces: when each op of some iterations really ran. Written by the runtime, shown beside the plan."""
 
 import math
+from collections import defaultdict
 from pathlib import Path
 
 import msgspec
 
 from schedules.document import DocumentError, DocumentKind
 from schedules.files import write_atomically
-from schedules.schedule import OpKind, Worker
+from schedules.schedule import Op, OpKind, Worker
 
 FORMAT = "slipstream.trace"
 VERSION = 1
 MAX_FILE_BYTES = 64 * 2**20
 MAX_SECONDS = 1e9
+TICK_SECONDS = 1e-9
+"""The tick of measured ops, where they are treated like planned ones."""
 
 
 class TraceError(DocumentError):
@@ -80,3 +83,14 @@ def read_trace(path: Path) -> Trace:
 def write_trace(trace: Trace, path: Path) -> None:
     """Write a trace file, whole or not at all. Raises OSError."""
     write_atomically(path, encode_trace(trace))
+
+
+def placed_ops(iteration: MeasuredIteration) -> dict[Worker, list[Op]]:
+    """The ops of each worker in order of start, as if planned in ticks of TICK_SECONDS."""
+    ops: dict[Worker, list[Op]] = defaultdict(list)
+    for op in iteration.ops:
+        ops[op.worker].append(Op(op.kind, op.stage, op.pipeline, op.microbatch, op.worker,
+                                 round(op.start_seconds / TICK_SECONDS), round(op.end_seconds / TICK_SECONDS)))
+    for program in ops.values():
+        program.sort(key=lambda op: (op.start_ticks, op.end_ticks))
+    return {worker: ops[worker] for worker in sorted(ops)}
