@@ -2,7 +2,7 @@
 
 import typer
 
-from cli import check, show
+from cli import check, plan, show
 
 app = typer.Typer(
     name="slipstream",
@@ -11,6 +11,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("plan")(plan.plan)
 app.command("check")(check.check)
 app.command("show")(show.show)
 

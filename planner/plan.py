@@ -123,14 +123,18 @@ def _best_list_schedule(problem: Problem, bound: int, deadline: float, tell: Rep
     """The shortest of several list schedules, and whether Ctrl-C cut the choice short."""
     best: Solution | None = None
     shortest = 0
+    longest_step = 0.0
     try:
+        began = time.monotonic()
         for plan in _candidates(problem):
             period = solution_period(problem, plan)
             if best is None or period < shortest:
                 best, shortest = plan, period
                 tell(f"list scheduler: period {shortest * problem.tick_seconds:g} s, "
                      f"bound {bound * problem.tick_seconds:g} s")
-            if shortest <= bound or time.monotonic() > deadline:
+            longest_step = max(longest_step, time.monotonic() - began)
+            began = time.monotonic()
+            if shortest <= bound or began + longest_step > deadline:
                 break
     except KeyboardInterrupt:
         if best is None:

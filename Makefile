@@ -1,0 +1,36 @@
+# `make demo` and `make test` do everything on a machine that has only Python 3.11 and pip.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo demo-short test lint picture clean
+
+demo: $(INSTALLED)         ## plan the worked example, train a small GPT with and without a failed worker
+	$(BIN)/slipstream demo
+
+demo-short: $(INSTALLED)   ## the same in seconds
+	$(BIN)/slipstream demo --short
+
+test: $(INSTALLED)         ## all tests
+	$(BIN)/python -m pytest -n 2
+
+lint: $(INSTALLED)         ## style, types, and which room may import which
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+picture: $(INSTALLED)      ## redraw the README's picture
+	$(BIN)/slipstream plan cli/jobs/worked-example.toml --failed 1.2 --out out/worked-example.json
+	$(BIN)/slipstream show out/worked-example.json --svg docs/worked-example.svg > /dev/null
+
+# torch first and by its exact version, so that nothing else pulls another build.
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("slipstream needs Python 3.11 or newer: make PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+clean:                     ## remove the environment and everything generated
+	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
