@@ -8,10 +8,18 @@ from torch import Tensor
 
 
 def parameter_digest(parameters: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes, in the order of the names."""
-    digest = hashlib.sha256()
-    for name in sorted(parameters):
-        tensor = parameters[name].detach().cpu().contiguous()
-        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    """SHA-256 over names, dtypes, shapes and bytes, whatever the order of the mapping."""
+    return combined_digest({name: tensor_digest(name, tensor) for name, tensor in parameters.items()})
+
+
+def tensor_digest(name: str, tensor: Tensor) -> str:
+    """SHA-256 over one parameter's name, dtype, shape and bytes."""
+    tensor = tensor.detach().cpu().contiguous()
+    digest = hashlib.sha256(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+    digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def combined_digest(digests: Mapping[str, str]) -> str:
+    """The digest of parameters of which each one's digest is known: nobody needs to hold them all."""
+    return hashlib.sha256("".join(digests[name] for name in sorted(digests)).encode()).hexdigest()

@@ -1,0 +1,180 @@
+"""Tensors between workers: point to point, and summed over the workers of a stage.
+
+An `Epoch` holds the process groups of one quorum and is dropped whole with it. Groups come from torchft, whose
+`configure` makes them without the global state of torch.distributed.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from time import perf_counter
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+from torch.distributed.distributed_c10d import AllreduceOptions
+from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
+
+from runtime.membership import Quorum
+from runtime.rendezvous import Rendezvous
+from schedules.schedule import Worker
+
+Transport = Literal["gloo", "nccl"]
+TIMEOUT = timedelta(minutes=10)
+"""Of any one transfer. Long, because a gloo timeout closes all connections; a dead peer is noticed in milliseconds."""
+CLOCK_ROUNDS = 8
+
+
+class CommunicationError(RuntimeError):
+    """A peer is gone, or did not answer in time. The message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A tensor being sent; it must live until it has been."""
+
+    work: Work
+    payload: Tensor
+    target: Worker
+
+    def wait(self) -> None:
+        """Wait until the tensor may go. Raises CommunicationError."""
+        with _speaking_of(f"sending to worker {self.target}"):
+            self.work.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """A tensor on its way here."""
+
+    work: Work
+    payload: Tensor
+    source: Worker
+    device: torch.device
+
+    def take(self) -> Tensor:
+        """Wait for the tensor, on the device that computes. Raises CommunicationError."""
+        with _speaking_of(f"receiving from worker {self.source}"):
+            self.work.wait()
+        return self.payload.to(self.device, non_blocking=True)
+
+
+class Epoch:
+    """What the members of one quorum say to each other, on one device each.
+
+    `teams` holds, for each stage this worker hosts, all live workers that do. Gloo carries host memory only, so tensors
+    of a GPU pass through pinned buffers. Gloo matches transfers by tag; NCCL by their order, so every worker must issue
+    its transfers in an order that all of them agree on (that of `schedules.graph.transfers`).
+    """
+
+    def __init__(self, quorum: Quorum, worker: Worker, teams: Mapping[int, Sequence[Worker]], *, transport: Transport,
+                 device: torch.device, rendezvous: Rendezvous) -> None:
+        self._device = device
+        self._staged = transport == "gloo" and device.type != "cpu"
+        self._transport_device = torch.device("cpu") if self._staged else device
+        self._ranks = quorum.ranks
+        self._worker = worker
+
+        def group(name: str, members: Sequence[Worker]) -> ProcessGroup:
+            with _speaking_of(f"meeting the workers of {name}"):
+                made = ProcessGroupNCCL(TIMEOUT) if transport == "nccl" else ProcessGroupGloo(TIMEOUT)
+                made.configure(f"{rendezvous}/epoch{quorum.number}/{name}", str(worker), members.index(worker),
+                               len(members), quorum_id=quorum.number)
+            return made
+
+        self._world = group("the world", sorted(quorum.ranks, key=quorum.ranks.__getitem__))
+        self._teams: dict[int, ProcessGroup] = {}
+        # All members make their groups in the order of the stages: nobody waits for one who waits elsewhere.
+        for stage, members in sorted(teams.items()):
+            if len(members) > 1:
+                self._teams[stage] = group(f"stage {stage}", sorted(members))
+
+    def send(self, tensor: Tensor, target: Worker, tag: int) -> Outgoing:
+        """Start sending; computing goes on."""
+        payload = tensor.detach().contiguous()
+        if self._staged:
+            payload = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True).copy_(payload)
+        with _speaking_of(f"sending to worker {target}"):
+            return Outgoing(self._world.send([payload], self._ranks[target], tag), payload, target)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: Worker, tag: int) -> Arriving:
+        """Make room for a tensor, and start receiving it."""
+        payload = self._buffer(shape, dtype)
+        with _speaking_of(f"receiving from worker {source}"):
+            return Arriving(self._world.recv([payload], self._ranks[source], tag), payload, source, self._device)
+
+    def sum_over_stage(self, stage: int, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over the live workers of a stage. Raises CommunicationError."""
+        team = self._teams.get(stage)
+        if team is None:
+            return
+        with _speaking_of(f"summing the gradients of stage {stage}"):
+            carried = [tensor.cpu() for tensor in tensors] if self._staged else list(tensors)
+            for work in [team.allreduce([tensor], AllreduceOptions()) for tensor in carried]:
+                work.wait()
+        if self._staged:
+            for tensor, total in zip(tensors, carried, strict=True):
+                tensor.copy_(total)
+
+    def clock_offset(self) -> float:
+        """Seconds to add to this worker's perf_counter to read that of rank 0. All members must call it together.
+
+        The offset seen in the quickest of a few round trips, as in NTP; rank 0 answers the others one by one.
+        """
+        by_rank = sorted(self._ranks, key=self._ranks.__getitem__)
+        if self._worker == by_rank[0]:
+            for peer in by_rank[1:]:
+                for _ in range(CLOCK_ROUNDS):
+                    self.receive((1,), torch.float64, peer, 0).take()
+                    self.send(torch.tensor([perf_counter()], dtype=torch.float64, device=self._device), peer, 0).wait()
+            return 0.0
+        return min(self._ask_time(by_rank[0]) for _ in range(CLOCK_ROUNDS))[1]
+
+    def _ask_time(self, reference: Worker) -> tuple[float, float]:
+        """How long the question took, and the offset it found."""
+        asked = perf_counter()
+        self.send(torch.zeros(1, dtype=torch.float64, device=self._device), reference, 0).wait()
+        answer = self.receive((1,), torch.float64, reference, 0).take().item()
+        answered = perf_counter()
+        return answered - asked, answer - (asked + answered) / 2
+
+    def settle(self) -> None:
+        """Wait until all members get here, so that none closes a connection another still reads from."""
+        with _speaking_of("waiting for all workers to end"):
+            self._world.allreduce([torch.zeros(1, device=self._transport_device)], AllreduceOptions()).wait()
+
+    def drop(self) -> None:
+        """Close all groups; peers that wait for this worker are released with an error."""
+        for team in self._teams.values():
+            team.abort()
+        self._world.abort()
+
+    def _buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if self._staged:
+            return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+
+
+@contextmanager
+def _speaking_of(what: str) -> Iterator[None]:
+    """Turn what a process group raises into one line that says what was going on."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommunicationError(f"{what} failed: {(str(error).splitlines() or ['no reason given'])[0]}") from error
+
+
+def choose_transport(wanted: str, device: str, workers: int, cards: int) -> Transport:
+    """NCCL where each of a machine's workers computes on a card of its own, else gloo.
+
+    Raises ValueError when NCCL is asked for where it cannot work: it refuses two workers on one card.
+    """
+    able = device == "cuda" and workers <= cards
+    if wanted == "nccl" and not able:
+        raise ValueError(f"training.backend is 'nccl', which needs a GPU for each worker; here are {cards} for "
+                         f"{workers} workers")
+    return "nccl" if able and wanted != "gloo" else "gloo"
+
+

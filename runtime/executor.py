@@ -1,0 +1,101 @@
+"""Runs one worker's program: op by op, in the order in which it stands. Decides nothing."""
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from runtime.comm import Epoch
+from runtime.data import Microbatch
+from runtime.exchange import Exchange, Parcel, ParcelKind
+from runtime.recorder import Recorder
+from runtime.stage import Stage
+from schedules.schedule import Op, OpKind, Schedule, Worker
+
+
+class Feed(Protocol):
+    """Where micro-batches come from."""
+
+    def __call__(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """Tokens and targets, each [B, T], on the device that computes."""
+
+
+class Executor:
+    """One live worker of a schedule, with the stages it holds and their optimizers."""
+
+    def __init__(self, schedule: Schedule, worker: Worker, *, stages: Mapping[int, Stage],
+                 optimizers: Mapping[int, torch.optim.Optimizer], epoch: Epoch, exchange: Exchange, feed: Feed,
+                 recorder: Recorder) -> None:
+        self._program = schedule.ops(worker)
+        self._split = schedule.backward == "split"
+        self._stages = stages
+        self._optimizers = optimizers
+        self._epoch = epoch
+        self._exchange = exchange
+        self._feed = feed
+        self._recorder = recorder
+        self._iteration = 0
+        self._handlers: Mapping[OpKind, Callable[[Op], None]] = {
+            OpKind.F: self._forward, OpKind.B: self._backward, OpKind.I: self._backward,
+            OpKind.W: self._backward_weight, OpKind.A: self._all_reduce, OpKind.O: self._step}
+
+    def run(self, iteration: int) -> float:
+        """Run one iteration: this worker's part of the mean loss (0 off the last stage). Raises CommunicationError."""
+        self._iteration = iteration
+        for op in self._program:
+            self._handlers[op.kind](op)
+        self._exchange.end_iteration()
+        return sum(stage.take_loss().item() for stage in self._stages.values() if stage.last)
+
+    def _forward(self, op: Op) -> None:
+        stage, microbatch = self._stage(op), self._microbatch(op)
+        value = None if stage.first else self._take("activation", op)
+        with self._recorder.timing(op):
+            tokens, target = self._feed(microbatch) if stage.first or stage.last else (None, None)
+            value = tokens if value is None else value
+            assert value is not None
+            output = stage.forward(microbatch, value, target if stage.last else None, split=self._split)
+        if output is not None:
+            self._give("activation", op, stage.index + 1, output)
+
+    def _backward(self, op: Op) -> None:
+        """I or B."""
+        stage, microbatch = self._stage(op), self._microbatch(op)
+        run = stage.backward if op.kind is OpKind.B else stage.backward_input
+        gradient = None if stage.last else self._take("gradient", op)
+        with self._recorder.timing(op):
+            result = run(microbatch, gradient)
+        if result is not None:
+            self._give("gradient", op, stage.index - 1, result)
+
+    def _backward_weight(self, op: Op) -> None:
+        with self._recorder.timing(op):
+            self._stage(op).backward_weight(self._microbatch(op))
+
+    def _all_reduce(self, op: Op) -> None:
+        stage = self._stage(op)
+        with self._recorder.timing(op):
+            self._epoch.sum_over_stage(stage.index, stage.gradients())
+
+    def _step(self, op: Op) -> None:
+        with self._recorder.timing(op):
+            for index, optimizer in self._optimizers.items():
+                optimizer.step()
+                self._stages[index].zero_gradients()
+
+    def _stage(self, op: Op) -> Stage:
+        assert op.stage is not None
+        return self._stages[op.stage]
+
+    def _microbatch(self, op: Op) -> Microbatch:
+        assert op.pipeline is not None and op.microbatch is not None
+        return Microbatch(self._iteration, op.pipeline, op.microbatch)
+
+    def _take(self, kind: ParcelKind, op: Op) -> Tensor:
+        assert op.stage is not None and op.pipeline is not None and op.microbatch is not None
+        return self._exchange.take(self._iteration, Parcel(kind, op.stage, op.pipeline, op.microbatch))
+
+    def _give(self, kind: ParcelKind, op: Op, stage: int, tensor: Tensor) -> None:
+        assert op.pipeline is not None and op.microbatch is not None
+        self._exchange.give(self._iteration, Parcel(kind, stage, op.pipeline, op.microbatch), tensor)

@@ -1,0 +1,97 @@
+"""Where the processes of a run meet: one key-value store, hosted by node 0.
+
+It holds what every worker must know (the schedule, the configuration, the lighthouse's address), carries the workers'
+reports back to the launcher, and lets process groups find each other. Everything in it is JSON, never pickle. Whoever
+can reach its port can join the run: it listens on the address it is given and nowhere else, loopback by default.
+"""
+
+import contextlib
+import socket
+import struct
+import sys
+from datetime import timedelta
+
+import msgspec
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError, QueueEmptyError
+
+LOOPBACK = "127.0.0.1"
+TIMEOUT = timedelta(seconds=60)
+
+
+class RendezvousError(RuntimeError):
+    """The meeting point cannot be opened, reached, or has gone. The message is one line."""
+
+
+class Rendezvous(msgspec.Struct, frozen=True):
+    """The address of the store."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Rendezvous":
+        """Read `HOST:PORT`. Raises ValueError that names the text."""
+        host, colon, port = text.rpartition(":")
+        host = host.strip("[]")
+        if not (colon and host and port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
+            raise ValueError(f"{text!r} is no meeting point: write HOST:PORT, for example 10.0.0.1:29500")
+        return cls(host, int(port))
+
+
+def host_store(rendezvous: Rendezvous | None = None) -> tuple[TCPStore, Rendezvous]:
+    """Open the store, on a free port of this machine's loopback unless told otherwise. Raises RendezvousError."""
+    wanted = rendezvous or Rendezvous(LOOPBACK, 0)
+    family = socket.AF_INET6 if ":" in wanted.host else socket.AF_INET
+    try:
+        listener = socket.create_server((wanted.host, wanted.port), family=family)
+        opened = Rendezvous(wanted.host, listener.getsockname()[1])
+        return TCPStore(opened.host, opened.port, is_master=True, wait_for_workers=False, timeout=TIMEOUT,
+                        master_listen_fd=listener.detach()), opened
+    except (OSError, DistError) as error:
+        raise RendezvousError(f"cannot open the meeting point {wanted}: {_reason(error)}") from None
+
+
+def connect_store(rendezvous: Rendezvous, timeout: timedelta = TIMEOUT) -> TCPStore:
+    """Reach the store that node 0 hosts, waiting for it to open. Raises RendezvousError."""
+    try:
+        return TCPStore(rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    except DistError as error:
+        raise RendezvousError(f"cannot reach the meeting point {rendezvous} within {timeout.total_seconds():.0f} s: "
+                              f"{_reason(error)}") from None
+
+
+def pop(store: TCPStore, queue: str) -> bytes | None:
+    """The next message of a queue, None when there is none."""
+    try:
+        message: bytes = store.queue_pop(queue, False)
+    except QueueEmptyError:
+        return None
+    return message
+
+
+def interface_towards(rendezvous: Rendezvous) -> str | None:
+    """The network interface by which this machine reaches the meeting point; None where it cannot be told.
+
+    Gloo by default listens on whatever the host's name resolves to, which on many machines is not reachable.
+    """
+    if not sys.platform.startswith("linux") or ":" in rendezvous.host:
+        return None
+    import fcntl
+
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((rendezvous.host, rendezvous.port))
+        address = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                request = struct.pack("256s", name.encode()[:15])
+                if fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24] == address:  # SIOCGIFADDR
+                    return name
+    return None
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) and error.strerror else str(error)).splitlines()[0]
