@@ -9,35 +9,45 @@ The idea of the split is Zero Bubble's (Qi et al., ICLR 2024, arXiv 2401.10241).
 stage_backward_input and stage_backward_weight keep the graph alive from I to W, and refuse outputs that are views.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-WeightWork = list[Callable[[], None]]
+WeightWork = deque[Callable[[], None]]
 """What W has to run, in the order in which I left it."""
 
 
 def deferring(work: WeightWork) -> AbstractContextManager[object]:
-    """Run a forward in here, and its backward too: weight gradients become entries of `work`.
+    """Run a forward in here, and weight gradients will become entries of `work` when its backward runs.
 
-    The backward has to run in here for the sake of activation checkpointing, whose recomputation must see what the
-    forward saw. Parameters that carry hooks are left alone, so that the hooks see what they expect.
+    Parameters that carry hooks are left alone, so that the hooks see what they expect.
     """
     return _Deferring(work)
 
 
-def run_weight_work(work: WeightWork) -> None:
+def backward_input(output: Tensor, gradient: Tensor | None, work: WeightWork) -> None:
+    """I: an ordinary backward from an output computed under `deferring(work)`; `gradient` None means 1, for a loss.
+
+    Works with activation checkpointing (`use_reentrant=False`): its recomputation must see what the forward saw, so
+    the mode has to be active within the backward. torch.autograd.backward would suspend it, the engine does not.
+    """
+    if gradient is None:
+        gradient = torch.ones_like(output)
+    with deferring(work):
+        _engine_run_backward((output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def backward_weight(work: WeightWork) -> None:
     """W: add the deferred weight gradients to the parameters' `.grad`, freeing each entry as it is done."""
-    for index in range(len(work)):
-        entry = work[index]
-        work[index] = _nothing
-        entry()
-    work.clear()
+    while work:
+        work.popleft()()
 
 
 class _Product(NamedTuple):
@@ -121,10 +131,14 @@ class _DeferredProduct(torch.autograd.Function):
         ctx.save_for_backward(value, used)
         ctx.weight, ctx.bias, ctx.transposed, ctx.work = weight, bias, transposed, work
         if not transposed:
-            return functional.linear(value, used, bias)
-        if bias is None:
-            return value @ used
-        return torch.addmm(bias, value, used)
+            product = functional.linear(value, used, bias)
+        elif bias is None:
+            product = value @ used
+        else:
+            product = torch.addmm(bias, value, used)
+        # Of three and more dimensions it is a view of a matrix, which a following in-place op would refuse: `.data`,
+        # other than `.detach()`, is none.
+        return product.data
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
@@ -161,7 +175,3 @@ def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
         parameter.grad = gradient
     else:
         parameter.grad.add_(gradient)
-
-
-def _nothing() -> None:
-    pass

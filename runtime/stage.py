@@ -1,5 +1,6 @@
 """One stage of the model on one worker: its layers, its gradients, and the micro-batches it has in flight."""
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -13,7 +14,7 @@ from runtime.config import RunConfig
 from runtime.data import Microbatch as Microbatch
 from runtime.digest import parameter_digest
 from runtime.layers import LayeredModel, autocast, layer_randomness
-from runtime.split import WeightWork, deferring, run_weight_work
+from runtime.split import WeightWork, backward_input, backward_weight, deferring
 
 
 class Boundary(NamedTuple):
@@ -80,7 +81,7 @@ class Stage:
         if not self.first:
             value = value.detach().requires_grad_()
         # Without an input gradient I has nothing to do: the first stage leaves the whole backward to W.
-        work: WeightWork | None = [] if split and not self.first else None
+        work: WeightWork | None = deque() if split and not self.first else None
         with nullcontext() if work is None else deferring(work):
             output = self._run_layers(microbatch, value, target)
         self._held[microbatch] = _Held(value, output, work)
@@ -103,16 +104,15 @@ class Stage:
         """
         value, output, work = self._held.pop(microbatch)
         if self.first:
-            self._deferred[microbatch] = [partial(_backward, output, gradient)]
+            self._deferred[microbatch] = deque([partial(_backward, output, gradient, None)])
             return None
-        with nullcontext() if work is None else deferring(work):
-            _backward(output, gradient)
-        self._deferred[microbatch] = work or []
+        _backward(output, gradient, work)
+        self._deferred[microbatch] = deque() if work is None else work
         return torch.zeros_like(value) if value.grad is None else value.grad
 
     def backward_weight(self, microbatch: Microbatch) -> None:
         """W: add the micro-batch's weight gradients to `gradients`."""
-        run_weight_work(self._deferred.pop(microbatch))
+        backward_weight(self._deferred.pop(microbatch))
 
     def take_loss(self) -> Tensor:
         """The scaled losses summed over the micro-batches run since the last call: float64 scalar."""
@@ -190,9 +190,13 @@ def boundaries(model: LayeredModel, stages: Sequence[tuple[int, int]], config: R
     return [Boundary(*seen[start], *seen[end]) for start, end in stages]
 
 
-def _backward(output: Tensor, gradient: Tensor | None) -> None:
-    if output.requires_grad:
+def _backward(output: Tensor, gradient: Tensor | None, work: WeightWork | None) -> None:
+    if not output.requires_grad:  # the stage has nothing to train and does not pass on what it is given
+        return
+    if work is None:
         torch.autograd.backward(output, gradient)
+    else:
+        backward_input(output, gradient, work)
 
 
 def _flatten_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -1,0 +1,83 @@
+"""What splitting the backward costs: I + W against B, and how much of the work W takes, for one GPT block.
+
+    python -m benchmarks.split_backward [--width 256] [--context 128] [--batch 4] [--dtype float32] [--repeats 30]
+
+Prints one table, times in milliseconds (median over the repeats, after a warm-up).
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from runtime.config import RunConfig, parse_run_config
+from runtime.layers import model_for, parameter_dtype
+from runtime.stage import Microbatch, Stage
+
+
+def middle_stage(config: RunConfig, device: torch.device) -> Stage:
+    model = model_for(config.model, 0, parameter_dtype(config.training.dtype), device)
+    return Stage(1, (1, 2), model, first=False, last=False, loss_scale=1.0, config=config)
+
+
+def timed(call: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) * 1e3
+
+
+def measure(stage: Stage, value: Tensor, gradient: Tensor, repeats: int) -> dict[str, float]:
+    """Median time of each op, split and fused runs taking turns."""
+    times: dict[str, list[float]] = {}
+    device = value.device
+    for index in range(repeats + 3):
+        split, fused = Microbatch(index, 0, 0), Microbatch(index, 0, 1)
+        round_times = {
+            "F fused": timed(lambda: stage.forward(fused, value, split=False), device),  # noqa: B023
+            "B": timed(lambda: stage.backward(fused, gradient), device),  # noqa: B023
+            "F split": timed(lambda: stage.forward(split, value, split=True), device),  # noqa: B023
+            "I": timed(lambda: stage.backward_input(split, gradient), device),  # noqa: B023
+            "W": timed(lambda: stage.backward_weight(split), device),  # noqa: B023
+        }
+        if index >= 3:
+            for name, duration in round_times.items():
+                times.setdefault(name, []).append(duration)
+    return {name: statistics.median(durations) for name, durations in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("width", 256), ("context", 128), ("batch", 4), ("heads", 4), ("repeats", 30)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "float64", "bf16"])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    device = torch.device(options.device)
+    config = parse_run_config({"width": options.width, "context": options.context, "heads": options.heads},
+                              {"batch": options.batch, "dtype": options.dtype})
+    stage = middle_stage(config, device)
+    boundary = stage.boundary()
+    value, gradient = (torch.randn(boundary.input_shape, dtype=boundary.input_dtype, device=device) for _ in range(2))
+    times = measure(stage, value, gradient, options.repeats)
+    table = Table(title=f"one block, {options.batch} x {options.context} x {options.width}, {options.dtype}, {device}")
+    for column in ("F fused", "F split", "B", "I", "W", "(I + W) / B", "W / (I + W)"):
+        table.add_column(column, justify="right")
+    both = times["I"] + times["W"]
+    table.add_row(*(f"{times[name]:.2f}" for name in ("F fused", "F split", "B", "I", "W")),
+                  f"{both / times['B']:.3f}", f"{times['W'] / both:.2f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

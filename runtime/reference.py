@@ -1,0 +1,69 @@
+"""What the runtime must reproduce: the same training in one process, as plainly as torch allows.
+
+It shares the model, the text and the optimizer with the runtime, and nothing of how stages are run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from runtime.config import RunConfig
+from runtime.data import Corpus, Microbatch, load_corpus
+from runtime.digest import parameter_digest
+from runtime.layers import LayeredModel, autocast, layer_randomness, model_for, parameter_dtype
+from runtime.optimizer import build_optimizer
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceResult:
+    """How a run ended."""
+
+    losses: list[float]
+    """Mean loss of each iteration, before its step."""
+    parameters: dict[str, Tensor]
+    """By "layer.name", on the CPU."""
+    digest: str
+    """`parameter_digest` of the parameters."""
+
+
+def reference_run(config: RunConfig, microbatches: Sequence[int], iterations: int,
+                  device: torch.device = CPU) -> ReferenceResult:
+    """Train the whole model in this process on the micro-batches that all pipelines together read.
+
+    `microbatches` holds one number a pipeline. Raises ConfigError when model or text cannot be had.
+    """
+    training = config.training
+    model = model_for(config.model, training.seed, parameter_dtype(training.dtype), device)
+    corpus = load_corpus(config)
+    layers = nn.ModuleList(model.build(layer).to(device) for layer in range(model.layers))
+    optimizer = build_optimizer(layers.parameters(), training)
+    losses = []
+    for iteration in range(iterations):
+        total = 0.0
+        for pipeline, count in enumerate(microbatches):
+            for index in range(count):
+                loss = _loss(config, model, layers, corpus, Microbatch(iteration, pipeline, index))
+                scaled = loss / sum(microbatches)
+                scaled.backward()  # type: ignore[no-untyped-call]
+                total += scaled.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    parameters = {name: parameter.detach().cpu() for name, parameter in layers.named_parameters()}
+    return ReferenceResult(losses, parameters, parameter_digest(parameters))
+
+
+def _loss(config: RunConfig, model: LayeredModel, layers: nn.ModuleList, corpus: Corpus,
+          microbatch: Microbatch) -> Tensor:
+    training = config.training
+    value, target = (tokens.to(model.device)
+                     for tokens in corpus.batch(microbatch, training.batch, config.model.context))
+    with autocast(training.dtype, model.device):
+        for index, layer in enumerate(layers):
+            with layer_randomness(training.seed, *microbatch, index, model.device):
+                value = layer(value)
+        return model.loss(value, target)

@@ -1,0 +1,55 @@
+import pytest
+
+from runtime.config import ConfigError, ModelConfig, RunConfig, TrainingConfig, parse_run_config
+
+
+def test_defaults_and_overrides() -> None:
+    config = parse_run_config({}, {"seed": 3, "betas": [0.8, 0.99]}, dtype="float64", iterations=None, seed=7)
+    assert config.model == ModelConfig()
+    assert config.training == TrainingConfig(seed=7, betas=(0.8, 0.99), dtype="float64")
+
+
+def test_json_there_and_back() -> None:
+    config = parse_run_config({"blocks": 2, "dropout": 0.1}, {"text": "some.txt", "learning_rate": 3e-4})
+    assert RunConfig.from_json(config.to_json()) == config
+    assert "\n" not in config.to_json()
+
+
+def test_an_integer_is_a_number() -> None:
+    assert parse_run_config({}, {"weight_decay": 0}).training.weight_decay == 0.0
+
+
+@pytest.mark.parametrize(("model", "training", "parts"), [
+    ({"blocks": 0}, {}, ["model.blocks is 0", "a whole number from 1 to 10000"]),
+    ({"blocks": 2.5}, {}, ["model.blocks is 2.5"]),
+    ({"blocks": True}, {}, ["model.blocks is True"]),
+    ({"width": "64"}, {}, ["model.width is '64'", "a whole number"]),
+    ({"width": 2**70}, {}, ["model.width is 11805"]),
+    ({"width": 130, "heads": 4}, {}, ["model.width is 130", "multiple of model.heads, 4"]),
+    ({"vocabulary": 255}, {}, ["model.vocabulary is 255", "from 256"]),
+    ({"dropout": 1}, {}, ["model.dropout is 1", "below 1"]),
+    ({"bloks": 2}, {}, ["unknown key model.bloks", "did you mean model.blocks?"]),
+    ({"xyzzy": 2}, {}, ["unknown key model.xyzzy", "known: name, blocks"]),
+    ({}, {"learning_rate": float("nan")}, ["training.learning_rate is nan", "a number above 0"]),
+    ({}, {"learning_rate": float("inf")}, ["training.learning_rate is inf"]),
+    ({}, {"learning_rate": 0}, ["training.learning_rate is 0"]),
+    ({}, {"betas": [0.9]}, ["training.betas is [0.9]", "a list of 2, each a number from 0 to below 1"]),
+    ({}, {"betas": [0.9, float("nan")]}, ["training.betas is [0.9, nan]"]),
+    ({}, {"dtype": "float16"}, ["training.dtype is 'float16'", "one of 'float32', 'float64', 'bf16'"]),
+    ({}, {"text": 3}, ["training.text is 3", "a text"]),
+    ({}, {"text": "x" * 9999}, ["training.text is 'xxx", "...; expected"]),
+    ({}, {"seed": -1}, ["training.seed is -1"]),
+])
+def test_refusals_name_key_value_and_expectation(model: dict[str, object], training: dict[str, object],
+                                                 parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_run_config(model, training)
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 250
+    for part in parts:
+        assert part in message
+
+
+def test_broken_json_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match="no readable run configuration"):
+        RunConfig.from_json('{"model": {"blocks": 0}}')
