@@ -1,0 +1,141 @@
+"""`slipstream demo`: the whole story on this machine, in a few minutes."""
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from cli.console import duration, err, out, print_json, refuse
+from cli.timeline import timeline
+from planner.job import Job, StageMemory, read_job
+from planner.plan import Plan, plan_job
+from runtime.config import ConfigError, RunConfig, parse_run_config
+from runtime.launch import RunError, RunResult, run
+from runtime.reference import reference_run
+from schedules.schedule import Schedule, Worker
+
+JOBS = Path(__file__).parent / "jobs"
+DEAD = Worker(1, 2)
+"""The worker that the published example loses."""
+ABSENT = Worker(1, 1)
+"""The worker that the training run does without."""
+SHORT_ITERATIONS = 5
+
+Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the training runs leave their files.")]
+Short = Annotated[bool, typer.Option("--short", help=f"Train for {SHORT_ITERATIONS} iterations only.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+class _Idea(msgspec.Struct, frozen=True):
+    """One row of the first table: the same job planned with one idea more."""
+
+    name: str
+    plan: Plan
+    published: str
+
+
+def demo(out_dir: Out = Path("out/demo"), short: Short = False, json: Json = False) -> None:
+    """Plan the published worked example, then train a small GPT with and without one of its workers."""
+    if json:
+        out.quiet = True
+    began = time.monotonic()
+    ideas = _plan_worked_example()
+    answer = _train(out_dir, short)
+    out.print(f"\nThe whole demo took {duration(time.monotonic() - began)}. Next: slipstream plan "
+              f"{JOBS / 'worked-example.toml'} --failed 1.2 --failed 2.0", highlight=False, soft_wrap=True)
+    if json:
+        print_json({"periods": {idea.name: idea.plan.report()["period"] for idea in ideas}, **answer})
+
+
+def _plan_worked_example() -> list[_Idea]:
+    """Print what each idea buys, and draw the plans with and without a dead worker."""
+    job = read_job(JOBS / "worked-example.toml")
+    out.rule("Planning: 3 pipelines x 4 stages x 6 micro-batches")
+    with err.status("planning"):
+        ideas = list(_ideas(job))
+    table = Table("schedule", "period", "proven bound", "published", box=SIMPLE_HEAD)
+    for idea in ideas:
+        schedule = idea.plan.schedule
+        table.add_row(idea.name, duration(schedule.seconds(schedule.period_ticks)),
+                      duration(schedule.seconds(schedule.lower_bound_ticks)), idea.published)
+    out.print(table)
+    out.print("published: ReCycle, SOSP 2024 (F = I = W = 1 s here, optimizer 3 s)\n", style="dim", highlight=False)
+    out.print(f"With worker {DEAD} down: as fast as 1F1B with all workers", style="bold", highlight=False)
+    out.print(timeline(ideas[-1].plan.schedule, out.width))
+    out.print("\nFault-free", style="bold")
+    out.print(timeline(ideas[1].plan.schedule, out.width))
+    return ideas
+
+
+def _ideas(job: Job) -> Sequence[_Idea]:
+    tight = msgspec.structs.replace(job, memory=StageMemory(
+        capacity=tuple(float(job.stages - stage) for stage in range(job.stages)), activation=(1.0,) * job.stages,
+        weight_stash=(0.0,) * job.stages))
+    down = f"{DEAD} down: "
+    return (
+        _Idea("fault-free, 1F1B", plan_job(job, method="1f1b"), "30 s"),
+        _Idea("fault-free, split + staggered", plan_job(job), ""),
+        _Idea(down + "re-routing, memory of 1F1B",
+              plan_job(tight, [DEAD], backward="fused", optimizer="synchronous"), "39 s"),
+        _Idea(down + "+ split backward", plan_job(job, [DEAD], optimizer="synchronous"), "32 s"),
+        _Idea(down + "+ staggered optimizer", plan_job(job, [DEAD]), "30 s"),
+    )
+
+
+def _train(folder: Path, short: bool) -> dict[str, object]:
+    """Train whole, with a worker absent, and in one process; print how far the losses agree."""
+    job = read_job(JOBS / "small-gpt.toml")
+    config = parse_run_config(job.model, job.training, iterations=SHORT_ITERATIONS if short else None)
+    out.print()
+    out.rule(f"Training: a GPT on {job.pipelines} pipelines x {job.stages} stages, {config.training.dtype}")
+    whole = plan_job(job).schedule
+    broken = plan_job(job, [ABSENT]).schedule
+    try:
+        runs = {"all workers": _run(whole, config, folder / "whole", "all workers"),
+                f"without {ABSENT}": _run(broken, config, folder / "without", f"without {ABSENT}")}
+        with err.status("the same in one plain process"):
+            reference = reference_run(config, job.microbatches, config.training.iterations)
+    except (ConfigError, RunError, OSError) as error:
+        refuse(error)
+    losses = {name: result.losses for name, result in runs.items()} | {"one process": tuple(reference.losses)}
+    digits = min(agreeing_digits(losses["one process"], series) for series in losses.values())
+    _print_losses(losses)
+    out.print(f"Losses of all {len(reference.losses)} iterations agree to {digits} digits: with all "
+              f"{len(whole.seats)} workers, with {len(broken.seats)}, and in one process.", style="bold",
+              highlight=False)
+    for name, result in runs.items():
+        out.print(f"{name}: {result.out} holds schedule.json, trace.json, losses.jsonl and parameters", style="dim",
+                  highlight=False, soft_wrap=True)
+    return {"losses": losses, "agreeing_digits": digits,
+            "parameter_digests": {name: result.parameter_digest for name, result in runs.items()}}
+
+
+def _run(schedule: Schedule, config: RunConfig, folder: Path, title: str) -> RunResult:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
+               TimeElapsedColumn())
+    with Progress(*columns, console=err) as progress:
+        task = progress.add_task(title, total=config.training.iterations, loss="")
+        return run(schedule, config, out=folder, progress=lambda iteration, loss: progress.update(
+            task, completed=iteration + 1, loss=f"loss {loss:.4f}"))
+
+
+def agreeing_digits(left: Sequence[float], right: Sequence[float]) -> int:
+    """To how many significant digits all pairs of numbers agree; 16, all that a double has, when they are equal."""
+    worst = max((abs(a - b) / max(abs(a), abs(b), 1e-300) for a, b in zip(left, right, strict=True)), default=0.0)
+    return min(16, math.floor(-math.log10(worst))) if worst else 16
+
+
+def _print_losses(losses: dict[str, tuple[float, ...]]) -> None:
+    table = Table("iteration", *losses, box=SIMPLE_HEAD)
+    count = len(losses["one process"])
+    shown = sorted({*range(min(3, count)), *range(0, count, 5), count - 1})
+    for iteration in shown:
+        table.add_row(str(iteration), *(f"{series[iteration]:.13f}" for series in losses.values()))
+    out.print(table)
