@@ -97,8 +97,8 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
                       traced=TRACED, nodes=nodes, transport=transport, device=device, lighthouse=lighthouse.url)
         losses = stack.enter_context((out / "losses.jsonl").open("w"))
         watch = _Watch(schedule, store, nursery, out, _Log(losses, progress))
-        store.set(SCHEDULE_KEY, codec.encode(schedule))
-        store.set(SETUP_KEY, msgspec.json.encode(setup))
+        store.set(SCHEDULE_KEY, codec.encode(schedule).decode())
+        store.set(SETUP_KEY, msgspec.json.encode(setup).decode())
         with _telling_others(store, watch, nodes), _workers(nursery, here, opened, device, out):
             watch.until_complete()
     return _result(schedule, watch.ledger, out)
@@ -252,7 +252,7 @@ def _telling_others(store: TCPStore, watch: _Watch, nodes: int) -> Iterator[None
         error = str(failed)
         raise
     finally:
-        store.set(OUTCOME_KEY, msgspec.json.encode(Outcome(error)))
+        store.set(OUTCOME_KEY, msgspec.json.encode(Outcome(error)).decode())
         deadline = time.monotonic() + LEAVE_SECONDS
         while len(watch.left) < nodes - 1 and time.monotonic() < deadline:
             watch.listen(POLL_SECONDS)

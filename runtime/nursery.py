@@ -21,6 +21,8 @@ from runtime.report import Ended
 from schedules.schedule import Worker
 
 PR_SET_PDEATHSIG = 1
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
+"""numpy's BLAS would start threads at import, and a process with threads is not safe to fork."""
 GONE = "the process that starts the workers has died"
 
 
@@ -60,7 +62,7 @@ class Nursery:
         # A session of its own: Ctrl-C reaches the launcher only, which then ends the workers.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "runtime.nursery"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
-            env={**os.environ, "PYTHONPATH": path}, start_new_session=True)
+            env={**os.environ, "PYTHONPATH": path, **ONE_THREAD}, start_new_session=True)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._lines = _Lines(self._process.stdout.fileno())
         self._selector = selectors.DefaultSelector()
@@ -228,6 +230,7 @@ def main() -> None:
     """Serve until the launcher closes the pipe."""
     from runtime import worker
 
+    worker.warm_up()
     _Server(worker.main).serve()
 
 

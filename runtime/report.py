@@ -3,7 +3,8 @@
 from typing import Literal
 
 import msgspec
-from torch.distributed import DistError, Store
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError
 
 from runtime.rendezvous import RendezvousError, pop
 from schedules.schedule import Worker
@@ -65,7 +66,7 @@ class Left(msgspec.Struct, frozen=True, tag=True):
 Report = Joined | Ran | Finished | Failed | Ended | Left
 
 
-def push(store: Store, report: Report) -> None:
+def push(store: TCPStore, report: Report) -> None:
     """Tell. Raises RendezvousError when node 0 is gone."""
     try:
         store.queue_push(QUEUE, msgspec.json.encode(report).decode())
@@ -73,7 +74,7 @@ def push(store: Store, report: Report) -> None:
         raise RendezvousError(f"node 0 is gone: {str(error).splitlines()[0]}") from None
 
 
-def next_report(store: Store) -> Report | None:
+def next_report(store: TCPStore) -> Report | None:
     """The next thing told, None when there is nothing."""
     message = pop(store, QUEUE)
     return None if message is None else msgspec.json.decode(message, type=Report)

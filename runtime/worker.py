@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from runtime.comm import CommunicationError, Epoch, Transport
-from runtime.config import RunConfig
+from runtime.config import ModelConfig, RunConfig
 from runtime.data import Corpus, Microbatch, load_corpus
 from runtime.digest import tensor_digest
 from runtime.exchange import Exchange
@@ -70,6 +70,13 @@ def main(birth: Birth) -> int:
         # Without node 0 there is nobody to tell.
         print(error, file=sys.stderr)
     return 1
+
+
+def warm_up() -> None:
+    """Spend once, before workers are forked, the second that each would: torch imports much when first used."""
+    config = RunConfig(model=ModelConfig(blocks=1, width=2, heads=1, context=2))
+    model = model_for(config.model, 0, torch.float32, torch.device("cpu"))
+    boundaries(model, [(0, model.layers)], config)
 
 
 class _Run:
