@@ -2,7 +2,7 @@
 
 import typer
 
-from cli import check, demo, plan, show
+from cli import check, demo, plan, show, train
 
 app = typer.Typer(
     name="slipstream",
@@ -14,6 +14,7 @@ app = typer.Typer(
 app.command("plan")(plan.plan)
 app.command("check")(check.check)
 app.command("show")(show.show)
+app.command("train")(train.train)
 app.command("demo")(demo.demo)
 
 
