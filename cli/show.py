@@ -11,6 +11,7 @@ from cli.check import read_or_refuse
 from cli.console import duration, err, out, print_json, refuse, write_or_refuse
 from cli.perfetto import perfetto_trace
 from cli.summary import summary, summary_line
+from cli.svg import drawing
 from cli.timeline import measured_timeline, timeline
 from schedules.check import check
 from schedules.schedule import Schedule, period_ticks
@@ -19,6 +20,7 @@ from schedules.trace import TICK_SECONDS, MeasuredIteration, Trace, TraceError, 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A schedule file.")]
 Perfetto = Annotated[Path | None, typer.Option("--perfetto", metavar="FILE", help=(
     "Write a trace that ui.perfetto.dev opens; with --measured, the measured ops beside the planned ones."))]
+Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write a picture.")]
 Measured = Annotated[Path | None, typer.Option("--measured", metavar="TRACE", help=(
     "When each op really ran, as `slipstream train` recorded it."))]
 Width = Annotated[int | None, typer.Option("--width", metavar="N", min=40, max=1000, help=(
@@ -26,13 +28,15 @@ Width = Annotated[int | None, typer.Option("--width", metavar="N", min=40, max=1
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-def show(file: File, perfetto: Perfetto = None, measured: Measured = None, width: Width = None,
+def show(file: File, perfetto: Perfetto = None, svg: Svg = None, measured: Measured = None, width: Width = None,
          json: Json = False) -> None:
     """Show a schedule: a row for each worker, time from left to right."""
     schedule = read_or_refuse(file)
     iterations = _read_measured(measured, schedule, file).iterations if measured is not None else ()
     if perfetto is not None:
         write_or_refuse(perfetto, perfetto_trace(schedule, iterations))
+    if svg is not None:
+        write_or_refuse(svg, _picture(schedule, file))
     if json:
         print_json(summary(schedule) | {"measured": [
             {"iteration": iteration.iteration, "period": measured_period(iteration)} for iteration in iterations]})
@@ -40,6 +44,16 @@ def show(file: File, perfetto: Perfetto = None, measured: Measured = None, width
     _print(schedule, iterations, Console(width=width) if width else out)
     if perfetto is not None:
         err.print(f"written to {perfetto}: open it in ui.perfetto.dev", markup=False, highlight=False, soft_wrap=True)
+    if svg is not None:
+        err.print(f"written to {svg}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _picture(schedule: Schedule, file: Path) -> bytes:
+    """The SVG drawing; exits 2 where there is too much to draw."""
+    try:
+        return drawing(schedule)
+    except ValueError as error:
+        refuse(f"{file}: {error}; use --perfetto")
 
 
 def measured_period(iteration: MeasuredIteration) -> float:

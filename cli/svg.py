@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
+from cli.legend import COLOURS, NAMES
 from schedules.schedule import Op, OpKind, Schedule, Worker
 
 ROW, GAP, PIPELINE_GAP = 20, 3, 12
@@ -10,14 +11,10 @@ ROW, GAP, PIPELINE_GAP = 20, 3, 12
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 30, 34
 WIDTH = 1000
 """Pixels of the time axis."""
-COLOURS = {OpKind.F: "#6aa5e8", OpKind.I: "#f0a848", OpKind.W: "#72c17a", OpKind.B: "#e2795b", OpKind.A: "#c58be0",
-           OpKind.O: "#b8b8b8"}
-NAMES = {OpKind.F: "forward", OpKind.I: "backward, input", OpKind.W: "backward, weights", OpKind.B: "backward",
-         OpKind.A: "all-reduce", OpKind.O: "optimizer"}
 MAX_OPS = 200_000
 
 
-def svg(schedule: Schedule) -> bytes:
+def drawing(schedule: Schedule) -> bytes:
     """Draw all workers. Raises ValueError where that would be more than `MAX_OPS` ops."""
     count = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
     if count > MAX_OPS:

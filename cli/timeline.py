@@ -12,6 +12,7 @@ import msgspec
 from rich.console import Group
 from rich.text import Text
 
+from cli.legend import COLOURS, NAMES
 from schedules.equal import equal_pipelines
 from schedules.schedule import Op, OpKind, Schedule, Worker
 from schedules.trace import TICK_SECONDS, MeasuredIteration, placed_ops
@@ -24,10 +25,7 @@ MIN_COLUMNS = 24
 LABEL_COLUMNS = 10
 """Distance of labels on the time axis, at least."""
 
-STYLES = {OpKind.F: "black on #6aa5e8", OpKind.I: "black on #f0a848", OpKind.W: "black on #72c17a",
-          OpKind.B: "black on #e2795b", OpKind.A: "black on #c58be0", OpKind.O: "black on #b8b8b8"}
-NAMES = {OpKind.F: "forward", OpKind.I: "backward (input)", OpKind.W: "backward (weights)", OpKind.B: "backward",
-         OpKind.A: "all-reduce", OpKind.O: "optimizer"}
+STYLES = {kind: f"black on {colour}" for kind, colour in COLOURS.items()}
 REROUTED = "bold underline "
 BUBBLE = "·"
 NO_BREAK = "\N{NO-BREAK SPACE}"

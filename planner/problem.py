@@ -1,4 +1,4 @@
-"""The scheduling problem in whole ticks, as DESIGN section 5 states it: what is fixed, before anything is decided."""
+"""The scheduling problem in whole ticks: what is fixed, before anything is decided."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
