@@ -52,7 +52,8 @@ def load_corpus(config: RunConfig) -> Corpus:
     text = _library() if path is None else _file(Path(path))
     needed = config.model.context + 1
     if text.size < needed:
-        raise ConfigError(f"training.text is {path!r}, of {text.size} bytes; expected at least {needed}, "
+        source = "not given, and the standard library's sources are" if path is None else f"{path!r},"
+        raise ConfigError(f"training.text is {source} of {text.size} bytes; expected at least {needed}, "
                           "one more than model.context")
     return Corpus(torch.from_numpy(text), hashlib.sha256(text.data).hexdigest(), config.training.seed)
 
@@ -73,7 +74,8 @@ def _file(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 def _library() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """The first bytes of the standard library's sources, in the order of their paths."""
     text = bytearray()
-    for path in _sources(Path(sysconfig.get_path("stdlib"))):
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in _sources(root) if root.is_dir() else ():  # some Pythons come without sources
         text += path.read_bytes()
         if len(text) >= LIBRARY_BYTES:
             break

@@ -18,6 +18,7 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
     """Draw from torch's default generators, of the CPU and of `device`, as if freshly seeded; then put them back."""
     generators = [torch.default_generator]
     if device is not None and device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # before it there are no generators
         index = torch.cuda.current_device() if device.index is None else device.index
         generators.append(torch.cuda.default_generators[index])
     states = [generator.get_state() for generator in generators]

@@ -35,8 +35,8 @@ def deferring(work: WeightWork) -> AbstractContextManager[object]:
 def backward_input(output: Tensor, gradient: Tensor | None, work: WeightWork) -> None:
     """I: an ordinary backward from an output computed under `deferring(work)`; `gradient` None means 1, for a loss.
 
-    Works with activation checkpointing (`use_reentrant=False`): its recomputation must see what the forward saw, so
-    the mode has to be active within the backward. torch.autograd.backward would suspend it, the engine does not.
+    Activation checkpointing works, reentrant or not: its recomputation must see what the forward saw, so the mode has
+    to be active within the backward. torch.autograd.backward would suspend it, the engine that it calls does not.
     """
     if gradient is None:
         gradient = torch.ones_like(output)

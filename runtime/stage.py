@@ -39,7 +39,7 @@ class Stage:
 
     Micro-batches may be run in any order; their tensors are kept under the micro-batch's name. Tensors given to a
     stage (activations, gradients) are kept, not copied, until W: the caller must not write to them. What a stage
-    returns may likewise be sent, not changed.
+    returns is contiguous, and may likewise be sent, not changed.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ class Stage:
             output = self._run_layers(microbatch, value, target)
         self._held[microbatch] = _Held(value, output, work)
         if not self.last:
-            return output.detach()
+            return output.detach().contiguous()
         self._loss += output.detach()
         return None
 
@@ -108,7 +108,7 @@ class Stage:
             return None
         _backward(output, gradient, work)
         self._deferred[microbatch] = deque() if work is None else work
-        return torch.zeros_like(value) if value.grad is None else value.grad
+        return torch.zeros_like(value) if value.grad is None else value.grad.contiguous()
 
     def backward_weight(self, microbatch: Microbatch) -> None:
         """W: add the micro-batch's weight gradients to `gradients`."""

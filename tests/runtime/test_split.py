@@ -89,6 +89,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
                                  weight=weight()),
     "attention": lambda: Calls(attend, part=nn.MultiheadAttention(WIDTH, 2, batch_first=True)),
     "checkpoint": lambda: Calls(lambda self, x: checkpoint(self.part, x, use_reentrant=False), part=mlp()),
+    "reentrant checkpoint": lambda: Calls(lambda self, x: checkpoint(self.part, x, use_reentrant=True), part=mlp()),
     "convolution": lambda: Calls(lambda self, x: self.part(x.reshape(-1, 1, WIDTH)).reshape(x.shape),
                                  part=nn.Conv1d(1, 1, 3, padding=1)),
 }
@@ -171,7 +172,8 @@ def test_autocast_bit_for_bit(names: list[str]) -> None:
 
 @pytest.mark.parametrize(("name", "deferred"), [
     ("linear", 1), ("no bias", 1), ("mlp", 2), ("residual", 2), ("twice", 2), ("matmul", 1), ("matmul by name", 1),
-    ("mm", 1), ("addmm", 1), ("tied matmul", 2), ("checkpoint", 2), ("side", 1), ("detached", 1), ("in place", 1),
+    ("mm", 1), ("addmm", 1), ("tied matmul", 2), ("checkpoint", 2), ("reentrant checkpoint", 2),
+    ("side", 1), ("detached", 1), ("in place", 1),
     ("frozen", 0), ("hooked", 0), ("layer norm", 0), ("weight norm", 0), ("batched matmul", 0), ("attention", 0),
 ])
 def test_what_is_deferred(name: str, deferred: int) -> None:

@@ -25,9 +25,10 @@ CONFIG = parse_run_config(MODEL, {"batch": 2, "dtype": "float64", "learning_rate
 PARTITIONS = [[(0, 4)], [(0, 1), (1, 4)], [(0, 2), (2, 3), (3, 4)], split_layers(4, 4)]
 
 
-def build_stages(config: RunConfig, partition: list[tuple[int, int]], total: int) -> list[Stage]:
+def build_stages(config: RunConfig, partition: list[tuple[int, int]], total: int,
+                 device: torch.device = CPU) -> list[Stage]:
     training = config.training
-    model = model_for(config.model, training.seed, parameter_dtype(training.dtype), CPU)
+    model = model_for(config.model, training.seed, parameter_dtype(training.dtype), device)
     last = len(partition) - 1
     return [Stage(index, layers, model, first=index == 0, last=index == last, loss_scale=1 / total, config=config)
             for index, layers in enumerate(partition)]
@@ -37,11 +38,11 @@ class Cluster:
     """Workers of a pipelines x stages grid in one process; ops run in a random order that obeys the rules."""
 
     def __init__(self, config: RunConfig, partition: list[tuple[int, int]], counts: list[int], split: bool,
-                 seed: int) -> None:
-        self.config, self.counts, self.split = config, counts, split
+                 seed: int, device: torch.device = CPU) -> None:
+        self.config, self.counts, self.split, self.device = config, counts, split, device
         self.random = random.Random(seed)
         self.stages = len(partition)
-        self.workers = [build_stages(config, partition, sum(counts)) for _ in counts]
+        self.workers = [build_stages(config, partition, sum(counts), device) for _ in counts]
         self.optimizers = [[build_optimizer(stage.parameters().values(), config.training) for stage in row]
                            for row in self.workers]
         self.corpus: Corpus = load_corpus(config)
@@ -72,7 +73,8 @@ class Cluster:
     def run(self, kind: str, microbatch: Microbatch, index: int, stage: Stage,
             tensors: dict[tuple[str, Microbatch, int], Tensor | None]) -> None:
         if kind == "F":
-            tokens, targets = self.corpus.batch(microbatch, self.config.training.batch, self.config.model.context)
+            tokens, targets = (half.to(self.device) for half in self.corpus.batch(
+                microbatch, self.config.training.batch, self.config.model.context))
             value = tokens if stage.first else tensors.pop(("F", microbatch, index - 1))
             assert value is not None
             target = targets if stage.last else None
@@ -100,7 +102,7 @@ class Cluster:
 
 
 def assert_reproduces(config: RunConfig, cluster: Cluster, iterations: int = 3, tolerance: float = 1e-9) -> None:
-    expected = reference_run(config, cluster.counts, iterations)
+    expected = reference_run(config, cluster.counts, iterations, cluster.device)
     losses = [cluster.iterate(iteration) for iteration in range(iterations)]
     assert losses == pytest.approx(expected.losses, rel=0, abs=tolerance)
     digests = set()
@@ -108,7 +110,7 @@ def assert_reproduces(config: RunConfig, cluster: Cluster, iterations: int = 3, 
         parameters = cluster.parameters(pipeline)
         assert parameters.keys() == expected.parameters.keys()
         for name, parameter in parameters.items():
-            torch.testing.assert_close(parameter.detach(), expected.parameters[name], rtol=0, atol=tolerance)
+            torch.testing.assert_close(parameter.detach().cpu(), expected.parameters[name], rtol=0, atol=tolerance)
         digests.add(parameter_digest(parameters))
     assert len(digests) == 1, "peers disagree"
 
@@ -121,6 +123,12 @@ def test_any_order_on_any_hosts_equals_the_reference(partition: list[tuple[int, 
     config = parse_run_config(MODEL, {"batch": 2, "dtype": "float64", "learning_rate": 0.01, "momentum": 0.5,
                                       "optimizer": optimizer})
     assert_reproduces(config, Cluster(config, partition, counts, split, seed))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("split", [False, True])
+def test_on_a_gpu(split: bool) -> None:
+    assert_reproduces(CONFIG, Cluster(CONFIG, PARTITIONS[2], [2, 1], split, 0, torch.device("cuda")))
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -249,7 +257,7 @@ def test_gradients_are_one_flat_tensor() -> None:
     assert not any(grad is None or grad.any() for grad in grads)
 
 
-def test_a_stage_returns_what_may_be_kept() -> None:
+def test_who_runs_a_microbatch_does_not_matter() -> None:
     """The same micro-batch run by two workers gives the same numbers: nothing depends on who, or when."""
     (stage, value, gradient), (other, _, _) = middle(), middle()
     other.forward(Microbatch(0, 0, 1), value, split=False)
