@@ -55,7 +55,7 @@ def decode(data: bytes, source: str = "schedule") -> Schedule:
     try:
         _validate(schedule)
     except ValueError as error:
-        raise ScheduleError(f"{source}: {error}") from None
+        raise ScheduleError(f"{source}: {str(error)[:300]}") from None  # a number may have thousands of digits
     return schedule
 
 

@@ -25,7 +25,8 @@ def render_grid(schedule: Schedule, op: Op | None, worker: Worker | None = None)
         return ""
     lengths = [op.end_ticks - op.start_ticks for ops in rows.values() for op in ops if op.end_ticks > op.start_ticks]
     ticks = median_low(lengths) if lengths else 1  # drawn as OP_CHARACTERS
-    first = max(0, (focus.start_ticks + focus.end_ticks) // 2 - ticks * MAX_COLUMNS // (2 * OP_CHARACTERS))
+    centred = (focus.start_ticks + focus.end_ticks) // 2 - ticks * MAX_COLUMNS // (2 * OP_CHARACTERS)
+    first = min(focus.start_ticks, max(0, centred))
     lines = [f"{'':8}|from {schedule.seconds(first):g} s; {OP_CHARACTERS} characters are {schedule.seconds(ticks):g} s"]
     for row, ops in rows.items():
         own = schedule.seat_of[row].role.pipeline

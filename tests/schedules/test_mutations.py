@@ -1,0 +1,34 @@
+"""Whatever single thing is changed in a valid schedule, the checker reports it; and nothing else."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedules.check import check
+from schedules.codec import decode, encode
+from schedules.grid import MAX_COLUMNS, MAX_ROWS, render_grid
+from tests.generate import MUTATIONS, schedules
+
+
+@settings(max_examples=60)
+@given(schedules())
+def test_valid(schedule):
+    assert check(schedule) == []
+    assert decode(encode(schedule)) == schedule
+    assert encode(decode(encode(schedule))) == encode(schedule)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_mutated(mutation, data):
+    schedule = data.draw(schedules(max_pipelines=3, max_stages=3, max_microbatches=4))
+    mutated = mutation(data.draw, schedule)
+    violations = check(mutated)
+    assert violations
+    for violation in violations:
+        assert violation.rule and "\n" not in violation.message
+        grid = render_grid(mutated, violation.op, violation.worker).splitlines()
+        assert len(grid) <= MAX_ROWS + 2
+        assert all(len(line) <= MAX_COLUMNS + 60 for line in grid)
+        assert violation.op is None or any("^" in line for line in grid)
