@@ -1,0 +1,79 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.app import app
+from schedules.codec import encode, write
+from tests.generate import BROKEN, HEALTHY, by_hand
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["check", *map(str, arguments)])
+
+
+@pytest.fixture
+def good(tmp_path):
+    write(by_hand(BROKEN), tmp_path / "good.json")
+    return tmp_path / "good.json"
+
+
+@pytest.fixture
+def bad(tmp_path):
+    write(by_hand({**HEALTHY, "0.0": HEALTHY["0.0"].replace("W0@4", "W0@5")}), tmp_path / "bad.json")
+    return tmp_path / "bad.json"
+
+
+def test_valid(good):
+    done = run(good)
+    assert done.exit_code == 0
+    assert done.stdout == f"{good}: valid: 3 workers, period 7 s, feasible\n"
+
+
+def test_violation_with_its_grid(good, bad):
+    done = run(good, bad)
+    assert done.exit_code == 1
+    lines = done.stdout.splitlines()
+    assert lines[1] == f"{bad}: 1 violation"
+    assert lines[2].startswith("  one-at-a-time: I(micro-batch 0.1, stage 0) on 0.0 starts at 5 ticks (2.5 s)")
+    assert lines[4] == ">   0.0 |F0---F1---     I0---     I1---W1---A----O----"
+    assert lines[5].endswith("^^^^^ I(micro-batch 0.1, stage 0) on 0.0")
+
+
+def test_json(good, bad):
+    assert json.loads(run(good, "--json").stdout) == {"violations": []}
+    done = run(good, bad, "--json")
+    assert done.exit_code == 1
+    (violation,) = json.loads(done.stdout)["violations"]
+    assert violation.pop("message").startswith("I(micro-batch 0.1, stage 0) on 0.0 starts at 5 ticks")
+    assert violation == {"file": str(bad), "rule": "one-at-a-time", "op": "I", "worker": "0.0", "stage": 0,
+                         "pipeline": 0, "microbatch": 1, "start": 2.5}
+
+
+def test_json_of_a_violation_without_an_op(tmp_path):
+    write(by_hand(HEALTHY, period_ticks=5), tmp_path / "period.json")
+    (violation,) = json.loads(run(tmp_path / "period.json", "--json").stdout)["violations"]
+    assert (violation["rule"], violation["worker"]) == ("period", "0.0")
+    assert violation["op"] is violation["start"] is None
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"\xff" * 100, b"[" * 10**6, encode(by_hand(HEALTHY))[:-20],
+                                  encode(by_hand(HEALTHY)).replace(b'"version":1', b'"version":9'),
+                                  encode(by_hand(HEALTHY)).replace(b'"pipelines":2', b'"pipelines":1000000000')])
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_unreadable(tmp_path, data, more):
+    path = tmp_path / "plan.json"
+    path.write_bytes(data)
+    for command in ("check", "show"):
+        done = CliRunner().invoke(app, [command, str(path), *more])
+        assert done.exit_code == 2
+        assert done.stdout == ""
+        assert done.stderr.startswith(f"slipstream: {path}: ")
+        assert done.stderr.count("\n") == 1
+
+
+def test_no_file(tmp_path):
+    for path in (tmp_path, tmp_path / "missing.json"):
+        done = run(path)
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"slipstream: {path}: cannot be read: ")

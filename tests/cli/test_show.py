@@ -1,0 +1,236 @@
+import json
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from msgspec.structs import replace
+from rich.console import Console
+from typer.testing import CliRunner
+
+from cli.app import app
+from cli.perfetto import perfetto_trace
+from cli.timeline import MAX_ROWS, timeline
+from planner.dealing import deal
+from planner.greedy import Policy, list_schedule
+from planner.problem import build_problem
+from planner.solution import build_schedule
+from schedules.codec import write
+from schedules.schedule import Memory, OpKind, Worker
+from schedules.trace import MeasuredIteration, MeasuredOp, Trace, write_trace
+from tests.generate import BROKEN, HEALTHY, by_hand, schedules
+from tests.jobs import grid
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["show", *map(str, arguments)])
+
+
+def drawn(schedule, width=80, **console):
+    console = Console(width=width, record=True, **console)
+    with console.capture() as capture:
+        console.print(timeline(schedule, width))
+    return capture.get().splitlines()
+
+
+def planned(job, failed=()):
+    problem = build_problem(job, failed)
+    return build_schedule(problem, list_schedule(problem, Policy(), deal(problem, "least-loaded")), lower_bound=1,
+                          method="greedy")
+
+
+def slower(schedule, number=0, factor=1.5):
+    """What a run could have measured: everything `factor` as long as planned."""
+    return MeasuredIteration(number, tuple(
+        MeasuredOp(op.worker, op.kind, op.stage, op.pipeline, op.microbatch, schedule.seconds(op.start_ticks) * factor,
+                   schedule.seconds(op.end_ticks) * factor) for op in schedule.all_ops()))
+
+
+# --- The terminal -----------------------------------------------------------------------------------------------------
+
+
+def test_timeline_without_colour():
+    lines = [line.rstrip() for line in drawn(by_hand(BROKEN), width=80)]
+    assert lines[:6] == [
+        "     |0 s      |1        |2        |3        |4        |5        |6        |7",
+        "0.0  F0   F1   ··········I0   ···············I1   W0   W1   A    O",
+        "0.1       F0   f1.0 I0   i1.0 F1   f1.1 I1   i1.1 W0   W1   w1.0 w1.1 A    O",
+        "",
+        "1.0  F0   F1   ···············I0   W0   ··········I1   W1   A    O",
+        "1.1  ╳ down ────────────────────────────────────────────────────────────────────",
+    ]
+    assert "re-routed: micro-batch 3 of pipeline 1" in " ".join(lines[6:]).replace("\xa0", " ")
+
+
+def test_timeline_in_colour():
+    console = Console(width=80, force_terminal=True, color_system="truecolor", no_color=False)
+    with console.capture() as capture:
+        console.print(timeline(by_hand(BROKEN), 80))
+    assert "\x1b[30;48;2;106;165;232mF0   F1   \x1b[0m" in capture.get()
+    assert "\x1b[1;4;30;48;2;106;165;232mf1.0 \x1b[0m" in capture.get()
+
+
+def test_equal_pipelines_are_drawn_once():
+    lines = drawn(planned(grid(64, 4, 4)))
+    assert [line for line in lines if line.startswith("pipeline")] == ["pipelines 0-63: same programs"]
+    assert len(lines) <= 9
+    lines = drawn(planned(grid(12, 3, "[4, 4, 4, 2, 4, 4, 4, 4, 4, 4, 4, 4]")))
+    assert [line for line in lines if line.startswith("pipeline")] == \
+        ["pipelines 0-2, 4-11: same programs", "pipeline 3"]
+
+
+def test_broken_pipelines_are_always_drawn():
+    """Each of the 23 others helps pipeline 20, so that no two run the same."""
+    lines = [line.rstrip() for line in drawn(planned(grid(24, 4, 24), [Worker(20, 2)]))]
+    assert any(line.startswith("20.2  ╳ down") for line in lines)
+    assert len(lines) < 2 * MAX_ROWS
+    assert "and 8 more pipelines" in lines
+
+
+@settings(max_examples=30)
+@given(schedules())
+def test_any_schedule_fits_the_width(schedule):
+    for width in (40, 133):
+        assert all(len(line) <= width for line in drawn(schedule, width))
+
+
+def test_summary(tmp_path):
+    memory = Memory(unit=0.5, capacity=(9, 9), activation=(2, 2), weight_stash=(1, 1))
+    write(by_hand(BROKEN, memory=memory), tmp_path / "plan.json")
+    done = run(tmp_path / "plan.json", "--width", 100)
+    assert done.exit_code == 0
+    assert done.stdout.splitlines()[0] == ("by hand: period 7 s · bound 500 ms, gap 1300.00% · bubbles 28.6% · 1 down, "
+                                           "2 re-routed · peak memory 2 to 3")
+    answer = json.loads(run(tmp_path / "plan.json", "--json").stdout)
+    assert answer.pop("bubble_share") == pytest.approx(12 / 42)
+    assert answer == {
+        "job": "by hand", "period": 7.0, "lower_bound": 0.5, "gap": 13.0, "status": "feasible", "method": "hand",
+        "backward": "split", "optimizer": "staggered", "workers": 3, "failed": ["1.1"], "rerouted": 2, "moves": [],
+        "peak_memory": 3.0, "measured": []}
+
+
+def test_a_broken_rule_is_named(tmp_path):
+    write(by_hand(HEALTHY, period_ticks=5), tmp_path / "plan.json")
+    done = run(tmp_path / "plan.json")
+    assert done.exit_code == 0
+    assert "breaks rules (period" in done.stderr
+
+
+def test_measured_in_the_terminal(tmp_path):
+    schedule = by_hand(BROKEN)
+    write(schedule, tmp_path / "plan.json")
+    write_trace(Trace(job="by hand", iterations=(slower(schedule),)), tmp_path / "trace.json")
+    done = run(tmp_path / "plan.json", "--measured", tmp_path / "trace.json")
+    assert "measured, iteration 0: longest busy window 10.5 s" in done.stdout.splitlines()
+    assert done.stdout.count("╳ down") == 2
+    answer = json.loads(run(tmp_path / "plan.json", "--measured", tmp_path / "trace.json", "--json").stdout)
+    assert answer["measured"] == [{"iteration": 0, "period": 10.5}]
+
+
+def test_a_trace_of_another_job(tmp_path):
+    write(by_hand(BROKEN), tmp_path / "plan.json")
+    write_trace(Trace(job="by hand", iterations=(slower(by_hand(HEALTHY)),)), tmp_path / "trace.json")
+    done = run(tmp_path / "plan.json", "--measured", tmp_path / "trace.json")
+    assert done.exit_code == 2
+    assert "worker 1.1 is not one of the live workers" in done.stderr
+    done = run(tmp_path / "plan.json", "--measured", tmp_path / "plan.json")
+    assert done.exit_code == 2
+    assert "no Slipstream trace" in done.stderr
+
+
+def test_perfetto_cannot_be_written(tmp_path):
+    write(by_hand(BROKEN), tmp_path / "plan.json")
+    done = run(tmp_path / "plan.json", "--perfetto", tmp_path)
+    assert done.exit_code == 2
+    assert "cannot be written" in done.stderr
+
+
+# --- Perfetto ---------------------------------------------------------------------------------------------------------
+
+
+def nanoseconds(microseconds):
+    return round(microseconds * 1000)
+
+
+def slices_of(events):
+    """(process, thread) -> its slices in order, as (begin, end, event) in nanoseconds."""
+    threads = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            begin = nanoseconds(event["ts"])
+            threads[event["pid"], event["tid"]].append((begin, begin + nanoseconds(event["dur"]), event))
+    for slices in threads.values():
+        slices.sort(key=lambda item: item[:2])
+    return threads
+
+
+def assert_well_formed(events):
+    """What Perfetto asks: named threads, slices that do not overlap, flows whose both ends lie inside a slice."""
+    threads = slices_of(events)
+    named = {(event["pid"], event["tid"]) for event in events if event.get("name") == "thread_name"}
+    processes = {event["pid"] for event in events if event.get("name") == "process_name"}
+    assert set(threads) <= named
+    assert {pid for pid, _ in threads} <= processes
+    for slices in threads.values():
+        for (_, end, _), (begin, _, _) in pairwise(slices):
+            assert end <= begin
+    ends = defaultdict(dict)
+    for event in events:
+        if event["ph"] in "sf":
+            assert event["ph"] not in ends[event["id"]]
+            ends[event["id"]][event["ph"]] = event
+    for flow in ends.values():
+        assert set(flow) == {"s", "f"} and flow["f"]["bp"] == "e"
+        source, target = (enclosing(threads, flow[side]) for side in "sf")
+        assert source["args"]["microbatch"] == target["args"]["microbatch"]
+        assert source["args"]["pipeline"] == target["args"]["pipeline"]
+        assert abs(source["args"]["stage"] - target["args"]["stage"]) == 1
+    return len(ends)
+
+
+def enclosing(threads, event):
+    at = nanoseconds(event["ts"])
+    (found,) = [slice_ for begin, end, slice_ in threads[event["pid"], event["tid"]] if begin <= at < end]
+    return found
+
+
+def test_perfetto_structure():
+    schedule = by_hand(BROKEN)
+    events = json.loads(perfetto_trace(schedule, [slower(schedule)]))["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == \
+        ["planned pipeline 0", "planned pipeline 1", "measured pipeline 0", "measured pipeline 1"]
+    assert assert_well_formed(events) == 2 * 8  # 4 micro-batches, forth and back, planned and measured
+    (first, *_) = [event for event in events if event["name"] == "F 1.1" and event["args"]["stage"] == 1]
+    assert first | {"args": None} == {"ph": "X", "name": "F 1.1", "cat": "forward", "pid": 1, "tid": 2, "ts": 3_000_000,
+                                      "dur": 500_000, "args": None}
+    assert first["args"] == {"stage": 1, "pipeline": 1, "microbatch": 1, "rerouted": True}
+    measured = [event for event in events if event["ph"] == "X" and event["pid"] > 2]
+    assert len(measured) == sum(1 for _ in schedule.all_ops())
+    assert max(event["ts"] + event["dur"] for event in measured) == 1.5 * 7.5e6
+
+
+def test_several_measured_iterations():
+    schedule = by_hand(BROKEN)
+    events = json.loads(perfetto_trace(schedule, [slower(schedule, 3), slower(schedule, 4)]))["traceEvents"]
+    titles = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert {"measured iteration 3 pipeline 0", "measured iteration 4 pipeline 1"} <= titles
+    assert_well_formed(events)
+
+
+@settings(max_examples=30)
+@given(schedules())
+def test_perfetto_of_any_schedule(schedule):
+    fine = replace(schedule, tick_seconds=schedule.tick_seconds / 3e7)  # ticks that are no whole nanoseconds
+    events = json.loads(perfetto_trace(fine, [slower(fine, factor=1.1)]))["traceEvents"]
+    assert_well_formed(events)
+    assert sum(event["ph"] == "X" for event in events) == 2 * sum(1 for _ in schedule.all_ops())
+
+
+def test_perfetto_file(tmp_path):
+    write(by_hand(HEALTHY), tmp_path / "plan.json")
+    done = run(tmp_path / "plan.json", "--perfetto", tmp_path / "trace.json", "--json")
+    assert done.exit_code == 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["cat"] for event in events if event["ph"] == "X"} == \
+        {"forward", "backward_input", "backward_weight", "all_reduce", "optimizer"}
+    assert OpKind.F in {event["name"][0] for event in events if event["ph"] == "X"}
