@@ -52,10 +52,12 @@ def _row(schedule: Schedule, worker: Worker, y: int, scale: float) -> Iterator[s
 
 
 def _cell(op: Op, own: int, y: int, scale: float) -> str:
-    x, width = LEFT + op.start_ticks * scale, (op.end_ticks - op.start_ticks) * scale
     rerouted = op.pipeline not in (None, own)
-    border = ' stroke="#111" stroke-width="1.6"' if rerouted else ' stroke="white" stroke-width="0.6"'
-    box = (f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{ROW}" fill="{COLOURS[op.kind]}"{border}>'
+    stroke, line = ("#111", 1.6) if rerouted else ("white", 0.6)
+    x, width = LEFT + op.start_ticks * scale, (op.end_ticks - op.start_ticks) * scale
+    # The line lies inside the op's interval, so that no neighbour covers it.
+    box = (f'<rect x="{x + line / 2:.2f}" y="{y + line / 2}" width="{max(0.1, width - line):.2f}" '
+           f'height="{ROW - line}" fill="{COLOURS[op.kind]}" stroke="{stroke}" stroke-width="{line}">'
            f"<title>{escape(str(op))}</title></rect>")
     label = op.kind.value if op.microbatch is None else \
         f"{op.pipeline}.{op.microbatch}" if rerouted else str(op.microbatch)
@@ -66,7 +68,7 @@ def _cell(op: Op, own: int, y: int, scale: float) -> str:
 
 def _legend(schedule: Schedule, y: int) -> Iterator[str]:
     x = LEFT
-    used = {op.kind for program in schedule.programs for op in program}
+    used = {op.kind for op in schedule.all_ops() if op.end_ticks > op.start_ticks}
     for kind in (kind for kind in OpKind if kind in used):
         yield f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{COLOURS[kind]}"/>'
         yield f'<text x="{x + 16}" y="{y}">{kind} {NAMES[kind]}</text>'

@@ -1,7 +1,7 @@
 """From a job and its failures to a checked schedule."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -54,6 +54,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             "fault_free_period": self.fault_free_period,
             "rerouted": schedule.rerouted,
             "peak_memory": peak_memory(schedule),
+            "interrupted": self.interrupted,
             "moves": [{"worker": str(seat.worker), "role": str(seat.role)} for seat in schedule.moves],
         }
 
@@ -68,10 +69,10 @@ class _Search(msgspec.Struct, frozen=True):
 
 def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode | None = None,
              optimizer: OptimizerMode | None = None, method: Method = "cp-sat", time_limit: float = 10.0,
-             seed: int = 0, report: Report | None = None) -> Plan:
+             roles: Mapping[Worker, Worker] | None = None, seed: int = 0, report: Report | None = None) -> Plan:
     """Plan one schedule within about `time_limit` seconds.
 
-    `backward` and `optimizer` are split and staggered unless given; fused and synchronous for 1f1b, which is defined
+    `roles` maps live workers that take over another role to it. `backward` and `optimizer` are split and staggered unless given; fused and synchronous for 1f1b, which is defined
     so. Raises JobError when a failed worker is not in the job, NoPlanError when no schedule can exist.
     """
     began = time.monotonic()
@@ -79,18 +80,21 @@ def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode 
     optimizer = optimizer or ("synchronous" if method == "1f1b" else "staggered")
     require_known(failed, job)
     tell = report or (lambda _: None)
-    problem = build_problem(job, failed, backward=backward, optimizer=optimizer)
-    fault_free = None
+    problem = build_problem(job, failed, backward=backward, optimizer=optimizer, roles=roles)
+    share = time_limit * FAULT_FREE_SHARE if failed else 0.0
+    search = _search(problem, method, began + time_limit - share, seed, tell)
+    interrupted, fault_free = search.interrupted, None
     if failed:
         whole = build_problem(job, backward=backward, optimizer=optimizer)
-        share = began + time_limit * FAULT_FREE_SHARE
-        fault_free = solution_period(whole, _search(whole, method, share, seed, lambda _: None).solution)
-    search = _search(problem, method, began + time_limit, seed, tell)
+        brief: Method = "greedy" if interrupted and method == "cp-sat" else method
+        healthy = _search(whole, brief, time.monotonic() + share, seed, lambda _: None)
+        interrupted = interrupted or healthy.interrupted
+        fault_free = solution_period(whole, healthy.solution)
     schedule = build_schedule(problem, search.solution, lower_bound=search.lower_bound_ticks, method=method)
     violations = check(schedule)
     if violations:
         raise AssertionError(f"the planner made a schedule that breaks a rule: {violations[0]}")
-    return Plan(schedule=schedule, solve_seconds=time.monotonic() - began, interrupted=search.interrupted,
+    return Plan(schedule=schedule, solve_seconds=time.monotonic() - began, interrupted=interrupted,
                 fault_free_period=schedule.seconds(schedule.period_ticks if fault_free is None else fault_free))
 
 

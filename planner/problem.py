@@ -1,7 +1,7 @@
 """The scheduling problem in whole ticks: what is fixed, before anything is decided."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -122,7 +122,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode = "split",
-                  optimizer: OptimizerMode = "staggered", roles: dict[Worker, Worker] | None = None) -> Problem:
+                  optimizer: OptimizerMode = "staggered", roles: Mapping[Worker, Worker] | None = None) -> Problem:
     """Translate a job to ticks. `roles` maps live workers that play another role to it (default: nobody does).
 
     Raises NoPlanError when a stage has no live worker or a worker cannot hold a single micro-batch.

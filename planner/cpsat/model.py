@@ -1,9 +1,12 @@
 """Improve a plan with CP-SAT: the plan is the hint, and never made worse."""
 
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 
 import msgspec
 from ortools.sat.python import cp_model
@@ -15,6 +18,7 @@ from planner.solution import Solution, solution_period
 from schedules.graph import OpKey
 from schedules.schedule import OpKind
 
+POLL_SECONDS = 0.05
 SMALL_MODEL = 1000
 """Compute ops up to which linear relaxations pay."""
 
@@ -74,16 +78,27 @@ def improve(problem: Problem, hint: Solution, *, lower_bound: int, deadline: flo
 
 def _solve(solver: cp_model.CpSolver, model: cp_model.CpModel, report: _Report) -> tuple[cp_model.CpSolverStatus, bool]:
     """Run the solver beside this thread, so that Ctrl-C reaches us at once and ends the search in good order."""
-    interrupted = False
-    with ThreadPoolExecutor(max_workers=1) as pool:
+    with _interrupt_noted() as interrupted, ThreadPoolExecutor(max_workers=1) as pool:
         running = pool.submit(solver.solve, model, report)
-        while True:
-            try:
-                return running.result(), interrupted
-            except KeyboardInterrupt:
-                interrupted = True
-                report.stop_search()
-                solver.stop_search()
+        while not running.done():
+            wait([running], timeout=POLL_SECONDS)
+            if interrupted.is_set():
+                solver.stop_search()  # again and again: it is lost on a search that has not quite begun
+        return running.result(), interrupted.is_set()
+
+
+@contextmanager
+def _interrupt_noted() -> Iterator[threading.Event]:
+    """Ctrl-C sets the event instead of raising KeyboardInterrupt; only the main thread of a program hears it."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: event.set())
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _horizon(problem: Problem, period: int) -> int:
