@@ -1,0 +1,58 @@
+"""Runs small enough for tests, and the judge of their numbers."""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from planner.dealing import deal
+from planner.greedy import Policy, list_schedule
+from planner.job import Job
+from planner.problem import build_problem
+from planner.solution import build_schedule
+from runtime.config import RunConfig, parse_run_config
+from runtime.launch import RunResult
+from runtime.parameters import load_parameters
+from runtime.reference import ReferenceResult, reference_run
+from schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
+
+ITERATIONS = 20
+
+
+def tiny(**training: object) -> RunConfig:
+    """A GPT of 6 layers in float64."""
+    model = {"blocks": 4, "width": 16, "heads": 2, "context": 16, "dropout": 0.1}
+    return parse_run_config(model, {"batch": 1, "dtype": "float64", "device": "cpu", "iterations": ITERATIONS},
+                            **training)
+
+
+def schedule_for(job: Job, failed: Sequence[str] = (), *, backward: BackwardMode = "split",
+                 optimizer: OptimizerMode = "staggered") -> Schedule:
+    """A plan by the list scheduler: quick, and the runtime does not care how good it is."""
+    problem = build_problem(job, [Worker.parse(name) for name in failed], backward=backward, optimizer=optimizer)
+    policy = Policy()
+    return build_schedule(problem, list_schedule(problem, policy, deal(problem, policy.dealing)), lower_bound=0,
+                          method="greedy")
+
+
+@functools.cache
+def judge(config: RunConfig, microbatches: tuple[int, ...], iterations: int = ITERATIONS) -> ReferenceResult:
+    """The same training in one process; computed once."""
+    return reference_run(config, microbatches, iterations)
+
+
+def assert_same_numbers(result: RunResult, reference: ReferenceResult, tolerance: float = 1e-9) -> None:
+    """Losses of all iterations and the final parameters agree."""
+    assert len(result.losses) == len(reference.losses)
+    for ours, theirs in zip(result.losses, reference.losses, strict=True):
+        assert abs(ours - theirs) <= tolerance
+    parameters = load_parameters(result.out)
+    assert parameters.keys() == reference.parameters.keys()
+    for name, theirs in reference.parameters.items():
+        torch.testing.assert_close(parameters[name], theirs, rtol=0, atol=tolerance)
+
+
+def log_of(out: Path) -> str:
+    """What the workers printed."""
+    return "".join(path.read_text() for path in sorted((out / "logs").glob("*.log")))
