@@ -15,7 +15,7 @@ from itertools import islice, pairwise
 import msgspec
 
 from schedules.equal import equal_pipelines
-from schedules.graph import OpKey, full_graph, op_key, programs_of, topological_order
+from schedules.graph import OpKey, full_graph, op_key, programs_of, require_acyclic
 from schedules.memory import memory_profile
 from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
 
@@ -312,7 +312,7 @@ def _bound(case: _Case) -> Iterator[Violation]:
 def _deadlock(case: _Case) -> Iterator[Violation]:
     """Ops, transfers and all-reduces never wait for each other in a circle, however long each really takes."""
     try:
-        topological_order(full_graph(case.schedule, case.programs))
+        require_acyclic(full_graph(case.schedule, case.programs))
     except ValueError as error:
         yield Violation("deadlock", str(error).removeprefix("deadlock: "))
 

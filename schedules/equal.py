@@ -14,7 +14,7 @@ def equal_pipelines(schedule: Schedule) -> list[tuple[int, ...]]:
     Equal are pipelines of as many micro-batches whose roles run the same programs at the same speed, and that share no
     micro-batch with others. Pipelines that do share some are each a set of their own.
     """
-    slow = {slow.worker: slow.per_mille for slow in schedule.times.slow}
+    slow = schedule.times.per_mille_of
     lanes: dict[int, list[tuple[int, int, int | None]]] = defaultdict(list)
     for seat in schedule.seats:
         lanes[seat.role.pipeline].append((seat.role.column, seat.program, slow.get(seat.worker)))

@@ -80,10 +80,12 @@ def transfers(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> li
     after its producer extends it to all nodes: every edge, also those between successive transfers of one pair of
     workers, points forward. Raises ValueError when the ops alone already wait for each other in a circle.
     """
-    graph = op_graph(schedule, programs)
-    order = topological_order(graph)
+    return _transfers(op_graph(schedule, programs))
+
+
+def _transfers(graph: "nx.DiGraph[Node]") -> list[Transfer]:
     found = []
-    for node in order:
+    for node in topological_order(graph):
         if not isinstance(node, Op) or node.kind not in (OpKind.F, *BACKWARDS):
             continue
         for consumer in graph.successors(node):
@@ -127,7 +129,7 @@ def full_graph(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> "
     """
     graph = op_graph(schedule, programs)
     by_pair: dict[frozenset[Worker], list[Transfer]] = defaultdict(list)
-    for transfer in transfers(schedule, programs):
+    for transfer in _transfers(graph):
         by_pair[frozenset((transfer.source, transfer.target))].append(transfer)
     for producer, consumer in list(graph.edges):
         if isinstance(producer, Op) and isinstance(consumer, Op) and producer.worker != consumer.worker:
@@ -148,8 +150,18 @@ def topological_order(graph: "nx.DiGraph[Node]") -> list[Node]:
     try:
         return list(nx.lexicographical_topological_sort(graph, key=_planned))
     except nx.NetworkXUnfeasible:
-        circle = [edge[0] for edge in nx.find_cycle(graph)]
-        raise ValueError("deadlock: " + " waits for ".join(str(node) for node in reversed(circle))) from None
+        raise _deadlock(graph) from None
+
+
+def require_acyclic(graph: "nx.DiGraph[Node]") -> None:
+    """Raises ValueError naming a circle. Cheaper than `topological_order`."""
+    if not nx.is_directed_acyclic_graph(graph):
+        raise _deadlock(graph)
+
+
+def _deadlock(graph: "nx.DiGraph[Node]") -> ValueError:
+    circle = [str(edge[0]) for edge in nx.find_cycle(graph)]
+    return ValueError("deadlock: " + " waits for ".join([circle[0], *reversed(circle)]))
 
 
 def _planned(node: Node) -> tuple[int, str]:
@@ -158,11 +170,11 @@ def _planned(node: Node) -> tuple[int, str]:
 
 def groups(schedule: Schedule) -> list[tuple[int, ...]]:
     """Pipelines that share micro-batches, as sorted groups: between groups only all-reduces are waited for."""
+    foreign = [{op.pipeline for op in program if op.pipeline is not None} for program in schedule.programs]
     graph: nx.Graph[int] = nx.Graph()
     graph.add_nodes_from(range(schedule.grid.pipelines))
     for seat in schedule.seats:
-        graph.add_edges_from((seat.role.pipeline, op.pipeline) for op in schedule.programs[seat.program]
-                             if op.pipeline is not None)
+        graph.add_edges_from((seat.role.pipeline, pipeline) for pipeline in foreign[seat.program])
     return sorted(tuple(sorted(component)) for component in nx.connected_components(graph))
 
 

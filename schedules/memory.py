@@ -38,7 +38,7 @@ def memory_peaks(schedule: Schedule) -> dict[Worker, int]:
     memory = schedule.memory
     if memory is None:
         return {}
-    slow = {slow.worker: slow.per_mille for slow in schedule.times.slow}
+    slow = schedule.times.per_mille_of
     known: dict[tuple[int, int | None], int] = {}  # workers of one program and one speed hold the same
     peaks = {}
     for seat in schedule.seats:

@@ -91,7 +91,7 @@ class Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
     per_mille: int
 
 
-class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
     """Durations in ticks: one per virtual stage; `optimizer` one per column; `transfer` one hop between workers."""
 
     forward: tuple[int, ...]
@@ -114,10 +114,12 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         if kind is OpKind.B:
             return self.duration_ticks(OpKind.I, where, worker) + self.duration_ticks(OpKind.W, where, worker)
         ticks = _per_stage(self, kind)[where]
-        for slow in self.slow:
-            if slow.worker == worker:
-                return -(-ticks * slow.per_mille // 1000)
-        return ticks
+        return -(-ticks * self.per_mille_of.get(worker, 1000) // 1000)
+
+    @cached_property
+    def per_mille_of(self) -> Mapping[Worker, int]:
+        """The slow workers, each with its share of the usual time."""
+        return {slow.worker: slow.per_mille for slow in self.slow}
 
 
 def _per_stage(times: Times, kind: OpKind) -> tuple[int, ...]:

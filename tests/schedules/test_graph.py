@@ -1,0 +1,83 @@
+from collections import defaultdict
+from itertools import pairwise
+
+import networkx as nx
+import pytest
+from hypothesis import given, settings
+
+from schedules.equal import equal_pipelines
+from schedules.graph import (
+    Transfer,
+    full_graph,
+    groups,
+    op_graph,
+    programs_of,
+    require_acyclic,
+    topological_order,
+    transfers,
+)
+from schedules.schedule import Op, Worker
+from tests.generate import BROKEN, HEALTHY, by_hand, schedules
+
+
+def test_transfers_by_hand():
+    """1.0's micro-batches cross to pipeline 0, whose last worker runs them too."""
+    found = transfers(by_hand(BROKEN), programs_of(by_hand(BROKEN)))
+    assert len(found) == 8
+    assert found[1] == Transfer("activation", 1, 1, 0, Worker(1, 0), Worker(0, 1))
+    assert str(found[1]) == "activation of micro-batch 1.0 to stage 1, 1.0 -> 0.1"
+    assert [transfer[2:4] for transfer in found if transfer.kind == "gradient"] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+
+
+def test_groups():
+    assert groups(by_hand(HEALTHY)) == [(0,), (1,)]
+    assert groups(by_hand(BROKEN)) == [(0, 1)]
+    assert equal_pipelines(by_hand(HEALTHY)) == [(0, 1)]
+    assert equal_pipelines(by_hand(BROKEN)) == [(0,), (1,)]
+    late = {**HEALTHY, "1.1": HEALTHY["1.1"].replace("F0@1", "F0@2")}
+    assert equal_pipelines(by_hand(late)) == [(0,), (1,)]
+
+
+def test_deadlock_names_the_circle():
+    schedule = by_hand({**HEALTHY, "0.0": HEALTHY["0.0"].replace("F0@0 F1@1 I0@3", "I0@0 F0@1 F1@2")})
+    with pytest.raises(ValueError, match="deadlock: ") as caught:
+        full_graph(schedule, programs_of(schedule))
+    circle = str(caught.value).removeprefix("deadlock: ").split(" waits for ")
+    assert circle[0] == circle[-1]
+    assert set(circle) == {
+        "F(micro-batch 0.0, stage 0) on 0.0", "F(micro-batch 0.0, stage 1) on 0.1",
+        "I(micro-batch 0.0, stage 1) on 0.1", "I(micro-batch 0.0, stage 0) on 0.0"}
+
+
+@settings(max_examples=40)
+@given(schedules())
+def test_workers_can_follow_the_order_of_transfers(schedule):
+    programs = programs_of(schedule)
+    found = transfers(schedule, programs)
+    graph = full_graph(schedule, programs)
+    require_acyclic(graph)
+    crossings = [(before, after) for before, after in op_graph(schedule, programs).edges
+                 if isinstance(before, Op) and isinstance(after, Op) and before.worker != after.worker]
+    assert len(found) == len(set(found)) == len(crossings)
+    pairs = defaultdict(list)
+    for transfer in found:
+        pairs[frozenset((transfer.source, transfer.target))].append(transfer)
+    for sequence in pairs.values():
+        assert all(graph.has_edge(before, after) for before, after in pairwise(sequence))
+    position = {node: index for index, node in enumerate(topological_order(graph))}
+    assert all(position[before] < position[after] for before, after in graph.edges)
+
+
+@settings(max_examples=40)
+@given(schedules(max_microbatches=3))
+def test_pipelines_in_sets_are_alike(schedule):
+    sets = equal_pipelines(schedule)
+    assert sorted(pipeline for equal in sets for pipeline in equal) == list(range(schedule.grid.pipelines))
+    for equal in sets:
+        timings = {tuple((op.kind, op.stage, op.microbatch, op.start_ticks, op.end_ticks)
+                         for column in range(schedule.grid.columns)
+                         if Worker(pipeline, column) in schedule.seat_of
+                         for op in schedule.ops(Worker(pipeline, column))) for pipeline in equal}
+        assert len(timings) == 1
+    graph = op_graph(schedule, programs_of(schedule))
+    assert nx.is_directed_acyclic_graph(graph)
