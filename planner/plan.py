@@ -72,8 +72,9 @@ def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode 
              roles: Mapping[Worker, Worker] | None = None, seed: int = 0, report: Report | None = None) -> Plan:
     """Plan one schedule within about `time_limit` seconds.
 
-    `roles` maps live workers that take over another role to it. `backward` and `optimizer` are split and staggered unless given; fused and synchronous for 1f1b, which is defined
-    so. Raises JobError when a failed worker is not in the job, NoPlanError when no schedule can exist.
+    `roles` maps live workers that take over another role to it. `backward` and `optimizer` are split and staggered
+    unless given; fused and synchronous for 1f1b, which is defined so. Raises JobError when a failed worker is not in
+    the job, NoPlanError when no schedule can exist.
     """
     began = time.monotonic()
     backward = backward or ("fused" if method == "1f1b" else "split")

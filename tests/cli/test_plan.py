@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -42,8 +43,8 @@ def slipstream(*arguments):
 def test_json_has_the_stable_keys(job, tmp_path):
     result = slipstream("plan", job, "--failed", "1.2", "--json", "--out", tmp_path / "s.json")
     answer = json.loads(result.stdout)
-    assert result.exit_code == 0 and set(answer) >= {
-        "period", "lower_bound", "gap", "status", "solve_seconds", "fault_free_period", "rerouted", "peak_memory", "moves"}
+    assert result.exit_code == 0 and set(answer) >= {"period", "lower_bound", "gap", "status", "solve_seconds",
+                                                     "fault_free_period", "rerouted", "peak_memory", "moves"}
     assert (answer["period"], answer["lower_bound"], answer["gap"], answer["status"]) == (30, 30, 0, "optimal")
     assert (answer["fault_free_period"], answer["rerouted"], answer["moves"]) == (22, 6, [])
     assert check(read(tmp_path / "s.json")) == []
@@ -92,7 +93,7 @@ def test_interrupting_keeps_the_best_plan(tmp_path):
     (tmp_path / "job.toml").write_text(HARD)
     command = [sys.executable, "-c", "from cli.app import main; main()", "plan", "job.toml", "--failed", "1.4",
                "--time-limit", "100", "--out", "s.json", "--json"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))}
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stderr is not None
     assert b"list scheduler" in process.stderr.readline()
