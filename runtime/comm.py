@@ -17,6 +17,7 @@ from torch.distributed import Work
 from torch.distributed.distributed_c10d import AllreduceOptions
 from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 
+from runtime.config import ConfigError
 from runtime.membership import Quorum
 from runtime.rendezvous import Rendezvous
 from schedules.schedule import Worker
@@ -142,8 +143,10 @@ class Epoch:
 
     def settle(self) -> None:
         """Wait until all members get here, so that none closes a connection another still reads from."""
+        present = torch.ones(1, device=self._transport_device)
         with _speaking_of("waiting for all workers to end"):
-            self._world.allreduce([torch.zeros(1, device=self._transport_device)], AllreduceOptions()).wait()
+            self._world.allreduce([present], AllreduceOptions()).wait()
+            assert present.item() == len(self._ranks)  # reading it waits for the GPU, too
 
     def drop(self) -> None:
         """Close all groups; peers that wait for this worker are released with an error."""
@@ -169,11 +172,11 @@ def _speaking_of(what: str) -> Iterator[None]:
 def choose_transport(wanted: str, device: str, workers: int, cards: int) -> Transport:
     """NCCL where each of a machine's workers computes on a card of its own, else gloo.
 
-    Raises ValueError when NCCL is asked for where it cannot work: it refuses two workers on one card.
+    Raises ConfigError when NCCL is asked for where it cannot work: it refuses two workers on one card.
     """
     able = device == "cuda" and workers <= cards
     if wanted == "nccl" and not able:
-        raise ValueError(f"training.backend is 'nccl', which needs a GPU for each worker; here are {cards} for "
+        raise ConfigError(f"training.backend is 'nccl', which needs a GPU for each worker; here are {cards} for "
                          f"{workers} workers")
     return "nccl" if able and wanted != "gloo" else "gloo"
 

@@ -4,14 +4,12 @@ One node is the usual case. On several, each runs one launcher: node 0 (`run`) h
 schedule, the others (`join`) are told there what they need.
 """
 
-import json
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Literal
 
 import msgspec
 import torch
@@ -23,32 +21,22 @@ from runtime.config import ConfigError, RunConfig
 from runtime.data import load_corpus
 from runtime.digest import combined_digest
 from runtime.layers import model_for, parameter_dtype
-from runtime.ledger import Ledger, LedgerError
+from runtime.ledger import Ledger
 from runtime.membership import Lighthouse
-from runtime.nursery import Birth, Nursery
-from runtime.parameters import layer_path
+from runtime.nursery import Birth, Nursery, NurseryError
 from runtime.placement import PlacementError, deal_to_nodes, layer_ranges
 from runtime.rendezvous import Rendezvous, RendezvousError, connect_store, host_store
-from runtime.report import Ended, Failed, Finished, Joined, Left, Ran, Report, next_report, push
+from runtime.report import Left, push
+from runtime.watch import POLL_SECONDS, LossLog, Progress, Watch
+from runtime.watch import RunError as RunError
 from runtime.worker import JOIN_TIMEOUT, SCHEDULE_KEY, SETUP_KEY, Setup
 from schedules import codec
 from schedules.check import check
 from schedules.schedule import Schedule, Worker
 from schedules.trace import Trace, write_trace
 
-POLL_SECONDS = 0.02
-GRACE_SECONDS = 1.0
-"""How long after the first sign of a failure its cause is waited for: those who lose a peer often speak first."""
 LEAVE_SECONDS = 10.0
-TRACED = 3
 OUTCOME_KEY = "outcome"
-
-Progress = Callable[[int, float], None]
-"""Called with the number and the loss of each iteration that all workers have run, in order."""
-
-
-class RunError(RuntimeError):
-    """A run that ended before its last iteration. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,20 +61,22 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | None = None, nodes: int = 1,
-        rendezvous: Rendezvous | None = None, nursery: Nursery | None = None,
+        rendezvous: Rendezvous | None = None, traced: int = 3, nursery: Nursery | None = None,
         progress: Progress | None = None) -> RunResult:
     """Train by a schedule, from the first iteration; on node 0 when there are several.
 
     Writes `schedule.json`, `losses.jsonl` (line by line as iterations end), `trace.json`, `parameters/` and `logs/`
-    into `out`. Raises ConfigError or PlacementError when schedule, configuration and machine do not fit, OSError when
-    `out` cannot be written, RendezvousError when `rendezvous` cannot be opened, and RunError when a worker fails; then
-    no process is left, and the losses of the committed iterations are on disk.
+    into `out`. The trace holds the last `traced` iterations. A `nursery` may serve several runs, one after the other.
+
+    Raises ConfigError or PlacementError when schedule, configuration and machine do not fit, OSError when `out` cannot
+    be written, RendezvousError when `rendezvous` cannot be opened, and RunError when a worker fails; then no process is
+    left, and the losses of the committed iterations are on disk.
     """
     device = _prepare(schedule, config)
     workers = [seat.worker for seat in schedule.seats]
     here = deal_to_nodes(workers, nodes)[0]
     transport = choose_transport(config.training.backend, device, max(len(here), 1), _cards(device))
-    _clear(out)
+    _clear(out, "parameters/layer-*.pt", "logs/worker-*.log", "trace.json")
     codec.write(schedule, out / "schedule.json")
     with ExitStack() as stack:
         nursery = nursery or stack.enter_context(Nursery())
@@ -94,9 +84,9 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         lighthouse = Lighthouse(opened.host, len(workers))
         stack.callback(lighthouse.close)
         setup = Setup(config=config, iterations=config.training.iterations if iterations is None else iterations,
-                      traced=TRACED, nodes=nodes, transport=transport, device=device, lighthouse=lighthouse.url)
+                      traced=traced, nodes=nodes, transport=transport, device=device, lighthouse=lighthouse.url)
         losses = stack.enter_context((out / "losses.jsonl").open("w"))
-        watch = _Watch(schedule, store, nursery, out, _Log(losses, progress))
+        watch = Watch(schedule, store, nursery, out, LossLog(losses, progress))
         store.set(SCHEDULE_KEY, codec.encode(schedule).decode())
         store.set(SETUP_KEY, msgspec.json.encode(setup).decode())
         with _telling_others(store, watch, nodes), _workers(nursery, here, opened, device, out):
@@ -123,7 +113,7 @@ def join(rendezvous: Rendezvous, *, node: int, nodes: int, out: Path, nursery: N
     cards = _cards(setup.device)
     if setup.device == "cuda" and (cards == 0 or (setup.transport == "nccl" and cards < len(here))):
         raise ConfigError(f"node {node} has {cards} GPUs for its {len(here)} workers; {setup.transport} needs more")
-    _clear(out)
+    _clear(out, "parameters/layer-*.pt")  # the folder may be shared with node 0, whose workers have logs there
     with ExitStack() as stack:
         nursery = nursery or stack.enter_context(Nursery())
         with _workers(nursery, here, rendezvous, setup.device, out):
@@ -133,116 +123,22 @@ def join(rendezvous: Rendezvous, *, node: int, nodes: int, out: Path, nursery: N
         raise RunError(outcome.error)
 
 
-class _Log:
-    """Losses, as iterations commit: into the file and to whoever looks on."""
-
-    def __init__(self, file: TextIO, progress: Progress | None) -> None:
-        self._file = file
-        self._progress = progress
-
-    def write(self, iteration: int, loss: float) -> None:
-        self._file.write(json.dumps({"iteration": iteration, "loss": loss}) + "\n")
-        self._file.flush()
-        if self._progress is not None:
-            self._progress(iteration, loss)
-
-
-class _Watch:
-    """Node 0's eye on the run: hears all reports until the workers have finished, or finds out why they will not."""
-
-    def __init__(self, schedule: Schedule, store: TCPStore, nursery: Nursery, out: Path, log: _Log) -> None:
-        self.ledger = Ledger(schedule)
-        self.left: set[int] = set()
-        """Other nodes that know of the end."""
-        self._store = store
-        self._nursery = nursery
-        self._out = out
-        self._log = log
-        self._corpora: dict[str, Worker] = {}
-        self._failures: list[Failed | Ended] = []
-        self._first_failure_seconds = 0.0
-
-    def until_complete(self) -> None:
-        """Return when all workers have finished. Raises RunError when one fails."""
-        while not self.ledger.complete:
-            try:
-                self.listen(POLL_SECONDS)
-            except (LedgerError, RuntimeError) as error:
-                raise self._error(str(error)) from None
-            cause = self._cause()
-            if cause is not None:
-                raise self._error(cause)
-
-    def listen(self, seconds: float) -> None:
-        """Hear what there is to hear; without news from processes here, after that long."""
-        for ended in self._nursery.poll(seconds):
-            self._hear(ended)
-        while (report := next_report(self._store)) is not None:
-            self._hear(report)
-
-    def _hear(self, report: Report) -> None:
-        match report:
-            case Ran():
-                for iteration, loss in self.ledger.ran(report):
-                    self._log.write(iteration, loss)
-            case Finished():
-                self.ledger.finished(report)
-            case Joined():
-                self._compare_corpus(report)
-            case Left():
-                self.left.add(report.node)
-            case Failed() | Ended():
-                if isinstance(report, Failed) or report.status != 0:
-                    self._first_failure_seconds = self._first_failure_seconds or time.monotonic()
-                    self._failures.append(report)
-
-    def _compare_corpus(self, report: Joined) -> None:
-        self._corpora.setdefault(report.corpus, report.worker)
-        if len(self._corpora) > 1:
-            raise LedgerError(f"workers {' and '.join(map(str, self._corpora.values()))} read different texts; give "
-                              "every node the same training.text")
-
-    def _cause(self) -> str | None:
-        """What made the run fail, once that is clear: a worker that was killed, or erred, or only lost a peer."""
-        if not self._failures:
-            return None
-        failure = min(self._failures, key=_how_far_from_the_cause)
-        waited = time.monotonic() - self._first_failure_seconds
-        return self._describe(failure) if _how_far_from_the_cause(failure) == 0 or waited > GRACE_SECONDS else None
-
-    def _describe(self, failure: Failed | Ended) -> str:
-        log = self._out / "logs" / f"worker-{failure.worker}.log"
-        if isinstance(failure, Failed):
-            return f"worker {failure.worker} failed: {failure.reason} (see {log})"
-        if failure.status < 0:
-            return f"worker {failure.worker} was killed by {signal.Signals(-failure.status).name}"
-        return f"worker {failure.worker} ended with exit status {failure.status} (see {log})"
-
-    def _error(self, cause: str) -> RunError:
-        return RunError(f"{cause}; {len(self.ledger.losses)} iterations are committed, their losses are in "
-                        f"{self._out / 'losses.jsonl'}")
-
-
-def _how_far_from_the_cause(failure: Failed | Ended) -> int:
-    if isinstance(failure, Ended):
-        return 0 if failure.status < 0 else 2  # those who exit by themselves have told why
-    return 0 if failure.cause == "error" else 1
-
-
 @contextmanager
 def _workers(nursery: Nursery, workers: list[Worker], rendezvous: Rendezvous, device: str, out: Path) -> Iterator[None]:
-    """Worker processes on this machine, cards dealt in turn; none is left at the end."""
+    """Worker processes on this machine, cards dealt in turn; none is left at the end. Raises RunError."""
     cards = _cards(device)
     try:
         for index, worker in enumerate(workers):
             nursery.fork(Birth(worker, rendezvous, index % cards if cards else None, str(out)))
         yield
+    except NurseryError as error:
+        raise RunError(str(error)) from None
     finally:
         nursery.kill_all()
 
 
 @contextmanager
-def _telling_others(store: TCPStore, watch: _Watch, nodes: int) -> Iterator[None]:
+def _telling_others(store: TCPStore, watch: Watch, nodes: int) -> Iterator[None]:
     """Let the launchers of the other nodes know how the run ends, and wait a moment until they do."""
     error: str | None = "node 0 ended the run"
     try:
@@ -288,11 +184,12 @@ def _cards(device: str) -> int:
     return torch.cuda.device_count() if device == "cuda" else 0
 
 
-def _clear(out: Path) -> None:
+def _clear(out: Path, *patterns: str) -> None:
     """Make the folder, and remove what an earlier run left there under names that this one may not overwrite."""
-    (out / "logs").mkdir(parents=True, exist_ok=True)
-    for path in (*layer_path(out, 0).parent.glob("layer-*.pt"), *(out / "logs").glob("worker-*.log")):
-        path.unlink()
+    out.mkdir(parents=True, exist_ok=True)
+    for pattern in patterns:
+        for path in out.glob(pattern):
+            path.unlink(missing_ok=True)
 
 
 def _result(schedule: Schedule, ledger: Ledger, out: Path) -> RunResult:

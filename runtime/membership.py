@@ -37,7 +37,8 @@ class Lighthouse:
     """The server where members meet; it forms a quorum once all `members` of them have asked for one."""
 
     def __init__(self, host: str, members: int) -> None:
-        address = socket.gethostbyname(host)
+        address = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
+        address = f"[{address}]" if ":" in address else address
         self._server = LighthouseServer(
             bind=f"{address}:0", min_replicas=members, join_timeout_ms=100, quorum_tick_ms=round(TICK_SECONDS * 1e3),
             heartbeat_timeout_ms=round(HEARTBEAT_TIMEOUT_SECONDS * 1e3))

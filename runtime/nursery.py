@@ -26,6 +26,10 @@ ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 GONE = "the process that starts the workers has died"
 
 
+class NurseryError(RuntimeError):
+    """The nursery's process has gone, and its workers with it. The message is one line."""
+
+
 class Birth(msgspec.Struct, frozen=True, tag=True):
     """A worker to be forked."""
 
@@ -72,18 +76,22 @@ class Nursery:
         """Of the workers whose birth has been reported."""
 
     def fork(self, birth: Birth) -> None:
-        """Start a worker."""
+        """Start a worker. Raises NurseryError."""
         self._alive.add(birth.worker)
         self._ask(birth)
 
     def kill_all(self) -> None:
-        """Kill the workers that are alive, and wait until they are gone. Raises RuntimeError."""
-        self._ask(KillAll())
-        while self._alive:
-            self.poll(1.0)
+        """Kill the workers that are alive, and wait until they are gone."""
+        try:
+            self._ask(KillAll())
+            while self._alive:
+                self.poll(1.0)
+        except NurseryError:  # then they have gone with it
+            self._alive.clear()
+            self.pids.clear()
 
     def poll(self, seconds: float) -> list[Ended]:
-        """The workers that have ended, waiting at most that long for some news. Raises RuntimeError."""
+        """The workers that have ended, waiting at most that long for some news. Raises NurseryError."""
         ended = []
         if self._selector.select(seconds):
             for line in self._lines.read():
@@ -95,7 +103,7 @@ class Nursery:
                     del self.pids[news.worker]
                     ended.append(news)
             if self._lines.closed:
-                raise RuntimeError(GONE)
+                raise NurseryError(GONE)
         return ended
 
     def close(self) -> None:
@@ -121,7 +129,7 @@ class Nursery:
         try:
             self._process.stdin.write(msgspec.json.encode(request) + b"\n")
         except BrokenPipeError:
-            raise RuntimeError(GONE) from None
+            raise NurseryError(GONE) from None
 
 
 class _Lines:
@@ -197,7 +205,7 @@ class _Server:
                 os.close(descriptor)
             birth.log.parent.mkdir(parents=True, exist_ok=True)
             for path, descriptor in ((Path(os.devnull), 0), (birth.log, 1)):
-                opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+                opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
                 os.dup2(opened, descriptor)
                 os.close(opened)
             os.dup2(1, 2)

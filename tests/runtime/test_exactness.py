@@ -37,19 +37,23 @@ def test_three_stages(case, nursery, tmp_path):
     train_and_compare(grid(3, 3, 2, more="optimizer = 1"), case, nursery, tmp_path)
 
 
-@pytest.mark.parametrize(("job", "failed"), [
-    (grid(2, 2, 3, more="[placement]\norder = 'interleaved'\nchunks = 2"), []),
-    (grid(2, 2, 3, more="[placement]\norder = 'interleaved'\nchunks = 2"), ["1.0"]),
-    (grid(2, 2, 3, more="[placement]\norder = 'v'\nchunks = 2"), ["0.1"]),
-    (grid(2, 2, 3, more="[placement]\nchunks = 2"), ["0.0"]),
-    (grid(2, 2, 2, more="[placement]\nlayers = [1, 5]"), []),
-    (grid(3, 2, [1, 3, 2]), ["1.1"]),
-    (grid(3, 2, 4, more="optimizer = 2\n[memory]\ncapacity = 2\nactivation = 1\nweight_stash = 0.5"), ["2.0"]),
-    (grid(1, 1, 3), []),
-    (grid(1, 4, 3), []),
-], ids=["interleaved", "interleaved-1.0", "v-0.1", "linear chunks-0.0", "own layers", "uneven counts", "little memory",
-        "one worker", "one pipeline"])
-@pytest.mark.parametrize("backward", ["split", "fused"])
+INTERLEAVED = grid(2, 2, 3, more="[placement]\norder = 'interleaved'\nchunks = 2")
+
+
+@pytest.mark.parametrize(("job", "failed", "backward"), [
+    (INTERLEAVED, [], "split"),
+    (INTERLEAVED, ["1.0"], "split"),
+    (INTERLEAVED, ["1.0"], "fused"),
+    (grid(2, 2, 3, more="[placement]\norder = 'v'\nchunks = 2"), ["0.1"], "split"),
+    (grid(2, 2, 3, more="[placement]\nchunks = 2"), ["0.0"], "fused"),
+    (grid(2, 2, 2, more="[placement]\nlayers = [1, 5]"), [], "split"),
+    (grid(3, 2, [1, 3, 2]), ["1.1"], "split"),
+    (grid(3, 2, [1, 3, 2]), ["1.1"], "fused"),
+    (grid(3, 2, 4, more="optimizer = 2\n[memory]\ncapacity = 2\nactivation = 1\nweight_stash = 0.5"), ["2.0"], "split"),
+    (grid(1, 1, 3), [], "split"),
+    (grid(1, 4, 3), [], "split"),
+], ids=["interleaved", "interleaved-1.0-split", "interleaved-1.0-fused", "v-0.1", "chunks-0.0", "own layers",
+        "uneven counts-split", "uneven counts-fused", "little memory", "one worker", "one pipeline"])
 def test_other_shapes(job, failed, backward, nursery, tmp_path):
     train_and_compare(job, (failed, (backward, "staggered")), nursery, tmp_path)
 
@@ -59,3 +63,11 @@ def train_and_compare(job, case, nursery, out):
     schedule = schedule_for(job, failed, backward=backward, optimizer=optimizer)
     result = run(schedule, tiny(), out=out, nursery=nursery)
     assert_same_numbers(result, judge(tiny(), job.microbatches, ITERATIONS))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bf16", 0.05)])
+def test_lower_precision_follows_as_closely_as_it_can(dtype, tolerance, nursery, tmp_path):
+    config, job = tiny(dtype=dtype), grid(3, 2, 2)
+    result = run(schedule_for(job, ["1.1"]), config, out=tmp_path, iterations=5, nursery=nursery)
+    assert result.losses == pytest.approx(judge(config, job.microbatches, 5).losses, abs=tolerance)
+    assert result.losses[-1] < result.losses[0]

@@ -1,0 +1,170 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.app import app
+from runtime.rendezvous import host_store
+from schedules import codec
+from schedules.schedule import Worker
+from tests.jobs import grid
+from tests.runtime.running import schedule_for
+
+JOB = """
+pipelines = 2
+stages = 2
+microbatches = 2
+[time]
+forward = 1
+backward_input = 1
+backward_weight = 1
+optimizer = 1
+[model]
+blocks = 2
+width = 16
+heads = 2
+context = 16
+[training]
+iterations = 4
+batch = 1
+device = "cpu"
+"""
+KEYS = {"iterations", "losses", "parameter_digest", "recoveries", "measured_period", "planned_period"}
+
+
+@pytest.fixture
+def job(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    return path
+
+
+def train(*arguments: object):
+    return CliRunner().invoke(app, ["train", *map(str, arguments)])
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", "from cli.app import main; main()", "train", *map(str, arguments)]
+    root = Path(__file__).parents[2]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root,
+                            env={**os.environ, "PYTHONPATH": str(root)}, start_new_session=True)
+
+
+def test_plans_and_trains_and_says_how_it_went(job, tmp_path):
+    done = train(job, "--failed", "1.0", "--dtype", "float64", "--method", "greedy", "--json",
+                 "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout)
+    assert answer.keys() == KEYS
+    assert answer["iterations"] == len(answer["losses"]) == 4 and answer["recoveries"] == []
+    assert answer["losses"][-1] < answer["losses"][0]
+    assert "iteration      3  loss" in done.stderr
+    assert codec.read(tmp_path / "out" / "schedule.json").failed == (Worker(1, 0),)
+    assert {path.name for path in (tmp_path / "out" / "parameters").iterdir()} == {f"layer-000{n}.pt" for n in range(4)}
+
+    again = train(job, "--schedule", tmp_path / "out" / "schedule.json", "--dtype", "float64", "--iterations", 2,
+                  "--out", tmp_path / "again")
+    assert again.exit_code == 0, again.output
+    assert "2 iterations, loss" in again.stdout and "measured" in again.stdout
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "again" / "losses.jsonl").read_text().splitlines()]
+    assert losses == pytest.approx(answer["losses"][:2], abs=1e-12)
+
+
+def test_ctrl_c_leaves_no_process(job, tmp_path):
+    running = start(job, "--iterations", 100_000, "--method", "greedy", "--out", tmp_path / "out")
+    losses = tmp_path / "out" / "losses.jsonl"
+    wait_for(lambda: losses.exists() and losses.read_text().count("\n") >= 2)
+    processes = below(running.pid)
+    assert len(processes) == 5  # the nursery and 4 workers
+    began = time.monotonic()
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=20)
+    assert running.returncode == 130 and time.monotonic() - began < 5
+    assert "Traceback" not in errors and "interrupted" in errors
+    wait_for(lambda: not any(alive(process) for process in processes))
+
+
+def test_one_command_a_node(job, tmp_path):
+    store, meeting = host_store()
+    del store
+    common = (job, "--nodes", 2, "--rendezvous", meeting, "--method", "greedy", "--json", "--out")
+    nodes = [start(*common, tmp_path / str(node), "--node", node) for node in (1, 0)]
+    (other, other_errors), (lead, lead_errors) = (node.communicate(timeout=60) for node in nodes)
+    assert [node.returncode for node in nodes] == [0, 0], lead_errors + other_errors
+    assert json.loads(lead).keys() == KEYS and json.loads(other) == {"node": 1}
+    logs = [{path.stem for path in (tmp_path / str(node) / "logs").iterdir()} for node in (0, 1)]
+    assert logs == [{"worker-0.0", "worker-0.1"}, {"worker-1.0", "worker-1.1"}]
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["--failed", "7.7"], "--failed: the job has no worker 7.7"),
+    (["--failed", "x"], "'x' is no worker"),
+    (["--dtype", "float12"], "training.dtype is 'float12'; expected one of 'float32'"),
+    (["--backward", "odd"], "--backward odd: expected split or fused"),
+    (["--nodes", "2"], "--nodes needs --rendezvous"),
+    (["--nodes", "2", "--node", "2", "--rendezvous", "127.0.0.1:1"], "--node 2: expected 0 to 1"),
+    (["--rendezvous", "nowhere"], "'nowhere' is no meeting point"),
+    (["--schedule", "/no/such.json"], "/no/such.json: cannot be read"),
+    (["--schedule", "x.json", "--failed", "1.0"], "leave out --failed"),
+])
+def test_bad_options_are_refused_in_one_line(job, arguments, says):
+    refused = train(job, *arguments)
+    assert refused.exit_code == 2 and refused.stdout == ""
+    assert says in refused.stderr.replace("\n", " ") and refused.stderr.count("\n") == 1
+
+
+def test_bad_tables_are_refused_with_the_file(job):
+    job.write_text(JOB.replace("width = 16", "widht = 16"))
+    refused = train(job)
+    assert refused.exit_code == 2 and f"{job}: unknown key model.widht; did you mean model.width?" in refused.stderr
+
+
+def test_a_schedule_of_another_job_is_refused(job, tmp_path):
+    file = tmp_path / "schedule.json"
+    codec.write(schedule_for(grid(3, 2, 2)), file)
+    refused = train(job, "--schedule", file)
+    assert refused.exit_code == 2 and "its pipelines are 3, the job's 2" in refused.stderr
+
+
+def test_a_corrupt_schedule_is_refused(job, tmp_path):
+    file = tmp_path / "schedule.json"
+    data = codec.encode(schedule_for(grid(2, 2, 2)))
+    file.write_bytes(data[:len(data) // 2])
+    refused = train(job, "--schedule", file)
+    assert refused.exit_code == 2 and "no readable schedule" in refused.stderr and refused.stderr.count("\n") == 1
+    file.write_bytes(data.replace(b'["F",0,0,', b'["F",0,1,', 1))
+    refused = train(job, "--schedule", file)
+    assert refused.exit_code == 1 and "breaks a rule" in refused.stderr
+
+
+def test_a_stage_without_workers_cannot_be_planned(job):
+    answer = train(job, "--failed", "0.1", "--failed", "1.1")
+    assert answer.exit_code == 1 and "stage 1" in answer.stderr
+
+
+def wait_for(condition, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def below(pid: int) -> list[int]:
+    """The process's children, and theirs."""
+    children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir()
+                for child in (task / "children").read_text().split()]
+    return [*children, *(grandchild for child in children for grandchild in below(child))]
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs: one that waits for its parent to notice does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
