@@ -10,6 +10,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -210,6 +211,8 @@ class _Server:
                 os.close(opened)
             os.dup2(1, 2)
             status = self._work(birth)
+        except BaseException:
+            traceback.print_exc()
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
