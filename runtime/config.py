@@ -14,7 +14,6 @@ from msgspec import Meta
 DtypeName = Literal["float32", "float64", "bf16"]
 BackendName = Literal["auto", "gloo", "nccl"]
 DeviceName = Literal["auto", "cpu", "cuda"]
-OptimizerName = Literal["adamw", "sgd"]
 
 Count = Annotated[int, Meta(ge=1, le=2**20, description="a whole number from 1 to 1048576")]
 Positive = Annotated[float, Meta(gt=0, le=1e6, description="a number above 0, at most 1e6")]
@@ -57,8 +56,8 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Optimizer steps."""
     batch: Count = 4
     """Sequences in a micro-batch."""
-    optimizer: OptimizerName = "adamw"
-    """Which optimizer."""
+    optimizer: Text = "adamw"
+    """Which optimizer: "adamw", "sgd", or `module:function` for one of the user's own (`runtime.optimizer`)."""
     learning_rate: Positive = 1e-3
     """Step size, constant."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -69,6 +68,10 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Decoupled weight decay of matrices; vectors (norms, biases) have none."""
     momentum: Fraction = 0.0
     """SGD's momentum."""
+    clip_norm: Positive | None = None
+    """Gradients are scaled down to this norm over all parameters when theirs is larger."""
+    skip_nonfinite: bool = False
+    """An iteration with a gradient that is infinite or no number makes no step, where else it would ruin parameters."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1, description="a whole number from 0 to 2^63 - 1")] = 0
     """Every random choice derives from it: initial parameters, the text's cuts, dropout."""
     dtype: DtypeName = "float32"

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from runtime.comm import Epoch
 from runtime.data import Microbatch
 from runtime.exchange import Exchange, Parcel, ParcelKind
+from runtime.optimizer import StageOptimizer
 from runtime.recorder import Recorder
 from runtime.stage import Stage
 from schedules.schedule import Op, OpKind, Schedule, Worker
@@ -25,7 +25,7 @@ class Executor:
     """One live worker of a schedule, with the stages it holds and their optimizers."""
 
     def __init__(self, schedule: Schedule, worker: Worker, *, stages: Mapping[int, Stage],
-                 optimizers: Mapping[int, torch.optim.Optimizer], epoch: Epoch, exchange: Exchange, feed: Feed,
+                 optimizers: Mapping[int, StageOptimizer], epoch: Epoch, exchange: Exchange, feed: Feed,
                  recorder: Recorder) -> None:
         self._program = schedule.ops(worker)
         self._split = schedule.backward == "split"
@@ -81,7 +81,7 @@ class Executor:
     def _step(self, op: Op) -> None:
         with self._recorder.timing(op):
             for index, optimizer in self._optimizers.items():
-                optimizer.step()
+                optimizer.step(self._iteration)
                 self._stages[index].zero_gradients()
 
     def _stage(self, op: Op) -> Stage:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from runtime.clipping import clip_factor
 from runtime.config import RunConfig
 from runtime.data import Corpus, Microbatch, load_corpus
 from runtime.digest import parameter_digest
@@ -40,7 +41,7 @@ def reference_run(config: RunConfig, microbatches: Sequence[int], iterations: in
     model = model_for(config.model, training.seed, parameter_dtype(training.dtype), device)
     corpus = load_corpus(config)
     layers = nn.ModuleList(model.build(layer).to(device) for layer in range(model.layers))
-    optimizer = build_optimizer(layers.parameters(), training)
+    optimizer = build_optimizer(dict(enumerate(layers)), training)
     losses = []
     for iteration in range(iterations):
         total = 0.0
@@ -50,8 +51,10 @@ def reference_run(config: RunConfig, microbatches: Sequence[int], iterations: in
                 scaled = loss / sum(microbatches)
                 scaled.backward()  # type: ignore[no-untyped-call]
                 total += scaled.item()
-        optimizer.step()
-        optimizer.zero_grad()
+        factor = clip_factor(optimizer.squares().values(), training)
+        if factor is not None:
+            optimizer.step(iteration, factor)
+        layers.zero_grad()
         losses.append(total)
     parameters = {name: parameter.detach().cpu() for name, parameter in layers.named_parameters()}
     return ReferenceResult(losses, parameters, parameter_digest(parameters))

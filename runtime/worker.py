@@ -117,7 +117,7 @@ class _Run:
 
     def _iterate(self, stages: Mapping[int, Stage], epoch: Epoch, exchange: Exchange, corpus: Corpus) -> None:
         recorder = Recorder(self._device, epoch.clock_offset() if self._setup.nodes > 1 else 0.0)
-        optimizers = {index: build_optimizer(stage.parameters().values(), self._config.training)
+        optimizers = {index: build_optimizer(stage.modules, self._config.training)
                       for index, stage in stages.items()}
         executor = Executor(self._schedule, self._worker, stages=stages, optimizers=optimizers, epoch=epoch,
                             exchange=exchange, feed=partial(self._read, corpus), recorder=recorder)

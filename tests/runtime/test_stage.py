@@ -43,7 +43,7 @@ class Cluster:
         self.random = random.Random(seed)
         self.stages = len(partition)
         self.workers = [build_stages(config, partition, sum(counts), device) for _ in counts]
-        self.optimizers = [[build_optimizer(stage.parameters().values(), config.training) for stage in row]
+        self.optimizers = [[build_optimizer(stage.modules, config.training) for stage in row]
                            for row in self.workers]
         self.corpus: Corpus = load_corpus(config)
 
@@ -56,7 +56,7 @@ class Cluster:
         for kind, microbatch, stage in self.order(microbatches):
             self.run(kind, microbatch, stage, host[microbatch, stage], tensors)
         assert all(stage.in_flight() == 0 for row in self.workers for stage in row)
-        return self.finish()
+        return self.finish(iteration)
 
     def order(self, microbatches: list[Microbatch]) -> Iterator[tuple[str, Microbatch, int]]:
         last = self.stages - 1
@@ -85,7 +85,7 @@ class Cluster:
             backward = stage.backward_input if self.split else stage.backward
             tensors["I", microbatch, index] = backward(microbatch, tensors.pop(("I", microbatch, index + 1), None))
 
-    def finish(self) -> float:
+    def finish(self, iteration: int) -> float:
         """A and O of every stage; the iteration's loss."""
         for peers, optimizers in zip(zip(*self.workers, strict=True), zip(*self.optimizers, strict=True), strict=True):
             for flats in zip(*(peer.gradients() for peer in peers), strict=True):
@@ -93,7 +93,7 @@ class Cluster:
                 for flat in flats:
                     flat.copy_(total)
             for peer, optimizer in zip(peers, optimizers, strict=True):
-                optimizer.step()
+                optimizer.step(iteration)
                 peer.zero_gradients()
         return sum(row[-1].take_loss().item() for row in self.workers)
 
@@ -134,14 +134,14 @@ def test_on_a_gpu(split: bool) -> None:
 @pytest.mark.parametrize("split", [False, True])
 def test_in_order_it_is_the_reference_bit_for_bit(split: bool) -> None:
     [only] = build_stages(CONFIG, [(0, 4)], 3)
-    optimizer = build_optimizer(only.parameters().values(), CONFIG.training)
+    optimizer = build_optimizer(only.modules, CONFIG.training)
     corpus = load_corpus(CONFIG)
     for iteration in range(3):
         for microbatch in (Microbatch(iteration, pipeline, 0) for pipeline in range(3)):
             tokens, targets = corpus.batch(microbatch, 2, 8)
             assert only.forward(microbatch, tokens, targets, split=split) is None
             assert only.backward(microbatch, None) is None
-        optimizer.step()
+        optimizer.step(iteration)
         only.zero_gradients()
     assert only.digest() == reference_run(CONFIG, [1, 1, 1], 3).digest
 
