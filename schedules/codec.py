@@ -53,7 +53,7 @@ def decode(data: bytes, source: str = "schedule") -> Schedule:
     document = _KIND.decode(data, source)
     schedule = Schedule(**{name: getattr(document, name) for name in _FIELDS})
     try:
-        _validate(schedule)
+        validate(schedule)
     except ValueError as error:
         raise ScheduleError(f"{source}: {str(error)[:300]}") from None  # a number may have thousands of digits
     return schedule
@@ -79,8 +79,11 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Slipstream schedule", **schema}
 
 
-def _validate(schedule: Schedule) -> None:
-    """Check that every length, range and index makes sense. Raises ValueError naming the key and the value."""
+def validate(schedule: Schedule) -> None:
+    """Check that every length, range and index makes sense, as `decode` does.
+
+    Raises ValueError naming the key and the value.
+    """
     for key, text in (("job", schedule.job), ("method", schedule.method)):
         if not text.isprintable() or len(text) > MAX_NAME:
             raise ValueError(f"{key} is {text[:MAX_NAME]!r}; expected at most {MAX_NAME} printable characters")

@@ -1,0 +1,247 @@
+"""Failure normalisation: let failures fall where they cost least, by moving live workers to other roles.
+
+A live worker may take over another role once it has loaded that stage's parameters from a peer. So of F failures only
+the number is given; which F roles are down is a choice. It is made in three steps:
+
+1. how many roles are down in each column: dynamic programming over columns, on the proven bound of the window of a
+   column with so many roles down, for the best few distributions (`Windows`);
+2. which pipelines they belong to: spread or stacked (`arrangements`);
+3. real plans of the best few candidates decide. On small grids every pattern is a candidate.
+
+The result, the *normal form*, depends on the number of failures alone. `schedules.relabel` then chooses who plays
+which role, at the fewest layers to load.
+
+The idea is that of ReCycle (SOSP 2024, section 4.1), which distributes failures by the same kind of programme.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+import msgspec
+
+from planner.bounds import lower_bound
+from planner.job import Job, require_known
+from planner.plan import Method, Plan, plan_job
+from planner.problem import NoPlanError, Problem, build_problem
+from schedules.check import check
+from schedules.pattern import Pattern, dead_column, pattern_of, patterns, pipeline_classes, representative
+from schedules.relabel import relabel
+from schedules.schedule import BackwardMode, OptimizerMode, Worker
+
+EXHAUSTIVE = 60
+"""Up to so many patterns of a number of failures, all are planned."""
+DISTRIBUTIONS = 4
+"""How many distributions of failures over columns the dynamic programme keeps."""
+SEARCH_SHARE = 0.5
+"""Share of the time limit for comparing candidates; the rest is for planning the best of them."""
+
+Report = Callable[[str], None]
+Counts = tuple[int, ...]
+"""Roles that are down, by column."""
+Ranked = tuple[int, int, Counts]
+"""(longest window in ticks, sum of windows, counts) of a distribution."""
+
+
+class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How to plan: as the arguments of `plan_job`."""
+
+    backward: BackwardMode | None = None
+    optimizer: OptimizerMode | None = None
+    method: Method = "cp-sat"
+    time_limit: float = 10.0
+    seed: int = 0
+
+    def plan(self, job: Job, failed: Sequence[Worker], *, seconds: float, method: Method | None = None,
+             report: Report | None = None) -> Plan:
+        """Plan within `seconds`, by another method if one is given. Raises NoPlanError and JobError."""
+        return plan_job(job, failed, backward=self.backward, optimizer=self.optimizer, method=method or self.method,
+                        time_limit=max(0.01, seconds), seed=self.seed, report=report)
+
+    def problem(self, job: Job, failed: Sequence[Worker] = ()) -> Problem:
+        """The problem that `plan` solves. Raises NoPlanError."""
+        usual = self.method == "1f1b"
+        return build_problem(job, failed, backward=self.backward or ("fused" if usual else "split"),
+                             optimizer=self.optimizer or ("synchronous" if usual else "staggered"))
+
+    @property
+    def fast(self) -> Method:
+        """The method to compare candidates by."""
+        return "greedy" if self.method == "cp-sat" else self.method
+
+
+class Windows:
+    """The least period by column and number of roles down there, and the best distributions of failures over columns.
+
+    Keeps what it has computed: one object serves all numbers of failures of a job.
+    """
+
+    def __init__(self, job: Job, options: PlanOptions) -> None:
+        self._job = job
+        self._options = options
+        self._bound: dict[tuple[int, int], int] = {}
+        self._slow = {worker for worker, _ in job.time.slow}
+        self._best: list[list[Ranked]] = []
+
+    def bound(self, column: int, down: int) -> int:
+        """A proven lower bound on the period, in ticks, with this many roles down in the column and none elsewhere."""
+        if down == 0:
+            column = 0  # the same plan, whatever the column
+        if (column, down) not in self._bound:
+            failed = self.candidates(column)[:down]
+            self._bound[column, down] = lower_bound(self._options.problem(self._job, failed))
+        return self._bound[column, down]
+
+    def candidates(self, column: int) -> list[Worker]:
+        """The roles of a column that may be left empty: not those of slow workers, which are alive and play them."""
+        return [role for pipeline in range(self._job.pipelines)
+                if (role := Worker(pipeline, column)) not in self._slow]
+
+    def most(self, column: int) -> int:
+        """How many roles of a column may be down at most."""
+        return min(self._job.pipelines - 1, len(self.candidates(column)))
+
+    def distributions(self, failures: int) -> list[Ranked]:
+        """The best few ways to distribute failures over columns, best first; the first one's window is the least.
+
+        best[c][f] = the DISTRIBUTIONS smallest, by (longest window, sum of windows), of
+            { (max(longest, w), sum + w, counts + (k,)) : k <= f, (longest, sum, counts) in best[c - 1][f - k] }
+        with w = bound(c, k). Exact for the first, and near-best alternatives for the rest.
+        """
+        if len(self._best) <= failures:
+            self._best = self._programme(failures)
+        return self._best[failures]
+
+    def _programme(self, failures: int) -> list[list[Ranked]]:
+        best: list[list[Ranked]] = [[(0, 0, ())], *([] for _ in range(failures))]
+        for column, most in enumerate(self._useful(failures)):
+            windows = [self.bound(column, down) for down in range(most + 1)]
+            best = [sorted((max(longest, window), total + window, (*counts, down))
+                           for down, window in enumerate(windows[:count + 1])
+                           for longest, total, counts in best[count - down])[:DISTRIBUTIONS]
+                    for count in range(failures + 1)]
+        return best
+
+    def _useful(self, failures: int) -> list[int]:
+        """How many roles down in each column are worth looking at: windows grow with them, so that taking the
+        shortest next window each time gives the longest one that any distribution needs; and one role more, to have
+        a choice. Spares computing bounds that cannot matter.
+        """
+        down = [0] * self._job.stages
+        for _ in range(failures):
+            free = [column for column in range(self._job.stages) if down[column] < self.most(column)]
+            if not free:
+                break
+            down[min(free, key=lambda column: (self.bound(column, down[column] + 1), column))] += 1
+        return [min(count + 1, self.most(column)) for column, count in enumerate(down)]
+
+
+def arrangements(job: Job, windows: Windows, counts: Counts) -> Iterator[tuple[Worker, ...]]:
+    """Ways to choose the pipelines of the roles that are down: in different pipelines, or in the same ones.
+
+    Both are tried from the pipelines with the fewest micro-batches up, and from those with the most down.
+    """
+    ascending = sorted(range(job.pipelines), key=lambda pipeline: job.microbatches[pipeline])
+    for order in (ascending, ascending[::-1]):
+        for spread in (True, False):
+            position, holes = 0, list[Worker]()
+            for column, count in enumerate(counts):
+                allowed = {role.pipeline for role in windows.candidates(column)}
+                turn = order[position % job.pipelines:] + order[:position % job.pipelines] if spread else order
+                holes += [Worker(pipeline, column) for pipeline in turn if pipeline in allowed][:count]
+                position += count
+            yield tuple(sorted(holes))
+
+
+def candidates(job: Job, windows: Windows, failures: int) -> list[tuple[Worker, ...]]:
+    """The sets of roles, one a pattern, among which real plans decide; the most promising first."""
+    problem = build_problem(job)
+    grid, classes = problem.grid, pipeline_classes(problem.grid, problem.times)
+    slow = {worker for worker, _ in job.time.slow}
+    few = list(islice(patterns(failures, job.stages, classes), EXHAUSTIVE + 1))
+    found: dict[Pattern, tuple[Worker, ...]] = {}
+    for _, _, counts in windows.distributions(failures):
+        for holes in arrangements(job, windows, counts):
+            found.setdefault(pattern_of(holes, classes), holes)
+    if len(few) <= EXHAUSTIVE:
+        for pattern in few:
+            holes = representative(pattern, classes)
+            if dead_column(holes, grid) is None and not slow & set(holes):
+                found.setdefault(pattern, holes)
+    return list(found.values())
+
+
+def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windows | None = None,
+                report: Report | None = None) -> Plan:
+    """The best plan for a number of failures, whose roles may be chosen. Depends on the number alone.
+
+    The roles that are down are the `failed` of its schedule, in which every worker plays its own role. Raises
+    NoPlanError when so many failures leave some stage without a live worker, however roles are dealt.
+    """
+    if failures == 0:
+        return options.plan(job, (), seconds=options.time_limit, report=report)
+    windows = windows or Windows(job, options)
+    if not windows.distributions(failures):
+        most = sum(windows.most(column) for column in range(job.stages))
+        raise NoPlanError(f"{failures} failures leave some stage without a live worker, however roles are dealt: the "
+                          f"job can lose {most} of its {job.pipelines * job.stages} workers")
+    began = time.monotonic()
+    best = _best_candidate(job, windows, failures, options, report)
+    if options.method == options.fast or best.interrupted:
+        return best
+    left = options.time_limit - (time.monotonic() - began)
+    plan = options.plan(job, best.schedule.failed, seconds=left, report=report)
+    return plan if plan.schedule.period_ticks <= best.schedule.period_ticks else best
+
+
+def _best_candidate(job: Job, windows: Windows, failures: int, options: PlanOptions, report: Report | None) -> Plan:
+    """The candidate with the shortest plan; the first of equals. Stops early at a plan that none can beat."""
+    floor = windows.distributions(failures)[0][0]
+    began, longest = time.monotonic(), 0.0
+    best: Plan | None = None
+    for holes in candidates(job, windows, failures):
+        spent = time.monotonic() - began
+        if best is not None and spent + longest > options.time_limit * SEARCH_SHARE:
+            break
+        plan = options.plan(job, holes, seconds=options.time_limit * SEARCH_SHARE - spent, method=options.fast)
+        longest = max(longest, time.monotonic() - began - spent)
+        if best is None or plan.schedule.period_ticks < best.schedule.period_ticks:
+            best = plan
+            if report is not None:
+                down = [sum(hole.column == column for hole in holes) for column in range(job.stages)]
+                report(f"{'+'.join(map(str, down))} roles down by stage, in {len({hole.pipeline for hole in holes})} "
+                       f"pipelines: period {plan.schedule.seconds(plan.schedule.period_ticks):g} s")
+        if best.schedule.period_ticks <= floor or plan.interrupted:
+            break
+    assert best is not None
+    return best
+
+
+def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, report: Report | None = None) -> Plan:
+    """Plan for these failed workers with roles moved where that shortens the period; never longer than without.
+
+    Both plans get half of the time. Raises JobError for unknown workers, NoPlanError when no schedule can exist.
+    """
+    began = time.monotonic()
+    require_known(failed, job)
+    half = msgspec.structs.replace(options, time_limit=options.time_limit / 2)
+    alone = half.plan(job, failed, seconds=half.time_limit, report=report)
+    windows = Windows(job, half)
+    if not alone.interrupted and not _cannot_be_beaten(alone, windows):
+        normal = normal_form(job, len(set(failed)), half, windows=windows, report=report)
+        schedule = relabel(normal.schedule, failed)
+        if schedule is not None and schedule.period_ticks < alone.schedule.period_ticks:
+            violations = check(schedule)
+            assert not violations, f"relabelling broke a rule: {violations[0]}"
+            fault_free = min(normal.fault_free_period, alone.fault_free_period)
+            alone = Plan(schedule=schedule, fault_free_period=fault_free, solve_seconds=0.0,
+                         interrupted=normal.interrupted)
+    return msgspec.structs.replace(alone, solve_seconds=time.monotonic() - began)
+
+
+def _cannot_be_beaten(plan: Plan, windows: Windows) -> bool:
+    """Whether no distribution of as many failures can have a shorter period than this plan."""
+    if plan.schedule.status != "optimal":
+        return False
+    best = windows.distributions(len(plan.schedule.failed))
+    return bool(best) and plan.schedule.period_ticks <= best[0][0]

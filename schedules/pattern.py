@@ -1,0 +1,90 @@
+"""Failure patterns up to symmetry: which failure sets are the same for a planner, and the key of each.
+
+Pipelines that read as many micro-batches and whose workers run at the same speeds are interchangeable: they form a
+*class*. A pattern says how many pipelines of each class lost which columns. Its key is text, `2+2,3`: one pipeline
+lost the worker of column 2, another those of columns 2 and 3; with several classes, `1:2+0:2,3`, the class first.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
+
+from schedules.schedule import Grid, Times, Worker
+
+Columns = tuple[int, ...]
+"""The columns that one pipeline lost, ascending."""
+Broken = tuple[int, Columns]
+"""(class, columns) of one pipeline with failures."""
+Pattern = tuple[Broken, ...]
+"""Every pipeline with failures, sorted."""
+
+
+def pipeline_classes(grid: Grid, times: Times) -> tuple[int, ...]:
+    """The class of each pipeline, numbered in the order of their first pipelines."""
+    slow: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for worker, per_mille in times.per_mille_of.items():
+        slow[worker.pipeline].append((worker.column, per_mille))
+    numbers: dict[object, int] = {}
+    return tuple(numbers.setdefault((count, tuple(sorted(slow[pipeline]))), len(numbers))
+                 for pipeline, count in enumerate(grid.microbatches))
+
+
+def columns_by_pipeline(failed: Iterable[Worker]) -> Mapping[int, Columns]:
+    """The columns that each pipeline with failures lost."""
+    lost: dict[int, list[int]] = defaultdict(list)
+    for pipeline, column in sorted(failed):
+        lost[pipeline].append(column)
+    return {pipeline: tuple(columns) for pipeline, columns in lost.items()}
+
+
+def pattern_of(failed: Iterable[Worker], classes: Sequence[int]) -> Pattern:
+    """The pattern of a failure set; `classes` as `pipeline_classes` gives them."""
+    return tuple(sorted((classes[pipeline], columns) for pipeline, columns in columns_by_pipeline(failed).items()))
+
+
+def count_key(failures: int) -> str:
+    """The key of the one normalised schedule for this many failures."""
+    return f"count-{failures}"
+
+
+def pattern_key(pattern: Pattern, classes: Sequence[int]) -> str:
+    """The key of an exact pattern. Classes are named only where there are several."""
+    several = any(classes)
+    return "pattern-" + "+".join((f"{kind}:" if several else "") + ",".join(map(str, columns))
+                                 for kind, columns in pattern)
+
+
+def representative(pattern: Pattern, classes: Sequence[int]) -> tuple[Worker, ...]:
+    """The failure set that stands for a pattern: broken pipelines first in their class, in the pattern's order."""
+    members: dict[int, Iterator[int]] = {kind: iter([index for index, other in enumerate(classes) if other == kind])
+                                         for kind in set(classes)}
+    failed = []
+    for kind, columns in pattern:
+        pipeline = next(members[kind])
+        failed += [Worker(pipeline, column) for column in columns]
+    return tuple(sorted(failed))
+
+
+def patterns(failures: int, columns: int, classes: Sequence[int]) -> Iterator[Pattern]:
+    """Every pattern of exactly this many failures, each once, also those that leave a column without live workers."""
+    kinds: list[Broken] = [(kind, lost) for kind in sorted(set(classes)) for size in range(1, columns + 1)
+                           for lost in combinations(range(columns), size)]
+    yield from _patterns(failures, sorted(kinds), Counter(classes))
+
+
+def _patterns(failures: int, kinds: Sequence[Broken], room: Counter[int]) -> Iterator[Pattern]:
+    """Patterns of pipelines of the given kinds, ascending, with at most `room` pipelines of each class."""
+    if failures == 0:
+        yield ()
+        return
+    for index, broken in enumerate(kinds):
+        kind, lost = broken
+        if len(lost) <= failures and room[kind]:
+            for rest in _patterns(failures - len(lost), kinds[index:], room - Counter({kind: 1})):
+                yield (broken, *rest)
+
+
+def dead_column(failed: Iterable[Worker], grid: Grid) -> int | None:
+    """The first column that has no live worker left, if there is one."""
+    down = Counter(worker.column for worker in failed)
+    return next((column for column in range(grid.columns) if down[column] >= grid.pipelines), None)
