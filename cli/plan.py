@@ -11,8 +11,10 @@ import typer
 from cli.console import answer_no, duration, err, out, parse_workers, print_json, refuse, write_or_refuse
 from cli.timeline import timeline
 from planner.job import Job, JobError, read_job
-from planner.plan import Method, Plan, Report, plan_job
+from planner.plan import Plan, plan_job
 from planner.problem import NoPlanError
+from planner.report import Report
+from planner.solve import Method
 from schedules.codec import encode
 from schedules.schedule import BackwardMode, OptimizerMode, Worker
 

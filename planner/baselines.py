@@ -1,7 +1,8 @@
-"""What others run: schedules to compare with, built by the same list scheduler under their rules."""
+"""What others run: orders to compare with, made by the same list scheduler under their rules."""
 
 from planner.dealing import deal
-from planner.greedy import Policy, list_schedule
+from planner.dense import Dense
+from planner.greedy import Policy, list_order
 from planner.problem import Problem
 from planner.solution import Solution
 
@@ -12,6 +13,8 @@ def one_f_one_b(problem: Problem) -> Solution:
     Stage v of V holds at most V - v micro-batches between F and B; a backward is never postponed or torn apart.
     """
     depth = len(problem.grid.stages)
-    policy = Policy(dealing="round-robin", forward_order="oldest", eager_weights=True,
+    policy = Policy(forward_order="oldest", eager_weights=True,
                     in_flight=tuple(depth - stage for stage in range(depth)))
-    return list_schedule(problem, policy, deal(problem, policy.dealing))
+    dense = Dense(problem, deal(problem, "round-robin"))
+    order = list_order(dense, policy)
+    return dense.solution(order, dense.earliest(order))

@@ -12,9 +12,9 @@ from schedules.schedule import OpKind
 def lower_bound(problem: Problem) -> int:
     """The best proven lower bound on the period, in ticks."""
     bounds = [_window_bound(problem, column) for column in range(problem.grid.columns)]
+    bounds += [_chain_bound(problem, stage) for stage in range(len(problem.grid.stages))]
     if problem.optimizer == "synchronous":
         bounds += [_synchronous_bound(problem, column) for column in range(problem.grid.columns)]
-        bounds.append(_chain_bound(problem))
     return max(bounds)
 
 
@@ -51,11 +51,8 @@ def _least_makespan(problem: Problem, column: int) -> tuple[int, int]:
 
 def _round_trip(problem: Problem, stage: int) -> int:
     """Least ticks from the end of a unit's F to the start of its I: to the last stage and back."""
-    ticks = 0
-    for later in range(stage + 1, len(problem.grid.stages)):
-        hop = 0 if problem.column_of[later] == problem.column_of[later - 1] else problem.times.transfer
-        ticks += problem.fastest(OpKind.F, later) + problem.fastest(problem.gradient_kind, later) + 2 * hop
-    return ticks
+    return sum(problem.fastest(OpKind.F, later) + problem.fastest(problem.gradient_kind, later)
+               + 2 * _hop(problem, later - 1) for later in range(stage + 1, len(problem.grid.stages)))
 
 
 def _window_bound(problem: Problem, column: int) -> int:
@@ -105,31 +102,49 @@ def _synchronous_bound(problem: Problem, column: int) -> int:
 
 def _reach(problem: Problem, stage: int) -> int:
     """Least ticks before the first F of a stage may start."""
-    ticks = 0
-    for earlier in range(stage):
-        hop = 0 if problem.column_of[earlier] == problem.column_of[earlier + 1] else problem.times.transfer
-        ticks += problem.fastest(OpKind.F, earlier) + hop
-    return ticks
+    return sum(problem.fastest(OpKind.F, earlier) + _hop(problem, earlier) for earlier in range(stage))
 
 
-def _chain_bound(problem: Problem) -> int:
-    """Synchronous: the last I of a stage still travels to stage 0 and ends with a W there, then the step.
+def _chain_bound(problem: Problem, stage: int) -> int:
+    """Fill and drain bound: from stage 0 through a stage's busiest worker and back to the last W of stage 0.
 
-    A stage's busiest worker runs all its F and I before that; only its W can wait until later.
+    The worker's first F has come through the earlier stages, and its last I still travels back through them and ends
+    with a W at stage 0. In between it runs all its n F and I, idles while it fills (`_fill_idle`), and runs all W but
+    those that it can hold until its last I is done, k = min(n, capacity / stash). All ops of stage 0 lie in a window of
+    period - A - O (staggered: any two workers' windows there end together), so
+
+        period >= reach + n (F + I) + (n - k) W + idle + way back + W of stage 0 + A + O of stage 0.
+
+    Fused, B takes the place of I, and no W is left for later.
     """
-    best = 0
-    for stage in range(len(problem.grid.stages)):
-        column = problem.column_of[stage]
-        live = problem.live_by_column[column]
-        if len(problem.grid.stages_of(column)) > 1 or problem.times.slow:
-            continue
-        count = -(-problem.grid.total_microbatches // len(live))
-        before = count * sum(problem.fastest(kind, stage) for kind in problem.kinds if kind is not OpKind.W)
-        back = 0
-        for earlier in range(stage):
-            hop = 0 if problem.column_of[earlier] == problem.column_of[earlier + 1] else problem.times.transfer
-            back += problem.fastest(problem.gradient_kind, earlier) + hop
-        last_weight = problem.fastest(OpKind.W, 0) if problem.backward == "split" else 0
-        idle = _fill_idle(problem, stage, count)
-        best = max(best, _reach(problem, stage) + before + idle + back + last_weight + problem.times.optimizer[0])
-    return best
+    column = problem.column_of[stage]
+    if len(problem.grid.stages_of(column)) > 1:
+        return 0
+    count = -(-problem.grid.total_microbatches // len(problem.live_by_column[column]))
+    kinds = [kind for kind in problem.kinds if kind is not OpKind.W]
+    work = count * sum(problem.fastest(kind, stage) for kind in kinds) + _fill_idle(problem, stage, count)
+    last_weight = 0
+    if problem.backward == "split":
+        work += (count - _stashed(problem, stage, count)) * problem.fastest(OpKind.W, stage)
+        last_weight = problem.fastest(OpKind.W, 0)
+    chain = _reach(problem, stage) + work + _way_back(problem, stage) + (last_weight if stage else 0)
+    tail = problem.tail(problem.column_of[0])
+    return chain + (tail if problem.optimizer == "staggered" else max(tail, *problem.times.optimizer))
+
+
+def _stashed(problem: Problem, stage: int, count: int) -> int:
+    """Micro-batches of the `count` that a worker runs whose W it can leave until all its I are done."""
+    stash = problem.stash(stage)
+    if problem.memory is None or stash == 0:
+        return count
+    return min(count, problem.memory.capacity[problem.column_of[stage]] // stash)
+
+
+def _way_back(problem: Problem, stage: int) -> int:
+    """Least ticks from the end of an I of a stage to the end of that micro-batch's I at stage 0."""
+    return sum(problem.fastest(problem.gradient_kind, earlier) + _hop(problem, earlier) for earlier in range(stage))
+
+
+def _hop(problem: Problem, stage: int) -> int:
+    """Least ticks between the workers of a stage and the next."""
+    return 0 if problem.column_of[stage] == problem.column_of[stage + 1] else problem.times.transfer

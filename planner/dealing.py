@@ -1,11 +1,12 @@
 """Who runs the micro-batches of a dead worker: dealing them to its peers before anything is timed."""
 
 import heapq
-from typing import Literal
+from typing import Literal, get_args
 
 from planner.problem import Problem, Unit
 
 Dealing = Literal["least-loaded", "round-robin"]
+DEALINGS: tuple[Dealing, ...] = get_args(Dealing)
 
 
 def deal(problem: Problem, dealing: Dealing) -> dict[Unit, int]:

@@ -1,190 +1,202 @@
 """List scheduling: simulate all workers through time; whoever falls idle takes the most urgent op that may run.
 
 Gradients first (they free memory and others wait for them), then forwards while memory lasts, then weight gradients,
-which nobody waits for. What is tuned from plan to plan is a `Policy`; `planner.plan` tries several.
+which nobody waits for. What is tuned from plan to plan is a `Policy`; `planner.search` tries many.
 """
 
-import heapq
-from bisect import insort
 from collections import defaultdict
-from collections.abc import Mapping
+from heapq import heappop, heappush
 from typing import Literal
 
 import msgspec
 
-from planner.dealing import Dealing
-from planner.problem import Problem, Unit
-from planner.solution import Solution
-from schedules.graph import OpKey
-from schedules.schedule import OpKind, Worker
+from planner.dense import Dense, Order
 
-Ready = tuple[tuple[int, ...], Unit]
+READY_F, READY_I, END = 0, 1, 2
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """The choices of a list scheduler."""
 
-    dealing: Dealing = "least-loaded"
     patience: float = 0.0
     """Leave a worker idle rather than start a W when a more urgent op is known to arrive within this share of the W."""
     forward_order: Literal["oldest", "deepest"] = "deepest"
     """Which F first: the lowest micro-batch, or the one furthest along its pipeline."""
     in_flight: tuple[int, ...] | None = None
-    """At most this many micro-batches a worker between F and the end of I, one number per virtual stage."""
+    """At most this many micro-batches a worker between F and the end of I, one number per virtual stage.
+
+    Memory that forwards do not take is left for weight gradients to wait in, which fill bubbles later.
+    """
     eager_weights: bool = False
     """Run a W directly after its I, as an unsplit backward would."""
+    ignore_transfers: bool = False
+    """Choose the order as if transfers took no time. On the coarse grid of op lengths a worker is rarely caught in the
+    middle of an op when a more urgent one arrives a moment later; the order is then timed with the true hops."""
 
 
-def list_schedule(problem: Problem, policy: Policy, hosts: Mapping[Unit, int]) -> Solution:
-    """Schedule all compute ops on the given hosts. Always succeeds on a feasible problem (see `_Simulation._fits`)."""
-    return _Simulation(problem, policy, hosts).run()
+def list_order(dense: Dense, policy: Policy) -> Order:
+    """The order in which a list scheduler starts all ops. Always succeeds on a feasible problem (see `_fits`)."""
+    return _Simulation(dense, policy).run()
 
 
 class _Lane:
     """One worker during the simulation."""
 
-    __slots__ = ("arrivals", "backward", "busy", "forward", "in_flight", "used", "weights")
+    __slots__ = ("arrivals", "backward", "busy", "capacity", "forward", "in_flight", "used", "weights")
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int | None) -> None:
         self.busy = False
         self.used = 0
+        self.capacity = capacity
         self.in_flight: dict[int, int] = defaultdict(int)
-        self.forward: list[Ready] = []
-        self.backward: list[Ready] = []
-        self.weights: list[Ready] = []
-        self.arrivals: list[int] = []  # times at which more urgent ops are known to become ready, ascending
+        self.forward: list[tuple[int, int, int]] = []
+        self.backward: list[tuple[int, int]] = []
+        self.weights: list[tuple[int, int]] = []
+        self.arrivals: list[int] = []  # times at which more urgent ops are known to become ready
 
 
 class _Simulation:
-    def __init__(self, problem: Problem, policy: Policy, hosts: Mapping[Unit, int]) -> None:
-        self._problem = problem
+    def __init__(self, dense: Dense, policy: Policy) -> None:
+        problem = dense.problem
+        self._dense = dense
         self._policy = policy
-        self._hosts = hosts
-        self._last = len(problem.grid.stages) - 1
-        self._lanes = {role: _Lane() for role in problem.player}
-        self._starts: dict[OpKey, int] = {}
+        self._last = dense.depth - 1
+        memory = problem.memory
+        self._lanes = [_Lane(memory.capacity[role.column] if memory else None) for role in dense.roles]
+        self._lane = [self._lanes[lane] for lane in dense.lane]
+        self._hop = [0] * len(dense.units) if policy.ignore_transfers else dense.hop
+        stages = range(dense.depth)
+        self._hold = [problem.hold(stage) for stage in stages]
+        self._stash = [problem.stash(stage) for stage in stages]
+        self._reserve = [self._deeper_hold(stage) for stage in stages]
+        self._mixed = dense.depth > problem.grid.columns
+        self._rank = self._ranks()
+        self._order: list[int] = []
+        self._events: list[tuple[int, int, int]] = []
         self._clock = 0
-        self._events: list[tuple[int, int, str, OpKind, Unit]] = []
-        self._serial = 0
-        self._reserve = tuple(self._deeper_hold(stage) for stage in range(self._last + 1))
-        self._forward = OpKind.F
-        self._backward = problem.gradient_kind
 
     def _deeper_hold(self, stage: int) -> int:
         """Room kept free for the later virtual stages of the same worker."""
-        column = self._problem.column_of[stage]
-        return sum(self._problem.hold(other) for other in self._problem.grid.stages_of(column) if other > stage)
+        problem = self._dense.problem
+        return sum(self._hold[other] for other in problem.grid.stages_of(problem.column_of[stage]) if other > stage)
 
-    def run(self) -> Solution:
-        for unit in self._problem.units():
-            if unit.stage == 0:
-                self._push(0, "ready", self._forward, unit)
-        while self._events:
-            self._clock = self._events[0][0]
-            touched: dict[Worker, None] = {}
-            while self._events and self._events[0][0] == self._clock:
-                _, _, what, kind, unit = heapq.heappop(self._events)
-                role = self._problem.role(unit.stage, self._hosts[unit])
-                touched[role] = None
-                if what == "ready":
-                    self._enqueue(self._lanes[role], kind, unit)
-                elif what == "end":
-                    self._end(self._lanes[role], kind, unit)
-            for role in touched:
-                self._dispatch(role)
-        expected = self._problem.operations
-        assert len(self._starts) == expected, f"list scheduler placed {len(self._starts)} of {expected} ops"
-        return Solution(hosts=self._hosts, starts=self._starts)
+    def _ranks(self) -> list[int]:
+        """Units by micro-batch, then pipeline: older micro-batches go first, those of several pipelines in turn."""
+        pipelines = self._dense.problem.grid.pipelines
+        return [unit.microbatch * pipelines + unit.pipeline for unit in self._dense.units]
 
-    def _push(self, time: int, what: str, kind: OpKind, unit: Unit) -> None:
-        self._serial += 1
-        heapq.heappush(self._events, (time, self._serial, what, kind, unit))
+    def run(self) -> Order:
+        events, lanes = self._events, self._lane
+        for unit, stage in enumerate(self._dense.stage):
+            if stage == 0:
+                heappush(events, (0, READY_F, unit))
+        kinds = self._dense.kinds
+        while events:
+            self._clock = clock = events[0][0]
+            touched: dict[_Lane, None] = {}
+            while events and events[0][0] == clock:
+                _, what, code = heappop(events)
+                unit = code // kinds if what == END else code
+                lane = lanes[unit]
+                touched[lane] = None
+                if what == END:
+                    self._end(lane, unit, code % kinds)
+                else:
+                    self._enqueue(lane, unit, what)
+            for lane in touched:
+                while not lane.busy:
+                    op = self._pick(lane)
+                    if op is None:
+                        break
+                    self._start(lane, op)
+        assert len(self._order) == len(self._dense.length), "list scheduler left ops out"
+        return self._order
 
-    def _enqueue(self, lane: _Lane, kind: OpKind, unit: Unit) -> None:
+    def _enqueue(self, lane: _Lane, unit: int, what: int) -> None:
         if lane.arrivals and lane.arrivals[0] <= self._clock:
-            lane.arrivals.pop(0)
-        if kind is self._forward:
-            deepest = self._policy.forward_order == "deepest"
-            key = (-unit.stage, unit.microbatch, unit.pipeline) if deepest else \
-                (unit.microbatch, -unit.stage, unit.pipeline)
-            insort(lane.forward, (key, unit))
+            heappop(lane.arrivals)
+        rank, stage = self._rank[unit], self._dense.stage[unit]
+        if what == READY_I:
+            heappush(lane.backward, (rank * self._dense.depth + stage, unit))
         else:
-            heapq.heappush(lane.backward, ((unit.microbatch, unit.stage, unit.pipeline), unit))
+            key = (-stage, rank, unit) if self._policy.forward_order == "deepest" else (rank, -stage, unit)
+            heappush(lane.forward, key)
 
-    def _announce(self, kind: OpKind, unit: Unit, source: Unit, end: int) -> None:
-        """An op of `source` that ends at `end` makes this op ready, one hop later if the workers differ."""
-        time = end + self._problem.hop(source.stage, self._hosts[source], unit.stage, self._hosts[unit])
-        self._push(time, "ready", kind, unit)
-        insort(self._lanes[self._problem.role(unit.stage, self._hosts[unit])].arrivals, time)
-
-    def _start(self, lane: _Lane, kind: OpKind, unit: Unit) -> None:
-        stage = unit.stage
-        if kind is OpKind.F:
-            lane.used += self._problem.hold(stage)
-            lane.in_flight[stage] += 1
-        self._starts[kind, *unit] = self._clock
-        end = self._clock + self._problem.cost(kind, stage, self._hosts[unit])
+    def _start(self, lane: _Lane, op: int) -> None:
+        unit, kind = divmod(op, self._dense.kinds)
+        stage = self._dense.stage[unit]
+        self._order.append(op)
+        end = self._clock + self._dense.length[op]
         lane.busy = True
-        self._push(end, "end", kind, unit)
-        if kind is OpKind.F and stage < self._last:
-            self._announce(OpKind.F, unit._replace(stage=stage + 1), unit, end)
-        elif kind is OpKind.F:
-            self._announce(self._backward, unit, unit, end)
-        elif kind is not OpKind.W and stage > 0:
-            self._announce(self._backward, unit._replace(stage=stage - 1), unit, end)
+        heappush(self._events, (end, END, op))
+        if kind == 0:
+            lane.used += self._hold[stage]
+            lane.in_flight[stage] += 1
+            if stage < self._last:
+                self._announce(READY_F, unit + 1, end + self._hop[unit])
+            else:
+                self._announce(READY_I, unit, end)
+        elif kind == 1 and stage:
+            self._announce(READY_I, unit - 1, end + self._hop[unit - 1])
 
-    def _end(self, lane: _Lane, kind: OpKind, unit: Unit) -> None:
+    def _announce(self, what: int, unit: int, time: int) -> None:
+        heappush(self._events, (time, what, unit))
+        heappush(self._lane[unit].arrivals, time)
+
+    def _end(self, lane: _Lane, unit: int, kind: int) -> None:
         lane.busy = False
-        if kind is OpKind.W:
-            lane.used -= self._problem.stash(unit.stage)
-        elif kind is not OpKind.F:
-            lane.used += self._problem.stash(unit.stage) - self._problem.hold(unit.stage)
-            lane.in_flight[unit.stage] -= 1
-            if kind is OpKind.I:
-                heapq.heappush(lane.weights, ((unit.microbatch, unit.stage, unit.pipeline), unit))
+        stage = self._dense.stage[unit]
+        if kind == 2:
+            lane.used -= self._stash[stage]
+        elif kind == 1:
+            lane.used += self._stash[stage] - self._hold[stage]
+            lane.in_flight[stage] -= 1
+            if self._dense.kinds == 3:
+                heappush(lane.weights, (self._rank[unit] * self._dense.depth + stage, unit))
 
-    def _dispatch(self, role: Worker) -> None:
-        lane = self._lanes[role]
-        while not lane.busy:
-            picked = self._pick(lane)
-            if picked is None:
-                return
-            self._start(lane, *picked)
-
-    def _pick(self, lane: _Lane) -> tuple[OpKind, Unit] | None:
-        if self._policy.eager_weights and lane.weights:
-            return OpKind.W, heapq.heappop(lane.weights)[1]
+    def _pick(self, lane: _Lane) -> int | None:
+        """The most urgent op that may run."""
+        kinds, policy = self._dense.kinds, self._policy
+        if policy.eager_weights and lane.weights:
+            return heappop(lane.weights)[1] * kinds + 2
         if lane.backward:
-            return self._backward, heapq.heappop(lane.backward)[1]
-        for index, (_, unit) in enumerate(lane.forward):
-            # Only the most urgent F, unless virtual stages share the worker: a deeper one may fit where that does not.
-            if self._fits(lane, unit):
-                del lane.forward[index]
-                return OpKind.F, unit
-            if self._reserve[unit.stage] == 0 and self._policy.in_flight is None:
-                break
-        if lane.weights and not self._better_wait(lane):
-            return OpKind.W, heapq.heappop(lane.weights)[1]
+            return heappop(lane.backward)[1] * kinds + 1
+        if lane.forward:
+            unit = self._pick_forward(lane)
+            if unit is not None:
+                return unit * kinds
+        if lane.weights and not (policy.patience and self._better_wait(lane)):
+            return heappop(lane.weights)[1] * kinds + 2
         return None
 
-    def _fits(self, lane: _Lane, unit: Unit) -> bool:
+    def _pick_forward(self, lane: _Lane) -> int | None:
+        """The most urgent F, or one of a deeper virtual stage where that has no room."""
+        if self._fits(lane, lane.forward[0][2]):
+            return heappop(lane.forward)[2]
+        if len(lane.forward) == 1 or not self._mixed:
+            return None  # all are of one stage: where one has no room, none has
+        for index, entry in enumerate(sorted(lane.forward)):
+            if index and self._fits(lane, entry[2]):
+                lane.forward = [other for other in sorted(lane.forward) if other is not entry]
+                return entry[2]
+        return None
+
+    def _fits(self, lane: _Lane, unit: int) -> bool:
         """Whether an F may start: room for it, and still for one micro-batch at each later stage of this worker.
 
         That reserve rules out deadlock: of the micro-batches in flight, look at those furthest forward, at stage v.
         Whatever fills the worker of stage v+1 is at earlier stages, and was admitted only while room for stage v+1
         was left. So one of them can always go on, and gradients never need more room than was set aside.
         """
+        stage = self._dense.stage[unit]
         limits = self._policy.in_flight
-        if limits is not None and lane.in_flight[unit.stage] >= limits[unit.stage]:
+        if limits is not None and lane.in_flight[stage] >= limits[stage]:
             return False
-        if self._problem.memory is None:
-            return True
-        capacity = self._problem.memory.capacity[self._problem.column_of[unit.stage]]
-        return lane.used + self._problem.hold(unit.stage) + self._reserve[unit.stage] <= capacity
+        return lane.capacity is None or lane.used + self._hold[stage] + self._reserve[stage] <= lane.capacity
 
     def _better_wait(self, lane: _Lane) -> bool:
-        if not self._policy.patience or not lane.arrivals:
+        if not lane.arrivals:
             return False
         unit = lane.weights[0][1]
-        cost = self._problem.cost(OpKind.W, unit.stage, self._hosts[unit])
+        cost = self._dense.length[unit * self._dense.kinds + 2]
         return lane.arrivals[0] - self._clock < self._policy.patience * cost

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from planner.bounds import lower_bound
 from planner.dealing import deal
-from planner.greedy import Policy, list_schedule
+from planner.dense import Dense
+from planner.greedy import Policy, list_order
 from planner.job import JobError
 from planner.plan import plan_job
 from planner.problem import NoPlanError, build_problem
-from planner.retime import pull_late
 from planner.solution import build_schedule, solution_period
 from schedules.check import check
 from schedules.codec import encode
@@ -26,14 +26,18 @@ MODES = st.tuples(st.sampled_from(["split", "fused"]), st.sampled_from(["stagger
 def test_list_schedules_keep_every_rule(data, job, modes, order, patience, dealing):
     down = data.draw(failures(job))
     problem = build_problem(job, down, backward=modes[0], optimizer=modes[1])
-    solution = list_schedule(problem, Policy(forward_order=order, patience=patience), deal(problem, dealing))
+    dense = Dense(problem, deal(problem, dealing))
+    limits = data.draw(st.none() | st.tuples(*[st.integers(1, 4)] * dense.depth))
+    policy = Policy(forward_order=order, patience=patience, ignore_transfers=data.draw(st.booleans()), in_flight=limits)
     bound = lower_bound(problem)
-    late = pull_late(problem, solution)
-    for plan in (solution, late):
+    sequence = list_order(dense, policy)
+    early = dense.earliest(sequence)
+    period, start = dense.timed(sequence)
+    for starts in (early, start):
+        plan = dense.solution(sequence, starts)
         assert check(build_schedule(problem, plan, lower_bound=bound, method="greedy")) == []
-        assert solution_period(problem, plan) >= bound
-    if problem.optimizer == "staggered":
-        assert solution_period(problem, late) <= solution_period(problem, solution)
+        assert bound <= solution_period(problem, plan) == dense.period(starts)
+    assert period == dense.period(start) <= dense.period(early)
 
 
 @settings(max_examples=25)

@@ -1,0 +1,151 @@
+"""Many list schedules, the best kept: first a grid of policies, then random steps from the best one."""
+
+import random
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from planner.baselines import one_f_one_b
+from planner.dealing import DEALINGS, deal
+from planner.dense import Dense
+from planner.greedy import Policy, list_order
+from planner.problem import Problem
+from planner.report import Report
+from planner.solution import Solution, solution_period
+
+OPS_PER_SEARCH = 600_000
+"""Ops that all random steps together may schedule; counted, not timed, so that the same seed gives the same plan."""
+FEWEST_STEPS, MOST_STEPS = 8, 400
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """The best solution of a search."""
+
+    solution: Solution
+    period_ticks: int
+    interrupted: bool = False
+    """Ctrl-C ended the search."""
+
+
+class _Best:
+    """The best order so far, and the policy that made it."""
+
+    def __init__(self, problem: Problem, bound: int, deadline: float, report: Report) -> None:
+        self.problem = problem
+        self.deadline = deadline
+        self._bound = bound
+        self._report = report
+        self._slowest = 0.0
+        self.policy = Policy()
+        self.dense: Dense | None = None
+        self.period: int | None = None
+        self.found: Solution | None = None
+
+    def offer(self, dense: Dense, policy: Policy) -> bool:
+        """Try a policy; whether it is better than, or as good as, the best so far."""
+        began = time.monotonic()
+        order = list_order(dense, policy)
+        period, start = dense.timed(order)
+        self._slowest = max(self._slowest, time.monotonic() - began)
+        if self.period is not None and period > self.period:
+            return False
+        if self.period is None or period < self.period:
+            self.found = dense.solution(order, start)
+            self._tell(period)
+        self.policy, self.dense, self.period = policy, dense, period
+        return True
+
+    def offer_solution(self, solution: Solution) -> None:
+        """Take a plan made elsewhere if it is better."""
+        period = solution_period(self.problem, solution)
+        if self.period is None or period < self.period:
+            self.found, self.period = solution, period
+            self._tell(period)
+
+    def _tell(self, period: int) -> None:
+        tick = self.problem.tick_seconds
+        self._report(f"list scheduler: period {period * tick:g} s, bound {self._bound * tick:g} s")
+
+    @property
+    def over(self) -> bool:
+        """Nothing left to gain, or no time for another try."""
+        return self.period is not None and (self.period <= self._bound
+                                            or time.monotonic() + self._slowest > self.deadline)
+
+
+def search(problem: Problem, bound: int, deadline: float, seed: int, report: Report) -> Found:
+    """The best of many list schedules until the deadline (a time.monotonic()); at least one.
+
+    Ctrl-C ends it early; before the first schedule it raises KeyboardInterrupt.
+    """
+    best = _Best(problem, bound, deadline, report)
+    interrupted = False
+    try:
+        _try_grid(best)
+        _step_at_random(best, random.Random(seed))
+    except KeyboardInterrupt:
+        if best.found is None:
+            raise
+        interrupted = True
+    assert best.found is not None and best.period is not None
+    return Found(solution=best.found, period_ticks=best.period, interrupted=interrupted)
+
+
+def _try_grid(best: _Best) -> None:
+    """Every policy of the grid under every dealing, as long as there is time."""
+    problem = best.problem
+    dense = [Dense(problem, hosts) for hosts in (deal(problem, dealing) for dealing in DEALINGS)]
+    if problem.failed == frozenset() or dense[0].hosts == dense[1].hosts:
+        del dense[1]
+    for policy in _grid(problem):
+        for dealt in dense:
+            best.offer(dealt, policy)
+            if best.over:
+                return
+    best.offer_solution(one_f_one_b(problem))
+
+
+def _grid(problem: Problem) -> Iterator[Policy]:
+    """Policies that are the best somewhere; those that most often are come first."""
+    for ignore in (True, False):
+        for order in ("deepest", "oldest"):
+            yield Policy(forward_order=order, ignore_transfers=ignore)
+    for slope in (1.0, 2.0, 1.5, 0.75, 1.25, 0.5, 3.0):
+        for extra in (0, 1, 2):
+            for patience in (0.0, 0.5, 1.0):
+                for ignore in (False, True):
+                    yield Policy(patience=patience, ignore_transfers=ignore, in_flight=_limits(problem, slope, extra))
+
+
+def _limits(problem: Problem, slope: float, extra: int) -> tuple[int, ...]:
+    """Micro-batches in flight, more at early stages, whose gradients come back late."""
+    depth = len(problem.grid.stages)
+    return tuple(max(1, int(slope * (depth - stage)) + extra) for stage in range(depth))
+
+
+def _step_at_random(best: _Best, random: random.Random) -> None:
+    """Change the best policy a little, again and again; keep what is no worse."""
+    assert best.dense is not None
+    ops = len(best.dense.length)
+    steps = min(MOST_STEPS, ops, max(FEWEST_STEPS, OPS_PER_SEARCH // ops))
+    for _ in range(steps):
+        if best.over:
+            return
+        best.offer(best.dense, _changed(best.problem, best.policy, random))
+
+
+def _changed(problem: Problem, policy: Policy, random: random.Random) -> Policy:
+    """A neighbour: other limits on some stages, or another patience, or blind to transfers or not."""
+    depth = len(problem.grid.stages)
+    what = random.random()
+    if what < 0.15:
+        return msgspec.structs.replace(policy, patience=random.choice((0.0, 0.25, 0.5, 0.75, 1.0)))
+    if what < 0.25:
+        return msgspec.structs.replace(policy, ignore_transfers=not policy.ignore_transfers)
+    limits = list(policy.in_flight or _limits(problem, 2.0, 0))
+    first = random.randrange(depth)
+    step = random.choice((-2, -1, 1, 2))
+    for stage in range(first, random.randrange(first, depth) + 1):
+        limits[stage] = max(1, limits[stage] + step)
+    return msgspec.structs.replace(policy, in_flight=tuple(limits))
