@@ -6,11 +6,8 @@ from pathlib import Path
 
 import torch
 
-from planner.dealing import deal
-from planner.greedy import Policy, list_schedule
 from planner.job import Job
-from planner.problem import build_problem
-from planner.solution import build_schedule
+from planner.plan import plan_job
 from runtime.config import RunConfig, parse_run_config
 from runtime.launch import RunResult
 from runtime.parameters import load_parameters
@@ -21,8 +18,8 @@ ITERATIONS = 20
 
 
 def tiny(**training: object) -> RunConfig:
-    """A GPT of 6 layers in float64."""
-    model = {"blocks": 4, "width": 16, "heads": 2, "context": 16, "dropout": 0.1}
+    """A GPT of 4 layers in float64."""
+    model = {"blocks": 2, "width": 16, "heads": 2, "context": 16, "dropout": 0.1}
     return parse_run_config(model, {"batch": 1, "dtype": "float64", "device": "cpu", "iterations": ITERATIONS},
                             **training)
 
@@ -30,10 +27,8 @@ def tiny(**training: object) -> RunConfig:
 def schedule_for(job: Job, failed: Sequence[str] = (), *, backward: BackwardMode = "split",
                  optimizer: OptimizerMode = "staggered") -> Schedule:
     """A plan by the list scheduler: quick, and the runtime does not care how good it is."""
-    problem = build_problem(job, [Worker.parse(name) for name in failed], backward=backward, optimizer=optimizer)
-    policy = Policy()
-    return build_schedule(problem, list_schedule(problem, policy, deal(problem, policy.dealing)), lower_bound=0,
-                          method="greedy")
+    return plan_job(job, [Worker.parse(name) for name in failed], backward=backward, optimizer=optimizer,
+                    method="greedy").schedule
 
 
 @functools.cache

@@ -46,7 +46,7 @@ INTERLEAVED = grid(2, 2, 3, more="[placement]\norder = 'interleaved'\nchunks = 2
     (INTERLEAVED, ["1.0"], "fused"),
     (grid(2, 2, 3, more="[placement]\norder = 'v'\nchunks = 2"), ["0.1"], "split"),
     (grid(2, 2, 3, more="[placement]\nchunks = 2"), ["0.0"], "fused"),
-    (grid(2, 2, 2, more="[placement]\nlayers = [1, 5]"), [], "split"),
+    (grid(2, 2, 2, more="[placement]\nlayers = [1, 3]"), [], "split"),
     (grid(3, 2, [1, 3, 2]), ["1.1"], "split"),
     (grid(3, 2, [1, 3, 2]), ["1.1"], "fused"),
     (grid(3, 2, 4, more="optimizer = 2\n[memory]\ncapacity = 2\nactivation = 1\nweight_stash = 0.5"), ["2.0"], "split"),

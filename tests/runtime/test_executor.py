@@ -17,6 +17,7 @@ from runtime.placement import PlacementError, deal_to_nodes, layer_ranges, team
 from runtime.recorder import Recorder
 from runtime.rendezvous import host_store
 from runtime.stage import Boundary, Stage
+from runtime.steps import Steps
 from schedules.graph import op_key, producers
 from schedules.schedule import OpKind, Schedule, Worker
 from tests.generate import schedules
@@ -36,7 +37,8 @@ def test_a_lone_worker_runs_its_program_as_it_stands(backward):
     stage = Stage(0, (0, model.layers), model, first=True, last=True, loss_scale=1 / 3, config=config)
     recorder = Recorder(CPU, 0.0)
     executor = Executor(schedule, worker, stages={0: stage}, epoch=epoch, recorder=recorder,
-                        optimizers={0: build_optimizer(stage.parameters().values(), config.training)},
+                        steps=Steps({0: stage}, {0: build_optimizer(stage.modules, config.training)}, config.training,
+                                    speaks_for=[0], layers=stage.layers[1], share=None, staggered=True),
                         exchange=Exchange(schedule, worker, epoch, [stage.boundary()], range(3)),
                         feed=partial(load_corpus(config).batch, batch=1, context=16))
     losses = [executor.run(iteration) for iteration in range(3)]

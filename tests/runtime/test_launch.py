@@ -175,10 +175,10 @@ def test_what_does_not_fit_is_refused_before_anything_starts(nursery, tmp_path):
     broken = replace(schedule, programs=tuple(program[1:] for program in schedule.programs))
     with pytest.raises(PlacementError, match="breaks a rule"):
         run(broken, tiny(), out=tmp_path / "out", nursery=nursery)
-    with pytest.raises(PlacementError, match="stages hold 3 layers; the model has 6"):
+    with pytest.raises(PlacementError, match="stages hold 3 layers; the model has 4"):
         layers = grid(2, 2, 2, more="[placement]\nlayers = [1, 2]")
         run(schedule_for(layers), tiny(), out=tmp_path / "out", nursery=nursery)
-    with pytest.raises(ConfigError, match="6 layers cannot be cut into 7 stages"):
+    with pytest.raises(ConfigError, match="4 layers cannot be cut into 7 stages"):
         run(schedule_for(grid(1, 7, 1)), tiny(), out=tmp_path / "out", nursery=nursery)
     with pytest.raises(ConfigError, match=r"training\.text is '/no/such/text'"):
         run(schedule_for(JOB), tiny(text="/no/such/text"), out=tmp_path / "out", nursery=nursery)
