@@ -5,6 +5,7 @@ launcher has ended in whatever way, it kills all workers it has forked and ends.
 """
 
 import ctypes
+import gc
 import os
 import selectors
 import signal
@@ -242,6 +243,7 @@ def main() -> None:
     from runtime import worker
 
     worker.warm_up()
+    gc.freeze()  # else the collector would write to, and so copy, all that workers share
     _Server(worker.main).serve()
 
 
