@@ -1,5 +1,6 @@
 """`slipstream train`: plan a job, or take a schedule, and train its model by it."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,7 +88,7 @@ def report(result: RunResult) -> dict[str, object]:
     """The answer of `slipstream train --json`; durations in seconds."""
     return {
         "iterations": len(result.losses),
-        "losses": list(result.losses),
+        "losses": [loss if math.isfinite(loss) else None for loss in result.losses],
         "parameter_digest": result.parameter_digest,
         "recoveries": [],
         "measured_period": result.measured_period_seconds,

@@ -62,30 +62,53 @@ class Arriving:
         return self.payload.to(self.device, non_blocking=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Summing:
+    """Numbers on their way to being summed over all workers."""
+
+    work: Work
+    payload: Tensor
+
+    def arrived(self) -> bool:
+        """Whether `take` returns at once."""
+        return bool(self.work.is_completed())
+
+    def take(self) -> Sequence[float]:
+        """Wait for the sums. Raises CommunicationError."""
+        with _speaking_of("summing over all workers"):
+            self.work.wait()
+        sums: list[float] = self.payload.tolist()
+        return sums
+
+
 class Epoch:
     """What the members of one quorum say to each other, on one device each.
 
-    `teams` holds, for each stage this worker hosts, all live workers that do. Gloo carries host memory only, so tensors
-    of a GPU pass through pinned buffers. Gloo matches transfers by tag; NCCL by their order, so every worker must issue
-    its transfers in an order that all of them agree on (that of `schedules.graph.transfers`).
+    `teams` holds, for each stage this worker hosts, all live workers that do; `sums` says whether `sum_over_all` will
+    be used. Gloo carries host memory only, so tensors of a GPU pass through pinned buffers. Gloo matches transfers by
+    tag; NCCL by their order, so every worker must issue its transfers in an order that all of them agree on (that of
+    `schedules.graph.transfers`).
     """
 
     def __init__(self, quorum: Quorum, worker: Worker, teams: Mapping[int, Sequence[Worker]], *, transport: Transport,
-                 device: torch.device, rendezvous: Rendezvous) -> None:
-        self._device = device
+                 device: torch.device, rendezvous: Rendezvous, sums: bool = False) -> None:
+        self.device = device
         self._staged = transport == "gloo" and device.type != "cpu"
         self._transport_device = torch.device("cpu") if self._staged else device
         self._ranks = quorum.ranks
         self._worker = worker
 
-        def group(name: str, members: Sequence[Worker]) -> ProcessGroup:
+        def group(name: str, members: Sequence[Worker], transport: Transport = transport) -> ProcessGroup:
             with _speaking_of(f"meeting the workers of {name}"):
                 made = ProcessGroupNCCL(TIMEOUT) if transport == "nccl" else ProcessGroupGloo(TIMEOUT)
                 made.configure(f"{rendezvous}/epoch{quorum.number}/{name}", str(worker), members.index(worker),
                                len(members), quorum_id=quorum.number)
             return made
 
-        self._world = group("the world", sorted(quorum.ranks, key=quorum.ranks.__getitem__))
+        everyone = sorted(quorum.ranks, key=quorum.ranks.__getitem__)
+        self._world = group("the world", everyone)
+        # Numbers of the host: over gloo also where tensors go over NCCL, whose stream they would hold up.
+        self._sums = group("sums", everyone, "gloo") if sums else None
         self._teams: dict[int, ProcessGroup] = {}
         # All members make their groups in the order of the stages: nobody waits for one who waits elsewhere.
         for stage, members in sorted(teams.items()):
@@ -104,7 +127,7 @@ class Epoch:
         """Make room for a tensor, and start receiving it."""
         payload = self._buffer(shape, dtype)
         with _speaking_of(f"receiving from worker {source}"):
-            return Arriving(self._world.recv([payload], self._ranks[source], tag), payload, source, self._device)
+            return Arriving(self._world.recv([payload], self._ranks[source], tag), payload, source, self.device)
 
     def sum_over_stage(self, stage: int, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over the live workers of a stage. Raises CommunicationError."""
@@ -119,6 +142,13 @@ class Epoch:
             for tensor, total in zip(tensors, carried, strict=True):
                 tensor.copy_(total)
 
+    def sum_over_all(self, values: Sequence[float]) -> Summing:
+        """Start to sum numbers over all members; computing goes on. Needs `sums`."""
+        assert self._sums is not None
+        payload = torch.tensor(values, dtype=torch.float64)
+        with _speaking_of("summing over all workers"):
+            return Summing(self._sums.allreduce([payload], AllreduceOptions()), payload)
+
     def clock_offset(self) -> float:
         """Seconds to add to this worker's perf_counter to read that of rank 0. All members must call it together.
 
@@ -129,14 +159,14 @@ class Epoch:
             for peer in by_rank[1:]:
                 for _ in range(CLOCK_ROUNDS):
                     self.receive((1,), torch.float64, peer, 0).take()
-                    self.send(torch.tensor([perf_counter()], dtype=torch.float64, device=self._device), peer, 0).wait()
+                    self.send(torch.tensor([perf_counter()], dtype=torch.float64, device=self.device), peer, 0).wait()
             return 0.0
         return min(self._ask_time(by_rank[0]) for _ in range(CLOCK_ROUNDS))[1]
 
     def _ask_time(self, reference: Worker) -> tuple[float, float]:
         """How long the question took, and the offset it found."""
         asked = perf_counter()
-        self.send(torch.zeros(1, dtype=torch.float64, device=self._device), reference, 0).wait()
+        self.send(torch.zeros(1, dtype=torch.float64, device=self.device), reference, 0).wait()
         answer = self.receive((1,), torch.float64, reference, 0).take().item()
         answered = perf_counter()
         return answered - asked, answer - (asked + answered) / 2
@@ -152,12 +182,14 @@ class Epoch:
         """Close all groups; peers that wait for this worker are released with an error."""
         for team in self._teams.values():
             team.abort()
+        if self._sums is not None:
+            self._sums.abort()
         self._world.abort()
 
     def _buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if self._staged:
             return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
-        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The job file's `[model]` table."""
 
     name: Text = "gpt"
-    """Which registered model; `runtime.layers.model_for` knows them."""
+    """"gpt", or `module:function` for a model of the user's own (`runtime.layers.Factory`)."""
     blocks: Annotated[int, Meta(ge=1, le=10_000, description="a whole number from 1 to 10000")] = 4
     """Transformer blocks, each one layer of the model."""
     width: Count = 128

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from runtime.comm import Arriving, Epoch, Outgoing
@@ -72,6 +73,15 @@ class Exchange:
         self._look_ahead()
         return tensor
 
+    def give_blank(self, iteration: int, parcel: Parcel) -> None:
+        """Pass on an empty tensor, for an op that is not run. Raises CommunicationError."""
+        shape, dtype = self._form(parcel.kind, parcel.stage)
+        self.give(iteration, parcel, torch.zeros(shape, dtype=dtype, device=self._epoch.device))
+
+    def one_more(self) -> None:
+        """There will be one more iteration than was said."""
+        self._iterations = range(self._iterations.start, self._iterations.stop + 1)
+
     def end_iteration(self) -> None:
         """Let go of what the iteration before this one sent. Raises CommunicationError.
 
@@ -106,11 +116,15 @@ class Exchange:
         if transfer.source == self._worker:
             self._leaving.append(self._epoch.send(self._ready.pop(self._issued), transfer.target, tag))
         else:
-            boundary = self._boundaries[transfer.stage]
-            shape, dtype = ((boundary.input_shape, boundary.input_dtype) if transfer.kind == "activation"
-                            else (boundary.output_shape, boundary.output_dtype))
+            shape, dtype = self._form(transfer.kind, transfer.stage)
             self._arriving[self._issued] = self._epoch.receive(shape, dtype, transfer.source, tag)
         self._issued += 1
+
+    def _form(self, kind: ParcelKind, stage: int) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of what the ops of a stage take."""
+        boundary = self._boundaries[stage]
+        return (boundary.input_shape, boundary.input_dtype) if kind == "activation" \
+            else (boundary.output_shape, boundary.output_dtype)
 
 
 def _parcel(transfer: Transfer) -> Parcel:

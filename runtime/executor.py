@@ -8,9 +8,9 @@ from torch import Tensor
 from runtime.comm import Epoch
 from runtime.data import Microbatch
 from runtime.exchange import Exchange, Parcel, ParcelKind
-from runtime.optimizer import StageOptimizer
 from runtime.recorder import Recorder
 from runtime.stage import Stage
+from runtime.steps import Steps
 from schedules.schedule import Op, OpKind, Schedule, Worker
 
 
@@ -22,20 +22,20 @@ class Feed(Protocol):
 
 
 class Executor:
-    """One live worker of a schedule, with the stages it holds and their optimizers."""
+    """One live worker of a schedule, with the stages it holds and their optimizer steps."""
 
     def __init__(self, schedule: Schedule, worker: Worker, *, stages: Mapping[int, Stage],
-                 optimizers: Mapping[int, StageOptimizer], epoch: Epoch, exchange: Exchange, feed: Feed,
-                 recorder: Recorder) -> None:
+                 steps: Steps, epoch: Epoch, exchange: Exchange, feed: Feed, recorder: Recorder) -> None:
         self._program = schedule.ops(worker)
         self._split = schedule.backward == "split"
         self._stages = stages
-        self._optimizers = optimizers
+        self._steps = steps
         self._epoch = epoch
         self._exchange = exchange
         self._feed = feed
         self._recorder = recorder
         self._iteration = 0
+        self._void_rounds = 0
         self._handlers: Mapping[OpKind, Callable[[Op], None]] = {
             OpKind.F: self._forward, OpKind.B: self._backward, OpKind.I: self._backward,
             OpKind.W: self._backward_weight, OpKind.A: self._all_reduce, OpKind.O: self._step}
@@ -43,10 +43,42 @@ class Executor:
     def run(self, iteration: int) -> float:
         """Run one iteration: this worker's part of the mean loss (0 off the last stage). Raises CommunicationError."""
         self._iteration = iteration
-        for op in self._program:
-            self._handlers[op.kind](op)
+        while not self._run_program():
+            self._forget_round()
         self._exchange.end_iteration()
         return sum(stage.take_loss().item() for stage in self._stages.values() if stage.last)
+
+    def _run_program(self) -> bool:
+        """False when the iteration turned out to rest on a wrong guess of the step before it; see `runtime.steps`."""
+        for op in self._program:
+            if op.kind is OpKind.F:
+                self._steps.poll()
+            elif op.kind is not OpKind.O:
+                self._steps.settle()
+            elif self._steps.void:
+                return False
+            (self._pass_blank if self._steps.void else self._handlers[op.kind])(op)
+        return True
+
+    def _forget_round(self) -> None:
+        self._void_rounds += 1
+        self._exchange.one_more()
+        self._exchange.end_iteration()
+        self._recorder.take()
+        for stage in self._stages.values():
+            stage.discard()
+        self._steps.void = False
+
+    def _pass_blank(self, op: Op) -> None:
+        """An op that is void: take and give what it would, compute nothing."""
+        if op.kind in (OpKind.F, OpKind.I, OpKind.B):
+            stage, forward = self._stage(op), op.kind is OpKind.F
+            source, target, step = (stage.first, stage.last, 1) if forward else (stage.last, stage.first, -1)
+            kind: ParcelKind = "activation" if forward else "gradient"
+            if not source:
+                self._take(kind, op)
+            if not target:
+                self._exchange.give_blank(self._round, self._parcel(kind, op, stage.index + step))
 
     def _forward(self, op: Op) -> None:
         stage, microbatch = self._stage(op), self._microbatch(op)
@@ -80,9 +112,7 @@ class Executor:
 
     def _step(self, op: Op) -> None:
         with self._recorder.timing(op):
-            for index, optimizer in self._optimizers.items():
-                optimizer.step(self._iteration)
-                self._stages[index].zero_gradients()
+            self._steps.step(self._iteration)
 
     def _stage(self, op: Op) -> Stage:
         assert op.stage is not None
@@ -93,9 +123,17 @@ class Executor:
         return Microbatch(self._iteration, op.pipeline, op.microbatch)
 
     def _take(self, kind: ParcelKind, op: Op) -> Tensor:
-        assert op.stage is not None and op.pipeline is not None and op.microbatch is not None
-        return self._exchange.take(self._iteration, Parcel(kind, op.stage, op.pipeline, op.microbatch))
+        assert op.stage is not None
+        return self._exchange.take(self._round, self._parcel(kind, op, op.stage))
 
     def _give(self, kind: ParcelKind, op: Op, stage: int, tensor: Tensor) -> None:
+        self._exchange.give(self._round, self._parcel(kind, op, stage), tensor)
+
+    def _parcel(self, kind: ParcelKind, op: Op, stage: int) -> Parcel:
         assert op.pipeline is not None and op.microbatch is not None
-        self._exchange.give(self._iteration, Parcel(kind, stage, op.pipeline, op.microbatch), tensor)
+        return Parcel(kind, stage, op.pipeline, op.microbatch)
+
+    @property
+    def _round(self) -> int:
+        """The iteration, counting those that were void."""
+        return self._iteration + self._void_rounds

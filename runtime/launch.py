@@ -86,7 +86,8 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         setup = Setup(config=config, iterations=config.training.iterations if iterations is None else iterations,
                       traced=traced, nodes=nodes, transport=transport, device=device, lighthouse=lighthouse.url)
         losses = stack.enter_context((out / "losses.jsonl").open("w"))
-        watch = Watch(schedule, store, nursery, out, LossLog(losses, progress))
+        watch = Watch(schedule, store, nursery, out, LossLog(losses, progress),
+                      skips=config.training.skip_nonfinite)
         store.set(SCHEDULE_KEY, codec.encode(schedule).decode())
         store.set(SETUP_KEY, msgspec.json.encode(setup).decode())
         with _telling_others(store, watch, nodes), _workers(nursery, here, opened, device, out):

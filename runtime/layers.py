@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from runtime.config import ConfigError, DtypeName, ModelConfig
 from runtime.models.gpt import GPT
+from runtime.references import is_reference, load_reference
 from runtime.seeds import derive_seed, seeded
 
 
@@ -36,14 +37,18 @@ class LayeredModel(Protocol):
 
 Factory = Callable[[ModelConfig, int, torch.dtype, torch.device], LayeredModel]
 MODELS: dict[str, Factory] = {"gpt": GPT}
-"""Models by the name that `[model] name` gives."""
+"""Models by the name that `[model] name` gives; one of the user's own is named `module:function`, a `Factory`."""
 
 
 def model_for(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> LayeredModel:
-    """The model that a configuration names, its layers on `device`. Raises ConfigError when no model has that name."""
-    if config.name not in MODELS:
-        raise ConfigError(f"model.name is {config.name!r}; expected one of {', '.join(map(repr, MODELS))}")
-    return MODELS[config.name](config, seed, dtype, device)
+    """The model that a configuration names, its layers on `device`. Raises ConfigError when it cannot be had."""
+    if config.name in MODELS:
+        return MODELS[config.name](config, seed, dtype, device)
+    if not is_reference(config.name):
+        raise ConfigError(f"model.name is {config.name!r}; expected one of {', '.join(map(repr, MODELS))}, or "
+                          "'module:function'")
+    factory: Factory = load_reference("model.name", config.name)
+    return factory(config, seed, dtype, device)
 
 
 def split_layers(layers: int, stages: int) -> list[tuple[int, int]]:

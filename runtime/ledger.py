@@ -1,5 +1,6 @@
 """What the workers of a run report, put together: iterations, losses, times, digests."""
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator
@@ -14,10 +15,14 @@ class LedgerError(RuntimeError):
 
 
 class Ledger:
-    """Collects reports in the order in which they come."""
+    """Collects reports in the order in which they come.
 
-    def __init__(self, schedule: Schedule) -> None:
+    `skips`: an iteration whose loss is not finite is nothing bad, it made no step; its loss is nan.
+    """
+
+    def __init__(self, schedule: Schedule, *, skips: bool = False) -> None:
         self._schedule = schedule
+        self._skips = skips
         self._workers = frozenset(seat.worker for seat in schedule.seats)
         self._open: dict[int, list[Ran]] = defaultdict(list)
         self._finished: list[Finished] = []
@@ -38,7 +43,7 @@ class Ledger:
 
         Raises LedgerError when the loss is not finite.
         """
-        if report.loss is None:
+        if report.loss is None and not self._skips:
             raise LedgerError(f"the loss of iteration {report.iteration} is not finite: try a smaller "
                               "training.learning_rate")
         self._open[report.iteration].append(report)
@@ -65,7 +70,7 @@ class Ledger:
 
     def _commit(self, iteration: int, parts: list[Ran]) -> None:
         # Summed in the order of the workers, so that the loss does not depend on whose report came first.
-        self.losses.append(sum(part.loss or 0.0 for part in parts))
+        self.losses.append(sum(math.nan if part.loss is None else part.loss for part in parts))
         self._windows.append(max(part.window_seconds for part in parts))
         if all(part.ops for part in parts):
             self._traced.append(MeasuredIteration(iteration, _from_start([op for part in parts for op in part.ops])))

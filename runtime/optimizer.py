@@ -69,6 +69,7 @@ class StageOptimizer:
         self._optimizer = optimizer_factory(config.optimizer)([
             {"params": [one for one in parameters if one.dim() >= 2], "weight_decay": config.weight_decay},
             {"params": [one for one in parameters if one.dim() < 2], "weight_decay": 0.0}], config)
+        self._state: Any = self._optimizer.state
         self._saved: list[tuple[Tensor, Tensor]] = []
         """Live tensors, each with its copy from before the open step."""
         self._slots: dict[nn.Parameter, dict[str, Any]] = {}
@@ -100,12 +101,12 @@ class StageOptimizer:
         assert self.open_iteration is not None, "no step is open"
         with torch.no_grad():
             _copy([copy for _, copy in self._saved], [live for live, _ in self._saved])
-        for parameter in list(self._optimizer.state):
+        for parameter in list(self._state):
             before = self._slots.get(parameter)
             if before is None:
-                del self._optimizer.state[parameter]
+                del self._state[parameter]
             else:
-                self._optimizer.state[parameter] = dict(before)
+                self._state[parameter] = dict(before)
         self.open_iteration = None
 
     def commit(self) -> None:
@@ -123,7 +124,7 @@ class StageOptimizer:
         """
         state = {f"model.{name}": tensor for name, tensor in self._layers[layer].state_dict().items()}
         for name, parameter in self._trained[layer].items():
-            for slot, value in self._optimizer.state.get(parameter, {}).items():
+            for slot, value in self._state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     state[f"optimizer.{slot}.{name}"] = value
         return state
@@ -149,9 +150,9 @@ class StageOptimizer:
         _require_equal_shapes(layer, module.state_dict(), parameters)
         module.load_state_dict(parameters)
         for name, parameter in trained.items():
-            self._optimizer.state.pop(parameter, None)
+            self._state.pop(parameter, None)
             if found[name]:
-                self._optimizer.state[parameter] = {
+                self._state[parameter] = {
                     slot: tensor.detach().to(self._device_of(slot, parameter), copy=True)
                     for slot, tensor in found[name].items()}
         self._saved = []
@@ -168,7 +169,7 @@ class StageOptimizer:
     def _save(self) -> None:
         live: list[Tensor] = [*self._parameters()]
         self._slots = {}
-        for parameter, slots in self._optimizer.state.items():
+        for parameter, slots in self._state.items():
             self._slots[parameter] = dict(slots)
             live += [value for value in slots.values() if isinstance(value, Tensor)]
         copies = {id(tensor): copy for tensor, copy in self._saved}

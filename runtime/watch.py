@@ -1,6 +1,7 @@
 """Node 0's eye on a run: it hears what all workers report, and finds out why a run fails."""
 
 import json
+import math
 import signal
 import time
 from collections.abc import Callable
@@ -35,7 +36,7 @@ class LossLog:
 
     def write(self, iteration: int, loss: float) -> None:
         """Enter the next iteration. Raises OSError."""
-        self._file.write(json.dumps({"iteration": iteration, "loss": loss}) + "\n")
+        self._file.write(json.dumps({"iteration": iteration, "loss": loss if math.isfinite(loss) else None}) + "\n")
         self._file.flush()
         if self._progress is not None:
             self._progress(iteration, loss)
@@ -44,8 +45,9 @@ class LossLog:
 class Watch:
     """Hears all reports until the workers have finished, or finds out why they will not."""
 
-    def __init__(self, schedule: Schedule, store: TCPStore, nursery: Nursery, out: Path, log: LossLog) -> None:
-        self.ledger = Ledger(schedule)
+    def __init__(self, schedule: Schedule, store: TCPStore, nursery: Nursery, out: Path, log: LossLog, *,
+                 skips: bool = False) -> None:
+        self.ledger = Ledger(schedule, skips=skips)
         self.left: set[int] = set()
         """Other nodes that know of the end."""
         self._store = store

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
+from runtime.clipping import watches_gradients
 from runtime.comm import CommunicationError, Epoch, Transport
 from runtime.config import ModelConfig, RunConfig
 from runtime.data import Corpus, Microbatch, load_corpus
@@ -30,6 +31,7 @@ from runtime.recorder import Recorder
 from runtime.rendezvous import RendezvousError, connect_store, interface_towards
 from runtime.report import Failed, Finished, Joined, Ran, push
 from runtime.stage import Stage, boundaries
+from runtime.steps import Steps
 from schedules.codec import decode
 from schedules.schedule import Schedule, Worker
 
@@ -104,30 +106,38 @@ class _Run:
         with Member(self._setup.lighthouse, self._worker) as member:
             quorum = member.join(JOIN_TIMEOUT)
             epoch = Epoch(quorum, self._worker, {index: team(self._schedule, index) for index in stages},
-                          transport=self._setup.transport, device=self._device, rendezvous=self._birth.rendezvous)
+                          transport=self._setup.transport, device=self._device, rendezvous=self._birth.rendezvous,
+                          sums=watches_gradients(training))
             push(self._store, Joined(self._worker, corpus.digest))
             try:
                 exchange = Exchange(self._schedule, self._worker, epoch, boundaries(model, ranges, self._config),
                                     range(self._setup.iterations))
-                self._iterate(stages, epoch, exchange, corpus)
+                self._iterate(stages, epoch, exchange, corpus, model.layers)
             finally:
                 # Even when this worker fails: peers that wait for it are released, and can tell so at once.
                 epoch.drop()
         self._finish(stages)
 
-    def _iterate(self, stages: Mapping[int, Stage], epoch: Epoch, exchange: Exchange, corpus: Corpus) -> None:
+    def _iterate(self, stages: Mapping[int, Stage], epoch: Epoch, exchange: Exchange, corpus: Corpus,
+                 layers: int) -> None:
         recorder = Recorder(self._device, epoch.clock_offset() if self._setup.nodes > 1 else 0.0)
         optimizers = {index: build_optimizer(stage.modules, self._config.training)
                       for index, stage in stages.items()}
-        executor = Executor(self._schedule, self._worker, stages=stages, optimizers=optimizers, epoch=epoch,
-                            exchange=exchange, feed=partial(self._read, corpus), recorder=recorder)
+        steps = Steps(stages, optimizers, self._config.training, layers=layers,
+                      speaks_for=[index for index in stages if team(self._schedule, index)[0] == self._worker],
+                      share=epoch.sum_over_all if watches_gradients(self._config.training) else None,
+                      staggered=self._schedule.optimizer == "staggered")
+        executor = Executor(self._schedule, self._worker, stages=stages, steps=steps, epoch=epoch, exchange=exchange,
+                            feed=partial(self._read, corpus), recorder=recorder)
         for iteration in range(self._setup.iterations):
             loss = executor.run(iteration)
             ops = recorder.take()
             traced = iteration >= self._setup.iterations - self._setup.traced
-            push(self._store, Ran(self._worker, iteration, loss if abs(loss) < float("inf") else None,
-                                  max(op.end_seconds for op in ops) - min(op.start_seconds for op in ops),
-                                  tuple(ops) if traced else ()))
+            ran = Ran(self._worker, iteration, loss if abs(loss) < float("inf") else None,
+                      max(op.end_seconds for op in ops) - min(op.start_seconds for op in ops),
+                      tuple(ops) if traced else ())
+            steps.when_settled(partial(push, self._store, ran))
+        steps.settle()
         exchange.flush()
         epoch.settle()
 
