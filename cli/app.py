@@ -2,7 +2,7 @@
 
 import typer
 
-from cli import check, demo, plan, show, train
+from cli import check, demo, lookup, plan, show, table, train
 
 app = typer.Typer(
     name="slipstream",
@@ -12,6 +12,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("plan")(plan.plan)
+app.command("table")(table.table)
+app.command("lookup")(lookup.lookup)
 app.command("check")(check.check)
 app.command("show")(show.show)
 app.command("train")(train.train)

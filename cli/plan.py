@@ -9,8 +9,10 @@ from typing import Annotated, cast
 import typer
 
 from cli.console import answer_no, duration, err, out, parse_workers, print_json, refuse, write_or_refuse
+from cli.moves import move_lines
 from cli.timeline import timeline
 from planner.job import Job, JobError, read_job
+from planner.normalise import PlanOptions, normalised
 from planner.plan import Plan, plan_job
 from planner.problem import NoPlanError
 from planner.report import Report
@@ -31,6 +33,8 @@ How = Annotated[str, typer.Option("--method", metavar="cp-sat|greedy|1f1b", help
     "cp-sat: list schedulers, then the solver; greedy: list schedulers only; 1f1b: the usual schedule, to compare."))]
 TimeLimit = Annotated[float, typer.Option("--time-limit", metavar="SEC", min=0.01, max=7 * 86400, help=(
     "Seconds to search at most."))]
+Normalise = Annotated[bool, typer.Option("--normalise", help=(
+    "Let live workers take over other roles where that shortens the period; the schedule says who moves."))]
 Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, max=2**31 - 1, help="Seed of every random choice.")]
 
 OutFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the schedule to this file.")]
@@ -38,14 +42,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def plan(job: JobFile, failed: Failed = None, backward: Backward = None, optimizer: Optimizer = None,
-         method: How = "cp-sat", time_limit: TimeLimit = 10.0, seed: Seed = 0,
+         method: How = "cp-sat", time_limit: TimeLimit = 10.0, normalise: Normalise = False, seed: Seed = 0,
          out_file: OutFile = None, json: Json = False) -> None:
     """Plan one schedule for a job and the workers that are down.
 
     Ctrl-C ends the search early; the best plan found until then is printed and written.
     """
     made = make_plan(read_job_or_refuse(job), parse_workers(failed or []), backward=backward, optimizer=optimizer,
-                     method=method, time_limit=time_limit, seed=seed)
+                     method=method, time_limit=time_limit, seed=seed, normalise=normalise)
     if out_file is not None:
         write_or_refuse(out_file, encode(made.schedule))
     if json:
@@ -66,15 +70,18 @@ def read_job_or_refuse(path: Path) -> Job:
 
 
 def make_plan(job: Job, failed: tuple[Worker, ...], *, backward: str | None, optimizer: str | None, method: str,
-              time_limit: float, seed: int) -> Plan:
+              time_limit: float, seed: int, normalise: bool = False) -> Plan:
     """Plan with progress on stderr. Exits 2 on options that do not fit, 1 where no plan can exist."""
     require_choice("--backward", backward, ("split", "fused"))
     require_choice("--optimizer", optimizer, ("staggered", "synchronous"))
     require_choice("--method", method, ("cp-sat", "greedy", "1f1b"))
+    options = PlanOptions(backward=cast(BackwardMode | None, backward), method=cast(Method, method), seed=seed,
+                          optimizer=cast(OptimizerMode | None, optimizer), time_limit=time_limit)
     try:
         with planning() as report:
-            return plan_job(job, failed, backward=cast(BackwardMode | None, backward),
-                            optimizer=cast(OptimizerMode | None, optimizer), method=cast(Method, method),
+            if normalise:
+                return normalised(job, failed, options, report=report)
+            return plan_job(job, failed, backward=options.backward, optimizer=options.optimizer, method=options.method,
                             time_limit=time_limit, seed=seed, report=report)
     except JobError as error:
         refuse(error)
@@ -114,4 +121,4 @@ def summary(made: Plan) -> str:
                      "peers")
         lines.append(f"throughput {made.fault_free_period / period:.1%} of fault-free (period "
                      f"{duration(made.fault_free_period)}), with {live} of {workers} workers = {live / workers:.1%}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *move_lines(schedule)])

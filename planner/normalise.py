@@ -14,33 +14,46 @@ which role, at the fewest layers to load.
 The idea is that of ReCycle (SOSP 2024, section 4.1), which distributes failures by the same kind of programme.
 """
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import msgspec
 
 from planner.bounds import lower_bound
-from planner.job import Job, require_known
-from planner.plan import Method, Plan, plan_job
+from planner.job import Job
+from planner.plan import Plan, plan_job
 from planner.problem import NoPlanError, Problem, build_problem
+from planner.report import Report
+from planner.solution import build_schedule
+from planner.solve import Method, solve
 from schedules.check import check
 from schedules.pattern import Pattern, dead_column, pattern_of, patterns, pipeline_classes, representative
 from schedules.relabel import relabel
-from schedules.schedule import BackwardMode, OptimizerMode, Worker
+from schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
 
 EXHAUSTIVE = 60
 """Up to so many patterns of a number of failures, all are planned."""
 DISTRIBUTIONS = 4
 """How many distributions of failures over columns the dynamic programme keeps."""
-SEARCH_SHARE = 0.5
-"""Share of the time limit for comparing candidates; the rest is for planning the best of them."""
+SEARCH_SHARE = 0.3
+"""Share of the time limit for comparing all candidates, and again for the best few; the rest is for the best."""
+FINALISTS = 3
 
-Report = Callable[[str], None]
 Counts = tuple[int, ...]
 """Roles that are down, by column."""
 Ranked = tuple[int, int, Counts]
 """(longest window in ticks, sum of windows, counts) of a distribution."""
+
+
+class Planned(msgspec.Struct, frozen=True):
+    """A checked schedule, and whether Ctrl-C cut the search for it short."""
+
+    schedule: Schedule
+    interrupted: bool = False
+    seconds: float = 0.0
+    """Spent on it."""
 
 
 class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,17 +65,23 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     time_limit: float = 10.0
     seed: int = 0
 
-    def plan(self, job: Job, failed: Sequence[Worker], *, seconds: float, method: Method | None = None,
-             report: Report | None = None) -> Plan:
-        """Plan within `seconds`, by another method if one is given. Raises NoPlanError and JobError."""
-        return plan_job(job, failed, backward=self.backward, optimizer=self.optimizer, method=method or self.method,
-                        time_limit=max(0.01, seconds), seed=self.seed, report=report)
-
     def problem(self, job: Job, failed: Sequence[Worker] = ()) -> Problem:
-        """The problem that `plan` solves. Raises NoPlanError."""
+        """The problem to solve. Raises NoPlanError."""
         usual = self.method == "1f1b"
         return build_problem(job, failed, backward=self.backward or ("fused" if usual else "split"),
                              optimizer=self.optimizer or ("synchronous" if usual else "staggered"))
+
+    def plan(self, job: Job, failed: Sequence[Worker], *, seconds: float, method: Method | None = None) -> Planned:
+        """Plan within `seconds`, by another method if one is given, with nothing to compare. Raises NoPlanError."""
+        began = time.monotonic()
+        method = method or self.method
+        problem = self.problem(job, failed)
+        solved = solve(problem, method, began + max(0.01, seconds), self.seed, lambda _: None)
+        schedule = build_schedule(problem, solved.solution, lower_bound=solved.lower_bound_ticks, method=method)
+        violations = check(schedule)
+        if violations:
+            raise AssertionError(f"the planner made a schedule that breaks a rule: {violations[0]}")
+        return Planned(schedule, solved.interrupted, time.monotonic() - began)
 
     @property
     def fast(self) -> Method:
@@ -137,111 +156,5 @@ class Windows:
 
 
 def arrangements(job: Job, windows: Windows, counts: Counts) -> Iterator[tuple[Worker, ...]]:
-    """Ways to choose the pipelines of the roles that are down: in different pipelines, or in the same ones.
+    """Ways to choose the pipelines of the roles that are down: in the same pipelines, or in different ones.
 
-    Both are tried from the pipelines with the fewest micro-batches up, and from those with the most down.
-    """
-    ascending = sorted(range(job.pipelines), key=lambda pipeline: job.microbatches[pipeline])
-    for order in (ascending, ascending[::-1]):
-        for spread in (True, False):
-            position, holes = 0, list[Worker]()
-            for column, count in enumerate(counts):
-                allowed = {role.pipeline for role in windows.candidates(column)}
-                turn = order[position % job.pipelines:] + order[:position % job.pipelines] if spread else order
-                holes += [Worker(pipeline, column) for pipeline in turn if pipeline in allowed][:count]
-                position += count
-            yield tuple(sorted(holes))
-
-
-def candidates(job: Job, windows: Windows, failures: int) -> list[tuple[Worker, ...]]:
-    """The sets of roles, one a pattern, among which real plans decide; the most promising first."""
-    problem = build_problem(job)
-    grid, classes = problem.grid, pipeline_classes(problem.grid, problem.times)
-    slow = {worker for worker, _ in job.time.slow}
-    few = list(islice(patterns(failures, job.stages, classes), EXHAUSTIVE + 1))
-    found: dict[Pattern, tuple[Worker, ...]] = {}
-    for _, _, counts in windows.distributions(failures):
-        for holes in arrangements(job, windows, counts):
-            found.setdefault(pattern_of(holes, classes), holes)
-    if len(few) <= EXHAUSTIVE:
-        for pattern in few:
-            holes = representative(pattern, classes)
-            if dead_column(holes, grid) is None and not slow & set(holes):
-                found.setdefault(pattern, holes)
-    return list(found.values())
-
-
-def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windows | None = None,
-                report: Report | None = None) -> Plan:
-    """The best plan for a number of failures, whose roles may be chosen. Depends on the number alone.
-
-    The roles that are down are the `failed` of its schedule, in which every worker plays its own role. Raises
-    NoPlanError when so many failures leave some stage without a live worker, however roles are dealt.
-    """
-    if failures == 0:
-        return options.plan(job, (), seconds=options.time_limit, report=report)
-    windows = windows or Windows(job, options)
-    if not windows.distributions(failures):
-        most = sum(windows.most(column) for column in range(job.stages))
-        raise NoPlanError(f"{failures} failures leave some stage without a live worker, however roles are dealt: the "
-                          f"job can lose {most} of its {job.pipelines * job.stages} workers")
-    began = time.monotonic()
-    best = _best_candidate(job, windows, failures, options, report)
-    if options.method == options.fast or best.interrupted:
-        return best
-    left = options.time_limit - (time.monotonic() - began)
-    plan = options.plan(job, best.schedule.failed, seconds=left, report=report)
-    return plan if plan.schedule.period_ticks <= best.schedule.period_ticks else best
-
-
-def _best_candidate(job: Job, windows: Windows, failures: int, options: PlanOptions, report: Report | None) -> Plan:
-    """The candidate with the shortest plan; the first of equals. Stops early at a plan that none can beat."""
-    floor = windows.distributions(failures)[0][0]
-    began, longest = time.monotonic(), 0.0
-    best: Plan | None = None
-    for holes in candidates(job, windows, failures):
-        spent = time.monotonic() - began
-        if best is not None and spent + longest > options.time_limit * SEARCH_SHARE:
-            break
-        plan = options.plan(job, holes, seconds=options.time_limit * SEARCH_SHARE - spent, method=options.fast)
-        longest = max(longest, time.monotonic() - began - spent)
-        if best is None or plan.schedule.period_ticks < best.schedule.period_ticks:
-            best = plan
-            if report is not None:
-                down = [sum(hole.column == column for hole in holes) for column in range(job.stages)]
-                report(f"{'+'.join(map(str, down))} roles down by stage, in {len({hole.pipeline for hole in holes})} "
-                       f"pipelines: period {plan.schedule.seconds(plan.schedule.period_ticks):g} s")
-        if best.schedule.period_ticks <= floor or plan.interrupted:
-            break
-    assert best is not None
-    return best
-
-
-def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, report: Report | None = None) -> Plan:
-    """Plan for these failed workers with roles moved where that shortens the period; never longer than without.
-
-    Both plans get half of the time. Raises JobError for unknown workers, NoPlanError when no schedule can exist.
-    """
-    began = time.monotonic()
-    require_known(failed, job)
-    half = msgspec.structs.replace(options, time_limit=options.time_limit / 2)
-    alone = half.plan(job, failed, seconds=half.time_limit, report=report)
-    windows = Windows(job, half)
-    if not alone.interrupted and not _cannot_be_beaten(alone, windows):
-        normal = normal_form(job, len(set(failed)), half, windows=windows, report=report)
-        schedule = relabel(normal.schedule, failed)
-        if schedule is not None and schedule.period_ticks < alone.schedule.period_ticks:
-            violations = check(schedule)
-            assert not violations, f"relabelling broke a rule: {violations[0]}"
-            fault_free = min(normal.fault_free_period, alone.fault_free_period)
-            alone = Plan(schedule=schedule, fault_free_period=fault_free, solve_seconds=0.0,
-                         interrupted=normal.interrupted)
-    return msgspec.structs.replace(alone, solve_seconds=time.monotonic() - began)
-
-
-def _cannot_be_beaten(plan: Plan, windows: Windows) -> bool:
-    """Whether no distribution of as many failures can have a shorter period than this plan."""
-    if plan.schedule.status != "optimal":
-        return False
-    best = windows.distributions(len(plan.schedule.failed))
-    return bool(best) and plan.schedule.period_ticks <= best[0][0]

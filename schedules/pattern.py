@@ -67,8 +67,8 @@ def representative(pattern: Pattern, classes: Sequence[int]) -> tuple[Worker, ..
 
 def patterns(failures: int, columns: int, classes: Sequence[int]) -> Iterator[Pattern]:
     """Every pattern of exactly this many failures, each once, also those that leave a column without live workers."""
-    kinds: list[Broken] = [(kind, lost) for kind in sorted(set(classes)) for size in range(1, columns + 1)
-                           for lost in combinations(range(columns), size)]
+    lost = [chosen for size in range(1, min(columns, failures) + 1) for chosen in combinations(range(columns), size)]
+    kinds = [(kind, chosen) for kind in set(classes) for chosen in lost]
     yield from _patterns(failures, sorted(kinds), Counter(classes))
 
 

@@ -135,9 +135,14 @@ class Table:
         return schedule
 
 
+def library_names() -> tuple[str, ...]:
+    """The names of the tables that come with Slipstream."""
+    return tuple(sorted(path.parent.name for path in LIBRARY.glob(f"*/{INDEX}")))
+
+
 def library(name: str) -> Path | None:
-    """The folder of a table that comes with Slipstream, by its name."""
-    return next((path for path in LIBRARY.iterdir() if path.name == name and path.is_dir()), None)
+    """The folder of a table that comes with Slipstream; None for an unknown name."""
+    return LIBRARY / name if name in library_names() else None
 
 
 def _validate_basis(basis: Basis, path: Path) -> None:

@@ -1,0 +1,112 @@
+"""`slipstream lookup`: the schedule of a table for the workers that are down."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from cli.console import answer_no, duration, err, out, parse_workers, print_json, refuse, write_or_refuse
+from cli.moves import move_lines
+from cli.plan import Failed, Json, OutFile
+from planner.job import JobError, parse_job
+from planner.normalise import PlanOptions
+from planner.problem import NoPlanError
+from schedules.check import check
+from schedules.codec import encode
+from schedules.schedule import Schedule, Worker
+from schedules.table import Table, library, library_names
+from schedules.tablefile import TableError
+
+PLAN_SECONDS = 10.0
+"""At most, for a failure set that is not in the table."""
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help=(
+    f"The table's folder, or the name of one that comes with Slipstream: {', '.join(library_names())}."))]
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """A schedule and where it is from: an entry of the table, or None when it was planned on the spot."""
+
+    key: str | None
+    schedule: Schedule
+    seconds: float
+
+
+def lookup(folder: Folder, failed: Failed = None, out_file: OutFile = None, json: Json = False) -> None:
+    """Look up the schedule for the workers that are down, and say who plays which role.
+
+    Failures that the table does not cover are planned on the spot, by the list schedulers.
+    """
+    down = parse_workers(failed or [])
+    try:
+        table = Table.load(folder if folder.exists() else library(str(folder)) or folder)
+        answer = _look_up(table, down) or _plan(table, down)
+    except TableError as error:
+        refuse(error)
+    except ValueError as error:
+        refuse(f"--failed: {error}")
+    violations = check(answer.schedule)
+    if violations:
+        raise AssertionError(f"lookup gave a schedule that breaks a rule: {violations[0]}")
+    if out_file is not None:
+        write_or_refuse(out_file, encode(answer.schedule))
+    if json:
+        print_json(_report(answer))
+        return
+    _print(answer, table)
+    if out_file is not None:
+        err.print(f"written to {out_file}", highlight=False)
+
+
+def _look_up(table: Table, down: tuple[Worker, ...]) -> _Answer | None:
+    found = table.lookup(down)  # the first use of an entry checks it; the time is that of the second
+    if found is None:
+        return None
+    began = time.perf_counter()
+    found = table.lookup(down)
+    seconds = time.perf_counter() - began
+    assert found is not None
+    return _Answer(found.key, found.schedule, seconds)
+
+
+def _plan(table: Table, down: tuple[Worker, ...]) -> _Answer:
+    names = ", ".join(map(str, down)) or "no worker"
+    covered = f"up to {table.index.max_failures} failures" + (" and their patterns" if table.index.exact else "")
+    err.print(f"{names} down: not in the table, which covers {covered}; planning on the spot", style="yellow",
+              markup=False, highlight=False, soft_wrap=True)
+    began = time.monotonic()
+    basis = table.basis
+    options = PlanOptions(backward=basis.backward, optimizer=basis.optimizer, method="greedy", seed=basis.seed)
+    try:
+        job = parse_job(table.job_text().decode(), f"{table.folder / 'job.toml'}")
+        made = options.plan(job, down, seconds=PLAN_SECONDS)
+    except (JobError, UnicodeDecodeError) as error:
+        refuse(error)
+    except NoPlanError as error:
+        answer_no(error)
+    return _Answer(None, made.schedule, time.monotonic() - began)
+
+
+def _report(answer: _Answer) -> dict[str, object]:
+    schedule = answer.schedule
+    return {
+        "period": schedule.seconds(schedule.period_ticks),
+        "key": answer.key,
+        "moves": [{"worker": str(seat.worker), "role": str(seat.role)} for seat in schedule.moves],
+        "lookup_seconds": round(answer.seconds, 6),
+        "gap": schedule.gap,
+        "status": schedule.status,
+    }
+
+
+def _print(answer: _Answer, table: Table) -> None:
+    schedule = answer.schedule
+    how = f"entry {answer.key}" if answer.key is not None else "planned on the spot"
+    whole = next((row.period for row in table.rows() if row.failures == 0), None)
+    period = schedule.seconds(schedule.period_ticks)
+    share = f", throughput {whole / period:.1%} of fault-free" if whole else ""
+    out.print(f"period {duration(period)}{share}; {how}, in {duration(answer.seconds)}", highlight=False)
+    for line in move_lines(schedule) or ["every live worker keeps its role"]:
+        out.print(line, highlight=False)

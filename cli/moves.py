@@ -1,0 +1,14 @@
+"""Which workers take over other roles, for a reader."""
+
+from schedules.relabel import layers_to_load
+from schedules.schedule import Schedule
+
+
+def move_lines(schedule: Schedule) -> list[str]:
+    """One line a worker that plays another role than its own; empty where all keep theirs."""
+    lines = []
+    for seat in schedule.moves:
+        loads = layers_to_load(schedule.grid, seat.worker, seat.role)
+        lines.append(f"{seat.worker} takes over {seat.role}: " + (
+            "loads its parameters from a peer" if loads else "holds its parameters already"))
+    return lines

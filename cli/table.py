@@ -1,0 +1,78 @@
+"""`slipstream table`: schedules for every number of failures, planned ahead."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from cli.console import answer_no, duration, err, out, print_json, refuse
+from cli.plan import Backward, How, JobFile, Json, Optimizer, Seed, read_job_or_refuse, require_choice
+from planner.normalise import PlanOptions
+from planner.pool import PoolError
+from planner.problem import NoPlanError
+from planner.solve import Method
+from planner.tables import Built, build_table
+from planner.tables import Progress as Tell
+from schedules.schedule import BackwardMode, OptimizerMode
+from schedules.tablefile import READABLE_INDEX, TableError
+
+MaxFailures = Annotated[int, typer.Option("--max-failures", metavar="K", min=0, help=(
+    "One schedule for each number of failures up to this."))]
+Exact = Annotated[bool, typer.Option("--exact", help=(
+    "Also one for each pattern of up to K failures, so that no worker has to change its role."))]
+Jobs = Annotated[int | None, typer.Option("--jobs", metavar="N", min=1, max=1024, help=(
+    "Processes to plan in. Default: one a core."))]
+TimeLimit = Annotated[float, typer.Option("--time-limit", metavar="SEC", min=0.01, max=7 * 86400, help=(
+    "Seconds to search at most, an entry."))]
+OutFolder = Annotated[Path, typer.Option("--out", metavar="DIR", help="The table's folder.")]
+
+
+def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact: Exact = False, jobs: Jobs = None,
+          backward: Backward = None, optimizer: Optimizer = None, method: How = "cp-sat",
+          time_limit: TimeLimit = 5.0, seed: Seed = 0, json: Json = False) -> None:
+    """Plan a table of schedules: one for every number of failures, with failures spread over stages by role moves.
+
+    Started again after Ctrl-C or a crash, it goes on where it stopped; with a larger K it adds to the table.
+    """
+    require_choice("--backward", backward, ("split", "fused"))
+    require_choice("--optimizer", optimizer, ("staggered", "synchronous"))
+    require_choice("--method", method, ("cp-sat", "greedy", "1f1b"))
+    options = PlanOptions(backward=cast(BackwardMode | None, backward), time_limit=time_limit, seed=seed,
+                          optimizer=cast(OptimizerMode | None, optimizer), method=cast(Method, method))
+    read = read_job_or_refuse(job)
+    try:
+        with _progress() as tell:
+            built = build_table(read, job.read_bytes(), out_folder, options, max_failures=max_failures, exact=exact,
+                                jobs=jobs or os.cpu_count() or 1, progress=tell)
+    except (TableError, OSError) as error:
+        refuse(error)
+    except (NoPlanError, PoolError) as error:
+        answer_no(error)
+    except KeyboardInterrupt:
+        err.print(f"interrupted; finished entries are kept in {out_folder}: the same command goes on from there",
+                  style="yellow", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(130) from None
+    if json:
+        print_json(built.report())
+        return
+    _print(built, out_folder)
+
+
+@contextmanager
+def _progress() -> Iterator[Tell]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+               TimeRemainingColumn())
+    with Progress(*columns, console=err) as bar:
+        task = bar.add_task("planning", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _print(built: Built, folder: Path) -> None:
+    text = (folder / READABLE_INDEX).read_text().partition("\n\n")[2]
+    out.print(text, markup=False, highlight=False, soft_wrap=True)
+    out.print(f"{len(built.index.entries)} entries, {built.planned} planned now, in {duration(built.seconds)}; worst "
+              f"gap {built.worst_gap:.2%}; {built.bytes:,} bytes in {folder}", highlight=False, soft_wrap=True)
