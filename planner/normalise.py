@@ -158,3 +158,127 @@ class Windows:
 def arrangements(job: Job, windows: Windows, counts: Counts) -> Iterator[tuple[Worker, ...]]:
     """Ways to choose the pipelines of the roles that are down: in the same pipelines, or in different ones.
 
+    The former is better more often, for fewer pipelines are disturbed. Both are tried from the pipelines with the
+    fewest micro-batches up, and from those with the most down.
+    """
+    ascending = sorted(range(job.pipelines), key=lambda pipeline: job.microbatches[pipeline])
+    for order in (ascending, ascending[::-1]):
+        for spread in (False, True):
+            position, holes = 0, list[Worker]()
+            for column, count in enumerate(counts):
+                allowed = {role.pipeline for role in windows.candidates(column)}
+                turn = order[position % job.pipelines:] + order[:position % job.pipelines] if spread else order
+                holes += [Worker(pipeline, column) for pipeline in turn if pipeline in allowed][:count]
+                position += count
+            yield tuple(sorted(holes))
+
+
+def candidates(job: Job, windows: Windows, failures: int) -> list[tuple[Worker, ...]]:
+    """The sets of roles, one a pattern, among which real plans decide; the most promising first."""
+    problem = build_problem(job)
+    grid, classes = problem.grid, pipeline_classes(problem.grid, problem.times)
+    slow = {worker for worker, _ in job.time.slow}
+    found: dict[Pattern, tuple[Worker, ...]] = {}
+    for _, _, counts in windows.distributions(failures):
+        for holes in arrangements(job, windows, counts):
+            found.setdefault(pattern_of(holes, classes), holes)
+    for pattern in _few_patterns(failures, job.stages, classes):
+        holes = representative(pattern, classes)
+        if dead_column(holes, grid) is None and not slow & set(holes):
+            found.setdefault(pattern, holes)
+    return list(found.values())
+
+
+def _few_patterns(failures: int, columns: int, classes: Sequence[int]) -> list[Pattern]:
+    """All patterns if they are few, else none."""
+    if failures > EXHAUSTIVE or math.comb(columns, min(failures, columns // 2)) > EXHAUSTIVE:
+        return []
+    found = list(islice(patterns(failures, columns, classes), EXHAUSTIVE + 1))
+    return found if len(found) <= EXHAUSTIVE else []
+
+
+def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windows | None = None,
+                report: Report | None = None) -> Planned:
+    """The best plan for a number of failures, whose roles may be chosen. Depends on the number alone.
+
+    The roles that are down are the `failed` of its schedule, in which every worker plays its own role. Raises
+    NoPlanError when so many failures leave some stage without a live worker, however roles are dealt.
+    """
+    if failures == 0:
+        return options.plan(job, (), seconds=options.time_limit)
+    windows = windows or Windows(job, options)
+    if not windows.distributions(failures):
+        most = sum(windows.most(column) for column in range(job.stages))
+        raise NoPlanError(f"{failures} failures leave some stage without a live worker, however roles are dealt: the "
+                          f"job can lose {most} of its {job.pipelines * job.stages} workers")
+    deadline = time.monotonic() + options.time_limit
+    best = _best_candidate(job, windows, failures, options, report or (lambda _: None))
+    left = deadline - time.monotonic()
+    if best.interrupted or best.schedule.status == "optimal" or left < best.seconds:
+        return best
+    final = options.plan(job, best.schedule.failed, seconds=left)
+    better = final.schedule.period_ticks <= best.schedule.period_ticks
+    return msgspec.structs.replace(final if better else best, interrupted=final.interrupted)
+
+
+def _best_candidate(job: Job, windows: Windows, failures: int, options: PlanOptions, report: Report) -> Planned:
+    """The candidate with the shortest plan; the first of equals.
+
+    All are planned in a share of the time, then the best few again in as much. Where that is more than the list
+    schedulers need, the choice does not depend on the clock. Ends early at a plan that none can beat; on huge jobs,
+    where a single plan takes longer than its share, with those that there was time for.
+    """
+    over = time.monotonic() + 2 * SEARCH_SHARE * options.time_limit
+    floor = windows.distributions(failures)[0][0]
+    best: dict[tuple[Worker, ...], Planned] = {}
+    shortest: Planned | None = None
+    left = candidates(job, windows, failures)
+    for keep in (FINALISTS, 0):
+        seconds = options.time_limit * SEARCH_SHARE / len(left)
+        for holes in left:
+            made = options.plan(job, holes, seconds=seconds, method=options.fast)
+            if holes not in best or made.schedule.period_ticks < best[holes].schedule.period_ticks:
+                best[holes] = made
+            if shortest is None or made.schedule.period_ticks < shortest.schedule.period_ticks:
+                shortest = made
+                report(_described(made.schedule))
+            if made.interrupted or shortest.schedule.period_ticks <= floor or time.monotonic() + made.seconds > over:
+                return msgspec.structs.replace(shortest, interrupted=made.interrupted)
+        if len(best) <= FINALISTS:
+            break
+        left = sorted(left, key=lambda holes: best[holes].schedule.period_ticks)[:keep]
+    return min(best.values(), key=lambda made: made.schedule.period_ticks)
+
+
+def _described(schedule: Schedule) -> str:
+    down = [sum(hole.column == column for hole in schedule.failed) for column in range(schedule.grid.columns)]
+    return f"{'+'.join(map(str, down))} roles down by stage, in {len({hole.pipeline for hole in schedule.failed})} " \
+           f"pipelines: period {schedule.seconds(schedule.period_ticks):g} s"
+
+
+def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, report: Report | None = None) -> Plan:
+    """Plan for these failed workers with roles moved where that shortens the period; never longer than without.
+
+    Both plans get half of the time. Raises JobError for unknown workers, NoPlanError when no schedule can exist.
+    """
+    began = time.monotonic()
+    half = msgspec.structs.replace(options, time_limit=options.time_limit / 2)
+    best = plan_job(job, failed, backward=options.backward, optimizer=options.optimizer, method=options.method,
+                    time_limit=half.time_limit, seed=options.seed, report=report)
+    windows = Windows(job, half)
+    if failed and not best.interrupted and not _cannot_be_beaten(best, windows):
+        normal = normal_form(job, len(set(failed)), half, windows=windows, report=report)
+        schedule = relabel(normal.schedule, failed)
+        if schedule is not None and schedule.period_ticks < best.schedule.period_ticks:
+            violations = check(schedule)
+            assert not violations, f"relabelling broke a rule: {violations[0]}"
+            best = msgspec.structs.replace(best, schedule=schedule, interrupted=normal.interrupted)
+    return msgspec.structs.replace(best, solve_seconds=time.monotonic() - began)
+
+
+def _cannot_be_beaten(plan: Plan, windows: Windows) -> bool:
+    """Whether no distribution of as many failures can have a shorter period than this plan."""
+    if plan.schedule.status != "optimal":
+        return False
+    best = windows.distributions(len(plan.schedule.failed))
+    return bool(best) and plan.schedule.period_ticks <= best[0][0]
