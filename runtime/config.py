@@ -21,6 +21,9 @@ NotNegative = Annotated[float, Meta(ge=0, le=1e6, description="a number from 0 t
 Fraction = Annotated[float, Meta(ge=0, lt=1, description="a number from 0 to below 1")]
 Text = Annotated[str, Meta(min_length=1, max_length=4096, description="a text of 1 to 4096 characters")]
 
+Reference = Annotated[str, Meta(pattern=r"^[\w.]+:[\w.]+$", max_length=4096, description=(
+    "the name of a function, as 'module:function'"))]
+
 _Table = TypeVar("_Table", bound=msgspec.Struct)
 
 
@@ -82,6 +85,8 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Where workers compute; "auto": on GPUs where there are any."""
     text: Text | None = None
     """Path of the text to train on; by default the Python standard library's own sources."""
+    data: Reference | None = None
+    """Data of the user's own instead of a text: `module:function`, called with the RunConfig (`runtime.data.Data`)."""
     threads: Annotated[int, Meta(ge=1, le=1024, description="a whole number from 1 to 1024")] = 1
     """CPU threads a worker computes with."""
 

@@ -6,13 +6,14 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from runtime.config import ConfigError, RunConfig
+from runtime.references import load_reference
 from runtime.seeds import derive_seed
 
 LIBRARY_BYTES = 4 * 2**20
@@ -46,8 +47,25 @@ class Corpus:
         return window[:, :-1], window[:, 1:]
 
 
-def load_corpus(config: RunConfig) -> Corpus:
-    """The text that a configuration names. Raises ConfigError when it cannot be read or is shorter than a sequence."""
+class Data(Protocol):
+    """What the runtime asks of data: the same micro-batch for the same name, on every worker, at any time."""
+
+    @property
+    def digest(self) -> str:
+        """A text that differs where the data do: workers that train together must agree on it."""
+
+    def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, Tensor]:
+        """What layer 0 takes and what the loss compares with, on the CPU; all micro-batches have the same shapes."""
+
+
+def load_corpus(config: RunConfig) -> Data:
+    """The data that a configuration names.
+
+    Raises ConfigError when the text cannot be read or is shorter than a sequence, or the user's function not imported.
+    """
+    if config.training.data is not None:
+        data: Data = load_reference("training.data", config.training.data)(config)
+        return data
     path = config.training.text
     text = _library() if path is None else _file(Path(path))
     needed = config.model.context + 1
@@ -56,6 +74,15 @@ def load_corpus(config: RunConfig) -> Corpus:
         raise ConfigError(f"training.text is {source} of {text.size} bytes; expected at least {needed}, "
                           "one more than model.context")
     return Corpus(torch.from_numpy(text), hashlib.sha256(text.data).hexdigest(), config.training.seed)
+
+
+def input_form(config: RunConfig) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of what layer 0 takes."""
+    training, context = config.training, config.model.context
+    if training.data is None:
+        return (training.batch, context), torch.int64
+    tokens, _ = load_corpus(config).batch(Microbatch(0, 0, 0), training.batch, context)
+    return tuple(tokens.shape), tokens.dtype
 
 
 def _file(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

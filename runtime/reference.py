@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from runtime.clipping import clip_factor
 from runtime.config import RunConfig
-from runtime.data import Corpus, Microbatch, load_corpus
+from runtime.data import Data, Microbatch, load_corpus
 from runtime.digest import parameter_digest
 from runtime.layers import LayeredModel, autocast, layer_randomness, model_for, parameter_dtype
 from runtime.optimizer import build_optimizer
@@ -60,7 +60,7 @@ def reference_run(config: RunConfig, microbatches: Sequence[int], iterations: in
     return ReferenceResult(losses, parameters, parameter_digest(parameters))
 
 
-def _loss(config: RunConfig, model: LayeredModel, layers: nn.ModuleList, corpus: Corpus,
+def _loss(config: RunConfig, model: LayeredModel, layers: nn.ModuleList, corpus: Data,
           microbatch: Microbatch) -> Tensor:
     training = config.training
     value, target = (tokens.to(model.device)

@@ -4,14 +4,17 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.func import functional_call
 
 from runtime.config import RunConfig
 from runtime.data import Microbatch as Microbatch
+from runtime.data import input_form
 from runtime.digest import parameter_digest
 from runtime.layers import LayeredModel, autocast, layer_randomness
 from runtime.split import WeightWork, backward_input, backward_weight, deferring
@@ -177,17 +180,27 @@ def boundaries(model: LayeredModel, stages: Sequence[tuple[int, int]], config: R
 
     `stages` are ascending layer ranges; the first need not begin at layer 0.
     """
-    shape = (config.training.batch, config.model.context)
+    shape, dtype = input_form(config)
     ends = {end for layers in stages for end in layers}
     seen: dict[int, tuple[tuple[int, ...], torch.dtype]] = {}
     with FakeTensorMode(), model.device, torch.no_grad(), autocast(config.training.dtype, model.device):
-        value = torch.zeros(shape, dtype=torch.int64)
+        value = torch.zeros(shape, dtype=dtype)
         for layer in range(max(ends) + 1):
             if layer in ends:
                 seen[layer] = (tuple(value.shape), value.dtype)
             if layer < max(ends):
-                value = model.build(layer)(value)
+                value = _run_without_memory(model, layer, value)
     return [Boundary(*seen[start], *seen[end]) for start, end in stages]
+
+
+def _run_without_memory(model: LayeredModel, layer: int, value: Tensor) -> Tensor:
+    """What a layer gives, under FakeTensorMode. It is built on no device: fake parameters refuse `module.to(dtype)`."""
+    with unset_fake_temporarily(), torch.device("meta"):
+        module = model.build(layer)
+    state = {name: torch.empty(tensor.shape, dtype=tensor.dtype)
+             for name, tensor in chain(module.named_parameters(), module.named_buffers())}
+    output: Tensor = functional_call(module, state, (value,))
+    return output
 
 
 def _backward(output: Tensor, gradient: Tensor | None, work: WeightWork | None) -> None:

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 from runtime.clipping import watches_gradients
 from runtime.comm import CommunicationError, Epoch, Transport
 from runtime.config import ModelConfig, RunConfig
-from runtime.data import Corpus, Microbatch, load_corpus
+from runtime.data import Data, Microbatch, load_corpus
 from runtime.digest import tensor_digest
 from runtime.exchange import Exchange
 from runtime.executor import Executor
@@ -118,7 +118,7 @@ class _Run:
                 epoch.drop()
         self._finish(stages)
 
-    def _iterate(self, stages: Mapping[int, Stage], epoch: Epoch, exchange: Exchange, corpus: Corpus,
+    def _iterate(self, stages: Mapping[int, Stage], epoch: Epoch, exchange: Exchange, corpus: Data,
                  layers: int) -> None:
         recorder = Recorder(self._device, epoch.clock_offset() if self._setup.nodes > 1 else 0.0)
         optimizers = {index: build_optimizer(stage.modules, self._config.training)
@@ -141,7 +141,7 @@ class _Run:
         exchange.flush()
         epoch.settle()
 
-    def _read(self, corpus: Corpus, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+    def _read(self, corpus: Data, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         tokens, targets = corpus.batch(microbatch, self._config.training.batch, self._config.model.context)
         return tokens.to(self._device), targets.to(self._device)
 
