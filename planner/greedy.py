@@ -4,7 +4,8 @@ Gradients first (they free memory and others wait for them), then forwards while
 which nobody waits for. What is tuned from plan to plan is a `Policy`; `planner.search` tries many.
 """
 
-from collections import defaultdict
+import statistics
+from collections import Counter, defaultdict
 from heapq import heappop, heappush
 from typing import Literal
 
@@ -27,6 +28,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
     Memory that forwards do not take is left for weight gradients to wait in, which fill bubbles later.
     """
+    load_share: float = 1.0
+    """A worker with x % more micro-batches than the usual one may have this share of x % more in flight."""
     eager_weights: bool = False
     """Run a W directly after its I, as an unsplit backward would."""
     ignore_transfers: bool = False
@@ -42,12 +45,13 @@ def list_order(dense: Dense, policy: Policy) -> Order:
 class _Lane:
     """One worker during the simulation."""
 
-    __slots__ = ("arrivals", "backward", "busy", "capacity", "forward", "in_flight", "used", "weights")
+    __slots__ = ("arrivals", "backward", "busy", "capacity", "forward", "in_flight", "limits", "used", "weights")
 
-    def __init__(self, capacity: int | None) -> None:
+    def __init__(self, capacity: int | None, limits: list[float] | None) -> None:
         self.busy = False
         self.used = 0
         self.capacity = capacity
+        self.limits = limits
         self.in_flight: dict[int, int] = defaultdict(int)
         self.forward: list[tuple[int, int, int]] = []
         self.backward: list[tuple[int, int]] = []
@@ -62,8 +66,9 @@ class _Simulation:
         self._policy = policy
         self._last = dense.depth - 1
         memory = problem.memory
-        self._lanes = [_Lane(memory.capacity[role.column] if memory else None) for role in dense.roles]
-        self._lane = [self._lanes[lane] for lane in dense.lane]
+        lanes = [_Lane(memory.capacity[role.column] if memory else None, limits)
+                 for role, limits in zip(dense.roles, self._limits(), strict=True)]
+        self._lane = [lanes[lane] for lane in dense.lane]
         self._hop = [0] * len(dense.units) if policy.ignore_transfers else dense.hop
         stages = range(dense.depth)
         self._hold = [problem.hold(stage) for stage in stages]
@@ -74,6 +79,17 @@ class _Simulation:
         self._order: list[int] = []
         self._events: list[tuple[int, int, int]] = []
         self._clock = 0
+
+    def _limits(self) -> list[list[float] | None]:
+        """How many micro-batches each lane may have in flight at each stage."""
+        limits, dense = self._policy.in_flight, self._dense
+        if limits is None:
+            return [None] * len(dense.roles)
+        load = Counter(dense.lane)
+        usual = statistics.median_low(load.values())
+        share = self._policy.load_share
+        factors = [1 + share * max(0.0, load[lane] / usual - 1) for lane in range(len(dense.roles))]
+        return [[limit * factor for limit in limits] for factor in factors]
 
     def _deeper_hold(self, stage: int) -> int:
         """Room kept free for the later virtual stages of the same worker."""
@@ -189,8 +205,7 @@ class _Simulation:
         was left. So one of them can always go on, and gradients never need more room than was set aside.
         """
         stage = self._dense.stage[unit]
-        limits = self._policy.in_flight
-        if limits is not None and lane.in_flight[stage] >= limits[stage]:
+        if lane.limits is not None and lane.in_flight[stage] >= lane.limits[stage]:
             return False
         return lane.capacity is None or lane.used + self._hold[stage] + self._reserve[stage] <= lane.capacity
 

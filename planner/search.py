@@ -143,6 +143,8 @@ def _changed(problem: Problem, policy: Policy, random: random.Random) -> Policy:
         return msgspec.structs.replace(policy, patience=random.choice((0.0, 0.25, 0.5, 0.75, 1.0)))
     if what < 0.25:
         return msgspec.structs.replace(policy, ignore_transfers=not policy.ignore_transfers)
+    if what < 0.35 and problem.failed:
+        return msgspec.structs.replace(policy, load_share=random.choice((0.0, 0.5, 1.0, 1.5, 2.0)))
     limits = list(policy.in_flight or _limits(problem, 2.0, 0))
     first = random.randrange(depth)
     step = random.choice((-2, -1, 1, 2))

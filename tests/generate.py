@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from planner.dealing import deal
-from planner.greedy import Policy, list_schedule
-from planner.problem import build_problem
-from planner.solution import build_schedule, solution_period
+from planner.dense import Dense
+from planner.greedy import Policy, list_order
+from planner.problem import Problem, build_problem
+from planner.solution import Solution, build_schedule, solution_period
 from schedules.graph import op_key, producers
 from schedules.schedule import (
     COMPUTE_KINDS,
@@ -27,6 +28,13 @@ from schedules.schedule import (
 from tests.jobs import failures, jobs
 
 
+def list_schedule(problem: Problem, policy: Policy = Policy()) -> Solution:  # noqa: B008 - frozen
+    """What the list scheduler makes of a problem."""
+    dense = Dense(problem, deal(problem, "least-loaded"))
+    order = list_order(dense, policy)
+    return dense.solution(order, dense.earliest(order))
+
+
 @st.composite
 def schedules(draw, **limits) -> Schedule:
     """A valid schedule of any small job, with or without failures, in any mode."""
@@ -34,7 +42,7 @@ def schedules(draw, **limits) -> Schedule:
     problem = build_problem(job, draw(failures(job)), backward=draw(st.sampled_from(["split", "fused"])),
                             optimizer=draw(st.sampled_from(["staggered", "synchronous"])))
     policy = Policy(forward_order=draw(st.sampled_from(["deepest", "oldest"])))
-    solution = list_schedule(problem, policy, deal(problem, policy.dealing))
+    solution = list_schedule(problem, policy)
     bound = solution_period(problem, solution) if draw(st.booleans()) else 0
     return build_schedule(problem, solution, lower_bound=bound, method="greedy")
 

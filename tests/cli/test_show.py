@@ -11,14 +11,12 @@ from typer.testing import CliRunner
 from cli.app import app
 from cli.perfetto import perfetto_trace
 from cli.timeline import MAX_ROWS, timeline
-from planner.dealing import deal
-from planner.greedy import Policy, list_schedule
 from planner.problem import build_problem
 from planner.solution import build_schedule
 from schedules.codec import write
 from schedules.schedule import Memory, OpKind, Worker
 from schedules.trace import MeasuredIteration, MeasuredOp, Trace, write_trace
-from tests.generate import BROKEN, HEALTHY, by_hand, schedules
+from tests.generate import BROKEN, HEALTHY, by_hand, list_schedule, schedules
 from tests.jobs import grid
 
 
@@ -35,7 +33,7 @@ def drawn(schedule, width=80, **console):
 
 def planned(job, failed=()):
     problem = build_problem(job, failed)
-    return build_schedule(problem, list_schedule(problem, Policy(), deal(problem, "least-loaded")), lower_bound=1,
+    return build_schedule(problem, list_schedule(problem), lower_bound=1,
                           method="greedy")
 
 

@@ -5,14 +5,12 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from planner.dealing import deal
-from planner.greedy import Policy, list_schedule
 from planner.problem import build_problem
 from planner.solution import build_schedule
 from schedules.check import MAX_VIOLATIONS, check
 from schedules.grid import render_grid
 from schedules.schedule import Memory, Op, OpKind, Seat, Worker
-from tests.generate import BROKEN, HEALTHY, by_hand
+from tests.generate import BROKEN, HEALTHY, by_hand, list_schedule
 from tests.jobs import grid
 
 
@@ -189,7 +187,7 @@ def test_linear_time():
     """32 x 16 workers, 32 micro-batches, three failures: everything shares micro-batches with everything."""
     job = grid(32, 16, 32)
     problem = build_problem(job, [Worker(1, 2), Worker(3, 4), Worker(5, 5)])
-    solution = list_schedule(problem, Policy(), deal(problem, "least-loaded"))
+    solution = list_schedule(problem)
     schedule = build_schedule(problem, solution, lower_bound=1, method="greedy")
     began = time.process_time()
     assert check(schedule) == []

@@ -1,0 +1,167 @@
+"""How near to the proven bound the plans are.
+
+    python -m benchmarks.quality [--suite fault-free|failures|uneven ...] [--every N] [--time-limit 10]
+                                 [--method cp-sat] [--json FILE] [--compare FILE]
+
+`--every N` takes each N-th instance. `--json` keeps the gaps, `--compare` prints the change against kept ones. Every plan
+passes the checker before it is counted. Gaps do not depend on how fast the machine is, except through the time limit.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from planner.job import Job, parse_job
+from planner.plan import plan_job
+from schedules.schedule import Worker
+
+LIMITS = {1.0: 0.08, 1.5: 0.03, 2.0: 0.01}
+"""Gap aimed at for each capacity, in activations per stage of the pipeline; on nine instances in ten."""
+
+
+class Published(NamedTuple):
+    """A profiled setting of Zero Bubble Pipeline Parallelism (Qi et al., ICLR 2024): milliseconds, memory units."""
+
+    model: str
+    stages: int
+    microbatches: int
+    forward: float
+    backward_input: float
+    backward_weight: float
+    transfer: float
+    activation: int
+    stash: int
+    zb_1p: float
+    zb_2p: float
+
+
+PUBLISHED = (
+    Published("1.5B", 8, 24, 18.522, 18.086, 9.337, 0.601, 201216, 73728, 0.1585, 0.0433),
+    Published("6.2B", 8, 32, 29.802, 29.428, 19.53, 0.577, 303104, 131072, 0.1045, 0.0022),
+    Published("14.6B", 16, 48, 11.347, 11.248, 8.132, 0.377, 378880, 163840, 0.1397, 0.0066),
+    Published("28.3B", 32, 96, 10.419, 10.207, 7.715, 0.408, 454656, 196608, 0.1421, 0.0038),
+    Published("1.5B", 8, 32, 18.513, 18.086, 9.331, 0.626, 201216, 73728, 0.1242, 0.0039),
+    Published("14.6B", 16, 64, 11.307, 11.254, 8.101, 0.379, 378880, 163840, 0.1088, 0.0054),
+)
+
+
+class Instance(NamedTuple):
+    """A job to plan: its name, its group in the summary, the gap (or bubble) aimed at."""
+
+    name: str
+    group: str
+    job: Job
+    failed: list[Worker]
+    limit: float
+    bubble: bool = False
+    """Judge the bubble rate, (period - work) / period, as the zero-bubble papers do."""
+
+
+def fault_free() -> Iterator[Instance]:
+    """One pipeline at the published settings, with room for p and for 2p activations."""
+    for row in PUBLISHED:
+        for factor, target in ((1, row.zb_1p), (2, row.zb_2p)):
+            times = (f"forward = {row.forward}\nbackward_input = {row.backward_input}\n"
+                     f"backward_weight = {row.backward_weight}\ntransfer = {row.transfer}")
+            memory = (f"capacity = {factor * row.stages * row.activation}\nactivation = {row.activation}\n"
+                      f"weight_stash = {row.stash}")
+            name = f"{row.model} {row.stages}x{row.microbatches} zb_{factor}p"
+            job = parse_job(f"pipelines = 1\nstages = {row.stages}\nmicrobatches = {row.microbatches}\n"
+                            f"[time]\n{times}\n[memory]\n{memory}\n")
+            # Published with four digits.
+            yield Instance(name, f"zb_{factor}p", job, [], target + 0.00005, bubble=True)
+
+
+def failures() -> Iterator[Instance]:
+    """Uniform stages, one failure and one in each of three different stages."""
+    times = "forward = 10\nbackward_input = 10\nbackward_weight = 10\ntransfer = 1\noptimizer = 5"
+    for factor, pipelines, stages, microbatches, count in itertools.product(
+            LIMITS, (3, 4, 8, 16, 32), (4, 8, 16), (8, 16, 32), (1, 3)):
+        yield _failed(f"{pipelines}x{stages}x{microbatches} {factor:g}S {count} down", pipelines, stages, microbatches,
+                      times, factor, count)
+
+
+def uneven() -> Iterator[Instance]:
+    """Heavier embedding and head, stage 0 without input gradient, one slow worker; capacity 2S."""
+    for pipelines, stages, microbatches, count in itertools.product((3, 4, 8, 16), (4, 8, 16), (8, 16, 32), (1, 3)):
+        middle = stages - 2
+        times = (f"forward = [12, {'10, ' * middle}14]\nbackward_input = [0, {'10, ' * middle}13]\n"
+                 f"backward_weight = [13, {'10, ' * middle}13]\ntransfer = 1\noptimizer = 5\n"
+                 f"slow = {{'0.1' = 1.2}}")
+        yield _failed(f"{pipelines}x{stages}x{microbatches} uneven {count} down", pipelines, stages, microbatches, times,
+                      2.0, count)
+
+
+def _failed(name: str, pipelines: int, stages: int, microbatches: int, times: str, factor: float,
+            count: int) -> Instance:
+    job = parse_job(f"pipelines = {pipelines}\nstages = {stages}\nmicrobatches = {microbatches}\n[time]\n{times}\n"
+                    f"[memory]\ncapacity = {int(factor * stages)}\nactivation = 1\nweight_stash = 1\n")
+    failed = [Worker(index % pipelines, (stages // 2 + index * (stages // 4)) % stages) for index in range(count)]
+    return Instance(name, f"{factor:g}S", job, failed, LIMITS[factor])
+
+
+SUITES = {"fault-free": fault_free, "failures": failures, "uneven": uneven}
+
+
+def measure(instance: Instance, method: str, time_limit: float) -> tuple[float, float, float]:
+    """(gap or bubble rate, lower bound of the same, seconds)."""
+    began = time.monotonic()
+    plan = plan_job(instance.job, instance.failed, method=method, time_limit=time_limit)  # type: ignore[arg-type]
+    seconds = time.monotonic() - began
+    schedule = plan.schedule
+    if not instance.bubble:
+        return schedule.gap, 0.0, seconds
+    times = schedule.times
+    work = instance.job.microbatches[0] * (times.forward[0] + times.backward_input[0] + times.backward_weight[0])
+    return (schedule.period_ticks - work) / schedule.period_ticks, \
+        (schedule.lower_bound_ticks - work) / schedule.lower_bound_ticks, seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", choices=SUITES, action="append")
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--time-limit", type=float, default=10.0)
+    parser.add_argument("--method", default="cp-sat")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--compare", type=Path)
+    options = parser.parse_args()
+    console = Console()
+    kept = json.loads(options.compare.read_text()) if options.compare else {}
+    results: dict[str, float] = {}
+    for suite in options.suite or SUITES:
+        groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for instance in itertools.islice(SUITES[suite](), 0, None, options.every):
+            value, bound, seconds = measure(instance, options.method, options.time_limit)
+            results[instance.name] = value
+            groups[instance.group].append((value, instance.limit))
+            change = f"  {value - kept[instance.name]:+.2%}" if instance.name in kept else ""
+            proven = f"  (no plan below {bound:.2%})" if instance.bubble else ""
+            verdict = "" if value <= instance.limit else f"  above {instance.limit:.2%}"
+            console.print(f"{instance.name:34} {value:7.2%}{proven}{verdict}{change}  {seconds:.1f} s", highlight=False)
+        console.print(_table(suite, groups))
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _table(suite: str, groups: dict[str, list[tuple[float, float]]]) -> Table:
+    table = Table("group", "instances", "within limit", "median", "worst", "worst / limit", title=suite)
+    for name, values in groups.items():
+        within = sum(value <= limit for value, limit in values) / len(values)
+        worst, limit = max(values)
+        table.add_row(name, str(len(values)), f"{within:.0%}", f"{statistics.median(v for v, _ in values):.2%}",
+                      f"{worst:.2%}", f"{worst / limit:.1f}")
+    return table
+
+
+if __name__ == "__main__":
+    main()
