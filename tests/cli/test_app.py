@@ -1,0 +1,33 @@
+"""The command line as a whole."""
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.app import COMMANDS, app, load
+
+
+def test_lists_every_command():
+    result = CliRunner().invoke(app, ["--help"])
+    assert result.exit_code == 0 and all(name in result.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_explains_itself(name):
+    assert " ".join(load(name).help.split()).startswith(COMMANDS[name].rstrip("."))
+    result = CliRunner().invoke(app, [name, "--help"])
+    assert result.exit_code == 0 and "--json" in result.stdout
+
+
+def test_an_unknown_command_exits_2():
+    result = CliRunner().invoke(app, ["plann"])
+    assert result.exit_code == 2 and "plann" in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("command", [["--help"], ["plan", "--help"], ["check", "--help"], ["show", "--help"]])
+def test_planning_does_not_wait_for_torch(command):
+    code = f"import sys; from typer.testing import CliRunner; from cli.app import app; " \
+           f"result = CliRunner().invoke(app, {command!r}); sys.exit(result.exit_code or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
