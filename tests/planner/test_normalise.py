@@ -1,0 +1,104 @@
+"""Normalisation: never worse than leaving failures where they fell, and a matter of their number alone."""
+
+from itertools import combinations, product
+
+import msgspec
+import pytest
+
+from planner.normalise import PlanOptions, Windows, candidates, normal_form, normalised
+from planner.plan import plan_job
+from planner.problem import NoPlanError, build_problem
+from schedules.check import check
+from schedules.pattern import dead_column, pattern_of, pipeline_classes
+from schedules.schedule import Worker
+from tests.jobs import grid
+
+GREEDY = PlanOptions(method="greedy", time_limit=60)
+TIMES = "forward = [3, 2]\nbackward_input = [0, 2]\nbackward_weight = [4, 2]\noptimizer = 2\ntransfer = 1\n"
+SMALL = {
+    "memory": grid(3, 2, 3, more="[memory]\ncapacity = 3\nactivation = 1\nweight_stash = 1\n"),
+    "uneven": grid(3, 2, 2, times=TIMES),
+    "deep": grid(2, 3, 3),
+    "counts": grid(3, 2, [2, 3, 2]),
+    "slow": grid(3, 2, 2, times="forward = 2\nbackward_input = 2\nbackward_weight = 2\nslow = {'1.1' = 1.5}\n"),
+}
+
+
+def failure_sets(job, size):
+    shape = build_problem(job).grid
+    return [failed for failed in combinations(shape.workers(), size) if dead_column(failed, shape) is None]
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("size", [1, 2])
+def test_never_worse_than_leaving_failures_where_they_fell(name, size):
+    job = SMALL[name]
+    normal = normal_form(job, size, GREEDY).schedule
+    for failed in failure_sets(job, size):
+        left = plan_job(job, failed, method="greedy", time_limit=60).schedule
+        moved = normalised(job, failed, GREEDY).schedule
+        assert check(moved) == [] and moved.failed == failed
+        assert moved.period_ticks <= left.period_ticks and (moved.moves == () or moved.period_ticks < left.period_ticks)
+        if name != "slow":  # where slow workers are alive; without them a job may do better
+            assert moved.period_ticks == normal.period_ticks
+
+
+def test_two_failures_in_one_stage_are_worth_a_move():
+    job = grid(3, 3, 4, times="forward = 1\nbackward_input = 1\nbackward_weight = 1\noptimizer = 1\n")
+    failed = [Worker(0, 0), Worker(1, 0)]
+    plan = normalised(job, failed, GREEDY)
+    left = plan_job(job, failed, method="greedy", time_limit=60)
+    assert plan.schedule.period_ticks < left.schedule.period_ticks
+    assert plan.fault_free_period == left.fault_free_period
+    assert {seat.role.column for seat in plan.schedule.moves} == {0}
+
+
+@pytest.mark.parametrize("failures", [1, 2, 3, 4])
+def test_the_programme_finds_the_least_window(failures):
+    job = grid(3, 3, 4, times="forward = [3, 2, 1]\nbackward_input = [1, 2, 2]\nbackward_weight = 1\ntransfer = 1\n")
+    windows = Windows(job, GREEDY)
+    best = min(max(windows.bound(column, down) for column, down in enumerate(counts))
+               for counts in product(range(3), repeat=3) if sum(counts) == failures)
+    ranked = windows.distributions(failures)
+    assert ranked == sorted(ranked) and ranked[0][0] == best
+    assert all(sum(counts) == failures and max(map(windows.bound, range(3), counts)) == longest
+               for longest, _, counts in ranked)
+
+
+def test_one_object_serves_all_numbers_in_any_order():
+    job = grid(4, 3, 4)
+    windows = Windows(job, GREEDY)
+    falling = [windows.distributions(failures)[0] for failures in (5, 3, 1)]
+    assert falling == [Windows(job, GREEDY).distributions(failures)[0] for failures in (5, 3, 1)]
+
+
+def test_slow_workers_keep_their_roles():
+    job = SMALL["slow"]
+    for failures in (1, 2, 3):
+        assert all(Worker(1, 1) not in holes for holes in candidates(job, Windows(job, GREEDY), failures))
+
+
+def test_candidates_are_patterns_of_the_right_size():
+    job = grid(6, 4, 4)
+    problem = build_problem(job)
+    classes = pipeline_classes(problem.grid, problem.times)
+    for failures in (1, 3, 7, 18):
+        found = candidates(job, Windows(job, GREEDY), failures)
+        assert found and all(len(holes) == failures and dead_column(holes, problem.grid) is None for holes in found)
+        assert len({pattern_of(holes, classes) for holes in found}) == len(found)
+
+
+def test_too_many_failures_have_no_plan():
+    assert normal_form(grid(2, 2, 1), 2, GREEDY).schedule.failed
+    with pytest.raises(NoPlanError, match="3 failures leave some stage without a live worker, however roles are dealt"):
+        normal_form(grid(2, 2, 1), 3, GREEDY)
+    with pytest.raises(NoPlanError, match="stage 1 has no live worker"):
+        normalised(grid(2, 2, 1), [Worker(0, 1), Worker(1, 1)], GREEDY)
+
+
+def test_the_solver_refines_the_best_candidate():
+    job = SMALL["memory"]
+    fast = normal_form(job, 2, GREEDY).schedule
+    solved = normal_form(job, 2, msgspec.structs.replace(GREEDY, method="cp-sat", time_limit=5)).schedule
+    assert check(solved) == [] and solved.period_ticks <= fast.period_ticks
+    assert normal_form(job, 1, PlanOptions(method="1f1b")).schedule.backward == "fused"
