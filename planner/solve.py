@@ -52,9 +52,13 @@ def _improved(problem: Problem, best: Solution, bound: int, deadline: float, see
     period = solution_period(problem, best)
     if period <= bound or options > LARGEST_MODEL:
         return Solved(best, bound)
+
+    def tell(ticks: int) -> None:
+        if ticks < period:  # the hint itself is no news
+            report(f"CP-SAT: period {ticks * problem.tick_seconds:g} s")
+
     try:
-        result = improve(problem, best, lower_bound=bound, deadline=deadline, seed=seed,
-                         report=lambda ticks: report(f"CP-SAT: period {ticks * problem.tick_seconds:g} s"))
+        result = improve(problem, best, lower_bound=bound, deadline=deadline, seed=seed, report=tell)
     except KeyboardInterrupt:
         return Solved(best, bound, interrupted=True)
     return Solved(result.solution, result.lower_bound_ticks, result.interrupted)
