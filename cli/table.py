@@ -48,8 +48,10 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
         with _progress() as tell:
             built = build_table(read, job.read_bytes(), out_folder, options, max_failures=max_failures, exact=exact,
                                 jobs=jobs or os.cpu_count() or 1, progress=tell)
-    except (TableError, OSError) as error:
+    except TableError as error:
         refuse(error)
+    except OSError as error:
+        refuse(f"{error.filename or out_folder}: cannot be written: {error.strerror}")
     except (NoPlanError, PoolError) as error:
         answer_no(error)
     except KeyboardInterrupt:

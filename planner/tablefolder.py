@@ -111,6 +111,7 @@ class TableFolder:
 
     def open(self) -> frozenset[str]:
         """Make ready for more entries; the keys of those that are there. Raises OSError, TableError."""
+        (self._path / PARTS).mkdir(parents=True, exist_ok=True)
         if self._table is not None:
             for row in self._table.rows():
                 if row.key not in self._finished:

@@ -1,0 +1,89 @@
+"""`slipstream lookup` as a user meets it, and `slipstream plan --normalise`."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.app import app
+from schedules.check import check
+from schedules.codec import read
+from schedules.schedule import Worker
+from tests.cli.test_table import JOB
+
+DEEP = JOB.replace("stages = 2", "stages = 3").replace("microbatches = 3", "microbatches = 4")
+
+
+def slipstream(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lookup")
+    (folder / "job.toml").write_text(DEEP)
+    result = slipstream("table", folder / "job.toml", "--max-failures", "2", "--method", "greedy", "--jobs", "1",
+                        "--out", folder / "table")
+    assert result.exit_code == 0
+    return folder / "table"
+
+
+def test_gives_a_relabelled_schedule(table, tmp_path):
+    out = tmp_path / "schedule.json"
+    result = slipstream("lookup", table, "--failed", "0.0", "--failed", "1.0", "--out", out, "--json")
+    answer = json.loads(result.stdout)
+    assert result.exit_code == 0 and answer["key"] == "count-2" and 0 < answer["lookup_seconds"] < 1
+    schedule = read(out)
+    assert check(schedule) == [] and schedule.failed == (Worker(0, 0), Worker(1, 0))
+    assert answer["period"] == schedule.seconds(schedule.period_ticks)
+    assert answer["moves"] == [{"worker": str(seat.worker), "role": str(seat.role)} for seat in schedule.moves] != []
+
+
+def test_tells_a_reader_who_moves(table):
+    result = slipstream("lookup", table, "--failed", "0.0", "--failed", "1.0")
+    assert "entry count-2" in result.stdout and "loads its parameters from a peer" in result.stdout
+    assert "every live worker keeps its role" in slipstream("lookup", table).stdout
+
+
+def test_what_is_not_in_the_table_is_planned_on_the_spot(table, tmp_path):
+    out = tmp_path / "schedule.json"
+    failed = [option for worker in ("0.0", "1.1", "2.2") for option in ("--failed", worker)]
+    result = slipstream("lookup", table, *failed, "--out", out, "--json")
+    answer = json.loads(result.stdout)
+    assert result.exit_code == 0 and answer["key"] is None and answer["moves"] == []
+    assert "not in the table, which covers up to 2 failures; planning on the spot" in result.stderr.replace("\n", " ")
+    assert check(read(out)) == [] and len(read(out).failed) == 3
+
+
+def test_a_dead_stage_exits_1(table):
+    failed = [option for worker in ("0.0", "1.0", "2.0") for option in ("--failed", worker)]
+    result = slipstream("lookup", table, *failed)
+    assert result.exit_code == 1 and "stage 0 has no live worker" in result.stderr
+
+
+def test_bad_input_exits_2_in_one_line(table, tmp_path):
+    for arguments, says in ((["nowhere"], "nowhere/index.json: cannot be read: No such file"),
+                            ([table, "--failed", "9.9"], "--failed: the job has no worker 9.9"),
+                            ([table, "--failed", "x"], "'x' is no worker"),
+                            ([table, "--out", "/dev/null/x"], "/dev/null/x: cannot be written")):
+        result = slipstream("lookup", *arguments)
+        assert result.exit_code == 2 and says in result.stderr and result.stderr.count("\n") == 1
+    (table / "job.toml").write_bytes(b"x")
+    try:
+        failed = [option for worker in ("0.0", "1.1", "2.2") for option in ("--failed", worker)]
+        result = slipstream("lookup", table, *failed)
+        assert result.exit_code == 2 and "job.toml: not as the index describes it" in result.stderr
+    finally:
+        (table / "job.toml").write_text(DEEP)
+
+
+def test_plan_normalise_moves_workers_where_that_is_shorter(tmp_path):
+    job, out = tmp_path / "job.toml", tmp_path / "schedule.json"
+    job.write_text(DEEP)
+    failed = ["--failed", "0.0", "--failed", "1.0", "--method", "greedy"]
+    left = json.loads(slipstream("plan", job, *failed, "--json").stdout)
+    result = slipstream("plan", job, *failed, "--normalise", "--json", "--out", out)
+    moved = json.loads(result.stdout)
+    assert moved["period"] < left["period"] and left["moves"] == [] and moved["moves"]
+    assert moved["fault_free_period"] == left["fault_free_period"] and check(read(out)) == []
+    assert "takes over" in slipstream("plan", job, *failed, "--normalise").stdout

@@ -1,0 +1,97 @@
+"""`slipstream table` as a user meets it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.app import app
+from schedules.table import Table
+
+JOB = """
+pipelines = 3
+stages = 2
+microbatches = 3
+[time]
+forward = 1
+backward_input = 1
+backward_weight = 1
+optimizer = 1
+"""
+
+
+def slipstream(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def job(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    return path
+
+
+def test_writes_a_table_and_says_what_it_is_worth(job, tmp_path):
+    out = tmp_path / "table"
+    first = slipstream("table", job, "--max-failures", "2", "--time-limit", "2", "--jobs", "2", "--out", out, "--json")
+    answer = json.loads(first.stdout)
+    assert first.exit_code == 0 and answer["entries"] == 3 and answer["seconds"] > 0 and answer["worst_gap"] >= 0
+    assert answer["bytes"] == sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    again = slipstream("table", job, "--max-failures", "2", "--time-limit", "2", "--out", out)
+    assert again.exit_code == 0 and "0 planned now" in again.stdout
+    assert "| failures |" in again.stdout and "count-2" in again.stdout and "66.67%" in again.stdout
+    assert [row.key for row in Table.load(out).rows()] == ["count-0", "count-1", "count-2"]
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["--max-failures", "9"], "--max-failures 9: the job has only 6 workers"),
+    (["--max-failures", "-1"], "--max-failures"),
+    (["--max-failures", "1", "--method", "magic"], "--method magic: expected"),
+    (["--max-failures", "1", "--jobs", "0"], "--jobs"),
+])
+def test_bad_options_exit_2(job, tmp_path, arguments, says):
+    result = slipstream("table", job, "--out", tmp_path / "table", *arguments)
+    assert result.exit_code == 2 and says in result.stderr and "Traceback" not in result.stderr
+
+
+def test_the_folder_of_another_table_exits_2(job, tmp_path):
+    out = tmp_path / "table"
+    assert slipstream("table", job, "--max-failures", "0", "--out", out).exit_code == 0
+    job.write_text(JOB.replace("forward = 1", "forward = 2"))
+    result = slipstream("table", job, "--max-failures", "0", "--out", out)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert "of another job or other options: its times differ; remove it, or choose another folder" in result.stderr
+
+
+def test_a_folder_that_cannot_be_written_exits_2(job):
+    result = slipstream("table", job, "--max-failures", "0", "--out", "/dev/null/table")
+    assert result.exit_code == 2 and "/dev/null/table" in result.stderr and "cannot be written" in result.stderr
+
+
+def test_a_job_without_any_plan_exits_1(job, tmp_path):
+    job.write_text(JOB + "[memory]\ncapacity = 1\nactivation = 2\n")
+    result = slipstream("table", job, "--max-failures", "1", "--out", tmp_path / "table")
+    assert result.exit_code == 1 and "no schedule can run it" in result.stderr
+
+
+def test_interrupting_keeps_what_is_finished(tmp_path):
+    (tmp_path / "job.toml").write_text(JOB.replace("= 2", "= 4").replace("microbatches = 3", "microbatches = 8"))
+    command = [sys.executable, "-c", "from cli.app import main; main()", "table", "job.toml", "--max-failures", "4",
+               "--exact", "--jobs", "1", "--time-limit", "1", "--out", "table"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("table/parts/*.gz")) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Traceback" not in stderr
+    assert "finished entries are kept in table: the same command goes on from there" in stderr.replace("\n", " ")
+    assert list(tmp_path.glob("table/parts/*.gz")) and not list(tmp_path.glob("table/index.json"))
