@@ -1,0 +1,159 @@
+"""`slipstream profile`: measure a model's stages on this machine, and write the job file."""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cli.console import duration, err, out, print_json, refuse, write_or_refuse
+from cli.plan import read_job_or_refuse
+from planner.job import Job
+
+if TYPE_CHECKING:
+    from runtime.profile import Profile
+
+DEFAULT = Path(__file__).parent / "jobs" / "small-gpt.toml"
+STEPS = 1000
+"""Times are rounded to about this part of the longest op: finer ones say nothing, and slow the planner down."""
+KIB = 1024
+
+
+def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
+                "A job file: its grid, [placement], [model] and [training]; its times and memory are measured anew. "
+                "Default: a small GPT on 3 x 3 workers."))] = DEFAULT,
+            out_file: Annotated[Path | None, typer.Option("--out", metavar="FILE", help=(
+                "Write the measured job file here, instead of printing it."))] = None,
+            rounds: Annotated[int, typer.Option("--rounds", metavar="N", min=1, max=1000, help=(
+                "How often each op is measured; the median counts."))] = 7,
+            json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """Measure the stages of a job's model on this machine: times, memory, transfers and all-reduces.
+
+    Writes a complete job file, to be planned and trained. Transfers and all-reduces are measured within this machine.
+    """
+    from runtime.config import ConfigError, parse_run_config
+    from runtime.layers import model_for, parameter_dtype, split_layers
+    from runtime.profile import ProfileError
+    from runtime.profile import profile as measure
+
+    wanted = read_job_or_refuse(job)
+    try:
+        import torch
+
+        config = parse_run_config(wanted.model, wanted.training)
+        layers = model_for(config.model, 0, parameter_dtype(config.training.dtype), torch.device("meta")).layers
+        ranges = _ranges(wanted.layers, layers) if wanted.layers else split_layers(layers, len(wanted.columns))
+        with err.status("measuring"):
+            measured = measure(config, ranges, pipelines=wanted.pipelines, workers=wanted.pipelines * wanted.stages,
+                               microbatches=sum(wanted.microbatches), rounds=rounds)
+    except (ConfigError, ProfileError) as error:
+        refuse(f"{job}: {error}")
+    tables = job_tables(wanted, measured)
+    text = job_text(tables, comments(wanted, measured))
+    if out_file is not None:
+        write_or_refuse(out_file, text.encode())
+    if json:
+        print_json({"job": tables})
+    elif out_file is None:
+        out.print(text, markup=False, highlight=False, soft_wrap=True, end="")
+    else:
+        out.print(f"{len(ranges)} stages measured; longest forward "
+                  f"{duration(max(tables['time']['forward']))}; written to {out_file}", highlight=False, soft_wrap=True)
+
+
+def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
+    """The job file as plain data: what the job said, with the times and memory that were measured."""
+    stages = measured.stages
+    longest = max(max(stage.forward, stage.backward_input, stage.backward_weight) for stage in stages)
+    tick = 10.0 ** math.floor(math.log10(longest / STEPS))
+
+    def seconds(name: str) -> list[float]:
+        return [_rounded(getattr(stage, name), tick) for stage in stages]
+
+    static = [sum(stage.static_bytes for index, stage in enumerate(stages) if job.columns[index] == column)
+              for column in range(job.stages)]
+    room = measured.device_bytes if measured.device == "cuda" else measured.device_bytes // (job.pipelines * job.stages)
+    tables: dict[str, Any] = {
+        "name": job.name, "pipelines": job.pipelines, "stages": job.stages, "microbatches": _short(job.microbatches),
+        "time": {name: seconds(name)
+                 for name in ("forward", "backward_input", "backward_weight", "optimizer", "all_reduce")},
+        "memory": {"capacity": [max(0, (room - held) // KIB) for held in static],
+                   "activation": [-(-stage.activation_bytes // KIB) for stage in stages],
+                   "weight_stash": [-(-stage.stash_bytes // KIB) for stage in stages]},
+        "model": dict(job.model), "training": dict(job.training),
+    }
+    tables["time"]["transfer"] = _rounded(measured.transfer, tick)
+    placement: dict[str, Any] = {}
+    if len(job.columns) != job.stages or job.columns != tuple(range(job.stages)):
+        placement = {"chunks": len(job.columns) // job.stages, "order": list(job.columns)}
+    if job.layers is not None:
+        placement["layers"] = list(job.layers)
+    if placement:
+        tables["placement"] = placement
+    return tables
+
+
+def comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
+    """What stands above each table of the job file."""
+    static = ", ".join(f"{stage.static_bytes / 2**20:.1f}" for stage in measured.stages)
+    undo = ", ".join(f"{stage.undo_bytes / 2**20:.1f}" for stage in measured.stages)
+    where = "a GPU of this machine" if measured.device == "cuda" else "this machine, shared equally by all workers"
+    talk = f"over {measured.transport}, within this machine"
+    return {
+        "": [f"Measured by `slipstream profile` on {measured.device}, {measured.processes} processes at a time."],
+        "time": ["Seconds, one value a stage: medians, for one micro-batch.",
+                 f"transfer: one activation; all_reduce: {measured.team} of {job.pipelines} pipelines; both {talk}.",
+                 "Between machines, put in what your network takes."],
+        "memory": [f"KiB. capacity: what {where}, has beyond what is held always.",
+                   f"Held always, in MiB a stage: {static};",
+                   f"of it the copies by which a step can be undone: {undo}."],
+    }
+
+
+def job_text(tables: Mapping[str, Any], remarks: Mapping[str, Sequence[str]]) -> str:
+    """A job file."""
+    lines = [f"# {line}" for line in remarks.get("", ())]
+    lines += [f"{key} = {_toml(value)}" for key, value in tables.items() if not isinstance(value, dict)]
+    for name, table in tables.items():
+        if isinstance(table, dict) and table:
+            lines += ["", *(f"# {line}" for line in remarks.get(name, ())), f"[{name}]"]
+            lines += [f"{_key(key)} = {_toml(value)}" for key, value in table.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _ranges(counts: Sequence[int], layers: int) -> list[tuple[int, int]]:
+    from runtime.config import ConfigError
+
+    ends = [sum(counts[:index]) for index in range(len(counts) + 1)]
+    if ends[-1] != layers or not all(counts):
+        raise ConfigError(f"placement.layers is {list(counts)}; expected numbers above 0 whose sum is {layers}, the "
+                          "layers of the model")
+    return list(pairwise(ends))
+
+
+def _rounded(seconds: float, tick: float) -> float:
+    return float(f"{round(seconds / tick) * tick:.12g}")
+
+
+def _short(microbatches: Sequence[int]) -> int | list[int]:
+    return microbatches[0] if len(set(microbatches)) == 1 else list(microbatches)
+
+
+def _key(key: str) -> str:
+    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else _toml(key)
+
+
+def _toml(value: Any) -> str:
+    """A value in TOML; what a job file's tables hold."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return '"' + "".join(one if one.isprintable() else f"\\U{ord(one):08X}" for one in escaped) + '"'
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+    return repr(value)
