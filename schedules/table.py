@@ -96,6 +96,15 @@ class Table:
         """The job file that the table was made from. Raises TableError."""
         return read_verified(self.folder / JOB, self.index.job_sha256)
 
+    @property
+    def program_texts(self) -> tuple[msgspec.Raw, ...]:
+        """Every program of the table, as JSON text."""
+        return self._programs
+
+    def stored(self, key: str) -> Entry:
+        """An entry as it is stored. Raises KeyError for an unknown key, or one without a plan."""
+        return self._entries[key]
+
     def entry(self, key: str) -> Schedule:
         """The stored schedule of an entry, checked. Raises TableError, and KeyError for an unknown key."""
         if key not in self._checked:

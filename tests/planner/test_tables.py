@@ -91,7 +91,7 @@ def test_rows_say_what_each_entry_gives(exact):
 
 def test_programs_are_stored_once(exact):
     table = Table.load(exact[0])
-    texts = [bytes(text) for text in table._programs]
+    texts = [bytes(text) for text in table.program_texts]
     assert len(texts) == len(set(texts)) < sum(len(table.entry(row.key).seats) for row in table.rows() if row.sha256)
 
 
