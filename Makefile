@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo demo-short test lint picture clean
+.PHONY: demo demo-short test lint picture library clean
 
 demo: $(INSTALLED)         ## plan the worked example, train a small GPT with and without a failed worker
 	$(BIN)/slipstream demo
@@ -23,6 +23,14 @@ lint: $(INSTALLED)         ## style, types, and which room may import which
 picture: $(INSTALLED)      ## redraw the README's picture
 	$(BIN)/slipstream plan cli/jobs/worked-example.toml --failed 1.2 --out out/worked-example.json
 	$(BIN)/slipstream show out/worked-example.json --svg docs/worked-example.svg > /dev/null
+
+LIBRARY := $(patsubst %/job.toml,%,$(wildcard schedules/library/*/job.toml))
+
+library: $(INSTALLED)      ## plan the tables of schedules/library anew
+	for job in $(LIBRARY); do \
+	  rm -rf $$job/index.json $$job/parts && \
+	  $(BIN)/slipstream table $$job/job.toml --max-failures 4 --time-limit 60 --out $$job || exit 1; \
+	done
 
 # torch first and by its exact version, so that nothing else pulls another build.
 $(INSTALLED): pyproject.toml
