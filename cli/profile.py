@@ -19,6 +19,8 @@ DEFAULT = Path(__file__).parent / "jobs" / "small-gpt.toml"
 STEPS = 1000
 """Times are rounded to about this part of the longest op: finer ones say nothing, and slow the planner down."""
 KIB = 1024
+BUSY = 0.1
+"""Share of the time spent waiting from which on it is said."""
 
 
 def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
@@ -50,6 +52,9 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
                                microbatches=sum(wanted.microbatches), rounds=rounds)
     except (ConfigError, ProfileError) as error:
         refuse(f"{job}: {error}")
+    if measured.waiting > BUSY:
+        err.print(f"the machine was busy: measuring waited {measured.waiting:.0%} of the time, and the times are too "
+                  "long by as much", style="yellow", highlight=False)
     tables = job_tables(wanted, measured)
     text = job_text(tables, comments(wanted, measured))
     if out_file is not None:

@@ -31,7 +31,7 @@ from runtime.data import Data, Microbatch, load_corpus
 from runtime.layers import LayeredModel, model_for, parameter_dtype
 from runtime.membership import Quorum
 from runtime.optimizer import StageOptimizer, build_optimizer
-from runtime.rendezvous import Rendezvous, connect_store, host_store
+from runtime.rendezvous import Rendezvous, connect_store, host_store, interface_towards
 from runtime.stage import Boundary, Stage, boundaries
 from schedules.schedule import Worker
 
@@ -78,6 +78,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     team: int
     """How many took part in an all-reduce."""
     transport: str
+    waiting: float
+    """Share of the time in which a measuring process had to wait for others of this machine; on CPUs, about 0 is right.
+    """
 
 
 class _Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +104,7 @@ class _Answer(msgspec.Struct, frozen=True):
     stages: dict[int, StageProfile]
     all_reduce: list[float]
     transfer: float
+    waiting: float
 
 
 def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, pipelines: int, workers: int, microbatches: int,
@@ -130,7 +134,8 @@ def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, pipelines: 
                    for index in range(len(ranges)))
     memory = torch.cuda.mem_get_info(0)[1] if cards else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Profile(stages=stages, transfer=answers[0].transfer, device=device, device_bytes=memory,
-                   processes=computing, team=team, transport=transport)
+                   processes=computing, team=team, transport=transport,
+                   waiting=max(answer.waiting for answer in answers))
 
 
 def _ask(tasks: Sequence[_Task]) -> list[_Answer]:
@@ -199,7 +204,7 @@ class _Prober:
 
     def answer(self, store: TCPStore) -> _Answer:
         """Compute at the same time as the others; then talk to them."""
-        task, stages = self._task, {}
+        task, stages, waiting = self._task, {}, 0.0
         if task.rank < task.computing:
             mine = [index % len(task.ranges) for index in range(task.rank, max(len(task.ranges), task.rank + 1),
                                                                 task.computing)]
@@ -208,10 +213,13 @@ class _Prober:
             for bench in benches.values():
                 bench.round()
             self._meet(store, "warm", task.computing)
+            began, ran = time.perf_counter(), time.thread_time()
             for index, bench in benches.items():
                 rounds = [bench.round() for _ in range(task.rounds)]
                 medians = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
                 stages[index] = StageProfile(**medians, **memory[index])  # type: ignore[arg-type]
+            if self._device.type == "cpu":  # the thread that waits for a GPU is not the one that computes
+                waiting = 1 - (time.thread_time() - ran) / (time.perf_counter() - began)
             # Whoever is done first keeps the machine busy for the others.
             store.add("measured", 1)
             while store.add("measured", 0) < task.computing:
@@ -221,7 +229,7 @@ class _Prober:
         if task.talking > 1 and task.rank < task.talking:
             all_reduce, transfer = self._talk()
         self._meet(store, "end", max(task.computing, task.talking))
-        return _Answer(stages, all_reduce, transfer)
+        return _Answer(stages, all_reduce, transfer, waiting)
 
     def _bench(self, index: int) -> "_Bench":
         ranges = self._task.ranges
@@ -417,6 +425,7 @@ def _output_bytes(boundary: Boundary) -> int:
 def main() -> None:
     """Measure as told by the first argument, and answer in JSON."""
     task = msgspec.json.decode(sys.argv[1], type=_Task)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(task.rendezvous) or "")
     store = connect_store(task.rendezvous)
     sys.stdout.write(msgspec.json.encode(_Prober(task).answer(store)).decode())
     sys.stdout.flush()
