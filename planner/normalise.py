@@ -11,7 +11,7 @@ the number is given; which F roles are down is a choice. It is made in three ste
 The result, the *normal form*, depends on the number of failures alone. `schedules.relabel` then chooses who plays
 which role, at the fewest layers to load.
 
-The idea is that of ReCycle (SOSP 2024, section 4.1), which distributes failures by the same kind of programme.
+The idea, failure normalisation by dynamic programming, is that of ReCycle (SOSP 2024, arXiv 2405.14009).
 """
 
 import math

@@ -6,9 +6,10 @@ The standard pools either hang when a process is killed (multiprocessing.Pool) o
 
 import multiprocessing
 import signal
+import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
@@ -21,8 +22,9 @@ class PoolError(Exception):
     """A worker process died or failed. The message says at which task."""
 
 
-def run_all(function: Callable[[Task], Result], tasks: Iterable[Task], jobs: int) -> Iterator[tuple[Task, Result]]:
-    """Results as they come, computed in up to `jobs` processes; `function` is copied to each once and may keep state.
+def run_all(function: Callable[[Task], Result], tasks: Iterable[Task], jobs: int) -> \
+        Generator[tuple[Task, Result], None, None]:
+    """Results as they come, from up to `jobs` processes; `function` is copied to each once and may keep state there.
 
     Tasks are started in order. However the iteration ends, all processes end with it; those of a killed caller end
     when they have finished their task. Raises PoolError. Ctrl-C is for the caller alone: the processes ignore it.
@@ -31,7 +33,8 @@ def run_all(function: Callable[[Task], Result], tasks: Iterable[Task], jobs: int
     context = multiprocessing.get_context("spawn")
     lanes: list[_Lane[Task]] = []
     try:
-        lanes += [_Lane(context, function) for _ in range(min(jobs, len(todo)))]
+        with _interrupts_ignored():  # the processes inherit it, from their first instant on
+            lanes += [_Lane(context, function) for _ in range(min(jobs, len(todo)))]
         for lane in lanes:
             lane.give(todo.pop())
         while busy := {lane.pipe: lane for lane in lanes if lane.busy}:
@@ -44,6 +47,19 @@ def run_all(function: Callable[[Task], Result], tasks: Iterable[Task], jobs: int
     finally:
         for lane in lanes:
             lane.close()
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Ctrl-C does nothing for the few milliseconds within; only a main thread may say so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Lane(Generic[Task]):

@@ -7,6 +7,7 @@ packs all entries in the order of their keys, so that the table does not depend 
 import math
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -79,9 +80,10 @@ def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *
         progress(len(tasks) - len(todo), len(tasks))
         # Costliest first, so that the processes end together; and the largest number of failures teaches `Windows` all.
         todo.sort(key=lambda task: (task.failed is not None, -task.failures))
-        for done, (_, part) in enumerate(run_all(Planner(job, options, basis), todo, jobs), 1):
-            home.keep(part)
-            progress(len(tasks) - len(todo) + done, len(tasks))
+        with closing(run_all(Planner(job, options, basis), todo, jobs)) as results:
+            for done, (_, part) in enumerate(results, 1):
+                home.keep(part)
+                progress(len(tasks) - len(todo) + done, len(tasks))
         index = home.publish(keys, job_text, max_failures=max_failures, exact=exact)
     return Built(index=index, planned=len(todo), seconds=time.monotonic() - began, bytes=home.size())
 
