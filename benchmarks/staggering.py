@@ -1,0 +1,106 @@
+"""What clipping costs a staggered optimizer: nothing while nothing is clipped.
+
+    python -m benchmarks.staggering [--milliseconds 40] [--iterations 16]
+
+Four stages, six micro-batches; F, I and W sleep one unit, the optimizer three, so that four workers fit on any machine.
+Prints the median time from one iteration's end to the next: planned, without clipping, with a norm that is never
+exceeded, with one that always is, and for a synchronous optimizer. Exit status 1 when a norm that is never exceeded
+costs more than 3 %.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from planner.job import parse_job
+from planner.plan import plan_job
+from runtime.config import parse_run_config
+from runtime.launch import run
+from runtime.models.gpt import GPT
+from runtime.optimizer import StageOptimizer
+from runtime.stage import Stage
+from schedules.schedule import OptimizerMode
+
+UNIT = "STAGGERING_UNIT_SECONDS"
+LIMIT = 1.03
+
+
+def _sleep_in_ops() -> None:
+    """Let every op of this process's stages sleep, besides what little it computes."""
+
+    def slept(original: Callable[..., Any], units: int) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(units * float(os.environ[UNIT]))
+            return original(*args, **kwargs)
+
+        return call
+
+    Stage.forward = slept(Stage.forward, 1)  # type: ignore[method-assign]
+    Stage.backward_input = slept(Stage.backward_input, 1)  # type: ignore[method-assign]
+    Stage.backward_weight = slept(Stage.backward_weight, 1)  # type: ignore[method-assign]
+    StageOptimizer.step = slept(StageOptimizer.step, 3)  # type: ignore[method-assign]
+
+
+class Sleepers(GPT):
+    """A tiny GPT whose workers sleep."""
+
+    def build(self, layer: int) -> nn.Module:
+        if Stage.forward.__name__ == "forward":
+            _sleep_in_ops()
+        return GPT.build(self, layer)
+
+
+def period(optimizer: OptimizerMode, clip_norm: float | None, seconds: float, iterations: int) -> tuple[float, float]:
+    """Planned and measured seconds from iteration to iteration."""
+    job = parse_job(f"""
+        pipelines = 1
+        stages = 4
+        microbatches = 6
+        [time]
+        forward = {seconds}
+        backward_input = {seconds}
+        backward_weight = {seconds}
+        optimizer = {3 * seconds}
+        """)
+    config = parse_run_config({"name": "benchmarks.staggering:Sleepers", "blocks": 2, "context": 4, "width": 4},
+                              {"iterations": iterations, "clip_norm": clip_norm, "device": "cpu"})
+    ends: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        result = run(plan_job(job, optimizer=optimizer, time_limit=5).schedule, config, out=Path(folder),
+                     progress=lambda *_: ends.append(time.perf_counter()))
+    between = [after - before for before, after in pairwise(ends[2:])]
+    return result.planned_period_seconds, statistics.median(between)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--milliseconds", type=float, default=40)
+    parser.add_argument("--iterations", type=int, default=16)
+    options = parser.parse_args()
+    os.environ[UNIT] = str(options.milliseconds / 1e3)
+    table = Table("optimizer", "clip_norm", "planned ms", "measured ms", "measured / planned")
+    measured = {}
+    for name, optimizer, clip_norm in (("none", "staggered", None), ("never exceeded", "staggered", 1e6),
+                                       ("always exceeded", "staggered", 1e-6), ("none", "synchronous", None)):
+        planned, real = period(optimizer, clip_norm, options.milliseconds / 1e3, options.iterations)  # type: ignore[arg-type]
+        measured[optimizer, name] = real
+        table.add_row(optimizer, name, f"{planned * 1e3:.1f}", f"{real * 1e3:.1f}", f"{real / planned:.3f}")
+    Console().print(table)
+    cost = measured["staggered", "never exceeded"] / measured["staggered", "none"]
+    print(f"a norm that is never exceeded costs {cost - 1:+.1%}")
+    sys.exit(cost > LIMIT)
+
+
+if __name__ == "__main__":
+    main()
