@@ -3,8 +3,8 @@
     python -m benchmarks.quality [--suite fault-free|failures|uneven ...] [--every N] [--time-limit 10]
                                  [--method cp-sat] [--json FILE] [--compare FILE]
 
-`--every N` takes each N-th instance. `--json` keeps the gaps, `--compare` prints the change against kept ones. Every plan
-passes the checker before it is counted. Gaps do not depend on how fast the machine is, except through the time limit.
+`--every N` takes each N-th instance. `--json` keeps the gaps, `--compare` prints the change against kept ones. Every
+plan passes the checker before it is counted. How fast the machine is matters only through the time limit.
 """
 
 import argparse
@@ -97,8 +97,8 @@ def uneven() -> Iterator[Instance]:
         times = (f"forward = [12, {'10, ' * middle}14]\nbackward_input = [0, {'10, ' * middle}13]\n"
                  f"backward_weight = [13, {'10, ' * middle}13]\ntransfer = 1\noptimizer = 5\n"
                  f"slow = {{'0.1' = 1.2}}")
-        yield _failed(f"{pipelines}x{stages}x{microbatches} uneven {count} down", pipelines, stages, microbatches, times,
-                      2.0, count)
+        name = f"{pipelines}x{stages}x{microbatches} uneven {count} down"
+        yield _failed(name, pipelines, stages, microbatches, times, 2.0, count)
 
 
 def _failed(name: str, pipelines: int, stages: int, microbatches: int, times: str, factor: float,

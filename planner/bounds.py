@@ -11,8 +11,10 @@ from schedules.schedule import OpKind
 
 def lower_bound(problem: Problem) -> int:
     """The best proven lower bound on the period, in ticks."""
+    stages = range(len(problem.grid.stages))
     bounds = [_window_bound(problem, column) for column in range(problem.grid.columns)]
-    bounds += [_chain_bound(problem, stage) for stage in range(len(problem.grid.stages))]
+    bounds += [_chain_bound(problem, stage) for stage in stages]
+    bounds += [_crowded_bound(problem, stage) for stage in stages]
     if problem.optimizer == "synchronous":
         bounds += [_synchronous_bound(problem, column) for column in range(problem.grid.columns)]
     return max(bounds)
@@ -77,9 +79,8 @@ def _window_bound(problem: Problem, column: int) -> int:
 
 def _fill_idle(problem: Problem, stage: int, count: int) -> int:
     """Idle ticks of a worker that runs `count` micro-batches of one stage, before its first I."""
-    column = problem.column_of[stage]
-    slowest = max(problem.cost(OpKind.F, stage, host) for host in problem.live_by_column[column])
-    return max(0, _round_trip(problem, stage) - (_in_flight(problem, stage, count) - 1) * slowest)
+    forwards = (_in_flight(problem, stage, count) - 1) * _slowest(problem, OpKind.F, stage)
+    return max(0, _round_trip(problem, stage) - forwards)
 
 
 def _in_flight(problem: Problem, stage: int, count: int) -> int:
@@ -121,6 +122,11 @@ def _chain_bound(problem: Problem, stage: int) -> int:
     if len(problem.grid.stages_of(column)) > 1:
         return 0
     count = -(-problem.grid.total_microbatches // len(problem.live_by_column[column]))
+    return _chain(problem, stage, count)
+
+
+def _chain(problem: Problem, stage: int, count: int) -> int:
+    """The fill and drain bound of a worker that runs at least `count` micro-batches of this stage."""
     kinds = [kind for kind in problem.kinds if kind is not OpKind.W]
     work = count * sum(problem.fastest(kind, stage) for kind in kinds) + _fill_idle(problem, stage, count)
     last_weight = 0
@@ -130,6 +136,39 @@ def _chain_bound(problem: Problem, stage: int) -> int:
     chain = _reach(problem, stage) + work + _way_back(problem, stage) + (last_weight if stage else 0)
     tail = problem.tail(problem.column_of[0])
     return chain + (tail if problem.optimizer == "staggered" else max(tail, *problem.times.optimizer))
+
+
+def _crowded_bound(problem: Problem, stage: int) -> int:
+    """Path bound through the helpers of a stage with dead workers.
+
+    Take from each pipeline whose worker of this stage lives the micro-batch whose I is the first there. At a later
+    stage with fewer live workers, q = ceil(pipelines / live workers) of these micro-batches meet on one worker, so one
+    of them gets its F there (q - 1) F late, and its pipeline idles that much longer than `_fill_idle` says. In the
+    same way the last I of some pipeline must leave (q - 1) I early, where an earlier stage has fewer live workers.
+    """
+    if len(problem.grid.stages_of(problem.column_of[stage])) > 1:
+        return 0
+    live = problem.live_by_column[problem.column_of[stage]]
+    count = min(problem.grid.microbatches[pipeline] for pipeline in live)
+    column = problem.column_of[stage]
+    late = _crowding(problem, stage, OpKind.F, range(stage + 1, len(problem.grid.stages)))
+    slack = (_in_flight(problem, stage, count) - 1) * _slowest(problem, OpKind.F, stage)
+    idle = max(0, _round_trip(problem, stage) + late - slack)
+    work = count * sum(problem.fastest(kind, stage) for kind in problem.kinds)
+    early = _crowding(problem, stage, problem.gradient_kind, range(stage))
+    return max(work + idle + problem.tail(column), _chain(problem, stage, count) + early)
+
+
+def _crowding(problem: Problem, stage: int, kind: OpKind, others: range) -> int:
+    """How long the last of one op of each pipeline waits at the most crowded of the other stages."""
+    pipelines = len(problem.live_by_column[problem.column_of[stage]])
+    return max(((-(-pipelines // len(problem.live_by_column[problem.column_of[other]])) - 1)
+                * problem.fastest(kind, other) for other in others), default=0)
+
+
+def _slowest(problem: Problem, kind: OpKind, stage: int) -> int:
+    """The most that this op takes on any live worker of the stage."""
+    return max(problem.cost(kind, stage, host) for host in problem.live_by_column[problem.column_of[stage]])
 
 
 def _stashed(problem: Problem, stage: int, count: int) -> int:

@@ -21,6 +21,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
     patience: float = 0.0
     """Leave a worker idle rather than start a W when a more urgent op is known to arrive within this share of the W."""
+    forward_patience: float = 0.0
+    """Leave a worker idle rather than start an F when a gradient is known to arrive within this share of the F."""
     forward_order: Literal["oldest", "deepest"] = "deepest"
     """Which F first: the lowest micro-batch, or the one furthest along its pipeline."""
     in_flight: tuple[int, ...] | None = None
@@ -45,7 +47,8 @@ def list_order(dense: Dense, policy: Policy) -> Order:
 class _Lane:
     """One worker during the simulation."""
 
-    __slots__ = ("arrivals", "backward", "busy", "capacity", "forward", "in_flight", "limits", "used", "weights")
+    __slots__ = ("arrivals", "backward", "busy", "capacity", "forward", "gradients", "in_flight", "limits", "used",
+                 "weights")
 
     def __init__(self, capacity: int | None, limits: list[float] | None) -> None:
         self.busy = False
@@ -56,7 +59,8 @@ class _Lane:
         self.forward: list[tuple[int, int, int]] = []
         self.backward: list[tuple[int, int]] = []
         self.weights: list[tuple[int, int]] = []
-        self.arrivals: list[int] = []  # times at which more urgent ops are known to become ready
+        self.arrivals: list[int] = []  # times at which ops more urgent than a W are known to become ready
+        self.gradients: list[int] = []  # those of them that are more urgent than an F
 
 
 class _Simulation:
@@ -133,6 +137,7 @@ class _Simulation:
             heappop(lane.arrivals)
         rank, stage = self._rank[unit], self._dense.stage[unit]
         if what == READY_I:
+            heappop(lane.gradients)
             heappush(lane.backward, (rank * self._dense.depth + stage, unit))
         else:
             key = (-stage, rank, unit) if self._policy.forward_order == "deepest" else (rank, -stage, unit)
@@ -157,7 +162,10 @@ class _Simulation:
 
     def _announce(self, what: int, unit: int, time: int) -> None:
         heappush(self._events, (time, what, unit))
-        heappush(self._lane[unit].arrivals, time)
+        lane = self._lane[unit]
+        heappush(lane.arrivals, time)
+        if what == READY_I:
+            heappush(lane.gradients, time)
 
     def _end(self, lane: _Lane, unit: int, kind: int) -> None:
         lane.busy = False
@@ -178,10 +186,13 @@ class _Simulation:
         if lane.backward:
             return heappop(lane.backward)[1] * kinds + 1
         if lane.forward:
+            first = lane.forward[0][2] * kinds
+            if self._comes_within(lane.gradients, policy.forward_patience, first):
+                return None
             unit = self._pick_forward(lane)
             if unit is not None:
                 return unit * kinds
-        if lane.weights and not (policy.patience and self._better_wait(lane)):
+        if lane.weights and not self._comes_within(lane.arrivals, policy.patience, lane.weights[0][1] * kinds + 2):
             return heappop(lane.weights)[1] * kinds + 2
         return None
 
@@ -209,9 +220,6 @@ class _Simulation:
             return False
         return lane.capacity is None or lane.used + self._hold[stage] + self._reserve[stage] <= lane.capacity
 
-    def _better_wait(self, lane: _Lane) -> bool:
-        if not lane.arrivals:
-            return False
-        unit = lane.weights[0][1]
-        cost = self._dense.length[unit * self._dense.kinds + 2]
-        return lane.arrivals[0] - self._clock < self._policy.patience * cost
+    def _comes_within(self, arrivals: list[int], share: float, op: int) -> bool:
+        """Whether something more urgent arrives before this share of the op would be done."""
+        return bool(share and arrivals) and arrivals[0] - self._clock < share * self._dense.length[op]

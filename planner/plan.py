@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from planner.interrupt import interruptible
 from planner.job import Job, require_known
 from planner.problem import build_problem
 from planner.report import Report
@@ -60,15 +61,15 @@ def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode 
     require_known(failed, job)
     tell = report or (lambda _: None)
     problem = build_problem(job, failed, backward=backward, optimizer=optimizer, roles=roles)
-    share = time_limit * FAULT_FREE_SHARE if failed else 0.0
-    solved = solve(problem, method, began + time_limit - share, seed, tell)
-    interrupted, fault_free = solved.interrupted, None
-    if failed:
-        whole = build_problem(job, backward=backward, optimizer=optimizer)
-        brief: Method = "greedy" if interrupted and method == "cp-sat" else method
-        healthy = solve(whole, brief, time.monotonic() + share, seed, lambda _: None)
-        interrupted = interrupted or healthy.interrupted
-        fault_free = solution_period(whole, healthy.solution)
+    with interruptible() as stop:
+        share = time_limit * FAULT_FREE_SHARE if failed else 0.0
+        solved = solve(problem, method, began + time_limit - share, seed, tell, stop)
+        fault_free = None
+        if failed:
+            whole = build_problem(job, backward=backward, optimizer=optimizer)
+            healthy = solve(whole, method, time.monotonic() + share, seed, lambda _: None, stop)
+            fault_free = solution_period(whole, healthy.solution)
+        interrupted = stop.is_set()
     schedule = build_schedule(problem, solved.solution, lower_bound=solved.lower_bound_ticks, method=method)
     violations = check(schedule)
     if violations:

@@ -1,6 +1,7 @@
 """Many list schedules, the best kept: first a grid of policies, then random steps from the best one."""
 
 import random
+import threading
 import time
 from collections.abc import Iterator
 
@@ -19,21 +20,13 @@ OPS_PER_SEARCH = 600_000
 FEWEST_STEPS, MOST_STEPS = 8, 400
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """The best solution of a search."""
-
-    solution: Solution
-    period_ticks: int
-    interrupted: bool = False
-    """Ctrl-C ended the search."""
-
-
 class _Best:
     """The best order so far, and the policy that made it."""
 
-    def __init__(self, problem: Problem, bound: int, deadline: float, report: Report) -> None:
+    def __init__(self, problem: Problem, bound: int, deadline: float, report: Report, stop: threading.Event) -> None:
         self.problem = problem
-        self.deadline = deadline
+        self._deadline = deadline
+        self._stop = stop
         self._bound = bound
         self._report = report
         self._slowest = 0.0
@@ -69,27 +62,19 @@ class _Best:
 
     @property
     def over(self) -> bool:
-        """Nothing left to gain, or no time for another try."""
-        return self.period is not None and (self.period <= self._bound
-                                            or time.monotonic() + self._slowest > self.deadline)
+        """Nothing left to gain, or no time for another try, or told to stop."""
+        return self.period is not None and (self.period <= self._bound or self._stop.is_set()
+                                            or time.monotonic() + self._slowest > self._deadline)
 
 
-def search(problem: Problem, bound: int, deadline: float, seed: int, report: Report) -> Found:
-    """The best of many list schedules until the deadline (a time.monotonic()); at least one.
-
-    Ctrl-C ends it early; before the first schedule it raises KeyboardInterrupt.
-    """
-    best = _Best(problem, bound, deadline, report)
-    interrupted = False
-    try:
-        _try_grid(best)
-        _step_at_random(best, random.Random(seed))
-    except KeyboardInterrupt:
-        if best.found is None:
-            raise
-        interrupted = True
-    assert best.found is not None and best.period is not None
-    return Found(solution=best.found, period_ticks=best.period, interrupted=interrupted)
+def search(problem: Problem, bound: int, deadline: float, seed: int, report: Report,
+           stop: threading.Event) -> Solution:
+    """The best of many list schedules until the deadline (a time.monotonic()) or until told to stop; at least one."""
+    best = _Best(problem, bound, deadline, report, stop)
+    _try_grid(best)
+    _step_at_random(best, random.Random(seed))
+    assert best.found is not None
+    return best.found
 
 
 def _try_grid(best: _Best) -> None:
@@ -114,8 +99,9 @@ def _grid(problem: Problem) -> Iterator[Policy]:
     for slope in (1.0, 2.0, 1.5, 0.75, 1.25, 0.5, 3.0):
         for extra in (0, 1, 2):
             for patience in (0.0, 0.5, 1.0):
-                for ignore in (False, True):
-                    yield Policy(patience=patience, ignore_transfers=ignore, in_flight=_limits(problem, slope, extra))
+                for ignore, forward_patience in ((False, 0.0), (False, 1.0), (True, 0.0)):
+                    yield Policy(patience=patience, forward_patience=forward_patience, ignore_transfers=ignore,
+                                 in_flight=_limits(problem, slope, extra))
 
 
 def _limits(problem: Problem, slope: float, extra: int) -> tuple[int, ...]:
@@ -143,7 +129,9 @@ def _changed(problem: Problem, policy: Policy, random: random.Random) -> Policy:
         return msgspec.structs.replace(policy, patience=random.choice((0.0, 0.25, 0.5, 0.75, 1.0)))
     if what < 0.25:
         return msgspec.structs.replace(policy, ignore_transfers=not policy.ignore_transfers)
-    if what < 0.35 and problem.failed:
+    if what < 0.35:
+        return msgspec.structs.replace(policy, forward_patience=random.choice((0.0, 0.25, 0.5, 0.75, 1.0)))
+    if what < 0.45 and problem.failed:
         return msgspec.structs.replace(policy, load_share=random.choice((0.0, 0.5, 1.0, 1.5, 2.0)))
     limits = list(policy.in_flight or _limits(problem, 2.0, 0))
     first = random.randrange(depth)

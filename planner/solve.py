@@ -1,5 +1,6 @@
 """From a problem to the best solution found in the time given: bounds, list schedulers, CP-SAT."""
 
+import threading
 import time
 from typing import Literal
 
@@ -9,6 +10,7 @@ from planner.baselines import one_f_one_b
 from planner.bounds import lower_bound
 from planner.cpsat.model import improve
 from planner.decompose import collapse
+from planner.interrupt import interruptible
 from planner.problem import Problem
 from planner.report import Report
 from planner.search import search
@@ -29,24 +31,32 @@ class Solved(msgspec.Struct, frozen=True):
     interrupted: bool = False
 
 
-def solve(problem: Problem, method: Method, deadline: float, seed: int, report: Report) -> Solved:
-    """The best solution that the method finds until the deadline (a time.monotonic())."""
+def solve(problem: Problem, method: Method, deadline: float, seed: int, report: Report,
+          stop: threading.Event | None = None) -> Solved:
+    """The best solution that the method finds until the deadline (a time.monotonic()), or until `stop` is set.
+
+    Without `stop`, Ctrl-C ends the search.
+    """
+    if stop is None:
+        with interruptible() as event:
+            return solve(problem, method, deadline, seed, report, event)
     collapsed = collapse(problem)
     if collapsed is not None:
-        solved = solve(collapsed.problem, method, deadline, seed, report)
+        solved = solve(collapsed.problem, method, deadline, seed, report, stop)
         return Solved(collapsed.expand(solved.solution), solved.lower_bound_ticks, solved.interrupted)
     bound = lower_bound(problem)
     if method == "1f1b":
         return Solved(one_f_one_b(problem), bound)
     began = time.monotonic()
     share = SEARCH_SHARE if method == "cp-sat" else 1.0
-    found = search(problem, bound, began + share * (deadline - began), seed, report)
-    if method == "cp-sat" and not found.interrupted:
-        return _improved(problem, found.solution, bound, deadline, seed, report)
-    return Solved(found.solution, bound, found.interrupted)
+    best = search(problem, bound, began + share * (deadline - began), seed, report, stop)
+    if method == "cp-sat" and not stop.is_set():
+        return _improved(problem, best, bound, deadline, seed, report, stop)
+    return Solved(best, bound, stop.is_set())
 
 
-def _improved(problem: Problem, best: Solution, bound: int, deadline: float, seed: int, report: Report) -> Solved:
+def _improved(problem: Problem, best: Solution, bound: int, deadline: float, seed: int, report: Report,
+              stop: threading.Event) -> Solved:
     """Let CP-SAT work on the plan, unless it is optimal already or the model would be too large."""
     options = sum(len(problem.hosts(unit.stage, unit.pipeline)) for unit in problem.units()) * len(problem.kinds)
     period = solution_period(problem, best)
@@ -57,8 +67,5 @@ def _improved(problem: Problem, best: Solution, bound: int, deadline: float, see
         if ticks < period:  # the hint itself is no news
             report(f"CP-SAT: period {ticks * problem.tick_seconds:g} s")
 
-    try:
-        result = improve(problem, best, lower_bound=bound, deadline=deadline, seed=seed, report=tell)
-    except KeyboardInterrupt:
-        return Solved(best, bound, interrupted=True)
-    return Solved(result.solution, result.lower_bound_ticks, result.interrupted)
+    result = improve(problem, best, lower_bound=bound, deadline=deadline, seed=seed, report=tell, stop=stop)
+    return Solved(result.solution, result.lower_bound_ticks, stop.is_set())

@@ -1,12 +1,10 @@
 """Improve a plan with CP-SAT: the plan is the hint, and never made worse."""
 
 import math
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
 
 import msgspec
 from ortools.sat.python import cp_model
@@ -29,8 +27,6 @@ class Improvement(msgspec.Struct, frozen=True, kw_only=True):
     solution: Solution
     period_ticks: int
     lower_bound_ticks: int
-    interrupted: bool = False
-    """Ctrl-C stopped the search."""
 
 
 class _Report(cp_model.CpSolverSolutionCallback):
@@ -46,8 +42,8 @@ class _Report(cp_model.CpSolverSolutionCallback):
 
 
 def improve(problem: Problem, hint: Solution, *, lower_bound: int, deadline: float, seed: int,
-            report: Callable[[int], None]) -> Improvement:
-    """Search for a smaller period until the deadline (a time.monotonic()), starting from `hint`.
+            report: Callable[[int], None], stop: threading.Event) -> Improvement:
+    """Search for a smaller period until the deadline (a time.monotonic()) or until told to stop, starting from `hint`.
 
     The result is the same for the same seed whenever optimality is proven in time: one search thread, so that nothing
     depends on the clock but the end. (Eight threads on two cores were no faster on the jobs of the tests; tables use
@@ -63,42 +59,28 @@ def improve(problem: Problem, hint: Solution, *, lower_bound: int, deadline: flo
     model.minimize(variables.period)
     _give_hint(model, problem, variables, hint)
     solver = _solver(deadline - time.monotonic(), seed, small=len(variables.start) <= SMALL_MODEL)
-    status, interrupted = _solve(solver, model, _Report(report))
+    status = _solve(solver, model, _Report(report), stop)
     if status == cp_model.UNKNOWN:
-        return Improvement(solution=hint, period_ticks=before, lower_bound_ticks=lower_bound, interrupted=interrupted)
+        return Improvement(solution=hint, period_ticks=before, lower_bound_ticks=lower_bound)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         raise AssertionError(f"CP-SAT calls a model with a known plan {solver.status_name(status)}")
     found = _read(variables, solver)
     after = solution_period(problem, found)
     assert after <= before, f"CP-SAT returned period {after}, longer than its hint's {before}"
     bound = max(lower_bound, math.ceil(solver.best_objective_bound - 1e-6))
-    return Improvement(solution=found, period_ticks=after, lower_bound_ticks=min(bound, after),
-                       interrupted=interrupted)
+    return Improvement(solution=found, period_ticks=after, lower_bound_ticks=min(bound, after))
 
 
-def _solve(solver: cp_model.CpSolver, model: cp_model.CpModel, report: _Report) -> tuple[cp_model.CpSolverStatus, bool]:
-    """Run the solver beside this thread, so that Ctrl-C reaches us at once and ends the search in good order."""
-    with _interrupt_noted() as interrupted, ThreadPoolExecutor(max_workers=1) as pool:
+def _solve(solver: cp_model.CpSolver, model: cp_model.CpModel, report: _Report,
+           stop: threading.Event) -> cp_model.CpSolverStatus:
+    """Run the solver beside this thread, so that the search can be ended in good order."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
         running = pool.submit(solver.solve, model, report)
         while not running.done():
             wait([running], timeout=POLL_SECONDS)
-            if interrupted.is_set():
+            if stop.is_set():
                 solver.stop_search()  # again and again: it is lost on a search that has not quite begun
-        return running.result(), interrupted.is_set()
-
-
-@contextmanager
-def _interrupt_noted() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event instead of raising KeyboardInterrupt; only the main thread of a program hears it."""
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
-    before = signal.signal(signal.SIGINT, lambda *_: event.set())
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGINT, before)
+        return running.result()
 
 
 def _horizon(problem: Problem, period: int) -> int:
