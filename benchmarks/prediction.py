@@ -4,7 +4,7 @@
 
 The grid is 1 pipeline x as many stages as there are cores (or GPUs), at most 4, so that each worker has one of its own.
 Each repeat profiles, plans, trains, and profiles again: it counts only where the machine was as fast after the run as
-before it and no profile had to wait for other programs. Prints one table, of the repeats that do not count, too. Exit
+before it and no profile had to wait for other programs. Prints the repeats that do not count, too. Exit
 status 1 when the median of those that count is more than 10 % off, 2 when the machine is too busy to tell.
 """
 
@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from cli.profile import job_tables, job_text
 from planner.job import parse_job
@@ -89,8 +87,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     stages = max(2, min(4, torch.cuda.device_count() or os.cpu_count() or 1))
-    table = Table("backward", "planned ms", "measured ms", "measured / planned", "counts",
-                  title=f"{options.blocks} blocks of width {options.width} on {stages} stages")
+    columns = f"{'backward':<10}{'planned ms':>12}{'measured ms':>13}{'measured / planned':>20}  counts"
+    print(f"{options.blocks} blocks of width {options.width} on {stages} stages\n{columns}", flush=True)
     worst = 0.0
     for backward in ("split", "fused"):
         ratios: list[float] = []
@@ -98,13 +96,12 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 outcome = predict_and_measure(options, stages, backward, Path(folder))
             ratio = outcome.measured / outcome.planned
-            table.add_row(backward, f"{outcome.planned * 1e3:.1f}", f"{outcome.measured * 1e3:.1f}", f"{ratio:.3f}",
-                          "yes" if outcome.calm else "no: busy")
+            print(f"{backward:<10}{outcome.planned * 1e3:12.1f}{outcome.measured * 1e3:13.1f}{ratio:20.3f}  "
+                  f"{'yes' if outcome.calm else 'no: busy'}", flush=True)
             ratios += [ratio] * outcome.calm
             if len(ratios) == options.repeats:
                 break
         worst = max(worst, abs(statistics.median(ratios) - 1) if ratios else math.inf)
-    Console().print(table)
     if worst == math.inf:
         print("the machine is too busy to tell")
         sys.exit(2)
