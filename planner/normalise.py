@@ -43,8 +43,8 @@ FINALISTS = 3
 
 Counts = tuple[int, ...]
 """Roles that are down, by column."""
-Ranked = tuple[int, int, Counts]
-"""(longest window in ticks, sum of windows, counts) of a distribution."""
+Ranked = tuple[int, int, int, Counts]
+"""(longest window in ticks, sum of windows, sum of squared counts, counts) of a distribution."""
 
 
 class Planned(msgspec.Struct, frozen=True):
@@ -123,21 +123,23 @@ class Windows:
     def distributions(self, failures: int) -> list[Ranked]:
         """The best few ways to distribute failures over columns, best first; the first one's window is the least.
 
-        best[c][f] = the DISTRIBUTIONS smallest, by (longest window, sum of windows), of
-            { (max(longest, w), sum + w, counts + (k,)) : k <= f, (longest, sum, counts) in best[c - 1][f - k] }
-        with w = bound(c, k). Exact for the first, and near-best alternatives for the rest.
+        best[c][f] = the DISTRIBUTIONS smallest of
+            { (max(longest, w), sum + w, squares + k k, counts + (k,)) :
+              k <= f, (longest, sum, squares, counts) in best[c - 1][f - k] }   with w = bound(c, k).
+        Exact for the first, and near-best alternatives for the rest. Where windows are equal, even distributions come
+        first, and then those with failures in later stages, which have less to wait for.
         """
         if len(self._best) <= failures:
             self._best = self._programme(failures)
         return self._best[failures]
 
     def _programme(self, failures: int) -> list[list[Ranked]]:
-        best: list[list[Ranked]] = [[(0, 0, ())], *([] for _ in range(failures))]
+        best: list[list[Ranked]] = [[(0, 0, 0, ())], *([] for _ in range(failures))]
         for column, most in enumerate(self._useful(failures)):
             windows = [self.bound(column, down) for down in range(most + 1)]
-            best = [sorted((max(longest, window), total + window, (*counts, down))
+            best = [sorted((max(longest, window), total + window, squares + down * down, (*counts, down))
                            for down, window in enumerate(windows[:count + 1])
-                           for longest, total, counts in best[count - down])[:DISTRIBUTIONS]
+                           for longest, total, squares, counts in best[count - down])[:DISTRIBUTIONS]
                     for count in range(failures + 1)]
         return best
 
@@ -151,7 +153,7 @@ class Windows:
             free = [column for column in range(self._job.stages) if down[column] < self.most(column)]
             if not free:
                 break
-            down[min(free, key=lambda column: (self.bound(column, down[column] + 1), column))] += 1
+            down[min(free, key=lambda column: (self.bound(column, down[column] + 1), down[column], -column))] += 1
         return [min(count + 1, self.most(column)) for column, count in enumerate(down)]
 
 
@@ -179,7 +181,7 @@ def candidates(job: Job, windows: Windows, failures: int) -> list[tuple[Worker, 
     grid, classes = problem.grid, pipeline_classes(problem.grid, problem.times)
     slow = {worker for worker, _ in job.time.slow}
     found: dict[Pattern, tuple[Worker, ...]] = {}
-    for _, _, counts in windows.distributions(failures):
+    for *_, counts in windows.distributions(failures):
         for holes in arrangements(job, windows, counts):
             found.setdefault(pattern_of(holes, classes), holes)
     for pattern in _few_patterns(failures, job.stages, classes):

@@ -85,7 +85,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def fastest(self, kind: OpKind, stage: int) -> int:
         """The least that this op takes on any live worker of the stage."""
-        return min(self.cost(kind, stage, host) for host in self.live_by_column[self.column_of[stage]])
+        live = self.live_by_column[self.column_of[stage]]
+        return min(self.cost(kind, stage, host) for host in (live if self.times.slow else live[:1]))
 
     def hop(self, stage: int, host: int, other: int, other_host: int) -> int:
         """Ticks a tensor needs from one unit's worker to the other's: 0 on the same worker."""
@@ -130,9 +131,10 @@ def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backward
     roles = roles or {}
     grid = Grid(pipelines=job.pipelines, columns=job.stages, microbatches=job.microbatches, stages=_stages(job))
     tick = _tick(job)
-    player = {roles.get(worker, worker): worker for worker in grid.workers() if worker not in set(failed)}
+    down = frozenset(failed)
+    player = {roles.get(worker, worker): worker for worker in grid.workers() if worker not in down}
     problem = Problem(name=job.name, tick_seconds=float(tick), grid=grid, times=_times(job, grid, tick),
-                      memory=_memory(job), failed=frozenset(failed), player=player, backward=backward,
+                      memory=_memory(job), failed=down, player=player, backward=backward,
                       optimizer=optimizer)
     _require_feasible(problem)
     return problem

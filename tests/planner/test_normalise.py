@@ -62,7 +62,12 @@ def test_the_programme_finds_the_least_window(failures):
     ranked = windows.distributions(failures)
     assert ranked == sorted(ranked) and ranked[0][0] == best
     assert all(sum(counts) == failures and max(map(windows.bound, range(3), counts)) == longest
-               for longest, _, counts in ranked)
+               for longest, _, _, counts in ranked)
+
+
+def test_equal_windows_are_filled_evenly():
+    *_, counts = Windows(grid(8, 4, 2), GREEDY).distributions(2)[0]
+    assert sorted(counts) == [0, 0, 1, 1]
 
 
 def test_one_object_serves_all_numbers_in_any_order():
