@@ -21,11 +21,23 @@ class Feed(Protocol):
         """Tokens and targets, each [B, T], on the device that computes."""
 
 
+class Gate(Protocol):
+    """Asked before each op."""
+
+    def __call__(self, iteration: int, place: int, kind: OpKind) -> None:
+        """Raises what shall end the iteration before the `place`-th op of the program."""
+
+
+def _open_gate(iteration: int, place: int, kind: OpKind) -> None:
+    """Lets everything pass."""
+
+
 class Executor:
     """One live worker of a schedule, with the stages it holds and their optimizer steps."""
 
     def __init__(self, schedule: Schedule, worker: Worker, *, stages: Mapping[int, Stage],
-                 steps: Steps, epoch: Epoch, exchange: Exchange, feed: Feed, recorder: Recorder) -> None:
+                 steps: Steps, epoch: Epoch, exchange: Exchange, feed: Feed, recorder: Recorder,
+                 gate: Gate = _open_gate) -> None:
         self._program = schedule.ops(worker)
         self._split = schedule.backward == "split"
         self._stages = stages
@@ -34,6 +46,7 @@ class Executor:
         self._exchange = exchange
         self._feed = feed
         self._recorder = recorder
+        self._gate = gate
         self._iteration = 0
         self._void_rounds = 0
         self._handlers: Mapping[OpKind, Callable[[Op], None]] = {
@@ -41,7 +54,10 @@ class Executor:
             OpKind.W: self._backward_weight, OpKind.A: self._all_reduce, OpKind.O: self._step}
 
     def run(self, iteration: int) -> float:
-        """Run one iteration: this worker's part of the mean loss (0 off the last stage). Raises CommunicationError."""
+        """Run one iteration: this worker's part of the mean loss (0 off the last stage).
+
+        Raises CommunicationError, and whatever the gate raises.
+        """
         self._iteration = iteration
         while not self._run_program():
             self._forget_round()
@@ -50,7 +66,8 @@ class Executor:
 
     def _run_program(self) -> bool:
         """False when the iteration turned out to rest on a wrong guess of the step before it; see `runtime.steps`."""
-        for op in self._program:
+        for place, op in enumerate(self._program):
+            self._gate(self._iteration, place, op.kind)
             if op.kind is OpKind.F:
                 self._steps.poll()
             elif op.kind is not OpKind.O:

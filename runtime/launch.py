@@ -6,43 +6,53 @@ schedule, the others (`join`) are told there what they need.
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TextIO
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
-from runtime.comm import choose_transport
+from runtime.checkpoint import Checkpoint, identity_of, open_checkpoint
+from runtime.clipping import watches_gradients
+from runtime.comm import Transport, choose_transport
+from runtime.conductor import Conductor, Recovery, Scheduler
+from runtime.conductor import RunError as RunError
 from runtime.config import ConfigError, RunConfig
+from runtime.crew import Crew, Hands, Return, next_command
 from runtime.data import load_corpus
 from runtime.digest import combined_digest
-from runtime.layers import model_for, parameter_dtype
+from runtime.injection import Injection
+from runtime.layers import LayeredModel, model_for, parameter_dtype
 from runtime.ledger import Ledger
 from runtime.membership import Lighthouse
-from runtime.nursery import Birth, Nursery, NurseryError
+from runtime.nursery import Nursery, NurseryError
 from runtime.placement import PlacementError, deal_to_nodes, layer_ranges
 from runtime.rendezvous import Rendezvous, RendezvousError, connect_store, host_store
 from runtime.report import Left, push
+from runtime.setup import JOIN_TIMEOUT, SETUP_KEY, Form, Setup
+from runtime.stage import boundaries
 from runtime.watch import POLL_SECONDS, LossLog, Progress, Watch
-from runtime.watch import RunError as RunError
-from runtime.worker import JOIN_TIMEOUT, SCHEDULE_KEY, SETUP_KEY, Setup
 from schedules import codec
 from schedules.check import check
-from schedules.schedule import Schedule, Worker
+from schedules.schedule import Schedule
 from schedules.trace import Trace, write_trace
 
 LEAVE_SECONDS = 10.0
 OUTCOME_KEY = "outcome"
+FOUNDING_KEY = "schedule"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
     """What a run leaves. Its folder `out` holds the same, and the parameters (`runtime.parameters`)."""
 
+    first_iteration: int
+    """0, or that of the checkpoint that the run went on from."""
     losses: tuple[float, ...]
     """Mean over all micro-batches, one an iteration."""
     parameter_digest: str
@@ -50,6 +60,10 @@ class RunResult:
     measured_period_seconds: float | None
     """Median over iterations of the longest busy window of any worker; None without iterations."""
     planned_period_seconds: float
+    """Of the first schedule."""
+    recoveries: tuple[Recovery, ...]
+    notes: tuple[str, ...]
+    """What went wrong and was survived besides, such as checkpoints that could not be written."""
     trace: Trace
     out: Path
 
@@ -60,52 +74,89 @@ class Outcome(msgspec.Struct, frozen=True):
     error: str | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resilience:
+    """How a run deals with failures."""
+
+    scheduler: Scheduler | None = None
+    """Gives the schedule for other failures; None: the first failure ends the run."""
+    heartbeat_timeout_seconds: float = 5.0
+    """A worker that shows no sign of life for so long is given up."""
+    checkpoints: Path | None = None
+    """Folder to save checkpoints in."""
+    checkpoint_every: int = 0
+    """Iterations from one checkpoint to the next; 0: none."""
+    resume: Checkpoint | None = None
+    """Where to go on from."""
+    injections: tuple[Injection, ...] = ()
+    """Failures on purpose."""
+    returns: tuple[Return, ...] = ()
+    """Workers to start again once they are dead."""
+
+
 def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | None = None, nodes: int = 1,
         rendezvous: Rendezvous | None = None, traced: int = 3, nursery: Nursery | None = None,
-        progress: Progress | None = None) -> RunResult:
-    """Train by a schedule, from the first iteration; on node 0 when there are several.
+        progress: Progress | None = None, resilience: Resilience = Resilience()) -> RunResult:
+    """Train by a schedule, from the first iteration or a checkpoint; on node 0 when there are several.
 
-    Writes `schedule.json`, `losses.jsonl` (line by line as iterations end), `trace.json`, `parameters/` and `logs/`
-    into `out`. The trace holds the last `traced` iterations. A `nursery` may serve several runs, one after the other.
+    Writes `schedule.json`, `losses.jsonl` (line by line as iterations are committed), `trace.json`, `parameters/` and
+    `logs/` into `out`. The trace holds the last `traced` iterations. A `nursery` may serve several runs, one after the
+    other.
 
-    Raises ConfigError or PlacementError when schedule, configuration and machine do not fit, OSError when `out` cannot
-    be written, RendezvousError when `rendezvous` cannot be opened, and RunError when a worker fails; then no process is
-    left, and the losses of the committed iterations are on disk.
+    Raises ConfigError or PlacementError when schedule, configuration and machine do not fit, CheckpointError when the
+    checkpoint does not, OSError when `out` cannot be written, RendezvousError when `rendezvous` cannot be opened, and
+    RunError when failures leave no way to go on; then no process is left, and the losses of the committed iterations
+    are on disk.
     """
-    device = _prepare(schedule, config)
+    device, model = _prepare(schedule, config)
+    first = 0 if resilience.resume is None else resilience.resume.iteration
+    if resilience.resume is not None:
+        open_checkpoint(resilience.resume.path, identity_of(config, model.layers))
     workers = [seat.worker for seat in schedule.seats]
-    here = deal_to_nodes(workers, nodes)[0]
-    transport = choose_transport(config.training.backend, device, max(len(here), 1), _cards(device))
+    dealt = deal_to_nodes(workers, nodes)
+    transport = choose_transport(config.training.backend, device, max(len(dealt[0]), 1), _cards(device))
     _clear(out, "parameters/layer-*.pt", "logs/worker-*.log", "trace.json")
     codec.write(schedule, out / "schedule.json")
     with ExitStack() as stack:
         nursery = nursery or stack.enter_context(Nursery())
+        setup = _setup(schedule, config, model, device, transport, resilience, first=first, nodes=nodes, traced=traced,
+                       iterations=config.training.iterations if iterations is None else iterations)
         store, opened = host_store(rendezvous)
         lighthouse = Lighthouse(opened.host, len(workers))
         stack.callback(lighthouse.close)
-        setup = Setup(config=config, iterations=config.training.iterations if iterations is None else iterations,
-                      traced=traced, nodes=nodes, transport=transport, device=device, lighthouse=lighthouse.url)
-        losses = stack.enter_context((out / "losses.jsonl").open("w"))
-        watch = Watch(schedule, store, nursery, out, LossLog(losses, progress),
-                      skips=config.training.skip_nonfinite)
-        store.set(SCHEDULE_KEY, codec.encode(schedule).decode())
-        store.set(SETUP_KEY, msgspec.json.encode(setup).decode())
-        with _telling_others(store, watch, nodes), _workers(nursery, here, opened, device, out):
-            watch.until_complete()
-    return _result(schedule, watch.ledger, out)
+        store.set(SETUP_KEY, msgspec.json.encode(replace(setup, lighthouse=lighthouse.url)).decode())
+        ledger = Ledger(schedule.job, first_iteration=first, skips=config.training.skip_nonfinite,
+                        validates=watches_gradients(config.training))
+        conductor = Conductor(schedule, resilience.scheduler, store, ledger, ranges=setup.ranges,
+                              iterations=range(first, max(first, setup.iterations)))
+        losses = stack.enter_context(_loss_file(out / "losses.jsonl", first))
+        hands = Hands(nursery, opened, dealt[0], _cards(device), out)
+        crew = Crew(hands, store, {worker: node for node, share in enumerate(dealt) for worker in share},
+                    resilience.returns, [worker for worker in schedule.grid.workers() if worker not in workers])
+        watch = Watch(conductor, ledger, store, crew, out, LossLog(losses, progress),
+                      heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds, injections=resilience.injections)
+        store.set(FOUNDING_KEY, codec.encode(schedule).decode())
+        with _telling_others(store, watch, nodes), _processes(nursery, hands):
+            watch.until_left()
+    trace = ledger.trace()
+    write_trace(trace, out / "trace.json")
+    return RunResult(first_iteration=first, losses=tuple(ledger.losses),
+                     parameter_digest=combined_digest(ledger.digests), trace=trace, out=out,
+                     measured_period_seconds=ledger.measured_period_seconds(),
+                     planned_period_seconds=schedule.seconds(schedule.period_ticks),
+                     recoveries=tuple(conductor.recoveries), notes=tuple(watch.notes))
 
 
 def join(rendezvous: Rendezvous, *, node: int, nodes: int, out: Path, nursery: Nursery | None = None) -> None:
     """Take part in the run that node 0 leads, with this node's share of the workers.
 
-    Into `out` go the logs of its workers, and the parameters of layers whose first worker is here. Raises
-    RendezvousError when node 0 cannot be reached, ConfigError when this machine does not fit, RunError when the run
-    fails.
+    Into `out` go the logs of its workers, and the parameters of layers that they write. Raises RendezvousError when
+    node 0 cannot be reached, ConfigError when this machine does not fit, RunError when the run fails.
     """
     store = connect_store(rendezvous, JOIN_TIMEOUT)
     try:
+        schedule = codec.decode(store.get(FOUNDING_KEY))
         setup = msgspec.json.decode(store.get(SETUP_KEY), type=Setup)
-        schedule = codec.decode(store.get(SCHEDULE_KEY))
     except DistError as error:
         raise RendezvousError(f"node 0 at {rendezvous} told nothing of a run: {error}") from None
     if setup.nodes != nodes:
@@ -117,20 +168,19 @@ def join(rendezvous: Rendezvous, *, node: int, nodes: int, out: Path, nursery: N
     _clear(out, "parameters/layer-*.pt")  # the folder may be shared with node 0, whose workers have logs there
     with ExitStack() as stack:
         nursery = nursery or stack.enter_context(Nursery())
-        with _workers(nursery, here, rendezvous, setup.device, out):
-            outcome = _follow(store, nursery)
+        hands = Hands(nursery, rendezvous, here, cards, out)
+        with _processes(nursery, hands):
+            outcome = _follow(store, node, hands)
     push(store, Left(node))
     if outcome.error is not None:
         raise RunError(outcome.error)
 
 
 @contextmanager
-def _workers(nursery: Nursery, workers: list[Worker], rendezvous: Rendezvous, device: str, out: Path) -> Iterator[None]:
-    """Worker processes on this machine, cards dealt in turn; none is left at the end. Raises RunError."""
-    cards = _cards(device)
+def _processes(nursery: Nursery, hands: Hands) -> Iterator[None]:
+    """Worker processes on this machine; none is left at the end. Raises RunError."""
     try:
-        for index, worker in enumerate(workers):
-            nursery.fork(Birth(worker, rendezvous, index % cards if cards else None, str(out)))
+        hands.start()
         yield
     except NurseryError as error:
         raise RunError(str(error)) from None
@@ -152,33 +202,70 @@ def _telling_others(store: TCPStore, watch: Watch, nodes: int) -> Iterator[None]
         store.set(OUTCOME_KEY, msgspec.json.encode(Outcome(error)).decode())
         deadline = time.monotonic() + LEAVE_SECONDS
         while len(watch.left) < nodes - 1 and time.monotonic() < deadline:
-            watch.listen(POLL_SECONDS)
+            watch.listen_for_leaving()
+            time.sleep(POLL_SECONDS)
 
 
-def _follow(store: TCPStore, nursery: Nursery) -> Outcome:
-    """Pass on which workers here end, until node 0 says how the run ended. Raises RunError when it is gone."""
+def _follow(store: TCPStore, node: int, hands: Hands) -> Outcome:
+    """Do what node 0 commands and pass on which workers here end, until it says how the run ended.
+
+    Raises RunError when node 0 is gone.
+    """
     try:
         while not store.check([OUTCOME_KEY]):
-            for ended in nursery.poll(5 * POLL_SECONDS):
+            while (command := next_command(store, node)) is not None:
+                hands.do(command)
+            for ended in hands.poll(POLL_SECONDS):
                 push(store, ended)
         return msgspec.json.decode(store.get(OUTCOME_KEY), type=Outcome)
     except (DistError, RendezvousError):
         raise RunError("node 0 is gone") from None
 
 
-def _prepare(schedule: Schedule, config: RunConfig) -> Literal["cpu", "cuda"]:
-    """Check that schedule, configuration and machine fit; the kind of device to compute on."""
+def _setup(schedule: Schedule, config: RunConfig, model: LayeredModel, device: Literal["cpu", "cuda"],
+           transport: Transport, resilience: Resilience, *, first: int, iterations: int, nodes: int,
+           traced: int) -> Setup:
+    """What the workers must know, but for the lighthouse. Shapes are found out once, here, for all of them."""
+    ranges = layer_ranges(schedule, model.layers)
+    return Setup(
+        config=config, first_iteration=first, iterations=iterations, traced=traced, nodes=nodes, transport=transport,
+        device=device, lighthouse="", columns=tuple(stage.column for stage in schedule.grid.stages),
+        ranges=tuple(ranges), forms=tuple(Form.of(one) for one in boundaries(model, ranges, config)),
+        loss_scale=1 / schedule.grid.total_microbatches,
+        heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,
+        resume=None if resilience.resume is None else str(resilience.resume.path.resolve()),
+        checkpoints=None if resilience.checkpoints is None else str(resilience.checkpoints.resolve()),
+        checkpoint_every=resilience.checkpoint_every, injections=resilience.injections)
+
+
+def _loss_file(path: Path, first: int) -> TextIO:
+    """Where losses go: a new file, or below those of the iterations that came before."""
+    kept = []
+    if first and path.exists():
+        for line in path.read_text().splitlines():
+            with suppress(msgspec.DecodeError, KeyError, TypeError):
+                if msgspec.json.decode(line)["iteration"] < first:
+                    kept.append(line + "\n")
+    file = path.open("w")
+    file.writelines(kept)
+    file.flush()
+    return file
+
+
+def _prepare(schedule: Schedule, config: RunConfig) -> tuple[Literal["cpu", "cuda"], LayeredModel]:
+    """Check that schedule, configuration and machine fit; the kind of device to compute on, and the model there."""
     violations = check(schedule)
     if violations:
         raise PlacementError(f"the schedule breaks a rule: {violations[0]}")
     training = config.training
-    model = model_for(config.model, training.seed, parameter_dtype(training.dtype), torch.device("meta"))
-    layer_ranges(schedule, model.layers)
-    load_corpus(config)
     has_cards = torch.cuda.is_available()
     if training.device == "cuda" and not has_cards:
         raise ConfigError("training.device is 'cuda', but torch finds no GPU here")
-    return "cuda" if has_cards and training.device != "cpu" else "cpu"
+    device: Literal["cpu", "cuda"] = "cuda" if has_cards and training.device != "cpu" else "cpu"
+    model = model_for(config.model, training.seed, parameter_dtype(training.dtype), torch.device(device))
+    layer_ranges(schedule, model.layers)
+    load_corpus(config)
+    return device, model
 
 
 def _cards(device: str) -> int:
@@ -191,11 +278,3 @@ def _clear(out: Path, *patterns: str) -> None:
     for pattern in patterns:
         for path in out.glob(pattern):
             path.unlink(missing_ok=True)
-
-
-def _result(schedule: Schedule, ledger: Ledger, out: Path) -> RunResult:
-    trace = ledger.trace()
-    write_trace(trace, out / "trace.json")
-    return RunResult(losses=tuple(ledger.losses), parameter_digest=combined_digest(ledger.digests),
-                     measured_period_seconds=ledger.measured_period_seconds(),
-                     planned_period_seconds=schedule.seconds(schedule.period_ticks), trace=trace, out=out)

@@ -41,6 +41,8 @@ class Birth(msgspec.Struct, frozen=True, tag=True):
     """The GPU it computes on; None on a CPU."""
     out: str
     """The run's folder: parameters go to `parameters/`, whatever the process prints to `logs/`."""
+    after: int = 0
+    """The last order (`runtime.orders`) given before it was born."""
 
     @property
     def log(self) -> Path:
@@ -50,6 +52,12 @@ class Birth(msgspec.Struct, frozen=True, tag=True):
 
 class KillAll(msgspec.Struct, frozen=True, tag=True):
     """Kill the workers that were forked until now."""
+
+
+class Kill(msgspec.Struct, frozen=True, tag=True):
+    """Kill one worker, if it lives."""
+
+    worker: Worker
 
 
 class Born(msgspec.Struct, frozen=True, tag=True):
@@ -81,6 +89,14 @@ class Nursery:
         """Start a worker. Raises NurseryError."""
         self._alive.add(birth.worker)
         self._ask(birth)
+
+    def kill(self, worker: Worker) -> None:
+        """Kill a worker, even one that is stopped; nothing happens where it has ended. Raises NurseryError."""
+        self._ask(Kill(worker))
+
+    def lives(self, worker: Worker) -> bool:
+        """Whether a worker has been forked here, and its end has not been reported."""
+        return worker in self._alive
 
     def kill_all(self) -> None:
         """Kill the workers that are alive, and wait until they are gone."""
@@ -126,7 +142,7 @@ class Nursery:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, request: Birth | KillAll) -> None:
+    def _ask(self, request: Birth | Kill | KillAll) -> None:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(msgspec.json.encode(request) + b"\n")
@@ -176,9 +192,11 @@ class _Server:
 
     def _answer(self) -> None:
         for line in self._asked.read():
-            request = msgspec.json.decode(line, type=Birth | KillAll)
+            request = msgspec.json.decode(line, type=Birth | Kill | KillAll)
             if isinstance(request, Birth):
                 self._fork(request)
+            elif isinstance(request, Kill):
+                self._kill(request.worker)
             else:
                 self._kill_all()
 
@@ -186,6 +204,11 @@ class _Server:
         # None has been waited for, so that each pid is still that of our worker.
         for pid in self._alive.values():
             os.kill(pid, signal.SIGKILL)
+
+    def _kill(self, worker: Worker) -> None:
+        for watch, pid in self._alive.items():
+            if self._selector.get_key(watch).data == worker:
+                os.kill(pid, signal.SIGKILL)
 
     def _fork(self, birth: Birth) -> None:
         watch, life = os.pipe()
@@ -207,7 +230,8 @@ class _Server:
                 os.close(descriptor)
             birth.log.parent.mkdir(parents=True, exist_ok=True)
             for path, descriptor in ((Path(os.devnull), 0), (birth.log, 1)):
-                opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
+                fresh = 0 if birth.after else os.O_TRUNC  # one that comes back writes below what it wrote before
+                opened = os.open(path, os.O_RDWR | os.O_CREAT | fresh | os.O_APPEND, 0o666)
                 os.dup2(opened, descriptor)
                 os.close(opened)
             os.dup2(1, 2)

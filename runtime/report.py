@@ -1,11 +1,10 @@
 """What workers and launchers tell the launcher of node 0, through a queue of the store, as JSON."""
 
-from typing import Literal
-
 import msgspec
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
+from runtime.orders import Factor
 from runtime.rendezvous import RendezvousError, pop
 from schedules.schedule import Worker
 from schedules.trace import MeasuredOp
@@ -13,18 +12,26 @@ from schedules.trace import MeasuredOp
 QUEUE = "reports"
 
 
-class Joined(msgspec.Struct, frozen=True, tag=True):
-    """A worker has its stages and has met the others."""
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """A worker has its layers, its heart beats, and it waits for an order."""
 
     worker: Worker
     corpus: str
     """Digest of the text it will read."""
 
 
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """A worker has met the others, has its layers, and begins its first op."""
+
+    worker: Worker
+    order: int
+
+
 class Ran(msgspec.Struct, frozen=True, tag=True):
     """A worker has stepped its optimizer."""
 
     worker: Worker
+    order: int
     iteration: int
     loss: float | None
     """Its part of the mean loss; None when that is not finite, which JSON cannot say."""
@@ -34,19 +41,46 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
     """When its ops ran, on the shared clock, in the iterations that are traced."""
 
 
-class Finished(msgspec.Struct, frozen=True, tag=True):
-    """A worker has run all iterations and written what it had to write."""
+class Settled(msgspec.Struct, frozen=True, tag=True):
+    """Where steps depend on all gradients: how the step of an iteration was made by all."""
+
+    order: int
+    factor: Factor
+
+
+class Paused(msgspec.Struct, frozen=True, tag=True):
+    """A worker has stopped: as it was told to, or because it lost a peer."""
 
     worker: Worker
+    order: int
+    stages: tuple[int, ...]
+    """Those whose layers it holds."""
+    settled: Factor | None
+    """Of the last iteration of which it knows."""
+    reason: str | None
+    """What it ran into; None when it stopped as told."""
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """All iterations are committed, and a worker has written what it had to write."""
+
+    worker: Worker
+    order: int
     digests: dict[str, str]
     """Of each of its parameters, by name."""
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A worker gives up: through an error of its own, or because it lost a peer."""
+class Note(msgspec.Struct, frozen=True, tag=True):
+    """Something that people should know, and that training survives."""
 
     worker: Worker
-    cause: Literal["error", "lost"]
+    text: str
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A worker gives up through an error of its own, and ends."""
+
+    worker: Worker
     reason: str
 
 
@@ -63,7 +97,7 @@ class Left(msgspec.Struct, frozen=True, tag=True):
     node: int
 
 
-Report = Joined | Ran | Finished | Failed | Ended | Left
+Report = Ready | Started | Ran | Settled | Paused | Finished | Note | Failed | Ended | Left
 
 
 def push(store: TCPStore, report: Report) -> None:

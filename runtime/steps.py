@@ -69,6 +69,8 @@ class Steps:
         self._others_guess = False
         self._guessed = False
         self._when_settled: list[Callable[[], None]] = []
+        self.settled: tuple[int, float | None] | None = None
+        """The last iteration of which it is known how to step, with its `clip_factor`; None where all are 1."""
         self.void = False
         """Whether what the workers compute from here to the next step rests on a wrong guess; reset it then."""
 
@@ -102,7 +104,26 @@ class Steps:
         """
         if self._sums is None:
             return
-        factor = clip_factor(self._sums.take(), self._config)
+        self._conclude(clip_factor(self._sums.take(), self._config))
+
+    def go_back(self, committed: int, factor: float | None) -> None:
+        """After a failure: see to it that exactly the iterations up to `committed` have been stepped, for good.
+
+        `factor` is the one of that iteration, for the case that this worker has not heard of it. At most one step has
+        been made after it, by anyone. Gradients are zero afterwards.
+        """
+        self._when_settled.clear()
+        if self._sums is not None and self._iteration == committed:
+            self._conclude(factor)
+        for optimizer in self._optimizers.values():
+            if optimizer.open_iteration is not None and optimizer.open_iteration > committed:
+                optimizer.undo()
+            optimizer.commit()
+        self._sums = None
+        self.void = False
+        self._calm = CALM  # as with a worker that joins now: all must guess alike
+
+    def _conclude(self, factor: float | None) -> None:
         right = self._guessed and factor == 1.0
         if self._guessed and not right:
             for optimizer in self._optimizers.values():
@@ -110,6 +131,7 @@ class Steps:
         if not right and factor is not None:
             self._step(self._iteration, factor)
         self._sums = None
+        self.settled = self._iteration, factor
         self._calm = self._calm + 1 if factor == 1.0 else 0
         self.void = self._others_guess and factor != 1.0
         self._end()

@@ -1,30 +1,42 @@
-"""Node 0's eye on a run: it hears what all workers report, and finds out why a run fails."""
+"""Node 0's ears: it hears what all workers report, and whose heart has stopped."""
 
 import json
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
 from torch._C._distributed_c10d import TCPStore
 
+from runtime.conductor import Conductor
+from runtime.conductor import RunError as RunError
+from runtime.crew import Crew
+from runtime.injection import Injection, injected_key
 from runtime.ledger import Ledger, LedgerError
-from runtime.nursery import Nursery, NurseryError
-from runtime.report import Ended, Failed, Finished, Joined, Left, Ran, Report, next_report
-from schedules.schedule import Schedule, Worker
+from runtime.nursery import NurseryError
+from runtime.pulse import beat_key
+from runtime.report import (
+    Ended,
+    Failed,
+    Finished,
+    Left,
+    Note,
+    Paused,
+    Ran,
+    Ready,
+    Report,
+    Settled,
+    Started,
+    next_report,
+)
+from schedules.schedule import Worker
 
 POLL_SECONDS = 0.02
-GRACE_SECONDS = 1.0
-"""How long after the first sign of a failure its cause is waited for: those who lose a peer often speak first."""
 
 Progress = Callable[[int, float], None]
-"""Called with the number and the loss of each iteration that all workers have run, in order."""
-
-
-class RunError(RuntimeError):
-    """A run that ended before its last iteration. The message is one line."""
+"""Called with the number and the loss of each iteration that is committed, in order."""
 
 
 class LossLog:
@@ -42,84 +54,136 @@ class LossLog:
             self._progress(iteration, loss)
 
 
-class Watch:
-    """Hears all reports until the workers have finished, or finds out why they will not."""
+class Hearts:
+    """When each worker's heart was last seen to beat, by this machine's clock."""
 
-    def __init__(self, schedule: Schedule, store: TCPStore, nursery: Nursery, out: Path, log: LossLog, *,
-                 skips: bool = False) -> None:
-        self.ledger = Ledger(schedule, skips=skips)
+    def __init__(self, store: TCPStore, timeout_seconds: float) -> None:
+        self._store = store
+        self._timeout = timeout_seconds
+        self._interval = timeout_seconds / 10
+        self._looked = time.monotonic()
+        self._last: dict[Worker, tuple[int, float]] = {}
+
+    def add(self, worker: Worker) -> None:
+        """Watch a worker that has begun to beat."""
+        self._last[worker] = -1, time.monotonic()
+
+    def remove(self, worker: Worker) -> None:
+        """Watch it no more."""
+        self._last.pop(worker, None)
+
+    def stopped(self) -> list[tuple[Worker, float]]:
+        """Those that have not beaten for too long, each with the time of its last beat."""
+        now = time.monotonic()
+        gap = now - self._looked
+        if gap < self._interval or not self._last:
+            return []
+        workers = sorted(self._last)
+        counts = [int(count) for count in self._store.multi_get([beat_key(worker) for worker in workers])]
+        # While this process did not get to look, as when it was stopped itself, nobody can be blamed.
+        excuse = gap if gap > 3 * self._interval else 0.0
+        for worker, count in zip(workers, counts, strict=True):
+            before, seen = self._last[worker]
+            self._last[worker] = (count, now if count != before else seen + excuse)
+        self._looked = now
+        return [(worker, seen) for worker, (_, seen) in self._last.items() if now - seen > self._timeout]
+
+
+class Watch:
+    """Hears all reports and passes them on, until the workers have left or cannot go on."""
+
+    def __init__(self, conductor: Conductor, ledger: Ledger, store: TCPStore, crew: Crew, out: Path, log: LossLog, *,
+                 heartbeat_timeout_seconds: float, injections: tuple[Injection, ...] = ()) -> None:
         self.left: set[int] = set()
         """Other nodes that know of the end."""
+        self.notes: list[str] = []
+        self._conductor = conductor
+        self._ledger = ledger
         self._store = store
-        self._nursery = nursery
+        self._crew = crew
         self._out = out
         self._log = log
+        self._hearts = Hearts(store, heartbeat_timeout_seconds)
+        self._injections = injections
         self._corpora: dict[str, Worker] = {}
-        self._failures: list[Failed | Ended] = []
-        self._first_failure_seconds = 0.0
 
-    def until_complete(self) -> None:
-        """Return when all workers have finished. Raises RunError when one fails."""
-        while not self.ledger.complete:
-            try:
+    def until_left(self) -> None:
+        """Return when all is done. Raises RunError when there is no way to go on."""
+        try:
+            while not self._conductor.left:
                 self.listen(POLL_SECONDS)
-            except (LedgerError, NurseryError) as error:
-                raise self._error(str(error)) from None
-            cause = self._cause()
-            if cause is not None:
-                raise self._error(cause)
+        except (LedgerError, NurseryError, RunError) as error:
+            raise RunError(f"{error}; {self._ledger.next_iteration} iterations are committed, their losses are in "
+                           f"{self._out / 'losses.jsonl'}") from None
 
     def listen(self, seconds: float) -> None:
-        """Hear what there is to hear; without news from processes here, after that long."""
-        for ended in self._nursery.poll(seconds):
-            self._hear(ended)
+        """Hear what there is to hear; without news from processes here, after that long. Raises RunError."""
+        ended = self._crew.poll(seconds)
+        # First what they said, then that they are gone: those who end by themselves have told why.
         while (report := next_report(self._store)) is not None:
             self._hear(report)
+        for end in ended:
+            self._hear(end)
+        for worker, seen in self._hearts.stopped():
+            self._lose(worker, f"worker {worker} stopped answering", seen)
+            self._crew.expel(worker)
+
+    def listen_for_leaving(self) -> None:
+        """Hear which other nodes know of the end; nothing else matters any more."""
+        while (report := next_report(self._store)) is not None:
+            if isinstance(report, Left):
+                self.left.add(report.node)
 
     def _hear(self, report: Report) -> None:
         match report:
             case Ran():
-                for iteration, loss in self.ledger.ran(report):
-                    self._log.write(iteration, loss)
+                self._commit(self._ledger.ran(report))
+            case Settled():
+                self._commit(self._ledger.settled(report.order, report.factor))
+            case Started():
+                self._conductor.started(report)
+            case Paused():
+                if report.settled is not None:
+                    self._commit(self._ledger.settled(report.order, report.settled))
+                self._conductor.paused(report)
             case Finished():
-                self.ledger.finished(report)
-            case Joined():
+                self._conductor.finished(report)
+            case Ready():
                 self._compare_corpus(report)
+                self._hearts.add(report.worker)
+                self._conductor.ready(report.worker)
+            case Note():
+                self.notes.append(report.text)
             case Left():
                 self.left.add(report.node)
-            case Failed() | Ended():
-                if isinstance(report, Failed) or report.status != 0:
-                    self._first_failure_seconds = self._first_failure_seconds or time.monotonic()
-                    self._failures.append(report)
+            case Failed():
+                log = self._out / "logs" / f"worker-{report.worker}.log"
+                self._lose(report.worker, f"worker {report.worker} failed: {report.reason} (see {log})")
+            case Ended():
+                self._lose(report.worker, self._describe(report))
+                self._crew.buried(report.worker, self._conductor.number)
 
-    def _compare_corpus(self, report: Joined) -> None:
+    def _commit(self, committed: Iterator[tuple[int, float]]) -> None:
+        for iteration, loss in committed:
+            self._log.write(iteration, loss)
+            self._crew.committed(iteration, self._conductor.number)
+
+    def _lose(self, worker: Worker, reason: str, since: float | None = None) -> None:
+        self._hearts.remove(worker)
+        if self._conductor.left:
+            return
+        injected = [float(self._store.get(injected_key(index))) for index, one in enumerate(self._injections)
+                    if one.worker == worker and self._store.check([injected_key(index)])]
+        self._conductor.lost(worker, reason, max([*injected, since or 0.0]) or time.monotonic())
+
+    def _compare_corpus(self, report: Ready) -> None:
         self._corpora.setdefault(report.corpus, report.worker)
         if len(self._corpora) > 1:
             raise LedgerError(f"workers {' and '.join(map(str, self._corpora.values()))} read different texts; give "
                               "every node the same training.text")
 
-    def _cause(self) -> str | None:
-        """What made the run fail, once that is clear: a worker that was killed, or erred, or only lost a peer."""
-        if not self._failures:
-            return None
-        failure = min(self._failures, key=_how_far_from_the_cause)
-        waited = time.monotonic() - self._first_failure_seconds
-        return self._describe(failure) if _how_far_from_the_cause(failure) == 0 or waited > GRACE_SECONDS else None
-
-    def _describe(self, failure: Failed | Ended) -> str:
-        log = self._out / "logs" / f"worker-{failure.worker}.log"
-        if isinstance(failure, Failed):
-            return f"worker {failure.worker} failed: {failure.reason} (see {log})"
-        if failure.status < 0:
-            return f"worker {failure.worker} was killed by {signal.Signals(-failure.status).name}"
-        return f"worker {failure.worker} ended with exit status {failure.status} (see {log})"
-
-    def _error(self, cause: str) -> RunError:
-        return RunError(f"{cause}; {len(self.ledger.losses)} iterations are committed, their losses are in "
-                        f"{self._out / 'losses.jsonl'}")
-
-
-def _how_far_from_the_cause(failure: Failed | Ended) -> int:
-    if isinstance(failure, Ended):
-        return 0 if failure.status < 0 else 2  # those who exit by themselves have told why
-    return 0 if failure.cause == "error" else 1
+    def _describe(self, ended: Ended) -> str:
+        if ended.status < 0:
+            return f"worker {ended.worker} was killed by {signal.Signals(-ended.status).name}"
+        log = self._out / "logs" / f"worker-{ended.worker}.log"
+        return f"worker {ended.worker} ended with exit status {ended.status} (see {log})"

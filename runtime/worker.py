@@ -1,57 +1,35 @@
-"""One worker's process: it builds its stages, meets the others, runs its program, and leaves its parameters."""
+"""One worker's process: it builds its layers, and follows the orders of the launcher until it may leave."""
 
 import os
 import sys
 import traceback
-from collections.abc import Mapping
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import torch
-from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError
 
-from runtime.clipping import watches_gradients
-from runtime.comm import CommunicationError, Epoch, Transport
+from runtime.checkpoint import load, open_checkpoint
 from runtime.config import ModelConfig, RunConfig
-from runtime.data import Data, Microbatch, load_corpus
+from runtime.data import load_corpus
 from runtime.digest import tensor_digest
-from runtime.exchange import Exchange
-from runtime.executor import Executor
+from runtime.holdings import Holdings
+from runtime.injection import Injector
+from runtime.keeper import Keeper
 from runtime.layers import model_for, parameter_dtype
-from runtime.membership import Member, MembershipError
+from runtime.membership import Member
 from runtime.nursery import Birth
-from runtime.optimizer import build_optimizer
+from runtime.optimizer import StageOptimizer, build_optimizer
+from runtime.orders import Finish, Leave, Train, await_order
 from runtime.parameters import save_layer
-from runtime.placement import layer_ranges, team
-from runtime.recorder import Recorder
+from runtime.pulse import Pulse
 from runtime.rendezvous import RendezvousError, connect_store, interface_towards
-from runtime.report import Failed, Finished, Joined, Ran, push
-from runtime.stage import Stage, boundaries
-from runtime.steps import Steps
+from runtime.report import Failed, Finished, Ready, push
+from runtime.setup import JOIN_TIMEOUT, SETUP_KEY, Setup
+from runtime.shift import Plant, Shift
+from runtime.stage import Stage
 from schedules.codec import decode
-from schedules.schedule import Schedule, Worker
-
-SETUP_KEY = "setup"
-SCHEDULE_KEY = "schedule"
-JOIN_TIMEOUT = timedelta(minutes=10)
-"""For all workers to be there: on several machines, people start them."""
-
-
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What all workers of a run must know besides the schedule."""
-
-    config: RunConfig
-    iterations: int
-    traced: int
-    """How many iterations, the last ones, report when their ops ran."""
-    nodes: int
-    transport: Transport
-    device: Literal["cpu", "cuda"]
-    lighthouse: str
 
 
 def main(birth: Birth) -> int:
@@ -60,104 +38,111 @@ def main(birth: Birth) -> int:
     try:
         store = connect_store(birth.rendezvous)
         try:
-            _Run(birth, store).train()
-        except (CommunicationError, MembershipError) as error:
-            push(store, Failed(birth.worker, "lost", str(error)))
+            _Worker(birth, store).live()
+        except (RendezvousError, DistError):
+            raise
         except Exception as error:
             traceback.print_exc()
-            push(store, Failed(birth.worker, "error", f"{type(error).__name__}: {_first_line(error)}"))
+            push(store, Failed(birth.worker, f"{type(error).__name__}: {_first_line(error)}"))
         else:
             return 0
-    except RendezvousError as error:
+    except (RendezvousError, DistError) as error:
         # Without node 0 there is nobody to tell.
-        print(error, file=sys.stderr)
+        print(_first_line(error), file=sys.stderr)
     return 1
 
 
 def warm_up() -> None:
-    """Spend once, before workers are forked, the second that each would: torch imports much when first used."""
+    """Spend once, before workers are forked, the time that each would: torch imports much when first used."""
     config = RunConfig(model=ModelConfig(blocks=1, width=2, heads=1, context=2))
     model = model_for(config.model, 0, torch.float32, torch.device("cpu"))
-    boundaries(model, [(0, model.layers)], config)
+    stage = Stage(0, (0, model.layers), model, first=True, last=True, loss_scale=1.0, config=config)
+    build_optimizer(stage.modules, config.training)
 
 
-class _Run:
+class _Worker:
     """One worker's part in one run."""
 
     def __init__(self, birth: Birth, store: TCPStore) -> None:
         self._birth = birth
         self._worker = birth.worker
         self._store = store
-        self._setup = msgspec.json.decode(store.get(SETUP_KEY), type=Setup)
-        self._schedule = decode(store.get(SCHEDULE_KEY))
-        self._config = self._setup.config
-        self._device = _claim_device(self._setup.device, birth.card)
-        torch.set_num_threads(self._config.training.threads)
+        self._setup = setup = msgspec.json.decode(store.get(SETUP_KEY), type=Setup)
+        pulse = Pulse(birth.rendezvous, birth.worker, after=birth.after,
+                      timeout_seconds=setup.heartbeat_timeout_seconds)
+        training, device = setup.config.training, _claim_device(setup.device, birth.card)
+        torch.set_num_threads(training.threads)
+        model = model_for(setup.config.model, training.seed, parameter_dtype(training.dtype), device)
+        self._model = model
+        self._holdings = Holdings(self._build)
+        self._plant = Plant(
+            worker=birth.worker, store=store, rendezvous=birth.rendezvous, setup=setup, device=device,
+            layers=model.layers, corpus=load_corpus(setup.config), holdings=self._holdings, pulse=pulse,
+            boundaries=[form.boundary() for form in setup.forms],
+            injector=Injector(setup.injections, birth.worker, store),
+            keeper=Keeper(setup, model.layers, store, birth.worker))
+        self._shift: Shift | None = None
 
-    def train(self) -> None:
-        """Build, meet, run all iterations, save."""
-        training = self._config.training
-        model = model_for(self._config.model, training.seed, parameter_dtype(training.dtype), self._device)
-        ranges = layer_ranges(self._schedule, model.layers)
-        stages = {index: Stage(index, ranges[index], model, first=index == 0, last=index == len(ranges) - 1,
-                               loss_scale=1 / self._schedule.grid.total_microbatches, config=self._config)
-                  for index in _held(self._schedule, self._worker)}
-        corpus = load_corpus(self._config)
-        with Member(self._setup.lighthouse, self._worker) as member:
-            quorum = member.join(JOIN_TIMEOUT)
-            epoch = Epoch(quorum, self._worker, {index: team(self._schedule, index) for index in stages},
-                          transport=self._setup.transport, device=self._device, rendezvous=self._birth.rendezvous,
-                          sums=watches_gradients(training))
-            push(self._store, Joined(self._worker, corpus.digest))
-            try:
-                exchange = Exchange(self._schedule, self._worker, epoch, boundaries(model, ranges, self._config),
-                                    range(self._setup.iterations))
-                self._iterate(stages, epoch, exchange, corpus, model.layers)
-            finally:
-                # Even when this worker fails: peers that wait for it are released, and can tell so at once.
-                epoch.drop()
-        self._finish(stages)
+    def live(self) -> None:
+        """Follow orders. Raises whatever goes wrong within this worker."""
+        if self._birth.after:
+            # It will most likely play its own role: what takes time is done while the others train.
+            self._holdings.prepare(index for index, column in enumerate(self._setup.columns)
+                                   if column == self._worker.column)
+        push(self._store, Ready(self._worker, self._plant.corpus.digest))
+        founder = Member(self._setup.lighthouse, self._worker) if self._birth.after == 0 else None
+        number, taken_in = self._birth.after, False
+        while True:
+            number += 1
+            order = await_order(self._store, number)
+            self._end_shift(order)
+            match order:
+                case Leave():
+                    break
+                case Finish():
+                    self._finish(order)
+                case Train():
+                    schedule = decode(bytes(order.schedule))
+                    if self._worker in schedule.seat_of:
+                        taken_in = True
+                        self._shift = Shift(self._plant, order, schedule)
+                        push(self._store, self._shift.work(founder if order.founding else None, JOIN_TIMEOUT))
+                    elif taken_in:
+                        print(f"worker {self._worker} was given up by the others, in order {number}", file=sys.stderr)
+                        break
+        if founder is not None:
+            founder.close()
 
-    def _iterate(self, stages: Mapping[int, Stage], epoch: Epoch, exchange: Exchange, corpus: Data,
-                 layers: int) -> None:
-        recorder = Recorder(self._device, epoch.clock_offset() if self._setup.nodes > 1 else 0.0)
-        optimizers = {index: build_optimizer(stage.modules, self._config.training)
-                      for index, stage in stages.items()}
-        steps = Steps(stages, optimizers, self._config.training, layers=layers,
-                      speaks_for=[index for index in stages if team(self._schedule, index)[0] == self._worker],
-                      share=epoch.sum_over_all if watches_gradients(self._config.training) else None,
-                      staggered=self._schedule.optimizer == "staggered")
-        executor = Executor(self._schedule, self._worker, stages=stages, steps=steps, epoch=epoch, exchange=exchange,
-                            feed=partial(self._read, corpus), recorder=recorder)
-        for iteration in range(self._setup.iterations):
-            loss = executor.run(iteration)
-            ops = recorder.take()
-            traced = iteration >= self._setup.iterations - self._setup.traced
-            ran = Ran(self._worker, iteration, loss if abs(loss) < float("inf") else None,
-                      max(op.end_seconds for op in ops) - min(op.start_seconds for op in ops),
-                      tuple(ops) if traced else ())
-            steps.when_settled(partial(push, self._store, ran))
-        steps.settle()
-        exchange.flush()
-        epoch.settle()
+    def _end_shift(self, order: Train | Finish | Leave) -> None:
+        """Let go of the connections, which others may have read from until now, and forget what was not committed."""
+        if self._shift is not None:
+            self._shift.end()
+            if not isinstance(order, Leave):
+                self._shift.go_back(order.first_iteration - 1, order.factor)
+            self._shift = None
 
-    def _read(self, corpus: Data, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        tokens, targets = corpus.batch(microbatch, self._config.training.batch, self._config.model.context)
-        return tokens.to(self._device), targets.to(self._device)
+    def _build(self, index: int) -> tuple[Stage, StageOptimizer]:
+        """A stage as it is before this run's first iteration: from the seed, or from the checkpoint."""
+        setup = self._setup
+        stage = Stage(index, setup.ranges[index], self._model, first=index == 0, last=index == len(setup.ranges) - 1,
+                      loss_scale=setup.loss_scale, config=setup.config)
+        optimizer = build_optimizer(stage.modules, setup.config.training)
+        if setup.resume is not None:
+            for layer, state in load(open_checkpoint(Path(setup.resume)), range(*stage.layers)).items():
+                optimizer.load_layer_state(layer, state)
+        return stage, optimizer
 
-    def _finish(self, stages: Mapping[int, Stage]) -> None:
-        """The first worker of each stage writes its layers; all tell their digests, which must agree."""
-        for index, stage in stages.items():
-            if self._worker == team(self._schedule, index)[0]:
-                for layer in range(*stage.layers):
-                    save_layer(Path(self._birth.out), layer, stage.layer_state(layer))
-        digests = {name: tensor_digest(name, parameter) for stage in stages.values()
+    def _finish(self, order: Finish) -> None:
+        """Write some layers; tell the digests of all, which must agree between peers."""
+        stages = self._holdings.stages.values()
+        for layer, worker in order.writers:
+            if worker == self._worker:
+                stage = next(stage for stage in stages if layer in range(*stage.layers))
+                save_layer(Path(self._birth.out), layer, stage.layer_state(layer))
+        self._plant.keeper.save_last(order, self._holdings)
+        digests = {name: tensor_digest(name, parameter) for stage in stages
                    for name, parameter in stage.parameters().items()}
-        push(self._store, Finished(self._worker, digests))
-
-
-def _held(schedule: Schedule, worker: Worker) -> tuple[int, ...]:
-    return schedule.grid.stages_of(schedule.seat_of[worker].role.column)
+        push(self._store, Finished(self._worker, order.number, digests))
 
 
 def _claim_device(kind: str, card: int | None) -> torch.device:

@@ -96,7 +96,7 @@ def test_an_error_in_a_worker_is_told_rather_than_what_follows_from_it(own_nurse
         if iteration == 1:  # where worker 0.1 will want to write its parameters
             (tmp_path / "parameters").write_text("not a folder")
 
-    with pytest.raises(RunError, match=r"^worker 0\.\d failed: \w+Error: .*worker-0\.\d\.log"):
+    with pytest.raises(RunError, match=r"^stage \d has no live worker left: .*Error: .*worker-\d\.\d\.log"):
         run(schedule_for(JOB), tiny(), out=tmp_path, iterations=3, nursery=own_nursery, progress=spoil)
     assert "Traceback" in log_of(tmp_path)
     assert own_nursery.pids == {}

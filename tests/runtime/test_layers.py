@@ -34,7 +34,7 @@ def test_split_layers_refuses(stages: int) -> None:
 
 
 def test_unknown_model() -> None:
-    with pytest.raises(ConfigError, match=r"^model\.name is 'bert'; expected one of 'gpt'$"):
+    with pytest.raises(ConfigError, match=r"^model\.name is 'bert'; expected one of 'gpt', or 'module:function'$"):
         model_for(ModelConfig(name="bert"), 0, torch.float32, CPU)
 
 

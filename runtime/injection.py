@@ -1,0 +1,70 @@
+"""Failures on purpose: a worker that kills or stops itself, or raises, at a given place. For tests and rehearsals.
+
+Places are met in this order in every iteration: the ops of the program by their number, `A` and `O` before the first
+op of that kind, `stepped` after the last op, `reported` after the launcher has been told. When a worker takes an order
+that starts in that iteration: `ordered` before it meets the others, `met` before layers move, `moved` after.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+from torch._C._distributed_c10d import TCPStore
+
+from schedules.schedule import Worker
+
+Action = Literal["kill", "stop", "raise", "cut", "exit"]
+Place = int | Literal["A", "O", "stepped", "reported", "ordered", "met", "moved"]
+
+
+class Injection(msgspec.Struct, frozen=True):
+    """One failure; it happens once in a run, also when its worker comes back."""
+
+    worker: Worker
+    iteration: int
+    place: Place = 0
+    action: Action = "kill"
+    """SIGKILL, SIGSTOP, an exception, connections that break, or a process that just ends."""
+
+
+class InjectedError(RuntimeError):
+    """The exception that an injection raises."""
+
+
+def injected_key(index: int) -> str:
+    """Holds when an injection happened, by the clock that all processes of a machine share (time.monotonic)."""
+    return f"injected/{index}"
+
+
+class Injector:
+    """A worker's own failures to come."""
+
+    def __init__(self, injections: Sequence[Injection], worker: Worker, store: TCPStore) -> None:
+        self._store = store
+        self._mine = {(one.iteration, one.place): (index, one.action) for index, one in enumerate(injections)
+                      if one.worker == worker and not store.check([injected_key(index)])}
+        self.cut: Callable[[], None] = lambda: None
+        """Breaks the worker's connections."""
+
+    def at(self, iteration: int, place: Place) -> None:
+        """Fail if it is time to. Raises InjectedError."""
+        if not self._mine:
+            return
+        found = self._mine.pop((iteration, place), None)
+        if found is None:
+            return
+        index, action = found
+        self._store.set(injected_key(index), str(time.monotonic()))
+        if action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif action == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif action == "exit":
+            os._exit(3)
+        elif action == "cut":
+            self.cut()
+        else:
+            raise InjectedError(f"injected in iteration {iteration} at {place}")

@@ -1,0 +1,47 @@
+"""Cutting connections: the one way to release, at once, a thread that waits for a peer which is silent.
+
+Gloo lets go of a blocked transfer when its connection closes, and by no call of its own. So this looks up which
+sockets came into being with a process group, in /proc, and shuts them down from another thread. Where there is no
+/proc, nothing is cut, and a transfer ends when its peer's process does.
+"""
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+_DESCRIPTORS = Path("/proc/self/fd")
+
+Sockets = frozenset[tuple[int, str]]
+"""(descriptor, identity): a descriptor that was closed may since name another socket."""
+
+
+def open_sockets() -> Sockets:
+    """All sockets of this process."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for path in _DESCRIPTORS.iterdir():
+            identity = _identity(int(path.name))
+            if identity.startswith("socket:"):
+                found.add((int(path.name), identity))
+    return frozenset(found)
+
+
+def cut(sockets: Iterable[tuple[int, str]]) -> None:
+    """End the connections; whoever waits on them gets an error, here and at the other end."""
+    for descriptor, identity in sockets:
+        with contextlib.suppress(OSError):
+            if _identity(descriptor) != identity:
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                # Gloo aborts the process when a socket it listens on fails.
+                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def _identity(descriptor: int) -> str:
+    try:
+        return str((_DESCRIPTORS / str(descriptor)).readlink())
+    except OSError:
+        return ""
