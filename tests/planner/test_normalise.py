@@ -65,9 +65,10 @@ def test_the_programme_finds_the_least_window(failures):
                for longest, _, _, counts in ranked)
 
 
-def test_equal_windows_are_filled_evenly():
-    *_, counts = Windows(grid(8, 4, 2), GREEDY).distributions(2)[0]
-    assert sorted(counts) == [0, 0, 1, 1]
+def test_equal_windows_are_filled_evenly(monkeypatch):
+    monkeypatch.setattr(Windows, "bound", lambda self, column, down: 10)
+    *_, counts = Windows(grid(8, 4, 2), GREEDY).distributions(6)[0]
+    assert counts == (1, 1, 2, 2)
 
 
 def test_one_object_serves_all_numbers_in_any_order():
