@@ -168,7 +168,8 @@ def _crowding(problem: Problem, stage: int, kind: OpKind, others: range) -> int:
 
 def _slowest(problem: Problem, kind: OpKind, stage: int) -> int:
     """The most that this op takes on any live worker of the stage."""
-    return max(problem.cost(kind, stage, host) for host in problem.live_by_column[problem.column_of[stage]])
+    live = problem.live_by_column[problem.column_of[stage]]
+    return max(problem.cost(kind, stage, host) for host in (live if problem.times.slow else live[:1]))
 
 
 def _stashed(problem: Problem, stage: int, count: int) -> int:

@@ -1,48 +1,134 @@
-"""Solve what is equal once: healthy pipelines of the same shape meet only at the all-reduce and share one plan."""
+"""Solve what is equal once: pipelines that share no micro-batches meet only at the all-reduce.
+
+A broken pipeline needs some peers to help it, and the rest of the pipelines are whole. So a job falls into pieces:
+groups of broken pipelines and their helpers, and single healthy pipelines. Equal pieces share one plan, and planning
+grows with the number of different pieces, not with the number of workers.
+"""
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import msgspec
 
-from planner.problem import Problem, Unit
-from planner.solution import Solution
+from planner.problem import Problem
 from schedules.schedule import Worker
 
+LARGEST_GROUP = 30_000
+"""Compute ops of a group up to which it is given more helpers than it needs."""
 
-class Collapsed(msgspec.Struct, frozen=True, kw_only=True):
-    """A smaller problem with one pipeline per kind, and which original pipelines each of them stands for."""
+Columns = tuple[int, ...]
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """A smaller problem, and where it stands in the whole one, perhaps several times."""
 
     problem: Problem
-    members: tuple[tuple[int, ...], ...]
-
-    def expand(self, solution: Solution) -> Solution:
-        """The solution of the small problem, repeated for every member."""
-        hosts = {}
-        starts = {}
-        for unit in solution.hosts:
-            for member in self.members[unit.pipeline]:
-                hosts[unit._replace(pipeline=member)] = member
-        for (kind, stage, pipeline, microbatch), start in solution.starts.items():
-            for member in self.members[pipeline]:
-                starts[kind, *Unit(stage, member, microbatch)] = start
-        return Solution(hosts=hosts, starts=starts)
+    copies: tuple[tuple[int, ...], ...]
+    """For each copy, the pipeline of the whole problem that each pipeline of the small one stands for."""
 
 
-def collapse(problem: Problem) -> Collapsed | None:
-    """One pipeline per kind, where nothing is re-routed and no worker is slow; None otherwise.
+def decompose(problem: Problem) -> tuple[Piece, ...]:
+    """Pieces that together are the problem; groups of broken pipelines first. Just one where nothing can be gained.
 
-    Exact: without re-routing a pipeline's plan touches the others only through the windows of the columns, so equal
-    pipelines may run equal plans without lengthening any window.
+    Exact for healthy pipelines, which may run equal plans without lengthening any window. For broken ones it decides
+    who helps whom: never so that a worker gets more micro-batches than the busiest must anyway.
     """
-    if len(problem.player) < problem.grid.pipelines * problem.grid.columns or problem.times.slow:
-        return None
+    whole = Piece(problem=problem, copies=(tuple(range(problem.grid.pipelines)),))
+    if problem.times.slow:
+        return (whole,)
+    dead = _dead_columns(problem)
+    if not dead:
+        pieces = tuple(_healthy(problem, members) for members in _by_count(problem, range(problem.grid.pipelines)))
+        return pieces if len(pieces) < problem.grid.pipelines else (whole,)
+    if len(set(problem.grid.microbatches)) > 1:
+        return (whole,)
+    groups = _groups(problem, dead)
+    helped = {pipeline for group in groups for pipeline in group}
+    rest = [pipeline for pipeline in range(problem.grid.pipelines) if pipeline not in helped]
+    if len(groups) == 1 and len(rest) < 2:
+        return (whole,)
+    return (*_distinct(problem, groups), *([_healthy(problem, rest)] if rest else []))
+
+
+def _dead_columns(problem: Problem) -> dict[int, Columns]:
+    """The columns in which each broken pipeline has no worker."""
+    dead: dict[int, list[int]] = defaultdict(list)
+    for column, live in enumerate(problem.live_by_column):
+        for pipeline in set(range(problem.grid.pipelines)) - set(live):
+            dead[pipeline].append(column)
+    return {pipeline: tuple(columns) for pipeline, columns in sorted(dead.items())}
+
+
+def _by_count(problem: Problem, pipelines: Sequence[int]) -> list[list[int]]:
+    """Pipelines with as many micro-batches as each other."""
     kinds: dict[int, list[int]] = defaultdict(list)
-    for pipeline, count in enumerate(problem.grid.microbatches):
-        kinds[count].append(pipeline)
-    if len(kinds) == problem.grid.pipelines:
-        return None
-    counts = tuple(kinds)
-    grid = msgspec.structs.replace(problem.grid, pipelines=len(counts), microbatches=counts)
-    player = {worker: worker for worker in grid.workers()}
-    small = msgspec.structs.replace(problem, grid=grid, player=player, failed=frozenset[Worker]())
-    return Collapsed(problem=small, members=tuple(tuple(members) for members in kinds.values()))
+    for pipeline in pipelines:
+        kinds[problem.grid.microbatches[pipeline]].append(pipeline)
+    return list(kinds.values())
+
+
+def _healthy(problem: Problem, members: Sequence[int]) -> Piece:
+    """One whole pipeline that stands for all members."""
+    return Piece(problem=_part(problem, members[:1]), copies=tuple((pipeline,) for pipeline in members))
+
+
+def _part(problem: Problem, pipelines: Sequence[int]) -> Problem:
+    """The problem of some pipelines alone, numbered anew in their order."""
+    grid = msgspec.structs.replace(problem.grid, pipelines=len(pipelines),
+                                   microbatches=tuple(problem.grid.microbatches[pipeline] for pipeline in pipelines))
+    live = [set(pipelines) for pipelines in problem.live_by_column]
+    roles = [Worker(index, column) for index, pipeline in enumerate(pipelines)
+             for column in range(grid.columns) if pipeline in live[column]]
+    failed = frozenset(grid.workers()) - frozenset(roles)
+    return msgspec.structs.replace(problem, grid=grid, player={role: role for role in roles}, failed=failed)
+
+
+def _groups(problem: Problem, dead: dict[int, Columns]) -> list[list[int]]:
+    """Broken pipelines with their helpers, as many groups as there are helpers for."""
+    spare = [pipeline for pipeline in range(problem.grid.pipelines) if pipeline not in dead]
+    broken = sorted(dead, key=lambda pipeline: (dead[pipeline], pipeline))
+    for count in range(len(broken), 0, -1):
+        # Neighbours in the order have the same dead columns: dealt in turn, they land in different groups.
+        teams = [broken[index::count] for index in range(count)]
+        needs = [_helpers_needed(problem, dead, team) for team in teams]
+        if count == 1 or sum(needs) <= len(spare):
+            break
+    if count == 1:
+        needs = [min(len(spare), max(needs[0], _helpers_wanted(problem, dead, teams[0])))]
+    elif sum(wanted := [max(need, _helpers_wanted(problem, dead, team))
+                        for need, team in zip(needs, teams, strict=True)]) <= len(spare):
+        needs = wanted
+    groups = []
+    for need, team in zip(needs, teams, strict=True):
+        groups.append([*team, *spare[:need]])
+        spare = spare[need:]
+    return groups
+
+
+def _helpers_needed(problem: Problem, dead: dict[int, Columns], team: Sequence[int]) -> int:
+    """Healthy pipelines without which a worker would get more than the busiest must run anyway."""
+    count, total = problem.grid.microbatches[0], problem.grid.total_microbatches
+    need = 0
+    for column, live in enumerate(problem.live_by_column):
+        down = sum(column in dead[pipeline] for pipeline in team)
+        extra = -(-total // len(live)) - count
+        if down:
+            need = max(need, -(-down * count // extra) - (len(team) - down))
+    return need
+
+
+def _helpers_wanted(problem: Problem, dead: dict[int, Columns], team: Sequence[int]) -> int:
+    """Healthy pipelines with which no helper runs more than one micro-batch of others, if that is not too large."""
+    count = problem.grid.microbatches[0]
+    down = max(sum(column in dead[pipeline] for pipeline in team) for column in range(problem.grid.columns))
+    ops = count * len(problem.grid.stages) * len(problem.kinds)
+    return min(down * count, LARGEST_GROUP // ops)
+
+
+def _distinct(problem: Problem, groups: Sequence[Sequence[int]]) -> list[Piece]:
+    """Groups with equal problems as copies of one piece."""
+    copies: dict[tuple[Columns, ...], list[tuple[int, ...]]] = defaultdict(list)
+    dead = _dead_columns(problem)
+    for group in groups:
+        copies[tuple(dead.get(pipeline, ()) for pipeline in group)].append(tuple(group))
+    return [Piece(problem=_part(problem, members[0]), copies=tuple(members)) for members in copies.values()]

@@ -44,6 +44,19 @@ class Dense:
         return [0 if stage == last else problem.hop(stage, host[unit], stage + 1, host[unit + 1])
                 for unit, stage in enumerate(self.stage)]
 
+    def starts(self, solution: Solution) -> list[int]:
+        """Start ticks by op code, of a solution with the same hosts."""
+        kinds = self.problem.kinds
+        return [solution.starts[kind, *unit] for unit in self.units for kind in kinds]
+
+    def order(self, solution: Solution) -> Order:
+        """The order that a solution with the same hosts keeps."""
+        index = {unit: number for number, unit in enumerate(self.units)}
+        place = {kind: number for number, kind in enumerate(self.problem.kinds)}
+        codes = [index[Unit(*key[1:])] * self.kinds + place[key[0]] for key in solution.starts]
+        start = self.starts(solution)
+        return sorted(codes, key=lambda op: (start[op], start[op] + self.length[op]))
+
     def earliest(self, order: Order) -> list[int]:
         """Start ticks by op code: every op as early as the order allows."""
         start = [0] * len(self.length)
@@ -127,3 +140,9 @@ class Dense:
             unit, kind = divmod(op, self.kinds)
             starts[kinds[kind], *self.units[unit]] = start[op]
         return Solution(hosts=self.hosts, starts=starts)
+
+
+def solution_period(problem: Problem, solution: Solution) -> int:
+    """The period in ticks that a solution gives."""
+    dense = Dense(problem, solution.hosts)
+    return dense.period(dense.starts(solution))

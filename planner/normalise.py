@@ -21,12 +21,12 @@ from itertools import islice
 
 import msgspec
 
+from planner.assemble import build_schedule
 from planner.bounds import lower_bound
 from planner.job import Job
 from planner.plan import Plan, plan_job
 from planner.problem import NoPlanError, Problem, build_problem
 from planner.report import Report
-from planner.solution import build_schedule
 from planner.solve import Method, solve
 from schedules.check import check
 from schedules.pattern import Pattern, dead_column, pattern_of, patterns, pipeline_classes, representative
@@ -77,7 +77,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
         method = method or self.method
         problem = self.problem(job, failed)
         solved = solve(problem, method, began + max(0.01, seconds), self.seed, lambda _: None)
-        schedule = build_schedule(problem, solved.solution, lower_bound=solved.lower_bound_ticks, method=method)
+        schedule = build_schedule(problem, solved.pieces, lower_bound=solved.lower_bound_ticks, method=method)
         violations = check(schedule)
         if violations:
             raise AssertionError(f"the planner made a schedule that breaks a rule: {violations[0]}")

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from planner.assemble import build_schedule
 from planner.interrupt import interruptible
 from planner.job import Job, require_known
 from planner.problem import build_problem
 from planner.report import Report
-from planner.solution import build_schedule, solution_period
 from planner.solve import Method, solve
 from schedules.check import check
 from schedules.memory import memory_peaks
@@ -68,14 +68,14 @@ def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode 
         if failed:
             whole = build_problem(job, backward=backward, optimizer=optimizer)
             healthy = solve(whole, method, time.monotonic() + share, seed, lambda _: None, stop)
-            fault_free = solution_period(whole, healthy.solution)
+            fault_free = build_schedule(whole, healthy.pieces, lower_bound=healthy.lower_bound_ticks, method=method)
         interrupted = stop.is_set()
-    schedule = build_schedule(problem, solved.solution, lower_bound=solved.lower_bound_ticks, method=method)
+    schedule = build_schedule(problem, solved.pieces, lower_bound=solved.lower_bound_ticks, method=method)
     violations = check(schedule)
     if violations:
         raise AssertionError(f"the planner made a schedule that breaks a rule: {violations[0]}")
     return Plan(schedule=schedule, solve_seconds=time.monotonic() - began, interrupted=interrupted,
-                fault_free_period=schedule.seconds(schedule.period_ticks if fault_free is None else fault_free))
+                fault_free_period=schedule.seconds((fault_free or schedule).period_ticks))
 
 
 def peak_memory(schedule: Schedule) -> float | None:

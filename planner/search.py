@@ -9,11 +9,11 @@ import msgspec
 
 from planner.baselines import one_f_one_b
 from planner.dealing import DEALINGS, deal
-from planner.dense import Dense
+from planner.dense import Dense, solution_period
 from planner.greedy import Policy, list_order
 from planner.problem import Problem
 from planner.report import Report
-from planner.solution import Solution, solution_period
+from planner.solution import Solution
 
 OPS_PER_SEARCH = 600_000
 """Ops that all random steps together may schedule; counted, not timed, so that the same seed gives the same plan."""

@@ -7,11 +7,12 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from planner.assemble import build_schedule
 from planner.dealing import deal
-from planner.dense import Dense
+from planner.dense import Dense, solution_period
 from planner.greedy import Policy, list_order
 from planner.problem import Problem, build_problem
-from planner.solution import Solution, build_schedule, solution_period
+from planner.solution import Solution
 from schedules.graph import op_key, producers
 from schedules.schedule import (
     COMPUTE_KINDS,

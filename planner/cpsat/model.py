@@ -11,8 +11,9 @@ from ortools.sat.python import cp_model
 
 from planner.cpsat.constraints import Constraints
 from planner.cpsat.variables import Variables
+from planner.dense import solution_period
 from planner.problem import Problem, Unit
-from planner.solution import Solution, solution_period
+from planner.solution import Solution
 from schedules.graph import OpKey
 from schedules.schedule import OpKind
 

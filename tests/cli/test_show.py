@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from cli.app import app
 from cli.perfetto import perfetto_trace
 from cli.timeline import MAX_ROWS, timeline
+from planner.assemble import build_schedule
 from planner.problem import build_problem
-from planner.solution import build_schedule
 from schedules.codec import write
 from schedules.schedule import Memory, OpKind, Worker
 from schedules.trace import MeasuredIteration, MeasuredOp, Trace, write_trace

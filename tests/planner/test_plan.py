@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.assemble import build_schedule
 from planner.bounds import lower_bound
 from planner.dealing import deal
-from planner.dense import Dense
+from planner.dense import Dense, solution_period
 from planner.greedy import Policy, list_order
 from planner.job import JobError
 from planner.plan import plan_job
 from planner.problem import NoPlanError, build_problem
-from planner.solution import build_schedule, solution_period
 from schedules.check import check
 from schedules.codec import encode
 from schedules.schedule import OpKind, Worker
