@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from cli.app import app
 from cli.profile import job_text
-from planner.job import parse_job, read_job
+from planner.job import Job, parse_job, read_job
 from planner.plan import plan_job
 from runtime.config import parse_run_config
 
@@ -38,43 +38,34 @@ device = "cpu"
 """
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("profile")
-    (folder / "job.toml").write_text(JOB)
-    result = CliRunner().invoke(app, ["profile", "--job", str(folder / "job.toml"), "--rounds", "2", "--json",
-                                      "--out", str(folder / "out.toml")])
+def test_a_job_is_measured(tmp_path) -> None:
+    """One test, because measuring takes seconds."""
+    (tmp_path / "job.toml").write_text(JOB)
+    result = CliRunner().invoke(app, ["profile", "--job", str(tmp_path / "job.toml"), "--rounds", "2", "--json",
+                                      "--out", str(tmp_path / "out.toml")])
     assert result.exit_code == 0, result.output
-    return folder / "out.toml", json.loads(result.stdout)
-
-
-def test_the_job_file_is_complete(measured) -> None:
-    path, answer = measured
-    before, after = parse_job(JOB), read_job(path)
-    assert tomllib.loads(path.read_text()) == answer["job"]
+    text = (tmp_path / "out.toml").read_text()
+    assert tomllib.loads(text) == json.loads(result.stdout)["job"]
+    assert "2 of 2 pipelines" in text and "MiB a stage" in text and "over gloo" in text
+    before, after = parse_job(JOB), read_job(tmp_path / "out.toml")
     for name in ("name", "pipelines", "stages", "microbatches", "columns", "layers", "model", "training"):
         assert getattr(after, name) == getattr(before, name)
     assert parse_run_config(after.model, after.training) == parse_run_config(before.model, before.training)
     assert plan_job(after, time_limit=1).schedule.period_ticks > 0
+    require_sense(after)
 
 
-def test_the_numbers_make_sense(measured) -> None:
-    job = read_job(measured[0])
+def require_sense(job: Job) -> None:
     time, memory = job.time, job.memory
     assert memory is not None
-    assert all(0 < seconds < 1 for seconds in (*time.forward, *time.backward_weight, time.transfer))
+    assert all(0 < seconds < 5 for seconds in (*time.forward, *time.backward_weight, time.transfer))
     assert time.backward_input[0] < min(time.backward_input[1:]), "the first stage has no input gradient"
-    assert all(0 < seconds < 1 for seconds in (*time.optimizer, *time.all_reduce))
+    assert all(0 < seconds < 5 for seconds in (*time.optimizer, *time.all_reduce))
     block = 2 * 16 * 16 * 4 / 1024
     assert 10 * block < memory.activation[2] < 60 * block, "one block, KiB"
     assert 2 * block < memory.weight_stash[2] < 1.2 * memory.activation[2]
     assert memory.activation[1] == pytest.approx(2 * memory.activation[2], rel=0.15), "two blocks hold twice as much"
     assert min(memory.capacity) > 1024
-
-
-def test_comments_say_what_was_measured(measured) -> None:
-    text = measured[0].read_text()
-    assert "2 of 2 pipelines" in text and "MiB a stage" in text and "over gloo" in text
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path) -> None:
