@@ -21,15 +21,21 @@ from cli.plan import (
     make_plan,
     read_job_or_refuse,
 )
+from cli.survival import events, find_checkpoint, look_up, read_table, require_fit, scheduler, way_on
 from planner.job import Job
+from runtime.checkpoint import CheckpointError
 from runtime.config import ConfigError, RunConfig, parse_run_config
-from runtime.launch import RunError, RunResult, join, run
+from runtime.crew import Return
+from runtime.injection import Injection
+from runtime.launch import Resilience, RunError, RunResult, join, run
 from runtime.placement import PlacementError
 from runtime.rendezvous import Rendezvous, RendezvousError
 from schedules.check import check
 from schedules.schedule import Schedule
 
 MAX_ITERATIONS = 2**40
+KILL_PLACE = 2
+"""The op of its program before which --kill kills a worker: it is in the middle of things then."""
 
 
 def train(job: JobFile,
@@ -51,8 +57,24 @@ def train(job: JobFile,
               "Which of them this is. Node 0 plans and leads."))] = 0,
           rendezvous: Annotated[str | None, typer.Option("--rendezvous", metavar="HOST:PORT", help=(
               "Where node 0 can be reached by the others. Only in a network you trust."))] = None,
+          table: Annotated[Path | None, typer.Option("--table", metavar="DIR", help=(
+              "Take schedules from this table (`slipstream table`), the first one and those after failures. Without "
+              "one, and for failures outside it, they are planned on the spot."))] = None,
+          checkpoint_every: Annotated[int, typer.Option("--checkpoint-every", metavar="N", min=0, max=MAX_ITERATIONS,
+                                                        help=(
+              "Save a checkpoint to DIR/checkpoints of --out every N iterations and at the end; 0: never."))] = 0,
+          resume: Annotated[Path | None, typer.Option("--resume", metavar="DIR", help=(
+              "Go on from the newest checkpoint there: the --out of another run, or one checkpoint's folder. The grid "
+              "may be another."))] = None,
+          kill: Annotated[list[str] | None, typer.Option("--kill", metavar="D.S@ITERATION", help=(
+              "For rehearsals: have this worker killed in that iteration; may be repeated."))] = None,
+          bring_back: Annotated[list[str] | None, typer.Option("--return", metavar="D.S@ITERATION", help=(
+              "Start this worker again in that iteration, or when it is dead after that; may be repeated."))] = None,
+          heartbeat_timeout: Annotated[float, typer.Option("--heartbeat-timeout", metavar="SEC", min=0.1, max=3600,
+                                                           help=(
+              "Give up a worker that shows no sign of life for so long."))] = 5.0,
           json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """Train a job's model, one process a live worker, replaying a schedule.
+    """Train a job's model, one process a live worker, replaying a schedule; workers may die and come back.
 
     Writes schedule.json, losses.jsonl, trace.json, parameters/ and logs/ into --out. On several machines, run the
     same command on each, with --nodes, --node and --rendezvous.
@@ -68,16 +90,28 @@ def train(job: JobFile,
         if json:
             print_json({"node": node})
         return
+    loaded = None if table is None else read_table(table, wanted)
+    if schedule is not None and (failed or backward or optimizer):
+        refuse("--schedule says which workers are down and how to run: leave out --failed, --backward and --optimizer")
+    if loaded is not None and (backward or optimizer):
+        refuse("--table says how to run: leave out --backward and --optimizer")
+    resume_from = None if resume is None else find_checkpoint(resume)
+    kills, returns = events("--kill", kill, wanted), events("--return", bring_back, wanted)
     if schedule is not None:
-        if failed or backward or optimizer:
-            refuse("--schedule says which workers are down and how to run: leave out --failed, --backward and "
-                   "--optimizer")
         chosen = _fitting(schedule, wanted)
     else:
-        chosen = make_plan(wanted, parse_workers(failed or []), backward=backward, optimizer=optimizer, method=method,
-                           time_limit=time_limit, seed=seed or 0).schedule
-    with _refusals(), _progress(config.training.iterations) as tell:
-        result = run(chosen, config, out=folder, nodes=nodes, rendezvous=meeting, progress=tell)
+        down = parse_workers(failed or [])
+        chosen = look_up(loaded, down) or make_plan(
+            wanted, down, backward=loaded.basis.backward if loaded else backward, method=method, seed=seed or 0,
+            optimizer=loaded.basis.optimizer if loaded else optimizer, time_limit=time_limit).schedule
+    resilience = Resilience(
+        scheduler=scheduler(wanted, chosen, loaded), heartbeat_timeout_seconds=heartbeat_timeout,
+        checkpoints=folder / "checkpoints", checkpoint_every=checkpoint_every, resume=resume_from,
+        injections=tuple(Injection(worker, at, KILL_PLACE) for worker, at in kills),
+        returns=tuple(Return(worker, at) for worker, at in returns))
+    with _refusals(job, folder), _progress(config.training.iterations) as (tell, say):
+        result = run(chosen, config, out=folder, nodes=nodes, rendezvous=meeting, progress=tell, tell=say,
+                     resilience=resilience)
     if json:
         print_json(report(result))
     else:
@@ -90,7 +124,10 @@ def report(result: RunResult) -> dict[str, object]:
         "iterations": len(result.losses),
         "losses": [loss if math.isfinite(loss) else None for loss in result.losses],
         "parameter_digest": result.parameter_digest,
-        "recoveries": [],
+        "first_iteration": result.first_iteration,
+        "recoveries": [{"iteration": one.iteration, "dead": list(map(str, one.dead)),
+                        "returned": list(map(str, one.returned)), "reasons": list(one.reasons),
+                        "live": one.live, "seconds": one.seconds} for one in result.recoveries],
         "measured_period": result.measured_period_seconds,
         "planned_period": result.planned_period_seconds,
     }
@@ -103,6 +140,9 @@ def summary(result: RunResult) -> str:
         lines.append(f"{len(result.losses)} iterations, loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}")
         lines.append(f"period {duration(result.measured_period_seconds)} measured, "
                      f"{duration(result.planned_period_seconds)} planned with the job file's times")
+    if result.recoveries:
+        worst = max(one.seconds for one in result.recoveries)
+        lines.append(f"{len(result.recoveries)} times the workers changed, the longest pause was {duration(worst)}")
     lines.append(f"parameters {result.parameter_digest[:16]}, everything in {result.out}")
     return "\n".join(lines)
 
@@ -130,13 +170,7 @@ def _config(job: Job, path: Path, **overrides: object) -> RunConfig:
 def _fitting(path: Path, job: Job) -> Schedule:
     """The schedule in a file; exits 2 unless it is of this job's shape, 1 when it breaks a rule."""
     schedule = read_or_refuse(path)
-    grid = schedule.grid
-    for what, of_schedule, of_job in (
-            ("pipelines", grid.pipelines, job.pipelines), ("stages", grid.columns, job.stages),
-            ("micro-batches", list(grid.microbatches), list(job.microbatches)),
-            ("columns of virtual stages", [stage.column for stage in grid.stages], list(job.columns))):
-        if of_schedule != of_job:
-            refuse(f"{path}: made for another job: its {what} are {of_schedule}, the job's {of_job}")
+    require_fit(path, schedule.grid, job)
     violations = check(schedule)
     if violations:
         answer_no(f"{path}: breaks a rule: {violations[0]}")
@@ -144,24 +178,24 @@ def _fitting(path: Path, job: Job) -> Schedule:
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
+def _refusals(job: Path | None = None, folder: Path | None = None) -> Iterator[None]:
     """Ends the program with one line when a run cannot begin (exit 2), fails (1), or is interrupted (130)."""
     try:
         yield
-    except (ConfigError, PlacementError, RendezvousError) as error:
+    except (ConfigError, PlacementError, RendezvousError, CheckpointError) as error:
         refuse(error)
     except OSError as error:
         refuse(f"{error.filename or '--out'}: cannot be used: {error.strerror}")
     except RunError as error:
-        answer_no(error)
+        answer_no(f"{error}{way_on(job, folder)}")
     except KeyboardInterrupt:
         err.print("slipstream: interrupted; all workers are gone, and the losses so far are on disk", style="yellow")
         raise typer.Exit(130) from None
 
 
 @contextmanager
-def _progress(iterations: int) -> Iterator[Callable[[int, float], None]]:
-    """A bar on stderr, and above it a line for each iteration."""
+def _progress(iterations: int) -> Iterator[tuple[Callable[[int, float], None], Callable[[str], None]]]:
+    """A bar on stderr, and above it a line for each iteration, and for all that happens besides."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True) as bar:
         task = bar.add_task("starting the workers", total=iterations)
@@ -170,4 +204,7 @@ def _progress(iterations: int) -> Iterator[Callable[[int, float], None]]:
             bar.update(task, completed=iteration + 1, description=f"loss {loss:.4f}")
             bar.console.print(f"iteration {iteration:>6}  loss {loss:.6f}", highlight=False)
 
-        yield tell
+        def say(line: str) -> None:
+            bar.console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+        yield tell, say

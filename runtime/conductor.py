@@ -44,8 +44,15 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     returned: tuple[Worker, ...]
     reasons: tuple[str, ...]
     """Of each death."""
+    live: int
+    """Workers that take part from then on."""
     seconds: float
     """From the first death, or from the turn, until the first worker began its first op."""
+
+    def __str__(self) -> str:
+        back = [f"worker {worker} is back" for worker in self.returned]
+        causes = ", ".join([*self.reasons, *back]) or "a connection broke"
+        return f"{causes}: iteration {self.iteration} runs on {self.live} workers, {self.seconds:.2f} s later"
 
 
 class Conductor:
@@ -137,14 +144,17 @@ class Conductor:
             self._end_order()
         self._advance()
 
-    def started(self, report: Started) -> None:
-        """A member begins its first op."""
-        if report.order == self.number and (self._pending or self._returning or self._began):
-            self.recoveries.append(Recovery(
-                iteration=self._ledger.next_iteration, dead=tuple(worker for worker, _ in self._pending),
-                returned=tuple(sorted(self._returning)), reasons=tuple(reason for _, reason in self._pending),
-                seconds=time.monotonic() - self._began))
-            self._pending, self._returning, self._began = [], set(), 0.0
+    def started(self, report: Started) -> Recovery | None:
+        """A member begins its first op; the recovery that this ends, for the first of them."""
+        if report.order != self.number or not self._began:
+            return None
+        recovery = Recovery(
+            iteration=self._ledger.next_iteration, dead=tuple(worker for worker, _ in self._pending),
+            returned=tuple(sorted(self._returning)), reasons=tuple(reason for _, reason in self._pending),
+            live=len(self._members), seconds=time.monotonic() - self._began)
+        self.recoveries.append(recovery)
+        self._pending, self._returning, self._began = [], set(), 0.0
+        return recovery
 
     def finished(self, report: Finished) -> None:
         """A member has written its parameters."""

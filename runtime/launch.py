@@ -5,7 +5,7 @@ schedule, the others (`join`) are told there what they need.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
-from runtime.checkpoint import Checkpoint, identity_of, open_checkpoint
+from runtime.checkpoint import Checkpoint, CheckpointError, identity_of, latest, open_checkpoint
 from runtime.clipping import watches_gradients
 from runtime.comm import Transport, choose_transport
 from runtime.conductor import Conductor, Recovery, Scheduler
@@ -36,7 +36,7 @@ from runtime.rendezvous import Rendezvous, RendezvousError, connect_store, host_
 from runtime.report import Left, push
 from runtime.setup import JOIN_TIMEOUT, SETUP_KEY, Form, Setup
 from runtime.stage import boundaries
-from runtime.watch import POLL_SECONDS, LossLog, Progress, Watch
+from runtime.watch import POLL_SECONDS, LossLog, Progress, Tell, Watch
 from schedules import codec
 from schedules.check import check
 from schedules.schedule import Schedule
@@ -96,7 +96,8 @@ class Resilience:
 
 def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | None = None, nodes: int = 1,
         rendezvous: Rendezvous | None = None, traced: int = 3, nursery: Nursery | None = None,
-        progress: Progress | None = None, resilience: Resilience = Resilience()) -> RunResult:
+        progress: Progress | None = None, tell: Tell | None = None,
+        resilience: Resilience = Resilience()) -> RunResult:
     """Train by a schedule, from the first iteration or a checkpoint; on node 0 when there are several.
 
     Writes `schedule.json`, `losses.jsonl` (line by line as iterations are committed), `trace.json`, `parameters/` and
@@ -110,8 +111,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
     """
     device, model = _prepare(schedule, config)
     first = 0 if resilience.resume is None else resilience.resume.iteration
-    if resilience.resume is not None:
-        open_checkpoint(resilience.resume.path, identity_of(config, model.layers))
+    _check_checkpoints(resilience, identity_of(config, model.layers), first)
     workers = [seat.worker for seat in schedule.seats]
     dealt = deal_to_nodes(workers, nodes)
     transport = choose_transport(config.training.backend, device, max(len(dealt[0]), 1), _cards(device))
@@ -134,7 +134,8 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         crew = Crew(hands, store, {worker: node for node, share in enumerate(dealt) for worker in share},
                     resilience.returns, [worker for worker in schedule.grid.workers() if worker not in workers])
         watch = Watch(conductor, ledger, store, crew, out, LossLog(losses, progress),
-                      heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds, injections=resilience.injections)
+                      heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds, injections=resilience.injections,
+                      tell=tell)
         store.set(FOUNDING_KEY, codec.encode(schedule).decode())
         with _telling_others(store, watch, nodes), _processes(nursery, hands):
             watch.until_left()
@@ -236,6 +237,17 @@ def _setup(schedule: Schedule, config: RunConfig, model: LayeredModel, device: L
         resume=None if resilience.resume is None else str(resilience.resume.path.resolve()),
         checkpoints=None if resilience.checkpoints is None else str(resilience.checkpoints.resolve()),
         checkpoint_every=resilience.checkpoint_every, injections=resilience.injections)
+
+
+def _check_checkpoints(resilience: Resilience, identity: Mapping[str, object], first: int) -> None:
+    """Raises CheckpointError where going on from a checkpoint, or saving new ones, would not do what is expected."""
+    if resilience.resume is not None:
+        open_checkpoint(resilience.resume.path, identity)
+    if resilience.checkpoints is not None and resilience.checkpoint_every:
+        newest = latest(resilience.checkpoints)
+        if newest is not None and newest.iteration > first:
+            raise CheckpointError(f"{resilience.checkpoints}: holds a checkpoint of iteration {newest.iteration} "
+                                  "already; go on from it with --resume, or save to another folder")
 
 
 def _loss_file(path: Path, first: int) -> TextIO:

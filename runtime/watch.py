@@ -35,6 +35,8 @@ from schedules.schedule import Worker
 
 POLL_SECONDS = 0.02
 
+Tell = Callable[[str], None]
+"""Called with one line for people: a recovery, or something that went wrong and was survived."""
 Progress = Callable[[int, float], None]
 """Called with the number and the loss of each iteration that is committed, in order."""
 
@@ -93,7 +95,8 @@ class Watch:
     """Hears all reports and passes them on, until the workers have left or cannot go on."""
 
     def __init__(self, conductor: Conductor, ledger: Ledger, store: TCPStore, crew: Crew, out: Path, log: LossLog, *,
-                 heartbeat_timeout_seconds: float, injections: tuple[Injection, ...] = ()) -> None:
+                 heartbeat_timeout_seconds: float, injections: tuple[Injection, ...] = (),
+                 tell: Tell | None = None) -> None:
         self.left: set[int] = set()
         """Other nodes that know of the end."""
         self.notes: list[str] = []
@@ -105,6 +108,7 @@ class Watch:
         self._log = log
         self._hearts = Hearts(store, heartbeat_timeout_seconds)
         self._injections = injections
+        self._tell = tell or (lambda _: None)
         self._corpora: dict[str, Worker] = {}
 
     def until_left(self) -> None:
@@ -141,7 +145,9 @@ class Watch:
             case Settled():
                 self._commit(self._ledger.settled(report.order, report.factor))
             case Started():
-                self._conductor.started(report)
+                recovery = self._conductor.started(report)
+                if recovery is not None:
+                    self._tell(str(recovery))
             case Paused():
                 if report.settled is not None:
                     self._commit(self._ledger.settled(report.order, report.settled))
@@ -154,6 +160,7 @@ class Watch:
                 self._conductor.ready(report.worker)
             case Note():
                 self.notes.append(report.text)
+                self._tell(report.text)
             case Left():
                 self.left.add(report.node)
             case Failed():

@@ -58,9 +58,9 @@ def test_a_job_is_measured(tmp_path) -> None:
 def require_sense(job: Job) -> None:
     time, memory = job.time, job.memory
     assert memory is not None
-    assert all(0 < seconds < 5 for seconds in (*time.forward, *time.backward_weight, time.transfer))
+    assert all(seconds > 0 for seconds in (*time.forward, *time.backward_weight, time.transfer))
     assert time.backward_input[0] < min(time.backward_input[1:]), "the first stage has no input gradient"
-    assert all(0 < seconds < 5 for seconds in (*time.optimizer, *time.all_reduce))
+    assert all(seconds > 0 for seconds in (*time.optimizer, *time.all_reduce))
     block = 2 * 16 * 16 * 4 / 1024
     assert 10 * block < memory.activation[2] < 60 * block, "one block, KiB"
     assert 2 * block < memory.weight_stash[2] < 1.2 * memory.activation[2]

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,7 +36,8 @@ iterations = 4
 batch = 1
 device = "cpu"
 """
-KEYS = {"iterations", "losses", "parameter_digest", "recoveries", "measured_period", "planned_period"}
+KEYS = {"iterations", "first_iteration", "losses", "parameter_digest", "recoveries", "measured_period",
+        "planned_period"}
 
 
 @pytest.fixture
@@ -76,6 +78,53 @@ def test_plans_and_trains_and_says_how_it_went(job, tmp_path):
     assert losses == pytest.approx(answer["losses"][:2], abs=1e-12)
 
 
+def test_kills_returns_checkpoints_and_resuming_on_another_grid(job, tmp_path):
+    common = ("--dtype", "float64", "--method", "greedy", "--json")
+    whole = json.loads(train(job, *common, "--iterations", 30, "--out", tmp_path / "whole").stdout)
+    done = train(job, *common, "--iterations", 20, "--kill", "1.0@2", "--return", "1.0@3", "--kill", "0.1@15",
+                 "--checkpoint-every", 8, "--heartbeat-timeout", 2, "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout)
+    assert [one["dead"] for one in answer["recoveries"] if one["dead"]] == [["1.0"], ["0.1"]]
+    assert [one["returned"] for one in answer["recoveries"] if one["returned"]] == [["1.0"]]
+    assert answer["losses"] == pytest.approx(whole["losses"][:20], abs=1e-9)
+    assert "worker 1.0 was killed by SIGKILL: iteration 2 runs on 3 workers" in done.stderr
+    assert {path.name for path in (tmp_path / "out" / "checkpoints").iterdir()} == {"iteration-16", "iteration-20"}
+
+    job.write_text(JOB.replace("pipelines = 2", "pipelines = 1").replace("stages = 2", "stages = 3")
+                   .replace("microbatches = 2", "microbatches = 4"))
+    again = train(job, *common, "--iterations", 23, "--resume", tmp_path / "out", "--out", tmp_path / "out")
+    assert again.exit_code == 0, again.output
+    assert json.loads(again.stdout)["first_iteration"] == 20
+    lines = [json.loads(line) for line in (tmp_path / "out" / "losses.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == list(range(23))
+
+
+def test_a_lost_stage_ends_the_run_and_says_how_to_go_on(job, tmp_path):
+    kill = ("--kill", "0.1@5", "--kill", "1.1@7")
+    lost = train(job, "--method", "greedy", "--iterations", 20, *kill, "--checkpoint-every", 3, "--out", tmp_path / "o")
+    assert lost.exit_code == 1 and "stage 1 has no live worker left: worker 0.1 was killed" in lost.stderr
+    assert "7 iterations are committed" in lost.stderr
+    # The checkpoint of iteration 6 is still being written when the stage is lost, or done.
+    way_on = re.escape(f"slipstream train {job} --resume {tmp_path / 'o'}")
+    assert re.search(f"go on from iteration [36]: {way_on}", lost.stderr)
+
+
+def test_schedules_come_from_a_table(job, tmp_path):
+    table = tmp_path / "table"
+    made = CliRunner().invoke(app, ["table", str(job), "--max-failures", "1", "--method", "greedy", "--time-limit", "1",
+                                    "--out", str(table)])
+    assert made.exit_code == 0, made.output
+    done = train(job, "--table", table, "--kill", "0.0@1", "--json", "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    assert len(json.loads(done.stdout)["recoveries"]) == 1
+    refused = train(job, "--table", table, "--backward", "split")
+    assert refused.exit_code == 2 and "--table says how to run" in refused.stderr
+    job.write_text(JOB.replace("pipelines = 2", "pipelines = 3"))
+    refused = train(job, "--table", table)
+    assert refused.exit_code == 2 and "its pipelines are 2, the job's 3" in refused.stderr
+
+
 def test_ctrl_c_leaves_no_process(job, tmp_path):
     running = start(job, "--iterations", 100_000, "--method", "greedy", "--out", tmp_path / "out")
     losses = tmp_path / "out" / "losses.jsonl"
@@ -112,6 +161,11 @@ def test_one_command_a_node(job, tmp_path):
     (["--rendezvous", "nowhere"], "'nowhere' is no meeting point"),
     (["--schedule", "/no/such.json"], "/no/such.json: cannot be read"),
     (["--schedule", "x.json", "--failed", "1.0"], "leave out --failed"),
+    (["--kill", "1.0"], "--kill 1.0: expected D.S@ITERATION, for example 1.2@10"),
+    (["--kill", "x@3"], "'x' is no worker"),
+    (["--return", "7.0@3"], "--return 7.0@3: the job has no worker 7.0"),
+    (["--table", "/no/such"], "/no/such/index.json: cannot be read"),
+    (["--resume", "/no/such"], "--resume /no/such: no checkpoint is there"),
 ])
 def test_bad_options_are_refused_in_one_line(job, arguments, says):
     refused = train(job, *arguments)

@@ -40,7 +40,7 @@ def test_the_folder_holds_what_the_result_says(nursery, tmp_path):
     assert read(tmp_path / "schedule.json") == schedule
     assert read_trace(tmp_path / "trace.json") == result.trace
     assert result.planned_period_seconds == schedule.seconds(schedule.period_ticks)
-    assert 0 < result.measured_period_seconds < 5
+    assert result.measured_period_seconds > 0
     assert log_of(tmp_path) == ""
 
 

@@ -38,7 +38,7 @@ def test_killed_anywhere_in_an_iteration(worker, place, nursery, tmp_path):
     (recovery,) = result.recoveries
     assert recovery.dead == (Worker.parse(worker),) and recovery.iteration in (2, 3)
     assert recovery.reasons == (f"worker {worker} was killed by SIGKILL",)
-    assert 0 < recovery.seconds < 5
+    assert recovery.seconds > 0
 
 
 def test_a_stage_without_workers_ends_the_run_after_the_last_committed_iteration(nursery, tmp_path):
