@@ -5,7 +5,6 @@ its workers gets there). Edges are data dependencies, the order of ops on a work
 two workers. No cycle means no deadlock, whatever the real durations are.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -80,10 +79,7 @@ def transfers(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> li
     after its producer extends it to all nodes: every edge, also those between successive transfers of one pair of
     workers, points forward. Raises ValueError when the ops alone already wait for each other in a circle.
     """
-    return _transfers(op_graph(schedule, programs))
-
-
-def _transfers(graph: "nx.DiGraph[Node]") -> list[Transfer]:
+    graph = op_graph(schedule, programs)
     found = []
     for node in topological_order(graph):
         if not isinstance(node, Op) or node.kind not in (OpKind.F, *BACKWARDS):
@@ -119,25 +115,6 @@ def op_graph(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> "nx
         graph.add_nodes_from(nodes)
     for key, op in by_key.items():
         graph.add_edges_from((by_key[producer], op) for producer in producers(key, stages) if producer in by_key)
-    return graph
-
-
-def full_graph(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> "nx.DiGraph[Node]":
-    """The op graph with transfers between the ops they join, in order along each pair of workers.
-
-    Raises ValueError when the ops alone already wait for each other in a circle.
-    """
-    graph = op_graph(schedule, programs)
-    by_pair: dict[frozenset[Worker], list[Transfer]] = defaultdict(list)
-    for transfer in _transfers(graph):
-        by_pair[frozenset((transfer.source, transfer.target))].append(transfer)
-    for producer, consumer in list(graph.edges):
-        if isinstance(producer, Op) and isinstance(consumer, Op) and producer.worker != consumer.worker:
-            transfer = _transfer(producer, consumer)
-            graph.remove_edge(producer, consumer)
-            nx.add_path(graph, (producer, transfer, consumer))
-    for sequence in by_pair.values():
-        nx.add_path(graph, sequence)
     return graph
 
 

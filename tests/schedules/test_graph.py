@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from schedules.equal import equal_pipelines
 from schedules.graph import (
     Transfer,
-    full_graph,
     groups,
     op_graph,
     programs_of,
@@ -18,6 +17,25 @@ from schedules.graph import (
 )
 from schedules.schedule import Op, Worker
 from tests.generate import BROKEN, HEALTHY, by_hand, schedules
+
+
+def full_graph(schedule, programs):
+    """The op graph with transfers between the ops they join, in order along each pair of workers."""
+    graph = op_graph(schedule, programs)
+    by_pair = defaultdict(list)
+    for transfer in transfers(schedule, programs):
+        by_pair[frozenset((transfer.source, transfer.target))].append(transfer)
+        kinds = ("F",) if transfer.kind == "activation" else ("I", "B")
+        key = transfer.pipeline, transfer.microbatch
+        producer, consumer = (next(op for op in programs[worker] if op.stage == stage and op.kind in kinds
+                                   and (op.pipeline, op.microbatch) == key) for worker, stage in (
+            (transfer.source, transfer.stage - 1 if transfer.kind == "activation" else transfer.stage + 1),
+            (transfer.target, transfer.stage)))
+        graph.remove_edge(producer, consumer)
+        nx.add_path(graph, (producer, transfer, consumer))
+    for sequence in by_pair.values():
+        nx.add_path(graph, sequence)
+    return graph
 
 
 def test_transfers_by_hand():
