@@ -1,10 +1,10 @@
 """Tensors between workers: point to point, and summed over the workers of a stage.
 
-An `Epoch` holds the process groups of one quorum and is dropped whole with it. Groups come from torchft, whose
-`configure` makes them without the global state of torch.distributed.
+An `Epoch` holds the process groups of one quorum and is dropped whole with it. Groups come from torchft, which makes
+them without the global state of torch.distributed.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,13 +13,14 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import Work
 from torch.distributed.distributed_c10d import AllreduceOptions
 from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 
+from runtime.bulletin import Bulletin
 from runtime.config import ConfigError
 from runtime.membership import Quorum
-from runtime.rendezvous import Rendezvous
 from schedules.schedule import Worker
 
 Transport = Literal["gloo", "nccl"]
@@ -85,13 +86,15 @@ class Epoch:
     """What the members of one quorum say to each other, on one device each.
 
     `teams` holds, for each stage this worker hosts, all live workers that do; `sums` says whether `sum_over_all` will
-    be used. Gloo carries host memory only, so tensors of a GPU pass through pinned buffers. Gloo matches transfers by
-    tag; NCCL by their order, so every worker must issue its transfers in an order that all of them agree on (that of
+    be used. `store` is where the groups find each other; `require` may raise what shall end their waiting there. Gloo
+    carries host memory only, so tensors of a GPU pass through pinned buffers. Gloo matches transfers by tag; NCCL by
+    their order, so every worker must issue its transfers in an order that all of them agree on (that of
     `schedules.graph.transfers`).
     """
 
     def __init__(self, quorum: Quorum, worker: Worker, teams: Mapping[int, Sequence[Worker]], *, transport: Transport,
-                 device: torch.device, rendezvous: Rendezvous, sums: bool = False) -> None:
+                 device: torch.device, store: Store, sums: bool = False,
+                 require: Callable[[], None] = lambda: None) -> None:
         self.device = device
         self._staged = transport == "gloo" and device.type != "cpu"
         self._transport_device = torch.device("cpu") if self._staged else device
@@ -99,10 +102,18 @@ class Epoch:
         self._worker = worker
 
         def group(name: str, members: Sequence[Worker], transport: Transport = transport) -> ProcessGroup:
+            place, rank = f"epoch{quorum.number}/{name}", members.index(worker)
             with _speaking_of(f"meeting the workers of {name}"):
-                made = ProcessGroupNCCL(TIMEOUT) if transport == "nccl" else ProcessGroupGloo(TIMEOUT)
-                made.configure(f"{rendezvous}/epoch{quorum.number}/{name}", str(worker), members.index(worker),
-                               len(members), quorum_id=quorum.number)
+                if transport == "gloo":
+                    # What `configure` does, but that it would open another connection to the store.
+                    gloo = ProcessGroupGloo(TIMEOUT)
+                    gloo._pg = gloo._create_pg(Bulletin(store, f"{place}/", TIMEOUT, require), rank, len(members))
+                    return gloo
+                made = ProcessGroupNCCL(TIMEOUT)
+                # NCCL's own threads use the store, for as long as they live: not one that they share, nor Python.
+                assert isinstance(store, TCPStore)
+                made.configure(f"{store.host}:{store.port}/{place}", str(worker), rank, len(members),
+                               quorum_id=quorum.number)
             return made
 
         everyone = sorted(quorum.ranks, key=quorum.ranks.__getitem__)

@@ -227,7 +227,7 @@ class _Prober:
         self._meet(store, "measured by all", max(task.computing, task.talking))
         all_reduce, transfer = [0.0] * len(task.ranges), 0.0
         if task.talking > 1 and task.rank < task.talking:
-            all_reduce, transfer = self._talk()
+            all_reduce, transfer = self._talk(store)
         self._meet(store, "end", max(task.computing, task.talking))
         return _Answer(stages, all_reduce, transfer, waiting)
 
@@ -237,14 +237,14 @@ class _Prober:
                       loss_scale=1 / self._task.microbatches, config=self._task.config)
         return _Bench(stage, self._boundaries[index], self._task.config, self._data, self._device)
 
-    def _talk(self) -> tuple[list[float], float]:
+    def _talk(self, store: TCPStore) -> tuple[list[float], float]:
         """Seconds of the all-reduce of each stage, and of a transfer of the largest activation."""
         task = self._task
         everyone = [Worker(rank, 0) for rank in range(task.talking)]
         me, team = everyone[task.rank], everyone[:task.team]
         epoch = Epoch(Quorum(1, {worker: rank for rank, worker in enumerate(everyone)}), me,
                       {0: team} if me in team else {}, transport=task.transport, device=self._device,
-                      rendezvous=task.rendezvous)
+                      store=store)
         largest = max((one for one in self._boundaries[:-1]), key=_output_bytes, default=self._boundaries[-1])
         transfer = self._median(lambda: _ping_pong(epoch, task.rank, everyone, largest, self._device) / 2)
         all_reduce = []

@@ -28,7 +28,7 @@ from runtime.orders import Factor, Train, turn_key
 from runtime.placement import team
 from runtime.pulse import Pulse
 from runtime.recorder import Recorder
-from runtime.rendezvous import Rendezvous, RendezvousError
+from runtime.rendezvous import RendezvousError
 from runtime.report import Paused, Ran, Settled, Started, push
 from runtime.setup import Setup
 from runtime.stage import Boundary
@@ -43,7 +43,6 @@ class Plant:
 
     worker: Worker
     store: TCPStore
-    rendezvous: Rendezvous
     setup: Setup
     device: torch.device
     layers: int
@@ -109,8 +108,8 @@ class Shift:
         members = sorted(seat.worker for seat in self._schedule.seats)
         return Epoch(Quorum(order.number, {worker: rank for rank, worker in enumerate(members)}), self._worker,
                      {index: team(self._schedule, index) for index in self._needed()},
-                     transport=plant.setup.transport, device=plant.device, rendezvous=plant.rendezvous,
-                     sums=watches_gradients(plant.setup.config.training))
+                     transport=plant.setup.transport, device=plant.device, store=plant.store,
+                     sums=watches_gradients(plant.setup.config.training), require=self._meeting.require)
 
     def _needed(self) -> tuple[int, ...]:
         return self._schedule.grid.stages_of(self._schedule.seat_of[self._worker].role.column)

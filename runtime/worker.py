@@ -76,7 +76,7 @@ class _Worker:
         self._model = model
         self._holdings = Holdings(self._build)
         self._plant = Plant(
-            worker=birth.worker, store=store, rendezvous=birth.rendezvous, setup=setup, device=device,
+            worker=birth.worker, store=store, setup=setup, device=device,
             layers=model.layers, corpus=load_corpus(setup.config), holdings=self._holdings, pulse=pulse,
             boundaries=[form.boundary() for form in setup.forms],
             injector=Injector(setup.injections, birth.worker, store),

@@ -18,19 +18,18 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def epochs():
     """Those of three workers, in one process; the last two hold stage 1 together."""
-    store, rendezvous = host_store()
+    store, _ = host_store()
     quorum = Quorum(1, {worker: rank for rank, worker in enumerate(WORKERS)})
 
     def make(worker: Worker) -> Epoch:
         teams = {0: [WORKERS[0]]} if worker.column == 0 else {1: WORKERS[1:]}
-        return Epoch(quorum, worker, teams, transport="gloo", device=CPU, rendezvous=rendezvous)
+        return Epoch(quorum, worker, teams, transport="gloo", device=CPU, store=store)
 
     with ThreadPoolExecutor(3) as pool:
         made = list(pool.map(make, WORKERS, timeout=20))
     yield made
     for epoch in made:
         epoch.drop()
-    del store
 
 
 def test_tags_keep_tensors_apart_whatever_the_order(epochs):

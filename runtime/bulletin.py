@@ -1,0 +1,63 @@
+"""Where the members of a process group leave their addresses: a corner of the store, over a connection that is there.
+
+Torch would open a connection of its own for each group, and each would ask the name server for the name of the other
+end (`::ffff:127.0.0.1` is in no hosts file), on both ends, before a byte is sent. Where a packet to the name server is
+lost, that takes 5 seconds, in the middle of a recovery. Besides, who waits here can be called off.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
+
+FIRST_PAUSE_SECONDS = 0.0005
+LONGEST_PAUSE_SECONDS = 0.005
+
+
+class Bulletin(Store):
+    """One group's keys.
+
+    Parameters
+    ----------
+    wait_for
+        How long to wait for a key.
+    require
+        Raises what shall end a wait; called often.
+    """
+
+    def __init__(self, store: Store, prefix: str, wait_for: timedelta, require: Callable[[], None]) -> None:
+        super().__init__()
+        self._store = store
+        self._prefix = prefix
+        self._wait_for = wait_for
+        self._require = require
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        """Leave a value."""
+        self._store.set(self._prefix + key, value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value. Raises DistStoreError."""
+        self.wait([key])
+        return self._store.get(self._prefix + key)
+
+    def add(self, key: str, amount: int) -> int:
+        """Count."""
+        return self._store.add(self._prefix + key, amount)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all values are there."""
+        return self._store.check([self._prefix + key for key in keys])
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait for values. Raises DistStoreError when they do not come in time."""
+        deadline = time.monotonic() + (timeout or self._wait_for).total_seconds()
+        pause = FIRST_PAUSE_SECONDS
+        while not self.check(keys):
+            self._require()
+            if time.monotonic() > deadline:
+                raise DistStoreError(f"waited in vain for {', '.join(keys)}")
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
