@@ -43,7 +43,7 @@ def _process_events(schedule: Schedule, title: str, block: int, programs: Progra
         role = schedule.seat_of[worker].role if worker in schedule.seat_of else worker
         for op in ops:
             yield _slice(op, role, process(worker), tick_seconds)
-    for producer, consumer in _crossings(programs, len(schedule.grid.stages)):
+    for producer, consumer in _crossings(programs, schedule.grid.depth):
         flow = {"name": "activation" if consumer.kind is OpKind.F else "gradient", "cat": "transfer",
                 "id": next(flows)}
         yield flow | {"ph": "s"} | _inside(producer, process(producer.worker), tick_seconds)

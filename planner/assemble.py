@@ -75,7 +75,8 @@ def _closing(problem: Problem, ready: Sequence[int]) -> list[Program]:
     programs = []
     for column, clock in enumerate(ready):
         ops = []
-        for stage in problem.grid.stages_of(column):
+        # The same order of copies on all columns that hold them.
+        for stage in sorted(problem.grid.stages_of(column), key=problem.grid.original):
             ops.append(ProgramOp(OpKind.A, stage, None, clock))
             clock += problem.times.all_reduce[stage]
         begin = max(clock, *ready) if problem.optimizer == "synchronous" else clock

@@ -12,9 +12,9 @@ def one_f_one_b(problem: Problem) -> Solution:
 
     Stage v of V holds at most V - v micro-batches between F and B; a backward is never postponed or torn apart.
     """
-    depth = len(problem.grid.stages)
+    grid = problem.grid
     policy = Policy(forward_order="oldest", eager_weights=True,
-                    in_flight=tuple(depth - stage for stage in range(depth)))
+                    in_flight=tuple(grid.depth - grid.original(stage) for stage in range(len(grid.stages))))
     dense = Dense(problem, deal(problem, "round-robin"))
     order = list_order(dense, policy)
     return dense.solution(order, dense.earliest(order))

@@ -32,8 +32,8 @@ def _least_makespan(problem: Problem, column: int) -> tuple[int, int]:
     """
     live = problem.live_by_column[column]
     stages = problem.grid.stages_of(column)
-    total = problem.grid.total_microbatches
     if len(stages) == 1:
+        total = problem.grid.total_microbatches
         # Greedy splitting of equal units over machines of fixed speeds is optimal for the makespan.
         cost = {host: _unit_cost(problem, stages[0], host) for host in live}
         if len(set(cost.values())) == 1:
@@ -47,8 +47,15 @@ def _least_makespan(problem: Problem, column: int) -> tuple[int, int]:
             busiest = max(busiest, load)
             heapq.heappush(loads, (load + price, price))
         return busiest, 0
-    work = sum(min(_unit_cost(problem, stage, host) for host in live) for stage in stages) * total
+    work = sum(min(_unit_cost(problem, stage, host) for host in live) * _along(problem, stage) for stage in stages)
     return -(-work // len(live)), 0
+
+
+def _along(problem: Problem, stage: int) -> int:
+    """Micro-batches of all pipelines that visit a stage in an iteration."""
+    chains = problem.grid.chains
+    chain = stage // problem.grid.depth
+    return sum(len(range(chain, count, chains)) for count in problem.grid.microbatches)
 
 
 def _round_trip(problem: Problem, stage: int) -> int:
@@ -97,13 +104,13 @@ def _synchronous_bound(problem: Problem, column: int) -> int:
     The busiest worker cannot start before a micro-batch has come through the earlier stages; its window bound then
     runs in full. The optimizer step of whichever worker ends last follows the last compute op of the job.
     """
-    first = problem.grid.stages_of(column)[0]
-    return _reach(problem, first) + _window_bound(problem, column)
+    return min(_reach(problem, stage) for stage in problem.grid.stages_of(column)) + _window_bound(problem, column)
 
 
 def _reach(problem: Problem, stage: int) -> int:
     """Least ticks before the first F of a stage may start."""
-    return sum(problem.fastest(OpKind.F, earlier) + _hop(problem, earlier) for earlier in range(stage))
+    first = stage - problem.grid.original(stage)
+    return sum(problem.fastest(OpKind.F, earlier) + _hop(problem, earlier) for earlier in range(first, stage))
 
 
 def _chain_bound(problem: Problem, stage: int) -> int:

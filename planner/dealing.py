@@ -16,7 +16,8 @@ def deal(problem: Problem, dealing: Dealing) -> dict[Unit, int]:
         live = problem.live_by_column[problem.column_of[stage]]
         orphans = []
         for pipeline, count in enumerate(problem.grid.microbatches):
-            units = [Unit(stage, pipeline, microbatch) for microbatch in range(count)]
+            units = [Unit(stage, pipeline, microbatch) for microbatch in range(count)
+                     if stage in problem.grid.path(microbatch)]
             if pipeline in problem.hosts(stage, pipeline) and len(problem.hosts(stage, pipeline)) == 1:
                 hosts.update(dict.fromkeys(units, problem.hosts(stage, pipeline)[0]))
             else:

@@ -121,7 +121,7 @@ def _helpers_wanted(problem: Problem, dead: dict[int, Columns], team: Sequence[i
     """Healthy pipelines with which no helper runs more than one micro-batch of others, if that is not too large."""
     count = problem.grid.microbatches[0]
     down = max(sum(column in dead[pipeline] for pipeline in team) for column in range(problem.grid.columns))
-    ops = count * len(problem.grid.stages) * len(problem.kinds)
+    ops = count * problem.grid.depth * len(problem.kinds)
     return min(down * count, LARGEST_GROUP // ops)
 
 

@@ -24,11 +24,13 @@ class Dense:
         self.hosts = hosts
         self.units = list(problem.units())
         self.kinds = len(problem.kinds)
-        self.depth = len(problem.grid.stages)
+        self.depth = problem.grid.depth
         self.roles = list(problem.player)
         index = {role: lane for lane, role in enumerate(self.roles)}
         host = [hosts[unit] for unit in self.units]
         self.stage = [unit.stage for unit in self.units]
+        self.place = [stage % self.depth for stage in self.stage]
+        """Of each unit's stage in its chain."""
         self.lane = [index[problem.role(unit.stage, where)] for unit, where in zip(self.units, host, strict=True)]
         self.length = [problem.cost(kind, unit.stage, where) for unit, where in zip(self.units, host, strict=True)
                        for kind in problem.kinds]
@@ -38,10 +40,10 @@ class Dense:
 
     def _hops(self, host: Sequence[int]) -> list[int]:
         """For each unit, ticks between its worker and that of the same micro-batch at the next stage."""
-        last, problem = self.depth - 1, self.problem
+        problem = self.problem
         if not problem.times.transfer:
             return [0] * len(self.units)
-        return [0 if stage == last else problem.hop(stage, host[unit], stage + 1, host[unit + 1])
+        return [0 if problem.grid.is_last(stage) else problem.hop(stage, host[unit], stage + 1, host[unit + 1])
                 for unit, stage in enumerate(self.stage)]
 
     def starts(self, solution: Solution) -> list[int]:
@@ -61,16 +63,16 @@ class Dense:
         """Start ticks by op code: every op as early as the order allows."""
         start = [0] * len(self.length)
         free = [0] * len(self.roles)
-        kinds, last, stage, lane, hop, length = self.kinds, self.depth - 1, self.stage, self.lane, self.hop, self.length
+        kinds, last, place, lane, hop, length = self.kinds, self.depth - 1, self.place, self.lane, self.hop, self.length
         for op in order:
             unit, kind = divmod(op, kinds)
             worker = lane[unit]
             begin = free[worker]
             if kind == 0:
-                if stage[unit]:
+                if place[unit]:
                     before = op - kinds
                     begin = max(begin, start[before] + length[before] + hop[unit - 1])
-            elif kind == 2 or stage[unit] == last:
+            elif kind == 2 or place[unit] == last:
                 begin = max(begin, start[op - 1] + length[op - 1])
             else:
                 before = op + kinds
@@ -83,16 +85,16 @@ class Dense:
         """Start ticks by op code: every op as late as the order and the deadline of its column allow."""
         start = [0] * len(self.length)
         free = [deadline[column] for column in self.column]
-        kinds, last, stage, lane, hop, length = self.kinds, self.depth - 1, self.stage, self.lane, self.hop, self.length
+        kinds, last, place, lane, hop, length = self.kinds, self.depth - 1, self.place, self.lane, self.hop, self.length
         for op in reversed(order):
             unit, kind = divmod(op, kinds)
             worker = lane[unit]
             end = free[worker]
             if kind == 0:
-                after = op + 1 if stage[unit] == last else op + kinds
+                after = op + 1 if place[unit] == last else op + kinds
                 end = min(end, start[after] - hop[unit])
             elif kind == 1:
-                if stage[unit]:
+                if place[unit]:
                     end = min(end, start[op - kinds] - hop[unit - 1])
                 if kinds == 3:
                     end = min(end, start[op + 1])
@@ -100,13 +102,14 @@ class Dense:
         return start
 
     def ends(self, start: Sequence[int]) -> list[int]:
-        """When the last op of each column ends."""
+        """When the last op of each column ends, and of those that reduce gradients together with it."""
         last = [0] * self.problem.grid.columns
+        group = [self.problem.tied[column] for column in self.column]
         for unit, lane in enumerate(self.lane):
             op = (unit + 1) * self.kinds - 1
-            column = self.column[lane]
-            last[column] = max(last[column], start[op] + self.length[op])
-        return last
+            tied = group[lane]
+            last[tied] = max(last[tied], start[op] + self.length[op])
+        return [last[tied] for tied in self.problem.tied]
 
     def period(self, start: Sequence[int]) -> int:
         """The period that these starts give."""

@@ -69,16 +69,17 @@ class _Simulation:
         self._dense = dense
         self._policy = policy
         self._last = dense.depth - 1
+        self._place = dense.place
         memory = problem.memory
         lanes = [_Lane(memory.capacity[role.column] if memory else None, limits)
                  for role, limits in zip(dense.roles, self._limits(), strict=True)]
         self._lane = [lanes[lane] for lane in dense.lane]
         self._hop = [0] * len(dense.units) if policy.ignore_transfers else dense.hop
-        stages = range(dense.depth)
+        stages = range(len(problem.grid.stages))
         self._hold = [problem.hold(stage) for stage in stages]
         self._stash = [problem.stash(stage) for stage in stages]
         self._reserve = [self._deeper_hold(stage) for stage in stages]
-        self._mixed = dense.depth > problem.grid.columns
+        self._mixed = len(stages) > problem.grid.columns
         self._rank = self._ranks()
         self._order: list[int] = []
         self._events: list[tuple[int, int, int]] = []
@@ -96,9 +97,10 @@ class _Simulation:
         return [[limit * factor for limit in limits] for factor in factors]
 
     def _deeper_hold(self, stage: int) -> int:
-        """Room kept free for the later virtual stages of the same worker."""
-        problem = self._dense.problem
-        return sum(self._hold[other] for other in problem.grid.stages_of(problem.column_of[stage]) if other > stage)
+        """Room kept free for the virtual stages of the same worker that lie deeper in their chain."""
+        grid = self._dense.problem.grid
+        return sum(self._hold[other] for other in grid.stages_of(grid.stages[stage].column)
+                   if grid.original(other) > grid.original(stage))
 
     def _ranks(self) -> list[int]:
         """Units by micro-batch, then pipeline: older micro-batches go first, those of several pipelines in turn."""
@@ -107,8 +109,8 @@ class _Simulation:
 
     def run(self) -> Order:
         events, lanes = self._events, self._lane
-        for unit, stage in enumerate(self._dense.stage):
-            if stage == 0:
+        for unit, place in enumerate(self._place):
+            if place == 0:
                 heappush(events, (0, READY_F, unit))
         kinds = self._dense.kinds
         while events:
@@ -135,17 +137,17 @@ class _Simulation:
     def _enqueue(self, lane: _Lane, unit: int, what: int) -> None:
         if lane.arrivals and lane.arrivals[0] <= self._clock:
             heappop(lane.arrivals)
-        rank, stage = self._rank[unit], self._dense.stage[unit]
+        rank, place = self._rank[unit], self._place[unit]
         if what == READY_I:
             heappop(lane.gradients)
-            heappush(lane.backward, (rank * self._dense.depth + stage, unit))
+            heappush(lane.backward, (rank * self._dense.depth + place, unit))
         else:
-            key = (-stage, rank, unit) if self._policy.forward_order == "deepest" else (rank, -stage, unit)
+            key = (-place, rank, unit) if self._policy.forward_order == "deepest" else (rank, -place, unit)
             heappush(lane.forward, key)
 
     def _start(self, lane: _Lane, op: int) -> None:
         unit, kind = divmod(op, self._dense.kinds)
-        stage = self._dense.stage[unit]
+        stage, place = self._dense.stage[unit], self._place[unit]
         self._order.append(op)
         end = self._clock + self._dense.length[op]
         lane.busy = True
@@ -153,11 +155,11 @@ class _Simulation:
         if kind == 0:
             lane.used += self._hold[stage]
             lane.in_flight[stage] += 1
-            if stage < self._last:
+            if place < self._last:
                 self._announce(READY_F, unit + 1, end + self._hop[unit])
             else:
                 self._announce(READY_I, unit, end)
-        elif kind == 1 and stage:
+        elif kind == 1 and place:
             self._announce(READY_I, unit - 1, end + self._hop[unit - 1])
 
     def _announce(self, what: int, unit: int, time: int) -> None:
@@ -209,10 +211,10 @@ class _Simulation:
         return None
 
     def _fits(self, lane: _Lane, unit: int) -> bool:
-        """Whether an F may start: room for it, and still for one micro-batch at each later stage of this worker.
+        """Whether an F may start: room for it, and still for one micro-batch at each deeper stage of this worker.
 
-        That reserve rules out deadlock: of the micro-batches in flight, look at those furthest forward, at stage v.
-        Whatever fills the worker of stage v+1 is at earlier stages, and was admitted only while room for stage v+1
+        That reserve rules out deadlock: of the micro-batches in flight, look at those furthest forward, at place v of
+        their chain. Whatever fills the next worker is at earlier places, and was admitted only while room for place v+1
         was left. So one of them can always go on, and gradients never need more room than was set aside.
         """
         stage = self._dense.stage[unit]

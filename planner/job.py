@@ -17,7 +17,7 @@ from schedules.schedule import Worker
 
 MAX_JOB_BYTES = 2**20
 _T = TypeVar("_T")
-ORDERS = ("linear", "interleaved", "v")
+ORDERS = ("linear", "interleaved", "v", "bidirectional")
 
 
 class JobError(ValueError):
@@ -57,6 +57,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     memory: StageMemory | None = None
     columns: tuple[int, ...]
     """The worker column of each virtual stage."""
+    chains: int = 1
+    """Runs of equal length that the virtual stages fall into; each micro-batch visits one (see `Grid`)."""
     layers: tuple[int, ...] | None = None
     """Model layers of each virtual stage, where the job says so."""
     model: Mapping[str, Any] = {}
@@ -145,23 +147,27 @@ def _job(table: _Table) -> Job:
     stages = table.count("stages", high=MAX_WORKERS // pipelines)
     microbatches = table.counts("microbatches", pipelines, "pipeline", low=1, high=MAX_MICROBATCHES)
     placement = table.table("placement")
-    columns = _columns(placement, stages)
+    columns, chains = _columns(placement, stages)
+    # Copies of a stage are alike, so lists in the file have one value for all of them.
+    virtual = len(columns) // chains
     layers = None
     if placement.has("layers"):
-        layers = placement.counts("layers", len(columns), "virtual stage", low=0, high=MAX_WORKERS)
+        layers = placement.counts("layers", virtual, "virtual stage", low=0, high=MAX_WORKERS) * chains
     placement.finish()
-    time = _times(table.table("time"), len(columns), pipelines, stages)
-    memory = _memory(table.table("memory"), len(columns), stages) if table.has("memory") else None
+    time = _times(table.table("time"), virtual, chains, pipelines, stages)
+    memory = _memory(table.table("memory"), virtual, chains, stages) if table.has("memory") else None
     model, training = table.take("model", {}), table.take("training", {})
     for key, value in (("model", model), ("training", training)):
         if not isinstance(value, dict):
             raise JobError(f"{key} is {_show(value)}; expected a table")
     table.finish()
     return Job(name=name, pipelines=pipelines, stages=stages, microbatches=microbatches, time=time, memory=memory,
-               columns=columns, layers=layers, model=model, training=training)
+               columns=columns, chains=chains, layers=layers, model=model, training=training)
 
 
-def _columns(table: _Table, stages: int) -> tuple[int, ...]:
+def _columns(table: _Table, stages: int) -> tuple[tuple[int, ...], int]:
+    """The column of each virtual stage, and the number of chains."""
+    given = table.has("chunks")
     chunks = table.count("chunks", 1, high=64)
     order = table.take("order", "linear")
     count = chunks * stages
@@ -170,25 +176,31 @@ def _columns(table: _Table, stages: int) -> tuple[int, ...]:
         if sorted(columns) != sorted(list(range(stages)) * chunks):
             raise JobError(f"placement.order is {_show(order)}; expected each of the {stages} columns {chunks} times "
                            "(chunks)")
-        return columns
+        return columns, 1
+    if order == "bidirectional":
+        if given or stages % 2:
+            clash = f"chunks = {chunks}" if given else f"{stages} stages"
+            raise JobError(f"placement.order is 'bidirectional' with {clash}; expected an even number of stages, and "
+                           "no chunks: a worker holds one stage of each direction")
+        return (*range(stages), *reversed(range(stages))), 2
     if order == "linear":
-        return tuple(index // chunks for index in range(count))
+        return tuple(index // chunks for index in range(count)), 1
     if order == "interleaved":
-        return tuple(index % stages for index in range(count))
+        return tuple(index % stages for index in range(count)), 1
     if order == "v":
         return tuple(index % stages if index // stages % 2 == 0 else stages - 1 - index % stages
-                     for index in range(count))
+                     for index in range(count)), 1
     raise JobError(f"placement.order is {_show(order)}; expected one of {', '.join(ORDERS)}, or a list of columns")
 
 
-def _times(table: _Table, virtual: int, pipelines: int, stages: int) -> StageTimes:
+def _times(table: _Table, virtual: int, chains: int, pipelines: int, stages: int) -> StageTimes:
     per = "virtual stage" if virtual != stages else "stage"
     times = StageTimes(
-        forward=table.numbers("forward", virtual, per),
-        backward_input=table.numbers("backward_input", virtual, per),
-        backward_weight=table.numbers("backward_weight", virtual, per),
-        optimizer=table.numbers("optimizer", virtual, per, 0.0),
-        all_reduce=table.numbers("all_reduce", virtual, per, 0.0),
+        forward=table.numbers("forward", virtual, per) * chains,
+        backward_input=table.numbers("backward_input", virtual, per) * chains,
+        backward_weight=table.numbers("backward_weight", virtual, per) * chains,
+        optimizer=table.numbers("optimizer", virtual, per, 0.0) * chains,
+        all_reduce=table.numbers("all_reduce", virtual, per, 0.0) * chains,
         transfer=table.number("transfer", 0.0),
         slow=_slow(table.take("slow", {}), pipelines, stages))
     table.finish()
@@ -214,11 +226,11 @@ def _slow(table: object, pipelines: int, stages: int) -> tuple[tuple[Worker, flo
     return tuple(sorted(slow))
 
 
-def _memory(table: _Table, virtual: int, stages: int) -> StageMemory:
+def _memory(table: _Table, virtual: int, chains: int, stages: int) -> StageMemory:
     per = "virtual stage" if virtual != stages else "stage"
     memory = StageMemory(capacity=table.numbers("capacity", stages, "stage"),
-                         activation=table.numbers("activation", virtual, per, 1.0),
-                         weight_stash=table.numbers("weight_stash", virtual, per, 0.0))
+                         activation=table.numbers("activation", virtual, per, 1.0) * chains,
+                         weight_stash=table.numbers("weight_stash", virtual, per, 0.0) * chains)
     table.finish()
     return memory
 

@@ -48,6 +48,16 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tuple(stage.column for stage in self.grid.stages)
 
     @cached_property
+    def tied(self) -> tuple[int, ...]:
+        """For each column, the first of those whose workers reduce gradients together; with one chain, itself."""
+        first = list(range(self.grid.columns))
+        for index, column in enumerate(self.column_of):
+            original = self.column_of[self.grid.original(index)]
+            low, high = sorted((first[original], first[column]))
+            first = [low if group == high else group for group in first]
+        return tuple(first)
+
+    @cached_property
     def kinds(self) -> tuple[OpKind, ...]:
         """The compute ops of a unit, in order."""
         return (OpKind.F, OpKind.I, OpKind.W) if self.backward == "split" else (OpKind.F, OpKind.B)
@@ -113,13 +123,13 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Every unit of the given pipelines (default: all), by pipeline, micro-batch, stage."""
         for pipeline in range(self.grid.pipelines) if pipelines is None else pipelines:
             for microbatch in range(self.grid.microbatches[pipeline]):
-                for stage in range(len(self.grid.stages)):
+                for stage in self.grid.path(microbatch):
                     yield Unit(stage, pipeline, microbatch)
 
     @property
     def operations(self) -> int:
         """Compute ops in one iteration: the size of the problem."""
-        return self.grid.total_microbatches * len(self.grid.stages) * len(self.kinds)
+        return self.grid.total_microbatches * self.grid.depth * len(self.kinds)
 
 
 def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode = "split",
@@ -129,7 +139,8 @@ def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backward
     Raises NoPlanError when a stage has no live worker or a worker cannot hold a single micro-batch.
     """
     roles = roles or {}
-    grid = Grid(pipelines=job.pipelines, columns=job.stages, microbatches=job.microbatches, stages=_stages(job))
+    grid = Grid(pipelines=job.pipelines, columns=job.stages, microbatches=job.microbatches, stages=_stages(job),
+                chains=job.chains)
     tick = _tick(job)
     down = frozenset(failed)
     player = {roles.get(worker, worker): worker for worker in grid.workers() if worker not in down}
@@ -143,7 +154,8 @@ def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backward
 def _stages(job: Job) -> tuple[Stage, ...]:
     if job.layers is None:
         return tuple(Stage(column=column) for column in job.columns)
-    ends = [sum(job.layers[:index + 1]) for index in range(len(job.layers))]
+    depth = len(job.layers) // job.chains
+    ends = [sum(job.layers[index // depth * depth:index + 1]) for index in range(len(job.layers))]
     return tuple(Stage(column=column, layers=(end - count, end))
                  for column, count, end in zip(job.columns, job.layers, ends, strict=True))
 
@@ -211,7 +223,7 @@ def _require_feasible(problem: Problem) -> None:
     for column, capacity in enumerate(memory.capacity):
         # One micro-batch must be able to pass through all virtual stages of a worker and come back.
         held = 0
-        for stage in reversed(problem.grid.stages_of(column)):
+        for stage in sorted(problem.grid.stages_of(column), key=problem.grid.original, reverse=True):
             need = held + problem.hold(stage)
             if need > capacity:
                 raise NoPlanError(f"a worker of stage {column} has room for {capacity * memory.unit:g}, but one "

@@ -106,8 +106,8 @@ def _grid(problem: Problem) -> Iterator[Policy]:
 
 def _limits(problem: Problem, slope: float, extra: int) -> tuple[int, ...]:
     """Micro-batches in flight, more at early stages, whose gradients come back late."""
-    depth = len(problem.grid.stages)
-    return tuple(max(1, int(slope * (depth - stage)) + extra) for stage in range(depth))
+    grid = problem.grid
+    return tuple(max(1, int(slope * (grid.depth - grid.original(stage))) + extra) for stage in range(len(grid.stages)))
 
 
 def _step_at_random(best: _Best, random: random.Random) -> None:
@@ -123,7 +123,7 @@ def _step_at_random(best: _Best, random: random.Random) -> None:
 
 def _changed(problem: Problem, policy: Policy, random: random.Random) -> Policy:
     """A neighbour: other limits on some stages, or another patience, or blind to transfers or not."""
-    depth = len(problem.grid.stages)
+    stages = len(problem.grid.stages)
     what = random.random()
     if what < 0.15:
         return msgspec.structs.replace(policy, patience=random.choice((0.0, 0.25, 0.5, 0.75, 1.0)))
@@ -134,8 +134,8 @@ def _changed(problem: Problem, policy: Policy, random: random.Random) -> Policy:
     if what < 0.45 and problem.failed:
         return msgspec.structs.replace(policy, load_share=random.choice((0.0, 0.5, 1.0, 1.5, 2.0)))
     limits = list(policy.in_flight or _limits(problem, 2.0, 0))
-    first = random.randrange(depth)
+    first = random.randrange(stages)
     step = random.choice((-2, -1, 1, 2))
-    for stage in range(first, random.randrange(first, depth) + 1):
+    for stage in range(first, random.randrange(first, stages) + 1):
         limits[stage] = max(1, limits[stage] + step)
     return msgspec.structs.replace(policy, in_flight=tuple(limits))

@@ -140,19 +140,21 @@ def _each_once(case: _Case) -> Iterator[Violation]:
     schedule, kinds = case.schedule, case.kinds
     seen: dict[OpKey, Op] = {}
     for op in case.compute():
-        key = (_, _, pipeline, microbatch) = op_key(op)
+        key = (_, stage, pipeline, microbatch) = op_key(op)
         if op.kind not in kinds:
             yield Violation("each-once", f"{op}: a schedule with {schedule.backward} backward has no {op.kind}", op)
         elif not 0 <= microbatch < schedule.grid.microbatches[pipeline]:
             yield Violation("each-once", f"{op}: pipeline {pipeline} has only "
                             f"{schedule.grid.microbatches[pipeline]} micro-batches", op)
+        elif stage not in (path := schedule.grid.path(microbatch)):
+            yield Violation("each-once", f"{op}: the micro-batch goes along stages {path[0]} to {path[-1]}", op)
         elif key in seen:
             yield Violation("each-once", f"{op} at {case.at(op.start_ticks)} runs a second time; it ran on "
                             f"{seen[key].worker} at {case.at(seen[key].start_ticks)}", op)
         seen.setdefault(key, op)
     for pipeline in case.pipelines:
         for microbatch in range(schedule.grid.microbatches[pipeline]):
-            for stage in range(len(schedule.grid.stages)):
+            for stage in schedule.grid.path(microbatch):
                 for kind in kinds:
                     if (kind, stage, pipeline, microbatch) not in seen:
                         yield Violation("each-once", f"{kind}(micro-batch {pipeline}.{microbatch}, stage {stage}) is "
@@ -211,15 +213,15 @@ def _one_at_a_time(case: _Case) -> Iterator[Violation]:
 def _forward_order(case: _Case) -> Iterator[Violation]:
     """F(s) starts after F(s - 1) ends, plus a transfer between different workers."""
     for (kind, stage, pipeline, microbatch), op in case.ops.items():
-        if kind is OpKind.F and stage > 0:
+        if kind is OpKind.F and not case.schedule.grid.is_first(stage):
             yield from _after(case, "forward-order", case.ops[kind, stage - 1, pipeline, microbatch], op)
 
 
 def _backward_order(case: _Case) -> Iterator[Violation]:
     """I(s) or B(s) starts after that of s + 1 ends, plus a transfer between different workers; the last after its F."""
-    gradient, last = case.gradient_kind, len(case.schedule.grid.stages) - 1
+    gradient = case.gradient_kind
     for (kind, stage, pipeline, microbatch), op in case.ops.items():
-        if kind is gradient and stage == last:
+        if kind is gradient and case.schedule.grid.is_last(stage):
             yield from _after(case, "backward-order", case.ops[OpKind.F, stage, pipeline, microbatch], op)
         elif kind is gradient:
             yield from _after(case, "backward-order", case.ops[gradient, stage + 1, pipeline, microbatch], op)
@@ -256,20 +258,23 @@ def _memory(case: _Case) -> Iterator[Violation]:
 
 
 def _all_reduce(case: _Case) -> Iterator[Violation]:
-    """The As of a stage start together, when the last backward of that stage has ended on every worker."""
-    last: dict[int | None, Op] = {}
-    for op in case.ops.values():
-        if op.kind is case.kinds[-1] and (op.stage not in last or op.end_ticks > last[op.stage].end_ticks):
-            last[op.stage] = op
-    first: dict[int | None, Op] = {}
+    """The As of a stage and its copies start together, when the last backward there has ended on every worker."""
+    original, last = case.schedule.grid.original, dict[int, Op]()
+    for (kind, stage, _, _), op in case.ops.items():
+        one = original(stage)
+        if kind is case.kinds[-1] and (one not in last or op.end_ticks > last[one].end_ticks):
+            last[one] = op
+    first: dict[int, Op] = {}
     for op in (op for ops in case.programs.values() for op in ops if op.kind is OpKind.A):
-        together = first.setdefault(op.stage, op)
+        assert op.stage is not None
+        one = original(op.stage)
+        together = first.setdefault(one, op)
         if op.start_ticks != together.start_ticks:
             yield Violation("all-reduce", f"{op} starts at {case.at(op.start_ticks)}, but {together} at "
                             f"{case.at(together.start_ticks)}; a stage's workers reduce together", op)
-        elif op.stage in last and op.start_ticks < last[op.stage].end_ticks:
-            yield Violation("all-reduce", f"{op} starts at {case.at(op.start_ticks)}, but {last[op.stage]} ends at "
-                            f"{case.at(last[op.stage].end_ticks)}", op)
+        elif one in last and op.start_ticks < last[one].end_ticks:
+            yield Violation("all-reduce", f"{op} starts at {case.at(op.start_ticks)}, but {last[one]} ends at "
+                            f"{case.at(last[one].end_ticks)}", op)
 
 
 def _optimizer(case: _Case) -> Iterator[Violation]:

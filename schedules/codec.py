@@ -122,6 +122,26 @@ def _validate_grid(grid: Grid) -> None:
         _in_range("grid.stages column", stage.column, 0, grid.columns - 1)
         if stage.layers is not None and not 0 <= stage.layers[0] <= stage.layers[1] <= MAX_TICKS:
             raise ValueError(f"grid.stages layers: {list(stage.layers)} is no range of layers [first, end)")
+    _validate_chains(grid)
+
+
+def _validate_chains(grid: Grid) -> None:
+    """Chains of equal length, each through every column; copies hold the same layers, on different workers."""
+    _in_range("grid.chains", grid.chains, 1, len(grid.stages))
+    if grid.chains == 1:
+        return
+    if len(grid.stages) % grid.chains:
+        raise ValueError(f"grid.chains is {grid.chains}; expected a divisor of the {len(grid.stages)} stages")
+    places = {(index // grid.depth, stage.column) for index, stage in enumerate(grid.stages)}
+    if len(places) < grid.chains * grid.columns:
+        raise ValueError(f"grid.chains is {grid.chains}; expected each chain to pass all {grid.columns} columns")
+    for index, stage in enumerate(grid.stages):
+        original = grid.stages[grid.original(index)]
+        if stage.layers != original.layers:
+            raise ValueError(f"grid.stages[{index}] has layers {stage.layers}, its copy in the first chain "
+                             f"{original.layers}; expected the same")
+    if len({(grid.original(index), stage.column) for index, stage in enumerate(grid.stages)}) < len(grid.stages):
+        raise ValueError("grid.stages: a column holds two copies of one stage; expected one at most")
 
 
 def _validate_times(times: Times, grid: Grid) -> None:

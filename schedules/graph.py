@@ -54,18 +54,18 @@ def op_key(op: Op) -> OpKey:
     return (op.kind, op.stage, op.pipeline, op.microbatch)
 
 
-def producers(key: OpKey, stages: int) -> Iterator[OpKey]:
+def producers(key: OpKey, depth: int) -> Iterator[OpKey]:
     """The ops that must end before this one may start, by the rules of a pipeline; some may not be in the schedule.
 
     Split and fused backward are both named: a schedule holds one of I and B for each micro-batch and stage.
     """
     kind, stage, pipeline, microbatch = key
     if kind is OpKind.F:
-        if stage > 0:
+        if stage % depth:
             yield (OpKind.F, stage - 1, pipeline, microbatch)
     elif kind is OpKind.W:
         yield (OpKind.I, stage, pipeline, microbatch)
-    elif stage == stages - 1:
+    elif (stage + 1) % depth == 0:
         yield (OpKind.F, stage, pipeline, microbatch)
     else:
         for backward in BACKWARDS:
@@ -108,18 +108,18 @@ def op_graph(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> "nx
         for op in ops:
             if op.kind not in (OpKind.A, OpKind.O):
                 by_key[op_key(op)] = op
-    stages = len(schedule.grid.stages)
+    depth = schedule.grid.depth
     for ops in programs.values():
-        nodes = [_node(op) for op in ops]
+        nodes = [_node(op, depth) for op in ops]
         nx.add_path(graph, nodes)
         graph.add_nodes_from(nodes)
     for key, op in by_key.items():
-        graph.add_edges_from((by_key[producer], op) for producer in producers(key, stages) if producer in by_key)
+        graph.add_edges_from((by_key[producer], op) for producer in producers(key, depth) if producer in by_key)
     return graph
 
 
-def _node(op: Op) -> Node:
-    return Collective(op.stage) if op.kind is OpKind.A and op.stage is not None else op
+def _node(op: Op, depth: int) -> Node:
+    return Collective(op.stage % depth) if op.kind is OpKind.A and op.stage is not None else op
 
 
 def topological_order(graph: "nx.DiGraph[Node]") -> list[Node]:

@@ -37,7 +37,7 @@ def _layers(grid: Grid, column: int) -> set[object]:
     held: set[object] = set()
     for index in grid.stages_of(column):
         layers = grid.stages[index].layers
-        held |= {("stage", index)} if layers is None else set(range(*layers))
+        held |= {("stage", grid.original(index))} if layers is None else set(range(*layers))
     return held
 
 

@@ -59,14 +59,43 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     layers: tuple[int, int] | None = None
 
 
-class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The job's shape. `stages` are the virtual stages in the order in which a micro-batch visits them."""
+class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """The job's shape. `stages` are the virtual stages in the order in which a micro-batch visits them.
+
+    With several chains (bidirectional pipelines: Chimera, Li & Hoefler 2021) they are as many runs of equal length, one
+    after the other, and a micro-batch visits one run only. Stages at the same place of different chains are *copies*:
+    they hold the same layers, and their gradients are reduced together.
+    """
 
     pipelines: int
     columns: int
     microbatches: tuple[int, ...]
     """Micro-batches per iteration, one number a pipeline."""
     stages: tuple[Stage, ...]
+    chains: int = 1
+    """Micro-batch m of a pipeline goes along chain m modulo `chains`."""
+
+    @property
+    def depth(self) -> int:
+        """Virtual stages that a micro-batch visits."""
+        return len(self.stages) // self.chains
+
+    def path(self, microbatch: int) -> range:
+        """The virtual stages that a micro-batch visits, in order."""
+        first = microbatch % self.chains * self.depth
+        return range(first, first + self.depth)
+
+    def is_first(self, stage: int) -> bool:
+        """Whether a chain begins with this stage."""
+        return stage % self.depth == 0
+
+    def is_last(self, stage: int) -> bool:
+        """Whether a chain ends with this stage."""
+        return (stage + 1) % self.depth == 0
+
+    def original(self, stage: int) -> int:
+        """The same for all copies of a stage: the one in the first chain."""
+        return stage % self.depth
 
     def workers(self) -> Iterator[Worker]:
         """Every worker of the grid, failed ones included, sorted."""

@@ -163,7 +163,7 @@ def before_its_input(draw, schedule):
     ops, worker, index = _pick(draw, schedule, _is_compute)
     by_key = {op_key(op): op for program in ops.values() for op in program if _is_compute(op)}
     op = ops[worker][index]
-    inputs = [by_key[key] for key in producers(op_key(op), len(schedule.grid.stages)) if key in by_key]
+    inputs = [by_key[key] for key in producers(op_key(op), schedule.grid.depth) if key in by_key]
     assume(inputs)
     hop = schedule.times.transfer if inputs[0].worker != worker else 0
     start = inputs[0].end_ticks + hop - draw(st.integers(1, 4))

@@ -12,13 +12,14 @@ def jobs(draw, *, max_pipelines=4, max_stages=4, max_microbatches=6, max_chunks=
     pipelines = draw(st.integers(1, max_pipelines))
     stages = draw(st.integers(1, max_stages))
     chunks = draw(st.integers(1, max_chunks))
-    virtual = stages * chunks
+    order = draw(st.sampled_from(["linear", "interleaved", "v", *([] if stages % 2 else ["bidirectional"])]))
+    virtual = stages if order == "bidirectional" else stages * chunks
     ticks = st.one_of(st.integers(1, 6).map(lambda value: [value] * virtual),
                       st.lists(st.integers(0, 6), min_size=virtual, max_size=virtual))
     forward = draw(ticks.filter(any))
     counts = draw(st.lists(st.integers(1, max_microbatches), min_size=pipelines, max_size=pipelines))
     lines = [f"pipelines = {pipelines}", f"stages = {stages}", f"microbatches = {counts}",
-             "[placement]", f"chunks = {chunks}", f"order = '{draw(st.sampled_from(['linear', 'interleaved', 'v']))}'",
+             "[placement]", f"order = '{order}'", *([] if order == "bidirectional" else [f"chunks = {chunks}"]),
              "[time]", f"forward = {forward}", f"backward_input = {draw(ticks)}", f"backward_weight = {draw(ticks)}",
              f"optimizer = {draw(st.integers(0, 5))}", f"all_reduce = {draw(st.integers(0, 2))}",
              f"transfer = {draw(st.integers(0, 2))}"]
@@ -27,7 +28,7 @@ def jobs(draw, *, max_pipelines=4, max_stages=4, max_microbatches=6, max_chunks=
         lines.append(f"slow = {{'{slow}' = {draw(st.sampled_from([1.5, 2.0]))}}}")
     if draw(st.booleans()) if memory is None else memory:
         activation, stash = draw(st.integers(1, 2)), draw(st.integers(0, 3))
-        room = chunks * max(activation, stash) + draw(st.integers(0, 6))
+        room = (2 if order == "bidirectional" else chunks) * max(activation, stash) + draw(st.integers(0, 6))
         lines += ["[memory]", f"capacity = {room}", f"activation = {activation}", f"weight_stash = {stash}"]
     return parse_job("\n".join(lines))
 

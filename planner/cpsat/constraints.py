@@ -31,7 +31,7 @@ class Constraints:
         """
         problem, variables = self._problem, self._variables
         for key, start in variables.start.items():
-            for producer in producers(key, len(problem.grid.stages)):
+            for producer in producers(key, problem.grid.depth):
                 if producer not in variables.start:
                     continue
                 if problem.column_of[producer[1]] != problem.column_of[key[1]]:
@@ -93,6 +93,7 @@ class Constraints:
     def _windows(self) -> None:
         """R_c <= every start and E_c >= every end in column c; the period follows from the windows.
 
+        Columns that reduce gradients together end together.
         Staggered: period >= E_c - R_c + A + O. Synchronous: every O waits for the last compute op of the job, so
         period >= E_c + A + O and period >= E_c + O of any column, from time 0.
         """
@@ -102,6 +103,8 @@ class Constraints:
             model.add(variables.first[column] <= start)
             model.add(variables.last[column] >= variables.end[key])
         for column in range(problem.grid.columns):
+            if problem.tied[column] != column:
+                model.add(variables.last[column] == variables.last[problem.tied[column]])
             if problem.optimizer == "staggered":
                 model.add(variables.period >= variables.last[column] - variables.first[column] + problem.tail(column))
             else:
@@ -115,12 +118,13 @@ class Constraints:
         They are interchangeable: handing the k-th F, I and W of every stage to micro-batch k keeps every rule.
         """
         problem, variables = self._problem, self._variables
-        stages = range(len(problem.grid.stages))
-        for pipeline, count in enumerate(problem.grid.microbatches):
-            if any(len(variables.hosts[Unit(stage, pipeline, 0)]) > 1 for stage in stages):
+        grid = problem.grid
+        for pipeline, count in enumerate(grid.microbatches):
+            if any(len(problem.hosts(stage, pipeline)) > 1 for stage in range(len(grid.stages))):
                 continue
-            for stage in stages:
-                for kind in problem.kinds:
-                    for microbatch in range(count - 1):
-                        early, late = (kind, stage, pipeline, microbatch), (kind, stage, pipeline, microbatch + 1)
+            for microbatch in range(count - grid.chains):
+                later = microbatch + grid.chains  # the next one along the same chain
+                for stage in grid.path(microbatch):
+                    for kind in problem.kinds:
+                        early, late = (kind, stage, pipeline, microbatch), (kind, stage, pipeline, later)
                         self._model.add(variables.start[late] >= variables.end[early])

@@ -65,7 +65,7 @@ def improve(problem: Problem, hint: Solution, *, lower_bound: int, deadline: flo
         return Improvement(solution=hint, period_ticks=before, lower_bound_ticks=lower_bound)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         raise AssertionError(f"CP-SAT calls a model with a known plan {solver.status_name(status)}")
-    found = _read(variables, solver)
+    found = _read(problem, variables, solver)
     after = solution_period(problem, found)
     assert after <= before, f"CP-SAT returned period {after}, longer than its hint's {before}"
     bound = max(lower_bound, math.ceil(solver.best_objective_bound - 1e-6))
@@ -87,9 +87,10 @@ def _solve(solver: cp_model.CpSolver, model: cp_model.CpModel, report: _Report,
 def _horizon(problem: Problem, period: int) -> int:
     """No op of any plan whose period is at most `period` ends later than this, once its first op starts at 0.
 
-    Synchronous: by definition. Staggered: let R_c be the first start in column c. Everything follows some F of stage
-    0, so R = 0 in its column c0. For any stage s, a micro-batch's I at stage 0 follows its F at s, hence
-    R_c <= F(s) <= I(0) <= R_c0 + period = period; and all ops of column c end by R_c + period <= 2 period.
+    Synchronous: by definition. Staggered: let R_c be the first start in column c. The first op is
+    the F of some micro-batch at its first stage, so R = 0 in that column c0. It visits a stage s in every column c, and
+    its I at the first stage follows its F at s, hence
+    R_c <= F(s) <= I(first) <= R_c0 + period = period; and all ops of column c end by R_c + period <= 2 period.
     """
     return period if problem.optimizer == "synchronous" else 2 * period
 
@@ -111,9 +112,11 @@ def _give_hint(model: cp_model.CpModel, problem: Problem, variables: Variables, 
         first[column], last[column] = min(first[column], start), max(last[column], end)
     for (unit, host), literal in variables.on.items():
         model.add_hint(literal, hint.hosts[unit] == host)
-    for column in range(problem.grid.columns):
+    for column, tied in enumerate(problem.tied):
+        last[tied] = max(last[tied], last[column])
+    for column, tied in enumerate(problem.tied):
         model.add_hint(variables.first[column], first[column])
-        model.add_hint(variables.last[column], last[column])
+        model.add_hint(variables.last[column], last[tied])
     model.add_hint(variables.period, solution_period(problem, hint))
 
 
@@ -130,7 +133,7 @@ def _solver(seconds: float, seed: int, *, small: bool) -> cp_model.CpSolver:
     return solver
 
 
-def _read(variables: Variables, solver: cp_model.CpSolver) -> Solution:
+def _read(problem: Problem, variables: Variables, solver: cp_model.CpSolver) -> Solution:
     hosts = {}
     for unit in variables.units:
         choices = [host for host, literal in variables.literals(unit)
@@ -138,16 +141,16 @@ def _read(variables: Variables, solver: cp_model.CpSolver) -> Solution:
         assert len(choices) == 1, f"CP-SAT chose hosts {choices} for {unit}"
         hosts[unit] = choices[0]
     starts = {key: solver.value(variable) for key, variable in variables.start.items()}
-    order = sorted(starts, key=lambda key: _flow(key, starts))
+    order = sorted(starts, key=lambda key: _flow(problem, key, starts))
     return Solution(hosts=hosts, starts={key: starts[key] for key in order})
 
 
-def _flow(key: OpKey, starts: Mapping[OpKey, int]) -> tuple[int, ...]:
+def _flow(problem: Problem, key: OpKey, starts: Mapping[OpKey, int]) -> tuple[int, ...]:
     """A run order for ops that share an instant, the same on all workers: older micro-batches first, each as it flows.
 
     Any such order is free of circles, since what an op waits for at the same instant comes before it.
     """
     kind, stage, pipeline, microbatch = key
-    entered = starts[OpKind.F, 0, pipeline, microbatch]
+    entered = starts[OpKind.F, problem.grid.path(microbatch)[0], pipeline, microbatch]
     forward = kind is OpKind.F
     return (starts[key], entered, pipeline, microbatch, not forward, stage if forward else -stage, kind is OpKind.W)

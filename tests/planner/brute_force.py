@@ -72,14 +72,13 @@ def _shorten(problem: Problem, hosts, sequences, best: int) -> int:
 def _possible(problem: Problem, hosts, sequences, period: int) -> bool:
     """Whether start times exist: longest paths over `start[b] >= start[a] + weight`, no circle of which may grow."""
     edges = []
-    last = len(problem.grid.stages) - 1
     ends = defaultdict(list)
     for sequence in sequences:
         for before, after in itertools.pairwise(sequence):
             edges.append((before, after, _cost(problem, hosts, before)))
         for op in sequence:
-            ends[problem.column_of[op[1].stage]].append(op)
-            for source in _sources(problem, op, last):
+            ends[problem.tied[problem.column_of[op[1].stage]]].append(op)
+            for source in _sources(problem, op):
                 hop = problem.hop(source[1].stage, hosts[source[1]], op[1].stage, hosts[op[1]])
                 edges.append((source, op, _cost(problem, hosts, source) + hop))
     for sequence in sequences:
@@ -104,7 +103,8 @@ def _possible(problem: Problem, hosts, sequences, period: int) -> bool:
 def _window(problem, hosts, sequence, ends, column, period):
     """Every op of the column ends at least A + O before the worker's window (or the whole period) is over."""
     if problem.optimizer == "staggered":
-        return [(op, sequence[0], _cost(problem, hosts, op) + problem.tail(column) - period) for op in ends[column]]
+        return [(op, sequence[0], _cost(problem, hosts, op) + problem.tail(column) - period)
+                for op in ends[problem.tied[column]]]
     found = []
     for other, ops in ends.items():
         tail = max(problem.tail(other), max(problem.times.optimizer))
@@ -116,9 +116,10 @@ def _cost(problem: Problem, hosts, op) -> int:
     return problem.cost(op[0], op[1].stage, hosts[op[1]])
 
 
-def _sources(problem: Problem, op, last: int):
+def _sources(problem: Problem, op):
     kind, unit = op
-    if kind is OpKind.F and unit.stage > 0:
+    path = problem.grid.path(unit.microbatch)
+    if kind is OpKind.F and unit.stage > path[0]:
         yield OpKind.F, unit._replace(stage=unit.stage - 1)
-    elif kind is problem.gradient_kind and unit.stage < last:
+    elif kind is problem.gradient_kind and unit.stage < path[-1]:
         yield kind, unit._replace(stage=unit.stage + 1)

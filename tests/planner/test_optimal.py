@@ -20,15 +20,17 @@ def tiny(draw):
     pipelines, stages, counts, failed = draw(st.sampled_from([
         (1, 1, 2, []), (1, 2, 2, []), (1, 3, 1, []), (2, 2, 1, ["1.0"]), (2, 2, 1, ["0.1"]), (3, 2, 1, ["2.1"]),
         (2, 1, 1, ["0.0"]), (3, 2, 1, ["0.0", "1.1"]), (2, 3, 1, ["1.1"])]))
-    memory = draw(st.sampled_from(["", "[memory]\ncapacity = 1\nweight_stash = 1\n",
-                                   "[memory]\ncapacity = 3\nactivation = 2\nweight_stash = 1\n"]))
+    both_ways = stages == 2 and draw(st.booleans())
+    memory = draw(st.sampled_from(["", f"[memory]\ncapacity = {1 + both_ways}\nweight_stash = 1\n",
+                                   f"[memory]\ncapacity = {3 + both_ways}\nactivation = 2\nweight_stash = 1\n"]))
     # Enumeration counts the memory of a forward that takes no time; half-open intervals do not.
     least = {"forward": 1 if memory else 0, "backward_input": 0, "backward_weight": 0, "optimizer": 0}
     times = "\n".join(f"{key} = {draw(st.lists(st.integers(low, 3), min_size=stages, max_size=stages).filter(any))}"
                       for key, low in least.items())
     times += f"\nall_reduce = {draw(st.integers(0, 1))}\ntransfer = {draw(st.integers(0, 2))}"
-    return (grid(pipelines, stages, counts, times=times, more=memory), [Worker.parse(name) for name in failed],
-            backward, optimizer)
+    placement = "[placement]\norder = 'bidirectional'\n" if both_ways else ""
+    job = grid(pipelines, stages, counts, times=times, more=memory + placement)
+    return job, [Worker.parse(name) for name in failed], backward, optimizer
 
 
 @settings(max_examples=40)

@@ -27,7 +27,7 @@ def test_list_schedules_keep_every_rule(data, job, modes, order, patience, deali
     down = data.draw(failures(job))
     problem = build_problem(job, down, backward=modes[0], optimizer=modes[1])
     dense = Dense(problem, deal(problem, dealing))
-    limits = data.draw(st.none() | st.tuples(*[st.integers(1, 4)] * dense.depth))
+    limits = data.draw(st.none() | st.tuples(*[st.integers(1, 4)] * len(job.columns)))
     policy = Policy(forward_order=order, patience=patience, ignore_transfers=data.draw(st.booleans()), in_flight=limits)
     bound = lower_bound(problem)
     sequence = list_order(dense, policy)

@@ -116,7 +116,7 @@ def test_all_workers_follow_one_order_of_transfers(schedule):
 def crossings(schedule: Schedule) -> int:
     """Dependencies between workers, counted without the graph that the runtime uses."""
     host = {op_key(op): op.worker for op in schedule.all_ops() if op.kind not in (OpKind.A, OpKind.O)}
-    return sum(host[key] != host[producer] for key in host for producer in producers(key, len(schedule.grid.stages))
+    return sum(host[key] != host[producer] for key in host for producer in producers(key, schedule.grid.depth)
                if producer in host)
 
 

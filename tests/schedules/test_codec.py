@@ -108,6 +108,8 @@ def test_random_corruption():
     (changed("grid", "microbatches", value=[2]), "grid.microbatches has 1 values; expected 2, one a pipeline"),
     (changed("grid", "microbatches", value=[2, 10**9]), "grid.microbatches is 1000000000"),
     (changed("grid", "stages", value=[{"column": 7}] * 2), "grid.stages column is 7"),
+    (changed("grid", "chains", value=0), "grid.chains is 0"),
+    (changed("grid", "chains", value=2), "grid.chains is 2; expected each chain to pass all 2 columns"),
     (changed("times", "forward", value=[1]), "times.forward has 1 values; expected 2, one a stage"),
     (changed("times", "transfer", value=-1), "times.transfer is -1"),
     (changed("times", "slow", value=[[[0, 0], 2000], [[0, 0], 3000]]), "times.slow: worker 0.0 after 0.0"),
