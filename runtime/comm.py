@@ -85,11 +85,11 @@ class Summing:
 class Epoch:
     """What the members of one quorum say to each other, on one device each.
 
-    `teams` holds, for each stage this worker hosts, all live workers that do; `sums` says whether `sum_over_all` will
-    be used. `store` is where the groups find each other; `require` may raise what shall end their waiting there. Gloo
-    carries host memory only, so tensors of a GPU pass through pinned buffers. Gloo matches transfers by tag; NCCL by
-    their order, so every worker must issue its transfers in an order that all of them agree on (that of
-    `schedules.graph.transfers`).
+    `teams` holds, for each stage this worker hosts (copies by the name of their original), all live workers that do;
+    `sums` says whether `sum_over_all` will be used. `store` is where the groups find each other; `require` may raise
+    what shall end their waiting there. Gloo carries host memory only, so tensors of a GPU pass through pinned buffers.
+    Gloo matches transfers by tag; NCCL by their order, so every worker must issue its transfers in an order that all of
+    them agree on (that of `schedules.graph.transfers`).
     """
 
     def __init__(self, quorum: Quorum, worker: Worker, teams: Mapping[int, Sequence[Worker]], *, transport: Transport,

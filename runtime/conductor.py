@@ -207,18 +207,18 @@ class Conductor:
                          moves=moves, factor=self._ledger.factor, founding=founding))
 
     def _finish(self) -> None:
-        """All iterations are committed; the first holder of each stage writes its layers."""
-        writers = [(layer, min(worker for worker, stages in self._holds.items() if stage in stages))
-                   for stage, layers in enumerate(self._ranges) for layer in range(*layers)]
+        """All iterations are committed; the first holder of each layer writes it."""
+        writers = {layer: worker for worker, stages in sorted(self._holds.items(), reverse=True)
+                   for stage in stages for layer in range(*self._ranges[stage])}
         self._phase = "finishing"
         self._finished.clear()
         self._ledger.begin(self.number + 1, self._members)
-        self._give(Finish(number=self.number + 1, first_iteration=self._ledger.next_iteration, writers=tuple(writers),
-                          factor=self._ledger.factor))
+        self._give(Finish(number=self.number + 1, first_iteration=self._ledger.next_iteration,
+                          writers=tuple(writers.items()), factor=self._ledger.factor))
 
     def _require_holders(self, untouched: bool) -> None:
         """Raises RunError where parameters are lost; before the first step everyone can make any."""
-        missing = [] if untouched else orphaned(len(self._ranges), self._holds)
+        missing = [] if untouched else orphaned(self._holds, self._ranges)
         if missing:
             raise RunError(f"stage {missing[0]} has no live worker left: {self._why(missing[0])}")
         if not self._members | self._ready:

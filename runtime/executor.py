@@ -40,6 +40,7 @@ class Executor:
                  gate: Gate = _open_gate) -> None:
         self._program = schedule.ops(worker)
         self._split = schedule.backward == "split"
+        self._original = schedule.grid.original
         self._stages = stages
         self._steps = steps
         self._epoch = epoch
@@ -125,7 +126,7 @@ class Executor:
     def _all_reduce(self, op: Op) -> None:
         stage = self._stage(op)
         with self._recorder.timing(op):
-            self._epoch.sum_over_stage(stage.index, stage.gradients())
+            self._epoch.sum_over_stage(self._original(stage.index), stage.gradients())
 
     def _step(self, op: Op) -> None:
         with self._recorder.timing(op):

@@ -8,14 +8,17 @@ from runtime.optimizer import StageOptimizer
 from runtime.stage import Stage
 
 Build = Callable[[int], tuple[Stage, StageOptimizer]]
-"""Makes a stage as it was before the first iteration."""
+"""Makes a stage."""
+Restore = Callable[[Stage, StageOptimizer], None]
+"""Brings a stage to where it was before the first iteration."""
 
 
 class Holdings:
     """Stages whose parameters are those after the last committed iteration."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Build, restore: Restore) -> None:
         self._build = build
+        self._restore = restore
         self.stages: dict[int, Stage] = {}
         self.optimizers: dict[int, StageOptimizer] = {}
         self._prepared: dict[int, tuple[Stage, StageOptimizer]] = {}
@@ -29,23 +32,26 @@ class Holdings:
         """Take up stages as they were before the first iteration, beside those held already."""
         for index in stages:
             if index not in self.stages:
-                self.stages[index], self.optimizers[index] = self._new(index)
+                stage, optimizer = self._new(index)
+                self._restore(stage, optimizer)
+                self.stages[index], self.optimizers[index] = stage, optimizer
 
     def layer_state(self, layer: int) -> dict[str, Tensor]:
         """A layer with its optimizer's state, for another worker; the tensors themselves."""
         return self.optimizers[self._stage_of(layer)].layer_state(layer)
 
     def replace(self, stages: Iterable[int], states: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Hold exactly these stages: those not held yet from the states of all their layers. No step may be open.
+        """Hold exactly these stages: those not held yet from the states of their layers. No step may be open.
 
-        Raises ValueError when a state does not fit its layer; then nothing has changed.
+        Layers for which there is no state are held already, in a copy of the stage. Raises ValueError when a state does
+        not fit its layer; then nothing has changed.
         """
         fresh = {}
         for index in stages:
             if index not in self.stages:
                 stage, optimizer = self._new(index)
                 for layer in range(*stage.layers):
-                    optimizer.load_layer_state(layer, states[layer])
+                    optimizer.load_layer_state(layer, states[layer] if layer in states else self.layer_state(layer))
                 fresh[index] = stage, optimizer
         for index in set(self.stages) - set(stages):
             del self.stages[index], self.optimizers[index]

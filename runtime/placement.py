@@ -17,10 +17,11 @@ def layer_ranges(schedule: Schedule, layers: int) -> list[tuple[int, int]]:
     Raises PlacementError unless the ranges hold each of the model's `layers` once, in order, and ConfigError when
     there are more stages than layers.
     """
-    stages = schedule.grid.stages
+    grid = schedule.grid
+    stages = grid.stages[:grid.depth]  # those of other chains are copies
     given = [stage.layers for stage in stages if stage.layers is not None]
     if not given:
-        return split_layers(layers, len(stages))
+        return split_layers(layers, len(stages)) * grid.chains
     if len(given) < len(stages):
         raise PlacementError(f"the schedule gives layers to {len(given)} of its {len(stages)} stages; expected all "
                              "or none")
@@ -32,13 +33,14 @@ def layer_ranges(schedule: Schedule, layers: int) -> list[tuple[int, int]]:
         expected = end
     if expected != layers:
         raise PlacementError(f"the schedule's stages hold {expected} layers; the model has {layers}")
-    return given
+    return given * grid.chains
 
 
 def team(schedule: Schedule, stage: int) -> list[Worker]:
-    """The live workers that hold a stage, sorted: they have the same parameters and sum their gradients."""
-    column = schedule.grid.stages[stage].column
-    return sorted(seat.worker for seat in schedule.seats if seat.role.column == column)
+    """The live workers that hold a stage or a copy of it, sorted: they have the same parameters and sum gradients."""
+    grid = schedule.grid
+    columns = {other.column for index, other in enumerate(grid.stages) if grid.original(index) == grid.original(stage)}
+    return sorted(seat.worker for seat in schedule.seats if seat.role.column in columns)
 
 
 def deal_to_nodes(workers: Sequence[Worker], nodes: int) -> list[list[Worker]]:

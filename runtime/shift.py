@@ -107,7 +107,7 @@ class Shift:
         order, plant = self._order, self._plant
         members = sorted(seat.worker for seat in self._schedule.seats)
         return Epoch(Quorum(order.number, {worker: rank for rank, worker in enumerate(members)}), self._worker,
-                     {index: team(self._schedule, index) for index in self._needed()},
+                     {self._schedule.grid.original(index): team(self._schedule, index) for index in self._needed()},
                      transport=plant.setup.transport, device=plant.device, store=plant.store,
                      sums=watches_gradients(plant.setup.config.training), require=self._meeting.require)
 

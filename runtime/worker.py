@@ -74,7 +74,7 @@ class _Worker:
         torch.set_num_threads(training.threads)
         model = model_for(setup.config.model, training.seed, parameter_dtype(training.dtype), device)
         self._model = model
-        self._holdings = Holdings(self._build)
+        self._holdings = Holdings(self._build, self._restore)
         self._plant = Plant(
             worker=birth.worker, store=store, setup=setup, device=device,
             layers=model.layers, corpus=load_corpus(setup.config), holdings=self._holdings, pulse=pulse,
@@ -122,15 +122,20 @@ class _Worker:
             self._shift = None
 
     def _build(self, index: int) -> tuple[Stage, StageOptimizer]:
-        """A stage as it is before this run's first iteration: from the seed, or from the checkpoint."""
         setup = self._setup
-        stage = Stage(index, setup.ranges[index], self._model, first=index == 0, last=index == len(setup.ranges) - 1,
+        start, end = setup.ranges[index]
+        stage = Stage(index, (start, end), self._model, first=start == 0, last=end == self._model.layers,
                       loss_scale=setup.loss_scale, config=setup.config)
-        optimizer = build_optimizer(stage.modules, setup.config.training)
-        if setup.resume is not None:
-            for layer, state in load(open_checkpoint(Path(setup.resume)), range(*stage.layers)).items():
+        return stage, build_optimizer(stage.modules, setup.config.training)
+
+    def _restore(self, stage: Stage, optimizer: StageOptimizer) -> None:
+        """A stage is built as it is before iteration 0; where this run goes on from a checkpoint, that is read.
+
+        Only before the first iteration: later the checkpoint may be gone, swept away by newer ones.
+        """
+        if self._setup.resume is not None:
+            for layer, state in load(open_checkpoint(Path(self._setup.resume)), range(*stage.layers)).items():
                 optimizer.load_layer_state(layer, state)
-        return stage, optimizer
 
     def _finish(self, order: Finish) -> None:
         """Write some layers; tell the digests of all, which must agree between peers."""

@@ -10,8 +10,9 @@ from schedules.schedule import OpKind, Worker
 
 def job(stages: int, microbatches: int, capacity: int, *, ticks: int, order: str, pipelines: int = 1):
     """F = I = W, nothing else takes time; a micro-batch holds 1 at each virtual stage."""
+    times = "\n".join(f"{key} = {ticks}" for key in ("forward", "backward_input", "backward_weight"))
     return parse_job(f"pipelines = {pipelines}\nstages = {stages}\nmicrobatches = {microbatches}\n"
-                     f"[placement]\n{order}\n[time]\nforward = {ticks}\nbackward_input = {ticks}\nbackward_weight = {ticks}\n"
+                     f"[placement]\n{order}\n[time]\n{times}\n"
                      f"[memory]\ncapacity = {capacity}\nactivation = 1\nweight_stash = 1\n")
 
 

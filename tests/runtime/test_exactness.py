@@ -37,6 +37,7 @@ def test_three_stages(case, nursery, tmp_path):
     train_and_compare(grid(3, 3, 2, more="optimizer = 1"), case, nursery, tmp_path)
 
 
+BOTH_WAYS = grid(2, 4, 3, more="[placement]\norder = 'bidirectional'")
 INTERLEAVED = grid(2, 2, 3, more="[placement]\norder = 'interleaved'\nchunks = 2")
 
 
@@ -46,13 +47,17 @@ INTERLEAVED = grid(2, 2, 3, more="[placement]\norder = 'interleaved'\nchunks = 2
     (INTERLEAVED, ["1.0"], "fused"),
     (grid(2, 2, 3, more="[placement]\norder = 'v'\nchunks = 2"), ["0.1"], "split"),
     (grid(2, 2, 3, more="[placement]\nchunks = 2"), ["0.0"], "fused"),
+    (BOTH_WAYS, [], "split"),
+    (BOTH_WAYS, ["1.0", "0.2"], "split"),
+    (BOTH_WAYS, ["0.3"], "fused"),
     (grid(2, 2, 2, more="[placement]\nlayers = [1, 3]"), [], "split"),
     (grid(3, 2, [1, 3, 2]), ["1.1"], "split"),
     (grid(3, 2, [1, 3, 2]), ["1.1"], "fused"),
     (grid(3, 2, 4, more="optimizer = 2\n[memory]\ncapacity = 2\nactivation = 1\nweight_stash = 0.5"), ["2.0"], "split"),
     (grid(1, 1, 3), [], "split"),
     (grid(1, 4, 3), [], "split"),
-], ids=["interleaved", "interleaved-1.0-split", "interleaved-1.0-fused", "v-0.1", "chunks-0.0", "own layers",
+], ids=["interleaved", "interleaved-1.0-split", "interleaved-1.0-fused", "v-0.1", "chunks-0.0", "both ways",
+        "both ways-1.0-0.2", "both ways-0.3", "own layers",
         "uneven counts-split", "uneven counts-fused", "little memory", "one worker", "one pipeline"])
 def test_other_shapes(job, failed, backward, nursery, tmp_path):
     train_and_compare(job, (failed, (backward, "staggered")), nursery, tmp_path)

@@ -78,13 +78,15 @@ def run_program(schedule: Schedule, worker: Worker, iterations: int) -> list[tup
     log: list[tuple[Worker, str, Worker, int]] = []
     boundaries = [Boundary((1,), torch.float32, (1,), torch.float32)] * len(schedule.grid.stages)
     exchange = Exchange(schedule, worker, Wire(worker, log), boundaries, range(iterations))  # type: ignore[arg-type]
-    last = len(schedule.grid.stages) - 1
+    grid = schedule.grid
     for iteration in range(iterations):
         for op in schedule.ops(worker):
             if op.kind is OpKind.F:
-                pass_on(exchange, iteration, op, "activation", op.stage > 0, op.stage + 1 if op.stage < last else None)
+                pass_on(exchange, iteration, op, "activation", not grid.is_first(op.stage),
+                        None if grid.is_last(op.stage) else op.stage + 1)
             elif op.kind in (OpKind.I, OpKind.B):
-                pass_on(exchange, iteration, op, "gradient", op.stage < last, op.stage - 1 if op.stage else None)
+                pass_on(exchange, iteration, op, "gradient", not grid.is_last(op.stage),
+                        None if grid.is_first(op.stage) else op.stage - 1)
         exchange.end_iteration()
     exchange.flush()
     return log

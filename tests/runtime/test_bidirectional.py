@@ -1,0 +1,33 @@
+"""Pipelines in both directions over the same workers: each holds two stages, and copies of a stage stay alike."""
+
+import pytest
+
+from runtime.crew import Return
+from runtime.injection import Injection
+from runtime.launch import Resilience, run
+from schedules.schedule import Worker
+from tests.jobs import grid
+from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
+
+JOB = grid(2, 4, 2, more="optimizer = 1\n[placement]\norder = 'bidirectional'")
+
+
+def planned(down):
+    return schedule_for(JOB, [str(worker) for worker in down])
+
+
+def test_clipping_counts_each_layer_once(nursery, tmp_path):
+    config = tiny(iterations=5, clip_norm=0.5)
+    result = run(planned(()), config, out=tmp_path, nursery=nursery)
+    assert_same_numbers(result, judge(config, JOB.microbatches, 5))
+
+
+@pytest.mark.parametrize("worker", ["0.1", "1.3"])
+def test_a_worker_dies_and_comes_back(worker, nursery, tmp_path):
+    config, dead = tiny(iterations=12), Worker.parse(worker)
+    resilience = Resilience(scheduler=planned, heartbeat_timeout_seconds=2,
+                            injections=(Injection(dead, 2, "O", "kill"),), returns=(Return(dead, 3),))
+    result = run(planned(()), config, out=tmp_path, nursery=nursery, resilience=resilience)
+    assert_same_numbers(result, judge(config, JOB.microbatches, 12))
+    assert [one.dead for one in result.recoveries if one.dead] == [(dead,)]
+    assert [one.returned for one in result.recoveries if one.returned] == [(dead,)]
