@@ -16,7 +16,7 @@ from planner.normalise import PlanOptions, normalised
 from planner.plan import Plan, plan_job
 from planner.problem import NoPlanError
 from planner.report import Report
-from planner.solve import Method
+from planner.solve import METHODS, Method
 from schedules.codec import encode
 from schedules.schedule import BackwardMode, OptimizerMode, Worker
 
@@ -29,8 +29,9 @@ Backward = Annotated[str | None, typer.Option("--backward", metavar="split|fused
 Optimizer = Annotated[str | None, typer.Option("--optimizer", metavar="staggered|synchronous", help=(
     "staggered: a stage steps as soon as its own gradients are reduced; synchronous: all stages wait for the last. "
     "Default: staggered; synchronous for 1f1b."))]
-How = Annotated[str, typer.Option("--method", metavar="cp-sat|greedy|1f1b", help=(
-    "cp-sat: list schedulers, then the solver; greedy: list schedulers only; 1f1b: the usual schedule, to compare."))]
+How = Annotated[str, typer.Option("--method", metavar="cp-sat|greedy|1f1b|recycle", help=(
+    "cp-sat: list schedulers, annealing, the solver; greedy: list schedulers only; to compare with, 1f1b: the usual "
+    "schedule, and recycle: 1F1B order with re-routed work in its bubbles."))]
 TimeLimit = Annotated[float, typer.Option("--time-limit", metavar="SEC", min=0.01, max=7 * 86400, help=(
     "Seconds to search at most."))]
 Normalise = Annotated[bool, typer.Option("--normalise", help=(
@@ -74,7 +75,7 @@ def make_plan(job: Job, failed: tuple[Worker, ...], *, backward: str | None, opt
     """Plan with progress on stderr. Exits 2 on options that do not fit, 1 where no plan can exist."""
     require_choice("--backward", backward, ("split", "fused"))
     require_choice("--optimizer", optimizer, ("staggered", "synchronous"))
-    require_choice("--method", method, ("cp-sat", "greedy", "1f1b"))
+    require_choice("--method", method, METHODS)
     options = PlanOptions(backward=cast(BackwardMode | None, backward), method=cast(Method, method), seed=seed,
                           optimizer=cast(OptimizerMode | None, optimizer), time_limit=time_limit)
     try:

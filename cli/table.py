@@ -14,7 +14,7 @@ from cli.plan import Backward, How, JobFile, Json, Optimizer, Seed, read_job_or_
 from planner.normalise import PlanOptions
 from planner.pool import PoolError
 from planner.problem import NoPlanError
-from planner.solve import Method
+from planner.solve import METHODS, Method
 from planner.tables import Built, build_table
 from planner.tables import Progress as Tell
 from schedules.schedule import BackwardMode, OptimizerMode
@@ -40,7 +40,7 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
     """
     require_choice("--backward", backward, ("split", "fused"))
     require_choice("--optimizer", optimizer, ("staggered", "synchronous"))
-    require_choice("--method", method, ("cp-sat", "greedy", "1f1b"))
+    require_choice("--method", method, METHODS)
     options = PlanOptions(backward=cast(BackwardMode | None, backward), time_limit=time_limit, seed=seed,
                           optimizer=cast(OptimizerMode | None, optimizer), method=cast(Method, method))
     read = read_job_or_refuse(job)

@@ -1,5 +1,7 @@
 """What others run: orders to compare with, made by the same list scheduler under their rules."""
 
+from collections.abc import Callable, Mapping
+
 from planner.dealing import deal
 from planner.dense import Dense
 from planner.greedy import Policy, list_order
@@ -12,9 +14,27 @@ def one_f_one_b(problem: Problem) -> Solution:
 
     Stage v of V holds at most V - v micro-batches between F and B; a backward is never postponed or torn apart.
     """
+    return _list(problem, Policy(forward_order="oldest", eager_weights=True, in_flight=_one_f_one_b_limits(problem)))
+
+
+def recycle(problem: Problem) -> Solution:
+    """ReCycle's policy (SOSP 2024): round-robin dealing, every worker's own micro-batches in 1F1B order.
+
+    Re-routed micro-batches and weight gradients go into what bubbles that order leaves. A helper may have as many more
+    micro-batches in flight as it runs more of them.
+    """
+    return _list(problem, Policy(forward_order="oldest", guests_last=True, in_flight=_one_f_one_b_limits(problem)))
+
+
+BASELINES: Mapping[str, Callable[[Problem], Solution]] = {"1f1b": one_f_one_b, "recycle": recycle}
+
+
+def _one_f_one_b_limits(problem: Problem) -> tuple[int, ...]:
     grid = problem.grid
-    policy = Policy(forward_order="oldest", eager_weights=True,
-                    in_flight=tuple(grid.depth - grid.original(stage) for stage in range(len(grid.stages))))
+    return tuple(grid.depth - grid.original(stage) for stage in range(len(grid.stages)))
+
+
+def _list(problem: Problem, policy: Policy) -> Solution:
     dense = Dense(problem, deal(problem, "round-robin"))
     order = list_order(dense, policy)
-    return dense.solution(order, dense.earliest(order))
+    return dense.solution(order, dense.timed(order)[1])

@@ -27,13 +27,18 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """For each copy, the pipeline of the whole problem that each pipeline of the small one stands for."""
 
 
+def undivided(problem: Problem) -> Piece:
+    """The whole problem as one piece."""
+    return Piece(problem=problem, copies=(tuple(range(problem.grid.pipelines)),))
+
+
 def decompose(problem: Problem) -> tuple[Piece, ...]:
     """Pieces that together are the problem; groups of broken pipelines first. Just one where nothing can be gained.
 
     Exact for healthy pipelines, which may run equal plans without lengthening any window. For broken ones it decides
     who helps whom: never so that a worker gets more micro-batches than the busiest must anyway.
     """
-    whole = Piece(problem=problem, copies=(tuple(range(problem.grid.pipelines)),))
+    whole = undivided(problem)
     if problem.times.slow:
         return (whole,)
     dead = _dead_columns(problem)

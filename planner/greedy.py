@@ -32,6 +32,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """
     load_share: float = 1.0
     """A worker with x % more micro-batches than the usual one may have this share of x % more in flight."""
+    guests_last: bool = False
+    """Re-routed micro-batches wait while one of the worker's own can go on."""
     eager_weights: bool = False
     """Run a W directly after its I, as an unsplit backward would."""
     ignore_transfers: bool = False
@@ -104,8 +106,15 @@ class _Simulation:
 
     def _ranks(self) -> list[int]:
         """Units by micro-batch, then pipeline: older micro-batches go first, those of several pipelines in turn."""
-        pipelines = self._dense.problem.grid.pipelines
-        return [unit.microbatch * pipelines + unit.pipeline for unit in self._dense.units]
+        dense = self._dense
+        grid = dense.problem.grid
+        ranks = [unit.microbatch * grid.pipelines + unit.pipeline for unit in dense.units]
+        if self._policy.guests_last:
+            own = [dense.roles[lane].pipeline == unit.pipeline for unit, lane in
+                   zip(dense.units, dense.lane, strict=True)]
+            behind = max(ranks) + 1
+            ranks = [rank if mine else rank + behind for rank, mine in zip(ranks, own, strict=True)]
+        return ranks
 
     def run(self) -> Order:
         events, lanes = self._events, self._lane

@@ -15,7 +15,7 @@ from schedules.check import check
 from schedules.memory import memory_peaks
 from schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
 
-FAULT_FREE_SHARE = 0.25
+FAULT_FREE_SHARE = 0.15
 """Share of the time limit that the fault-free plan, needed for comparison, may take."""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from planner.baselines import one_f_one_b
+from planner.baselines import BASELINES
 from planner.dealing import DEALINGS, deal
 from planner.dense import Dense, solution_period
 from planner.greedy import Policy, list_order
@@ -17,6 +17,8 @@ from planner.solution import Solution
 
 OPS_PER_SEARCH = 600_000
 """Ops that all random steps together may schedule; counted, not timed, so that the same seed gives the same plan."""
+QUICK = 20_000
+"""Compute ops that take a list scheduler no time worth mentioning."""
 FEWEST_STEPS, MOST_STEPS = 8, 400
 
 
@@ -61,10 +63,15 @@ class _Best:
         self._report(f"list scheduler: period {period * tick:g} s, bound {self._bound * tick:g} s")
 
     @property
+    def closed(self) -> bool:
+        """Nothing left to gain."""
+        return self.period is not None and self.period <= self._bound
+
+    @property
     def over(self) -> bool:
         """Nothing left to gain, or no time for another try, or told to stop."""
-        return self.period is not None and (self.period <= self._bound or self._stop.is_set()
-                                            or time.monotonic() + self._slowest > self._deadline)
+        return self.closed or (self.period is not None and (
+            self._stop.is_set() or time.monotonic() + self._slowest > self._deadline))
 
 
 def search(problem: Problem, bound: int, deadline: float, seed: int, report: Report,
@@ -78,17 +85,18 @@ def search(problem: Problem, bound: int, deadline: float, seed: int, report: Rep
 
 
 def _try_grid(best: _Best) -> None:
-    """Every policy of the grid under every dealing, as long as there is time."""
+    """Every policy of the grid under every dealing, as long as there is time; and what others run."""
     problem = best.problem
     dense = [Dense(problem, hosts) for hosts in (deal(problem, dealing) for dealing in DEALINGS)]
     if problem.failed == frozenset() or dense[0].hosts == dense[1].hosts:
         del dense[1]
-    for policy in _grid(problem):
-        for dealt in dense:
-            best.offer(dealt, policy)
-            if best.over:
-                return
-    best.offer_solution(one_f_one_b(problem))
+    for dealt, policy in ((dealt, policy) for policy in _grid(problem) for dealt in dense):
+        best.offer(dealt, policy)
+        if best.over:
+            break
+    if not best.over or (not best.closed and problem.operations <= QUICK):
+        for baseline in BASELINES.values():
+            best.offer_solution(baseline(problem))
 
 
 def _grid(problem: Problem) -> Iterator[Policy]:

@@ -1,28 +1,35 @@
-"""From a problem to the best solution found in the time given: bounds, list schedulers, CP-SAT."""
+"""From a problem to the best solution found in the time given: bounds, list schedulers, annealing, CP-SAT."""
 
 import threading
 import time
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
-from planner.baselines import one_f_one_b
+from planner.baselines import BASELINES
 from planner.bounds import lower_bound
+from planner.compiled import annealing
 from planner.cpsat.model import improve
-from planner.decompose import Piece, decompose
+from planner.decompose import Piece, decompose, undivided
 from planner.dense import solution_period
 from planner.interrupt import interruptible
+from planner.polish import polish
 from planner.problem import Problem
 from planner.report import Report
 from planner.search import search
 from planner.solution import Solution
 
-Method = Literal["cp-sat", "greedy", "1f1b"]
-LARGEST_MODEL = 20_000
-"""Compute ops, counted once per possible host, up to which CP-SAT is given the whole problem."""
-SEARCH_SHARE = 0.3
-"""Share of the time that list schedulers may take when CP-SAT follows."""
+Method = Literal["cp-sat", "greedy", "1f1b", "recycle"]
+METHODS: tuple[Method, ...] = get_args(Method)
+LARGEST_MODEL = 1500
+"""Compute ops, counted once per possible host, up to which CP-SAT proves more than annealing gains."""
+LARGEST_MODEL_ALONE = 20_000
+"""The same while annealing is not compiled yet."""
+LARGEST_BASELINE = 200_000
+"""Compute ops up to which a baseline deals the micro-batches of the dead among all pipelines, not in groups."""
+SEARCH_SHARE, PROOF_SHARE = 0.3, 0.6
+"""Shares of the time that list schedulers may take, when more follows, and that CP-SAT then takes of the rest."""
 
 
 class Solved(msgspec.Struct, frozen=True):
@@ -42,20 +49,92 @@ def solve(problem: Problem, method: Method, deadline: float, seed: int, report: 
     if stop is None:
         with interruptible() as event:
             return solve(problem, method, deadline, seed, report, event)
-    pieces = decompose(problem)
-    solved: list[tuple[Piece, Solution]] = []
-    proven = target = lower_bound(problem)
-    for index, piece in enumerate(pieces):
-        share = _work(piece) / sum(map(_work, pieces[index:]))
-        until = time.monotonic() + share * (deadline - time.monotonic())
-        solution, bound = _solve_piece(piece.problem, method, target, until, seed, report, stop)
-        solved.append((piece, solution))
-        if target == proven and (len(pieces) == 1 or not piece.problem.failed):
+    if method in BASELINES:
+        return _baseline(problem, method, stop)
+    effort = _Effort(problem, deadline, seed, report, stop)
+    effort.list_schedules(SEARCH_SHARE if method == "cp-sat" else 1.0)
+    if method == "cp-sat":
+        effort.improve()
+    return Solved(list(zip(effort.pieces, effort.solutions, strict=True)), effort.proven, stop.is_set())
+
+
+def _baseline(problem: Problem, method: str, stop: threading.Event) -> Solved:
+    divide = not problem.failed or problem.operations > LARGEST_BASELINE
+    pieces = decompose(problem) if divide else (undivided(problem),)
+    return Solved([(piece, BASELINES[method](piece.problem)) for piece in pieces], lower_bound(problem), stop.is_set())
+
+
+class _Effort:
+    """The pieces of a problem, and the best solution of each so far."""
+
+    def __init__(self, problem: Problem, deadline: float, seed: int, report: Report, stop: threading.Event) -> None:
+        self.pieces = decompose(problem)
+        self.solutions: list[Solution] = []
+        self.proven = lower_bound(problem)
+        self._tick = problem.tick_seconds
+        self._deadline = deadline
+        self._seed = seed
+        self._report = report
+        self._stop = stop
+
+    def list_schedules(self, share: float) -> None:
+        """A solution for every piece. What one cannot avoid, the others need not beat."""
+        target = self.proven
+        until = time.monotonic() + share * (self._deadline - time.monotonic())
+        for index, piece in enumerate(self.pieces):
+            part = _work(piece) / sum(map(_work, self.pieces[index:]))
+            now = time.monotonic()
+            solution = search(piece.problem, target, now + part * (until - now), self._seed, self._report, self._stop)
+            self.solutions.append(solution)
+            target = max(target, solution_period(piece.problem, solution))
+
+    def improve(self) -> None:
+        """Anneal what is critical; have CP-SAT prove small pieces optimal."""
+        kernel = annealing()
+        largest = LARGEST_MODEL if kernel else LARGEST_MODEL_ALONE
+        exact = [index for index, piece in enumerate(self.pieces) if _options(piece.problem) <= largest]
+        if kernel and self._open:
+            # All of the time where CP-SAT has nothing to do; else just enough for a good hint.
+            self._polish(self._deadline, cycles=1 if exact else None)
+        for index in sorted(exact, key=self._period, reverse=True):
+            self._solve_exactly(index, PROOF_SHARE if kernel else 1.0)
+        if kernel and self._open and exact:
+            self._polish(self._deadline, cycles=None)
+
+    @property
+    def _open(self) -> bool:
+        return max(map(self._period, range(len(self.pieces)))) > self.proven and not self._stop.is_set()
+
+    def _period(self, index: int) -> int:
+        return solution_period(self.pieces[index].problem, self.solutions[index])
+
+    def _polish(self, deadline: float, cycles: int | None) -> None:
+        kernel = annealing()
+        assert kernel is not None
+        self.solutions = polish(kernel, [piece.problem for piece in self.pieces], self.solutions, goal=self.proven,
+                                deadline=deadline, seed=self._seed, cycles=cycles, report=self._report,
+                                stop=self._stop)
+
+    def _solve_exactly(self, index: int, share: float) -> None:
+        """Let CP-SAT work on a piece unless it is good enough already."""
+        problem = self.pieces[index].problem
+        others = [self._period(other) for other in range(len(self.pieces)) if other != index]
+        target = max([self.proven, *others])
+        period = self._period(index)
+        if period <= target or self._stop.is_set():
+            return
+
+        def tell(ticks: int) -> None:
+            if ticks < period:  # the hint itself is no news
+                self._report(f"CP-SAT: period {ticks * self._tick:g} s")
+
+        now = time.monotonic()
+        result = improve(problem, self.solutions[index], lower_bound=target, deadline=now + share *
+                         (self._deadline - now), seed=self._seed, report=tell, stop=self._stop)
+        self.solutions[index] = result.solution
+        if target == self.proven and (len(self.pieces) == 1 or not problem.failed):
             # Without the ops of others, its workers in any plan of the whole run a plan of this piece.
-            proven = bound
-        # What one piece cannot avoid, the others need not beat.
-        target = max(proven, target, solution_period(piece.problem, solution))
-    return Solved(solved, proven, stop.is_set())
+            self.proven = result.lower_bound_ticks
 
 
 def _work(piece: Piece) -> int:
@@ -63,30 +142,6 @@ def _work(piece: Piece) -> int:
     return piece.problem.operations
 
 
-def _solve_piece(problem: Problem, method: Method, target: int, deadline: float, seed: int, report: Report,
-                 stop: threading.Event) -> tuple[Solution, int]:
-    """A solution, no better than the target, and a lower bound proven on the way (or the target)."""
-    if method == "1f1b":
-        return one_f_one_b(problem), target
-    began = time.monotonic()
-    share = SEARCH_SHARE if method == "cp-sat" else 1.0
-    best = search(problem, target, began + share * (deadline - began), seed, report, stop)
-    if method == "cp-sat" and not stop.is_set():
-        return _improved(problem, best, target, deadline, seed, report, stop)
-    return best, target
-
-
-def _improved(problem: Problem, best: Solution, target: int, deadline: float, seed: int, report: Report,
-              stop: threading.Event) -> tuple[Solution, int]:
-    """Let CP-SAT work on the plan, unless it is good enough already or the model would be too large."""
-    options = sum(len(problem.hosts(unit.stage, unit.pipeline)) for unit in problem.units()) * len(problem.kinds)
-    period = solution_period(problem, best)
-    if period <= target or options > LARGEST_MODEL:
-        return best, target
-
-    def tell(ticks: int) -> None:
-        if ticks < period:  # the hint itself is no news
-            report(f"CP-SAT: period {ticks * problem.tick_seconds:g} s")
-
-    result = improve(problem, best, lower_bound=target, deadline=deadline, seed=seed, report=tell, stop=stop)
-    return result.solution, result.lower_bound_ticks
+def _options(problem: Problem) -> int:
+    """Compute ops, counted once per possible host."""
+    return sum(len(problem.hosts(unit.stage, unit.pipeline)) for unit in problem.units()) * len(problem.kinds)

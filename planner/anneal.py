@@ -1,0 +1,134 @@
+"""Improve a plan by annealing: `planner.kernel.annealing` on arrays, in slices short enough to be stopped between."""
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from planner.dense import Dense
+from planner.problem import Problem
+from planner.solution import Solution
+
+OPS_PER_SLICE = 3_000_000
+"""Ops timed between two looks at the clock: some 50 ms."""
+FIRST_CYCLE = 100
+"""Steps of the first cooling cycle for each op; every further cycle is twice as long."""
+FEWEST_STEPS = 20_000
+HOT, COLD = 0.15, 0.05
+"""Temperatures at the begin and the end of a cycle, in mean op lengths."""
+PULL = 3.0
+
+
+class Annealer:
+    """Annealing of one plan. Its steps depend on the seed and on their number, not on the clock."""
+
+    def __init__(self, kernel: ModuleType, problem: Problem, solution: Solution, goal: int, seed: int) -> None:
+        self._kernel = kernel
+        self._problem = problem
+        self._dense = dense = Dense(problem, solution.hosts)
+        ops, lanes, groups = len(dense.length), len(dense.roles), problem.grid.columns
+        self._fixed = _fixed(kernel, dense)
+        self._orders = _orders(kernel, dense, solution)
+        self._best = _copy(kernel.Orders, self._orders)
+        self._clock, self._trial = ([_zeros(kernel.Clock, ops, ops, ops, lanes, groups) for _ in range(2)])
+        self._scratch = _zeros(kernel.Scratch, ops, ops, kernel.GROUP)
+        self._state = np.array([(seed * 0x9E3779B97F4A7C15 + 0x2545F4914F6CDD1D) % 2**64 or 1], dtype=np.uint64)
+        scale = float(np.mean(dense.length)) or 1.0
+        self._chosen = kernel.Chosen(hot=HOT * scale, cold=COLD * scale, pull=PULL, goal=goal)
+        self._slice = max(1, OPS_PER_SLICE // ops)
+        self._cycle, self._step = max(FEWEST_STEPS, FIRST_CYCLE * ops), 0
+        self.cycles = 0
+        """Cooling cycles done."""
+        self.period: int = kernel.evaluate(self._fixed, self._orders, self._scratch, self._clock, self._chosen)[0]
+        """Of the best plan so far."""
+
+    def run(self) -> None:
+        """One slice of steps."""
+        self.advance(self._slice)
+
+    def advance(self, steps: int) -> None:
+        """Some steps, at most to the end of the cooling cycle."""
+        end = min(self._step + steps, self._cycle)
+        self.period = int(self._kernel.anneal(
+            self._fixed, self._orders, self._best, self.period, self._clock, self._trial, self._scratch, self._state,
+            self._chosen, self._step, end, self._cycle))
+        self._step = end
+        if end == self._cycle:  # go on from the best, twice as slowly
+            self.cycles += 1
+            self._cycle, self._step = 2 * self._cycle, 0
+            for target, source in zip(self._orders, self._best, strict=True):
+                target[:] = source
+
+    def solution(self) -> Solution:
+        """The best plan so far."""
+        dense = self._dense
+        self._kernel.evaluate(self._fixed, self._best, self._scratch, self._trial, self._chosen)
+        start = self._trial.head if self._fixed.synchronous else self._trial.late
+        hosts = {unit: dense.roles[lane].pipeline for unit, lane in zip(dense.units, self._best.lane, strict=True)}
+        return Dense(self._problem, hosts).solution(self._trial.order.tolist(), start.tolist())
+
+
+def _fixed(kernel: ModuleType, dense: Dense) -> Any:
+    problem, roles, kinds = dense.problem, dense.roles, dense.kinds
+    memory = problem.memory
+    choice = [number for number, unit in enumerate(dense.units) if len(problem.hosts(unit.stage, unit.pipeline)) > 1]
+    taker, weight = _takers(dense)
+    source = [-1] * len(taker)
+    for op, (other, own) in enumerate(zip(taker, weight, strict=True)):
+        for waits in (other, own):
+            if waits >= 0:
+                source[waits] = op
+    return kernel.Fixed(
+        kinds=kinds, transfer=problem.times.transfer, synchronous=problem.optimizer == "synchronous",
+        stage=_ints(dense.stage), unit=_ints([op // kinds for op in range(len(taker))]), source=_ints(source),
+        taker=_ints(taker), weight=_ints(weight), waits=_ints([op >= 0 for op in source]),
+        group=_ints([problem.tied[role.column] for role in roles]),
+        tail=_ints([problem.tail(role.column) for role in roles]),
+        step=_ints([problem.times.optimizer[role.column] for role in roles]),
+        capacity=_ints([memory.capacity[role.column] if memory else -1 for role in roles]),
+        holds=_ints([holds for stage in dense.stage for holds in _holds(problem, stage)]), free=_ints(choice))
+
+
+def _takers(dense: Dense) -> tuple[list[int], list[int]]:
+    """For each op, who takes its tensor, and an I's own W; -1 for nobody."""
+    kinds, last = dense.kinds, dense.depth - 1
+    taker, weight = [-1] * len(dense.length), [-1] * len(dense.length)
+    for unit, place in enumerate(dense.place):
+        forward, backward = unit * kinds, unit * kinds + 1
+        taker[forward] = backward if place == last else forward + kinds
+        taker[backward] = backward - kinds if place else -1
+        weight[backward] = backward + 1 if kinds == 3 else -1
+    return taker, weight
+
+
+def _holds(problem: Problem, stage: int) -> tuple[int, ...]:
+    """What F, I and W of a stage add to the memory that their worker holds."""
+    activation, stash = problem.activation(stage), problem.stash(stage)
+    return (activation, stash - activation, -stash)[:len(problem.kinds)]
+
+
+def _orders(kernel: ModuleType, dense: Dense, solution: Solution) -> Any:
+    lanes: list[list[int]] = [[] for _ in dense.roles]
+    place = [0] * len(dense.length)
+    for op in dense.order(solution):
+        lane = lanes[dense.lane[op // dense.kinds]]
+        place[op] = len(lane)
+        lane.append(op)
+    sequence = np.zeros((len(lanes), max(map(len, lanes))), dtype=np.int64)
+    for number, lane in enumerate(lanes):
+        sequence[number, :len(lane)] = lane
+    return kernel.Orders(lane=_ints(dense.lane), length=_ints(dense.length), sequence=sequence,
+                         size=_ints([len(lane) for lane in lanes]), place=_ints(place))
+
+
+def _ints(values: Sequence[int]) -> Any:
+    return np.array(values, dtype=np.int64)
+
+
+def _zeros(kind: Callable[..., Any], *sizes: int) -> Any:
+    return kind(*(np.zeros(size, dtype=np.int64) for size in sizes))
+
+
+def _copy(kind: Callable[..., Any], arrays: Any) -> Any:
+    return kind(*(array.copy() for array in arrays))
