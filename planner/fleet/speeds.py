@@ -1,0 +1,238 @@
+"""Steady-state throughput of the schedules that policies run, in samples per second; each is planned once and kept.
+
+Workers of a stage hold the same parameters, and pipelines are interchangeable, so that swapping roles within a stage
+costs nothing: what a plan depends on is how many workers of each stage are down (`Down`). It is planned in the best of
+a few arrangements over pipelines (`planner.normalise.arrangements`), by the list schedulers, within a short time; with
+a table, the periods of its entries are taken where they fit.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+
+import msgspec
+
+from planner.assemble import ends, place
+from planner.baselines import one_f_one_b
+from planner.bounds import lower_bound
+from planner.dealing import deal
+from planner.decompose import Piece, decompose
+from planner.dense import Dense
+from planner.greedy import Policy as ListPolicy
+from planner.greedy import list_order
+from planner.job import Job
+from planner.normalise import PlanOptions, Windows, arrangements
+from planner.problem import NoPlanError, Problem
+from planner.solution import Solution
+from planner.solve import solve
+from schedules.schedule import BackwardMode, OptimizerMode, Worker
+from schedules.table import Table
+
+Down = tuple[int, ...]
+"""Workers down, by column (stage)."""
+Tell = Callable[[str], None]
+"""Called with what is being planned."""
+
+PLAN_SECONDS = 0.2
+"""At most, for one arrangement of failures; most need a hundredth."""
+
+
+class Speeds:
+    """Throughput by schedule, for one job. All methods give samples per second, 0.0 where no plan exists."""
+
+    def __init__(self, job: Job, *, samples_per_microbatch: float = 1.0, table: Table | None = None,
+                 plan_seconds: float = PLAN_SECONDS, tell: Tell = lambda _: None) -> None:
+        """Take the job's workers as equally fast. Raises ValueError when the table is of another job."""
+        self.job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=()))
+        self.workers = job.pipelines * job.stages
+        self.samples = samples_per_microbatch * sum(job.microbatches)
+        self._options = PlanOptions(method="greedy", time_limit=plan_seconds)
+        self._windows = Windows(self.job, self._options)
+        self._tell = tell
+        self._planned: dict[Down, float] = {}
+        self._target: dict[int, Down | None] = {}
+        self._recycle: dict[Down, float] = {}
+        self._usual: dict[int, float] = {}
+        self._table = _table_periods(table, self.job, self._options) if table is not None else {}
+
+    # --- This planner -------------------------------------------------------------------------------------------------
+
+    def planned(self, down: Down) -> float:
+        """This planner's schedule for so many workers down by stage."""
+        if down not in self._planned:
+            self._planned[down] = self.samples / self._planned_period(down)
+        return self._planned[down]
+
+    def target(self, failures: int) -> Down | None:
+        """Where normalisation puts this many failures: the best of the dynamic programme's distributions, as planned.
+
+        None when some stage would have no live worker.
+        """
+        if failures not in self._target:
+            self._target[failures] = self._best_distribution(failures)
+        return self._target[failures]
+
+    def _best_distribution(self, failures: int) -> Down | None:
+        if failures > self.workers - self.job.stages:
+            return None
+        kept = [down for down in self._table if sum(down) == failures]
+        ranked = [counts for *_, counts in self._windows.distributions(failures)]
+        choices = dict.fromkeys([*kept, *ranked, spread(failures, self.job.stages)])
+        best = max(choices, key=self.planned, default=None)
+        return best if best is not None and self.planned(best) > 0 else None
+
+    def _planned_period(self, down: Down) -> float:
+        self._tell(f"planning {'+'.join(map(str, down))} workers down by stage")
+        if down in self._table:
+            return self._table[down]
+        if any(count >= self.job.pipelines for count in down):
+            return math.inf
+        best = math.inf
+        for failed in self._arranged(down):
+            try:
+                problem = self._options.problem(self.job, failed)
+            except NoPlanError:
+                return math.inf
+            solved = solve(problem, "greedy", time.monotonic() + self._options.time_limit, 0, lambda _: None)
+            best = min(best, _period(problem, solved.pieces) * problem.tick_seconds)
+            if best <= solved.lower_bound_ticks * problem.tick_seconds:
+                return best
+        # Where time ran out before, ReCycle's rule may have been luckier: its schedules are open to this planner, too.
+        return min(best, self._round_robin(down))
+
+    def _arranged(self, down: Down) -> Iterator[tuple[Worker, ...]]:
+        yield from dict.fromkeys(arrangements(self.job, self._windows, down)) if any(down) else [()]
+
+    # --- ReCycle ------------------------------------------------------------------------------------------------------
+
+    def recycle(self, down: Down, *, backward: BackwardMode = "split",
+                optimizer: OptimizerMode = "staggered") -> float:
+        """ReCycle as published: 1F1B while no worker is down; else orphans dealt round-robin, split and staggered.
+
+        Healthy workers keep to 1F1B, so that it is never faster than that. The published solver is replaced by list
+        schedules, of which the best counts (`_RECYCLE`).
+        """
+        if (backward, optimizer) != ("split", "staggered"):
+            return self.samples / self._round_robin(down, backward, optimizer)
+        if down not in self._recycle:
+            self._tell(f"planning ReCycle with {'+'.join(map(str, down))} workers down by stage")
+            whole = self.usual(self.job.pipelines)
+            self._recycle[down] = whole if not any(down) else \
+                min(whole, self.samples / self._round_robin(down))
+        return self._recycle[down]
+
+    def _round_robin(self, down: Down, backward: BackwardMode = "split",
+                     optimizer: OptimizerMode = "staggered") -> float:
+        """The period, in seconds, of the best schedule by ReCycle's rule of dealing; planned without its 1F1B."""
+        if any(count >= self.job.pipelines for count in down):
+            return math.inf
+        options = msgspec.structs.replace(self._options, backward=backward, optimizer=optimizer)
+        best = math.inf
+        for failed in self._arranged(down):
+            problem = options.problem(self.job, failed)
+            bound = lower_bound(problem)
+            pieces = [(piece, _best_round_robin(piece.problem, bound)) for piece in decompose(problem)]
+            best = min(best, _period(problem, pieces) * problem.tick_seconds)
+            if best <= bound * problem.tick_seconds:
+                break
+        return best
+
+    # --- Whole pipelines under 1F1B -----------------------------------------------------------------------------------
+
+    def usual(self, pipelines: int) -> float:
+        """1F1B (fused, synchronous) on so many whole pipelines, which share the global batch as evenly as they can."""
+        if pipelines < 1:
+            return 0.0
+        if pipelines not in self._usual:
+            self._usual[pipelines] = self.samples / self._usual_period(pipelines)
+        return self._usual[pipelines]
+
+    def _usual_period(self, pipelines: int) -> float:
+        total = sum(self.job.microbatches)
+        counts = self.job.microbatches if pipelines == self.job.pipelines else \
+            tuple(total * (index + 1) // pipelines - total * index // pipelines for index in range(pipelines))
+        # Pipelines wait for each other only at the end: one with the most micro-batches stands for all.
+        job = msgspec.structs.replace(self.job, pipelines=1, microbatches=(max(counts),))
+        problem = PlanOptions(method="1f1b").problem(job)
+        whole = Piece(problem=problem, copies=((0,),))
+        return _period(problem, [(whole, one_f_one_b(problem))]) * problem.tick_seconds
+
+    # --- Yardsticks ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def whole(self) -> float:
+        """The fastest known with all workers alive."""
+        return max(self.planned((0,) * self.job.stages), self.usual(self.job.pipelines))
+
+    def limit(self, live: int) -> float:
+        """No synchronous training is faster on so many workers: the iteration's work, spread evenly, then one step."""
+        if live < 1:
+            return 0.0
+        clock = self.job.time
+        work = sum(clock.forward) + sum(clock.backward_input) + sum(clock.backward_weight)
+        step = min(map(sum, zip(clock.all_reduce, clock.optimizer, strict=True)))
+        return self.samples / (work * sum(self.job.microbatches) / live + step)
+
+
+def spread(failures: int, stages: int) -> Down:
+    """One failure a stage, then two, and so on; the last stages first, which have the least to wait for."""
+    return tuple(failures // stages + (stage >= stages - failures % stages) for stage in range(stages))
+
+
+def _table_periods(table: Table, job: Job, options: PlanOptions) -> dict[Down, float]:
+    """The best period, in seconds, by workers down in each stage."""
+    problem, basis = options.problem(job), table.basis
+    if (basis.grid, basis.times, basis.tick_seconds) != (problem.grid, problem.times, problem.tick_seconds):
+        raise ValueError(f"{table.folder}: a table of another job: its grid or times differ")
+    periods: dict[Down, float] = {}
+    for row in table.rows():
+        if row.period is not None:
+            down = tuple(sum(role.column == column for role in row.failed) for column in range(job.stages))
+            periods[down] = min(row.period, periods.get(down, math.inf))
+    return periods
+
+
+def _period(problem: Problem, pieces: Sequence[tuple[Piece, Solution]]) -> int:
+    """The period in ticks that solved pieces give together: as `planner.assemble` makes it, without the schedule."""
+    placed = place(problem, pieces)
+    last = ends(problem, placed)
+    closing = [end + problem.tail(column) for column, end in enumerate(last)]
+    if problem.optimizer == "synchronous":
+        steps = [max(end + problem.tail(column), max(last) + problem.times.optimizer[column])
+                 for column, end in enumerate(last)]
+        return max(steps) - min(min(one.start) for one in placed)
+    period = 0
+    for one in placed:
+        first: dict[int, int] = {}
+        for unit, lane in enumerate(one.dense.lane):
+            begin = one.start[unit * one.dense.kinds]
+            if begin < first.get(lane, begin + 1):
+                first[lane] = begin
+        period = max(period, *(closing[one.dense.column[lane]] - begin for lane, begin in first.items()))
+    return period
+
+
+def _recycle_policies(problem: Problem) -> Iterator[ListPolicy]:
+    """List schedules in place of ReCycle's solver: with all memory, and with as many in flight as 1F1B and twice."""
+    depth = len(problem.grid.stages)
+    for ignore in (True, False):
+        for factor in (0, 1, 2):
+            limits = tuple(factor * (depth - stage) for stage in range(depth)) if factor else None
+            yield ListPolicy(ignore_transfers=ignore, in_flight=limits)
+        if not problem.times.transfer:
+            return
+
+
+def _best_round_robin(problem: Problem, bound: int) -> Solution:
+    dense = Dense(problem, deal(problem, "round-robin"))
+    best, found = math.inf, None
+    for policy in _recycle_policies(problem):
+        order = list_order(dense, policy)
+        period, start = dense.timed(order)
+        if period < best:
+            best, found = period, dense.solution(order, start)
+        if best <= bound:
+            break
+    assert found is not None
+    return found
