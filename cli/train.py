@@ -194,7 +194,7 @@ def _refusals(job: Path | None = None, folder: Path | None = None) -> Iterator[N
 
 
 @contextmanager
-def _progress(iterations: int) -> Iterator[tuple[Callable[[int, float], None], Callable[[str], None]]]:
+def _progress(iterations: int) -> Iterator[tuple[Callable[[int, float], None], Callable[[object], None]]]:
     """A bar on stderr, and above it a line for each iteration, and for all that happens besides."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True) as bar:
@@ -204,7 +204,7 @@ def _progress(iterations: int) -> Iterator[tuple[Callable[[int, float], None], C
             bar.update(task, completed=iteration + 1, description=f"loss {loss:.4f}")
             bar.console.print(f"iteration {iteration:>6}  loss {loss:.6f}", highlight=False)
 
-        def say(line: str) -> None:
-            bar.console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        def say(news: object) -> None:
+            bar.console.print(str(news), style="yellow", markup=False, highlight=False, soft_wrap=True)
 
         yield tell, say

@@ -4,6 +4,8 @@ One node is the usual case. On several, each runs one launcher: node 0 (`run`) h
 schedule, the others (`join`) are told there what they need.
 """
 
+import math
+import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -33,7 +35,7 @@ from runtime.membership import Lighthouse
 from runtime.nursery import Nursery, NurseryError
 from runtime.placement import PlacementError, deal_to_nodes, layer_ranges
 from runtime.rendezvous import Rendezvous, RendezvousError, connect_store, host_store
-from runtime.report import Left, push
+from runtime.report import Ended, Left, push
 from runtime.setup import JOIN_TIMEOUT, SETUP_KEY, Form, Setup
 from runtime.stage import boundaries
 from runtime.watch import POLL_SECONDS, LossLog, Progress, Tell, Watch
@@ -42,7 +44,8 @@ from schedules.check import check
 from schedules.schedule import Schedule
 from schedules.trace import Trace, write_trace
 
-LEAVE_SECONDS = 10.0
+QUIET_SECONDS = 2.0
+"""The launcher of another node that is silent for so long, when a run ends, is gone."""
 OUTCOME_KEY = "outcome"
 FOUNDING_KEY = "schedule"
 
@@ -170,8 +173,15 @@ def join(rendezvous: Rendezvous, *, node: int, nodes: int, out: Path, nursery: N
     with ExitStack() as stack:
         nursery = nursery or stack.enter_context(Nursery())
         hands = Hands(nursery, rendezvous, here, cards, out)
-        with _processes(nursery, hands):
-            outcome = _follow(store, node, hands)
+        try:
+            with _processes(nursery, hands):
+                outcome = _follow(store, node, hands)
+        except RunError:
+            # Node 0 would miss them anyway, but later.
+            with suppress(RendezvousError):
+                for worker in here:
+                    push(store, Ended(worker, -signal.SIGKILL))
+            raise
     push(store, Left(node))
     if outcome.error is not None:
         raise RunError(outcome.error)
@@ -201,8 +211,13 @@ def _telling_others(store: TCPStore, watch: Watch, nodes: int) -> Iterator[None]
         raise
     finally:
         store.set(OUTCOME_KEY, msgspec.json.encode(Outcome(error)).decode())
-        deadline = time.monotonic() + LEAVE_SECONDS
-        while len(watch.left) < nodes - 1 and time.monotonic() < deadline:
+        present, counts, looked = set(range(1, nodes)), dict.fromkeys(range(1, nodes), -1), -math.inf
+        while present - watch.left:
+            now = time.monotonic()
+            if now - looked > QUIET_SECONDS:
+                # Who has not been heard of since the last look is gone, and will not say that it leaves.
+                before, counts = counts, {node: store.add(_node_key(node), 0) for node in present}
+                present, looked = {node for node in present if counts[node] != before[node]}, now
             watch.listen_for_leaving()
             time.sleep(POLL_SECONDS)
 
@@ -214,6 +229,7 @@ def _follow(store: TCPStore, node: int, hands: Hands) -> Outcome:
     """
     try:
         while not store.check([OUTCOME_KEY]):
+            store.add(_node_key(node), 1)
             while (command := next_command(store, node)) is not None:
                 hands.do(command)
             for ended in hands.poll(POLL_SECONDS):
@@ -221,6 +237,11 @@ def _follow(store: TCPStore, node: int, hands: Hands) -> Outcome:
         return msgspec.json.decode(store.get(OUTCOME_KEY), type=Outcome)
     except (DistError, RendezvousError):
         raise RunError("node 0 is gone") from None
+
+
+def _node_key(node: int) -> str:
+    """Counts up for as long as the launcher of a node is there."""
+    return f"beat/node-{node}"
 
 
 def _setup(schedule: Schedule, config: RunConfig, model: LayeredModel, device: Literal["cpu", "cuda"],

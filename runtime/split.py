@@ -10,8 +10,9 @@ stage_backward_input and stage_backward_weight keep the graph alive from I to W,
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +25,29 @@ WeightWork = deque[Callable[[], None]]
 """What W has to run, in the order in which I left it."""
 
 
-def deferring(work: WeightWork) -> AbstractContextManager[object]:
+_CURRENT: ContextVar[WeightWork | None] = ContextVar("weight work", default=None)
+
+
+@contextmanager
+def deferring(work: WeightWork) -> Iterator[None]:
     """Run a forward in here, and weight gradients will become entries of `work` when its backward runs.
 
     Parameters that carry hooks are left alone, so that the hooks see what they expect.
     """
-    return _Deferring(work)
+    before = _CURRENT.set(work)
+    try:
+        with _Deferring(work):
+            yield
+    finally:
+        _CURRENT.reset(before)
+
+
+def weight_work() -> WeightWork | None:
+    """Where an autograd.Function of one's own may leave what belongs into W; to be asked for in its forward.
+
+    Its backward appends calls that add to `.grad`. None: it has to do all at once.
+    """
+    return _CURRENT.get()
 
 
 def backward_input(output: Tensor, gradient: Tensor | None, work: WeightWork) -> None:

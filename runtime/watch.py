@@ -10,7 +10,7 @@ from typing import TextIO
 
 from torch._C._distributed_c10d import TCPStore
 
-from runtime.conductor import Conductor
+from runtime.conductor import Conductor, Recovery
 from runtime.conductor import RunError as RunError
 from runtime.crew import Crew
 from runtime.injection import Injection, injected_key
@@ -35,8 +35,8 @@ from schedules.schedule import Worker
 
 POLL_SECONDS = 0.02
 
-Tell = Callable[[str], None]
-"""Called with one line for people: a recovery, or something that went wrong and was survived."""
+Tell = Callable[[Recovery | str], None]
+"""Called with a recovery, or with something that went wrong and was survived; `str` of it is one line for people."""
 Progress = Callable[[int, float], None]
 """Called with the number and the loss of each iteration that is committed, in order."""
 
@@ -147,7 +147,7 @@ class Watch:
             case Started():
                 recovery = self._conductor.started(report)
                 if recovery is not None:
-                    self._tell(str(recovery))
+                    self._tell(recovery)
             case Paused():
                 if report.settled is not None:
                     self._commit(self._ledger.settled(report.order, report.settled))
