@@ -99,6 +99,7 @@ class Tally:
             if known is None:
                 raise ChaosError(f"a worker was lost for no reason of ours: {reason}")
             self.reasons[known] += 1
+        self.reasons["connections"] += not recovery.dead and not recovery.returned
 
     def report(self) -> str:
         """A few lines."""
