@@ -15,6 +15,7 @@ COMMANDS = {
     "lookup": "Look up the schedule for the workers that are down, and say who plays which role.",
     "check": "Check schedules against every rule, independently of how they were made.",
     "show": "Show a schedule: a row for each worker, time from left to right.",
+    "export": "Hand a schedule to another runtime.",
     "profile": "Measure the stages of a job's model on this machine: times, memory, transfers and all-reduces.",
     "train": "Train a job's model, one process a live worker, replaying a schedule.",
     "demo": "Plan the published worked example, then train a small GPT with and without one of its workers.",

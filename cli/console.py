@@ -54,6 +54,20 @@ def write_or_refuse(path: Path, data: bytes) -> None:
         refuse(f"{path}: cannot be written: {error.strerror}")
 
 
+def read_text_or_refuse(path: Path, most: int) -> str:
+    """The text in a file of at most so many bytes; exits 2 with one line where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(most + 1)
+        if len(data) > most:
+            refuse(f"{path}: more than {most} bytes")
+        return data.decode()
+    except OSError as error:
+        refuse(f"{path}: cannot be read: {error.strerror}")
+    except UnicodeDecodeError:
+        refuse(f"{path}: not UTF-8 text")
+
+
 def duration(seconds: float) -> str:
     """A time as a person reads it: `30 s`, `29.7 ms`, `850 us`; four digits."""
     unit, name = next(((unit, name) for unit, name in ((1.0, "s"), (1e-3, "ms")) if seconds >= unit), (1e-6, "us"))

@@ -8,9 +8,20 @@ from typing import Annotated, cast
 
 import typer
 
-from cli.console import answer_no, duration, err, out, parse_workers, print_json, refuse, write_or_refuse
+from cli.console import (
+    answer_no,
+    duration,
+    err,
+    out,
+    parse_workers,
+    print_json,
+    read_text_or_refuse,
+    refuse,
+    write_or_refuse,
+)
 from cli.moves import move_lines
 from cli.timeline import timeline
+from planner.foreign import judge_order
 from planner.job import Job, JobError, read_job
 from planner.normalise import PlanOptions, normalised
 from planner.plan import Plan, plan_job
@@ -19,6 +30,7 @@ from planner.report import Report
 from planner.solve import METHODS, Method
 from schedules.codec import encode
 from schedules.schedule import BackwardMode, OptimizerMode, Worker
+from schedules.torchcsv import MAX_BYTES, TorchCsvError, read_order
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="The job file (TOML).")]
 Failed = Annotated[list[str] | None, typer.Option("--failed", metavar="D.S", help=(
@@ -36,6 +48,9 @@ TimeLimit = Annotated[float, typer.Option("--time-limit", metavar="SEC", min=0.0
     "Seconds to search at most."))]
 Normalise = Annotated[bool, typer.Option("--normalise", help=(
     "Let live workers take over other roles where that shortens the period; the schedule says who moves."))]
+Given = Annotated[tuple[str, Path] | None, typer.Option("--from", metavar="FORMAT FILE", help=(
+    "Time and check an order that somebody else made instead of planning one. FORMAT is torch-csv: what "
+    "torch.distributed.pipelining dumps and loads, a row a rank."))]
 Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, max=2**31 - 1, help="Seed of every random choice.")]
 
 OutFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the schedule to this file.")]
@@ -44,13 +59,19 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 def plan(job: JobFile, failed: Failed = None, backward: Backward = None, optimizer: Optimizer = None,
          method: How = "cp-sat", time_limit: TimeLimit = 10.0, normalise: Normalise = False, seed: Seed = 0,
-         out_file: OutFile = None, json: Json = False) -> None:
+         given: Given = None, out_file: OutFile = None, json: Json = False) -> None:
     """Plan one schedule for a job and the workers that are down.
 
     Ctrl-C ends the search early; the best plan found until then is printed and written.
     """
-    made = make_plan(read_job_or_refuse(job), parse_workers(failed or []), backward=backward, optimizer=optimizer,
-                     method=method, time_limit=time_limit, seed=seed, normalise=normalise)
+    wanted = read_job_or_refuse(job)
+    if given is not None:
+        if failed or backward or normalise:
+            refuse("--from gives the order: leave out --failed, --backward and --normalise")
+        made = judge(wanted, *given, optimizer=optimizer)
+    else:
+        made = make_plan(wanted, parse_workers(failed or []), backward=backward, optimizer=optimizer, method=method,
+                         time_limit=time_limit, seed=seed, normalise=normalise)
     if out_file is not None:
         write_or_refuse(out_file, encode(made.schedule))
     if json:
@@ -88,6 +109,22 @@ def make_plan(job: Job, failed: tuple[Worker, ...], *, backward: str | None, opt
         refuse(error)
     except NoPlanError as error:
         answer_no(error)
+
+
+def judge(job: Job, form: str, path: Path, *, optimizer: str | None) -> Plan:
+    """Time the order in a file. Exits 2 where it is none for this job, 1 where it breaks a rule."""
+    require_choice("--from", form, ("torch-csv",))
+    require_choice("--optimizer", optimizer, ("staggered", "synchronous"))
+    try:
+        rows = read_order(read_text_or_refuse(path, MAX_BYTES), str(path))
+        judged = judge_order(job, rows, str(path), optimizer=cast(OptimizerMode, optimizer or "staggered"))
+    except (JobError, TorchCsvError) as error:
+        refuse(error)
+    except NoPlanError as error:
+        answer_no(error)
+    if judged.violations:
+        answer_no(f"{path}: breaks a rule: {judged.violations[0]}")
+    return judged.plan
 
 
 def require_choice(option: str, value: str | None, choices: tuple[str, ...]) -> None:

@@ -4,6 +4,7 @@ All hold for any choice of hosts, any order, and either backward mode.
 """
 
 import heapq
+from collections.abc import Sequence
 
 from planner.problem import Problem
 from schedules.schedule import OpKind
@@ -72,15 +73,16 @@ def _window_bound(problem: Problem, column: int) -> int:
 
         period >= n (F + I + W) + max(0, round trip - (k - 1) F) + A + O,   k = min(n, capacity / activation)
 
-    for a worker that runs n micro-batches. The right side does not fall with n, so the least n of the busiest worker
-    gives a bound. With several virtual stages the forwards of all of them may fill the wait, and it is left out.
+    for a worker that runs n micro-batches, and the idle time of `_drain_idle` comes on top. The right side does not
+    fall with n, so the least n of the busiest worker gives a bound. With several virtual stages the forwards of all of
+    them may fill the wait, and it is left out.
     """
     work, count = _least_makespan(problem, column)
     stages = problem.grid.stages_of(column)
     idle = 0
     if len(stages) == 1 and count:
         stage = stages[0]
-        idle = _fill_idle(problem, stage, count)
+        idle = _fill_idle(problem, stage, count) + _drain_idle(problem, stage, count, problem.kinds[1:])
     return work + idle + problem.tail(column)
 
 
@@ -88,6 +90,37 @@ def _fill_idle(problem: Problem, stage: int, count: int) -> int:
     """Idle ticks of a worker that runs `count` micro-batches of one stage, before its first I."""
     forwards = (_in_flight(problem, stage, count) - 1) * _slowest(problem, OpKind.F, stage)
     return max(0, _round_trip(problem, stage) - forwards)
+
+
+def _drain_idle(problem: Problem, stage: int, count: int, kinds: Sequence[OpKind]) -> int:
+    """Idle ticks of a worker that runs `count` micro-batches of one stage, from its last F on.
+
+    `kinds` are the ops after F that end the time looked at: until the last micro-batch's I, or until its W.
+
+    When the last F starts, memory holds at most k micro-batches that still wait for their I, and at most l that wait
+    for their W, that one counted. So at most k I and l W are run from there on, while its own round trip takes its time:
+
+        idle >= round trip + (I + W) - (k I + l W)   until its W ends,
+        idle and W meanwhile >= round trip + I - k I       until its I ends.
+
+    In the second case (`_chain`), these W are not among the count - l that are done before the last F starts. With
+    count > k some I comes before the last F, so that nothing is counted twice: `_fill_idle`
+    is over when the first I starts. With fewer, all F may come first, and 0 is returned.
+    """
+    waiting = _in_flight(problem, stage, count)
+    if waiting == count:
+        return 0
+    limits = {problem.gradient_kind: waiting, OpKind.W: _held(problem, stage, count)}
+    least = _round_trip(problem, stage) + sum(problem.fastest(kind, stage) for kind in kinds)
+    return max(0, least - sum(limits[kind] * _slowest(problem, kind, stage) for kind in kinds))
+
+
+def _held(problem: Problem, stage: int, count: int) -> int:
+    """Micro-batches of the `count` that a worker can hold between F and the end of W."""
+    least = min(problem.activation(stage), problem.stash(stage))
+    if problem.memory is None or least == 0:
+        return count
+    return min(count, problem.memory.capacity[problem.column_of[stage]] // least)
 
 
 def _in_flight(problem: Problem, stage: int, count: int) -> int:
@@ -118,8 +151,8 @@ def _chain_bound(problem: Problem, stage: int) -> int:
 
     The worker's first F has come through the earlier stages, and its last I still travels back through them and ends
     with a W at stage 0. In between it runs all its n F and I, idles while it fills (`_fill_idle`), and runs all W but
-    those that it can hold until its last I is done, k = min(n, capacity / stash). All ops of stage 0 lie in a window of
-    period - A - O (staggered: any two workers' windows there end together), so
+    those that it can hold until its last I is done, k = min(n, capacity / stash), or else idles while it drains. All
+    ops of stage 0 lie in a window of period - A - O (staggered: any two workers' windows there end together), so
 
         period >= reach + n (F + I) + (n - k) W + idle + way back + W of stage 0 + A + O of stage 0.
 
@@ -136,10 +169,14 @@ def _chain(problem: Problem, stage: int, count: int) -> int:
     """The fill and drain bound of a worker that runs at least `count` micro-batches of this stage."""
     kinds = [kind for kind in problem.kinds if kind is not OpKind.W]
     work = count * sum(problem.fastest(kind, stage) for kind in kinds) + _fill_idle(problem, stage, count)
+    drain = _drain_idle(problem, stage, count, problem.kinds[1:2])
     last_weight = 0
     if problem.backward == "split":
-        work += (count - _stashed(problem, stage, count)) * problem.fastest(OpKind.W, stage)
+        weight = problem.fastest(OpKind.W, stage)
+        drain = max((count - _stashed(problem, stage, count)) * weight,
+                    (count - _held(problem, stage, count)) * weight + drain)
         last_weight = problem.fastest(OpKind.W, 0)
+    work += drain
     chain = _reach(problem, stage) + work + _way_back(problem, stage) + (last_weight if stage else 0)
     tail = problem.tail(problem.column_of[0])
     return chain + (tail if problem.optimizer == "staggered" else max(tail, *problem.times.optimizer))
@@ -162,6 +199,7 @@ def _crowded_bound(problem: Problem, stage: int) -> int:
     slack = (_in_flight(problem, stage, count) - 1) * _slowest(problem, OpKind.F, stage)
     idle = max(0, _round_trip(problem, stage) + late - slack)
     work = count * sum(problem.fastest(kind, stage) for kind in problem.kinds)
+    idle += _drain_idle(problem, stage, count, problem.kinds[1:])
     early = _crowding(problem, stage, problem.gradient_kind, range(stage))
     return max(work + idle + problem.tail(column), _chain(problem, stage, count) + early)
 

@@ -12,31 +12,39 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-MODULE = "planner.kernel.annealing"
-ENTRY = "anneal"
-"""The function that all others are compiled for."""
+ENTRIES = {"annealing": "anneal", "listing": "latest"}
+"""The modules of the kernel, and of each a function that is compiled after the others."""
 
 
 def annealing() -> ModuleType | None:
     """The compiled `planner.kernel.annealing`, or None while it is being compiled."""
-    module = _module()
-    if _is_compiled(module):
+    return _compiled("annealing")
+
+
+def listing() -> ModuleType | None:
+    """The compiled `planner.kernel.listing`, or None while it is being compiled."""
+    return _compiled("listing")
+
+
+def _compiled(name: str) -> ModuleType | None:
+    module = _module(name)
+    if _is_compiled(module, ENTRIES[name]):
         return module
     _compile_in_background()
     return None
 
 
 @cache
-def _module() -> ModuleType:
+def _module(name: str) -> ModuleType:
     """Imported late: numba alone takes a third of a second."""
-    return importlib.import_module(MODULE)
+    return importlib.import_module(f"planner.kernel.{name}")
 
 
-def _is_compiled(module: ModuleType) -> bool:
+def _is_compiled(module: ModuleType, entry: str) -> bool:
     """Whether numba has code on disk that is newer than the source."""
     source = Path(str(module.__file__))
-    folder = Path(getattr(module, ENTRY).stats.cache_path)
-    kept = folder.glob(f"{source.stem}.{ENTRY}-*.nbi")
+    folder = Path(getattr(module, entry).stats.cache_path)
+    kept = folder.glob(f"{source.stem}.{entry}-*.nbi")
     return any(file.stat().st_mtime > source.stat().st_mtime for file in kept)
 
 

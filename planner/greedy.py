@@ -12,8 +12,10 @@ from typing import Literal
 import msgspec
 
 from planner.dense import Dense, Order
+from planner.problem import Problem
 
 READY_F, READY_I, END = 0, 1, 2
+ForwardOrder = Literal["deepest", "oldest"]
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +25,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """Leave a worker idle rather than start a W when a more urgent op is known to arrive within this share of the W."""
     forward_patience: float = 0.0
     """Leave a worker idle rather than start an F when a gradient is known to arrive within this share of the F."""
-    forward_order: Literal["oldest", "deepest"] = "deepest"
+    forward_order: ForwardOrder = "deepest"
     """Which F first: the lowest micro-batch, or the one furthest along its pipeline."""
     in_flight: tuple[int, ...] | None = None
     """At most this many micro-batches a worker between F and the end of I, one number per virtual stage.
@@ -34,6 +36,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """A worker with x % more micro-batches than the usual one may have this share of x % more in flight."""
     guests_last: bool = False
     """Re-routed micro-batches wait while one of the worker's own can go on."""
+    make_room: bool = False
+    """Where an F waits for room, run a W before anything else."""
     eager_weights: bool = False
     """Run a W directly after its I, as an unsplit backward would."""
     ignore_transfers: bool = False
@@ -44,6 +48,35 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 def list_order(dense: Dense, policy: Policy) -> Order:
     """The order in which a list scheduler starts all ops. Always succeeds on a feasible problem (see `_fits`)."""
     return _Simulation(dense, policy).run()
+
+
+def lane_limits(dense: Dense, policy: Policy) -> list[list[float] | None]:
+    """How many micro-batches each lane may have in flight at each stage; None: as many as fit."""
+    limits = policy.in_flight
+    if limits is None:
+        return [None] * len(dense.roles)
+    load = Counter(dense.lane)
+    usual = statistics.median_low(load.values())
+    factors = [1 + policy.load_share * max(0.0, load[lane] / usual - 1) for lane in range(len(dense.roles))]
+    return [[limit * factor for limit in limits] for factor in factors]
+
+
+def reserves(problem: Problem) -> list[int]:
+    """Room kept free, when an F of each stage starts, for its worker's stages that lie deeper in their chain."""
+    grid = problem.grid
+    return [sum(problem.hold(other) for other in grid.stages_of(grid.stages[stage].column)
+                if grid.original(other) > grid.original(stage)) for stage in range(len(grid.stages))]
+
+
+def ranks(dense: Dense, guests_last: bool) -> list[int]:
+    """Units by micro-batch, then pipeline: older micro-batches go first, those of several pipelines in turn."""
+    pipelines = dense.problem.grid.pipelines
+    found = [unit.microbatch * pipelines + unit.pipeline for unit in dense.units]
+    if guests_last:
+        behind = max(found) + 1
+        found = [rank if dense.roles[lane].pipeline == unit.pipeline else rank + behind
+                 for rank, unit, lane in zip(found, dense.units, dense.lane, strict=True)]
+    return found
 
 
 class _Lane:
@@ -74,47 +107,18 @@ class _Simulation:
         self._place = dense.place
         memory = problem.memory
         lanes = [_Lane(memory.capacity[role.column] if memory else None, limits)
-                 for role, limits in zip(dense.roles, self._limits(), strict=True)]
+                 for role, limits in zip(dense.roles, lane_limits(dense, policy), strict=True)]
         self._lane = [lanes[lane] for lane in dense.lane]
         self._hop = [0] * len(dense.units) if policy.ignore_transfers else dense.hop
         stages = range(len(problem.grid.stages))
         self._hold = [problem.hold(stage) for stage in stages]
         self._stash = [problem.stash(stage) for stage in stages]
-        self._reserve = [self._deeper_hold(stage) for stage in stages]
+        self._reserve = reserves(problem)
         self._mixed = len(stages) > problem.grid.columns
-        self._rank = self._ranks()
+        self._rank = ranks(dense, policy.guests_last)
         self._order: list[int] = []
         self._events: list[tuple[int, int, int]] = []
         self._clock = 0
-
-    def _limits(self) -> list[list[float] | None]:
-        """How many micro-batches each lane may have in flight at each stage."""
-        limits, dense = self._policy.in_flight, self._dense
-        if limits is None:
-            return [None] * len(dense.roles)
-        load = Counter(dense.lane)
-        usual = statistics.median_low(load.values())
-        share = self._policy.load_share
-        factors = [1 + share * max(0.0, load[lane] / usual - 1) for lane in range(len(dense.roles))]
-        return [[limit * factor for limit in limits] for factor in factors]
-
-    def _deeper_hold(self, stage: int) -> int:
-        """Room kept free for the virtual stages of the same worker that lie deeper in their chain."""
-        grid = self._dense.problem.grid
-        return sum(self._hold[other] for other in grid.stages_of(grid.stages[stage].column)
-                   if grid.original(other) > grid.original(stage))
-
-    def _ranks(self) -> list[int]:
-        """Units by micro-batch, then pipeline: older micro-batches go first, those of several pipelines in turn."""
-        dense = self._dense
-        grid = dense.problem.grid
-        ranks = [unit.microbatch * grid.pipelines + unit.pipeline for unit in dense.units]
-        if self._policy.guests_last:
-            own = [dense.roles[lane].pipeline == unit.pipeline for unit, lane in
-                   zip(dense.units, dense.lane, strict=True)]
-            behind = max(ranks) + 1
-            ranks = [rank if mine else rank + behind for rank, mine in zip(ranks, own, strict=True)]
-        return ranks
 
     def run(self) -> Order:
         events, lanes = self._events, self._lane
@@ -187,12 +191,12 @@ class _Simulation:
             lane.used += self._stash[stage] - self._hold[stage]
             lane.in_flight[stage] -= 1
             if self._dense.kinds == 3:
-                heappush(lane.weights, (self._rank[unit] * self._dense.depth + stage, unit))
+                heappush(lane.weights, (self._rank[unit] * self._dense.depth + self._place[unit], unit))
 
     def _pick(self, lane: _Lane) -> int | None:
         """The most urgent op that may run."""
         kinds, policy = self._dense.kinds, self._policy
-        if policy.eager_weights and lane.weights:
+        if lane.weights and (policy.eager_weights or (policy.make_room and self._stuck(lane))):
             return heappop(lane.weights)[1] * kinds + 2
         if lane.backward:
             return heappop(lane.backward)[1] * kinds + 1
@@ -206,6 +210,11 @@ class _Simulation:
         if lane.weights and not self._comes_within(lane.arrivals, policy.patience, lane.weights[0][1] * kinds + 2):
             return heappop(lane.weights)[1] * kinds + 2
         return None
+
+    def _stuck(self, lane: _Lane) -> bool:
+        """Whether the most urgent F waits for memory."""
+        return lane.capacity is not None and bool(lane.forward) and \
+            lane.used + self._hold[self._dense.stage[lane.forward[0][2]]] > lane.capacity
 
     def _pick_forward(self, lane: _Lane) -> int | None:
         """The most urgent F, or one of a deeper virtual stage where that has no room."""

@@ -1,25 +1,29 @@
 """Many list schedules, the best kept: first a grid of policies, then random steps from the best one."""
 
+import itertools
 import random
 import threading
 import time
 from collections.abc import Iterator
+from typing import get_args
 
 import msgspec
 
 from planner.baselines import BASELINES
+from planner.compiled import listing
 from planner.dealing import DEALINGS, deal
 from planner.dense import Dense, solution_period
-from planner.greedy import Policy, list_order
+from planner.greedy import ForwardOrder, Policy
+from planner.listing import CompiledLister, Lister, lister
 from planner.problem import Problem
 from planner.report import Report
 from planner.solution import Solution
 
-OPS_PER_SEARCH = 600_000
+OPS_PER_SEARCH, OPS_COMPILED = 600_000, 20_000_000
 """Ops that all random steps together may schedule; counted, not timed, so that the same seed gives the same plan."""
 QUICK = 20_000
 """Compute ops that take a list scheduler no time worth mentioning."""
-FEWEST_STEPS, MOST_STEPS = 8, 400
+FEWEST_STEPS, MOST_STEPS = 8, 1000
 
 
 class _Best:
@@ -33,22 +37,21 @@ class _Best:
         self._report = report
         self._slowest = 0.0
         self.policy = Policy()
-        self.dense: Dense | None = None
+        self.lister: Lister | None = None
         self.period: int | None = None
         self.found: Solution | None = None
 
-    def offer(self, dense: Dense, policy: Policy) -> bool:
+    def offer(self, lister: Lister, policy: Policy) -> bool:
         """Try a policy; whether it is better than, or as good as, the best so far."""
         began = time.monotonic()
-        order = list_order(dense, policy)
-        period, start = dense.timed(order)
+        period = lister.period(policy)
         self._slowest = max(self._slowest, time.monotonic() - began)
         if self.period is not None and period > self.period:
             return False
         if self.period is None or period < self.period:
-            self.found = dense.solution(order, start)
+            self.found = lister.solution()
             self._tell(period)
-        self.policy, self.dense, self.period = policy, dense, period
+        self.policy, self.lister, self.period = policy, lister, period
         return True
 
     def offer_solution(self, solution: Solution) -> None:
@@ -87,10 +90,12 @@ def search(problem: Problem, bound: int, deadline: float, seed: int, report: Rep
 def _try_grid(best: _Best) -> None:
     """Every policy of the grid under every dealing, as long as there is time; and what others run."""
     problem = best.problem
-    dense = [Dense(problem, hosts) for hosts in (deal(problem, dealing) for dealing in DEALINGS)]
-    if problem.failed == frozenset() or dense[0].hosts == dense[1].hosts:
-        del dense[1]
-    for dealt, policy in ((dealt, policy) for policy in _grid(problem) for dealt in dense):
+    hosts = [deal(problem, dealing) for dealing in DEALINGS]
+    if hosts[0] == hosts[1]:
+        del hosts[1]
+    kernel = listing()
+    listers = [lister(kernel, Dense(problem, dealt)) for dealt in hosts]
+    for dealt, policy in ((dealt, policy) for policy in _grid(problem) for dealt in listers):
         best.offer(dealt, policy)
         if best.over:
             break
@@ -101,15 +106,15 @@ def _try_grid(best: _Best) -> None:
 
 def _grid(problem: Problem) -> Iterator[Policy]:
     """Policies that are the best somewhere; those that most often are come first."""
-    for ignore in (True, False):
-        for order in ("deepest", "oldest"):
-            yield Policy(forward_order=order, ignore_transfers=ignore)
-    for slope in (1.0, 2.0, 1.5, 0.75, 1.25, 0.5, 3.0):
-        for extra in (0, 1, 2):
-            for patience in (0.0, 0.5, 1.0):
-                for ignore, forward_patience in ((False, 0.0), (False, 1.0), (True, 0.0)):
-                    yield Policy(patience=patience, forward_patience=forward_patience, ignore_transfers=ignore,
-                                 in_flight=_limits(problem, slope, extra))
+    rooms = (False, True) if problem.memory and problem.backward == "split" else (False,)
+    orders: tuple[ForwardOrder, ...] = get_args(ForwardOrder)
+    for ignore, order, room in itertools.product((True, False), orders, rooms):
+        yield Policy(forward_order=order, ignore_transfers=ignore, make_room=room)
+    modes = ((False, 0.0), (False, 1.0), (True, 0.0))
+    for slope, extra, patience, (ignore, forward_patience), room in itertools.product(
+            (1.0, 2.0, 1.5, 0.75, 1.25, 0.5, 3.0), (0, 1, 2), (0.0, 0.5, 1.0), modes, rooms):
+        yield Policy(patience=patience, forward_patience=forward_patience, ignore_transfers=ignore, make_room=room,
+                     in_flight=_limits(problem, slope, extra))
 
 
 def _limits(problem: Problem, slope: float, extra: int) -> tuple[int, ...]:
@@ -120,13 +125,13 @@ def _limits(problem: Problem, slope: float, extra: int) -> tuple[int, ...]:
 
 def _step_at_random(best: _Best, random: random.Random) -> None:
     """Change the best policy a little, again and again; keep what is no worse."""
-    assert best.dense is not None
-    ops = len(best.dense.length)
-    steps = min(MOST_STEPS, ops, max(FEWEST_STEPS, OPS_PER_SEARCH // ops))
-    for _ in range(steps):
+    assert best.lister is not None
+    ops = len(best.lister.dense.length)
+    budget = OPS_COMPILED if isinstance(best.lister, CompiledLister) else OPS_PER_SEARCH
+    for _ in range(min(MOST_STEPS, max(FEWEST_STEPS, budget // ops))):
         if best.over:
             return
-        best.offer(best.dense, _changed(best.problem, best.policy, random))
+        best.offer(best.lister, _changed(best.problem, best.policy, random))
 
 
 def _changed(problem: Problem, policy: Policy, random: random.Random) -> Policy:
@@ -139,7 +144,9 @@ def _changed(problem: Problem, policy: Policy, random: random.Random) -> Policy:
         return msgspec.structs.replace(policy, ignore_transfers=not policy.ignore_transfers)
     if what < 0.35:
         return msgspec.structs.replace(policy, forward_patience=random.choice((0.0, 0.25, 0.5, 0.75, 1.0)))
-    if what < 0.45 and problem.failed:
+    if what < 0.4:
+        return msgspec.structs.replace(policy, make_room=not policy.make_room)
+    if what < 0.5 and problem.failed:
         return msgspec.structs.replace(policy, load_share=random.choice((0.0, 0.5, 1.0, 1.5, 2.0)))
     limits = list(policy.in_flight or _limits(problem, 2.0, 0))
     first = random.randrange(stages)

@@ -48,10 +48,10 @@ PRESETS = {
         source="Llama 3 (Meta 2024): 16,384 H100, 54 days, 419 unexpected interruptions: one in 50,700 GPU-hours; "
                "73 % transient (Unicron); repair times assumed"),
     "meta-rsc": Failures(
-        machine_mtbf_hours=8 * 24_000 / RSC_FAILURES_PER_1000_NODE_DAYS, node_size=8,
-        node_mtbf_hours=4 * 24_000 / RSC_FAILURES_PER_1000_NODE_DAYS,
-        source="Meta Research SuperCluster: 2.3 to 6.5 failures per 1,000 node-days of 8 GPUs; the upper end, one of a "
-               "single GPU for each GPU-day's share of it, one of a whole node for a quarter; repair times assumed"),
+        machine_mtbf_hours=8 * 24_000 / (0.75 * RSC_FAILURES_PER_1000_NODE_DAYS), node_size=8,
+        node_mtbf_hours=24_000 / (0.25 * RSC_FAILURES_PER_1000_NODE_DAYS),
+        source="Meta Research SuperCluster: 2.3 to 6.5 failures per 1,000 node-days of 8 GPUs; the upper end, a "
+               "quarter of them taken to be of whole nodes; 73 % transient (Unicron); repair times assumed"),
 }
 """Failure rates by name, for machines of one GPU each."""
 

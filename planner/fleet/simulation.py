@@ -46,6 +46,12 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         """Mean useful samples per second."""
         return float(np.dot(self.rate, np.diff(self.seconds)) / self.seconds[-1])
 
+    def binned(self, edges: Floats) -> Floats:
+        """Mean useful samples per second between consecutive edges (seconds, ascending)."""
+        made = np.concatenate([[0.0], np.cumsum(self.rate * np.diff(self.seconds))])
+        mean: Floats = np.diff(np.interp(edges, self.seconds, made)) / np.diff(edges)
+        return mean
+
     def lost(self, best: float) -> dict[Cause, float]:
         """Seconds lost by cause, against a job that makes `best` samples per second all the time.
 
@@ -119,22 +125,32 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 def compare(policies: Sequence[type[Policy]], speeds: Speeds, costs: Costs, trace: Trace,
             tell: Tell = lambda _done, _total: None) -> Result:
-    """All policies through one trace, which must fit the job."""
+    """All policies through one trace, which must fit the job. After Ctrl-C, those that were finished; at least one."""
     setting = Setting(speeds, costs, trace.seconds_between_failures)
-    runs = {}
-    for done, kind in enumerate(policies, 1):
-        runs[kind.name] = simulate(kind(setting), trace)
-        tell(done, len(policies))
+    runs: dict[str, Run] = {}
+    try:
+        for done, kind in enumerate(policies, 1):
+            runs[kind.name] = simulate(kind(setting), trace)
+            tell(done, len(policies))
+    except KeyboardInterrupt:
+        if not runs:
+            raise
     return Result(trace=trace, runs=runs, best_rate=max(
-        [speeds.whole, *(run.whole_rate for run in runs.values() if not POLICIES[run.policy].yardstick)]))
+        [0.0, *(run.whole_rate for run in runs.values() if not POLICIES[run.policy].yardstick)]))
 
 
-def throughputs(policies: Sequence[type[Policy]], speeds: Speeds, costs: Costs, traces: Sequence[Trace],
+def over_seeds(policies: Sequence[type[Policy]], speeds: Speeds, costs: Costs, traces: Sequence[Trace],
                 tell: Tell = lambda _done, _total: None) -> dict[str, Floats]:
-    """Mean samples per second by policy, one value a trace: the distribution over seeds."""
-    values = {kind.name: np.zeros(len(traces)) for kind in policies}
-    for index, trace in enumerate(traces):
-        for name, run in compare(policies, speeds, costs, trace).runs.items():
-            values[name][index] = run.throughput
-        tell(index + 1, len(traces))
-    return values
+    """Mean samples per second by policy, one value a trace; after Ctrl-C, for the traces that were finished."""
+    values: dict[str, list[float]] = {kind.name: [] for kind in policies}
+    try:
+        for index, trace in enumerate(traces):
+            setting = Setting(speeds, costs, trace.seconds_between_failures)
+            found = {kind.name: simulate(kind(setting), trace).throughput for kind in policies}
+            for name, value in found.items():
+                values[name].append(value)
+            tell(index + 1, len(traces))
+    except KeyboardInterrupt:
+        if not all(values.values()):
+            raise
+    return {name: np.array(column) for name, column in values.items()}

@@ -7,6 +7,7 @@ a table, the periods of its entries are taken where they fit.
 """
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -14,7 +15,7 @@ from functools import cached_property
 import msgspec
 
 from planner.assemble import ends, place
-from planner.baselines import one_f_one_b
+from planner.baselines import one_f_one_b, recycle
 from planner.bounds import lower_bound
 from planner.dealing import deal
 from planner.decompose import Piece, decompose
@@ -94,7 +95,8 @@ class Speeds:
                 problem = self._options.problem(self.job, failed)
             except NoPlanError:
                 return math.inf
-            solved = solve(problem, "greedy", time.monotonic() + self._options.time_limit, 0, lambda _: None)
+            solved = solve(problem, "greedy", time.monotonic() + self._options.time_limit, 0, lambda _: None,
+                           threading.Event())  # so that Ctrl-C ends the whole simulation
             best = min(best, _period(problem, solved.pieces) * problem.tick_seconds)
             if best <= solved.lower_bound_ticks * problem.tick_seconds:
                 return best
@@ -226,13 +228,13 @@ def _recycle_policies(problem: Problem) -> Iterator[ListPolicy]:
 
 def _best_round_robin(problem: Problem, bound: int) -> Solution:
     dense = Dense(problem, deal(problem, "round-robin"))
-    best, found = math.inf, None
+    found = recycle(problem)
+    best = dense.period(dense.starts(found))
     for policy in _recycle_policies(problem):
+        if best <= bound:
+            break
         order = list_order(dense, policy)
         period, start = dense.timed(order)
         if period < best:
             best, found = period, dense.solution(order, start)
-        if best <= bound:
-            break
-    assert found is not None
     return found

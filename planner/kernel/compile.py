@@ -9,9 +9,10 @@ from pathlib import Path
 from planner.anneal import Annealer
 from planner.dealing import deal
 from planner.dense import Dense
-from planner.greedy import Policy, list_order
+from planner.greedy import Policy
 from planner.job import parse_job
-from planner.kernel import annealing
+from planner.kernel import annealing, listing
+from planner.listing import CompiledLister
 from planner.problem import build_problem
 
 STALE_SECONDS = 120
@@ -25,8 +26,9 @@ def main() -> None:
             problem = build_problem(parse_job("pipelines = 1\nstages = 1\nmicrobatches = 1\n[time]\nforward = 1\n"
                                               "backward_input = 1\nbackward_weight = 1\n"))
             dense = Dense(problem, deal(problem, "least-loaded"))
-            order = list_order(dense, Policy())
-            Annealer(annealing, problem, dense.solution(order, dense.earliest(order)), 0, 0).run()
+            lister = CompiledLister(listing, dense)
+            lister.period(Policy())
+            Annealer(annealing, problem, lister.solution(), 0, 0).run()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,150 @@
+"""Orders of ops as torch.distributed.pipelining writes and reads them: CSV, a row a rank, a cell an action.
+
+An action is the stage's number, what is done, and the micro-batch's number: `2F0`, `2I0`, `2W0`, `2B0`; with
+communication also `2SEND_F0`, `3RECV_F0`, `2SEND_B0`, `1RECV_B0` and `2REDUCE_GRAD`. Ranks are the workers of one
+pipeline, stages its virtual stages. The format is that of `_PipelineScheduleRuntime._load_csv` of torch 2.13.
+"""
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from schedules.graph import Transfer, op_key, programs_of, transfers
+from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
+
+MAX_BYTES = 64 * 2**20
+_ACTION = re.compile(r"(\d{1,9})(F|I|B|W)(\d{1,9})")
+_OTHER = re.compile(r"\d{1,9}(?:UNSHARD|RESHARD|REDUCE_GRAD|(?:SEND|RECV)_[FB]\d{1,9})")
+_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+class TorchCsvError(ValueError):
+    """An order that this format cannot express, or a file that does not hold one. The message is one line."""
+
+
+class Action(NamedTuple):
+    """A compute op of a rank."""
+
+    kind: OpKind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+def write_order(schedule: Schedule, pipeline: int = 0, *, communication: bool = False) -> str:
+    """The order of one pipeline's ops as CSV.
+
+    With `communication` also its sends and receives, in an order that no worker waits in a circle with, and the
+    reductions of gradients; without, torch adds them. Raises TorchCsvError where torch's runtime cannot run it.
+    """
+    _require_expressible(schedule, pipeline)
+    workers = [Worker(pipeline, column) for column in range(schedule.grid.columns)]
+    machines = [schedule.player_of[role] for role in workers]
+    rows = [[str(action) for action in _compute(schedule.ops(machine))] for machine in machines]
+    if communication:
+        programs = programs_of(schedule, [pipeline])
+        crossing = transfers(schedule, programs)
+        rows = [_with_communication(programs[machine], crossing, machine) for machine in machines]
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def read_order(text: str, source: str = "CSV") -> list[list[Action]]:
+    """The compute ops of each rank, in order; sends, receives and the like are passed over.
+
+    Pairs that a file wants to overlap (`(0F1;1B0)OVERLAP_F_B`) are read one after the other. Raises TorchCsvError.
+    """
+    rows = []
+    try:
+        for line, cells in enumerate(csv.reader(io.StringIO(text)), 1):
+            rows.append([action for cell in cells for action in _parse(cell.strip(), f"{source}: line {line}")])
+    except csv.Error as error:
+        raise TorchCsvError(f"{source}: not readable as CSV: {error}") from None
+    if not any(rows):
+        raise TorchCsvError(f"{source}: holds no action; expected a row a rank of cells such as 0F0, 0I0 or 0B0")
+    return rows
+
+
+def _require_expressible(schedule: Schedule, pipeline: int) -> None:
+    grid = schedule.grid
+    if not 0 <= pipeline < grid.pipelines:
+        raise TorchCsvError(f"the schedule has no pipeline {pipeline}; expected 0 to {grid.pipelines - 1}")
+    if grid.chains > 1:
+        raise TorchCsvError("torch's runtime keeps each stage on one rank; in a bidirectional schedule it is on two")
+    for column in range(grid.columns):
+        if Worker(pipeline, column) not in schedule.player_of:
+            raise TorchCsvError(f"worker {Worker(pipeline, column)} is down, and peers of other pipelines run its "
+                                "micro-batches; torch's runtime keeps each stage on one rank")
+    for seat in schedule.seats:
+        if seat.role.pipeline == pipeline:
+            for op in schedule.programs[seat.program]:
+                if op.pipeline is not None:
+                    raise TorchCsvError(f"worker {seat.worker} also runs micro-batch {op.pipeline}.{op.microbatch}, of "
+                                        "another pipeline; torch's runtime knows one pipeline")
+
+
+def _compute(ops: Sequence[Op]) -> Iterator[Action]:
+    for op in ops:
+        if op.kind in COMPUTE_KINDS:
+            kind, stage, _, microbatch = op_key(op)
+            yield Action(kind, stage, microbatch)
+
+
+def _with_communication(ops: Sequence[Op], crossing: Sequence[Transfer], worker: Worker) -> list[str]:
+    """Each receive before the op that needs it, each send after the op that made it, all in the common order."""
+    mine = [transfer for transfer in crossing if worker in (transfer.source, transfer.target)]
+    place = {(transfer.source == worker, transfer.kind, transfer.stage, transfer.microbatch): index
+             for index, transfer in enumerate(mine)}
+
+    def number(sends: bool, what: Literal["activation", "gradient"], stage: int, microbatch: int) -> int:
+        return place.get((sends, what, stage, microbatch), -1)
+
+    row: list[str] = []
+    issued = 0
+    for op in ops:
+        if op.kind is OpKind.A:
+            row.append(f"{op.stage}REDUCE_GRAD")
+        if op.kind not in COMPUTE_KINDS:
+            continue
+        kind, stage, _, microbatch = op_key(op)
+        needs = makes = -1
+        if kind is OpKind.F:
+            needs = number(False, "activation", stage, microbatch)
+            makes = number(True, "activation", stage + 1, microbatch)
+        elif kind is not OpKind.W:
+            needs = number(False, "gradient", stage, microbatch)
+            makes = number(True, "gradient", stage - 1, microbatch)
+        row += [_transfer(transfer, worker) for transfer in mine[issued:needs + 1]]
+        row.append(str(Action(kind, stage, microbatch)))
+        issued = max(issued, needs + 1)
+        row += [_transfer(transfer, worker) for transfer in mine[issued:makes + 1]]
+        issued = max(issued, makes + 1)
+    return row
+
+
+def _transfer(transfer: Transfer, worker: Worker) -> str:
+    """A send is named by the stage that sends, a receive by the one that receives."""
+    forward = transfer.kind == "activation"
+    letter = "F" if forward else "B"
+    if transfer.target == worker:
+        return f"{transfer.stage}RECV_{letter}{transfer.microbatch}"
+    return f"{transfer.stage + (-1 if forward else 1)}SEND_{letter}{transfer.microbatch}"
+
+
+def _parse(cell: str, where: str) -> Iterator[Action]:
+    if not cell or _OTHER.fullmatch(cell):
+        return
+    overlap = _OVERLAP.fullmatch(cell)
+    if overlap:
+        for part in overlap[1].split(";"):
+            yield from _parse(part.strip(), where)
+        return
+    match = _ACTION.fullmatch(cell)
+    if match is None:
+        raise TorchCsvError(f"{where}: {cell[:40]!r} is no action; expected one such as 0F0, 0I0, 0W0 or 0B0")
+    yield Action(OpKind(match[2]), int(match[1]), int(match[3]))

@@ -1,0 +1,69 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.app import app
+from planner.plan import plan_job
+from schedules import codec
+from schedules.schedule import Worker
+from tests.jobs import grid
+
+JOB = """pipelines = 2
+stages = 2
+microbatches = 3
+[time]
+forward = 1
+backward_input = 1
+backward_weight = 1
+"""
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A job, its whole schedule, and one with a dead worker."""
+    job = grid(2, 2, 3)
+    (tmp_path / "job.toml").write_text(JOB)
+    codec.write(plan_job(job, method="greedy").schedule, tmp_path / "whole.json")
+    codec.write(plan_job(job, [Worker(1, 0)], method="greedy").schedule, tmp_path / "broken.json")
+    return tmp_path
+
+
+def slipstream(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_there_and_back(files):
+    written = slipstream("export", files / "whole.json", "--to", "torch-csv", "--out", files / "order.csv")
+    assert written.exit_code == 0 and written.stdout == ""
+    assert (files / "order.csv").read_text() == slipstream("export", files / "whole.json").stdout
+    back = slipstream("plan", files / "job.toml", "--from", "torch-csv", files / "order.csv", "--json")
+    assert back.exit_code == 0, back.output
+    answer, whole = json.loads(back.stdout), codec.read(files / "whole.json")
+    assert answer["period"] == whole.period_ticks and answer["lower_bound"] == whole.lower_bound_ticks
+    full = json.loads(slipstream("export", files / "whole.json", "--communication", "--json").stdout)
+    assert full["format"] == "compute_comms" and "1RECV_F0" in full["csv"] and "0REDUCE_GRAD" in full["csv"]
+
+
+def test_what_torch_cannot_run_is_answered_no(files):
+    done = slipstream("export", files / "broken.json")
+    assert done.exit_code == 1 and done.stdout == ""
+    assert "worker 0.0 also runs micro-batch 1.0, of another pipeline" in done.stderr
+    done = slipstream("export", files / "broken.json", "--pipeline", 1)
+    assert done.exit_code == 1 and "worker 1.0 is down" in done.stderr
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["export", "whole.json", "--to", "onnx"], "--to onnx: expected torch-csv"),
+    (["export", "whole.json", "--pipeline", "2"], "--pipeline 2: the schedule has pipelines 0 to 1"),
+    (["export", "job.toml"], "job.toml: no readable schedule"),
+    (["plan", "job.toml", "--from", "csv", "order.csv"], "--from csv: expected torch-csv"),
+    (["plan", "job.toml", "--from", "torch-csv", "order.csv"], "order.csv: cannot be read"),
+    (["plan", "job.toml", "--from", "torch-csv", "job.toml"], "job.toml: line 1: 'pipelines = 2' is no action"),
+    (["plan", "job.toml", "--from", "torch-csv", "x.csv", "--failed", "0.0"], "leave out --failed"),
+])
+def test_bad_input_is_refused_in_one_line(arguments, says, files, monkeypatch):
+    monkeypatch.chdir(files)
+    done = slipstream(*arguments)
+    assert done.exit_code == 2 and done.stdout == ""
+    assert says in done.stderr and done.stderr.count("\n") == 1

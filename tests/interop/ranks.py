@@ -1,0 +1,77 @@
+"""One rank of PyTorch's own pipeline runtime: it runs given orders, and compares gradients with one process.
+
+    python -m tests.interop.ranks RANK FOLDER
+
+FOLDER holds linear.csv and linear-comms.csv for 3 ranks of one stage, and v.csv and v-comms.csv for 2 ranks of two.
+Rank 0 dumps torch's own orders for the V there. Exits 0 when all gradients agree.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    ScheduleDualPipeV,
+    ScheduleZBVZeroBubble,
+    _PipelineScheduleRuntime,
+)
+
+WIDTH, MICROBATCHES, BATCH = 8, 4, 2
+
+
+def layers(count: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double() for _ in range(count)]
+
+
+def text() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    rows = MICROBATCHES * BATCH
+    return torch.randn(rows, WIDTH, dtype=torch.float64), torch.randn(rows, WIDTH, dtype=torch.float64)
+
+
+def expected(count: int) -> list[torch.Tensor]:
+    """Gradients of every layer's weight, by one plain backward."""
+    model, (value, target) = nn.Sequential(*layers(count)), text()
+    nn.functional.mse_loss(model(value), target).backward()
+    return [layer[0].weight.grad for layer in model]
+
+
+def stages(mine: list[int], count: int, group: dist.ProcessGroup) -> list[PipelineStage]:
+    model = layers(count)
+    return [PipelineStage(model[index], index, count, torch.device("cpu"), group=group) for index in mine]
+
+
+def run(path: Path, form: str, mine: list[int], count: int, group: dist.ProcessGroup) -> None:
+    held = stages(mine, count, group)
+    schedule = _PipelineScheduleRuntime(held, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+    schedule._load_csv(str(path), format=form)
+    value, target = text()
+    schedule.step(*([value] if 0 in mine else []), **({"target": target} if count - 1 in mine else {}))
+    for stage in held:
+        torch.testing.assert_close(stage.submod[0].weight.grad, expected(count)[stage.stage_index], rtol=0, atol=1e-12)
+
+
+def main() -> None:
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=3)
+    everyone, two = dist.group.WORLD, dist.new_group([0, 1])
+    for form, name in (("compute_only", "linear"), ("compute_comms", "linear-comms")):
+        run(folder / f"{name}.csv", form, [rank], 3, everyone)
+    if rank < 2:
+        for form, name in (("compute_only", "v"), ("compute_comms", "v-comms")):
+            run(folder / f"{name}.csv", form, [rank, 3 - rank], 4, two)
+        for kind in (ScheduleZBVZeroBubble, ScheduleDualPipeV):
+            made = kind(stages([rank, 3 - rank], 4, two), MICROBATCHES, loss_fn=nn.functional.mse_loss)
+            if rank == 0:
+                made._dump_csv(str(folder / f"{kind.__name__}.csv"), format="compute_only")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

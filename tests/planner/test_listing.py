@@ -1,0 +1,40 @@
+"""The compiled list scheduler is op for op that of `planner.greedy`."""
+
+import importlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.dealing import deal
+from planner.dense import Dense
+from planner.greedy import Policy
+from planner.listing import CompiledLister, PlainLister
+from planner.problem import build_problem
+from tests.jobs import failures, jobs
+
+MODES = st.tuples(st.sampled_from(["split", "fused"]), st.sampled_from(["staggered", "synchronous"]))
+SHARES = st.sampled_from([0.0, 0.5, 1.0])
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    """Compiles here and now if need be: some ten seconds, once."""
+    return importlib.import_module("planner.kernel.listing")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), jobs(), MODES, st.sampled_from(["least-loaded", "round-robin"]))
+def test_compiled_and_plain_make_the_same_schedules(kernel, data, job, modes, dealing):
+    problem = build_problem(job, data.draw(failures(job)), backward=modes[0], optimizer=modes[1])
+    dense = Dense(problem, deal(problem, dealing))
+    policy = Policy(patience=data.draw(SHARES), forward_patience=data.draw(SHARES), load_share=data.draw(SHARES),
+                    forward_order=data.draw(st.sampled_from(["deepest", "oldest"])),
+                    in_flight=data.draw(st.none() | st.tuples(*[st.integers(1, 4)] * len(problem.grid.stages))),
+                    ignore_transfers=data.draw(st.booleans()), make_room=data.draw(st.booleans()),
+                    guests_last=data.draw(st.booleans()),
+                    eager_weights=data.draw(st.booleans()) and modes[0] == "split")
+    plain, compiled = PlainLister(dense), CompiledLister(kernel, dense)
+    assert plain.period(policy) == compiled.period(policy)
+    ours, theirs = plain.solution(), compiled.solution()
+    assert list(ours.starts.items()) == list(theirs.starts.items()) and ours.hosts == theirs.hosts
