@@ -1,8 +1,13 @@
-"""Property tests draw the same examples on every run; HYPOTHESIS_PROFILE=explore draws new ones, and more of them."""
+"""Property tests draw the same examples on every run; HYPOTHESIS_PROFILE=explore draws new ones, and more of them.
+
+The fixture `chromium` is a real browser, for pages.
+"""
 
 import os
 
 from hypothesis import HealthCheck, settings
+
+from tests.browser import chromium as chromium
 
 settings.register_profile("steady", deadline=None, suppress_health_check=list(HealthCheck), derandomize=True,
                           database=None)
