@@ -6,6 +6,7 @@ from runtime.launch import RunError, RunResult, run
 from runtime.layers import LayeredModel
 from runtime.reference import ReferenceResult, reference_run
 from runtime.seeds import derive_seed, seeded
+from runtime.split import weight_work
 
 __all__ = [
     "ConfigError",
@@ -23,4 +24,5 @@ __all__ = [
     "reference_run",
     "run",
     "seeded",
+    "weight_work",
 ]

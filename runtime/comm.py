@@ -96,6 +96,8 @@ class Epoch:
                  device: torch.device, store: Store, sums: bool = False,
                  require: Callable[[], None] = lambda: None) -> None:
         self.device = device
+        self.ordered = transport == "nccl"
+        """Whether transfers are matched by their order, and so have to be issued in one that all agree on."""
         self._staged = transport == "gloo" and device.type != "cpu"
         self._transport_device = torch.device("cpu") if self._staged else device
         self._ranks = quorum.ranks

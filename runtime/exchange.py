@@ -33,6 +33,8 @@ class Exchange:
     A worker issues its transfers in the order of `schedules.graph.transfers`. That order extends the order of the ops:
     what must be sent before a parcel can arrive has been produced by the time the parcel is needed, on every worker.
     So nobody waits in a circle, even where transfers run strictly one after the other, as on one NCCL communicator.
+    Where they do not, over gloo, receives are posted ahead of sends: what finds its receive posted travels at once,
+    else it takes two more messages.
     """
 
     def __init__(self, schedule: Schedule, worker: Worker, epoch: Epoch, boundaries: Sequence[Boundary],
@@ -47,6 +49,9 @@ class Exchange:
         self._place: Mapping[Parcel, int] = {_parcel(transfer): place
                                              for place, (_, transfer) in enumerate(self._mine)}
         self._issued = 0
+        """Transfers, in this order; with `_ahead`, receives only."""
+        self._ahead = None if epoch.ordered else [place for place, (_, transfer) in enumerate(self._mine)
+                                                  if transfer.target == worker]
         # By the number of the transfer, counted over all iterations: those of two iterations may be under way.
         self._arriving: dict[int, Arriving] = {}
         self._ready: dict[int, Tensor] = {}
@@ -61,7 +66,11 @@ class Exchange:
             self._shelf[parcel] = tensor
             return
         self._ready[number] = tensor
-        self._issue_through(number)
+        if self._ahead is None:
+            self._issue_through(number)
+        else:
+            self._issue(number)
+            self._look_ahead()
 
     def take(self, iteration: int, parcel: Parcel) -> Tensor:
         """Wait for what an op needs. Raises CommunicationError."""
@@ -101,24 +110,37 @@ class Exchange:
         return None if place is None else (iteration - self._iterations.start) * len(self._mine) + place
 
     def _issue_through(self, number: int) -> None:
-        while self._issued <= number:
-            self._issue()
+        while (following := self._next()) is not None and following <= number:
+            self._issue(following)
+            self._issued += 1
         self._look_ahead()
 
     def _look_ahead(self) -> None:
-        """Post the receives that come next, as far as no send stands before them."""
-        while (len(self._arriving) < LOOKAHEAD and self._issued < len(self._iterations) * len(self._mine)
-               and self._mine[self._issued % len(self._mine)][1].target == self._worker):
-            self._issue()
+        """Post the receives that come next; where transfers are ordered, as far as no send stands before them."""
+        while (len(self._arriving) < LOOKAHEAD and (following := self._next()) is not None
+               and self._transfer(following)[1].target == self._worker):
+            self._issue(following)
+            self._issued += 1
 
-    def _issue(self) -> None:
-        tag, transfer = self._mine[self._issued % len(self._mine)]
+    def _next(self) -> int | None:
+        """The number of the transfer to be issued next; None when that was the last."""
+        order = range(len(self._mine)) if self._ahead is None else self._ahead
+        if self._issued >= len(self._iterations) * len(order):
+            return None
+        rounds, place = divmod(self._issued, len(order))
+        return rounds * len(self._mine) + order[place]
+
+    def _issue(self, number: int) -> None:
+        tag, transfer = self._transfer(number)
         if transfer.source == self._worker:
-            self._leaving.append(self._epoch.send(self._ready.pop(self._issued), transfer.target, tag))
+            self._leaving.append(self._epoch.send(self._ready.pop(number), transfer.target, tag))
         else:
             shape, dtype = self._form(transfer.kind, transfer.stage)
-            self._arriving[self._issued] = self._epoch.receive(shape, dtype, transfer.source, tag)
-        self._issued += 1
+            self._arriving[number] = self._epoch.receive(shape, dtype, transfer.source, tag)
+
+    def _transfer(self, number: int) -> tuple[int, Transfer]:
+        """Its tag, and what it is."""
+        return self._mine[number % len(self._mine)]
 
     def _form(self, kind: ParcelKind, stage: int) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of what the ops of a stage take."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from runtime.split import WeightWork, backward_input, backward_weight, deferring
+from runtime.split import WeightWork, backward_input, backward_weight, deferring, weight_work
 
 WIDTH = 6
 
@@ -63,6 +63,28 @@ def addmm(self: Calls, value: Tensor) -> Tensor:
     return torch.addmm(self.bias, value.reshape(-1, WIDTH), self.weight).view(value.shape)
 
 
+class Scale(torch.autograd.Function):
+    """value * weight, whose backward leaves the weight's gradient to W where there is one."""
+
+    @staticmethod
+    def forward(ctx, value, weight):
+        ctx.save_for_backward(value)
+        ctx.weight, ctx.work = weight, weight_work()
+        return value * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        value, = ctx.saved_tensors
+        if ctx.work is None:
+            return gradient * ctx.weight, (gradient * value).flatten(0, -2).sum(0)
+        ctx.work.append(lambda: add(ctx.weight, (gradient * value).flatten(0, -2).sum(0)))
+        return gradient * ctx.weight, None
+
+
+def add(weight: nn.Parameter, gradient: Tensor) -> None:
+    weight.grad = gradient if weight.grad is None else weight.grad + gradient
+
+
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "linear": linear,
     "no bias": lambda: linear(bias=False),
@@ -90,6 +112,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "attention": lambda: Calls(attend, part=nn.MultiheadAttention(WIDTH, 2, batch_first=True)),
     "checkpoint": lambda: Calls(lambda self, x: checkpoint(self.part, x, use_reentrant=False), part=mlp()),
     "reentrant checkpoint": lambda: Calls(lambda self, x: checkpoint(self.part, x, use_reentrant=True), part=mlp()),
+    "own function": lambda: Calls(lambda self, x: Scale.apply(x, self.weight), weight=weight(WIDTH)),
     "convolution": lambda: Calls(lambda self, x: self.part(x.reshape(-1, 1, WIDTH)).reshape(x.shape),
                                  part=nn.Conv1d(1, 1, 3, padding=1)),
 }
@@ -173,7 +196,7 @@ def test_autocast_bit_for_bit(names: list[str]) -> None:
 @pytest.mark.parametrize(("name", "deferred"), [
     ("linear", 1), ("no bias", 1), ("mlp", 2), ("residual", 2), ("twice", 2), ("matmul", 1), ("matmul by name", 1),
     ("mm", 1), ("addmm", 1), ("tied matmul", 2), ("checkpoint", 2), ("reentrant checkpoint", 2),
-    ("side", 1), ("detached", 1), ("in place", 1),
+    ("side", 1), ("detached", 1), ("in place", 1), ("own function", 1),
     ("frozen", 0), ("hooked", 0), ("layer norm", 0), ("weight norm", 0), ("batched matmul", 0), ("attention", 0),
 ])
 def test_what_is_deferred(name: str, deferred: int) -> None:

@@ -1,0 +1,119 @@
+"""What replaying a schedule costs: the measured period over the planned one, ops being sleeps.
+
+    python -m benchmarks.replay [--milliseconds 20] [--grid 3x4x6] [--iterations 12] [--repeats 2] [--json]
+
+Every op sleeps one unit (the optimizer three), so that all workers fit on two cores and whatever exceeds the plan is
+the runtime's own: transfers, reports, Python. Plans are made without transfer times. `measured` is what `slipstream
+train` reports, the median over iterations of the longest busy window; `cadence` the median time from one committed
+iteration to the next; the quickest of the repeats counts, as other programs can only delay. Exit status 1 when one of
+them is more than 5 % above the plan.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.sleeping import MODEL, TRAINING, sleeping
+from planner.job import Job, parse_job
+from planner.plan import plan_job
+from runtime.config import parse_run_config
+from runtime.launch import run
+from schedules.schedule import Schedule, Worker
+
+LIMIT = 1.05
+WARM_UP = 2
+"""Iterations that do not count for the cadence."""
+
+
+class Outcome(NamedTuple):
+    """Periods in seconds."""
+
+    name: str
+    failed: tuple[str, ...]
+    workers: int
+    planned: float
+    measured: float
+    cadence: float
+
+    @property
+    def ratio(self) -> float:
+        """Measured by planned, whichever way of measuring says more."""
+        return max(self.measured, self.cadence) / self.planned
+
+
+def sleeping_job(pipelines: int, stages: int, microbatches: int, unit: float) -> Job:
+    """Every op takes one unit; the first stage has no I, and does all in W."""
+    inputs, weights = [0.0] + [unit] * (stages - 1), [2 * unit] + [unit] * (stages - 1)
+    return parse_job(f"""
+        name = "sleepers"
+        pipelines = {pipelines}
+        stages = {stages}
+        microbatches = {microbatches}
+        [time]
+        forward = {unit}
+        backward_input = {inputs}
+        backward_weight = {weights}
+        optimizer = {3 * unit}
+        """)
+
+
+def replay(name: str, schedule: Schedule, unit: float, iterations: int) -> Outcome:
+    """Run a schedule with ops that sleep."""
+    config = parse_run_config({**MODEL, "blocks": schedule.grid.depth}, TRAINING)
+    ends: list[float] = []
+    with tempfile.TemporaryDirectory() as folder, sleeping(unit, unit, unit, 3 * unit):
+        result = run(schedule, config, out=Path(folder), iterations=iterations, traced=0,
+                     progress=lambda *_: ends.append(time.perf_counter()))
+    assert result.measured_period_seconds is not None
+    between = statistics.median(after - before for before, after in pairwise(ends[WARM_UP:]))
+    failed = set(schedule.grid.workers()) - {seat.worker for seat in schedule.seats}
+    return Outcome(name, tuple(map(str, sorted(failed))), len(schedule.seats), result.planned_period_seconds,
+                   result.measured_period_seconds, between)
+
+
+def cases(job: Job) -> Sequence[tuple[str, Schedule]]:
+    """The usual schedule, the split one, and both ideas with workers down."""
+    one, two = [Worker(1, job.stages // 2)], [Worker(1, job.stages // 2), Worker(0, 0)]
+    return (("1F1B", plan_job(job, method="1f1b").schedule),
+            ("1F1B, re-routed", plan_job(job, one, method="1f1b").schedule),
+            ("split", plan_job(job, time_limit=5).schedule),
+            ("split, re-routed", plan_job(job, one, time_limit=5).schedule),
+            ("split, re-routed twice", plan_job(job, two, time_limit=5).schedule))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--milliseconds", type=float, default=20)
+    parser.add_argument("--grid", default="3x4x6", help="pipelines x stages x micro-batches")
+    parser.add_argument("--iterations", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    unit = options.milliseconds / 1e3
+    pipelines, stages, microbatches = map(int, options.grid.split("x"))
+    outcomes = [min((replay(name, schedule, unit, options.iterations) for _ in range(options.repeats)),
+                    key=lambda one: one.ratio)
+                for name, schedule in cases(sleeping_job(pipelines, stages, microbatches, unit))]
+    if options.json:
+        print(json.dumps([{**outcome._asdict(), "ratio": outcome.ratio} for outcome in outcomes]))
+    else:
+        table = Table("schedule", "down", "workers", "planned ms", "measured ms", "cadence ms", "ratio")
+        for one in outcomes:
+            table.add_row(one.name, ", ".join(one.failed), str(one.workers), f"{one.planned * 1e3:.1f}",
+                          f"{one.measured * 1e3:.1f}", f"{one.cadence * 1e3:.1f}", f"{one.ratio:.3f}")
+        Console().print(table)
+    sys.exit(max(outcome.ratio for outcome in outcomes) > LIMIT)
+
+
+if __name__ == "__main__":
+    main()
