@@ -12,12 +12,14 @@ from planner.solution import Solution
 
 OPS_PER_SLICE = 3_000_000
 """Ops timed between two looks at the clock: some 50 ms."""
-FIRST_CYCLE = 100
-"""Steps of the first cooling cycle for each op; every further cycle is twice as long."""
-FEWEST_STEPS = 20_000
+STEPS_PER_OP, OPS_PER_CYCLE = 100, 150_000_000
+"""Steps of the first cooling cycle for each op, and the ops that it may time; every further cycle is twice as long."""
+FEWEST_STEPS = 2_000
 HOT, COLD = 0.15, 0.05
 """Temperatures at the begin and the end of a cycle, in mean op lengths."""
 PULL = 3.0
+SPARE = 8
+"""Units that a worker may run beyond those of the busiest one at the start."""
 
 
 class Annealer:
@@ -37,7 +39,8 @@ class Annealer:
         scale = float(np.mean(dense.length)) or 1.0
         self._chosen = kernel.Chosen(hot=HOT * scale, cold=COLD * scale, pull=PULL, goal=goal)
         self._slice = max(1, OPS_PER_SLICE // ops)
-        self._cycle, self._step = max(FEWEST_STEPS, FIRST_CYCLE * ops), 0
+        self._cycle = max(FEWEST_STEPS, min(STEPS_PER_OP * ops, OPS_PER_CYCLE // ops))
+        self._step = 0
         self.cycles = 0
         """Cooling cycles done."""
         self.period: int = kernel.evaluate(self._fixed, self._orders, self._scratch, self._clock, self._chosen)[0]
@@ -87,7 +90,27 @@ def _fixed(kernel: ModuleType, dense: Dense) -> Any:
         tail=_ints([problem.tail(role.column) for role in roles]),
         step=_ints([problem.times.optimizer[role.column] for role in roles]),
         capacity=_ints([memory.capacity[role.column] if memory else -1 for role in roles]),
-        holds=_ints([holds for stage in dense.stage for holds in _holds(problem, stage)]), free=_ints(choice))
+        holds=_ints([holds for stage in dense.stage for holds in _holds(problem, stage)]), free=_ints(choice),
+        choices=_choices(dense), cost=_costs(dense))
+
+
+def _choices(dense: Dense) -> Any:
+    """[stage, number] the lanes that may run a stage, -1 behind the last."""
+    columns = dense.problem.grid.columns
+    lanes = [[lane for lane, column in enumerate(dense.column) if column == which] for which in range(columns)]
+    width = max(map(len, lanes))
+    return np.array([lanes[column] + [-1] * (width - len(lanes[column])) for column in dense.problem.column_of],
+                    dtype=np.int64)
+
+
+def _costs(dense: Dense) -> Any:
+    """[kind, stage, lane] ticks of an op; 0 where it cannot run."""
+    problem = dense.problem
+    cost = np.zeros((dense.kinds, len(problem.grid.stages), len(dense.roles)), dtype=np.int64)
+    for lane, role in enumerate(dense.roles):
+        for stage in problem.grid.stages_of(role.column):
+            cost[:, stage, lane] = [problem.cost(kind, stage, role.pipeline) for kind in problem.kinds]
+    return cost
 
 
 def _takers(dense: Dense) -> tuple[list[int], list[int]]:
@@ -115,7 +138,7 @@ def _orders(kernel: ModuleType, dense: Dense, solution: Solution) -> Any:
         lane = lanes[dense.lane[op // dense.kinds]]
         place[op] = len(lane)
         lane.append(op)
-    sequence = np.zeros((len(lanes), max(map(len, lanes))), dtype=np.int64)
+    sequence = np.zeros((len(lanes), max(map(len, lanes)) + SPARE * dense.kinds), dtype=np.int64)
     for number, lane in enumerate(lanes):
         sequence[number, :len(lane)] = lane
     return kernel.Orders(lane=_ints(dense.lane), length=_ints(dense.length), sequence=sequence,

@@ -13,7 +13,7 @@ from schedules.schedule import OpKind
 def lower_bound(problem: Problem) -> int:
     """The best proven lower bound on the period, in ticks."""
     stages = range(len(problem.grid.stages))
-    bounds = [_window_bound(problem, column) for column in range(problem.grid.columns)]
+    bounds = [window_bound(problem, column) for column in range(problem.grid.columns)]
     bounds += [_chain_bound(problem, stage) for stage in stages]
     bounds += [_crowded_bound(problem, stage) for stage in stages]
     if problem.optimizer == "synchronous":
@@ -65,7 +65,7 @@ def _round_trip(problem: Problem, stage: int) -> int:
                + 2 * _hop(problem, later - 1) for later in range(stage + 1, len(problem.grid.stages)))
 
 
-def _window_bound(problem: Problem, column: int) -> int:
+def window_bound(problem: Problem, column: int) -> int:
     """Work bound plus fill bound of a column.
 
     Until its first I may start, a worker runs nothing but forwards, and no more of them than its memory holds: the
@@ -98,7 +98,7 @@ def _drain_idle(problem: Problem, stage: int, count: int, kinds: Sequence[OpKind
     `kinds` are the ops after F that end the time looked at: until the last micro-batch's I, or until its W.
 
     When the last F starts, memory holds at most k micro-batches that still wait for their I, and at most l that wait
-    for their W, that one counted. So at most k I and l W are run from there on, while its own round trip takes its time:
+    for their W, that one counted. So at most k I and l W are run from there on, while its own round trip goes on:
 
         idle >= round trip + (I + W) - (k I + l W)   until its W ends,
         idle and W meanwhile >= round trip + I - k I       until its I ends.
@@ -137,7 +137,7 @@ def _synchronous_bound(problem: Problem, column: int) -> int:
     The busiest worker cannot start before a micro-batch has come through the earlier stages; its window bound then
     runs in full. The optimizer step of whichever worker ends last follows the last compute op of the job.
     """
-    return min(_reach(problem, stage) for stage in problem.grid.stages_of(column)) + _window_bound(problem, column)
+    return min(_reach(problem, stage) for stage in problem.grid.stages_of(column)) + window_bound(problem, column)
 
 
 def _reach(problem: Problem, stage: int) -> int:

@@ -123,9 +123,9 @@ def _helpers_needed(problem: Problem, dead: dict[int, Columns], team: Sequence[i
 
 
 def _helpers_wanted(problem: Problem, dead: dict[int, Columns], team: Sequence[int]) -> int:
-    """Healthy pipelines with which no helper runs more than one micro-batch of others, if that is not too large."""
+    """Healthy pipelines with which each need run one micro-batch of others at one stage, if that is not too large."""
     count = problem.grid.microbatches[0]
-    down = max(sum(column in dead[pipeline] for pipeline in team) for column in range(problem.grid.columns))
+    down = sum(len(dead[pipeline]) for pipeline in team)
     ops = count * problem.grid.depth * len(problem.kinds)
     return min(down * count, LARGEST_GROUP // ops)
 

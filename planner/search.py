@@ -90,13 +90,15 @@ def search(problem: Problem, bound: int, deadline: float, seed: int, report: Rep
 def _try_grid(best: _Best) -> None:
     """Every policy of the grid under every dealing, as long as there is time; and what others run."""
     problem = best.problem
-    hosts = [deal(problem, dealing) for dealing in DEALINGS]
-    if hosts[0] == hosts[1]:
-        del hosts[1]
+    hosts = []
+    for dealing in DEALINGS if problem.failed else DEALINGS[:1]:
+        dealt = deal(problem, dealing)
+        if dealt not in hosts:
+            hosts.append(dealt)
     kernel = listing()
     listers = [lister(kernel, Dense(problem, dealt)) for dealt in hosts]
-    for dealt, policy in ((dealt, policy) for policy in _grid(problem) for dealt in listers):
-        best.offer(dealt, policy)
+    for made, policy in ((made, policy) for policy in _grid(problem) for made in listers):
+        best.offer(made, policy)
         if best.over:
             break
     if not best.over or (not best.closed and problem.operations <= QUICK):

@@ -2,8 +2,8 @@
 
 A state is the order of ops on every worker and who hosts what. A step exchanges two neighbouring groups of ops of a
 worker (mostly at an arc of a critical path, as in job-shop search: van Laarhoven et al. 1992, Nowicki and Smutnicki
-1996), or lets two units of a stage trade places. Memory on a worker depends on its order alone, so that a step is
-checked by one walk through its few ops. The codes are those of `planner.dense`.
+1996), lets two units of a stage trade places, or moves a unit to another host. Memory on a worker depends on its order
+alone, so that a step is checked by one walk through its few ops. The codes are those of `planner.dense`.
 
 All in one file: numba keeps compiled code by file, and would not notice changes elsewhere.
 """
@@ -19,7 +19,7 @@ Ints = NDArray[np.int64]
 
 
 class Fixed(NamedTuple):
-    """What annealing never changes. Indices: u unit, l lane (a live role), g group."""
+    """What annealing never changes. Indices: u unit, l lane (a live role), g group, s stage."""
 
     kinds: int
     transfer: int
@@ -48,6 +48,10 @@ class Fixed(NamedTuple):
     """[op] memory that its worker holds more, from the op's start (F) or end on"""
     free: Ints
     """units with a choice of host"""
+    choices: Ints
+    """[s, number] lanes that may run a stage; -1 behind the last"""
+    cost: Ints
+    """[kind, s, l] ticks of an op"""
 
 
 class Orders(NamedTuple):
@@ -376,6 +380,65 @@ def _partner(state, fixed, orders, unit):
 
 
 @njit(cache=True, nogil=True)
+def _remove(orders, op, lane):
+    """Take an op out of a lane."""
+    row = orders.sequence[lane]
+    for index in range(orders.place[op], orders.size[lane] - 1):
+        row[index] = row[index + 1]
+        orders.place[row[index]] = index
+    orders.size[lane] -= 1
+
+
+@njit(cache=True, nogil=True)
+def _insert(orders, op, lane, place):
+    """Put an op into a lane, before the one that is at this place."""
+    row = orders.sequence[lane]
+    for index in range(orders.size[lane], place, -1):
+        row[index] = row[index - 1]
+        orders.place[row[index]] = index
+    row[place] = op
+    orders.place[op] = place
+    orders.size[lane] += 1
+
+
+@njit(cache=True, nogil=True)
+def _move(fixed, orders, unit, lane, places):
+    """Have another worker run a unit, its ops at these places in their order; `places` becomes where they were."""
+    kinds, old, stage = fixed.kinds, orders.lane[unit], fixed.stage[unit]
+    before = orders.place[unit * kinds:(unit + 1) * kinds].copy()
+    for kind in range(kinds):
+        _remove(orders, unit * kinds + kind, old)
+    for kind in range(kinds):
+        _insert(orders, unit * kinds + kind, lane, places[kind])
+        orders.length[unit * kinds + kind] = fixed.cost[kind, stage, lane]
+    orders.lane[unit] = lane
+    places[:] = before
+
+
+@njit(cache=True, nogil=True)
+def _other_lane(state, fixed, orders, unit):
+    """Another worker that may run a unit and has room in its row; -1 for none."""
+    choices = fixed.choices[fixed.stage[unit]]
+    count = 0
+    while count < choices.shape[0] and choices[count] >= 0:
+        count += 1
+    lane = choices[_below(state, count)]
+    full = orders.size[lane] + fixed.kinds > orders.sequence.shape[1]
+    return -1 if full or lane == orders.lane[unit] else lane
+
+
+@njit(cache=True, nogil=True)
+def _places_at(fixed, orders, clock, unit, lane, places):
+    """Where the ops of a unit fit into another lane by the time at which they run now."""
+    times = clock.head if fixed.synchronous else clock.late
+    row, place = orders.sequence[lane], 0
+    for kind in range(fixed.kinds):
+        while place < orders.size[lane] and times[row[place]] < times[unit * fixed.kinds + kind]:
+            place += 1
+        places[kind] = place + kind
+
+
+@njit(cache=True, nogil=True)
 def _size(state):
     """Ops in a group, small ones more often."""
     size = 1
@@ -430,24 +493,37 @@ def _copy_clock(source, target):
 def anneal(fixed, orders, best, best_period, clock, trial, scratch, state, chosen, begin, end, cycle):
     """Run steps `begin` to `end` of a cycle of `cycle` steps, `best` being kept up to date; the period of `best`."""
     period, cost = evaluate(fixed, orders, scratch, clock, chosen)
+    places = np.zeros(fixed.kinds, np.int64)
     for step in range(begin, end):
         if best_period <= chosen.goal:
             break
-        unit, other = -1, -1
+        unit, other, old = -1, -1, -1
         lane, first, middle, last = -1, 0, 0, 0
-        if fixed.free.shape[0] and _below(state, 12) == 0:
+        dice = _below(state, 24) if fixed.free.shape[0] else 24
+        if dice < 2:
             unit = fixed.free[_below(state, fixed.free.shape[0])]
             other = _partner(state, fixed, orders, unit)
             if other < 0:
                 continue
             _trade(fixed, orders, unit, other)
+            fits = True
+        elif dice < 3:
+            unit = fixed.free[_below(state, fixed.free.shape[0])]
+            target = _other_lane(state, fixed, orders, unit)
+            if target < 0:
+                continue
+            old = orders.lane[unit]
+            _places_at(fixed, orders, clock, unit, target, places)
+            _move(fixed, orders, unit, target, places)
+            fits = _fits(fixed, orders, target, orders.size[target])
         else:
             lane, first, middle, last = _groups(state, fixed, orders, clock, period)
             if lane < 0:
                 continue
             _exchange(orders, scratch, lane, first, middle, last)
+            fits = _fits(fixed, orders, lane, last)
         accepted = False
-        if lane < 0 or _fits(fixed, orders, lane, last):
+        if fits:
             tried, price = evaluate(fixed, orders, scratch, trial, chosen)
             if tried >= 0:
                 heat = chosen.hot * (chosen.cold / chosen.hot) ** (step / cycle)
@@ -460,6 +536,8 @@ def anneal(fixed, orders, best, best_period, clock, trial, scratch, state, chose
                 _copy_orders(orders, best)
         elif lane >= 0:
             _exchange(orders, scratch, lane, first, first + last - middle, last)
+        elif old >= 0:
+            _move(fixed, orders, unit, old, places)
         else:
             _trade(fixed, orders, unit, other)
     return best_period
