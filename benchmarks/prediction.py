@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from cli.profile import job_tables, job_text
+from cli.profile import job_tables
+from planner.jobtext import job_text
 from planner.job import parse_job
 from planner.plan import plan_job
 from runtime.config import parse_run_config

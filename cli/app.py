@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 COMMANDS = {
+    "new": "Write a job file: from a preset, a trace, or an estimate of a model.",
     "plan": "Plan one schedule for a job and the workers that are down.",
     "table": "Plan a table of schedules: one for every number of failures.",
     "lookup": "Look up the schedule for the workers that are down, and say who plays which role.",

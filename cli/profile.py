@@ -1,7 +1,7 @@
 """`slipstream profile`: measure a model's stages on this machine, and write the job file."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +11,7 @@ import typer
 from cli.console import duration, err, out, print_json, refuse, write_or_refuse
 from cli.plan import read_job_or_refuse
 from planner.job import Job
+from planner.jobtext import job_text
 
 if TYPE_CHECKING:
     from runtime.profile import Profile
@@ -117,17 +118,6 @@ def comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
     }
 
 
-def job_text(tables: Mapping[str, Any], remarks: Mapping[str, Sequence[str]]) -> str:
-    """A job file."""
-    lines = [f"# {line}" for line in remarks.get("", ())]
-    lines += [f"{key} = {_toml(value)}" for key, value in tables.items() if not isinstance(value, dict)]
-    for name, table in tables.items():
-        if isinstance(table, dict) and table:
-            lines += ["", *(f"# {line}" for line in remarks.get(name, ())), f"[{name}]"]
-            lines += [f"{_key(key)} = {_toml(value)}" for key, value in table.items()]
-    return "\n".join(lines) + "\n"
-
-
 def _ranges(counts: Sequence[int], layers: int) -> list[tuple[int, int]]:
     from runtime.config import ConfigError
 
@@ -144,21 +134,3 @@ def _rounded(seconds: float, tick: float) -> float:
 
 def _short(microbatches: Sequence[int]) -> int | list[int]:
     return microbatches[0] if len(set(microbatches)) == 1 else list(microbatches)
-
-
-def _key(key: str) -> str:
-    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else _toml(key)
-
-
-def _toml(value: Any) -> str:
-    """A value in TOML; what a job file's tables hold."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return '"' + "".join(one if one.isprintable() else f"\\U{ord(one):08X}" for one in escaped) + '"'
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items()) + "}"
-    return repr(value)

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.app import app
-from cli.profile import job_text
+from planner.jobtext import job_text
 from planner.job import Job, parse_job, read_job
 from planner.plan import plan_job
 from runtime.config import parse_run_config

@@ -3,7 +3,8 @@
     python -m tests.interop.ranks RANK FOLDER
 
 FOLDER holds linear.csv and linear-comms.csv for 3 ranks of one stage, and v.csv and v-comms.csv for 2 ranks of two.
-Rank 0 dumps torch's own orders for the V there. Exits 0 when all gradients agree.
+Each rank leaves a profile of the first run there, and rank 0 dumps torch's own orders for the V. Exits 0 when all
+gradients agree.
 """
 
 import sys
@@ -18,6 +19,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
     _PipelineScheduleRuntime,
 )
+from torch.profiler import ProfilerActivity, profile
 
 WIDTH, MICROBATCHES, BATCH = 8, 4, 2
 
@@ -60,8 +62,10 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=3)
     everyone, two = dist.group.WORLD, dist.new_group([0, 1])
-    for form, name in (("compute_only", "linear"), ("compute_comms", "linear-comms")):
-        run(folder / f"{name}.csv", form, [rank], 3, everyone)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        run(folder / "linear.csv", "compute_only", [rank], 3, everyone)
+    profiler.export_chrome_trace(str(folder / f"rank{rank}.json.gz"))
+    run(folder / "linear-comms.csv", "compute_comms", [rank], 3, everyone)
     if rank < 2:
         for form, name in (("compute_only", "v"), ("compute_comms", "v-comms")):
             run(folder / f"{name}.csv", form, [rank, 3 - rank], 4, two)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import assume, given, settings
 from planner.foreign import judge_order
 from planner.job import JobError, parse_job
 from planner.plan import plan_job
+from planner.tracetimes import TraceError, read_ranges, stage_times
 from schedules.check import check
 from schedules.graph import op_key
 from schedules.schedule import COMPUTE_KINDS, OpKind, Worker
@@ -48,6 +50,17 @@ def folder(tmp_path_factory) -> Path:
 def test_torch_runs_our_orders_with_the_gradients_of_one_process(folder):
     """Linear and V-shaped, with torch's communication and with ours; the ranks themselves compare."""
     assert (folder / "ScheduleDualPipeV.csv").exists()
+
+
+def test_profiles_of_torch_give_stage_times(folder):
+    ranges = [one for rank in range(3) for one in read_ranges(folder / f"rank{rank}.json.gz")]
+    kinds = Counter((one.kind, one.stage) for one in ranges)
+    assert kinds == {(kind, stage): 4 for kind in (OpKind.F, OpKind.I, OpKind.W) for stage in range(3)}
+    times, microbatches, whole = stage_times(ranges, "trace")
+    assert microbatches == 4 and not whole
+    assert all(len(values) == 3 and all(0 < value < 60 for value in values) for values in times.values())
+    with pytest.raises(TraceError, match="no F of stage 0, but ops of stage 2; give the traces of all ranks"):
+        stage_times(read_ranges(folder / "rank2.json.gz"), "rank2.json.gz")
 
 
 @pytest.mark.parametrize("name", ["ScheduleZBVZeroBubble", "ScheduleDualPipeV"])

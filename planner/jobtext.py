@@ -1,0 +1,33 @@
+"""Job files, written: tables of plain data, with a remark above each."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def job_text(tables: Mapping[str, Any], remarks: Mapping[str, Sequence[str]]) -> str:
+    """A job file."""
+    lines = [f"# {line}" for line in remarks.get("", ())]
+    lines += [f"{key} = {_toml(value)}" for key, value in tables.items() if not isinstance(value, dict)]
+    for name, table in tables.items():
+        if isinstance(table, dict) and table:
+            lines += ["", *(f"# {line}" for line in remarks.get(name, ())), f"[{name}]"]
+            lines += [f"{_key(key)} = {_toml(value)}" for key, value in table.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _key(key: str) -> str:
+    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else _toml(key)
+
+
+def _toml(value: Any) -> str:
+    """A value in TOML; what a job file's tables hold."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return '"' + "".join(one if one.isprintable() else f"\\U{ord(one):08X}" for one in escaped) + '"'
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+    return repr(value)

@@ -1,0 +1,110 @@
+import gzip
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.app import app
+from planner.job import parse_job, read_job
+from planner.plan import plan_job
+from planner.presets import preset, preset_names
+from schedules import codec
+from tests.jobs import grid
+
+MODEL = ["--layers", 8, "--hidden", 1024, "--heads", 16, "--sequence", 2048, "--vocabulary", 50_000, "--gpu", "a100",
+         "--pipelines", 2, "--stages", 4, "--microbatches", 8]
+
+
+def new(*arguments, answers=""):
+    return CliRunner().invoke(app, ["new", *map(str, arguments)], input=answers)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_presets(name, tmp_path):
+    done = new("--preset", name, "--out", tmp_path / "job.toml")
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "job.toml").read_text() == preset(name)
+
+
+def test_a_model_by_options_or_by_answers(tmp_path):
+    assert new(*MODEL, "--out", tmp_path / "a.toml").exit_code == 0
+    job = read_job(tmp_path / "a.toml")
+    assert (job.pipelines, job.stages, job.microbatches[0], sum(job.layers)) == (2, 4, 8, 8)
+    answers = "model\n8\nmany\n1024\n16\n2048\n50000\na100\n2\n4\n8\n"
+    done = new("--out", tmp_path / "b.toml", answers=answers)
+    assert done.exit_code == 0, done.output
+    assert "'many' is no answer" in done.stderr
+    assert (tmp_path / "a.toml").read_text() == (tmp_path / "b.toml").read_text()
+
+
+def test_its_own_trace(tmp_path):
+    """What `show --perfetto` writes is read back as the times that it was planned with."""
+    job = grid(2, 3, 4, times="forward = [1, 2, 3]\nbackward_input = [0, 2, 1]\nbackward_weight = [4, 5, 6]")
+    codec.write(plan_job(job, method="greedy").schedule, tmp_path / "s.json")
+    shown = CliRunner().invoke(app, ["show", str(tmp_path / "s.json"), "--perfetto", str(tmp_path / "t.json")])
+    assert shown.exit_code == 0
+    done = new("--trace", tmp_path / "t.json", "--pipelines", 2, "--json", "--out", tmp_path / "job.toml")
+    assert done.exit_code == 0, done.output
+    again = parse_job(json.loads(done.stdout)["job"])
+    assert again.microbatches == (4, 4) and again.time.forward == (1, 2, 3)
+    assert again.time.backward_input == (0, 2, 1) and again.time.backward_weight == (4, 5, 6)
+
+
+def trace(*events, key="traceEvents"):
+    found = [{"ph": "X", "name": name, "dur": dur, "ts": 0, "pid": 0, "tid": 0, **more} for name, dur, more in events]
+    return json.dumps({key: found} if key else found)
+
+
+def test_whole_backwards_gpu_ranges_and_other_names(tmp_path):
+    events = []
+    for stage in range(2):
+        for microbatch in range(3):
+            late = 1000 if microbatch == 0 else 0  # the first one warms up
+            events += [(f"PP:{stage}F{microbatch}", 5 + late, {}), (f"PP:{stage}B{microbatch}", 7, {}),
+                       (f"PP:{stage}F{microbatch}", 100 + late, {"cat": "gpu_user_annotation"}),
+                       (f"PP:{stage}B{microbatch}", 300, {"cat": "gpu_user_annotation"})]
+    with gzip.open(tmp_path / "t.json.gz", "wt") as file:
+        file.write(trace(*events, ("aten::mm", 3, {}), key=""))
+    done = new("--trace", tmp_path / "t.json.gz", "--pipelines", 1, "--transfer", 0.001, "--out", tmp_path / "job.toml")
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "job.toml").read_text()
+    assert "whole backwards only" in text
+    job = parse_job(text)
+    assert job.time.forward == (1e-4, 1e-4) and job.time.backward_input == job.time.backward_weight == (1.5e-4, 1.5e-4)
+    assert job.time.transfer == 0.001 and job.microbatches == (3,)
+
+    (tmp_path / "o.json").write_text(trace(("step F of 0", 10, {}), ("step B of 0", 20, {})))
+    done = new("--trace", tmp_path / "o.json", "--pattern", "step (?P<kind>[FB]) of (?P<stage>[0-9]+)",
+               "--pipelines", 1, "--microbatches", 4, "--out", tmp_path / "o.toml")
+    assert done.exit_code == 0, done.output
+    assert read_job(tmp_path / "o.toml").time.forward == (1e-5,)
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["--preset", "gpt-9"], "--preset gpt-9: expected one of gpt-1.5b"),
+    (["--preset", "gpt-1.5b", "--layers", 3], "three ways to begin: take one"),
+    ([*MODEL, "--gpu", "abacus"], "--gpu abacus: expected one of"),
+    ([*MODEL, "--stages", 9], "9 stages for 8 layers"),
+    (["--trace", "no.json"], "no.json: cannot be read"),
+    (["--trace", "bad.json"], "bad.json: no Chrome trace"),
+    (["--trace", "bad.json.gz"], "bad.json.gz: cannot be read"),
+    (["--trace", "empty.json"], "no op of a micro-batch among its 1 events"),
+    (["--trace", "empty.json", "--pattern", "("], "no regular expression"),
+    (["--trace", "empty.json", "--pattern", "F"], "expected groups"),
+    (["--preset", "gpt-1.5b", "--out", "bad.json"], "bad.json: is there already; --force overwrites it"),
+])
+def test_bad_input_is_refused_in_one_line(arguments, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "bad.json.gz").write_text("{")
+    (tmp_path / "empty.json").write_text(trace(("aten::mm", 3, {})))
+    done = new(*arguments)
+    assert done.exit_code == 2 and done.stdout == ""
+    assert says in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "job.toml").exists()
+
+
+def test_nobody_to_answer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = new()
+    assert done.exit_code == 2 and "nobody answers" in done.stderr
