@@ -1,0 +1,192 @@
+"""What an op costs here and in torch.distributed.pipelining: the same schedule, model, optimizer and processes.
+
+    python -m benchmarks.per_op [--stages 2] [--microbatches 8] [--width 32] [--iterations 150] [--repeats 5] [--json]
+
+A GPT so small that most of the time is the runtime's own, over gloo, a process a stage, one thread each. `table` is
+torch's runtime for orders of ops, given ours as CSV; `1F1B` its own class for that one schedule. Runs take turns; the
+quickest of each counts, as other programs can only delay. Seconds of an iteration, with data, optimizer step and, here,
+reports and what it takes to undo a step, by the number of F, I, W and B that a worker runs. Exit status 1 when an op
+costs more here than in torch's runtime for the same order.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.multiprocessing as multiprocessing
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, distributed, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+from planner.job import parse_job
+from planner.plan import plan_job
+from runtime.config import RunConfig, parse_run_config
+from runtime.data import Microbatch, load_corpus
+from runtime.launch import run
+from runtime.layers import model_for, parameter_dtype, split_layers
+from runtime.nursery import Nursery
+from schedules.schedule import OpKind, Schedule
+from schedules.torchcsv import write_order
+
+LIMIT = 1.0
+WARM_UP = 20
+Rival = Literal["table", "1F1B"]
+
+
+class Setting(NamedTuple):
+    """What both run."""
+
+    name: str
+    schedule: Schedule
+    config: RunConfig
+    rivals: tuple[Rival, ...]
+
+    @property
+    def ops(self) -> int:
+        """Computing ops of the busiest worker."""
+        return max(sum(op.kind not in (OpKind.A, OpKind.O) for op in self.schedule.ops(seat.worker))
+                   for seat in self.schedule.seats)
+
+
+class Outcome(NamedTuple):
+    """Seconds an op."""
+
+    name: str
+    rival: Rival
+    ours: float
+    torchs: float
+
+    @property
+    def ratio(self) -> float:
+        """What an op costs here, in what it costs there."""
+        return self.ours / self.torchs
+
+
+def settings(stages: int, microbatches: int, width: int, iterations: int) -> list[Setting]:
+    """1F1B, and a schedule that splits the backward."""
+    zero_first = [0] + [1] * (stages - 1)
+    job = parse_job(f"pipelines = 1\nstages = {stages}\nmicrobatches = {microbatches}\n[time]\nforward = 1\n"
+                    f"backward_input = {zero_first}\nbackward_weight = 1\noptimizer = 1\n")
+    config = parse_run_config({"blocks": 2 * stages - 2, "width": width, "heads": 2, "context": 8},
+                              {"batch": 1, "device": "cpu", "iterations": iterations, "backend": "gloo"})
+    return [Setting("1F1B", plan_job(job, method="1f1b").schedule, config, ("table", "1F1B")),
+            Setting("split", plan_job(job, optimizer="synchronous", method="greedy").schedule, config, ("table",))]
+
+
+def ours(setting: Setting, nursery: Nursery) -> float:
+    """Seconds of an iteration here."""
+    ends: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        run(setting.schedule, setting.config, out=Path(folder), traced=0, nursery=nursery,
+            progress=lambda *_: ends.append(time.perf_counter()))
+    return (ends[-1] - ends[WARM_UP]) / (len(ends) - 1 - WARM_UP)
+
+
+def torchs(setting: Setting, rival: Rival) -> float:
+    """Seconds of an iteration in torch.distributed.pipelining."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        (path / "order.csv").write_text(write_order(setting.schedule))
+        multiprocessing.start_processes(_torch_worker, (setting.config.to_json(), setting.schedule.grid.depth,
+                                                        setting.schedule.grid.total_microbatches, rival, str(path)),
+                                        nprocs=setting.schedule.grid.depth, start_method="forkserver")
+        return float((path / "seconds").read_text())
+
+
+def _torch_worker(rank: int, text: str, stages: int, microbatches: int, rival: Rival, folder: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=stages)
+    config = RunConfig.from_json(text)
+    training, cpu = config.training, torch.device("cpu")
+    model = model_for(config.model, training.seed, parameter_dtype(training.dtype), cpu)
+    ranges = split_layers(model.layers, stages)
+    module = nn.Sequential(*(model.build(layer) for layer in range(*ranges[rank])))
+    schedule = _torch_schedule(rival, PipelineStage(module, rank, stages, cpu), microbatches, model.loss, folder)
+    matrices = [one for one in module.parameters() if one.dim() >= 2]
+    vectors = [one for one in module.parameters() if one.dim() < 2]
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": training.weight_decay},
+                                   {"params": vectors, "weight_decay": 0.0}],
+                                  lr=training.learning_rate, betas=training.betas, fused=True)
+    corpus = load_corpus(config)
+
+    def iterate(iteration: int) -> None:
+        tokens, targets = zip(*(corpus.batch(Microbatch(iteration, 0, number), training.batch, config.model.context)
+                                for number in range(microbatches)), strict=True)
+        if rank == 0:
+            schedule.step(torch.cat(tokens))
+        elif rank == stages - 1:
+            losses: list[Tensor] = []
+            schedule.step(target=torch.cat(targets), losses=losses)
+            torch.stack(losses).mean().item()
+        else:
+            schedule.step()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for iteration in range(WARM_UP):
+        iterate(iteration)
+    distributed.barrier()
+    began = time.perf_counter()
+    for iteration in range(WARM_UP, training.iterations):
+        iterate(iteration)
+    distributed.barrier()
+    if rank == 0:
+        (Path(folder) / "seconds").write_text(str((time.perf_counter() - began) / (training.iterations - WARM_UP)))
+    distributed.destroy_process_group()
+
+
+def _torch_schedule(rival: Rival, stage: PipelineStage, microbatches: int, loss: Callable[[Tensor, Tensor], Tensor],
+                    folder: str) -> Any:
+    if rival == "1F1B":
+        return Schedule1F1B(stage, microbatches, loss_fn=loss)
+    schedule = _PipelineScheduleRuntime([stage], microbatches, loss_fn=loss)
+    schedule._load_csv(f"{folder}/order.csv")
+    return schedule
+
+
+def compare(setting: Setting, repeats: int) -> list[Outcome]:
+    """All runs of a setting, in turns."""
+    here: list[float] = []
+    there: dict[Rival, list[float]] = {rival: [] for rival in setting.rivals}
+    with Nursery() as nursery:
+        for _ in range(repeats):
+            here.append(ours(setting, nursery))
+            for rival, seconds in there.items():
+                seconds.append(torchs(setting, rival))
+    return [Outcome(setting.name, rival, min(here) / setting.ops, min(seconds) / setting.ops)
+            for rival, seconds in there.items()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("stages", 2), ("microbatches", 8), ("width", 32), ("iterations", 150), ("repeats", 5)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    get_context("forkserver").set_forkserver_preload(["torch.distributed.pipelining", "runtime.launch", "planner.plan"])
+    outcomes = [outcome for setting in settings(options.stages, options.microbatches, options.width,
+                                                options.iterations)
+                for outcome in compare(setting, options.repeats)]
+    if options.json:
+        print(json.dumps([{**one._asdict(), "ratio": one.ratio} for one in outcomes]))
+    else:
+        table = Table("schedule", "torch's runtime", "here, us an op", "there, us an op", "ratio")
+        for one in outcomes:
+            table.add_row(one.name, one.rival, f"{one.ours * 1e6:.0f}", f"{one.torchs * 1e6:.0f}", f"{one.ratio:.2f}")
+        Console().print(table)
+    sys.exit(max(one.ratio for one in outcomes) > LIMIT)
+
+
+if __name__ == "__main__":
+    main()
