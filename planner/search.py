@@ -90,20 +90,36 @@ def search(problem: Problem, bound: int, deadline: float, seed: int, report: Rep
 def _try_grid(best: _Best) -> None:
     """Every policy of the grid under every dealing, as long as there is time; and what others run."""
     problem = best.problem
-    hosts = []
-    for dealing in DEALINGS if problem.failed else DEALINGS[:1]:
-        dealt = deal(problem, dealing)
-        if dealt not in hosts:
-            hosts.append(dealt)
-    kernel = listing()
-    listers = [lister(kernel, Dense(problem, dealt)) for dealt in hosts]
-    for made, policy in ((made, policy) for policy in _grid(problem) for made in listers):
-        best.offer(made, policy)
+    listers = _Listers(problem)
+    for policy in _grid(problem):
+        for index in range(len(DEALINGS)):
+            made = listers.get(index)
+            if made:
+                best.offer(made, policy)
+            if best.over:
+                break
         if best.over:
             break
     if not best.over or (not best.closed and problem.operations <= QUICK):
         for baseline in BASELINES.values():
             best.offer_solution(baseline(problem))
+
+
+class _Listers:
+    """A list scheduler for each dealing, made when it is asked for: a first plan needs but one."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._made: list[Lister | None] = []
+
+    def get(self, index: int) -> Lister | None:
+        """That of a dealing; None where it deals as another one before."""
+        if index == len(self._made):
+            hosts = deal(self._problem, DEALINGS[index]) if index == 0 or self._problem.failed else None
+            known = [made.dense.hosts for made in self._made if made]
+            new = hosts is not None and hosts not in known
+            self._made.append(lister(listing(), Dense(self._problem, hosts)) if new and hosts is not None else None)
+        return self._made[index]
 
 
 def _grid(problem: Problem) -> Iterator[Policy]:

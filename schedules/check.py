@@ -92,6 +92,10 @@ class _Case(msgspec.Struct, frozen=True, dict=True):
             held[stage.column].append(index)
         return tuple(map(tuple, held))
 
+    def hop(self, before: Op, after: Op) -> int:
+        """Ticks on the way from one op to the next: none within a worker."""
+        return 0 if before.worker == after.worker else self.schedule.times.transfer
+
     def at(self, ticks: int) -> str:
         """A time or duration for a message."""
         return f"{ticks} ticks ({self.schedule.seconds(ticks):g} s)"
@@ -138,6 +142,12 @@ def _roles(case: _Case) -> Iterator[Violation]:
 def _each_once(case: _Case) -> Iterator[Violation]:
     """Each micro-batch runs F and its backward (I and W, or B) exactly once at every stage."""
     schedule, kinds = case.schedule, case.kinds
+    expected = ((kind, stage, pipeline, microbatch) for pipeline in case.pipelines
+                for microbatch in range(schedule.grid.microbatches[pipeline])
+                for stage in schedule.grid.path(microbatch) for kind in kinds)
+    if all(map(case.ops.__contains__, expected)) and sum(1 for _ in case.compute()) == len(case.ops) == sum(
+            schedule.grid.microbatches[pipeline] for pipeline in case.pipelines) * schedule.grid.depth * len(kinds):
+        return  # all are there, and nothing else: the rest is for those who want to know what is wrong
     seen: dict[OpKey, Op] = {}
     for op in case.compute():
         key = (_, stage, pipeline, microbatch) = op_key(op)
@@ -183,18 +193,20 @@ def _closing(case: _Case) -> Iterator[Violation]:
 
 def _hosts(case: _Case) -> Iterator[Violation]:
     """All ops of a micro-batch at a stage run on one worker that holds it: its own if alive, else one peer."""
-    schedule = case.schedule
-    for (_, stage, pipeline, microbatch), op in case.ops.items():
-        column = schedule.grid.stages[stage].column
-        role = schedule.seat_of[op.worker].role
-        own = schedule.player_of.get(Worker(pipeline, column))
-        first = case.ops[OpKind.F, stage, pipeline, microbatch]
-        if role.column != column:
-            yield Violation("host", f"{op}: a worker of column {role.column} does not hold stage {stage}, which is in "
-                            f"column {column}", op)
-        elif own is not None and op.worker != own:
+    schedule, ops = case.schedule, case.ops
+    column_of = [stage.column for stage in schedule.grid.stages]
+    role_of = {worker: schedule.seat_of[worker].role for worker in case.programs}
+    owners = [[schedule.player_of.get(Worker(pipeline, column)) for pipeline in range(schedule.grid.pipelines)]
+              for column in range(schedule.grid.columns)]
+    for (kind, stage, pipeline, microbatch), op in ops.items():
+        column, worker = column_of[stage], op.worker
+        own = owners[column][pipeline]
+        if role_of[worker].column != column:
+            yield Violation("host", f"{op}: a worker of column {role_of[worker].column} does not hold stage {stage}, "
+                            f"which is in column {column}", op)
+        elif own is not None and worker != own:
             yield Violation("host", f"{op}: its own worker {own} is alive and should run it", op)
-        elif op.worker != first.worker:
+        elif kind is not OpKind.F and worker != (first := ops[OpKind.F, stage, pipeline, microbatch]).worker:
             yield Violation("host", f"{op}: its F ran on {first.worker}, which holds the activation", op)
 
 
@@ -212,34 +224,41 @@ def _one_at_a_time(case: _Case) -> Iterator[Violation]:
 
 def _forward_order(case: _Case) -> Iterator[Violation]:
     """F(s) starts after F(s - 1) ends, plus a transfer between different workers."""
-    for (kind, stage, pipeline, microbatch), op in case.ops.items():
-        if kind is OpKind.F and not case.schedule.grid.is_first(stage):
-            yield from _after(case, "forward-order", case.ops[kind, stage - 1, pipeline, microbatch], op)
+    ops, depth = case.ops, case.schedule.grid.depth
+    for (kind, stage, pipeline, microbatch), op in ops.items():
+        if kind is OpKind.F and stage % depth:
+            before = ops[kind, stage - 1, pipeline, microbatch]
+            if op.start_ticks < before.end_ticks + case.hop(before, op):
+                yield _too_early(case, "forward-order", before, op)
 
 
 def _backward_order(case: _Case) -> Iterator[Violation]:
     """I(s) or B(s) starts after that of s + 1 ends, plus a transfer between different workers; the last after its F."""
-    gradient = case.gradient_kind
-    for (kind, stage, pipeline, microbatch), op in case.ops.items():
-        if kind is gradient and case.schedule.grid.is_last(stage):
-            yield from _after(case, "backward-order", case.ops[OpKind.F, stage, pipeline, microbatch], op)
-        elif kind is gradient:
-            yield from _after(case, "backward-order", case.ops[gradient, stage + 1, pipeline, microbatch], op)
+    gradient, ops, depth = case.gradient_kind, case.ops, case.schedule.grid.depth
+    for (kind, stage, pipeline, microbatch), op in ops.items():
+        if kind is not gradient:
+            continue
+        last = (stage + 1) % depth == 0
+        before = ops[OpKind.F, stage, pipeline, microbatch] if last else ops[gradient, stage + 1, pipeline, microbatch]
+        if op.start_ticks < before.end_ticks + case.hop(before, op):
+            yield _too_early(case, "backward-order", before, op)
 
 
 def _weight_order(case: _Case) -> Iterator[Violation]:
     """W starts after the I of the same micro-batch and stage."""
-    for (kind, stage, pipeline, microbatch), op in case.ops.items():
+    ops = case.ops
+    for (kind, stage, pipeline, microbatch), op in ops.items():
         if kind is OpKind.W:
-            yield from _after(case, "weight-order", case.ops[OpKind.I, stage, pipeline, microbatch], op)
+            before = ops[OpKind.I, stage, pipeline, microbatch]
+            if op.start_ticks < before.end_ticks + case.hop(before, op):
+                yield _too_early(case, "weight-order", before, op)
 
 
-def _after(case: _Case, rule: str, before: Op, op: Op) -> Iterator[Violation]:
-    hop = case.schedule.times.transfer if before.worker != op.worker else 0
-    if op.start_ticks < before.end_ticks + hop:
-        arrival = f", and its result takes {case.at(hop)} to arrive" if hop else ""
-        yield Violation(rule, f"{op} starts at {case.at(op.start_ticks)}, but {before} ends at "
-                        f"{case.at(before.end_ticks)}{arrival}", op)
+def _too_early(case: _Case, rule: str, before: Op, op: Op) -> Violation:
+    hop = case.hop(before, op)
+    arrival = f", and its result takes {case.at(hop)} to arrive" if hop else ""
+    return Violation(rule, f"{op} starts at {case.at(op.start_ticks)}, but {before} ends at "
+                     f"{case.at(before.end_ticks)}{arrival}", op)
 
 
 def _memory(case: _Case) -> Iterator[Violation]:
@@ -260,10 +279,12 @@ def _memory(case: _Case) -> Iterator[Violation]:
 def _all_reduce(case: _Case) -> Iterator[Violation]:
     """The As of a stage and its copies start together, when the last backward there has ended on every worker."""
     original, last = case.schedule.grid.original, dict[int, Op]()
+    final, depth = case.kinds[-1], case.schedule.grid.depth
     for (kind, stage, _, _), op in case.ops.items():
-        one = original(stage)
-        if kind is case.kinds[-1] and (one not in last or op.end_ticks > last[one].end_ticks):
-            last[one] = op
+        if kind is final:
+            one = stage % depth
+            if one not in last or op.end_ticks > last[one].end_ticks:
+                last[one] = op
     first: dict[int, Op] = {}
     for op in (op for ops in case.programs.values() for op in ops if op.kind is OpKind.A):
         assert op.stage is not None

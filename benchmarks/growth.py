@@ -1,0 +1,93 @@
+"""How planning grows with the cluster: from 16 workers to 16,384.
+
+    python -m benchmarks.growth [--largest 16384] [--stages 16] [--time-limit 10] [--json FILE]
+
+Micro-batches: 32 a pipeline; F = I = W = 10, transfer 1, optimizer 5, room for 2 S micro-batches. For each size and
+number of failures (each in another pipeline, stages in turn), every plan in a process of its own and checked:
+
+- pieces: different groups of pipelines, which are what is planned (see `planner.decompose`), and their ops;
+- first: seconds to a plan by the list scheduler with no time to search;
+- gap after the time limit, seconds until then, and the peak memory of the process.
+"""
+
+import argparse
+import json
+import multiprocessing
+import resource
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from planner.bounds import lower_bound
+from planner.decompose import decompose
+from planner.job import Job, parse_job
+from planner.plan import plan_job
+from planner.problem import build_problem
+from schedules.schedule import Worker
+
+MICROBATCHES = 32
+FAILURES = (0, 1, 5, 50)
+
+
+def job(pipelines: int, stages: int) -> Job:
+    return parse_job(f"pipelines = {pipelines}\nstages = {stages}\nmicrobatches = {MICROBATCHES}\n"
+                     f"[time]\nforward = 10\n"
+                     f"backward_input = 10\nbackward_weight = 10\ntransfer = 1\noptimizer = 5\n"
+                     f"[memory]\ncapacity = {2 * stages}\nactivation = 1\nweight_stash = 1\n")
+
+
+def measure(pipelines: int, stages: int, failures: int, method: str, time_limit: float) -> dict[str, float]:
+    """One plan, in this process."""
+    big = job(pipelines, stages)
+    failed = [Worker(index, index % stages) for index in range(failures)]
+    problem = build_problem(big, failed)
+    pieces = decompose(problem)
+    began = time.monotonic()
+    plan = plan_job(big, failed, method=method, time_limit=time_limit)  # type: ignore[arg-type]
+    return {"pieces": len(pieces), "ops": sum(piece.problem.operations for piece in pieces),
+            "seconds": time.monotonic() - began, "gap": plan.schedule.gap, "bound": lower_bound(problem),
+            "megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+
+
+def _apart(*given: object) -> dict[str, float]:
+    """The same in a fresh process, so that its peak memory is its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(measure, given)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--largest", type=int, default=16384, help="workers")
+    parser.add_argument("--stages", type=int, default=16)
+    parser.add_argument("--time-limit", type=float, default=10.0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    console = Console()
+    table = Table("workers", "failures", "pieces", "ops planned", "ops in all", "first", "gap", "seconds", "gap",
+                  "ms / worker", "memory", title=f"{options.stages} stages, {MICROBATCHES} micro-batches")
+    rows = []
+    pipelines = 1
+    while (workers := pipelines * options.stages) <= options.largest:
+        for failures in FAILURES:
+            if failures >= pipelines:
+                continue
+            total = workers * MICROBATCHES * 3
+            first = _apart(pipelines, options.stages, failures, "greedy", 0.0)
+            best = _apart(pipelines, options.stages, failures, "cp-sat", options.time_limit)
+            rows.append({"workers": workers, "failures": failures, "first": first, "best": best})
+            table.add_row(f"{workers:,}", str(failures), f"{first['pieces']:.0f}", f"{first['ops']:,.0f}",
+                          f"{total:,}", f"{first['seconds']:.2f} s", f"{first['gap']:.1%}", f"{best['seconds']:.1f}",
+                          f"{best['gap']:.2%}", f"{1000 * first['seconds'] / workers:.2f}",
+                          f"{max(first['megabytes'], best['megabytes']):,.0f} MB")
+            console.print(f"{workers:>6,} workers, {failures:>2} down: {first['seconds']:6.2f} s {first['gap']:7.2%}, "
+                          f"then {best['seconds']:5.1f} s {best['gap']:7.2%}, {best['megabytes']:,.0f} MB", highlight=False)
+        pipelines *= 4
+    console.print(table)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
