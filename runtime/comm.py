@@ -21,6 +21,7 @@ from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNC
 from runtime.bulletin import Bulletin
 from runtime.config import ConfigError
 from runtime.membership import Quorum
+from runtime.talks import TALKS
 from schedules.schedule import Worker
 
 Transport = Literal["gloo", "nccl"]
@@ -208,10 +209,13 @@ class Epoch:
 @contextmanager
 def _speaking_of(what: str) -> Iterator[None]:
     """Turn what a process group raises into one line that says what was going on."""
+    TALKS.begin()
     try:
         yield
     except RuntimeError as error:
         raise CommunicationError(f"{what} failed: {(str(error).splitlines() or ['no reason given'])[0]}") from error
+    finally:
+        TALKS.end()
 
 
 def choose_transport(wanted: str, device: str, workers: int, cards: int) -> Transport:

@@ -4,6 +4,9 @@ A shift ends when the order does: because all iterations are done, because it wa
 because something broke. In all cases `go_back` leaves exactly the iterations that are committed.
 """
 
+import math
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +25,7 @@ from runtime.executor import Executor
 from runtime.holdings import Holdings
 from runtime.injection import Injector
 from runtime.keeper import Keeper
-from runtime.meeting import Meeting
+from runtime.meeting import Meeting, Outcome
 from runtime.membership import Member, MembershipError, Quorum
 from runtime.orders import Factor, Train, turn_key
 from runtime.placement import team
@@ -33,8 +36,13 @@ from runtime.report import Paused, Ran, Settled, Started, push
 from runtime.setup import Setup
 from runtime.stage import Boundary
 from runtime.steps import Steps
+from runtime.talks import TALKS
 from runtime.transfer import exchange_layers
 from schedules.schedule import OpKind, Schedule, Worker
+
+LOOK_SECONDS = 0.05
+STUCK_SECONDS = 1.0
+"""Once connections are cut, calls into a process group return in milliseconds, or never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +79,31 @@ class Shift:
     def work(self, founder: Member | None, timeout: timedelta) -> Paused:
         """Do what the order says; how it ended. Raises RendezvousError, and what goes wrong within this worker.
 
-        After an end as planned the connections stay open until `end`: others may still read from them.
+        After an end as planned the connections stay open until `end`: others may still read from them. All is done in a
+        thread, which is left behind where it is stuck in a process group after the order is over (`runtime.talks`).
         """
+        outcomes: list[Outcome[Paused]] = []
+        thread = threading.Thread(target=lambda: outcomes.append(Outcome(lambda: self._work(founder, timeout))),
+                                  daemon=True, name="shift")
+        thread.start()
+        over = math.inf
+        while thread.is_alive():
+            thread.join(LOOK_SECONDS)
+            over = min(over, time.monotonic()) if self._meeting.over else math.inf
+            if time.monotonic() - over > STUCK_SECONDS and TALKS.leave_behind(thread.ident or 0, STUCK_SECONDS):
+                self._plant.pulse.unwatch()
+                self._epoch = None  # the thread keeps it: dropping what is stuck would not return
+                return self._paused("stuck in a process group")
+        (outcome,) = outcomes
+        if outcome.error is not None:
+            raise outcome.error
+        assert outcome.value is not None
+        return outcome.value
+
+    def _work(self, founder: Member | None, timeout: timedelta) -> Paused:
         plant, meeting = self._plant, self._meeting
+        if plant.device.type == "cuda":
+            torch.cuda.set_device(plant.device)  # of each thread its own
         plant.injector.cut = meeting.cut
         reason = None
         try:
@@ -86,15 +116,20 @@ class Shift:
         except (CommunicationError, MembershipError) as error:
             reason = str(error)
             self.end()
+        return self._paused(reason)
+
+    def _paused(self, reason: str | None) -> Paused:
         settled = None if self._steps is None or self._steps.settled is None else Factor(*self._steps.settled)
-        return Paused(self._worker, self._order.number, tuple(sorted(plant.holdings.stages)), settled, reason)
+        return Paused(self._worker, self._order.number, tuple(sorted(self._plant.holdings.stages)), settled, reason)
 
     def end(self) -> None:
         """Close all connections; peers that wait for this worker are released."""
         self._plant.pulse.unwatch()
-        if self._epoch is not None:
-            self._epoch.drop()
-            self._epoch = None
+        epoch, self._epoch = self._epoch, None
+        if epoch is not None:
+            dropping = threading.Thread(target=epoch.drop, daemon=True, name="drop")
+            dropping.start()
+            dropping.join(STUCK_SECONDS)
 
     def go_back(self, committed: int, factor: Factor | None) -> None:
         """Keep the iterations up to `committed`, and nothing of any later one."""

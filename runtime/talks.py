@@ -1,0 +1,47 @@
+"""Calls into a process group, by thread: so that a thread that is stuck in one can be told, and left behind.
+
+Gloo has a deadlock: a thread that finds a connection broken while it writes waits for the event loop to turn, and holds
+a lock that the event loop may be waiting for. Nothing releases it. It is rare, and strikes when peers die.
+"""
+
+import threading
+import time
+
+
+class LeftBehindError(RuntimeError):
+    """The thread came back after all, and nobody waits for it any more: it must touch nothing."""
+
+
+class Talks:
+    """Which threads are inside a call, since when."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+        self._left: set[int] = set()
+
+    def begin(self) -> None:
+        """This thread makes a call."""
+        self._since[threading.get_ident()] = time.monotonic()
+
+    def end(self) -> None:
+        """The call is over. Raises LeftBehindError."""
+        thread = threading.get_ident()
+        self._since.pop(thread, None)
+        if thread in self._left:
+            self._left.discard(thread)
+            raise LeftBehindError("nobody waits any more")
+
+    def leave_behind(self, thread: int, seconds: float) -> bool:
+        """Whether a thread has been in one call for so long; then it ends with an error if it ever comes out of it."""
+        began = self._since.get(thread)
+        if began is None or time.monotonic() - began < seconds:
+            return False
+        self._left.add(thread)
+        if self._since.get(thread) == began:
+            return True
+        self._left.discard(thread)  # it has just come out
+        return False
+
+
+TALKS = Talks()
+"""Of this process."""
