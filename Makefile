@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo demo-short test lint picture library clean
+.PHONY: demo demo-short test lint docs picture library clean
 
 demo: $(INSTALLED)         ## plan the worked example, train a small GPT with and without a failed worker
 	$(BIN)/slipstream demo
@@ -19,6 +19,9 @@ lint: $(INSTALLED)         ## style, types, and which room may import which
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(INSTALLED)         ## the documentation, in out/docs; a warning is an error
+	$(BIN)/sphinx-build -W --keep-going --quiet -b html docs out/docs
 
 picture: $(INSTALLED)      ## redraw the README's picture
 	$(BIN)/slipstream plan cli/jobs/worked-example.toml --failed 1.2 --out out/worked-example.json

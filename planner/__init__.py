@@ -1,1 +1,39 @@
-"""From a job and its failures to a schedule."""
+"""From a job and its failures to a schedule.
+
+The names below are what other programs use; each is imported when it is first asked for, so that reading a job does not
+wait for the solver.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from planner.foreign import Judged as Judged
+    from planner.foreign import judge_order as judge_order
+    from planner.job import Job as Job
+    from planner.job import JobError as JobError
+    from planner.job import parse_job as parse_job
+    from planner.job import read_job as read_job
+    from planner.normalise import PlanOptions as PlanOptions
+    from planner.normalise import normalised as normalised
+    from planner.plan import Plan as Plan
+    from planner.plan import plan_job as plan_job
+    from planner.problem import NoPlanError as NoPlanError
+
+_HOMES = {
+    "Job": "job", "JobError": "job", "parse_job": "job", "read_job": "job",
+    "NoPlanError": "problem", "Plan": "plan", "plan_job": "plan",
+    "PlanOptions": "normalise", "normalised": "normalise",
+    "Judged": "foreign", "judge_order": "foreign",
+}
+"""Public names, and the module that each lives in."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
