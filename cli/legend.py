@@ -1,8 +1,9 @@
-"""The name and colour of each kind of op, the same in the terminal, in pictures and in traces."""
+"""The name and colour of each kind of op, the same in the terminal, in pictures, pages and traces."""
 
 from schedules.schedule import OpKind
 
-COLOURS = {OpKind.F: "#6aa5e8", OpKind.I: "#f0a848", OpKind.W: "#72c17a", OpKind.B: "#e2795b", OpKind.A: "#c58be0",
+# Okabe & Ito's palette (jfly.uni-koeln.de/color), made to be told apart by the colour-blind; black text reads on all.
+COLOURS = {OpKind.F: "#56b4e9", OpKind.I: "#e69f00", OpKind.W: "#009e73", OpKind.B: "#d55e00", OpKind.A: "#cc79a7",
            OpKind.O: "#b8b8b8"}
 NAMES = {OpKind.F: "forward", OpKind.I: "backward (input)", OpKind.W: "backward (weights)", OpKind.B: "backward",
          OpKind.A: "all-reduce", OpKind.O: "optimizer"}

@@ -1,7 +1,8 @@
-"""`slipstream show`: a schedule as a timeline, in the terminal and for Perfetto."""
+"""`slipstream show`: schedules as timelines: in the terminal, as a page, as a picture, and for Perfetto."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.console import Console
@@ -10,14 +11,18 @@ from rich.text import Text
 from cli.check import read_or_refuse
 from cli.console import duration, err, out, print_json, refuse, write_or_refuse
 from cli.perfetto import perfetto_trace
-from cli.summary import summary, summary_line
+from cli.summary import measured_period, summary, summary_line
 from cli.svg import drawing
 from cli.timeline import measured_timeline, timeline
+from cli.timeline_page import Shown, timeline_page
 from schedules.check import check
-from schedules.schedule import Schedule, period_ticks
-from schedules.trace import TICK_SECONDS, MeasuredIteration, Trace, TraceError, placed_ops, read_trace
+from schedules.schedule import Schedule
+from schedules.trace import MeasuredIteration, Trace, TraceError, read_trace
 
-File = Annotated[Path, typer.Argument(metavar="FILE", help="A schedule file.")]
+Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Schedule files.")]
+Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help=(
+    "Write a page to look around in: it works offline, in any browser. Several schedules, and with --measured the "
+    "measured iterations, are shown beside each other."))]
 Perfetto = Annotated[Path | None, typer.Option("--perfetto", metavar="FILE", help=(
     "Write a trace that ui.perfetto.dev opens; with --measured, the measured ops beside the planned ones."))]
 Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write a picture.")]
@@ -28,40 +33,72 @@ Width = Annotated[int | None, typer.Option("--width", metavar="N", min=40, max=1
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-def show(file: File, perfetto: Perfetto = None, svg: Svg = None, measured: Measured = None, width: Width = None,
-         json: Json = False) -> None:
-    """Show a schedule: a row for each worker, time from left to right."""
-    schedule = read_or_refuse(file)
-    iterations = _read_measured(measured, schedule, file).iterations if measured is not None else ()
+class Given(NamedTuple):
+    """A file from the command line and what is in it."""
+
+    path: Path
+    schedule: Schedule
+
+
+def show(files: Files, html: Html = None, perfetto: Perfetto = None, svg: Svg = None, measured: Measured = None,
+         width: Width = None, json: Json = False) -> None:
+    """Show a schedule: a row for each worker, time from left to right; several, one after the other."""
+    given = [Given(path, read_or_refuse(path)) for path in files]
+    if len(given) > 1:
+        for option, value in (("--perfetto", perfetto), ("--svg", svg), ("--measured", measured)):
+            if value is not None:
+                refuse(f"{option} goes with one schedule; {len(given)} are given")
+    first = given[0]
+    iterations = _read_measured(measured, first).iterations if measured is not None else ()
+    if html is not None:
+        write_or_refuse(html, _page(given, iterations))
     if perfetto is not None:
-        write_or_refuse(perfetto, perfetto_trace(schedule, iterations))
+        write_or_refuse(perfetto, perfetto_trace(first.schedule, iterations))
     if svg is not None:
-        write_or_refuse(svg, _picture(schedule, file))
+        write_or_refuse(svg, _picture(first))
     if json:
-        print_json(summary(schedule) | {"measured": [
-            {"iteration": iteration.iteration, "period": measured_period(iteration)} for iteration in iterations]})
+        print_json(_answer(given, iterations))
         return
-    _print(schedule, iterations, Console(width=width) if width else out)
-    if perfetto is not None:
-        err.print(f"written to {perfetto}: open it in ui.perfetto.dev", markup=False, highlight=False, soft_wrap=True)
-    if svg is not None:
-        err.print(f"written to {svg}", markup=False, highlight=False, soft_wrap=True)
+    for one in given:
+        _print(one, iterations, Console(width=width) if width else out)
+    for path, hint in ((html, ": open it in a browser"), (perfetto, ": open it in ui.perfetto.dev"), (svg, "")):
+        if path is not None:
+            err.print(f"written to {path}{hint}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _picture(schedule: Schedule, file: Path) -> bytes:
+def _answer(given: Sequence[Given], iterations: Sequence[MeasuredIteration]) -> dict[str, object]:
+    """The JSON answer: that of the schedule, or `schedules`, one answer for each of several."""
+    measured = [{"iteration": one.iteration, "period": measured_period(one)} for one in iterations]
+    answers = [summary(one.schedule) | {"measured": measured} for one in given]
+    if len(given) == 1:
+        return answers[0]
+    return {"schedules": [{"file": str(one.path)} | answer for one, answer in zip(given, answers, strict=True)]}
+
+
+def _page(given: Sequence[Given], iterations: Sequence[MeasuredIteration]) -> bytes:
+    """The page; exits 2 where there is too much to show."""
+    names = [one.path.stem for one in given]
+    shown = []
+    for one in given:
+        violations = check(one.schedule)
+        name = one.path.stem if names.count(one.path.stem) == 1 else str(one.path)
+        shown.append(Shown(name, one.schedule, str(violations[0]) if violations else None))
+    try:
+        return timeline_page(shown, iterations)
+    except ValueError as error:
+        refuse(f"{', '.join(str(one.path) for one in given)}: {error}; use --perfetto")
+
+
+def _picture(given: Given) -> bytes:
     """The SVG drawing; exits 2 where there is too much to draw."""
     try:
-        return drawing(schedule)
+        return drawing(given.schedule)
     except ValueError as error:
-        refuse(f"{file}: {error}; use --perfetto")
+        refuse(f"{given.path}: {error}; use --html or --perfetto")
 
 
-def measured_period(iteration: MeasuredIteration) -> float:
-    """The longest busy window of a worker in a measured iteration, in seconds."""
-    return period_ticks(op for ops in placed_ops(iteration).values() for op in ops) * TICK_SECONDS
-
-
-def _print(schedule: Schedule, iterations: tuple[MeasuredIteration, ...], console: Console) -> None:
+def _print(given: Given, iterations: Sequence[MeasuredIteration], console: Console) -> None:
+    schedule = given.schedule
     violations = check(schedule)
     if violations:
         err.print(f"this schedule breaks rules ({violations[0].rule} and perhaps others): see slipstream check",
@@ -75,7 +112,7 @@ def _print(schedule: Schedule, iterations: tuple[MeasuredIteration, ...], consol
         console.print(measured_timeline(schedule, last, console.width))
 
 
-def _read_measured(path: Path, schedule: Schedule, file: Path) -> Trace:
+def _read_measured(path: Path, given: Given) -> Trace:
     """The trace in a file; exits 2 where it cannot be read or is not of this schedule's workers."""
     try:
         trace = read_trace(path)
@@ -83,7 +120,7 @@ def _read_measured(path: Path, schedule: Schedule, file: Path) -> Trace:
         refuse(error)
     for iteration in trace.iterations:
         for op in iteration.ops:
-            if op.worker not in schedule.seat_of:
+            if op.worker not in given.schedule.seat_of:
                 refuse(f"{path}: iteration {iteration.iteration}: worker {op.worker} is not one of the live workers of "
-                       f"{file}; give the schedule that the run replayed")
+                       f"{given.path}; give the schedule that the run replayed")
     return trace

@@ -2,7 +2,8 @@
 
 from cli.console import duration
 from schedules.memory import memory_peaks
-from schedules.schedule import Schedule
+from schedules.schedule import Schedule, period_ticks
+from schedules.trace import TICK_SECONDS, MeasuredIteration, placed_ops
 
 
 def bubble_share(schedule: Schedule) -> float:
@@ -10,6 +11,11 @@ def bubble_share(schedule: Schedule) -> float:
     busy = sum(op.end_ticks - op.start_ticks for op in schedule.all_ops())
     total = schedule.period_ticks * len(schedule.seats)
     return 1 - busy / total if total else 0.0
+
+
+def measured_period(iteration: MeasuredIteration) -> float:
+    """The longest busy window of a worker in a measured iteration, in seconds."""
+    return period_ticks(op for ops in placed_ops(iteration).values() for op in ops) * TICK_SECONDS
 
 
 def summary(schedule: Schedule) -> dict[str, object]:

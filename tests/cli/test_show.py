@@ -64,8 +64,8 @@ def test_timeline_in_colour():
     console = Console(width=80, force_terminal=True, color_system="truecolor", no_color=False)
     with console.capture() as capture:
         console.print(timeline(by_hand(BROKEN), 80))
-    assert "\x1b[30;48;2;106;165;232mF0   F1   \x1b[0m" in capture.get()
-    assert "\x1b[1;4;30;48;2;106;165;232mf1.0 \x1b[0m" in capture.get()
+    assert "\x1b[30;48;2;86;180;233mF0   F1   \x1b[0m" in capture.get()
+    assert "\x1b[1;4;30;48;2;86;180;233mf1.0 \x1b[0m" in capture.get()
 
 
 def test_equal_pipelines_are_drawn_once():

@@ -1,0 +1,273 @@
+"use strict";
+/* What the page knows: panels (a planned or measured iteration each), their workers, and what each op waits for.
+   Times are in the panel's own integer unit; `panel.second` is how many seconds one is. */
+
+const KINDS = ["F", "I", "W", "B", "A", "O"];
+const [F, I, W, B, A, O] = KINDS.keys();
+
+/** The ops of one program at one speed, in order of start; shared by every worker that runs it. */
+class Track {
+  constructor(stored) {
+    const count = stored.kinds.length;
+    this.count = count;
+    this.kinds = Uint8Array.from(stored.kinds, (letter) => KINDS.indexOf(letter));
+    this.stages = Int32Array.from(stored.stages);
+    this.microbatches = Int32Array.from(stored.microbatches);
+    this.pipelines = new Int32Array(count).fill(-1); // -1: that of the role which runs it
+    for (const [index, pipeline] of stored.rerouted) this.pipelines[index] = pipeline;
+    this.starts = new Float64Array(count);
+    this.ends = new Float64Array(count);
+    let start = 0;
+    for (let i = 0; i < count; i++) {
+      start += stored.steps[i];
+      this.starts[i] = start;
+      this.ends[i] = start + stored.lengths[i];
+    }
+    this.busy = KINDS.map(() => new Float64Array(count + 1)); // per kind: time run before op i
+    this.foreign = new Int32Array(count + 1); // re-routed ops before op i
+    for (let i = 0; i < count; i++) {
+      for (const sums of this.busy) sums[i + 1] = sums[i];
+      this.busy[this.kinds[i]][i + 1] += stored.lengths[i];
+      this.foreign[i + 1] = this.foreign[i] + (this.pipelines[i] >= 0 ? 1 : 0);
+    }
+    this.first = count ? this.starts[0] : 0;
+    this.last = this.ends.reduce((a, b) => Math.max(a, b), 0);
+  }
+
+  /** The number of ops that start at or before a time. */
+  upTo(time) {
+    let low = 0, high = this.count;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.starts[middle] <= time) low = middle + 1; else high = middle;
+    }
+    return low;
+  }
+
+  /** The op that runs at a time, or the nearest one not farther than `slack`; -1 where there is none. */
+  at(time, slack) {
+    const next = this.upTo(time);
+    let best = -1, distance = Infinity;
+    for (let i = Math.max(0, next - 8); i < Math.min(this.count, next + 8); i++) {
+      if (this.ends[i] === this.starts[i]) continue;
+      const away = Math.max(this.starts[i] - time, time - this.ends[i], 0);
+      if (away < distance || (away === distance && time >= this.starts[i])) [best, distance] = [i, away];
+    }
+    return distance <= slack ? best : -1;
+  }
+
+  /** Index of an op by what it computes; `pipeline` -1 for the role's own. -1 where it is not here. */
+  find(kind, stage, pipeline, microbatch) {
+    if (!this.index) {
+      this.index = new Map();
+      for (let i = 0; i < this.count; i++)
+        this.index.set(`${this.kinds[i]} ${this.stages[i]} ${this.pipelines[i]} ${this.microbatches[i]}`, i);
+    }
+    return this.index.get(`${kind} ${stage} ${pipeline} ${microbatch}`) ?? -1;
+  }
+
+  /** Per stage, the index of the backward that ends last. */
+  get lastBackwards() {
+    if (!this._lastBackwards) {
+      this._lastBackwards = new Map();
+      for (let i = 0; i < this.count; i++) {
+        if (this.kinds[i] === F || this.kinds[i] >= A) continue;
+        const known = this._lastBackwards.get(this.stages[i]);
+        if (known === undefined || this.ends[i] > this.ends[known]) this._lastBackwards.set(this.stages[i], i);
+      }
+    }
+    return this._lastBackwards;
+  }
+
+  /** What is held over time: from `times[i]` on `held[i]`, and the most over runs of 2^k steps. */
+  memory(activation, stash) {
+    if (this._memory) return this._memory;
+    const change = new Map();
+    const add = (time, amount) => change.set(time, (change.get(time) ?? 0) + amount);
+    for (let i = 0; i < this.count; i++) {
+      const stage = this.stages[i];
+      if (this.kinds[i] === F) add(this.starts[i], activation[stage]);
+      else if (this.kinds[i] === I) add(this.ends[i], stash[stage] - activation[stage]);
+      else if (this.kinds[i] === W) add(this.ends[i], -stash[stage]);
+      else if (this.kinds[i] === B) add(this.ends[i], -activation[stage]);
+    }
+    const times = Float64Array.from(change.keys()).sort();
+    let now = 0;
+    const levels = [Float64Array.from(times, (time) => (now += change.get(time)))];
+    while (levels.at(-1).length > 1) {
+      const fine = levels.at(-1);
+      levels.push(Float64Array.from({ length: (fine.length + 1) >> 1 },
+        (_, i) => Math.max(fine[2 * i], fine[2 * i + 1] ?? 0)));
+    }
+    this._memory = { times, levels, peak: levels.at(-1)[0] ?? 0 };
+    return this._memory;
+  }
+}
+
+/** One iteration of all workers. An op is named by `{panel, seat, index}`: a live worker and a place in its track. */
+class Panel {
+  constructor(stored, number) {
+    Object.assign(this, stored);
+    this.number = number;
+    this.shown = stored.shown;
+    this.tracks = stored.tracks.map((track) => new Track(track));
+    this.seats = stored.seats.map(([pipeline, column, rolePipeline, roleColumn, track]) =>
+      ({ pipeline, column, rolePipeline, roleColumn, track: this.tracks[track] }));
+    this.seatAt = new Map(this.seats.map((seat, i) => [this.place(seat.pipeline, seat.column), i]));
+    this.playerOf = new Map(this.seats.map((seat, i) => [this.place(seat.rolePipeline, seat.roleColumn), i]));
+    this.down = new Set(stored.failed.map(([pipeline, column]) => this.place(pipeline, column)));
+    this.length = this.tracks.reduce((most, track) => Math.max(most, track.last), 0) * this.second;
+    this.holds = stored.memory ?? {
+      unit: 1, capacity: null, activation: stored.stages.map(() => 1), stash: stored.stages.map(() => 0) };
+  }
+
+  place(pipeline, column) { return pipeline * this.columns + column; }
+
+  /** An op as an object with everything that can be said about it. */
+  op(ref) {
+    const seat = this.seats[ref.seat], track = seat.track, i = ref.index;
+    const foreign = track.pipelines[i];
+    return {
+      kind: track.kinds[i], stage: track.stages[i], microbatch: track.microbatches[i],
+      pipeline: foreign < 0 ? seat.rolePipeline : foreign, rerouted: foreign >= 0, seat,
+      worker: `${seat.pipeline}.${seat.column}`, start: track.starts[i], end: track.ends[i],
+    };
+  }
+
+  title(ref) {
+    const op = this.op(ref), letter = KINDS[op.kind];
+    if (op.kind === O) return `O on ${op.worker}`;
+    if (op.kind === A) return `A(stage ${op.stage}) on ${op.worker}`;
+    return `${letter}(micro-batch ${op.pipeline}.${op.microbatch}, stage ${op.stage}) on ${op.worker}`;
+  }
+
+  /** Where an op is computed, or null. */
+  find(kind, stage, pipeline, microbatch) {
+    const own = this.playerOf.get(this.place(pipeline, this.stages[stage]));
+    if (own !== undefined) {
+      const index = this.seats[own].track.find(kind, stage, -1, microbatch);
+      if (index >= 0) return { panel: this, seat: own, index };
+    }
+    return this.moved.get(`${kind} ${stage} ${pipeline} ${microbatch}`) ?? null;
+  }
+
+  /** All re-routed ops, by what they compute. */
+  get moved() {
+    if (!this._moved) {
+      this._moved = new Map();
+      this.seats.forEach((seat, number) => {
+        const track = seat.track;
+        if (!track.foreign[track.count]) return;
+        for (let i = 0; i < track.count; i++)
+          if (track.pipelines[i] >= 0)
+            this._moved.set(`${track.kinds[i]} ${track.stages[i]} ${track.pipelines[i]} ${track.microbatches[i]}`,
+              { panel: this, seat: number, index: i });
+      });
+    }
+    return this._moved;
+  }
+
+  /** The backward that ends last: of a stage and its copies, or of all stages (undefined). */
+  lastBackward(original) {
+    this._last ??= new Map();
+    if (!this._last.has(original)) {
+      let found = null, end = -1;
+      this.seats.forEach((seat, number) => {
+        for (const [stage, index] of seat.track.lastBackwards)
+          if ((original === undefined || stage % this.depth === original) && seat.track.ends[index] > end)
+            [found, end] = [{ panel: this, seat: number, index }, seat.track.ends[index]];
+      });
+      this._last.set(original, found);
+    }
+    return this._last.get(original);
+  }
+
+  /** What an op of a micro-batch needs the result of. */
+  producers(op) {
+    const find = (kind, stage) => this.find(kind, stage, op.pipeline, op.microbatch);
+    if (op.kind === F) return op.stage % this.depth ? [find(F, op.stage - 1)] : [];
+    if (op.kind === W) return [find(I, op.stage)];
+    if ((op.stage + 1) % this.depth === 0) return [find(F, op.stage)];
+    return [find(I, op.stage + 1) ?? find(B, op.stage + 1)];
+  }
+
+  /** Everything an op waits for, the last to be ready first, the worker's own op first among equals. `why` is "input",
+      "gradients" (of a stage), "all backwards" or "worker"; `ready` counts the transfer, `hop`. */
+  waits(ref) {
+    const op = this.op(ref), found = [];
+    const add = (other, why) => {
+      if (!other || (other.seat === ref.seat && other.index === ref.index)) return;
+      const before = this.op(other), hop = why === "input" && other.seat !== ref.seat ? this.transfer : 0;
+      found.push({ ref: other, why, hop, ready: before.end + hop });
+    };
+    if (op.kind === A) add(this.lastBackward(op.stage % this.depth), "gradients");
+    else if (op.kind === O && this.optimizer === "synchronous") add(this.lastBackward(undefined), "all backwards");
+    else if (op.kind < A) for (const producer of this.producers(op)) add(producer, "input");
+    if (ref.index > 0) {
+      const previous = { panel: this, seat: ref.seat, index: ref.index - 1 };
+      if (!found.some((wait) => wait.ref.seat === previous.seat && wait.ref.index === previous.index))
+        add(previous, "worker");
+    }
+    return found.sort((a, b) => b.ready - a.ready || (b.ref.seat === ref.seat) - (a.ref.seat === ref.seat));
+  }
+
+  /** The chain of ops that each waited for the one before, ending in `ref`; `late` is time that none of them asked for.
+      It begins where nothing is waited for, or with the first op of `until`, a live worker. */
+  chain(ref, until = -1) {
+    const links = [];
+    for (let now = ref; now && links.length < 1e6;) {
+      const begins = now.seat === until && now.index === 0;
+      const last = begins ? null : this.waits(now)[0] ?? null, { start, end } = this.op(now);
+      links.push({ ref: now, wait: last, late: last ? start - last.ready : begins ? 0 : start });
+      now = last && last.ready <= end ? last.ref : null;
+    }
+    return links.reverse();
+  }
+
+  /** The op that ends the iteration where it takes longest. */
+  get closing() {
+    let best = null, most = -1;
+    const first = this.optimizer === "synchronous" && !this.measured ? () => 0 : (track) => track.first;
+    this.seats.forEach((seat, number) => {
+      const track = seat.track;
+      if (track.count && track.last - first(track) > most)
+        [best, most] = [{ panel: this, seat: number, index: track.count - 1 }, track.last - first(track)];
+    });
+    return best;
+  }
+
+  /** What the period consists of: the chain up to its end. With a staggered optimizer it counts from the first op of
+      the worker that takes longest, however late that begins. */
+  get critical() {
+    this._critical ??= this.closing ? this.chain(this.closing, this.optimizer === "staggered" ? this.closing.seat : -1) : [];
+    return this._critical;
+  }
+
+  /** All ops of a micro-batch: forwards down its stages, backwards up again, and the Ws. */
+  follow(pipeline, microbatch) {
+    const first = (microbatch % this.chains) * this.depth;
+    const stages = Array.from({ length: this.depth }, (_, i) => first + i);
+    const find = (kind) => (stage) => this.find(kind, stage, pipeline, microbatch);
+    const backward = (stage) => find(I)(stage) ?? find(B)(stage);
+    return {
+      path: [...stages.map(find(F)), ...stages.reverse().map(backward)].filter(Boolean),
+      weights: stages.map(find(W)).filter(Boolean),
+    };
+  }
+
+  /** The most that any worker ever holds. */
+  get mostHeld() {
+    this._mostHeld ??= Math.max(0, ...new Set(this.seats.map((seat) => this.memoryOf(seat).peak)));
+    return this._mostHeld;
+  }
+
+  memoryOf(seat) { return seat.track.memory(this.holds.activation, this.holds.stash); }
+}
+
+/** `30 s`, `29.7 ms`, `850 us`: four digits. */
+function duration(seconds) {
+  if (!seconds) return "0 s";
+  const size = Math.abs(seconds);
+  const [unit, name] = size >= 1 ? [1, "s"] : size >= 1e-3 ? [1e-3, "ms"] : [1e-6, "us"];
+  return `${Number((seconds / unit).toPrecision(4))} ${name}`;
+}

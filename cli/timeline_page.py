@@ -1,0 +1,137 @@
+"""A page that shows schedules: one file, which works offline and asks nobody for anything.
+
+The page's own text is in `page/`: a template, a style and three scripts, put together here with the data. Each
+program is stored once for each speed it runs at, its ops as columns of small numbers; the script expands them.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from cli.legend import COLOURS, NAMES
+from cli.summary import measured_period, summary
+from schedules.schedule import Op, OpKind, Schedule, Worker
+from schedules.trace import TICK_SECONDS, MeasuredIteration, placed_ops
+
+SCRIPTS = ("model.js", "paint.js", "view.js")
+MAX_OPS = 1_000_000
+"""Ops of different programs in one page: about 15 MB of text."""
+
+Columns = dict[str, Any]
+
+
+class Shown(msgspec.Struct, frozen=True):
+    """A schedule on the page: what it is called there, and the rule it breaks, if any."""
+
+    name: str
+    schedule: Schedule
+    violation: str | None = None
+
+
+def timeline_page(shown: Sequence[Shown], measured: Sequence[MeasuredIteration] = ()) -> bytes:
+    """The page, as UTF-8. `measured` are iterations of the first schedule's workers; all but the last start hidden.
+
+    Raises ValueError where there is more to show than `MAX_OPS` different ops.
+    """
+    count = sum(len(one.schedule.programs[program]) for one in shown for program, _ in _numbered(one.schedule))
+    count += sum(len(iteration.ops) for iteration in measured)
+    if count > MAX_OPS:
+        raise ValueError(f"{count} different ops are too many for a page (at most {MAX_OPS})")
+    panels = [_planned(one) for one in shown]
+    for iteration in measured:
+        panels.append(_measured(shown[0].schedule, iteration, last=iteration is measured[-1]))
+    data = {"panels": panels, "colours": {kind.value: COLOURS[kind] for kind in OpKind},
+            "names": {kind.value: NAMES[kind] for kind in OpKind}}
+    return _filled(json.dumps(data, separators=(",", ":"), allow_nan=False), ", ".join(one.name for one in shown))
+
+
+def _filled(data: str, title: str) -> bytes:
+    """The template with its parts. In a script element `<` must not begin a tag, so it is written as an escape."""
+    folder = files("cli") / "page"
+    parts = {
+        "TITLE": title.replace("&", "&amp;").replace("<", "&lt;"),
+        "STYLE": (folder / "style.css").read_text("utf-8"),
+        "SCRIPT": "\n".join((folder / name).read_text("utf-8") for name in SCRIPTS),
+        "DATA": data.replace("<", "\\u003c"),
+    }
+    head, *rest = (folder / "template.html").read_text("utf-8").split("{{")
+    text = head
+    for piece in rest:
+        name, _, following = piece.partition("}}")
+        text += parts[name] + following
+    return text.encode()
+
+
+def _numbered(schedule: Schedule) -> dict[tuple[int, int | None], int]:
+    """Each program at each speed at which it runs, numbered by first use."""
+    slow, numbers = schedule.times.per_mille_of, dict[tuple[int, int | None], int]()
+    for seat in schedule.seats:
+        numbers.setdefault((seat.program, slow.get(seat.worker)), len(numbers))
+    return numbers
+
+
+def _planned(shown: Shown) -> dict[str, Any]:
+    schedule, numbers = shown.schedule, _numbered(shown.schedule)
+    slow = schedule.times.per_mille_of
+    numbered = [numbers[seat.program, slow.get(seat.worker)] for seat in schedule.seats]
+    first = dict(zip(reversed(numbered), reversed(schedule.seats), strict=True))
+    placed = [(seat.role, schedule.ops(seat.worker)) for _, seat in sorted(first.items())]
+    tracks, unit = _tracks(placed, schedule.times.transfer)
+    return _panel(schedule, shown.name, schedule.tick_seconds * unit, schedule.times.transfer / unit) | {
+        "measured": False, "shown": True, "violation": shown.violation, "tracks": tracks,
+        "numbers": summary(schedule),
+        "seats": [[*seat.worker, *seat.role, number]
+                  for seat, number in zip(schedule.seats, numbered, strict=True)]}
+
+
+def _measured(schedule: Schedule, iteration: MeasuredIteration, *, last: bool) -> dict[str, Any]:
+    placed = {worker: ops for worker, ops in placed_ops(iteration).items() if worker in schedule.seat_of}
+    roles = [schedule.seat_of[worker].role for worker in placed]
+    tracks, unit = _tracks(list(zip(roles, placed.values(), strict=True)), 0)
+    period = measured_period(iteration)
+    busy = sum(op.end_ticks - op.start_ticks for ops in placed.values() for op in ops) * TICK_SECONDS
+    numbers = summary(schedule) | {"period": period, "lower_bound": None, "gap": None, "status": "measured",
+                                   "peak_memory": None, "planned": schedule.seconds(schedule.period_ticks),
+                                   "bubble_share": 1 - busy / (period * len(placed)) if placed and period else 0.0}
+    return _panel(schedule, f"measured, iteration {iteration.iteration}", TICK_SECONDS * unit, 0) | {
+        "measured": True, "shown": last, "violation": None, "tracks": tracks, "numbers": numbers,
+        "seats": [[*worker, *role, index] for index, (worker, role) in enumerate(zip(placed, roles, strict=True))]}
+
+
+def _panel(schedule: Schedule, name: str, second: float, transfer: float) -> dict[str, Any]:
+    """What planned and measured iterations have in common."""
+    grid, memory = schedule.grid, schedule.memory
+    return {
+        "name": name, "job": schedule.job, "second": second, "transfer": transfer, "pipelines": grid.pipelines,
+        "columns": grid.columns, "depth": grid.depth, "chains": grid.chains, "microbatches": grid.microbatches,
+        "stages": [stage.column for stage in grid.stages], "layers": [stage.layers for stage in grid.stages],
+        "optimizer": schedule.optimizer, "failed": schedule.failed,
+        "slow": {str(slow.worker): slow.per_mille for slow in schedule.times.slow},
+        "memory": memory and {"unit": memory.unit, "capacity": memory.capacity, "activation": memory.activation,
+                              "stash": memory.weight_stash},
+    }
+
+
+def _tracks(programs: Sequence[tuple[Worker, Sequence[Op]]], transfer: int) -> tuple[list[Columns], int]:
+    """Each program as columns, and the unit of their times, in ticks: the largest that divides them all."""
+    ticks: Iterable[int] = (tick for _, ops in programs for op in ops for tick in (op.start_ticks, op.end_ticks))
+    unit = math.gcd(transfer, *ticks) or 1
+    return [_columns(role.pipeline, sorted(ops, key=lambda op: op.start_ticks), unit) for role, ops in programs], unit
+
+
+def _columns(own: int, ops: Sequence[Op], unit: int) -> Columns:
+    starts = [0, *(op.start_ticks // unit for op in ops)]
+    return {
+        "kinds": "".join(op.kind for op in ops),
+        "stages": [-1 if op.stage is None else op.stage for op in ops],
+        "microbatches": [-1 if op.microbatch is None else op.microbatch for op in ops],
+        "rerouted": [(index, op.pipeline) for index, op in enumerate(ops) if op.pipeline not in (None, own)],
+        "steps": [after - before for before, after in pairwise(starts)],
+        "lengths": [(op.end_ticks - op.start_ticks) // unit for op in ops],
+    }
+
