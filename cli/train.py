@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cli.check import read_or_refuse
 from cli.console import answer_no, duration, err, out, parse_workers, print_json, refuse
+from cli.nodes import part
 from cli.plan import (
     Backward,
     Failed,
@@ -29,7 +30,8 @@ from runtime.crew import Return
 from runtime.injection import Injection
 from runtime.launch import Resilience, RunError, RunResult, join, run
 from runtime.placement import PlacementError
-from runtime.rendezvous import Rendezvous, RendezvousError
+from runtime.rendezvous import RendezvousError
+from runtime.setup import JOIN_TIMEOUT
 from schedules.check import check
 from schedules.schedule import Schedule
 
@@ -51,10 +53,11 @@ def train(job: JobFile,
               "Seed of parameters, text and planner. Default: what the job file says."))] = None,
           out_folder: Annotated[Path | None, typer.Option("--out", metavar="DIR", help=(
               "Where results go. Default: runs/NAME, with the job file's name."))] = None,
-          nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, max=4096, help=(
-              "Machines to train on; run the command on each."))] = 1,
-          node: Annotated[int, typer.Option("--node", metavar="I", min=0, max=4095, help=(
-              "Which of them this is. Node 0 plans and leads."))] = 0,
+          nodes: Annotated[int | None, typer.Option("--nodes", metavar="N", min=1, max=2**20, help=(
+              "Machines to train on; run the command on each. Default: what torchrun, srun or mpirun say, else 1."))
+          ] = None,
+          node: Annotated[int | None, typer.Option("--node", metavar="I", min=0, max=2**20, help=(
+              "Which of them this is. Node 0 plans and leads."))] = None,
           rendezvous: Annotated[str | None, typer.Option("--rendezvous", metavar="HOST:PORT", help=(
               "Where node 0 can be reached by the others. Only in a network you trust."))] = None,
           table: Annotated[Path | None, typer.Option("--table", metavar="DIR", help=(
@@ -77,18 +80,17 @@ def train(job: JobFile,
     """Train a job's model, one process a live worker, replaying a schedule; workers may die and come back.
 
     Writes schedule.json, losses.jsonl, trace.json, parameters/ and logs/ into --out. On several machines, run the
-    same command on each, with --nodes, --node and --rendezvous.
+    same command on each, with --nodes, --node and --rendezvous, or by torchrun, srun or mpirun.
     """
-    meeting = _meeting_point(nodes, node, rendezvous)
+    here = part(nodes, node, rendezvous)
     folder = out_folder or Path("runs") / job.stem
     wanted = read_job_or_refuse(job)
     config = _config(wanted, job, dtype=dtype, seed=seed, iterations=iterations)
-    if node > 0:
-        assert meeting is not None
+    if here.node > 0:
         with _refusals():
-            join(meeting, node=node, nodes=nodes, out=folder)
+            join(here.find(JOIN_TIMEOUT), node=here.node, nodes=here.nodes, out=folder, machine=here.machine)
         if json:
-            print_json({"node": node})
+            print_json({"node": here.node})
         return
     loaded = None if table is None else read_table(table, wanted)
     if schedule is not None and (failed or backward or optimizer):
@@ -110,8 +112,8 @@ def train(job: JobFile,
         injections=tuple(Injection(worker, at, KILL_PLACE) for worker, at in kills),
         returns=tuple(Return(worker, at) for worker, at in returns))
     with _refusals(job, folder), _progress(config.training.iterations) as (tell, say):
-        result = run(chosen, config, out=folder, nodes=nodes, rendezvous=meeting, progress=tell, tell=say,
-                     resilience=resilience)
+        result = run(chosen, config, out=folder, nodes=here.nodes, rendezvous=here.to_open(), announce=here.announce,
+                     machine=here.machine, progress=tell, tell=say, resilience=resilience)
     if json:
         print_json(report(result))
     else:
@@ -145,19 +147,6 @@ def summary(result: RunResult) -> str:
         lines.append(f"{len(result.recoveries)} times the workers changed, the longest pause was {duration(worst)}")
     lines.append(f"parameters {result.parameter_digest[:16]}, everything in {result.out}")
     return "\n".join(lines)
-
-
-def _meeting_point(nodes: int, node: int, rendezvous: str | None) -> Rendezvous | None:
-    if node >= nodes:
-        refuse(f"--node {node}: expected 0 to {nodes - 1}, with --nodes {nodes}")
-    if rendezvous is None:
-        if nodes > 1:
-            refuse("--nodes needs --rendezvous HOST:PORT, an address of node 0 that the others can reach")
-        return None
-    try:
-        return Rendezvous.parse(rendezvous)
-    except ValueError as error:
-        refuse(f"--rendezvous: {error}")
 
 
 def _config(job: Job, path: Path, **overrides: object) -> RunConfig:

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 from torch._C._distributed_c10d import TCPStore
 
+from runtime.launchers import ALONE, Machine
 from runtime.nursery import Birth, Nursery
 from runtime.rendezvous import Rendezvous, pop
 from runtime.report import Ended
@@ -39,10 +40,11 @@ class Hands:
     """Starts and ends worker processes on this machine, cards dealt in turn."""
 
     def __init__(self, nursery: Nursery, rendezvous: Rendezvous, workers: Sequence[Worker], cards: int,
-                 out: Path) -> None:
+                 out: Path, machine: Machine = ALONE) -> None:
         self._nursery = nursery
         self._rendezvous = rendezvous
-        self._cards = {worker: index % cards if cards else None for index, worker in enumerate(workers)}
+        self._cards = {worker: (machine.rank * len(workers) + index) % cards if cards else None
+                       for index, worker in enumerate(workers)}
         self._out = out
 
     def start(self) -> None:

@@ -7,7 +7,7 @@ schedule, the others (`join`) are told there what they need.
 import math
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from runtime.crew import Crew, Hands, Return, next_command
 from runtime.data import load_corpus
 from runtime.digest import combined_digest
 from runtime.injection import Injection
+from runtime.launchers import ALONE, Machine
 from runtime.layers import LayeredModel, model_for, parameter_dtype
 from runtime.ledger import Ledger
 from runtime.membership import Lighthouse
@@ -98,14 +99,16 @@ class Resilience:
 
 
 def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | None = None, nodes: int = 1,
-        rendezvous: Rendezvous | None = None, traced: int = 3, nursery: Nursery | None = None,
+        rendezvous: Rendezvous | None = None, announce: Callable[[Rendezvous], None] | None = None,
+        machine: Machine = ALONE, traced: int = 3, nursery: Nursery | None = None,
         progress: Progress | None = None, tell: Tell | None = None,
         resilience: Resilience = Resilience()) -> RunResult:
     """Train by a schedule, from the first iteration or a checkpoint; on node 0 when there are several.
 
     Writes `schedule.json`, `losses.jsonl` (line by line as iterations are committed), `trace.json`, `parameters/` and
     `logs/` into `out`. The trace holds the last `traced` iterations. A `nursery` may serve several runs, one after the
-    other.
+    other. `announce` is called with the meeting point once it is open; `machine` says how many such processes share
+    this machine.
 
     Raises ConfigError or PlacementError when schedule, configuration and machine do not fit, CheckpointError when the
     checkpoint does not, OSError when `out` cannot be written, RendezvousError when `rendezvous` cannot be opened, and
@@ -117,7 +120,8 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
     _check_checkpoints(resilience, identity_of(config, model.layers), first)
     workers = [seat.worker for seat in schedule.seats]
     dealt = deal_to_nodes(workers, nodes)
-    transport = choose_transport(config.training.backend, device, max(len(dealt[0]), 1), _cards(device))
+    transport = choose_transport(config.training.backend, device, max(len(dealt[0]), 1) * machine.processes,
+                                 _cards(device))
     _clear(out, "parameters/layer-*.pt", "logs/worker-*.log", "trace.json")
     codec.write(schedule, out / "schedule.json")
     with ExitStack() as stack:
@@ -125,6 +129,8 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         setup = _setup(schedule, config, model, device, transport, resilience, first=first, nodes=nodes, traced=traced,
                        iterations=config.training.iterations if iterations is None else iterations)
         store, opened = host_store(rendezvous)
+        if announce is not None:
+            announce(opened)
         lighthouse = Lighthouse(opened.host, len(workers))
         stack.callback(lighthouse.close)
         store.set(SETUP_KEY, msgspec.json.encode(replace(setup, lighthouse=lighthouse.url)).decode())
@@ -133,7 +139,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         conductor = Conductor(schedule, resilience.scheduler, store, ledger, ranges=setup.ranges,
                               iterations=range(first, max(first, setup.iterations)))
         losses = stack.enter_context(_loss_file(out / "losses.jsonl", first))
-        hands = Hands(nursery, opened, dealt[0], _cards(device), out)
+        hands = Hands(nursery, opened, dealt[0], _cards(device), out, machine)
         crew = Crew(hands, store, {worker: node for node, share in enumerate(dealt) for worker in share},
                     resilience.returns, [worker for worker in schedule.grid.workers() if worker not in workers])
         watch = Watch(conductor, ledger, store, crew, out, LossLog(losses, progress),
@@ -151,7 +157,8 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
                      recoveries=tuple(conductor.recoveries), notes=tuple(watch.notes))
 
 
-def join(rendezvous: Rendezvous, *, node: int, nodes: int, out: Path, nursery: Nursery | None = None) -> None:
+def join(rendezvous: Rendezvous, *, node: int, nodes: int, out: Path, nursery: Nursery | None = None,
+         machine: Machine = ALONE) -> None:
     """Take part in the run that node 0 leads, with this node's share of the workers.
 
     Into `out` go the logs of its workers, and the parameters of layers that they write. Raises RendezvousError when
@@ -167,12 +174,12 @@ def join(rendezvous: Rendezvous, *, node: int, nodes: int, out: Path, nursery: N
         raise ConfigError(f"--nodes is {nodes} here and {setup.nodes} at node 0; expected the same")
     here = deal_to_nodes([seat.worker for seat in schedule.seats], nodes)[node]
     cards = _cards(setup.device)
-    if setup.device == "cuda" and (cards == 0 or (setup.transport == "nccl" and cards < len(here))):
+    if setup.device == "cuda" and (cards == 0 or (setup.transport == "nccl" and cards < len(here) * machine.processes)):
         raise ConfigError(f"node {node} has {cards} GPUs for its {len(here)} workers; {setup.transport} needs more")
     _clear(out, "parameters/layer-*.pt")  # the folder may be shared with node 0, whose workers have logs there
     with ExitStack() as stack:
         nursery = nursery or stack.enter_context(Nursery())
-        hands = Hands(nursery, rendezvous, here, cards, out)
+        hands = Hands(nursery, rendezvous, here, cards, out, machine)
         try:
             with _processes(nursery, hands):
                 outcome = _follow(store, node, hands)

@@ -1,0 +1,5 @@
+"""`python -m cli` is `slipstream`, for launchers that start Python modules."""
+
+from cli.app import main
+
+main()
