@@ -1,0 +1,135 @@
+"""Nodes with addresses of their own, in Linux network namespaces joined by a bridge, one of which is cut off."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from planner.job import parse_job
+from runtime.config import parse_run_config
+from tests.runtime.running import judge
+
+ROOT = Path(__file__).parents[2]
+NODES = 3
+JOB = """
+    pipelines = 3
+    stages = 2
+    microbatches = 2
+    [time]
+    forward = 1
+    backward_input = 1
+    backward_weight = 1
+    [model]
+    blocks = 2
+    width = 16
+    heads = 2
+    context = 16
+    dropout = 0.1
+    [training]
+    batch = 1
+    dtype = "float64"
+    device = "cpu"
+    iterations = 30
+    """
+CUT_AFTER = 4
+"""Iterations committed before a node is cut off."""
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+
+
+class Network:
+    """One namespace a node, and one that holds the bridge: nothing of the machine's own network is touched."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._prefix = f"slip{os.getpid()}"
+        for name in (self.switch, *map(self.name, range(NODES))):
+            ip("netns", "add", name)
+            stack.callback(ip, "netns", "delete", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", self.switch, "link", "add", "bridge", "type", "bridge")
+        ip("-n", self.switch, "link", "set", "bridge", "up")
+        for node in range(NODES):
+            ip("-n", self.switch, "link", "add", f"port{node}", "type", "veth", "peer", "name", "wire",
+               "netns", self.name(node))
+            ip("-n", self.switch, "link", "set", f"port{node}", "master", "bridge", "up")
+            ip("-n", self.name(node), "address", "add", f"{self.address(node)}/24", "dev", "wire")
+            ip("-n", self.name(node), "link", "set", "wire", "up")
+
+    @property
+    def switch(self) -> str:
+        return f"{self._prefix}-switch"
+
+    def name(self, node: int) -> str:
+        return f"{self._prefix}-{node}"
+
+    def address(self, node: int) -> str:
+        return f"10.213.7.{node + 1}"
+
+    def cut(self, node: int) -> None:
+        """No packet reaches the node any more, and none tells so."""
+        ip("-n", self.switch, "link", "set", f"port{node}", "down")
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    if not sys.platform.startswith("linux") or shutil.which("ip") is None:
+        pytest.skip("needs Linux and the `ip` command")
+    with contextlib.ExitStack() as stack:
+        try:
+            made = Network(stack)
+        except subprocess.SubprocessError as error:
+            reason = (getattr(error, "stderr", None) or str(error)).strip()
+            pytest.skip(f"network namespaces are not allowed here: {reason}")
+        yield made
+
+
+@contextlib.contextmanager
+def nodes(network: Network, folder: Path, options: Sequence[str]) -> Iterator[list["subprocess.Popen[bytes]"]]:
+    """One `slipstream train` a node; none is left at the end."""
+    started = []
+    try:
+        for node in range(NODES):
+            command = ["ip", "netns", "exec", network.name(node), sys.executable, "-m", "cli", "train",
+                       str(folder / "job.toml"), "--out", str(folder / f"out{node}"), "--nodes", str(NODES),
+                       "--node", str(node), "--rendezvous", f"{network.address(0)}:29500", *options]
+            started.append(subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=(folder / f"node{node}.log").open("wb"), cwd=folder,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}))
+        yield started
+    finally:
+        for process in started:
+            process.send_signal(signal.SIGKILL)
+            process.wait(20)
+
+
+def losses(folder: Path) -> list[float]:
+    path = folder / "out0" / "losses.jsonl"
+    return [json.loads(line)["loss"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_node_that_is_cut_off_is_given_up_and_the_others_go_on(network, tmp_path):
+    (tmp_path / "job.toml").write_text(JOB)
+    with nodes(network, tmp_path, ["--method", "greedy", "--heartbeat-timeout", "3"]) as processes:
+        deadline = time.monotonic() + 150
+        while len(losses(tmp_path)) < CUT_AFTER:
+            assert processes[0].poll() is None and time.monotonic() < deadline, (tmp_path / "node0.log").read_text()
+            time.sleep(0.005)
+        network.cut(2)
+        assert processes[0].wait(150) == 0, (tmp_path / "node0.log").read_text()
+        assert processes[1].wait(30) == 0, (tmp_path / "node1.log").read_text()
+    said = (tmp_path / "node0.log").read_text()
+    assert "worker 2.0" in said and "worker 2.1" in said and "runs on 4 workers" in said
+    job = parse_job(JOB)
+    expected = judge(parse_run_config(job.model, job.training), job.microbatches, 30).losses
+    assert losses(tmp_path) == pytest.approx(expected, rel=0, abs=1e-9)
