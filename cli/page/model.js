@@ -7,12 +7,14 @@ const [F, I, W, B, A, O] = KINDS.keys();
 
 /** The ops of one program at one speed, in order of start; shared by every worker that runs it. */
 class Track {
-  constructor(stored) {
+  /** `rank`: of each stage, the how-manyth of its worker it is. */
+  constructor(stored, rank = []) {
     const count = stored.kinds.length;
     this.count = count;
     this.kinds = Uint8Array.from(stored.kinds, (letter) => KINDS.indexOf(letter));
     this.stages = Int32Array.from(stored.stages);
     this.microbatches = Int32Array.from(stored.microbatches);
+    this.chunks = Uint8Array.from(stored.stages, (stage, i) => (stored.microbatches[i] < 0 ? 0 : rank[stage] ?? 0));
     this.pipelines = new Int32Array(count).fill(-1); // -1: that of the role which runs it
     for (const [index, pipeline] of stored.rerouted) this.pipelines[index] = pipeline;
     this.starts = new Float64Array(count);
@@ -110,7 +112,8 @@ class Panel {
     Object.assign(this, stored);
     this.number = number;
     this.shown = stored.shown;
-    this.tracks = stored.tracks.map((track) => new Track(track));
+    const rank = stored.stages.map((column, stage) => stored.stages.slice(0, stage).filter((one) => one === column).length);
+    this.tracks = stored.tracks.map((track) => new Track(track, rank));
     this.seats = stored.seats.map(([pipeline, column, rolePipeline, roleColumn, track]) =>
       ({ pipeline, column, rolePipeline, roleColumn, track: this.tracks[track] }));
     this.seatAt = new Map(this.seats.map((seat, i) => [this.place(seat.pipeline, seat.column), i]));

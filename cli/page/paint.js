@@ -50,9 +50,9 @@ function readTheme(colours) {
   const theme = { back: css("--back"), text: css("--text"), faint: css("--faint"), line: css("--line"), ink: css("--ink"),
     idle: css("--idle"), veil: css("--veil"), down: css("--down"), path: css("--path"), follow: css("--follow"),
     head: css("--head") };
-  theme.fills = { ...colours, idle: theme.idle, mark: "rgba(0, 0, 0, .55)", edge: "#000", held: css("--held"),
-    over: theme.down, room: theme.line, hatch: hatch("rgba(0, 0, 0, .5)", 6, 1.6), down: hatch(theme.down, 8, 2.4) };
-  theme.order = ["idle", ...KINDS, "hatch", "mark", "edge", "held", "over", "room", "down"];
+  theme.fills = { ...colours, idle: theme.idle, mark: "rgba(0, 0, 0, .55)", edge: "#000", light: "rgba(255, 255, 255, .4)",
+    held: css("--held"), over: theme.down, room: theme.line, hatch: hatch("rgba(0, 0, 0, .5)", 6, 1.6), down: hatch(theme.down, 8, 2.4) };
+  theme.order = ["idle", ...KINDS, "light", "hatch", "mark", "edge", "held", "over", "room", "down"];
   return theme;
 }
 
@@ -175,6 +175,7 @@ class Painter {
     const left = Math.max(Math.round(from), GUTTER - 8), right = Math.min(Math.round(to), this.view.width + 8);
     const whole = Math.max(1, right - left), width = whole > 3 ? whole - 1 : whole;
     batch.add(KINDS[kind], left, y, width, height);
+    if (track.chunks[index]) batch.add("light", left, y, width, height);
     const rerouted = track.pipelines[index] >= 0;
     if (rerouted && width >= 6) {
       batch.add("hatch", left, y, width, height);
@@ -194,11 +195,11 @@ class Painter {
   }
 
   label(track, index, left, right, y, rerouted) {
-    const room = Math.floor((right - left - 2) / LETTER), kind = KINDS[track.kinds[index]];
-    const number = track.microbatches[index];
+    const room = Math.floor((right - left - 2) / LETTER), kind = KINDS[track.kinds[index]], small = kind.toLowerCase();
+    const number = track.microbatches[index], full = `${number}${"′".repeat(track.chunks[index])}`;
     const texts = number < 0 ? [kind] : rerouted ?
-      [`${kind.toLowerCase()}${track.pipelines[index]}.${number}`, `${kind.toLowerCase()}${number}`, kind.toLowerCase()] :
-      [`${kind}${number}`, kind];
+      [`${small}${track.pipelines[index]}.${full}`, `${small}${full}`, `${small}${number}`, small] :
+      [`${kind}${full}`, `${kind}${number}`, kind];
     const text = texts.find((one) => one.length <= room);
     if (text) this.batch.texts.push([text, (left + right - 1) / 2, y, rerouted ? kind : null]);
   }

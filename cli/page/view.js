@@ -417,8 +417,11 @@ class Timeline {
   legend() {
     const used = new Set(this.panels.flatMap((panel) => panel.tracks.flatMap((track) => KINDS.filter((_, kind) => track.busy[kind][track.count] > 0))));
     const rerouted = this.panels.some((panel) => panel.tracks.some((track) => track.foreign[track.count]));
-    const stored = (kind, pipelines) => new Track({ kinds: kind, stages: [0], microbatches: [3], rerouted: pipelines, steps: [0], lengths: [1] });
+    const stored = (kind, pipelines, stage = 0) => new Track({ kinds: kind, stages: [stage],
+      microbatches: [kind === "A" || kind === "O" ? -1 : 3], rerouted: pipelines, steps: [0], lengths: [1] }, [0, 1]);
     const entries = KINDS.filter((kind) => used.has(kind)).map((kind) => [stored(kind, []), `${kind} ${this.names[kind]}`]);
+    if (this.panels.some((panel) => panel.stages.length > panel.columns))
+      entries.push([stored("F", [], 1), "the worker's second stage"]);
     if (rerouted) entries.push([stored("F", [[0, 1]]), "re-routed: f1.3 is F of micro-batch 3 of pipeline 1"]);
     const legend = element("legend");
     legend.replaceChildren(...entries.map(([track, text]) => make("span", {}, this.swatch(track), make("span", { text }))));

@@ -1,6 +1,7 @@
 import json
 from collections import defaultdict
 from itertools import pairwise
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from cli.app import app
 from cli.perfetto import perfetto_trace
+from cli.svg import drawing
 from cli.timeline import MAX_ROWS, timeline
 from planner.assemble import build_schedule
 from planner.problem import build_problem
@@ -18,6 +20,8 @@ from schedules.schedule import Memory, OpKind, Worker
 from schedules.trace import MeasuredIteration, MeasuredOp, Trace, write_trace
 from tests.generate import BROKEN, HEALTHY, by_hand, list_schedule, schedules
 from tests.jobs import grid
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def run(*arguments):
@@ -232,3 +236,27 @@ def test_perfetto_file(tmp_path):
     assert {event["cat"] for event in events if event["ph"] == "X"} == \
         {"forward", "backward_input", "backward_weight", "all_reduce", "optimizer"}
     assert OpKind.F in {event["name"][0] for event in events if event["ph"] == "X"}
+
+
+# --- SVG --------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30)
+@given(schedules())
+def test_picture_of_any_schedule(schedule):
+    """Fused, bidirectional, several stages a worker: an op is one titled rectangle, and no label is wider than it."""
+    root = ElementTree.fromstring(drawing(schedule))
+    titled = [box for box in root.iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None]
+    lasting = [op for op in schedule.all_ops() if op.end_ticks > op.start_ticks]
+    assert sorted(box.find(f"{SVG}title").text for box in titled) == sorted(map(str, lasting))
+    framed = [box for box in titled if box.get("stroke") == "#111"]
+    assert len(framed) == sum(op.pipeline not in (None, schedule.seat_of[op.worker].role.pipeline) for op in lasting)
+    assert sum(text.text == "down" for text in root.iter(f"{SVG}text")) == len(schedule.failed)
+    width = float(root.get("viewBox").split()[2])
+    assert all(0 <= float(box.get("x")) <= width - float(box.get("width")) + 0.1 for box in titled)
+
+
+def test_picture_tells_stages_of_one_worker_apart():
+    schedule = planned(grid(1, 2, 2, more="[placement]\norder = 'v'\nchunks = 2"))
+    texts = {text.text for text in ElementTree.fromstring(drawing(schedule)).iter(f"{SVG}text")}
+    assert {"F0", "F1", "F0′", "F1′", "lighter, 1′: a worker's second stage"} <= texts
