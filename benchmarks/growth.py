@@ -82,7 +82,7 @@ def main() -> None:
                           f"{best['gap']:.2%}", f"{1000 * first['seconds'] / workers:.2f}",
                           f"{max(first['megabytes'], best['megabytes']):,.0f} MB")
             console.print(f"{workers:>6,} workers, {failures:>2} down: {first['seconds']:6.2f} s {first['gap']:7.2%}, "
-                          f"then {best['seconds']:5.1f} s {best['gap']:7.2%}, {best['megabytes']:,.0f} MB", highlight=False)
+                          f"then {best['seconds']:5.1f} s {best['gap']:7.2%}", highlight=False)
         pipelines *= 4
     console.print(table)
     if options.json:

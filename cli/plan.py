@@ -153,6 +153,8 @@ def summary(made: Plan) -> str:
         f"at most {schedule.gap:.2%} above the best possible (proven bound {duration(bound)})"
     lines = [f"period {duration(period)}, {proof}; planned in {duration(made.solve_seconds)}"
              + (", interrupted" if made.interrupted else "")]
+    if made.evidence:
+        lines.append(made.evidence)
     if schedule.failed:
         live, workers = len(schedule.seats), schedule.grid.pipelines * schedule.grid.columns
         lines.append(f"{', '.join(map(str, schedule.failed))} down: {schedule.rerouted} micro-batch runs re-routed to "

@@ -12,12 +12,12 @@ from planner.solution import Solution
 
 OPS_PER_SLICE = 3_000_000
 """Ops timed between two looks at the clock: some 50 ms."""
-STEPS_PER_OP, OPS_PER_CYCLE = 100, 150_000_000
-"""Steps of the first cooling cycle for each op, and the ops that it may time; every further cycle is twice as long."""
+STEPS_PER_OP, OPS_PER_CYCLE = 60, 80_000_000
+"""Steps of the first cooling cycles for each op, and the ops that each may time; the next are twice as long."""
 FEWEST_STEPS = 2_000
-HOT, COLD = 0.15, 0.05
-"""Temperatures at the begin and the end of a cycle, in mean op lengths."""
-PULL = 3.0
+SETTINGS = ((0.15, 0.05, 3.0), (0.3, 0.1, 10.0), (0.3, 0.1, 30.0))
+"""Of the cycles in turn: temperatures at the begin and the end, in mean op lengths, and the weight of what all windows
+together exceed. None is the best on all jobs; a large weight leads out of plateaus where many windows are longest."""
 SPARE = 8
 """Units that a worker may run beyond those of the busiest one at the start."""
 
@@ -36,15 +36,22 @@ class Annealer:
         self._clock, self._trial = ([_zeros(kernel.Clock, ops, ops, ops, lanes, groups) for _ in range(2)])
         self._scratch = _zeros(kernel.Scratch, ops, ops, kernel.GROUP)
         self._state = np.array([(seed * 0x9E3779B97F4A7C15 + 0x2545F4914F6CDD1D) % 2**64 or 1], dtype=np.uint64)
-        scale = float(np.mean(dense.length)) or 1.0
-        self._chosen = kernel.Chosen(hot=HOT * scale, cold=COLD * scale, pull=PULL, goal=goal)
+        self._scale = float(np.mean(dense.length)) or 1.0
+        self._goal = goal
+        self._chosen = self._setting(0)
         self._slice = max(1, OPS_PER_SLICE // ops)
         self._cycle = max(FEWEST_STEPS, min(STEPS_PER_OP * ops, OPS_PER_CYCLE // ops))
         self._step = 0
         self.cycles = 0
         """Cooling cycles done."""
+        self.steps = 0
+        """Orders tried."""
         self.period: int = kernel.evaluate(self._fixed, self._orders, self._scratch, self._clock, self._chosen)[0]
         """Of the best plan so far."""
+
+    def _setting(self, cycle: int) -> Any:
+        hot, cold, pull = SETTINGS[cycle % len(SETTINGS)]
+        return self._kernel.Chosen(hot=hot * self._scale, cold=cold * self._scale, pull=pull, goal=self._goal)
 
     def run(self) -> None:
         """One slice of steps."""
@@ -56,10 +63,13 @@ class Annealer:
         self.period = int(self._kernel.anneal(
             self._fixed, self._orders, self._best, self.period, self._clock, self._trial, self._scratch, self._state,
             self._chosen, self._step, end, self._cycle))
+        self.steps += end - self._step
         self._step = end
-        if end == self._cycle:  # go on from the best, twice as slowly
+        if end == self._cycle:  # go on from the best, in another way or more slowly
             self.cycles += 1
-            self._cycle, self._step = 2 * self._cycle, 0
+            self._chosen, self._step = self._setting(self.cycles), 0
+            if self.cycles % len(SETTINGS) == 0:
+                self._cycle *= 2
             for target, source in zip(self._orders, self._best, strict=True):
                 target[:] = source
 

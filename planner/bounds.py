@@ -12,13 +12,22 @@ from schedules.schedule import OpKind
 
 def lower_bound(problem: Problem) -> int:
     """The best proven lower bound on the period, in ticks."""
-    stages = range(len(problem.grid.stages))
-    bounds = [window_bound(problem, column) for column in range(problem.grid.columns)]
-    bounds += [_chain_bound(problem, stage) for stage in stages]
-    bounds += [_crowded_bound(problem, stage) for stage in stages]
+    return strongest_bound(problem)[0]
+
+
+def strongest_bound(problem: Problem) -> tuple[int, str]:
+    """The best proven lower bound on the period, in ticks, and in words what it counts."""
+    stages, columns = range(len(problem.grid.stages)), range(problem.grid.columns)
+    bounds = [(window_bound(problem, column), f"work and round trips of the busiest worker of column {column}")
+              for column in columns]
+    bounds += [(_chain_bound(problem, stage), f"the way to stage {stage}, its work, and the way back")
+               for stage in stages]
+    bounds += [(_crowded_bound(problem, stage), f"the wait of stage {stage} for helpers at other stages")
+               for stage in stages]
     if problem.optimizer == "synchronous":
-        bounds += [_synchronous_bound(problem, column) for column in range(problem.grid.columns)]
-    return max(bounds)
+        bounds += [(_synchronous_bound(problem, column), f"the way to column {column}, and its work")
+                   for column in columns]
+    return max(bounds, key=lambda bound: bound[0])
 
 
 def _unit_cost(problem: Problem, stage: int, host: int) -> int:

@@ -26,6 +26,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     fault_free_period: float
     """Seconds, by the same method with no worker down."""
     solve_seconds: float
+    evidence: str | None = None
+    """Where the period is above the bound: which of the two is likely to blame, and why."""
     interrupted: bool = False
     """The search was stopped by Ctrl-C; the schedule is the best one found until then."""
 
@@ -41,6 +43,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             "fault_free_period": self.fault_free_period,
             "rerouted": schedule.rerouted,
             "peak_memory": peak_memory(schedule),
+            "evidence": self.evidence,
             "interrupted": self.interrupted,
             "moves": [{"worker": str(seat.worker), "role": str(seat.role)} for seat in schedule.moves],
         }
@@ -75,6 +78,7 @@ def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode 
     if violations:
         raise AssertionError(f"the planner made a schedule that breaks a rule: {violations[0]}")
     return Plan(schedule=schedule, solve_seconds=time.monotonic() - began, interrupted=interrupted,
+                evidence=None if schedule.status == "optimal" else solved.evidence or None,
                 fault_free_period=schedule.seconds((fault_free or schedule).period_ticks))
 
 

@@ -5,6 +5,8 @@ import time
 from collections.abc import Sequence
 from types import ModuleType
 
+import msgspec
+
 from planner.anneal import Annealer
 from planner.dense import solution_period
 from planner.problem import Problem
@@ -12,8 +14,18 @@ from planner.report import Report
 from planner.solution import Solution
 
 
+class Polished(msgspec.Struct, frozen=True):
+    """What annealing came to."""
+
+    solutions: list[Solution]
+    steps: int
+    """Orders tried for the piece that is critical in the end."""
+    stale: float
+    """Share of them since its last better plan."""
+
+
 def polish(kernel: ModuleType, problems: Sequence[Problem], solutions: Sequence[Solution], *, goal: int,
-           deadline: float, seed: int, cycles: int | None, report: Report, stop: threading.Event) -> list[Solution]:
+           deadline: float, seed: int, cycles: int | None, report: Report, stop: threading.Event) -> Polished:
     """Solutions no worse than those given, after some cooling cycles of every critical piece, or at the deadline.
 
     `goal` is the period that no plan of the whole can beat.
@@ -35,14 +47,17 @@ def polish(kernel: ModuleType, problems: Sequence[Problem], solutions: Sequence[
         began = time.monotonic()
         piece.run()
         slowest = max(slowest, time.monotonic() - began)
-    return [piece.solution() for piece in pieces]
+    last = max(pieces, key=lambda piece: (piece.period, piece.slices))
+    return Polished([piece.solution() for piece in pieces], last.steps,
+                    1 - last.better / last.slices if last.slices else 0.0)
 
 
 class _Piece:
     """A piece, and its annealing once it is the critical one."""
 
     def __init__(self, kernel: ModuleType, problem: Problem, solution: Solution, goal: int, seed: int) -> None:
-        self.slices = 0
+        self.slices = self.better = 0
+        """Slices of annealing, and which of them found the last better plan."""
         self.period = solution_period(problem, solution)
         self._start = (kernel, problem, solution, goal, seed)
         self._annealer: Annealer | None = None
@@ -58,7 +73,13 @@ class _Piece:
             self._annealer = Annealer(*self._start)
         self._annealer.run()
         self.slices += 1
-        self.period = min(self.period, self._annealer.period)
+        if self._annealer.period < self.period:
+            self.period, self.better = self._annealer.period, self.slices
+
+    @property
+    def steps(self) -> int:
+        """Steps of annealing."""
+        return self._annealer.steps if self._annealer else 0
 
     def solution(self) -> Solution:
         """The best found, or the one given."""

@@ -8,13 +8,13 @@ from typing import Literal, get_args
 import msgspec
 
 from planner.baselines import BASELINES
-from planner.bounds import lower_bound
+from planner.bounds import lower_bound, strongest_bound
 from planner.compiled import annealing
 from planner.cpsat.model import improve
 from planner.decompose import Piece, decompose, undivided
 from planner.dense import solution_period
 from planner.interrupt import interruptible
-from planner.polish import polish
+from planner.polish import Polished, polish
 from planner.problem import Problem
 from planner.report import Report
 from planner.search import search
@@ -28,6 +28,8 @@ LARGEST_MODEL_ALONE = 20_000
 """The same while annealing is not compiled yet."""
 LARGEST_BASELINE = 200_000
 """Compute ops up to which a baseline deals the micro-batches of the dead among all pipelines, not in groups."""
+STALE = 0.5
+"""Share of annealing without a better plan from which on the bound is the likelier cause of a gap."""
 SEARCH_SHARE, PROOF_SHARE = 0.3, 0.6
 """Shares of the time that list schedulers may take, when more follows, and that CP-SAT then takes of the rest."""
 
@@ -38,6 +40,8 @@ class Solved(msgspec.Struct, frozen=True):
     pieces: Sequence[tuple[Piece, Solution]]
     lower_bound_ticks: int
     interrupted: bool = False
+    evidence: str = ""
+    """What the bound counts, how hard a better plan was looked for, and so which of them leaves a gap."""
 
 
 def solve(problem: Problem, method: Method, deadline: float, seed: int, report: Report,
@@ -55,7 +59,8 @@ def solve(problem: Problem, method: Method, deadline: float, seed: int, report: 
     effort.list_schedules(SEARCH_SHARE if method == "cp-sat" else 1.0)
     if method == "cp-sat":
         effort.improve()
-    return Solved(list(zip(effort.pieces, effort.solutions, strict=True)), effort.proven, stop.is_set())
+    return Solved(list(zip(effort.pieces, effort.solutions, strict=True)), effort.proven, stop.is_set(),
+                  effort.evidence())
 
 
 def _baseline(problem: Problem, method: str, stop: threading.Event) -> Solved:
@@ -70,7 +75,8 @@ class _Effort:
     def __init__(self, problem: Problem, deadline: float, seed: int, report: Report, stop: threading.Event) -> None:
         self.pieces = decompose(problem)
         self.solutions: list[Solution] = []
-        self.proven = lower_bound(problem)
+        self.proven, self._counts = strongest_bound(problem)
+        self._annealed: Polished | None = None
         self._tick = problem.tick_seconds
         self._deadline = deadline
         self._seed = seed
@@ -95,7 +101,7 @@ class _Effort:
         exact = [index for index, piece in enumerate(self.pieces) if _options(piece.problem) <= largest]
         if kernel and self._open:
             # All of the time where CP-SAT has nothing to do; else just enough for a good hint.
-            self._polish(self._deadline, cycles=1 if exact else None)
+            self._polish(self._deadline, cycles=3 if exact else None)
         for index in sorted(exact, key=self._period, reverse=True):
             self._solve_exactly(index, PROOF_SHARE if kernel else 1.0)
         if kernel and self._open and exact:
@@ -111,9 +117,20 @@ class _Effort:
     def _polish(self, deadline: float, cycles: int | None) -> None:
         kernel = annealing()
         assert kernel is not None
-        self.solutions = polish(kernel, [piece.problem for piece in self.pieces], self.solutions, goal=self.proven,
+        self._annealed = polish(kernel, [piece.problem for piece in self.pieces], self.solutions, goal=self.proven,
                                 deadline=deadline, seed=self._seed, cycles=cycles, report=self._report,
                                 stop=self._stop)
+        self.solutions = self._annealed.solutions
+
+    def evidence(self) -> str:
+        """Which of plan and bound leaves a gap, and why that is likely."""
+        bound = f"the bound counts {self._counts}"
+        if self._annealed is None or not self._annealed.steps:
+            return f"{bound}; the plan is the best of list schedules only, so look for the gap there"
+        steps, stale = self._annealed.steps, self._annealed.stale
+        found = f"{steps:,} orders were tried, the last {stale:.0%} of them without a better plan"
+        blamed = "the bound" if stale > STALE else "the plan: more time may help"
+        return f"{bound}; {found}, so the gap is likely due to {blamed}"
 
     def _solve_exactly(self, index: int, share: float) -> None:
         """Let CP-SAT work on a piece unless it is good enough already."""
@@ -134,6 +151,8 @@ class _Effort:
         self.solutions[index] = result.solution
         if target == self.proven and (len(self.pieces) == 1 or not problem.failed):
             # Without the ops of others, its workers in any plan of the whole run a plan of this piece.
+            if result.lower_bound_ticks > self.proven:
+                self._counts = "what CP-SAT proved"
             self.proven = result.lower_bound_ticks
 
 

@@ -69,6 +69,8 @@ def test_it_closes_a_gap_that_list_schedules_leave(kernel):
                more="[memory]\ncapacity = 8\nactivation = 1\nweight_stash = 1\n")
     problem = build_problem(job, [Worker(0, 4)])
     before, bound = listed(problem), lower_bound(problem)
-    after, = polish(kernel, [problem], [before], goal=bound, deadline=time.monotonic() + 60, seed=0, cycles=1,
-                    report=lambda _: None, stop=threading.Event())
+    done = polish(kernel, [problem], [before], goal=bound, deadline=time.monotonic() + 60, seed=0, cycles=1,
+                  report=lambda _: None, stop=threading.Event())
+    after, = done.solutions
+    assert done.steps > 1000 and 0 <= done.stale <= 1
     assert solution_period(problem, before) > 1.12 * bound and solution_period(problem, after) < 1.08 * bound
