@@ -19,6 +19,9 @@ COMMANDS = {
     "export": "Hand a schedule to another runtime.",
     "profile": "Measure the stages of a job's model on this machine: times, memory, transfers and all-reduces.",
     "train": "Train a job's model, one process a live worker, replaying a schedule.",
+    "simulate": "Run a job through a failure trace under several policies: throughput over time, averages and cost.",
+    "reproduce": "Make a published figure again: a table, JSON and a picture, with the published points drawn in.",
+    "jitter": "Replay a schedule thousands of times with noise in its op times, or with a straggler.",
     "demo": "Plan the published worked example, then train a small GPT with and without one of its workers.",
 }
 """Name and one line of help; `cli/NAME.py` holds a function of that name."""

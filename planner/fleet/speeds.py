@@ -24,10 +24,11 @@ from planner.greedy import Policy as ListPolicy
 from planner.greedy import list_order
 from planner.job import Job
 from planner.normalise import PlanOptions, Windows, arrangements
-from planner.problem import NoPlanError, Problem
+from planner.problem import Problem
 from planner.solution import Solution
 from planner.solve import solve
-from schedules.schedule import BackwardMode, OptimizerMode, Worker
+from schedules.pattern import Pattern, pattern_of, pipeline_classes
+from schedules.schedule import BackwardMode, OptimizerMode
 from schedules.table import Table
 
 Down = tuple[int, ...]
@@ -37,6 +38,8 @@ Tell = Callable[[str], None]
 
 PLAN_SECONDS = 0.2
 """At most, for one arrangement of failures; most need a hundredth."""
+LARGE = 60_000
+"""Compute ops of a piece up to which further arrangements are tried."""
 
 
 class Speeds:
@@ -44,16 +47,22 @@ class Speeds:
 
     def __init__(self, job: Job, *, samples_per_microbatch: float = 1.0, table: Table | None = None,
                  plan_seconds: float = PLAN_SECONDS, tell: Tell = lambda _: None) -> None:
-        """Take the job's workers as equally fast. Raises ValueError when the table is of another job."""
+        """Take the job's workers as equally fast.
+
+        Raises NoPlanError when no schedule can run the job, ValueError when the table is of another one.
+        """
         self.job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=()))
         self.workers = job.pipelines * job.stages
         self.samples = samples_per_microbatch * sum(job.microbatches)
         self._options = PlanOptions(method="greedy", time_limit=plan_seconds)
         self._windows = Windows(self.job, self._options)
+        problem = self._options.problem(self.job)
+        self._tick_seconds = problem.tick_seconds
+        self._classes = pipeline_classes(problem.grid, problem.times)
         self._tell = tell
         self._planned: dict[Down, float] = {}
         self._target: dict[int, Down | None] = {}
-        self._recycle: dict[Down, float] = {}
+        self._round_robin: dict[tuple[Down, BackwardMode, OptimizerMode], float] = {}
         self._usual: dict[int, float] = {}
         self._table = _table_periods(table, self.job, self._options) if table is not None else {}
 
@@ -78,10 +87,16 @@ class Speeds:
         if failures > self.workers - self.job.stages:
             return None
         kept = [down for down in self._table if sum(down) == failures]
-        ranked = [counts for *_, counts in self._windows.distributions(failures)]
-        choices = dict.fromkeys([*kept, *ranked, spread(failures, self.job.stages)])
-        best = max(choices, key=self.planned, default=None)
-        return best if best is not None and self.planned(best) > 0 else None
+        ranked = self._windows.distributions(failures)
+        choices = dict.fromkeys([*kept, *(counts for *_, counts in ranked), spread(failures, self.job.stages)])
+        most = self.samples / (ranked[0][0] * self._tick_seconds) if ranked else math.inf
+        best, rate = None, 0.0
+        for down in choices:
+            if self.planned(down) > rate:
+                best, rate = down, self.planned(down)
+            if rate >= most * (1 - 1e-12):
+                break  # none of any distribution is faster
+        return best
 
     def _planned_period(self, down: Down) -> float:
         self._tell(f"planning {'+'.join(map(str, down))} workers down by stage")
@@ -90,49 +105,56 @@ class Speeds:
         if any(count >= self.job.pipelines for count in down):
             return math.inf
         best = math.inf
-        for failed in self._arranged(down):
-            try:
-                problem = self._options.problem(self.job, failed)
-            except NoPlanError:
-                return math.inf
+        for problem in self._problems(down, self._options):
             solved = solve(problem, "greedy", time.monotonic() + self._options.time_limit, 0, lambda _: None,
                            threading.Event())  # so that Ctrl-C ends the whole simulation
             best = min(best, _period(problem, solved.pieces) * problem.tick_seconds)
             if best <= solved.lower_bound_ticks * problem.tick_seconds:
                 return best
         # Where time ran out before, ReCycle's rule may have been luckier: its schedules are open to this planner, too.
-        return min(best, self._round_robin(down))
+        return min(best, self.samples / self.round_robin(down))
 
-    def _arranged(self, down: Down) -> Iterator[tuple[Worker, ...]]:
-        yield from dict.fromkeys(arrangements(self.job, self._windows, down)) if any(down) else [()]
+    def _problems(self, down: Down, options: PlanOptions) -> Iterator[Problem]:
+        """One for each arrangement over pipelines that differs by more than the pipelines' numbers.
+
+        Where those so far were solved in small pieces, one that would make a huge piece is not worth its time.
+        """
+        seen: set[Pattern] = set()
+        for failed in arrangements(self.job, self._windows, down) if any(down) else [()]:
+            pattern = pattern_of(failed, self._classes)
+            if pattern in seen:
+                continue
+            problem = options.problem(self.job, failed)
+            if not seen or max(piece.problem.operations for piece in decompose(problem)) <= LARGE:
+                yield problem
+            seen.add(pattern)
 
     # --- ReCycle ------------------------------------------------------------------------------------------------------
 
-    def recycle(self, down: Down, *, backward: BackwardMode = "split",
-                optimizer: OptimizerMode = "staggered") -> float:
+    def recycle(self, down: Down) -> float:
         """ReCycle as published: 1F1B while no worker is down; else orphans dealt round-robin, split and staggered.
 
         Healthy workers keep to 1F1B, so that it is never faster than that. The published solver is replaced by list
-        schedules, of which the best counts (`_RECYCLE`).
+        schedules, of which the best counts.
         """
-        if (backward, optimizer) != ("split", "staggered"):
-            return self.samples / self._round_robin(down, backward, optimizer)
-        if down not in self._recycle:
-            self._tell(f"planning ReCycle with {'+'.join(map(str, down))} workers down by stage")
-            whole = self.usual(self.job.pipelines)
-            self._recycle[down] = whole if not any(down) else \
-                min(whole, self.samples / self._round_robin(down))
-        return self._recycle[down]
+        whole = self.usual(self.job.pipelines)
+        return min(whole, self.round_robin(down)) if any(down) else whole
 
-    def _round_robin(self, down: Down, backward: BackwardMode = "split",
-                     optimizer: OptimizerMode = "staggered") -> float:
-        """The period, in seconds, of the best schedule by ReCycle's rule of dealing; planned without its 1F1B."""
+    def round_robin(self, down: Down, backward: BackwardMode = "split",
+                    optimizer: OptimizerMode = "staggered") -> float:
+        """The best of some list schedules with orphans dealt round-robin; fused: with the memory of 1F1B."""
+        key = (down, backward, optimizer)
+        if key not in self._round_robin:
+            self._tell(f"planning ReCycle with {'+'.join(map(str, down))} workers down by stage")
+            self._round_robin[key] = self.samples / self._round_robin_period(*key)
+        return self._round_robin[key]
+
+    def _round_robin_period(self, down: Down, backward: BackwardMode, optimizer: OptimizerMode) -> float:
         if any(count >= self.job.pipelines for count in down):
             return math.inf
         options = msgspec.structs.replace(self._options, backward=backward, optimizer=optimizer)
         best = math.inf
-        for failed in self._arranged(down):
-            problem = options.problem(self.job, failed)
+        for problem in self._problems(down, options):
             bound = lower_bound(problem)
             pieces = [(piece, _best_round_robin(piece.problem, bound)) for piece in decompose(problem)]
             best = min(best, _period(problem, pieces) * problem.tick_seconds)
@@ -216,17 +238,17 @@ def _period(problem: Problem, pieces: Sequence[tuple[Piece, Solution]]) -> int:
 
 
 def _recycle_policies(problem: Problem) -> Iterator[ListPolicy]:
-    """List schedules in place of ReCycle's solver: with all memory, and with as many in flight as 1F1B and twice."""
+    """List schedules in place of ReCycle's solver: in flight whatever memory holds, or as 1F1B, or twice that."""
     depth = len(problem.grid.stages)
-    for ignore in (True, False):
+    for ignore in (True, False) if problem.times.transfer else (True,):
         for factor in (0, 1, 2):
             limits = tuple(factor * (depth - stage) for stage in range(depth)) if factor else None
             yield ListPolicy(ignore_transfers=ignore, in_flight=limits)
-        if not problem.times.transfer:
-            return
 
 
 def _best_round_robin(problem: Problem, bound: int) -> Solution:
+    if problem.backward == "fused":
+        return one_f_one_b(problem)
     dense = Dense(problem, deal(problem, "round-robin"))
     found = recycle(problem)
     best = dense.period(dense.starts(found))

@@ -1,0 +1,108 @@
+"""Small SVG charts for pages that have to work offline: lines over time, and bars of parts."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+from xml.sax.saxutils import escape
+
+WIDTH, HEIGHT = 960, 300
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40
+BAR = 26
+
+
+class Line(NamedTuple):
+    """A line that keeps each value until the next: `values` one fewer than `edges`."""
+
+    name: str
+    colour: str
+    values: Sequence[float]
+    dashed: bool = False
+    thick: bool = False
+
+
+def steps(edges: Sequence[float], lines: Sequence[Line], *, x: str, y: str, top: float | None = None) -> str:
+    """Lines over `edges`, from 0 to `top` (default: the largest value)."""
+    high = nice_top(top if top is not None else max((max(line.values) for line in lines), default=1.0))
+    width, height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+    begin, end = edges[0], edges[-1]
+
+    def place(edge: float) -> float:
+        return LEFT + (edge - begin) / (end - begin) * width
+
+    def level(value: float) -> float:
+        return TOP + height - value / high * height
+
+    parts = [_open(HEIGHT), *_grid(begin, end, high, place, level), _names(x, y)]
+    for line in lines:
+        points = []
+        for index, value in enumerate(line.values):
+            points += [f"{place(edge):.1f},{level(value):.1f}" for edge in edges[index:index + 2]]
+        dash = ' stroke-dasharray="5 4"' if line.dashed else ""
+        parts.append(f'<polyline class="line" data-name="{escape(line.name)}" fill="none" stroke="{line.colour}" '
+                     f'stroke-width="{2.6 if line.thick else 1.4}"{dash} points="{" ".join(points)}">'
+                     f"<title>{escape(line.name)}</title></polyline>")
+    return "\n".join([*parts, "</svg>"])
+
+
+def bars(rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], *, total: float, x: str,
+         unit: str) -> str:
+    """One bar a row, made of parts whose colours are given; `total` is the full width."""
+    height = TOP + len(rows) * (BAR + 8) + BOTTOM
+    left = 150
+    width = WIDTH - left - RIGHT
+    parts = [_open(height)]
+    step = nice_step(total, 6)
+    for index in range(int(total / step) + 1):
+        at = left + index * step / total * width
+        parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>'
+                     f'<text x="{at:.1f}" y="{height - BOTTOM + 16}" text-anchor="middle">{index * step:g}</text>')
+    for number, (name, values) in enumerate(rows.items()):
+        y, at = TOP + number * (BAR + 8), float(left)
+        parts.append(f'<text x="{left - 8}" y="{y + BAR / 2 + 4}" text-anchor="end">{escape(name)}</text>')
+        for part, value in values.items():
+            wide = max(0.0, value) / total * width
+            if wide > 0.05:
+                parts.append(f'<rect x="{at:.2f}" y="{y}" width="{wide:.2f}" height="{BAR}" fill="{colours[part]}">'
+                             f"<title>{escape(name)}: {escape(part)} {value:.4g} {unit}</title></rect>")
+                at += wide
+    parts.append(f'<text x="{left + width / 2}" y="{height - 6}" text-anchor="middle">{escape(x)}</text>')
+    return "\n".join([*parts, "</svg>"])
+
+
+def nice_step(span: float, count: int) -> float:
+    """A round step (1, 2 or 5 times a power of ten) that divides a span into about `count` parts."""
+    rough = max(span, 1e-12) / count
+    power = 10 ** math.floor(math.log10(rough))
+    return next(float(factor * power) for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+
+
+def nice_top(value: float) -> float:
+    """A round number at or above a value."""
+    step = nice_step(value or 1.0, 5)
+    return math.ceil((value or 1.0) / step - 1e-9) * step
+
+
+def _open(height: float) -> str:
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">'
+
+
+def _grid(begin: float, end: float, high: float, place: Callable[[float], float],
+          level: Callable[[float], float]) -> list[str]:
+    parts = []
+    step = nice_step(high, 5)
+    for index in range(round(high / step) + 1):
+        y = level(index * step)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+                     f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{index * step:g}</text>')
+    step = nice_step(end - begin, 8)
+    for index in range(math.ceil(begin / step), math.floor(end / step) + 1):
+        at = place(index * step)
+        parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+                     f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{index * step:g}</text>')
+    return parts
+
+
+def _names(x: str, y: str) -> str:
+    middle = TOP + (HEIGHT - TOP - BOTTOM) / 2
+    return (f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x)}</text>'
+            f'<text transform="rotate(-90)" x="{-middle}" y="14" text-anchor="middle">{escape(y)}</text>')

@@ -1,0 +1,84 @@
+"""`slipstream reproduce`: the published figures, as table, JSON and picture."""
+
+import json as jsonlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as Grid
+
+from cli.console import err, out, print_json, refuse, write_or_refuse
+from cli.plan import Json
+from planner.fleet.figures import FIGURES, Figure
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(FIGURES)}.")]
+OutFolder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where NAME.json, NAME.md and NAME.png go.")]
+NoPicture = Annotated[bool, typer.Option("--no-picture", help="Leave the picture out: it needs matplotlib.")]
+
+
+def reproduce(name: Name, folder: OutFolder = Path("reproduction"), no_picture: NoPicture = False,
+              json: Json = False) -> None:
+    """Make a published figure again: a table, JSON and a picture, with the published points drawn in.
+
+    What is not published, such as numbers of micro-batches, is varied and shown as a band.
+    """
+    if name not in FIGURES:
+        refuse(f"{name}: no such figure; expected one of {', '.join(FIGURES)}")
+    draw = None if no_picture else _painter()
+    try:
+        figure = _made(name)
+    except KeyboardInterrupt:
+        err.print("interrupted; nothing was written", style="yellow")
+        raise typer.Exit(130) from None
+    text = jsonlib.dumps(msgspec.to_builtins(figure), indent=1)
+    write_or_refuse(folder / f"{name}.json", f"{text}\n".encode())
+    write_or_refuse(folder / f"{name}.md", markdown(figure).encode())
+    if draw is not None:
+        write_or_refuse(folder / f"{name}.png", draw(figure))
+    if json:
+        print_json(msgspec.to_builtins(figure))
+    else:
+        _print(figure)
+    err.print(f"written to {folder}", highlight=False, soft_wrap=True)
+
+
+def _painter() -> Callable[[Figure], bytes]:
+    try:
+        from cli.plots import draw
+    except ImportError:
+        refuse("the picture needs matplotlib: pip install 'slipstream-train[plots]', or --no-picture")
+    return draw
+
+
+def _made(name: str) -> Figure:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task(name, total=None)
+        return FIGURES[name](lambda done, total: bar.update(task, completed=done, total=total))
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _print(figure: Figure) -> None:
+    grid = Grid(*figure.header, title=figure.title, box=None, header_style="bold")
+    for row in figure.rows:
+        grid.add_row(*map(_cell, row))
+    out.print(grid)
+    for name, value in figure.findings.items():
+        out.print(f"{name}: {value:.4g}", highlight=False, soft_wrap=True, markup=False)
+    for assumption in figure.assumptions:
+        out.print(f"assumed: {assumption}", style="dim", highlight=False, soft_wrap=True, markup=False)
+
+
+def markdown(figure: Figure) -> str:
+    """The table and what was assumed, for a page."""
+    lines = [f"# {figure.title}", "", "| " + " | ".join(figure.header) + " |", "|" + "---|" * len(figure.header)]
+    lines += ["| " + " | ".join(map(_cell, row)) + " |" for row in figure.rows]
+    lines += ["", *(f"- {name}: {value:.4g}" for name, value in figure.findings.items()), "", "Assumed:", "",
+              *(f"- {assumption}" for assumption in figure.assumptions)]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,236 @@
+"""`slipstream simulate`: a job through a failure trace, under several policies."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as Grid
+
+from cli.console import answer_no, err, out, print_json, refuse, write_or_refuse
+from cli.plan import JobFile, Json, read_job_or_refuse
+from cli.simulation_page import page, verdict, worker_hours
+from planner.fleet.costs import Costs, costs_for
+from planner.fleet.generate import PRESETS, Failures, for_workers_of, generate
+from planner.fleet.policies import POLICIES
+from planner.fleet.policy import Cause, Policy
+from planner.fleet.reading import TraceFileError, read_trace
+from planner.fleet.simulation import Floats, Result, compare, over_seeds
+from planner.fleet.speeds import Speeds
+from planner.fleet.trace import Trace, fit
+from planner.job import Job
+from planner.problem import NoPlanError
+from schedules.table import Table, library
+from schedules.tablefile import TableError
+
+DEFAULT_PRESET = "llama-3"
+
+TraceFile = Annotated[Path | None, typer.Option("--trace", metavar="FILE", help=(
+    "A failure trace: lines `YYYY-MM-DD, HH:MM:SS, LIVE` or `MILLISECONDS,add|remove,NAME`. Without one, failures are "
+    "drawn at the rates of --preset."))]
+Policies = Annotated[list[str] | None, typer.Option("--policy", metavar="NAME", help=(
+    f"Only this policy; may be repeated. Known: {', '.join(POLICIES)}."))]
+HtmlFile = Annotated[Path | None, typer.Option("--html", metavar="FILE", help=(
+    "The report. Default: the job file's name with -simulation.html, here; none with --json."))]
+TableFolder = Annotated[Path | None, typer.Option("--table", metavar="DIR", help=(
+    "A table of schedules to take this planner's periods from; what is not in it is planned on the spot."))]
+Preset = Annotated[str, typer.Option("--preset", metavar="NAME", help=(
+    f"Failure rates to draw from where there is no trace: {', '.join(PRESETS)}."))]
+Mtbf = Annotated[float | None, typer.Option("--mtbf", metavar="HOURS", min=1e-3, max=1e9, help=(
+    "Mean time between failures of one worker, in place of the preset's."))]
+Days = Annotated[float, typer.Option("--days", metavar="DAYS", min=1e-3, max=36500, help="Length of a drawn trace.")]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, max=2**31 - 1, help="Seed of every random choice.")]
+Seeds = Annotated[int, typer.Option("--seeds", metavar="N", min=1, max=100_000, help=(
+    "Draw so many traces (or fit the given one to the job in so many ways), and tell the spread of the throughputs."))]
+Gpus = Annotated[int, typer.Option("--gpus-per-worker", metavar="N", min=1, max=4096, help=(
+    "GPUs of a worker (a tensor-parallel group), for rates of presets, which are per GPU."))]
+Parameters = Annotated[float, typer.Option("--parameters", metavar="N", min=1e6, max=1e14, help=(
+    "Parameters of the model: published costs of restarts and reconfigurations depend on it."))]
+Batch = Annotated[float | None, typer.Option("--batch", metavar="N", min=1e-6, max=1e9, help=(
+    "Samples in a micro-batch. Default: [training] batch of the job, else 1."))]
+Switch = Annotated[float | None, typer.Option("--switch", metavar="SEC", min=0, max=1e6, help=(
+    "Seconds in which this project's runtime, ReCycle's and torchft switch after a failure, as measured by you."))]
+
+
+def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, html: HtmlFile = None,
+             table: TableFolder = None, preset: Preset = DEFAULT_PRESET, mtbf: Mtbf = None, days: Days = 30.0,
+             seed: Seed = 0, seeds: Seeds = 1, gpus: Gpus = 1, parameters: Parameters = 6.7e9, batch: Batch = None,
+             switch: Switch = None, json: Json = False) -> None:
+    """Run a job through a failure trace under several policies: throughput over time, averages and cost.
+
+    Prints a summary and writes a report that works offline. Ctrl-C keeps the policies that were finished.
+    """
+    wanted = read_job_or_refuse(job)
+    kinds = _policies(policy)
+    make = _trace_maker(wanted, trace, preset, mtbf, days, gpus)
+    costs = costs_for(parameters, wanted.stages)
+    if switch is not None:
+        costs = msgspec.structs.replace(costs, switch_seconds=switch)
+    samples = batch if batch is not None else _batch(wanted)
+    try:
+        with _progress() as (tell, describe):
+            speeds = _speeds(wanted, samples, table, describe)
+            if seeds > 1:
+                traces = [make(seed + index) for index in range(seeds)]
+                _print_seeds(over_seeds(kinds, speeds, costs, traces, tell), kinds, json)
+                return
+            result = compare(kinds, speeds, costs, make(seed), tell)
+    except KeyboardInterrupt:
+        err.print("interrupted before the first policy was finished", style="yellow")
+        raise typer.Exit(130) from None
+    target = html if html is not None or json else Path(f"{job.stem}-simulation.html")
+    if target is not None:
+        write_or_refuse(target, page(result, job=wanted.name, grid=_grid(wanted), notes=_notes(costs, samples, table)))
+    if json:
+        print_json(_report(result))
+    else:
+        _print(result, wanted)
+    if target is not None:
+        err.print(f"report written to {target}", highlight=False, soft_wrap=True)
+    if len(result.runs) < len(kinds):
+        err.print("interrupted: some policies are missing", style="yellow")
+        raise typer.Exit(130)
+
+
+# --- Input ------------------------------------------------------------------------------------------------------------
+
+
+def _policies(names: list[str] | None) -> list[type[Policy]]:
+    for name in names or ():
+        if name not in POLICIES:
+            refuse(f"--policy {name}: expected one of {', '.join(POLICIES)}")
+    return [POLICIES[name] for name in POLICIES if not names or name in names]
+
+
+def _trace_maker(job: Job, path: Path | None, preset: str, mtbf: float | None, days: float,
+                 gpus: int) -> Callable[[int], Trace]:
+    """A function from a seed to a trace that fits the job; exits 2 where none can be made."""
+    workers = job.pipelines * job.stages
+    if path is not None:
+        read = functools.lru_cache(maxsize=1)(lambda: _read(path))
+        read()
+        return lambda seed: fit(_read(path, seed) if seed else read(), workers, seed)
+    failures = _failures(preset, mtbf, gpus)
+
+    def draw(seed: int) -> Trace:
+        try:
+            return generate(failures, workers, days, seed, name=preset if mtbf is None else "--mtbf")
+        except ValueError as error:
+            refuse(error)
+
+    return draw
+
+
+def _read(path: Path, seed: int = 0) -> Trace:
+    try:
+        return read_trace(path, seed)
+    except TraceFileError as error:
+        refuse(error)
+
+
+def _failures(preset: str, mtbf: float | None, gpus: int) -> Failures:
+    if preset not in PRESETS:
+        refuse(f"--preset {preset}: expected one of {', '.join(PRESETS)}")
+    failures = for_workers_of(PRESETS[preset], gpus)
+    if mtbf is None:
+        return failures
+    return Failures(machine_mtbf_hours=mtbf, source=f"one failure in {mtbf:g} h a worker (--mtbf); 73 % transient "
+                    "(Unicron), repair times assumed")
+
+
+def _batch(job: Job) -> float:
+    given = job.training.get("batch", 1)
+    return float(given) if isinstance(given, int | float) and not isinstance(given, bool) and given > 0 else 1.0
+
+
+def _speeds(job: Job, samples: float, folder: Path | None, describe: Callable[[str], None]) -> Speeds:
+    try:
+        table = None
+        if folder is not None:
+            table = Table.load(folder if folder.exists() else library(str(folder)) or folder)
+        return Speeds(job, samples_per_microbatch=samples, table=table, tell=describe)
+    except NoPlanError as error:
+        answer_no(error)
+    except (TableError, ValueError) as error:
+        refuse(f"--table: {error}")
+
+
+# --- Output -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _progress() -> Iterator[tuple[Callable[[int, int], None], Callable[[str], None]]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task("simulating", total=None)
+        yield (lambda done, total: bar.update(task, completed=done, total=total, description="simulating"),
+               lambda text: bar.update(task, description=text))
+
+
+def _grid(job: Job) -> str:
+    return f"{job.pipelines} pipelines x {job.stages} stages, {sum(job.microbatches)} micro-batches an iteration"
+
+
+def _notes(costs: Costs, samples: float, table: Path | None) -> Sequence[str]:
+    return (
+        f"{samples:g} samples a micro-batch",
+        "schedules " + (f"from the table {table}, others " if table else "") + "planned on the spot by list schedulers",
+        f"costs for {costs.parameters:.3g} parameters: switch {costs.switch_seconds:g} s, loading a stage "
+        f"{costs.load_seconds:.3g} s, restart {costs.restart_seconds:.3g} s, checkpoint {costs.checkpoint_seconds:.3g} "
+        f"s, Oobleck's reconfiguration {costs.oobleck_seconds:.3g} s, Bamboo's {costs.bamboo_seconds:.3g} s",
+        "all workers equally fast; stage times and costs are the same for all policies",
+    )
+
+
+def _report(result: Result) -> dict[str, object]:
+    trace = result.trace
+    return {
+        "policies": result.throughputs(),
+        "fault_free": {name: run.whole_rate for name, run in result.runs.items()},
+        "lost_seconds": {name: {cause.value: seconds for cause, seconds in run.lost(result.best_rate).items()}
+                         for name, run in result.runs.items() if not POLICIES[name].yardstick},
+        "switches": {name: run.switches for name, run in result.runs.items()},
+        "worker_hours_per_1000_samples": {name: worker_hours(result, run) for name, run in result.runs.items()},
+        "trace": {"name": trace.name, "seconds": trace.length_seconds, "workers": trace.places,
+                  "mean_live": trace.mean_live, "removals": trace.removals, "notes": list(trace.notes)},
+    }
+
+
+def _print(result: Result, job: Job) -> None:
+    trace = result.trace
+    out.print(f"{job.name}: {_grid(job)}; {trace.name}: {trace.length_seconds / 3600:.4g} h, {trace.removals} workers "
+              f"lost, {trace.mean_live:.4g} of {trace.places} alive on average", highlight=False, soft_wrap=True,
+              markup=False)
+    grid = Grid("policy", "samples/s", "when whole", "hours lost", "mostly", box=None, header_style="bold")
+    for name, run in result.runs.items():
+        if POLICIES[name].yardstick:
+            grid.add_row(name, f"{run.throughput:.4g}", f"{run.whole_rate:.4g}", "", "a yardstick", style="dim")
+            continue
+        lost = run.lost(result.best_rate)
+        total = sum(lost.values())
+        causes = sorted((cause for cause in Cause if lost[cause] > 0.01 * total), key=lambda cause: -lost[cause])[:2]
+        mostly = ", ".join(f"{cause} {lost[cause] / total:.0%}" for cause in causes if total > 0)
+        grid.add_row(name, f"{run.throughput:.4g}", f"{run.whole_rate:.4g}", f"{total / 3600:.2f}", mostly)
+    out.print(grid)
+    out.print(verdict(result), highlight=False, soft_wrap=True)
+    for note in trace.notes:
+        err.print(f"note: {note}", style="dim", highlight=False, soft_wrap=True, markup=False)
+
+
+def _print_seeds(values: Mapping[str, Floats], kinds: Sequence[type[Policy]], json: bool) -> None:
+    spread = {kind.name: {"mean": float(np.mean(values[kind.name])), "p5": float(np.percentile(values[kind.name], 5)),
+                          "p95": float(np.percentile(values[kind.name], 95))} for kind in kinds}
+    count = len(values[kinds[0].name])
+    if json:
+        print_json({"policies": {name: row["mean"] for name, row in spread.items()}, "spread": spread, "seeds": count})
+        return
+    grid = Grid("policy", "mean samples/s", "5 %", "95 %", box=None, header_style="bold", title=f"{count} traces")
+    for name, row in spread.items():
+        grid.add_row(name, *(f"{row[key]:.4g}" for key in ("mean", "p5", "p95")),
+                     style="dim" if POLICIES[name].yardstick else None)
+    out.print(grid)

@@ -1,0 +1,134 @@
+"""A schedule replayed under other durations than the planned ones: noise, stragglers, many replays at once.
+
+Workers keep the planned order of their ops; each op starts as soon as its worker is free and what it waits for has
+come. Iterations follow each other on a worker without a barrier, as in the runtime. All replays advance together,
+op by op along one topological order, with numpy over the replays.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from schedules.graph import Collective, OpKey, op_graph, op_key, producers, programs_of, topological_order
+from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
+
+Floats = npt.NDArray[np.float64]
+
+BATCH = 1000
+"""Replays that advance together: enough for numpy, few enough for the cache."""
+
+
+class Noise(msgspec.Struct, frozen=True, kw_only=True):
+    """How durations differ from the plan."""
+
+    spread: float = 0.0
+    """Standard deviation of the logarithm of each compute op's factor; the mean factor is 1."""
+    slow: Mapping[Worker, float] = {}
+    """Factors of stragglers, on all their compute ops."""
+
+
+class _Step(NamedTuple):
+    """One op, or a stage's all-reduce as a whole: numbers of its workers, of what it waits for, and its length."""
+
+    workers: tuple[int, ...]
+    sources: tuple[tuple[int, float], ...]
+    """(number of a step, seconds of transfer from there)."""
+    seconds: float
+    factors: tuple[float, ...]
+    """Of its workers, where it computes; empty for A and O."""
+
+
+def replay(schedule: Schedule, noise: Noise, *, replays: int = 1000, iterations: int = 4, seed: int = 0) -> Floats:
+    """Mean seconds from one iteration to the next, one value a replay.
+
+    Of `iterations` in a row the first is the run-up. Without noise that is at most the planned period. Raises
+    ValueError for values that make no sense, unknown workers, and schedules whose ops wait for each other in a circle.
+    """
+    _require(schedule, noise, replays, iterations)
+    steps, workers = _steps(schedule, noise)
+    random = np.random.default_rng(seed)
+    parts = []
+    for begin in range(0, replays, BATCH):
+        count = min(BATCH, replays - begin)
+        free = np.zeros((workers, count))
+        first = np.zeros(count)
+        for iteration in range(iterations):
+            _advance(steps, free, noise.spread, random)
+            if iteration == 0:
+                first = free.max(axis=0)
+        parts.append((free.max(axis=0) - first) / (iterations - 1))
+    return np.concatenate(parts)
+
+
+def _advance(steps: Sequence[_Step], free: Floats, spread: float, random: np.random.Generator) -> None:
+    """One iteration: moves the times at which workers are free, (workers, replays) in seconds."""
+    ends = np.empty((len(steps), free.shape[1]))
+    for number, step in enumerate(steps):
+        start = free[step.workers[0]]
+        for worker in step.workers[1:]:
+            start = np.maximum(start, free[worker])
+        for source, hop in step.sources:
+            start = np.maximum(start, ends[source] + hop if hop else ends[source])
+        length: float | Floats = step.seconds
+        if step.factors:
+            length = step.seconds * step.factors[0]
+            if spread and length:
+                length = length * np.exp(random.normal(-spread**2 / 2, spread, free.shape[1]))
+        np.add(start, length, out=ends[number])
+        for worker in step.workers:
+            free[worker] = ends[number]
+
+
+def _steps(schedule: Schedule, noise: Noise) -> tuple[list[_Step], int]:
+    """All steps, each after what it waits for, and the number of workers."""
+    programs = programs_of(schedule)
+    number = {worker: index for index, worker in enumerate(programs)}
+    depth, hop = schedule.grid.depth, schedule.seconds(schedule.times.transfer)
+    done: dict[OpKey, tuple[int, Worker]] = {}
+    members = _members(programs, depth)
+    steps: list[_Step] = []
+    for node in topological_order(op_graph(schedule, programs)):
+        if isinstance(node, Collective):
+            steps.append(_Step(workers=tuple(number[worker] for worker in members[node.stage]), sources=(), factors=(),
+                               seconds=schedule.seconds(schedule.times.all_reduce[node.stage])))
+            continue
+        assert isinstance(node, Op)
+        seconds = schedule.seconds(node.end_ticks - node.start_ticks)
+        where = (number[node.worker],)
+        if node.kind not in COMPUTE_KINDS:
+            steps.append(_Step(where, (), seconds, ()))
+            continue
+        sources = tuple((step, 0.0 if worker == node.worker else hop)
+                        for step, worker in _awaited(op_key(node), depth, done) if worker != node.worker)
+        done[op_key(node)] = (len(steps), node.worker)
+        steps.append(_Step(where, sources, seconds, (noise.slow.get(node.worker, 1.0),)))
+    return steps, len(number)
+
+
+def _members(programs: Mapping[Worker, Sequence[Op]], depth: int) -> dict[int, list[Worker]]:
+    """The workers of each stage's all-reduce; copies of a stage reduce together."""
+    members: dict[int, dict[Worker, None]] = {}
+    for worker, ops in programs.items():
+        for op in ops:
+            if op.kind is OpKind.A and op.stage is not None:
+                members.setdefault(op.stage % depth, {})[worker] = None
+    return {stage: list(workers) for stage, workers in members.items()}
+
+
+def _awaited(key: OpKey, depth: int, done: Mapping[OpKey, tuple[int, Worker]]) -> Iterator[tuple[int, Worker]]:
+    return (done[producer] for producer in producers(key, depth) if producer in done)
+
+
+def _require(schedule: Schedule, noise: Noise, replays: int, iterations: int) -> None:
+    if replays < 1 or iterations < 2:
+        raise ValueError(f"{replays} replays of {iterations} iterations; expected at least 1 of at least 2")
+    if not 0 <= noise.spread <= 2:
+        raise ValueError(f"noise of {noise.spread:g}; expected 0 to 2")
+    for worker, factor in noise.slow.items():
+        if worker not in schedule.seat_of:
+            raise ValueError(f"the schedule has no live worker {worker}")
+        if not 0 < factor <= 1000:
+            raise ValueError(f"worker {worker} slower by a factor of {factor:g}; expected more than 0, at most 1000")

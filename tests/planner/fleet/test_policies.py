@@ -1,0 +1,256 @@
+"""Policies against small cases worked out by hand, and against the figures that their authors published."""
+
+import math
+
+import pytest
+
+from planner.fleet.costs import BAMBOO_SECONDS, costs_for, interpolated
+from planner.fleet.generate import Failures, generate
+from planner.fleet.policies import POLICIES
+from planner.fleet.policies.oobleck import layers_of, stacked_sizes, template
+from planner.fleet.policy import Cause, Checkpoints, Phase
+from planner.fleet.simulation import compare, simulate
+from tests.planner.fleet.small import COSTS, gain, job, lose, setting, trace
+
+WHOLE = 18 / 22
+"""Samples a second of 1F1B, 3 pipelines x 2 stages x 6 micro-batches of three slots: (6 + 1) x 3 + 1 = 22 seconds."""
+
+
+def run(name, *changes, **how):
+    policy = POLICIES[name](setting(**how.pop("setting", {})))
+    return simulate(policy, trace(*changes, **how))
+
+
+def spans(result):
+    """[(cause, seconds)] of a run."""
+    return [(list(Cause)[number].name, pytest.approx(float(seconds)))
+            for number, seconds in zip(result.cause, result.seconds[1:] - result.seconds[:-1], strict=True)]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_says_what_it_assumes_and_runs_whole_at_its_rate(name):
+    kind = POLICIES[name]
+    result = run(name)
+    assert kind.name == name and kind.title and kind.assumes
+    pause = COSTS.checkpoint_seconds
+    interval = math.sqrt(2 * pause * 1000)
+    share = interval / (interval + pause) if kind.pauses else 1.0
+    assert result.throughput == pytest.approx(result.whole_rate * share)
+
+
+@pytest.mark.parametrize(("name", "rate"), [
+    ("slipstream", 18 / 19), ("slipstream-static", 18 / 19), ("recycle", WHOLE), ("oobleck", WHOLE),
+    ("bamboo", WHOLE * 13.41 / 20.55), ("torchft", WHOLE), ("checkpoint-restart", WHOLE),
+    ("hot-spares", 18 / 31),  # two pipelines of nine micro-batches: (9 + 1) x 3 + 1
+    ("fault-scaled", WHOLE), ("work-conserving", 18 / 19)])
+def test_rates_with_all_workers_alive(name, rate):
+    assert run(name).whole_rate == pytest.approx(rate)
+
+
+def test_slipstream_loses_half_an_iteration_and_a_switch():
+    result = run("slipstream", lose(100.0, 0), gain(300.0, 0))
+    after = 18 / 28  # two workers of stage 0 run nine micro-batches each: 27 + 1
+    assert spans(result) == [("RUN", 100.0), ("SWITCH", 2.0), ("LOST", 9 / after), ("RUN", 200 - 2 - 9 / after),
+                             ("SWITCH", 2.0), ("LOAD", 3.0), ("RUN", 695.0)]
+    useful = 100 * 18 / 19 + (200 - 2 - 14) * after + 695 * 18 / 19
+    assert result.throughput == pytest.approx(useful / 1000) and result.switches == 2
+
+
+def test_slipstream_moves_a_worker_where_that_pays_and_static_does_not():
+    both = [lose(100.0, 0), lose(200.0, 2)]  # two of stage 0
+    assert ("LOAD", 3.0) in spans(run("slipstream", *both))
+    stays = run("slipstream-static", *both)
+    assert ("LOAD", 3.0) not in spans(stays)
+    assert stays.rate[-1] == pytest.approx(18 / (18 * 3 + 1))
+    assert run("slipstream", *both).rate[-1] == pytest.approx(18 / 28)  # one of each stage down
+
+
+def test_a_stage_without_workers_goes_back_to_the_checkpoint():
+    result = run("slipstream", lose(100.0, 0, 2, 4))
+    rate = result.rate[-1]
+    # Checkpoints every sqrt(2 x 10 x 1000) = 141 s, in the background: nothing is kept of the first 100 s.
+    assert spans(result)[:3] == [("RUN", 100.0), ("RESTART", 50.0), ("LOST", 100 * 18 / 19 / rate)]
+    waits = run("slipstream", lose(100.0, 0, 1, 2, 3, 4), gain(400.0, 0, 1))
+    assert ("WAIT", 300.0) in spans(waits) and ("RESTART", 50.0) in spans(waits)
+
+
+def test_a_failure_during_a_restart_starts_it_anew():
+    result = run("slipstream", lose(100.0, 0, 2, 4), lose(120.0, 1))
+    assert spans(result)[1:3] == [("RESTART", 20.0), ("RESTART", 50.0)]
+
+
+@pytest.mark.parametrize("failures", range(5))
+def test_slipstream_is_never_slower_than_recycle(failures):
+    one = setting()
+    assert POLICIES["slipstream"](one).steady(failures) >= POLICIES["recycle"](one).steady(failures) * (1 - 1e-9)
+
+
+def test_recycle_absorbs_one_failure_as_published():
+    """The worked example: 3 x 4 workers, 6 micro-batches, optimizer 3 slots: 30 slots with and without the failure."""
+    policy = POLICIES["recycle"](setting(stages=4, optimizer=3))
+    assert policy.whole_rate == pytest.approx(18 / 30) == policy.steady(1)
+    assert POLICIES["slipstream"](setting(stages=4, optimizer=3)).whole_rate == pytest.approx(18 / 22)
+
+
+# --- Oobleck ----------------------------------------------------------------------------------------------------------
+
+
+def formula(times, microbatches):
+    """T1 + T2 + T3 as peers state it, for stage times."""
+    slowest = max(range(len(times)), key=lambda index: times[index])
+    return sum(times) + (microbatches - len(times) + slowest - 1) * times[slowest] + sum(times[slowest:])
+
+
+def splits(layers, stages):
+    if stages == 1:
+        yield (sum(layers),)
+        return
+    for first in range(1, len(layers) - stages + 2):
+        for rest in splits(layers[first:], stages - 1):
+            yield (sum(layers[:first]), *rest)
+
+
+@pytest.mark.parametrize("layers", [(1.0,) * 7, (3.0, 1.0, 1.0, 2.0, 2.0, 1.0), (1.0, 5.0, 1.0, 1.0, 1.0)])
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4])
+def test_oobleck_templates_are_the_best_split(layers, nodes):
+    best = min(formula(times, 4 * nodes) for times in splits(layers, nodes))
+    assert template(layers, nodes).seconds(4 * nodes) == pytest.approx(best)
+
+
+def test_oobleck_of_equal_stages_is_1f1b():
+    made = template((1.0,) * 8, 4)
+    assert made.seconds(10) == pytest.approx((10 + 3) * 2.0) and layers_of(job()) == (3 / 8,) * 16
+
+
+def test_oobleck_splits_the_batch_for_the_shortest_iteration():
+    policy = POLICIES["oobleck"](setting())
+    # 2 + 2 + 1 nodes: n, n and m micro-batches of 3 and 6 seconds; 3 (n + 1) = 24 with n = 7, and 6 m = 24 with m = 4.
+    assert policy.rate([2, 2, 1]) == pytest.approx(18 / (24 + 1))
+    assert policy.rate([]) == 0.0 and stacked_sizes(3, 2, 1) == [3, 2] and sum(stacked_sizes(3, 2, 3)) == 3
+
+
+def test_oobleck_takes_newcomers_at_the_next_failure():
+    result = run("oobleck", lose(100.0, 0), gain(300.0, 0), lose(600.0, 5))
+    shorter = 18 / 25
+    assert spans(result)[:3] == [("RUN", 100.0), ("SWITCH", 7.0), ("LOST", 9 / shorter)]
+    assert result.switches == 2 and result.rate[-1] == pytest.approx(shorter)  # 0 fills in as 5 leaves
+
+
+@pytest.mark.parametrize(("parameters", "seconds"), [(3.5e8, 3.0), (2.7e9, 6.0), (6.7e9, 10.0), (1e12, 10.0)])
+def test_published_reconfiguration_times(parameters, seconds):
+    assert costs_for(parameters).oobleck_seconds == seconds
+
+
+def test_costs_between_published_sizes_grow_with_the_logarithm():
+    middle = math.sqrt(340e6 * 6.7e9)
+    assert interpolated(BAMBOO_SECONDS, middle) == pytest.approx((76 + 450) / 2)
+    assert costs_for(6.7e9).restart_seconds == 701.0 and costs_for(6.7e9, 4).load_seconds == pytest.approx(2.345)
+    with pytest.raises(ValueError, match="expected more than 0"):
+        costs_for(0.0)
+
+
+# --- Bamboo -----------------------------------------------------------------------------------------------------------
+
+
+def test_bamboo_runs_at_two_thirds_while_a_worker_carries_two_stages():
+    """40 workers: one that carries is 2.5 %, so pipelines stay; three are 7.5 %, and new ones are formed."""
+    shape = {"pipelines": 10, "stages": 4}
+    policy = POLICIES["bamboo"](setting(**shape))
+    result = simulate(policy, trace(lose(100.0, 5), lose(200.0, 30), lose(300.0, 17), workers=40))
+    whole = policy.whole_rate
+    assert result.rate[result.cause == 0][:3] == pytest.approx([whole, whole / 1.5, whole / 1.5])
+    assert ("SWITCH", 20.0) in spans(result)
+    assert result.rate[-1] == pytest.approx(COSTS.bamboo_whole * policy.speeds.usual(9))
+
+
+def test_bamboo_neighbours_that_die_together_cost_a_rendezvous_more():
+    result = run("bamboo", lose(100.0, 0, 1))
+    assert ("SWITCH", 50.0) in spans(result)
+
+
+def test_bamboo_fills_up_from_spares():
+    policy = POLICIES["bamboo"](setting(pipelines=2, stages=2))
+    result = simulate(policy, trace(lose(100.0, 0), lose(400.0, 2), workers=4))
+    # Three left: one pipeline and a spare. The spare takes the place of the next that dies.
+    assert result.rate[-1] == pytest.approx(COSTS.bamboo_whole * policy.speeds.usual(1))
+
+
+# --- torchft, restarts, spares ----------------------------------------------------------------------------------------
+
+
+def test_torchft_drops_the_group_that_lost_a_worker():
+    result = run("torchft", lose(100.0, 0))
+    assert result.rate[-1] == pytest.approx(WHOLE * 2 / 3)
+    assert spans(result)[:3] == [("RUN", 100.0), ("SWITCH", 2.0), ("LOST", 9 / (WHOLE * 2 / 3))]
+    for failures in range(4):
+        assert POLICIES["torchft"](setting()).steady(failures) == pytest.approx(WHOLE * ((6 - failures) // 2) / 3)
+
+
+def test_torchft_restarts_a_whole_group_while_others_train():
+    result = run("torchft", lose(100.0, 0), gain(300.0, 0))
+    assert spans(result)[3:] == [("RUN", 200 - 2 - 9 / (WHOLE * 2 / 3)), ("RUN", 50.0), ("SWITCH", 2.0), ("LOAD", 3.0),
+                                 ("RUN", 645.0)]
+    assert result.rate[-1] == pytest.approx(WHOLE)
+
+
+def test_restart_loses_the_work_since_the_last_checkpoint():
+    result = run("checkpoint-restart", lose(400.0, 0), setting={"between": 500.0})
+    # Every sqrt(2 x 10 x 500) = 100 s of training and 10 s of writing: at 400 s the last was 70 s ago.
+    after = 18 / 31
+    assert spans(result)[:3] == [("RUN", 400.0), ("RESTART", 50.0), ("LOST", 70 * WHOLE / after)]
+    assert result.rate[0] == pytest.approx(WHOLE * 100 / 110)
+    lost = result.lost(WHOLE)
+    assert sum(lost.values()) == pytest.approx(1000 * (1 - result.throughput / WHOLE))
+    assert lost[Cause.RESTART] == 50.0 and lost[Cause.CHECKPOINT] > 0
+
+
+def test_restart_takes_newcomers_in_after_a_checkpoint():
+    result = run("checkpoint-restart", lose(100.0, 0), gain(400.0, 0), setting={"between": 500.0})
+    assert [name for name, _ in spans(result)].count("RESTART") == 2
+    assert result.rate[-1] == pytest.approx(WHOLE * 100 / 110)
+
+
+def test_hot_spares_take_the_place_of_the_dead():
+    result = run("hot-spares", lose(100.0, 0), lose(500.0, 1), lose(800.0, 2))
+    assert spans(result)[:4] == [("RUN", 100.0), ("SWITCH", 180.0), ("LOAD", 3.0), ("LOST", 9 / (18 / 31))]
+    assert result.rate[-1] in (0.0, pytest.approx(18 / 58))  # three left: one pipeline of 18 micro-batches
+
+
+def test_yardsticks():
+    half = run("fault-scaled", lose(500.0, 0, 1, 2))
+    assert half.throughput == pytest.approx(WHOLE * 0.75)
+    limit = run("work-conserving", lose(500.0, 0, 1, 2))
+    assert limit.rate[-1] == pytest.approx(18 / (18 * 6 / 3 + 1))
+
+
+# --- All --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_policy_beats_the_work_conserving_limit_and_time_adds_up(seed):
+    one = setting(pipelines=4)
+    made = generate(Failures(machine_mtbf_hours=6, repair_hours=2, node_size=2, node_mtbf_hours=30), 8, 2, seed)
+    result = compare(list(POLICIES.values()), one.speeds, COSTS, made)
+    limit = result.runs["work-conserving"].throughput
+    for run in result.runs.values():
+        assert 0 <= run.throughput <= limit * (1 + 1e-9) and run.seconds[-1] == made.length_seconds
+        assert all(run.seconds[1:] > run.seconds[:-1])
+        if not POLICIES[run.policy].yardstick:
+            lost = run.lost(result.best_rate)
+            assert min(lost.values()) > -1e-6
+            assert sum(lost.values()) == pytest.approx(run.length_seconds * (1 - run.throughput / result.best_rate))
+
+
+def test_checkpoints_count_what_is_beyond_the_last():
+    kept = Checkpoints(100.0, 10.0)
+    assert kept.lost(50.0) == 0.0  # nothing has begun
+    kept.resume(0.0, 2.0)
+    assert [kept.lost(at) for at in (30.0, 105.0, 130.0)] == [60.0, 200.0, 40.0] and kept.next(30.0) == 110.0
+    kept.resume(200.0, 1.0, lost_samples=40.0)
+    assert kept.lost(190.0) == 40.0 and kept.lost(210.0) == 50.0
+    kept.halt(210.0)
+    assert kept.lost(500.0) == 50.0
+
+
+def test_phases_have_a_cause():
+    assert Phase(Cause.WAIT).seconds == math.inf
