@@ -49,3 +49,12 @@ def test_cp_sat_finds_the_true_optimum(case):
 def test_two_microbatches_on_one_worker(capacity, optimum):
     problem = build_problem(grid(1, 1, 2, more=f"[memory]\ncapacity = {capacity}\nweight_stash = 1\n"))
     assert optimal_period(problem) == optimum
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "capacity", "optimum"), [(2, 2, 1, 10), (2, 2, 2, 7), (3, 1, 1, 7)])
+def test_round_trips_with_little_memory(stages, microbatches, capacity, optimum):
+    """Room for one: every micro-batch makes its round trip alone, and the bound counts the first and the last."""
+    problem = build_problem(grid(1, stages, microbatches, more=f"[memory]\ncapacity = {capacity}\nweight_stash = 1\n"))
+    assert lower_bound(problem) <= optimal_period(problem) == optimum
+    if capacity == 1:
+        assert lower_bound(problem) == optimum

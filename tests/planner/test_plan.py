@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from planner.assemble import build_schedule
 from planner.bounds import lower_bound
-from planner.dealing import deal
+from planner.dealing import DEALINGS, deal
 from planner.dense import Dense, solution_period
 from planner.greedy import Policy, list_order
 from planner.job import JobError
@@ -22,7 +22,7 @@ MODES = st.tuples(st.sampled_from(["split", "fused"]), st.sampled_from(["stagger
 
 @settings(max_examples=150)
 @given(st.data(), jobs(), MODES, st.sampled_from(["deepest", "oldest"]), st.sampled_from([0.0, 1.0]),
-       st.sampled_from(["least-loaded", "round-robin"]))
+       st.sampled_from(DEALINGS))
 def test_list_schedules_keep_every_rule(data, job, modes, order, patience, dealing):
     down = data.draw(failures(job))
     problem = build_problem(job, down, backward=modes[0], optimizer=modes[1])
