@@ -1,5 +1,5 @@
 """`python -m cli` is `slipstream`, for launchers that start Python modules."""
 
-from cli.app import main
+from cli.start import main
 
 main()

@@ -3,11 +3,17 @@
 A command's module is imported when the command is run, so that planning does not wait for torch.
 """
 
+import difflib
 import importlib
-from typing import Any
+import sys
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from cli.console import err
+from cli.start import main as main
+from cli.version import version
 
 COMMANDS = {
     "new": "Write a job file: from a preset, a trace, or an estimate of a model.",
@@ -22,6 +28,7 @@ COMMANDS = {
     "simulate": "Run a job through a failure trace under several policies: throughput over time, averages and cost.",
     "reproduce": "Make a published figure again: a table, JSON and a picture, with the published points drawn in.",
     "jitter": "Replay a schedule thousands of times with noise in its op times, or with a straggler.",
+    "doctor": "Say what is installed and which backends work, and test planning, checking and talking.",
     "demo": "Plan the published worked example, then train a small GPT with and without one of its workers.",
 }
 """Name and one line of help; `cli/NAME.py` holds a function of that name."""
@@ -43,8 +50,45 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command itself, to run it."""
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            near = difflib.get_close_matches(args[0], COMMANDS, 1)
+            ctx.fail(f"no such command {args[0]!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
         name, found, rest = super().resolve_command(ctx, args)
         return name, load(args[0]) if found else None, rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; Ctrl-C, where the command itself leaves it, ends it with one line and exit 130."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            err.print("slipstream: interrupted", style="yellow", highlight=False)
+            raise typer.Exit(130) from None
+
+    def main(self, args: Any = None, prog_name: str | None = None, complete_var: str | None = None,
+             standalone_mode: bool = True, windows_expand_args: bool = True, **extra: Any) -> Any:
+        """Run the program; a wrong command line is refused in one line, as everything else is."""
+        if not standalone_mode:
+            return super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+        try:
+            sys.exit(super().main(args, prog_name, complete_var, False, windows_expand_args, **extra))
+        except Exception as error:
+            if not hasattr(error, "format_message"):  # an error of click's, of whichever copy
+                raise
+            message = _as_clause(error.format_message())
+            ctx = getattr(error, "ctx", None)
+            hint = f" (see {ctx.command_path} --help)" if message and ctx is not None else ""
+            if message:  # without one, as where no command is given, the help has been printed
+                err.print(f"slipstream: {message}{hint}", style="red", markup=False, highlight=False, soft_wrap=True)
+            sys.exit(2)
+
+
+def _as_clause(message: str) -> str:
+    """An error message of click's in the form of ours: one line, a small letter first, no full stop."""
+    text = " ".join(message.split()).rstrip(".")
+    head, known, options = text.partition(" (Possible options: ")
+    if known:
+        text = f"{head}; did you mean {options.removesuffix(')')}?"
+    return text[:1].lower() + text[1:]
 
 
 def load(name: str) -> Any:
@@ -64,11 +108,13 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"slipstream {version()}\n")
+        raise typer.Exit
+
+
 @app.callback()
-def _options() -> None:
-    """Makes the app a group; there are no options before the command."""
-
-
-def main() -> None:
-    """Run the command line. Ctrl-C ends it with one line and exit 130."""
-    app()
+def _options(_version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help=(
+        "Print the version and exit."))] = False) -> None:
+    """Makes the app a group."""

@@ -1,0 +1,195 @@
+"""`slipstream doctor`: what is installed, which backends work, and a self-test of a few seconds."""
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from cli.console import duration, err, out, print_json
+from cli.version import version
+from planner.job import read_job
+
+PACKAGES = ("torch", "torchft", "ortools", "numba", "numpy", "networkx", "msgspec", "rich", "typer")
+SEARCH_SECONDS = 2.0
+GREETING_SECONDS = 60.0
+"""On a busy machine; a quiet one takes a few, most of it to import torch."""
+EXAMPLE = Path(__file__).parent / "jobs" / "worked-example.toml"
+PERIOD = 30.0
+"""Of the published example with worker 1.2 down, in seconds; proven to be the least."""
+MARKS = {"ok": ("✓", "green"), "absent": ("–", "yellow"), "failed": ("✗", "red")}
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Leave the self-test out.")]
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One line of the report. `absent` is something that Slipstream can do without."""
+
+    part: Literal["installed", "backends", "self-test"]
+    name: str
+    status: Literal["ok", "absent", "failed"]
+    detail: str
+    seconds: float = 0.0
+
+
+def doctor(quick: Quick = False, json: Json = False) -> None:
+    """Say what is installed and which backends work, and test planning, checking and talking.
+
+    The test takes a few seconds, most of it to load torch in two processes.
+    Exits 1 when something that Slipstream needs does not work.
+    """
+    findings = []
+    with err.status("looking"):
+        for finding in _findings(quick):
+            findings.append(finding)
+            if not json:
+                _print(finding, first=len(findings) == 1 or findings[-2].part != finding.part)
+    well = all(finding.status != "failed" for finding in findings)
+    if json:
+        print_json({"ok": well, "findings": msgspec.to_builtins(findings)})
+    else:
+        out.print("\nall is well" if well else "\nsomething that Slipstream needs does not work",
+                  style="bold green" if well else "bold red")
+    if not well:
+        raise typer.Exit(1)
+
+
+def _print(finding: Finding, *, first: bool) -> None:
+    mark, style = MARKS[finding.status]
+    if first:
+        out.print(f"\n{finding.part}", style="bold")
+    row = Table.grid(padding=(0, 1))
+    row.add_column(width=1)
+    row.add_column(width=22)
+    row.add_row(Text(mark, style), Text(finding.name), Text(finding.detail))
+    out.print(row, highlight=False)
+
+
+def _findings(quick: bool) -> Iterator[Finding]:
+    yield from _installed()
+    yield from _backends()
+    if not quick:
+        yield from _self_test()
+
+
+def _installed() -> Iterator[Finding]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    yield Finding("installed", "slipstream", "ok", version())
+    yield Finding("installed", "python", "ok", f"{platform.python_version()} on {platform.system()} "
+                  f"{platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB")
+    for name in PACKAGES:
+        try:
+            yield Finding("installed", name, "ok", version_of(name))
+        except PackageNotFoundError:
+            yield Finding("installed", name, "failed", f"missing: pip install {name}")
+
+
+def _backends() -> Iterator[Finding]:
+    """What tensors can be computed on and carried over here."""
+    try:
+        import torch
+        from torch import distributed
+    except ImportError as error:
+        yield Finding("backends", "torch", "failed", f"cannot be imported: {_line(error)}")
+        return
+    cards = torch.cuda.device_count()
+    if cards:
+        names = ", ".join(sorted({torch.cuda.get_device_name(card) for card in range(cards)}))
+        yield Finding("backends", "cuda", "ok", f"{torch.version.cuda}, {cards} x {names}")
+    else:
+        yield Finding("backends", "cuda", "absent", "no GPU that torch can use; workers compute on the CPU")
+    gloo = distributed.is_available() and distributed.is_gloo_available()
+    yield Finding("backends", "gloo", "ok" if gloo else "failed", "in torch" if gloo else "this torch has none")
+    if not distributed.is_nccl_available():
+        yield Finding("backends", "nccl", "absent", "this torch has none; tensors go over gloo")
+    elif cards < 2:
+        yield Finding("backends", "nccl", "absent", "needs a GPU for each worker; tensors go over gloo")
+    else:
+        number: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        yield Finding("backends", "nccl", "ok", ".".join(map(str, number)))
+    yield _compiled()
+
+
+def _compiled() -> Finding:
+    from planner.compiled import annealing, listing
+
+    if annealing() is None or listing() is None:
+        return Finding("backends", "compiled search", "absent", "being compiled in the background, once a machine; "
+                       "until then plans take longer to get good")
+    return Finding("backends", "compiled search", "ok", "compiled")
+
+
+def _self_test() -> Iterator[Finding]:
+    """Plan, check and look up in this process, while two others start, meet and talk."""
+    try:
+        from runtime.greeting import Greeters, GreetingError
+    except ImportError as error:
+        yield Finding("self-test", "two processes", "failed", f"runtime cannot be imported: {_line(error)}")
+        yield from _planning()
+        return
+    try:
+        with Greeters() as greeters:
+            began = time.perf_counter()
+            yield from _planning()
+            greeting = greeters.wait(GREETING_SECONDS)
+        yield Finding("self-test", "two processes", "ok",
+                      f"met in {duration(greeting.meeting_seconds)}, and sent 1 MiB over gloo in "
+                      f"{duration(greeting.transfer_seconds)}", time.perf_counter() - began)
+    except (GreetingError, OSError, RuntimeError) as error:
+        yield Finding("self-test", "two processes", "failed", _line(error))
+
+
+def _planning() -> Iterator[Finding]:
+    yield _tested("plan and check", _plan_and_check)
+    yield _tested("lookup", _look_up)
+
+
+def _tested(name: str, test: Callable[[], str]) -> Finding:
+    began = time.perf_counter()
+    try:
+        detail = test()
+    except Exception as error:  # whatever it is, it is what the doctor was asked about
+        return Finding("self-test", name, "failed", _line(error), time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    return Finding("self-test", name, "ok", f"{detail}, in {duration(seconds)}", seconds)
+
+
+def _plan_and_check() -> str:
+    from planner.plan import plan_job
+    from schedules.check import check
+    from schedules.schedule import Worker
+
+    made = plan_job(read_job(EXAMPLE), [Worker(1, 2)], time_limit=SEARCH_SECONDS)
+    violations, period = check(made.schedule), made.schedule.seconds(made.schedule.period_ticks)
+    if violations:
+        raise RuntimeError(f"a plan breaks a rule: {violations[0]}")
+    if period < PERIOD:
+        raise RuntimeError(f"a plan with period {period:g} s passed the check; {PERIOD:g} s is proven to be the least")
+    return f"worked example with a worker down: period {duration(period)}, {made.schedule.status}, valid"
+
+
+def _look_up() -> str:
+    from schedules.schedule import Worker
+    from schedules.table import Table as Schedules
+    from schedules.table import library, library_names
+
+    name = library_names()[0]
+    folder = library(name)
+    assert folder is not None
+    found = Schedules.load(folder).lookup((Worker(0, 1),))
+    if found is None:
+        raise RuntimeError(f"table {name} has no schedule for one failure")
+    return f"{name} with a worker down: entry {found.key}"
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

@@ -1,0 +1,16 @@
+"""Which version of Slipstream this is."""
+
+import tomllib
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+DISTRIBUTION = "slipstream-train"
+
+
+def version() -> str:
+    """The installed version, or what the source tree says where it is used without being installed."""
+    try:
+        return distribution(DISTRIBUTION).version
+    except PackageNotFoundError:
+        pyproject = Path(__file__).resolve().parent.parent / "pyproject.toml"
+        return str(tomllib.loads(pyproject.read_text())["project"]["version"])
