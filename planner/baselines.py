@@ -23,7 +23,7 @@ def recycle(problem: Problem) -> Solution:
     Re-routed micro-batches and weight gradients go into what bubbles that order leaves. A helper may have as many more
     micro-batches in flight as it runs more of them.
     """
-    return _list(problem, Policy(forward_order="oldest", guests_last=True, in_flight=_one_f_one_b_limits(problem)))
+    return _list(problem, Policy(forward_order="oldest", guests="last", in_flight=_one_f_one_b_limits(problem)))
 
 
 BASELINES: Mapping[str, Callable[[Problem], Solution]] = {"1f1b": one_f_one_b, "recycle": recycle}

@@ -16,6 +16,7 @@ from planner.problem import Problem
 
 READY_F, READY_I, END = 0, 1, 2
 ForwardOrder = Literal["deepest", "oldest"]
+Guests = Literal["in turn", "first", "last"]
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,8 +35,11 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """
     load_share: float = 1.0
     """A worker with x % more micro-batches than the usual one may have this share of x % more in flight."""
-    guests_last: bool = False
-    """Re-routed micro-batches wait while one of the worker's own can go on."""
+    guests: Guests = "in turn"
+    """Whether re-routed micro-batches go before those of the worker's own pipeline, after them, or in turn.
+
+    First is good where the broken pipeline, which has to wait for several helpers, sets the pace.
+    """
     make_room: bool = False
     """Where an F waits for room, run a W before anything else."""
     eager_weights: bool = False
@@ -68,15 +72,15 @@ def reserves(problem: Problem) -> list[int]:
                 if grid.original(other) > grid.original(stage)) for stage in range(len(grid.stages))]
 
 
-def ranks(dense: Dense, guests_last: bool) -> list[int]:
+def ranks(dense: Dense, guests: Guests) -> list[int]:
     """Units by micro-batch, then pipeline: older micro-batches go first, those of several pipelines in turn."""
     pipelines = dense.problem.grid.pipelines
     found = [unit.microbatch * pipelines + unit.pipeline for unit in dense.units]
-    if guests_last:
-        behind = max(found) + 1
-        found = [rank if dense.roles[lane].pipeline == unit.pipeline else rank + behind
-                 for rank, unit, lane in zip(found, dense.units, dense.lane, strict=True)]
-    return found
+    if guests == "in turn":
+        return found
+    behind = max(found) + 1
+    return [rank + behind * ((dense.roles[lane].pipeline == unit.pipeline) == (guests == "first"))
+            for rank, unit, lane in zip(found, dense.units, dense.lane, strict=True)]
 
 
 class _Lane:
@@ -115,7 +119,7 @@ class _Simulation:
         self._stash = [problem.stash(stage) for stage in stages]
         self._reserve = reserves(problem)
         self._mixed = len(stages) > problem.grid.columns
-        self._rank = ranks(dense, policy.guests_last)
+        self._rank = ranks(dense, policy.guests)
         self._order: list[int] = []
         self._events: list[tuple[int, int, int]] = []
         self._clock = 0

@@ -69,18 +69,18 @@ class CompiledLister:
         self._order = np.zeros(len(dense.length), dtype=np.int64)
         self._start = np.zeros(len(dense.length), dtype=np.int64)
         self._free = np.zeros(len(dense.roles), dtype=np.int64)
-        self._ranks: dict[bool, Any] = {}
+        self._ranks: dict[str, Any] = {}
 
     def period(self, policy: Policy) -> int:
         """The period in ticks that a policy gives."""
         dense, last = self.dense, self.dense.depth - 1
-        if policy.guests_last not in self._ranks:
-            self._ranks[policy.guests_last] = _ints(ranks(dense, policy.guests_last))
+        if policy.guests not in self._ranks:
+            self._ranks[policy.guests] = _ints(ranks(dense, policy.guests))
         limits = [[UNLIMITED] * len(self._hold) if row is None else row for row in lane_limits(dense, policy)]
         hop = np.zeros_like(self._hop) if policy.ignore_transfers else self._hop
         done = self._kernel.list_order(
             dense.kinds, len(self._hold) > dense.problem.grid.columns, self._lane, self._place, self._stage, last,
-            self._ranks[policy.guests_last], self._length, hop, self._hold, self._stash, self._need, self._capacity,
+            self._ranks[policy.guests], self._length, hop, self._hold, self._stash, self._need, self._capacity,
             np.array(limits, dtype=np.float64), policy.patience, policy.forward_patience,
             policy.forward_order == "deepest", policy.eager_weights, policy.make_room, self._base, self._order)
         assert done == len(dense.length), "list scheduler left ops out"

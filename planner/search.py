@@ -13,7 +13,7 @@ from planner.baselines import BASELINES
 from planner.compiled import listing
 from planner.dealing import DEALINGS, deal
 from planner.dense import Dense, solution_period
-from planner.greedy import ForwardOrder, Policy
+from planner.greedy import ForwardOrder, Guests, Policy
 from planner.listing import CompiledLister, Lister, lister
 from planner.problem import Problem
 from planner.report import Report
@@ -126,8 +126,9 @@ def _grid(problem: Problem) -> Iterator[Policy]:
     """Policies that are the best somewhere; those that most often are come first."""
     rooms = (False, True) if problem.memory and problem.backward == "split" else (False,)
     orders: tuple[ForwardOrder, ...] = get_args(ForwardOrder)
-    for ignore, order, room in itertools.product((True, False), orders, rooms):
-        yield Policy(forward_order=order, ignore_transfers=ignore, make_room=room)
+    turns: tuple[Guests, ...] = ("in turn", "first") if problem.failed else ("in turn",)
+    for ignore, order, room, guests in itertools.product((True, False), orders, rooms, turns):
+        yield Policy(forward_order=order, ignore_transfers=ignore, make_room=room, guests=guests)
     modes = ((False, 0.0), (False, 1.0), (True, 0.0))
     for slope, extra, patience, (ignore, forward_patience), room in itertools.product(
             (1.0, 2.0, 1.5, 0.75, 1.25, 0.5, 3.0), (0, 1, 2), (0.0, 0.5, 1.0), modes, rooms):
@@ -164,6 +165,8 @@ def _changed(problem: Problem, policy: Policy, random: random.Random) -> Policy:
         return msgspec.structs.replace(policy, forward_patience=random.choice((0.0, 0.25, 0.5, 0.75, 1.0)))
     if what < 0.4:
         return msgspec.structs.replace(policy, make_room=not policy.make_room)
+    if what < 0.43 and problem.failed:
+        return msgspec.structs.replace(policy, guests=random.choice(get_args(Guests)))
     if what < 0.5 and problem.failed:
         return msgspec.structs.replace(policy, load_share=random.choice((0.0, 0.5, 1.0, 1.5, 2.0)))
     limits = list(policy.in_flight or _limits(problem, 2.0, 0))

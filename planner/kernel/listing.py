@@ -94,7 +94,7 @@ def list_order(kinds, mixed, lane, place, stage, last, rank, length, hop, hold, 
     state, flight = np.zeros((lanes, FIELDS), np.int64), np.zeros(limits.shape, np.int64)
     events, waiting = np.zeros(3 * units + 3, np.int64), 0
     touched, spare = np.zeros(lanes, np.int64), np.zeros(units, np.int64)
-    ops, depth, done = units * kinds, last + 1, 0
+    ops, depth, span, done = units * kinds, last + 1, rank.max() + 1, 0
     for unit in range(units):
         if place[unit] == 0:
             _push(events, 0, waiting, READY_F * ops + unit)
@@ -130,7 +130,7 @@ def list_order(kinds, mixed, lane, place, stage, last, rank, length, hop, hold, 
                 _add(heap, base, size, worker, BACKWARD, (rank[unit] * depth + place[unit]) * units + unit)
             else:
                 back = last - place[unit]
-                first = back * (rank.shape[0] * 2) + rank[unit] if deepest else rank[unit] * depth + back
+                first = back * span + rank[unit] if deepest else rank[unit] * depth + back
                 _add(heap, base, size, worker, FORWARD, first * units + unit)
         for index in range(some):
             worker = touched[index]

@@ -1,6 +1,7 @@
 """The compiled list scheduler is op for op that of `planner.greedy`."""
 
 import importlib
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from planner.dealing import deal
 from planner.dense import Dense
-from planner.greedy import Policy
+from planner.greedy import Guests, Policy
 from planner.listing import CompiledLister, PlainLister
 from planner.problem import build_problem
 from tests.jobs import failures, jobs
@@ -32,7 +33,7 @@ def test_compiled_and_plain_make_the_same_schedules(kernel, data, job, modes, de
                     forward_order=data.draw(st.sampled_from(["deepest", "oldest"])),
                     in_flight=data.draw(st.none() | st.tuples(*[st.integers(1, 4)] * len(problem.grid.stages))),
                     ignore_transfers=data.draw(st.booleans()), make_room=data.draw(st.booleans()),
-                    guests_last=data.draw(st.booleans()),
+                    guests=data.draw(st.sampled_from(get_args(Guests))),
                     eager_weights=data.draw(st.booleans()) and modes[0] == "split")
     plain, compiled = PlainLister(dense), CompiledLister(kernel, dense)
     assert plain.period(policy) == compiled.period(policy)
