@@ -1,0 +1,178 @@
+"""What stashes of weight work and copies for undoing a step cost in memory, against what `slipstream profile` writes.
+
+    python -m benchmarks.memory [--width 256] [--blocks 4] [--context 256] [--batch 4] [--json]
+
+Profiles a small GPT in two stages, takes the job file's numbers, and then measures each stage in a process of its own,
+by what the system says that the process holds (Linux): a few micro-batches between F and I, between I and W, and the
+stage itself with the optimizer, with and without the copies. Exit status 1 when the profile is more than 10 % below what
+is measured, or 25 % above: a plan by too small numbers runs out of memory.
+"""
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from cli.profile import job_tables
+from planner.job import parse_job
+from runtime.config import RunConfig, parse_run_config
+from runtime.data import Microbatch, load_corpus
+from runtime.layers import model_for, parameter_dtype, split_layers
+from runtime.optimizer import build_optimizer
+from runtime.profile import profile
+from runtime.stage import Stage, boundaries
+
+STAGES = 2
+ROW = 8
+"""Micro-batches that are held at a time."""
+LEAST, MOST = 0.9, 1.25
+MMAP_THRESHOLD = {"MALLOC_MMAP_THRESHOLD_": "32768"}
+"""What is freed goes back to the system, so that what a process holds is what is alive."""
+
+
+class Line(NamedTuple):
+    """Bytes of one thing on one stage."""
+
+    stage: int
+    what: str
+    profiled: int
+    measured: int
+
+    @property
+    def ratio(self) -> float:
+        """Profiled by measured."""
+        return self.profiled / self.measured
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def measure(config: RunConfig, index: int) -> dict[str, int]:
+    """Bytes of a stage in this process: for a micro-batch after F and after I; always; and of the copies."""
+    torch.set_num_threads(1)
+    model = model_for(config.model, 0, parameter_dtype(config.training.dtype), torch.device("cpu"))
+    ranges = split_layers(model.layers, STAGES)
+    boundary = boundaries(model, ranges, config)[index]
+    corpus = load_corpus(config)
+    _warm_up(config)
+    before = resident_bytes()
+    stage = Stage(index, ranges[index], model, first=index == 0, last=index == STAGES - 1, loss_scale=1.0,
+                  config=config)
+
+    def forward(microbatch: Microbatch) -> None:
+        tokens, target = corpus.batch(microbatch, config.training.batch, config.model.context)
+        value = tokens if stage.first else torch.randn(boundary.input_shape)
+        sent.append(stage.forward(microbatch, value, target if stage.last else None, split=True))
+
+    def backward_input(microbatch: Microbatch) -> None:
+        sent.append(stage.backward_input(microbatch, None if stage.last else torch.randn(boundary.output_shape)))
+
+    sent: deque[object] = deque(maxlen=0)  # what a stage returns has left when the next op runs
+    row = [Microbatch(0, 0, number) for number in range(ROW)]
+    _each(row[:1], forward, backward_input, stage.backward_weight)
+    optimizer = build_optimizer(stage.modules, config.training)
+    optimizer._optimizer.step()  # makes the state, and no copies
+    plain = resident_bytes()
+    for iteration in range(2):
+        optimizer.step(iteration)
+    always = resident_bytes()
+    _each(row, forward)
+    after_forward = resident_bytes()
+    _each(row, backward_input)
+    after_input = resident_bytes()
+    _each(row, stage.backward_weight)
+    return {"activation": (after_forward - always) // ROW, "stash": (after_input - always) // ROW,
+            "undo copies": always - plain, "always": always - before}
+
+
+def _warm_up(config: RunConfig) -> None:
+    """Have torch load what it loads when it is first used."""
+    model = model_for(parse_run_config({"blocks": 1, "width": 8, "heads": 1, "context": 4}, {}).model, 0,
+                      torch.float32, torch.device("cpu"))
+    stage = Stage(0, (0, model.layers), model, first=True, last=True, loss_scale=1.0, config=config)
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    microbatch = Microbatch(0, 0, 0)
+    stage.forward(microbatch, tokens, tokens, split=True)
+    stage.backward_input(microbatch, None)
+    stage.backward_weight(microbatch)
+    build_optimizer(stage.modules, config.training).step(0)
+
+
+def _each(row: list[Microbatch], *calls: Callable[[Microbatch], object]) -> None:
+    for call in calls:
+        for microbatch in row:
+            call(microbatch)
+
+
+def compare(config: RunConfig, tables: dict[str, dict[str, list[int]]], static: list[int],
+            undo: list[int]) -> list[Line]:
+    """The job file's numbers against those of processes."""
+    lines = []
+    for index in range(STAGES):
+        answer = subprocess.run([sys.executable, "-m", "benchmarks.memory", "--measure", str(index), config.to_json()],
+                                check=True, capture_output=True, timeout=300, env={**os.environ, **MMAP_THRESHOLD})
+        measured = json.loads(answer.stdout)
+        profiled = {"activation": 1024 * tables["memory"]["activation"][index],
+                    "stash": 1024 * tables["memory"]["weight_stash"][index],
+                    "undo copies": undo[index], "always": static[index]}
+        lines += [Line(index, what, profiled[what], size) for what, size in measured.items()]
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("width", 256), ("blocks", 4), ("context", 256), ("batch", 4)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(measure(RunConfig.from_json(options.measure[1]), int(options.measure[0]))))
+        return
+    job = parse_job(f"""
+        pipelines = 1
+        stages = {STAGES}
+        microbatches = {ROW}
+        [time]
+        forward = 1
+        backward_input = 1
+        backward_weight = 1
+        [model]
+        blocks = {options.blocks}
+        width = {options.width}
+        context = {options.context}
+        [training]
+        batch = {options.batch}
+        device = "cpu"
+        """)
+    config = parse_run_config(job.model, job.training)
+    profiled = profile(config, split_layers(options.blocks + 2, STAGES), pipelines=1, workers=STAGES,
+                       microbatches=ROW, rounds=1)
+    lines = compare(config, job_tables(job, profiled), [stage.static_bytes for stage in profiled.stages],
+                    [stage.undo_bytes for stage in profiled.stages])
+    if options.json:
+        print(json.dumps([{**line._asdict(), "ratio": line.ratio} for line in lines]))
+    else:
+        table = Table("stage", "what", "profiled MiB", "measured MiB", "profiled / measured")
+        for line in lines:
+            table.add_row(str(line.stage), line.what, f"{line.profiled / 2**20:.2f}", f"{line.measured / 2**20:.2f}",
+                          f"{line.ratio:.3f}")
+        Console().print(table)
+    sys.exit(not all(LEAST <= line.ratio <= MOST for line in lines))
+
+
+if __name__ == "__main__":
+    main()
