@@ -112,18 +112,18 @@ def _failed(name: str, pipelines: int, stages: int, microbatches: int, times: st
 SUITES = {"fault-free": fault_free, "failures": failures, "uneven": uneven}
 
 
-def measure(instance: Instance, method: str, time_limit: float) -> tuple[float, float, float]:
-    """(gap or bubble rate, lower bound of the same, seconds)."""
+def measure(instance: Instance, method: str, time_limit: float) -> tuple[float, float, float, str]:
+    """(gap or bubble rate, lower bound of the same, seconds, what a gap is likely due to)."""
     began = time.monotonic()
     plan = plan_job(instance.job, instance.failed, method=method, time_limit=time_limit)  # type: ignore[arg-type]
     seconds = time.monotonic() - began
     schedule = plan.schedule
     if not instance.bubble:
-        return schedule.gap, 0.0, seconds
+        return schedule.gap, 0.0, seconds, plan.evidence or ""
     times = schedule.times
     work = instance.job.microbatches[0] * (times.forward[0] + times.backward_input[0] + times.backward_weight[0])
     return (schedule.period_ticks - work) / schedule.period_ticks, \
-        (schedule.lower_bound_ticks - work) / schedule.lower_bound_ticks, seconds
+        (schedule.lower_bound_ticks - work) / schedule.lower_bound_ticks, seconds, plan.evidence or ""
 
 
 def main() -> None:
@@ -141,13 +141,15 @@ def main() -> None:
     for suite in options.suite or SUITES:
         groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for instance in itertools.islice(SUITES[suite](), 0, None, options.every):
-            value, bound, seconds = measure(instance, options.method, options.time_limit)
+            value, bound, seconds, evidence = measure(instance, options.method, options.time_limit)
             results[instance.name] = value
             groups[instance.group].append((value, instance.limit))
             change = f"  {value - kept[instance.name]:+.2%}" if instance.name in kept else ""
             proven = f"  (no plan below {bound:.2%})" if instance.bubble else ""
             verdict = "" if value <= instance.limit else f"  above {instance.limit:.2%}"
             console.print(f"{instance.name:34} {value:7.2%}{proven}{verdict}{change}  {seconds:.1f} s", highlight=False)
+            if value > instance.limit:
+                console.print(f"    {evidence}", style="dim", highlight=False)
         console.print(_table(suite, groups))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")

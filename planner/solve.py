@@ -30,6 +30,8 @@ LARGEST_BASELINE = 200_000
 """Compute ops up to which a baseline deals the micro-batches of the dead among all pipelines, not in groups."""
 STALE = 0.5
 """Share of annealing without a better plan from which on the bound is the likelier cause of a gap."""
+FINISH_SECONDS, FINISH_SHARE = 15e-6, 0.4
+"""What is set aside to put a plan together and check it: seconds for each op, at most this share of the time."""
 SEARCH_SHARE, PROOF_SHARE = 0.3, 0.6
 """Shares of the time that list schedulers may take, when more follows, and that CP-SAT then takes of the rest."""
 
@@ -78,7 +80,8 @@ class _Effort:
         self.proven, self._counts = strongest_bound(problem)
         self._annealed: Polished | None = None
         self._tick = problem.tick_seconds
-        self._deadline = deadline
+        ops = sum(piece.problem.operations for piece in self.pieces)
+        self._deadline = deadline - min(FINISH_SHARE * (deadline - time.monotonic()), FINISH_SECONDS * ops)
         self._seed = seed
         self._report = report
         self._stop = stop
