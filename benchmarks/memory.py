@@ -4,8 +4,8 @@
 
 Profiles a small GPT in two stages, takes the job file's numbers, and then measures each stage in a process of its own,
 by what the system says that the process holds (Linux): a few micro-batches between F and I, between I and W, and the
-stage itself with the optimizer, with and without the copies. Exit status 1 when the profile is more than 10 % below what
-is measured, or 25 % above: a plan by too small numbers runs out of memory.
+stage itself with the optimizer, with and without the copies. Exit status 1 when the profile is more than 10 % below
+what is measured, or 25 % above: a plan by too small numbers runs out of memory.
 """
 
 import argparse
