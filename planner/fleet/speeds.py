@@ -4,12 +4,16 @@ Workers of a stage hold the same parameters, and pipelines are interchangeable, 
 costs nothing: what a plan depends on is how many workers of each stage are down (`Down`). It is planned in the best of
 a few arrangements over pipelines (`planner.normalise.arrangements`), by the list schedulers, within a short time; with
 a table, the periods of its entries are taken where they fit.
+
+Jobs of more than `LARGE` ops are planned piece by piece (`planner.decompose`), each different piece once, and the
+period is taken to be that of the slowest piece. Pieces meet at the all-reduces only; where their workers end at unlike
+times, the assembled schedule can be a little longer.
 """
 
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property
 
 import msgspec
@@ -33,13 +37,14 @@ from schedules.table import Table
 
 Down = tuple[int, ...]
 """Workers down, by column (stage)."""
+Pieces = Sequence[tuple[Piece, Solution]]
 Tell = Callable[[str], None]
 """Called with what is being planned."""
 
 PLAN_SECONDS = 0.2
 """At most, for one arrangement of failures; most need a hundredth."""
-LARGE = 60_000
-"""Compute ops of a piece up to which further arrangements are tried."""
+LARGE = 30_000
+"""Compute ops of a job beyond which it is planned piece by piece."""
 
 
 class Speeds:
@@ -62,6 +67,7 @@ class Speeds:
         self._tell = tell
         self._planned: dict[Down, float] = {}
         self._target: dict[int, Down | None] = {}
+        self._pieces: dict[Hashable, int] = {}
         self._round_robin: dict[tuple[Down, BackwardMode, OptimizerMode], float] = {}
         self._usual: dict[int, float] = {}
         self._table = _table_periods(table, self.job, self._options) if table is not None else {}
@@ -106,28 +112,43 @@ class Speeds:
             return math.inf
         best = math.inf
         for problem in self._problems(down, self._options):
-            solved = solve(problem, "greedy", time.monotonic() + self._options.time_limit, 0, lambda _: None,
-                           threading.Event())  # so that Ctrl-C ends the whole simulation
-            best = min(best, _period(problem, solved.pieces) * problem.tick_seconds)
-            if best <= solved.lower_bound_ticks * problem.tick_seconds:
+            best = min(best, self._period_of(problem, self._search) * problem.tick_seconds)
+            if best <= lower_bound(problem) * problem.tick_seconds:
                 return best
         # Where time ran out before, ReCycle's rule may have been luckier: its schedules are open to this planner, too.
         return min(best, self.samples / self.round_robin(down))
 
-    def _problems(self, down: Down, options: PlanOptions) -> Iterator[Problem]:
+    def _search(self, problem: Problem) -> Pieces:
+        """By the list schedulers, for a short time."""
+        deadline = time.monotonic() + self._options.time_limit
+        # An event of its own, so that Ctrl-C ends the whole simulation and not this search.
+        return solve(problem, "greedy", deadline, 0, lambda _: None, threading.Event()).pieces
+
+    def _period_of(self, problem: Problem, solver: Callable[[Problem], Pieces]) -> int:
+        """The period in ticks: of the assembled schedule, or for a large job of the slowest piece."""
+        if problem.operations <= LARGE:
+            return _period(problem, solver(problem))
+        return max(self._piece_period(piece.problem, solver) for piece in decompose(problem))
+
+    def _piece_period(self, problem: Problem, solver: Callable[[Problem], Pieces]) -> int:
+        key = (solver.__name__, problem.backward, problem.optimizer, problem.grid.microbatches, problem.failed)
+        if key not in self._pieces:
+            self._pieces[key] = _period(problem, solver(problem))
+        return self._pieces[key]
+
+    def _problems(self, down: Down, options: PlanOptions) -> Sequence[Problem]:
         """One for each arrangement over pipelines that differs by more than the pipelines' numbers.
 
-        Where those so far were solved in small pieces, one that would make a huge piece is not worth its time.
+        For a large job, the one that falls into the smallest pieces.
         """
-        seen: set[Pattern] = set()
+        distinct: dict[Pattern, Problem] = {}
         for failed in arrangements(self.job, self._windows, down) if any(down) else [()]:
-            pattern = pattern_of(failed, self._classes)
-            if pattern in seen:
-                continue
-            problem = options.problem(self.job, failed)
-            if not seen or max(piece.problem.operations for piece in decompose(problem)) <= LARGE:
-                yield problem
-            seen.add(pattern)
+            distinct.setdefault(pattern_of(failed, self._classes), options.problem(self.job, failed))
+        problems = list(distinct.values())
+        if problems[0].operations <= LARGE:
+            return problems
+        return [min(reversed(problems), key=lambda problem: max(piece.problem.operations
+                                                                for piece in decompose(problem)))]
 
     # --- ReCycle ------------------------------------------------------------------------------------------------------
 
@@ -155,10 +176,8 @@ class Speeds:
         options = msgspec.structs.replace(self._options, backward=backward, optimizer=optimizer)
         best = math.inf
         for problem in self._problems(down, options):
-            bound = lower_bound(problem)
-            pieces = [(piece, _best_round_robin(piece.problem, bound)) for piece in decompose(problem)]
-            best = min(best, _period(problem, pieces) * problem.tick_seconds)
-            if best <= bound * problem.tick_seconds:
+            best = min(best, self._period_of(problem, _round_robin) * problem.tick_seconds)
+            if best <= lower_bound(problem) * problem.tick_seconds:
                 break
         return best
 
@@ -217,7 +236,7 @@ def _table_periods(table: Table, job: Job, options: PlanOptions) -> dict[Down, f
     return periods
 
 
-def _period(problem: Problem, pieces: Sequence[tuple[Piece, Solution]]) -> int:
+def _period(problem: Problem, pieces: Pieces) -> int:
     """The period in ticks that solved pieces give together: as `planner.assemble` makes it, without the schedule."""
     placed = place(problem, pieces)
     last = ends(problem, placed)
@@ -246,9 +265,14 @@ def _recycle_policies(problem: Problem) -> Iterator[ListPolicy]:
             yield ListPolicy(ignore_transfers=ignore, in_flight=limits)
 
 
-def _best_round_robin(problem: Problem, bound: int) -> Solution:
+def _round_robin(problem: Problem) -> Pieces:
+    return [(piece, _best_round_robin(piece.problem)) for piece in decompose(problem)]
+
+
+def _best_round_robin(problem: Problem) -> Solution:
     if problem.backward == "fused":
         return one_f_one_b(problem)
+    bound = lower_bound(problem)
     dense = Dense(problem, deal(problem, "round-robin"))
     found = recycle(problem)
     best = dense.period(dense.starts(found))

@@ -11,8 +11,8 @@ COSTS = Costs(parameters=1e9, switch_seconds=2.0, load_seconds=3.0, restart_seco
 
 
 def job(pipelines=3, stages=2, microbatches=6, optimizer=1):
-    return parse_job(f"name = \"small\"\npipelines = {pipelines}\nstages = {stages}\nmicrobatches = {microbatches}\n[time]\n"
-                     f"forward = 1\nbackward_input = 1\nbackward_weight = 1\noptimizer = {optimizer}\n")
+    return parse_job(f"name = \"small\"\npipelines = {pipelines}\nstages = {stages}\nmicrobatches = {microbatches}\n"
+                     f"[time]\nforward = 1\nbackward_input = 1\nbackward_weight = 1\noptimizer = {optimizer}\n")
 
 
 def setting(between=1000.0, costs=COSTS, **shape):

@@ -90,7 +90,7 @@ def test_files(tmp_path):
     path.write_bytes(b"\xef\xbb\xbf" + EVENTS.replace("\n", "\r\n").encode())
     assert read_trace(path).name == "spot" and read_trace(path).changes == parse_trace(EVENTS).changes
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(TraceFileError, match="spot.csv: not UTF-8"):
+    with pytest.raises(TraceFileError, match=r"spot\.csv: not UTF-8"):
         read_trace(path)
     with pytest.raises(TraceFileError, match="cannot be read"):
         read_trace(tmp_path / "none")

@@ -1,0 +1,195 @@
+"""`slipstream simulate`, `reproduce` and `jitter` as a user meets them."""
+
+import json
+import shutil
+import subprocess
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.app import app
+from cli.simulation_page import COLOURS
+from planner.fleet.policies import POLICIES
+
+JOB = """
+name = "small"
+pipelines = 3
+stages = 2
+microbatches = 6
+[time]
+forward = 1
+backward_input = 1
+backward_weight = 1
+optimizer = 1
+"""
+TRACE = """2021-12-11, 10:00:00, 6
+2021-12-11, 11:00:00, 5
+2021-12-11, 12:00:00, 6
+2021-12-11, 13:00:00, 4
+2021-12-11, 14:00:00, 4
+"""
+BROWSER = next((path for name in ("chromium", "chromium-browser", "google-chrome", "chrome")
+                if (path := shutil.which(name))), None)
+
+
+def slipstream(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trace.txt").write_text(TRACE)
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    return path
+
+
+def test_a_job_and_a_trace_are_enough(job, tmp_path):
+    result = slipstream("simulate", job, "--trace", "trace.txt")
+    assert result.exit_code == 0 and all(name in result.stdout for name in POLICIES)
+    assert "slipstream trains" in result.stdout and "x oobleck" in result.stdout
+    assert "drawn at random: the file says how many" in result.stderr.replace("\n", " ")
+    text = (tmp_path / "job-simulation.html").read_text()
+    assert text.startswith("<!doctype html>") and "Lost time by cause" in text
+    # Nothing is fetched from anywhere.
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "") and "src=" not in text and "@import" not in text
+
+
+def test_json_names_every_policy_and_its_samples_a_second(job, tmp_path):
+    result = slipstream("simulate", job, "--trace", "trace.txt", "--json")
+    answer = json.loads(result.stdout)
+    assert list(answer["policies"]) == list(POLICIES) and not list(tmp_path.glob("*.html"))
+    assert answer["policies"]["slipstream"] > answer["policies"]["bamboo"] > 0
+    assert answer["fault_free"]["slipstream"] == pytest.approx(18 / 19)
+    assert answer["trace"]["seconds"] == 4 * 3600 and answer["trace"]["mean_live"] == pytest.approx(21 / 4)
+    some = slipstream("simulate", job, "--trace", "trace.txt", "--policy", "oobleck", "--policy", "recycle", "--json",
+                      "--html", tmp_path / "some.html")
+    assert list(json.loads(some.stdout)["policies"]) == ["recycle", "oobleck"] and (tmp_path / "some.html").exists()
+
+
+def test_samples_are_counted_in_the_jobs_batch(job):
+    base = json.loads(slipstream("simulate", job, "--trace", "trace.txt", "--json").stdout)["policies"]
+    job.write_text(JOB + "[training]\nbatch = 4\n")
+    four = json.loads(slipstream("simulate", job, "--trace", "trace.txt", "--json").stdout)["policies"]
+    assert four["slipstream"] == pytest.approx(4 * base["slipstream"])
+
+
+def test_traces_are_drawn_where_none_is_given(job):
+    arguments = ("simulate", job, "--mtbf", "20", "--days", "2", "--json")
+    first, again = slipstream(*arguments, "--seed", 1), slipstream(*arguments, "--seed", 1)
+    assert first.exit_code == 0 and first.stdout == again.stdout
+    answer = json.loads(first.stdout)
+    assert answer["trace"]["removals"] > 3 and "(--mtbf)" in answer["trace"]["notes"][0]
+    many = json.loads(slipstream(*arguments, "--seeds", 20).stdout)
+    assert many["seeds"] == 20 and many["spread"]["oobleck"]["p5"] < many["policies"]["oobleck"]
+    assert "20 traces" in slipstream(*arguments[:-1], "--seeds", 20).stdout
+
+
+def test_periods_are_taken_from_a_table(job, tmp_path):
+    made = slipstream("table", job, "--max-failures", 2, "--time-limit", 1, "--jobs", 1, "--out", "table")
+    assert made.exit_code == 0
+    result = slipstream("simulate", job, "--trace", "trace.txt", "--table", "table", "--json")
+    assert result.exit_code == 0 and json.loads(result.stdout)["policies"]["slipstream"] > 0
+    job.write_text(JOB.replace("= 6", "= 5"))
+    refused = slipstream("simulate", job, "--trace", "trace.txt", "--table", "table")
+    assert refused.exit_code == 2 and "a table of another job" in refused.stderr
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["--trace", "none.txt"], "none.txt: cannot be read"),
+    (["--trace", "job.toml"], "job.toml: line 2: 'name = \"small\"'; expected `YYYY"),
+    (["--policy", "magic"], "--policy magic: expected one of slipstream, "),
+    (["--preset", "magic"], "--preset magic: expected one of llama-3, meta-rsc"),
+    (["--mtbf", "0.001", "--days", "30000"], "expected at most 5 million"),
+    (["--table", "none"], "--table: none"),
+    (["--trace", "trace.txt", "--html", "/dev/null/page.html"], "cannot be written"),
+])
+def test_bad_input_exits_2_with_one_line(job, arguments, says):
+    result = slipstream("simulate", job, *arguments)
+    assert result.exit_code == 2 and says in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_job_without_any_plan_exits_1(job):
+    job.write_text(JOB + "[memory]\ncapacity = 1\nactivation = 2\n")
+    result = slipstream("simulate", job, "--trace", "trace.txt")
+    assert result.exit_code == 1 and "no schedule can run it" in result.stderr
+
+
+# --- The report in a browser ------------------------------------------------------------------------------------------
+
+
+def browse(page, *options):
+    """What a headless Chromium without any network makes of a page."""
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+               "--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=2000", *options, page.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True,
+                          cwd=page.parent, env={"HOME": str(page.parent), "PATH": "/usr/bin:/bin"}).stdout
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_the_report_in_a_browser(job, tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    numpy = pytest.importorskip("numpy")
+    assert slipstream("simulate", job, "--trace", "trace.txt").exit_code == 0
+    page = tmp_path / "job-simulation.html"
+    browse(page, "--window-size=1050,1900", f"--screenshot={tmp_path / 'page.png'}")
+    pixels = (image.imread(tmp_path / "page.png")[..., :3] * 255).round().astype(int)
+    assert pixels.shape == (1900, 1050, 3)
+    for name in ("slipstream", "oobleck", "bamboo"):  # each line is drawn
+        wanted = [int(COLOURS[name][index:index + 2], 16) for index in (1, 3, 5)]
+        assert (numpy.abs(pixels - wanted).max(axis=2) < 8).sum() > 150, name
+    filled = (pixels.min(axis=2) < 200).mean()
+    assert 0.02 < filled < 0.4
+    # Nothing is cut off to the right.
+    assert (pixels[:, -20:].min(axis=2) < 250).mean() < 0.001
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_lines_can_be_switched_off(job, tmp_path):
+    assert slipstream("simulate", job, "--trace", "trace.txt").exit_code == 0
+    page = tmp_path / "job-simulation.html"
+    click = "<script>document.querySelector('input[value=oobleck]').click()</script></body>"
+    page.write_text(page.read_text().replace("</body>", click))
+    shown = browse(page, "--dump-dom")
+    lines = [part.split(">")[0] for part in shown.split("<polyline ")[1:]]
+    hidden = [line for line in lines if "display: none" in line]
+    assert len(lines) == len(POLICIES) + 1 and len(hidden) == 1 and 'data-name="oobleck"' in hidden[0]
+
+
+# --- Published figures, noise -----------------------------------------------------------------------------------------
+
+
+def test_a_published_figure_as_table_json_and_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    result = slipstream("reproduce", "worked-example", "--out", tmp_path)
+    assert result.exit_code == 0 and "+ staggered optimizer" in result.stdout and "assumed:" in result.stdout
+    figure = json.loads((tmp_path / "worked-example.json").read_text())
+    assert figure["series"][0]["published"] and figure["series"][0]["values"][0] == 30
+    assert (tmp_path / "worked-example.png").read_bytes().startswith(b"\x89PNG")
+    assert "| + split backward | 32 | 32 |" in (tmp_path / "worked-example.md").read_text()
+    plain = slipstream("reproduce", "worked-example", "--out", tmp_path / "plain", "--no-picture", "--json")
+    assert json.loads(plain.stdout)["name"] == "worked-example" and not (tmp_path / "plain/worked-example.png").exists()
+
+
+def test_an_unknown_figure_exits_2():
+    result = slipstream("reproduce", "magic")
+    assert result.exit_code == 2 and "no such figure; expected one of worked-example, failures" in result.stderr
+
+
+def test_noise_and_stragglers(job):
+    assert slipstream("plan", job, "--method", "greedy", "--out", "plan.json").exit_code == 0
+    calm = json.loads(slipstream("jitter", "plan.json", "--noise", 0, "--replays", 10, "--json").stdout)
+    assert calm["mean"] <= calm["planned"] == 19 and calm["p5"] == calm["p95"]
+    noisy = json.loads(slipstream("jitter", "plan.json", "--noise", 0.2, "--slow", "0.1=1.5", "--json").stdout)
+    assert noisy["replays"] == 10_000 and calm["mean"] < noisy["p5"] < noisy["p50"] < noisy["p95"]
+    assert "over 100 replays" in slipstream("jitter", "plan.json", "--replays", 100).stdout
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["none.json"], "none.json"), (["plan.json", "--slow", "0.1"], "--slow: '0.1': expected D.S=FACTOR"),
+    (["plan.json", "--slow", "9.9=2"], "no live worker 9.9"), (["plan.json", "--slow", "0.1=-1"], "factor of -1")])
+def test_noise_on_bad_input_exits_2(job, arguments, says):
+    slipstream("plan", job, "--method", "greedy", "--out", "plan.json")
+    result = slipstream("jitter", *arguments)
+    assert result.exit_code == 2 and says in result.stderr and "Traceback" not in result.stderr

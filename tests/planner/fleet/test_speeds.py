@@ -1,0 +1,99 @@
+"""Throughputs of schedules: the same as the planner's own, and as worked out by hand."""
+
+from itertools import pairwise
+
+import pytest
+
+from planner.fleet.figures import FIGURES, ablation, failures, published, scaling
+from planner.fleet.figures.failures import steady
+from planner.fleet.speeds import Speeds, spread
+from planner.normalise import PlanOptions, normal_form
+from planner.plan import plan_job
+from planner.tables import build_table
+from schedules.table import Table
+from tests.planner.fleet.small import job
+
+OPTIONS = PlanOptions(method="greedy", time_limit=0.5)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 5])
+def test_the_normal_form_is_the_planners(count):
+    one = job(pipelines=4, stages=3)
+    speeds = Speeds(one)
+    schedule = normal_form(one, count, OPTIONS).schedule
+    target = speeds.target(count)
+    assert sum(target) == count
+    assert speeds.planned(target) == pytest.approx(24 / schedule.seconds(schedule.period_ticks), rel=0.01)
+
+
+def test_whole_pipelines_share_the_batch():
+    speeds = Speeds(job())
+    assert speeds.usual(3) == pytest.approx(18 / plan_job(job(), method="1f1b").fault_free_period)
+    assert [speeds.usual(count) for count in (0, 1, 2)] == [0.0, pytest.approx(18 / 58), pytest.approx(18 / 31)]
+
+
+def test_a_stage_without_workers_trains_nothing():
+    speeds = Speeds(job())
+    assert speeds.planned((3, 0)) == speeds.recycle((3, 0)) == 0.0
+    assert speeds.target(5) is None and speeds.target(4) == (2, 2)
+
+
+def test_failures_are_spread_one_a_stage_then_two():
+    assert [spread(count, 4) for count in (0, 1, 4, 6)] == [(0,) * 4, (0, 0, 0, 1), (1,) * 4, (1, 1, 2, 2)]
+
+
+def test_a_table_gives_its_periods_and_is_refused_for_another_job(tmp_path):
+    text = ("name = \"small\"\npipelines = 3\nstages = 2\nmicrobatches = 6\n[time]\nforward = 1\nbackward_input = 1\n"
+            "backward_weight = 1\noptimizer = 1\n")
+    build_table(job(), text.encode(), tmp_path, OPTIONS, max_failures=2)
+    table = Table.load(tmp_path)
+    speeds = Speeds(job(), table=table)
+    for row in table.rows():
+        target = speeds.target(row.failures)
+        assert speeds.planned(target) == pytest.approx(18 / row.period)
+    with pytest.raises(ValueError, match="a table of another job: its grid or times differ"):
+        Speeds(job(microbatches=5), table=table)
+
+
+# --- Published figures ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["6.7B", "350M"])
+def test_the_published_job_makes_the_published_throughput(model):
+    speeds = Speeds(published.published_job(model, 8))
+    assert speeds.usual(6) == pytest.approx(published.FAULT_FREE[model], rel=1e-4)
+
+
+def test_the_published_trace():
+    trace = published.published_trace()
+    assert trace.places == 24 and trace.length_seconds == pytest.approx(159 * 144.0)
+    scaled = published.FAULT_SCALED[0] * trace.mean_live / 24
+    assert scaled == pytest.approx(published.AVERAGES["6.7B"]["fault-scaled"], rel=0.002)
+
+
+def test_throughput_by_failures_of_the_published_job():
+    found = steady(8)
+    assert found["fault-scaled"] == pytest.approx(published.FAULT_SCALED, rel=0.002)
+    for ours, recycle, limit in zip(found["slipstream"], found["recycle"], found["work-conserving"], strict=True):
+        assert recycle * (1 - 1e-9) <= ours <= limit * (1 + 1e-9)
+    assert found["recycle"][4] == pytest.approx(published.RECYCLE_6_7B[4], rel=0.15)
+    assert failures.assumptions()
+
+
+def test_each_idea_helps():
+    steps = list(ablation.shares(8).values())
+    for before, after in pairwise(steps):
+        assert all(b >= a * (1 - 1e-9) for a, b in zip(before, after, strict=True))
+
+
+def test_scaling():
+    found = scaling.shares(48, 8)
+    assert all(recycle * (1 - 1e-9) <= ours <= limit * (1 + 1e-9) for ours, recycle, limit in found)
+    assert found[0][0] >= found[1][0] >= found[2][0]
+
+
+def test_the_worked_example():
+    figure = FIGURES["worked-example"](lambda done, total: None)
+    published_slots, ours = (one.values for one in figure.series)
+    assert published_slots == (30, 39, 32, 30, None) and ours[0] == 30 and ours[2:] == (32, 30, 22)
+    assert 38 <= ours[1] <= 39
