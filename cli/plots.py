@@ -1,6 +1,7 @@
 """Pictures of reproduced figures, by matplotlib (the extra `plots`)."""
 
 import io
+import textwrap
 
 import matplotlib as mpl
 import numpy as np
@@ -44,13 +45,14 @@ def _lines(axes: Axes, figure: Figure) -> None:
     x = np.array(figure.x, dtype=float)
     colours = iter(COLOURS)
     markers = iter(MARKERS)
-    for one in figure.series:
+    for number, one in enumerate(figure.series):
         if one.published:
             axes.plot(x, _floats(one.values), linestyle="none", marker=next(markers), color="black", fillstyle="none",
                       label=one.name)
             continue
         colour = next(colours)
-        axes.plot(x, _floats(one.values), linestyle="--" if one.yardstick else "-", color=colour, label=one.name)
+        axes.plot(x, _floats(one.values), linestyle="--" if one.yardstick else "-", color=colour, label=one.name,
+                  linewidth=1.5 if number else 4)  # the first is seen where others lie on it
         if one.low:
             axes.fill_between(x, _floats(one.low), _floats(one.high), color=colour, alpha=0.13, linewidth=0)
     if figure.logarithmic_x:
@@ -72,7 +74,7 @@ def _bars(axes: Axes, figure: Figure) -> None:
         if number < len(points) and len(points) == len(drawn):
             axes.plot(at, _floats(points[number].values), linestyle="none", marker=MARKERS[number], color="black",
                       markerfacecolor="white", label=points[number].name, zorder=5)
-    axes.set_xticks(places, [str(label).replace(" ", "\n", 1) for label in figure.x], fontsize=8)
+    axes.set_xticks(places, [textwrap.fill(str(label), 18) for label in figure.x], fontsize=8)
 
 
 def _errors(one: Series) -> "np.ndarray[tuple[int, int], np.dtype[np.float64]] | None":
