@@ -35,12 +35,14 @@ library: $(INSTALLED)      ## plan the tables of schedules/library anew
 	  $(BIN)/slipstream table $$job/job.toml --max-failures 4 --time-limit 60 --out $$job || exit 1; \
 	done
 
-# torch first and by its exact version, so that nothing else pulls another build.
+# torch first and by its exact version, so that nothing else pulls another build. The planner's inner loops are compiled
+# here rather than in the background of the first plan.
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("slipstream needs Python 3.11 or newer: make PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python -m planner.kernel.compile
 	touch $@
 
 clean:                     ## remove the environment and everything generated
