@@ -6,12 +6,14 @@ A command's module is imported when the command is run, so that planning does no
 import difflib
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from cli.console import err
+from cli.console import complain, loading
 from cli.start import main as main
 from cli.version import version
 
@@ -32,6 +34,18 @@ COMMANDS = {
     "demo": "Plan the published worked example, then train a small GPT with and without one of its workers.",
 }
 """Name and one line of help; `cli/NAME.py` holds a function of that name."""
+
+
+class _Interrupted(Exception):  # noqa: N818
+    """Ctrl-C, past typer, which would end the program without a word."""
+
+
+@contextmanager
+def _noticing_ctrl_c() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise _Interrupted from None
 
 
 class _Commands(TyperGroup):
@@ -56,13 +70,15 @@ class _Commands(TyperGroup):
         name, found, rest = super().resolve_command(ctx, args)
         return name, load(args[0]) if found else None, rest
 
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        """Read the options before the command."""
+        with _noticing_ctrl_c():
+            return super().make_context(*args, **extra)
+
     def invoke(self, ctx: Any) -> Any:
-        """Run a command; Ctrl-C, where the command itself leaves it, ends it with one line and exit 130."""
-        try:
+        """Load the command and run it."""
+        with _noticing_ctrl_c():
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            err.print("slipstream: interrupted", style="yellow", highlight=False)
-            raise typer.Exit(130) from None
 
     def main(self, args: Any = None, prog_name: str | None = None, complete_var: str | None = None,
              standalone_mode: bool = True, windows_expand_args: bool = True, **extra: Any) -> Any:
@@ -71,6 +87,8 @@ class _Commands(TyperGroup):
             return super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         try:
             sys.exit(super().main(args, prog_name, complete_var, False, windows_expand_args, **extra))
+        except _Interrupted:
+            raise KeyboardInterrupt from None
         except Exception as error:
             if not hasattr(error, "format_message"):  # an error of click's, of whichever copy
                 raise
@@ -78,7 +96,7 @@ class _Commands(TyperGroup):
             ctx = getattr(error, "ctx", None)
             hint = f" (see {ctx.command_path} --help)" if message and ctx is not None else ""
             if message:  # without one, as where no command is given, the help has been printed
-                err.print(f"slipstream: {message}{hint}", style="red", markup=False, highlight=False, soft_wrap=True)
+                complain(message + hint)
             sys.exit(2)
 
 
@@ -94,7 +112,9 @@ def _as_clause(message: str) -> str:
 def load(name: str) -> Any:
     """Import a command and build its options."""
     single = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-    single.command(name)(getattr(importlib.import_module(f"cli.{name}"), name))
+    with loading():
+        module = importlib.import_module(f"cli.{name}")
+    single.command(name)(getattr(module, name))
     return typer.main.get_command(single)
 
 

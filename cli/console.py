@@ -6,13 +6,15 @@ no, 2 bad input.
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
 import typer
 from rich.console import Console
 
+from planner.interrupt import interruptible
 from schedules.files import write_atomically
 from schedules.schedule import Worker
 
@@ -25,17 +27,43 @@ def print_json(answer: Mapping[str, object]) -> None:
     sys.stdout.write(json.dumps(answer, allow_nan=False) + "\n")
 
 
+def printable(text: str) -> str:
+    """Text in which control characters, which names of files and their contents may hold, are written as escapes."""
+    return "".join(one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text)
+
+
+def complain(message: object) -> None:
+    """A line in red on stderr, after the program's name."""
+    err.print(printable(f"slipstream: {message}"), style="red", markup=False, highlight=False, soft_wrap=True)
+
+
 def refuse(message: object) -> NoReturn:
     """Bad input: one line on stderr, exit 2."""
-    err.print(f"slipstream: {' '.join(str(message).split())}", style="red", markup=False, highlight=False,
-              soft_wrap=True)
+    complain(" ".join(str(message).split()))
     raise typer.Exit(2)
 
 
 def answer_no(message: object) -> NoReturn:
     """The answer is no: the reason on stderr, exit 1."""
-    err.print(f"slipstream: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+    complain(message)
     raise typer.Exit(1)
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Import modules within. Ctrl-C is acted upon afterwards: some modules swallow it, and then are half there."""
+    with interruptible() as interrupted:
+        yield
+    if interrupted.is_set():
+        raise KeyboardInterrupt
+
+
+def completing(*words: str) -> Callable[[str], list[str]]:
+    """For an option that takes one of these words: what a shell offers when the user presses Tab."""
+    def offer(incomplete: str) -> list[str]:
+        return [word for word in words if word.startswith(incomplete)]
+
+    return offer
 
 
 def parse_workers(texts: list[str]) -> tuple[Worker, ...]:

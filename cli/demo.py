@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -80,13 +80,21 @@ def _ideas(job: Job) -> Sequence[_Idea]:
         weight_stash=(0.0,) * job.stages))
     down = f"{DEAD} down: "
     return (
-        _Idea("fault-free, 1F1B", plan_job(job, method="1f1b"), "30 s"),
-        _Idea("fault-free, split + staggered", plan_job(job), ""),
+        _Idea("fault-free, 1F1B", _planned(job, method="1f1b"), "30 s"),
+        _Idea("fault-free, split + staggered", _planned(job), ""),
         _Idea(down + "re-routing, memory of 1F1B",
-              plan_job(tight, [DEAD], backward="fused", optimizer="synchronous"), "39 s"),
-        _Idea(down + "+ split backward", plan_job(job, [DEAD], optimizer="synchronous"), "32 s"),
-        _Idea(down + "+ staggered optimizer", plan_job(job, [DEAD]), "30 s"),
+              _planned(tight, [DEAD], backward="fused", optimizer="synchronous"), "39 s"),
+        _Idea(down + "+ split backward", _planned(job, [DEAD], optimizer="synchronous"), "32 s"),
+        _Idea(down + "+ staggered optimizer", _planned(job, [DEAD]), "30 s"),
     )
+
+
+def _planned(job: Job, failed: Sequence[Worker] = (), **options: Any) -> Plan:
+    """A plan; Ctrl-C, which ends a search early, ends the demo."""
+    plan = plan_job(job, failed, **options)
+    if plan.interrupted:
+        raise KeyboardInterrupt
+    return plan
 
 
 def _train(folder: Path, short: bool) -> dict[str, object]:
@@ -95,8 +103,8 @@ def _train(folder: Path, short: bool) -> dict[str, object]:
     config = parse_run_config(job.model, job.training, iterations=SHORT_ITERATIONS if short else None)
     out.print()
     out.rule(f"Training: a GPT on {job.pipelines} pipelines x {job.stages} stages, {config.training.dtype}")
-    whole = plan_job(job).schedule
-    broken = plan_job(job, [ABSENT]).schedule
+    whole = _planned(job).schedule
+    broken = _planned(job, [ABSENT]).schedule
     try:
         runs = {"all workers": _run(whole, config, folder / "whole", "all workers"),
                 f"without {ABSENT}": _run(broken, config, folder / "without", f"without {ABSENT}")}

@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from cli.console import duration, err, out, print_json
+from cli.console import duration, err, loading, out, print_json
 from cli.version import version
 from planner.job import read_job
 
@@ -96,8 +96,9 @@ def _installed() -> Iterator[Finding]:
 def _backends() -> Iterator[Finding]:
     """What tensors can be computed on and carried over here."""
     try:
-        import torch
-        from torch import distributed
+        with loading():
+            import torch
+            from torch import distributed
     except ImportError as error:
         yield Finding("backends", "torch", "failed", f"cannot be imported: {_line(error)}")
         return
@@ -122,7 +123,9 @@ def _backends() -> Iterator[Finding]:
 def _compiled() -> Finding:
     from planner.compiled import annealing, listing
 
-    if annealing() is None or listing() is None:
+    with loading():
+        compiled = annealing() is not None and listing() is not None
+    if not compiled:
         return Finding("backends", "compiled search", "absent", "being compiled in the background, once a machine; "
                        "until then plans take longer to get good")
     return Finding("backends", "compiled search", "ok", "compiled")
@@ -131,7 +134,8 @@ def _compiled() -> Finding:
 def _self_test() -> Iterator[Finding]:
     """Plan, check and look up in this process, while two others start, meet and talk."""
     try:
-        from runtime.greeting import Greeters, GreetingError
+        with loading():
+            from runtime.greeting import Greeters, GreetingError
     except ImportError as error:
         yield Finding("self-test", "two processes", "failed", f"runtime cannot be imported: {_line(error)}")
         yield from _planning()
@@ -164,11 +168,14 @@ def _tested(name: str, test: Callable[[], str]) -> Finding:
 
 
 def _plan_and_check() -> str:
-    from planner.plan import plan_job
+    with loading():
+        from planner.plan import plan_job
     from schedules.check import check
     from schedules.schedule import Worker
 
     made = plan_job(read_job(EXAMPLE), [Worker(1, 2)], time_limit=SEARCH_SECONDS)
+    if made.interrupted:
+        raise KeyboardInterrupt
     violations, period = check(made.schedule), made.schedule.seconds(made.schedule.period_ticks)
     if violations:
         raise RuntimeError(f"a plan breaks a rule: {violations[0]}")

@@ -1,13 +1,14 @@
 """`slipstream lookup`: the schedule of a table for the workers that are down."""
 
+import difflib
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import msgspec
 import typer
 
-from cli.console import answer_no, duration, err, out, parse_workers, print_json, refuse, write_or_refuse
+from cli.console import answer_no, completing, duration, err, out, parse_workers, print_json, refuse, write_or_refuse
 from cli.moves import move_lines
 from cli.plan import Failed, Json, OutFile
 from planner.job import JobError, parse_job
@@ -22,7 +23,7 @@ from schedules.tablefile import TableError
 PLAN_SECONDS = 10.0
 """At most, for a failure set that is not in the table."""
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help=(
+Folder = Annotated[Path, typer.Argument(metavar="DIR", autocompletion=completing(*library_names()), help=(
     f"The table's folder, or the name of one that comes with Slipstream: {', '.join(library_names())}."))]
 
 
@@ -41,7 +42,7 @@ def lookup(folder: Folder, failed: Failed = None, out_file: OutFile = None, json
     """
     down = parse_workers(failed or [])
     try:
-        table = Table.load(folder if folder.exists() else library(str(folder)) or folder)
+        table = Table.load(folder if folder.exists() else library(str(folder)) or _missing(folder))
         answer = _look_up(table, down) or _plan(table, down)
     except TableError as error:
         refuse(error)
@@ -58,6 +59,12 @@ def lookup(folder: Folder, failed: Failed = None, out_file: OutFile = None, json
     _print(answer, table)
     if out_file is not None:
         err.print(f"written to {out_file}", highlight=False)
+
+
+def _missing(folder: Path) -> NoReturn:
+    near = difflib.get_close_matches(str(folder), library_names(), 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"those that come with Slipstream are {', '.join(library_names())}"
+    refuse(f"{folder}: no such folder or table; {hint}")
 
 
 def _look_up(table: Table, down: tuple[Worker, ...]) -> _Answer | None:

@@ -10,6 +10,7 @@ import typer
 
 from cli.console import (
     answer_no,
+    completing,
     duration,
     err,
     out,
@@ -35,13 +36,16 @@ from schedules.torchcsv import MAX_BYTES, TorchCsvError, read_order
 JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="The job file (TOML).")]
 Failed = Annotated[list[str] | None, typer.Option("--failed", metavar="D.S", help=(
     "A worker that is down, as PIPELINE.STAGE; may be repeated."))]
-Backward = Annotated[str | None, typer.Option("--backward", metavar="split|fused", help=(
+Backward = Annotated[str | None, typer.Option("--backward", metavar="split|fused",
+                                                  autocompletion=completing("split", "fused"), help=(
     "split: weight gradients are ops of their own that fill bubbles; fused: they follow the input gradients. "
     "Default: split; fused for 1f1b."))]
-Optimizer = Annotated[str | None, typer.Option("--optimizer", metavar="staggered|synchronous", help=(
+Optimizer = Annotated[str | None, typer.Option("--optimizer", metavar="staggered|synchronous",
+                                                   autocompletion=completing("staggered", "synchronous"), help=(
     "staggered: a stage steps as soon as its own gradients are reduced; synchronous: all stages wait for the last. "
     "Default: staggered; synchronous for 1f1b."))]
-How = Annotated[str, typer.Option("--method", metavar="cp-sat|greedy|1f1b|recycle", help=(
+How = Annotated[str, typer.Option("--method", metavar="cp-sat|greedy|1f1b|recycle",
+                                        autocompletion=completing(*METHODS), help=(
     "cp-sat: list schedulers, annealing, the solver; greedy: list schedulers only; to compare with, 1f1b: the usual "
     "schedule, and recycle: 1F1B order with re-routed work in its bubbles."))]
 TimeLimit = Annotated[float, typer.Option("--time-limit", metavar="SEC", min=0.01, max=7 * 86400, help=(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.console import duration, err, out, print_json, refuse, write_or_refuse
+from cli.console import duration, err, loading, out, print_json, refuse, write_or_refuse
 from cli.plan import read_job_or_refuse
 from planner.job import Job
 from planner.jobtext import job_text
@@ -36,15 +36,16 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
 
     Writes a complete job file, to be planned and trained. Transfers and all-reduces are measured within this machine.
     """
-    from runtime.config import ConfigError, parse_run_config
-    from runtime.layers import model_for, parameter_dtype, split_layers
-    from runtime.profile import ProfileError
-    from runtime.profile import profile as measure
+    with loading():
+        import torch
+
+        from runtime.config import ConfigError, parse_run_config
+        from runtime.layers import model_for, parameter_dtype, split_layers
+        from runtime.profile import ProfileError
+        from runtime.profile import profile as measure
 
     wanted = read_job_or_refuse(job)
     try:
-        import torch
-
         config = parse_run_config(wanted.model, wanted.training)
         layers = model_for(config.model, 0, parameter_dtype(config.training.dtype), torch.device("meta")).layers
         ranges = _ranges(wanted.layers, layers) if wanted.layers else split_layers(layers, len(wanted.columns))

@@ -86,8 +86,8 @@ def _start(task: _Task, errors: IO[bytes]) -> "subprocess.Popen[bytes]":
     root = str(Path(__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     return subprocess.Popen([sys.executable, "-m", "runtime.greeting", msgspec.json.encode(task).decode()],
-                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors,
-                            env={**os.environ, "PYTHONPATH": path})
+                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, process_group=0,
+                            env={**os.environ, "PYTHONPATH": path})  # Ctrl-C is for the one who waits for them
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

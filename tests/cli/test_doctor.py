@@ -1,0 +1,73 @@
+"""`slipstream doctor`: what it finds here, and what it says where something is broken."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+import cli.doctor
+from cli.app import app
+from runtime.greeting import Greeters, GreetingError
+from schedules.check import Violation
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+def findings(result):
+    return {finding["name"]: finding for finding in json.loads(result.stdout)["findings"]}
+
+
+def test_all_is_well_here():
+    """The whole self-test: a plan, a lookup, and two processes that talk over gloo."""
+    result = run("--json")
+    assert result.exit_code == 0, result.stdout
+    assert json.loads(result.stdout)["ok"]
+    found = findings(result)
+    assert {found[name]["status"] for name in ("torch", "ortools", "gloo", "plan and check", "two processes")} == {"ok"}
+    assert "period 30 s" in found["plan and check"]["detail"] and "1 MiB over gloo" in found["two processes"]["detail"]
+
+
+def test_report_for_a_reader():
+    result = run("--quick")
+    assert result.exit_code == 0 and "self-test" not in result.stdout
+    assert "✓ torch " in result.stdout and result.stdout.rstrip().endswith("all is well")
+
+
+def test_a_missing_package(monkeypatch):
+    monkeypatch.setattr(cli.doctor, "PACKAGES", ("torch", "no-such-package"))
+    result = run("--quick")
+    assert result.exit_code == 1 and "✗ no-such-package" in result.stdout and "pip install" in result.stdout
+
+
+def test_a_broken_planner_is_told(monkeypatch):
+    broken = Violation("memory", "worker 0.0 holds too much")
+    monkeypatch.setattr("schedules.check.check", lambda schedule: [broken])
+    found = next(iter(cli.doctor._planning()))
+    assert found.status == "failed" and "worker 0.0 holds too much" in found.detail
+
+
+def test_greeters_that_never_meet_are_ended():
+    with Greeters() as greeters:
+        began = time.monotonic()
+        with pytest.raises(GreetingError, match=r"within 0 s"):
+            greeters.wait(0.1)
+        processes = [process for process, _ in greeters._processes]
+    assert time.monotonic() - began < 20 and all(process.poll() is not None for process in processes)
+
+
+def test_a_greeter_that_dies_is_named():
+    with Greeters() as greeters:
+        greeters._processes[0][0].kill()
+        with pytest.raises(GreetingError, match="ended with status -9"):
+            greeters.wait(30)
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import sys; from typer.testing import CliRunner; from cli.app import app; " \
+           "done = CliRunner().invoke(app, ['doctor', '--help']); sys.exit(done.exit_code or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -1,0 +1,233 @@
+"""What every command has in common: completion, version, hints, colours, plain output in pipes, Ctrl-C."""
+
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.app import COMMANDS, app
+from schedules.codec import write
+from tests.generate import BROKEN, by_hand
+
+ROOT = Path(__file__).resolve().parents[2]
+JOBS = ROOT / "cli" / "jobs"
+SLIPSTREAM = [sys.executable, "-c", "import sys; sys.argv[0] = 'slipstream'; from cli.start import main; main()"]
+COLOUR = re.compile(r"\x1b\[[0-9;]*\b(3[0-8]|4[0-8]|9[0-7])[;m]")
+CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
+ENVIRONMENT = {name: value for name, value in os.environ.items()
+               if name not in ("NO_COLOR", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE")}
+
+
+def environment(**more):
+    return {**ENVIRONMENT, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", **more}
+
+
+@pytest.fixture(scope="module")
+def schedule(tmp_path_factory):
+    path = tmp_path_factory.mktemp("habits") / "schedule.json"
+    write(by_hand(BROKEN), path)
+    return path
+
+
+# --- Version and hints ------------------------------------------------------------------------------------------------
+
+
+def test_version():
+    expected = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"slipstream {expected}\n")
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["plann"], "no such command 'plann'; did you mean 'plan'? (see slipstream --help)"),
+    (["chek", "x.json"], "did you mean 'check'?"),
+    (["frobnicate"], "no such command 'frobnicate' (see slipstream --help)"),
+    (["--verson"], "no such option: --verson; did you mean --version?"),
+    (["plan", "job.toml", "--faild", "1.2"], "did you mean --failed? (see slipstream plan --help)"),
+    (["plan"], "missing argument 'JOB' (see slipstream plan --help)"),
+    (["plan", "job.toml", "--time-limit", "soon"], "invalid value for '--time-limit'"),
+    (["lookup", "gpt-1.6b"], "did you mean 'gpt-1.5b'?"),
+])
+def test_a_wrong_command_line_is_refused_in_one_line_with_the_mend(arguments, says):
+    result = CliRunner().invoke(app, arguments, prog_name="slipstream")
+    assert result.exit_code == 2 and says in result.stderr
+    assert result.stderr.startswith("slipstream: ") and result.stderr.count("\n") == 1 and not result.stdout
+
+
+@pytest.mark.parametrize(("wrong", "right"), [("microbatchs = 2", "microbatches"), ("[tme]", "time"),
+                                              ("[time]\nfoward = 1", "forward")])
+def test_a_wrong_key_names_the_nearest(tmp_path, wrong, right):
+    text = "pipelines = 1\nstages = 1\nmicrobatches = 1\n[time]\nforward = 1\nbackward_input = 1\nbackward_weight = 1\n"
+    if wrong.startswith("[time]"):
+        text = text.replace("[time]", wrong)
+    else:
+        text = f"{wrong}\n{text}" if "=" in wrong else f"{text}{wrong}\n"
+    (tmp_path / "job.toml").write_text(text)
+    result = CliRunner().invoke(app, ["plan", str(tmp_path / "job.toml")])
+    assert result.exit_code == 2 and f"did you mean '{right}'" in result.stderr.replace("time.", "")
+
+
+def test_without_a_command_help_is_shown():
+    result = CliRunner().invoke(app, [])
+    assert result.exit_code == 2 and "Usage: " in result.stdout and not result.stderr
+
+
+# --- Completion -------------------------------------------------------------------------------------------------------
+
+
+def test_completion_in_bash(tmp_path):
+    """By the script that --show-completion prints, in a real bash."""
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("needs bash")
+    program = tmp_path / "slipstream"
+    program.write_text(f"#!{bash}\nexec {' '.join(map(repr, SLIPSTREAM[:2]))} \"{SLIPSTREAM[2]}\" \"$@\"\n")
+    program.chmod(0o755)
+    script = """
+        eval "$(slipstream --show-completion bash)"
+        try() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _slipstream_completion slipstream; echo "${COMPREPLY[*]}"; }
+        try slipstream pl
+        try slipstream plan --fail
+        try slipstream plan job.toml --method ''
+        try slipstream lookup gpt-1
+    """
+    variables = environment(PATH=f"{tmp_path}:{os.environ['PATH']}", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    done = subprocess.run([bash, "-c", script], capture_output=True, text=True, timeout=120, check=True, env=variables)
+    assert done.stdout.splitlines() == ["plan", "--failed", "cp-sat greedy 1f1b recycle", "gpt-1.5b"]
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_completion_scripts_of_other_shells(shell, monkeypatch):
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    result = CliRunner().invoke(app, ["--show-completion", shell], prog_name="slipstream")
+    assert result.exit_code == 0 and "_SLIPSTREAM_COMPLETE=complete_" in result.stdout
+
+
+# --- Colours and control characters -----------------------------------------------------------------------------------
+
+
+def quick_commands(folder, schedule):
+    """Command lines that end soon, one for each command that can."""
+    job = JOBS / "worked-example.toml"
+    return {
+        "plan": ["plan", job, "--failed", "1.2", "--method", "greedy"],
+        "table": ["table", job, "--max-failures", "1", "--method", "greedy", "--jobs", "1", "--out", folder / "table"],
+        "lookup": ["lookup", "gpt-1.5b", "--failed", "2.5"],
+        "check": ["check", schedule],
+        "show": ["show", schedule, "--html", folder / "page.html"],
+        "export": ["export", ROOT / "nowhere.json", "--to", "torch-csv"],
+        "doctor": ["doctor", "--quick"],
+        "help": ["--help"],
+        "plan help": ["plan", "--help"],
+        "refusal": ["plan", "\x1b[31mno\x1b[0m.toml"],
+    }
+
+
+def test_no_control_characters_in_pipes(tmp_path, schedule, monkeypatch):
+    for name in set(os.environ) - set(ENVIRONMENT):
+        monkeypatch.delenv(name)
+    for name, arguments in quick_commands(tmp_path, schedule).items():
+        result = CliRunner().invoke(app, list(map(str, arguments)))
+        assert result.exit_code in (0, 2), (name, result.output)
+        assert not CONTROL.search(result.stdout + result.stderr), (name, result.output)
+
+
+def in_terminal(arguments, **more):
+    """What a program writes to a terminal."""
+    leader, follower = pty.openpty()
+    process = subprocess.Popen([*SLIPSTREAM, *map(str, arguments)], stdin=follower, stdout=follower, stderr=follower,
+                               env=environment(**more), start_new_session=True)
+    os.close(follower)
+    written = b""
+    try:
+        while data := _read(leader):
+            written += data
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait(10)
+        os.close(leader)
+    return written.decode()
+
+
+def _read(leader):
+    try:
+        return os.read(leader, 65536)
+    except OSError:  # Linux: the other end is closed
+        return b""
+
+
+def test_colours_in_terminals_unless_no_color(tmp_path, schedule):
+    arguments = quick_commands(tmp_path, schedule)["show"]
+    assert COLOUR.search(in_terminal(arguments))
+    assert not COLOUR.search(in_terminal(arguments, NO_COLOR="1"))
+
+
+# --- Ctrl-C -----------------------------------------------------------------------------------------------------------
+
+INTERRUPTED = """
+import os, signal, sys, threading
+import cli.app
+load = cli.app.load
+
+def loaded(name):
+    command = load(name)
+    timer = threading.Timer({delay}, lambda: os.killpg(0, signal.SIGINT))
+    timer.daemon = True
+    timer.start() if {delay} else os.killpg(0, signal.SIGINT)
+    return command
+
+cli.app.load = loaded
+from cli.start import main
+main()
+"""
+"""Ctrl-C, as a terminal sends it to all processes of a command, so many seconds after its module has been imported."""
+
+LONG = {
+    "profile": (["profile"], 1.0),
+    "simulate": (["simulate", JOBS / "worked-example.toml", "--days", "3000"], 0.5),
+    "jitter": (["jitter", "SCHEDULE", "--replays", "1000000"], 0.5),
+    "doctor": (["doctor"], 0.5),
+    "demo": (["demo", "--out", "OUT"], 0.5),
+}
+"""Command lines that take long, and when to strike. The others are struck as they begin; what Ctrl-C leaves of a plan,
+a table and a training run is tested with those."""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_ctrl_c_is_clean(name, tmp_path, schedule):
+    """Exit 130; no traceback; no process is left."""
+    arguments, delay = LONG.get(name, ([name], 0))
+    places = {"SCHEDULE": schedule, "OUT": tmp_path / "out"}
+    command = [sys.executable, "-c", INTERRUPTED.format(delay=delay), *(str(places.get(one, one)) for one in arguments)]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True, env=environment(), cwd=tmp_path, start_new_session=True)
+    try:
+        _, errors = process.communicate(timeout=120)
+    finally:
+        gone = ended(process.pid)
+        if not gone:
+            os.killpg(process.pid, 9)
+            process.wait(10)
+    assert process.returncode == 130, (process.returncode, errors)
+    assert "Traceback" not in errors and "Exception ignored" not in errors and not CONTROL.search(errors), errors
+    assert "interrupted" in errors and gone, errors
+
+
+def ended(group, seconds=5):
+    """Whether all processes of a group end soon."""
+    for _ in range(seconds * 20):
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
