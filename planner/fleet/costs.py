@@ -27,8 +27,8 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     parameters: float
     """Of the model; the figures below follow from it unless given."""
     switch_seconds: float = 1.0
-    """From a worker's death to the first op by the next schedule, or for taking one in. Slipstream's runtime needs less
-    on CPUs over gloo (`slipstream train --kill`); NCCL groups take longer to form than gloo's, hence a second."""
+    """From a worker's death to the first op by the next schedule, or for taking one in. `benchmarks.recovery`
+    measures less in Slipstream's runtime, on CPUs over gloo; NCCL groups take longer to form, hence a second."""
     load_seconds: float
     """To fetch the parameters and optimizer state of one stage from a peer."""
     restart_seconds: float

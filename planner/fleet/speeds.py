@@ -60,7 +60,7 @@ class Speeds:
         self.workers = job.pipelines * job.stages
         self.samples = samples_per_microbatch * sum(job.microbatches)
         self._options = PlanOptions(method="greedy", time_limit=plan_seconds)
-        self._windows = Windows(self.job, self._options)
+        self._windows: dict[int, Windows] = {}
         problem = self._options.problem(self.job)
         self._tick_seconds = problem.tick_seconds
         self._classes = pipeline_classes(problem.grid, problem.times)
@@ -93,7 +93,7 @@ class Speeds:
         if failures > self.workers - self.job.stages:
             return None
         kept = [down for down in self._table if sum(down) == failures]
-        ranked = self._windows.distributions(failures)
+        ranked = self._windows_of(self._enough(failures)).distributions(failures)
         choices = dict.fromkeys([*kept, *(counts for *_, counts in ranked), spread(failures, self.job.stages)])
         most = self.samples / (ranked[0][0] * self._tick_seconds) if ranked else math.inf
         best, rate = None, 0.0
@@ -117,6 +117,20 @@ class Speeds:
                 return best
         # Where time ran out before, ReCycle's rule may have been luckier: its schedules are open to this planner, too.
         return min(best, self.samples / self.round_robin(down))
+
+    def _enough(self, failures: int) -> Job:
+        """As many of the job's pipelines as have a part in the failures: more are whole and alike, and change nothing.
+
+        With f (M + 1) of them, a micro-batch more for each of the helpers takes up all work of f broken ones.
+        """
+        count = self.job.microbatches[0]
+        enough = failures * (count + 1) + 1
+        if enough >= self.job.pipelines or len(set(self.job.microbatches)) > 1:
+            return self.job
+        return msgspec.structs.replace(self.job, pipelines=enough, microbatches=(count,) * enough)
+
+    def _windows_of(self, job: Job) -> Windows:
+        return self._windows.setdefault(job.pipelines, Windows(job, self._options))
 
     def _search(self, problem: Problem) -> Pieces:
         """By the list schedulers, for a short time."""
@@ -142,8 +156,11 @@ class Speeds:
         For a large job, the one that falls into the smallest pieces.
         """
         distinct: dict[Pattern, Problem] = {}
-        for failed in arrangements(self.job, self._windows, down) if any(down) else [()]:
-            distinct.setdefault(pattern_of(failed, self._classes), options.problem(self.job, failed))
+        job = self._enough(sum(down))
+        for failed in arrangements(job, self._windows_of(job), down) if any(down) else [()]:
+            pattern = pattern_of(failed, self._classes)
+            if pattern not in distinct:
+                distinct[pattern] = options.problem(job, failed)
         problems = list(distinct.values())
         if problems[0].operations <= LARGE:
             return problems

@@ -55,6 +55,21 @@ def test_a_table_gives_its_periods_and_is_refused_for_another_job(tmp_path):
         Speeds(job(microbatches=5), table=table)
 
 
+@pytest.mark.parametrize("down", [(0, 0, 0), (0, 0, 1), (1, 0, 1), (2, 1, 0), (2, 2, 2), (6, 6, 6)])
+def test_the_slowest_piece_stands_for_a_large_job(down, monkeypatch):
+    whole = Speeds(job(pipelines=12, stages=3)).planned(down)
+    monkeypatch.setattr("planner.fleet.speeds.LARGE", 10)
+    assert Speeds(job(pipelines=12, stages=3)).planned(down) == pytest.approx(whole, rel=0.06)
+
+
+@pytest.mark.parametrize("down", [(0, 0), (0, 1), (1, 1), (2, 0)])
+def test_pipelines_that_have_no_part_in_failures_change_nothing(down):
+    """With two micro-batches, six pipelines do for one failure: twenty have the same period."""
+    few, many = Speeds(job(7, microbatches=2)), Speeds(job(20, microbatches=2))
+    assert many.planned(down) / 40 == pytest.approx(few.planned(down) / 14)
+    assert sum(many.target(2)) == 2 and many.planned(many.target(2)) >= many.planned((2, 0))
+
+
 # --- Published figures ------------------------------------------------------------------------------------------------
 
 
