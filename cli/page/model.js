@@ -115,7 +115,7 @@ class Panel {
     const rank = stored.stages.map((column, stage) => stored.stages.slice(0, stage).filter((one) => one === column).length);
     this.tracks = stored.tracks.map((track) => new Track(track, rank));
     this.seats = stored.seats.map(([pipeline, column, rolePipeline, roleColumn, track]) =>
-      ({ pipeline, column, rolePipeline, roleColumn, track: this.tracks[track] }));
+      ({ pipeline, column, rolePipeline, roleColumn, number: track, track: this.tracks[track] }));
     this.seatAt = new Map(this.seats.map((seat, i) => [this.place(seat.pipeline, seat.column), i]));
     this.playerOf = new Map(this.seats.map((seat, i) => [this.place(seat.rolePipeline, seat.roleColumn), i]));
     this.down = new Set(stored.failed.map(([pipeline, column]) => this.place(pipeline, column)));
@@ -125,6 +125,17 @@ class Panel {
   }
 
   place(pipeline, column) { return pipeline * this.columns + column; }
+
+  /** What a pipeline's workers run, as a text that is the same for pipelines that do the same. */
+  behaviour(pipeline) {
+    if (pipeline >= this.pipelines) return "";
+    return Array.from({ length: this.columns }, (_, column) => {
+      const seat = this.seats[this.seatAt.get(this.place(pipeline, column))];
+      if (!seat) return "down";
+      const moved = seat.rolePipeline !== pipeline || seat.roleColumn !== column;
+      return moved ? `${seat.number} as ${seat.rolePipeline}.${seat.roleColumn}` : seat.number;
+    }).join() + ` ${this.microbatches[pipeline]}`;
+  }
 
   /** An op as an object with everything that can be said about it. */
   op(ref) {

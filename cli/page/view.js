@@ -2,6 +2,7 @@
 /* The page: rows, pointer, keys, and the words beside the chart. */
 
 const element = (id) => document.getElementById(id);
+const MANY = 64; // workers from which on equal pipelines begin as one
 const GROUP_HEAD = 22, PANEL_HEAD = 28, MIN_BAR = 6, MAX_BAR = 60;
 
 /** A new element with a class, text and children; text is never read as markup. */
@@ -23,6 +24,8 @@ class Timeline {
     this.beside = "stacked";
     this.path = "none";
     this.memory = true;
+    this.equal = this.panels.some((panel) => panel.seats.length > MANY);
+    element("equal").checked = this.equal;
     this.hover = this.cursor = this.chosen = null;
     this.followed = null; // {pipeline, microbatch}
     this.drawn = []; // milliseconds of the last frames
@@ -79,20 +82,37 @@ class Timeline {
   }
 
   grouped(rows, pipelines, columns, panels) {
-    const byPipeline = this.group === "pipeline";
-    const [outer, inner] = byPipeline ? [pipelines, columns] : [columns, pipelines];
-    for (let i = 0; i < outer; i++) {
-      rows.push({ head: byPipeline ? `Pipeline ${i}` : this.columnName(panels[0], i) });
-      for (let j = 0; j < inner; j++)
-        for (const panel of panels) {
-          const [pipeline, column] = byPipeline ? [i, j] : [j, i];
-          if (pipeline >= panel.pipelines || column >= panel.columns) continue;
-          const number = panel.seatAt.get(panel.place(pipeline, column));
-          const seat = number === undefined ? null : panel.seats[number];
-          const label = `${pipeline}.${column}${panels.length > 1 ? ` ${this.tag(panel)}` : ""}`;
-          rows.push({ panel, number, seat, pipeline, column, label });
-        }
+    const sets = this.sets(pipelines, panels);
+    const add = (pipeline, column, more) => {
+      for (const panel of panels) {
+        if (pipeline >= panel.pipelines || column >= panel.columns) continue;
+        const number = panel.seatAt.get(panel.place(pipeline, column));
+        const seat = number === undefined ? null : panel.seats[number];
+        const label = `${pipeline}.${column}${more}${panels.length > 1 ? ` ${this.tag(panel)}` : ""}`;
+        rows.push({ panel, number, seat, pipeline, column, label });
+      }
+    };
+    if (this.group === "pipeline") {
+      for (const set of sets) {
+        rows.push({ head: set.length > 1 ? `Pipelines ${ranges(set)}: the same programs` : `Pipeline ${set[0]}` });
+        for (let column = 0; column < columns; column++) add(set[0], column, "");
+      }
+      return;
     }
+    for (let column = 0; column < columns; column++) {
+      rows.push({ head: this.columnName(panels[0], column) });
+      for (const set of sets) add(set[0], column, set.length > 1 ? ` ×${set.length}` : "");
+    }
+  }
+
+  /** The pipelines, those that do the same in one set, if such are to be shown once. */
+  sets(pipelines, panels) {
+    const found = new Map();
+    for (let pipeline = 0; pipeline < pipelines; pipeline++) {
+      const key = this.equal ? panels.map((panel) => panel.behaviour(pipeline)).join(";") : pipeline;
+      if (found.has(key)) found.get(key).push(pipeline); else found.set(key, [pipeline]);
+    }
+    return [...found.values()];
   }
 
   columnName(panel, column) {
@@ -205,7 +225,10 @@ class Timeline {
     const { panel } = ref, op = panel.op(ref), row = this.rowOf(ref);
     const [start, end] = [op.start * panel.second, op.end * panel.second], { t0, t1 } = this.times, span = t1 - t0;
     if (start < t0 || end > t1) this.look((start + end) / 2 - span / 2, (start + end) / 2 + span / 2);
-    if (!row) return;
+    if (!row) {
+      if (this.equal) this.set("equal", false); // it is one of those that are not shown
+      return;
+    }
     if (row.at < this.chart.scrollTop) this.chart.scrollTop = Math.max(0, row.at - GROUP_HEAD);
     else if (row.at + row.height + AXIS > this.chart.scrollTop + this.chart.clientHeight)
       this.chart.scrollTop = row.at + row.height + AXIS + 8 - this.chart.clientHeight;
@@ -465,6 +488,7 @@ class Timeline {
     on("group", "change", (event) => this.set("group", event.target.value));
     on("beside", "change", (event) => this.set("beside", event.target.value));
     on("memory", "change", (event) => this.set("memory", event.target.checked));
+    on("equal", "change", (event) => this.set("equal", event.target.checked));
     on("path", "change", (event) => this.setPath(event.target.value));
     on("theme", "change", (event) => this.setTheme(event.target.value));
     on("in", "click", () => this.zoom(1 / 1.5));
@@ -587,10 +611,19 @@ class Timeline {
       "g": () => this.set("group", turn(["pipeline", "stage"], this.group)),
       "b": () => this.panels.length > 1 && this.set("beside", turn(["stacked", "paired"], this.beside)),
       "m": () => this.set("memory", !this.memory),
+      "e": () => this.set("equal", !this.equal), "d": () => this.nextDown(),
       "c": () => this.setPath(turn(["none", "iteration", "op"], this.path)),
       "t": () => this.setTheme(turn(["", "light", "dark"], element("theme").value)),
       "/": () => element("find").select(), "?": () => element("help").showModal(),
     };
+  }
+
+  /** Scroll to the next worker that is down, from the top again after the last. */
+  nextDown() {
+    const down = this.rows.filter((row) => !row.head && !row.seat);
+    const next = down.find((row) => row.at > this.chart.scrollTop + 3 * GROUP_HEAD) ?? down[0];
+    if (next) this.chart.scrollTop = Math.max(0, next.at - 2 * GROUP_HEAD);
+    element("said").textContent = next ? `Worker ${next.pipeline}.${next.column} is down` : "No worker is down";
   }
 
   taller(by) {
@@ -603,6 +636,15 @@ class Timeline {
     this.choose(null);
     this.chart.focus();
   }
+}
+
+/** `0, 2–7` for ascending numbers; the first few runs of many. */
+function ranges(numbers) {
+  const runs = [];
+  for (const number of numbers)
+    if (runs.length && number === runs.at(-1)[1] + 1) runs.at(-1)[1] = number; else runs.push([number, number]);
+  const texts = runs.slice(0, 6).map(([first, last]) => (first === last ? `${first}` : `${first}–${last}`));
+  return texts.join(", ") + (runs.length > 6 ? " …" : "") + (runs.length > 1 ? ` (${numbers.length})` : "");
 }
 
 /** The page's state, for whoever wants to look on: `timeline.times`, `timeline.chosen`, `timeline.drawn`. */

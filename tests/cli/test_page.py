@@ -338,6 +338,22 @@ def test_grouping(page):
     assert chosen(page) == "W(micro-batch 2.5, stage 3) on 2.3"
 
 
+def test_equal_pipelines_once(chromium, tmp_path):
+    """200 pipelines, one broken: a few rows; following a hidden one shows all again."""
+    with chromium.open(write_page(tmp_path, planned(grid(200, 2, 4), [Worker(150, 1)]))) as page:
+        heads = page.js("timeline.rows.filter((row) => row.head).map((row) => row.head)")
+        assert len(heads) < 10 and any("the same programs" in head for head in heads) and "Pipeline 150" in heads
+        page.key("d")
+        assert page.js("document.getElementById('said').textContent") == "Worker 150.1 is down"
+        hidden = page.js("""[...Array(200).keys()].find((pipeline) =>
+            !timeline.rows.some((row) => row.pipeline === pipeline && row.seat))""")
+        assert page.js(f"timeline.find('{hidden}.1')")
+        assert page.js("timeline.rows.filter((row) => row.head).length") == 200
+        assert not page.js("document.getElementById('equal').checked")
+        page.frame()
+        assert page.js("timeline.painter.box(timeline.chosen, timeline.rowOf).visible")
+
+
 def test_keyboard_alone(page):
     """From op to op, choosing, finding; help; and every control can be reached with Tab."""
     page.js("timeline.chart.focus()")
