@@ -33,14 +33,14 @@ import torch
 from planner.job import Job, parse_job
 from planner.normalise import PlanOptions, normal_form
 from planner.plan import plan_job
-from runtime.checkpoint import latest
-from runtime.conductor import NoScheduleError, Recovery, RunError, Scheduler
+from runtime.cluster.conductor import NoScheduleError, Recovery, RunError, Scheduler
+from runtime.cluster.crew import Return
+from runtime.cluster.injection import Action, Injection, Place
+from runtime.cluster.nursery import Nursery
 from runtime.config import RunConfig, parse_run_config
-from runtime.crew import Return
-from runtime.injection import Action, Injection, Place
 from runtime.launch import Resilience, run
-from runtime.nursery import Nursery
-from runtime.parameters import load_parameters
+from runtime.model.checkpoint import latest
+from runtime.model.parameters import load_parameters
 from runtime.reference import ReferenceResult, reference_run
 from schedules.relabel import relabel
 from schedules.schedule import Schedule, Worker

@@ -26,11 +26,11 @@ from rich.table import Table
 from cli.profile import job_tables
 from planner.job import parse_job
 from runtime.config import RunConfig, parse_run_config
-from runtime.data import Microbatch, load_corpus
-from runtime.layers import model_for, parameter_dtype, split_layers
-from runtime.optimizer import build_optimizer
+from runtime.model.data import Microbatch, load_corpus
+from runtime.model.layers import model_for, parameter_dtype, split_layers
+from runtime.model.optimizer import build_optimizer
+from runtime.model.stage import Stage, boundaries
 from runtime.profile import profile
-from runtime.stage import Stage, boundaries
 
 STAGES = 2
 ROW = 8

@@ -31,11 +31,11 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from planner.job import parse_job
 from planner.plan import plan_job
+from runtime.cluster.nursery import Nursery
 from runtime.config import RunConfig, parse_run_config
-from runtime.data import Microbatch, load_corpus
 from runtime.launch import run
-from runtime.layers import model_for, parameter_dtype, split_layers
-from runtime.nursery import Nursery
+from runtime.model.data import Microbatch, load_corpus
+from runtime.model.layers import model_for, parameter_dtype, split_layers
 from schedules.schedule import OpKind, Schedule
 from schedules.torchcsv import write_order
 

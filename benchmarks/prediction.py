@@ -21,12 +21,12 @@ from typing import NamedTuple
 import torch
 
 from cli.profile import job_tables
-from planner.jobtext import job_text
 from planner.job import parse_job
+from planner.jobtext import job_text
 from planner.plan import plan_job
 from runtime.config import parse_run_config
 from runtime.launch import run
-from runtime.layers import split_layers
+from runtime.model.layers import split_layers
 from runtime.profile import Profile, profile
 
 LIMIT = 0.10

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from planner.job import Job, parse_job
 from planner.plan import plan_job
-from runtime.conductor import Recovery
+from runtime.cluster.conductor import Recovery
+from runtime.cluster.crew import Return
+from runtime.cluster.injection import Injection, Place
+from runtime.cluster.nursery import Nursery
 from runtime.config import parse_run_config
-from runtime.crew import Return
-from runtime.injection import Injection, Place
 from runtime.launch import Resilience, run
-from runtime.nursery import Nursery
 from schedules.schedule import Schedule, Worker
 
 LIMIT_SECONDS = 1.0

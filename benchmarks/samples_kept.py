@@ -32,12 +32,12 @@ from benchmarks.replay import sleeping_job
 from benchmarks.sleeping import MODEL, TRAINING, sleeping
 from planner.job import Job
 from planner.plan import plan_job
-from runtime.checkpoint import latest
-from runtime.conductor import RunError
+from runtime.cluster.conductor import RunError
+from runtime.cluster.crew import Return
+from runtime.cluster.injection import Injection
 from runtime.config import parse_run_config
-from runtime.crew import Return
-from runtime.injection import Injection
 from runtime.launch import Resilience, RunResult, run
+from runtime.model.checkpoint import latest
 from schedules.schedule import Schedule, Worker
 
 CHECKPOINT_EVERY = 5

@@ -16,8 +16,8 @@ from rich.table import Table
 from torch import Tensor
 
 from runtime.config import RunConfig, parse_run_config
-from runtime.layers import model_for, parameter_dtype
-from runtime.stage import Microbatch, Stage
+from runtime.model.layers import model_for, parameter_dtype
+from runtime.model.stage import Microbatch, Stage
 
 
 def middle_stage(config: RunConfig, device: torch.device) -> Stage:

@@ -27,9 +27,9 @@ from planner.job import parse_job
 from planner.plan import plan_job
 from runtime.config import parse_run_config
 from runtime.launch import run
-from runtime.models.gpt import GPT
-from runtime.optimizer import StageOptimizer
-from runtime.stage import Stage
+from runtime.model.gpt import GPT
+from runtime.model.optimizer import StageOptimizer
+from runtime.model.stage import Stage
 from schedules.schedule import OptimizerMode
 
 UNIT = "STAGGERING_UNIT_SECONDS"

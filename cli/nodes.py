@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from cli.console import refuse
-from runtime.launchers import ALONE, Launched, Machine, announce, find, launched, to_open
-from runtime.rendezvous import Rendezvous
+from runtime.cluster.launchers import ALONE, Launched, Machine, announce, find, launched, to_open
+from runtime.cluster.rendezvous import Rendezvous
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

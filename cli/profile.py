@@ -40,7 +40,7 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
         import torch
 
         from runtime.config import ConfigError, parse_run_config
-        from runtime.layers import model_for, parameter_dtype, split_layers
+        from runtime.model.layers import model_for, parameter_dtype, split_layers
         from runtime.profile import ProfileError
         from runtime.profile import profile as measure
 

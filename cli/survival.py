@@ -7,8 +7,8 @@ from cli.console import parse_workers, refuse
 from planner.job import Job
 from planner.normalise import PlanOptions
 from planner.problem import NoPlanError
-from runtime.checkpoint import MANIFEST, Checkpoint, CheckpointError, latest, open_checkpoint
-from runtime.conductor import NoScheduleError, Scheduler
+from runtime.cluster.conductor import NoScheduleError, Scheduler
+from runtime.model.checkpoint import MANIFEST, Checkpoint, CheckpointError, latest, open_checkpoint
 from schedules.schedule import Grid, Schedule, Worker
 from schedules.table import Table
 from schedules.tablefile import TableError

@@ -24,14 +24,14 @@ from cli.plan import (
 )
 from cli.survival import events, find_checkpoint, look_up, read_table, require_fit, scheduler, way_on
 from planner.job import Job
-from runtime.checkpoint import CheckpointError
+from runtime.cluster.crew import Return
+from runtime.cluster.injection import Injection
+from runtime.cluster.rendezvous import RendezvousError
+from runtime.cluster.setup import JOIN_TIMEOUT
 from runtime.config import ConfigError, RunConfig, parse_run_config
-from runtime.crew import Return
-from runtime.injection import Injection
 from runtime.launch import Resilience, RunError, RunResult, join, run
-from runtime.placement import PlacementError
-from runtime.rendezvous import RendezvousError
-from runtime.setup import JOIN_TIMEOUT
+from runtime.model.checkpoint import CheckpointError
+from runtime.replay.placement import PlacementError
 from schedules.check import check
 from schedules.schedule import Schedule
 

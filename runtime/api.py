@@ -1,12 +1,12 @@
 """What a program that brings its own model, data or optimizer needs; docs/own-model.md shows how."""
 
 from runtime.config import ConfigError, ModelConfig, RunConfig, TrainingConfig, parse_run_config
-from runtime.data import Data, Microbatch
 from runtime.launch import RunError, RunResult, run
-from runtime.layers import LayeredModel
+from runtime.model.data import Data, Microbatch
+from runtime.model.layers import LayeredModel
+from runtime.model.seeds import derive_seed, seeded
+from runtime.model.split import weight_work
 from runtime.reference import ReferenceResult, reference_run
-from runtime.seeds import derive_seed, seeded
-from runtime.split import weight_work
 
 __all__ = [
     "ConfigError",

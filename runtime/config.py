@@ -35,7 +35,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The job file's `[model]` table."""
 
     name: Text = "gpt"
-    """"gpt", or `module:function` for a model of the user's own (`runtime.layers.Factory`)."""
+    """"gpt", or `module:function` for a model of the user's own (`runtime.model.layers.Factory`)."""
     blocks: Annotated[int, Meta(ge=1, le=10_000, description="a whole number from 1 to 10000")] = 4
     """Transformer blocks, each one layer of the model."""
     width: Count = 128
@@ -60,7 +60,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     batch: Count = 4
     """Sequences in a micro-batch."""
     optimizer: Text = "adamw"
-    """Which optimizer: "adamw", "sgd", or `module:function` for one of the user's own (`runtime.optimizer`)."""
+    """Which optimizer: "adamw", "sgd", or `module:function` for one of the user's own (`runtime.model.optimizer`)."""
     learning_rate: Positive = 1e-3
     """Step size, constant."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -86,7 +86,8 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     text: Text | None = None
     """Path of the text to train on; by default the Python standard library's own sources."""
     data: Reference | None = None
-    """Data of the user's own instead of a text: `module:function`, called with the RunConfig (`runtime.data.Data`)."""
+    """Data of the user's own instead of a text: `module:function`, called with the RunConfig and giving a
+    `runtime.model.data.Data`."""
     threads: Annotated[int, Meta(ge=1, le=1024, description="a whole number from 1 to 1024")] = 1
     """CPU threads a worker computes with."""
 

@@ -13,9 +13,9 @@ from typing import IO
 import msgspec
 import torch
 
-from runtime.comm import Epoch
-from runtime.membership import Lighthouse, Member
-from runtime.rendezvous import LOOPBACK, Rendezvous, connect_store, host_store, interface_towards
+from runtime.cluster.membership import Lighthouse, Member
+from runtime.cluster.rendezvous import LOOPBACK, Rendezvous, connect_store, host_store, interface_towards
+from runtime.replay.comm import Epoch
 from schedules.schedule import Worker
 
 WORKERS = (Worker(0, 0), Worker(1, 0))

@@ -19,27 +19,27 @@ from msgspec.structs import replace
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
-from runtime.checkpoint import Checkpoint, CheckpointError, identity_of, latest, open_checkpoint
-from runtime.clipping import watches_gradients
-from runtime.comm import Transport, choose_transport
-from runtime.conductor import Conductor, Recovery, Scheduler
-from runtime.conductor import RunError as RunError
+from runtime.cluster.conductor import Conductor, Recovery, Scheduler
+from runtime.cluster.conductor import RunError as RunError
+from runtime.cluster.crew import Crew, Hands, Return, next_command
+from runtime.cluster.injection import Injection
+from runtime.cluster.launchers import ALONE, Machine
+from runtime.cluster.ledger import Ledger
+from runtime.cluster.membership import Lighthouse
+from runtime.cluster.nursery import Nursery, NurseryError
+from runtime.cluster.rendezvous import Rendezvous, RendezvousError, connect_store, host_store
+from runtime.cluster.report import Ended, Left, push
+from runtime.cluster.setup import JOIN_TIMEOUT, SETUP_KEY, Form, Setup
+from runtime.cluster.watch import POLL_SECONDS, LossLog, Progress, Tell, Watch
 from runtime.config import ConfigError, RunConfig
-from runtime.crew import Crew, Hands, Return, next_command
-from runtime.data import load_corpus
-from runtime.digest import combined_digest
-from runtime.injection import Injection
-from runtime.launchers import ALONE, Machine
-from runtime.layers import LayeredModel, model_for, parameter_dtype
-from runtime.ledger import Ledger
-from runtime.membership import Lighthouse
-from runtime.nursery import Nursery, NurseryError
-from runtime.placement import PlacementError, deal_to_nodes, layer_ranges
-from runtime.rendezvous import Rendezvous, RendezvousError, connect_store, host_store
-from runtime.report import Ended, Left, push
-from runtime.setup import JOIN_TIMEOUT, SETUP_KEY, Form, Setup
-from runtime.stage import boundaries
-from runtime.watch import POLL_SECONDS, LossLog, Progress, Tell, Watch
+from runtime.model.checkpoint import Checkpoint, CheckpointError, identity_of, latest, open_checkpoint
+from runtime.model.clipping import watches_gradients
+from runtime.model.data import load_corpus
+from runtime.model.digest import combined_digest
+from runtime.model.layers import LayeredModel, model_for, parameter_dtype
+from runtime.model.stage import boundaries
+from runtime.replay.comm import Transport, choose_transport
+from runtime.replay.placement import PlacementError, deal_to_nodes, layer_ranges
 from schedules import codec
 from schedules.check import check
 from schedules.schedule import Schedule
@@ -53,14 +53,14 @@ FOUNDING_KEY = "schedule"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What a run leaves. Its folder `out` holds the same, and the parameters (`runtime.parameters`)."""
+    """What a run leaves. Its folder `out` holds the same, and the parameters (`runtime.model.parameters`)."""
 
     first_iteration: int
     """0, or that of the checkpoint that the run went on from."""
     losses: tuple[float, ...]
     """Mean over all micro-batches, one an iteration."""
     parameter_digest: str
-    """`runtime.digest` of all parameters after the last iteration."""
+    """`runtime.model.digest` of all parameters after the last iteration."""
     measured_period_seconds: float | None
     """Median over iterations of the longest busy window of any worker; None without iterations."""
     planned_period_seconds: float

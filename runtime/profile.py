@@ -24,15 +24,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runtime.clipping import watches_gradients
-from runtime.comm import Epoch, Transport, choose_transport
+from runtime.cluster.membership import Quorum
+from runtime.cluster.rendezvous import Rendezvous, connect_store, host_store, interface_towards
 from runtime.config import RunConfig
-from runtime.data import Data, Microbatch, load_corpus
-from runtime.layers import LayeredModel, model_for, parameter_dtype
-from runtime.membership import Quorum
-from runtime.optimizer import StageOptimizer, build_optimizer
-from runtime.rendezvous import Rendezvous, connect_store, host_store, interface_towards
-from runtime.stage import Boundary, Stage, boundaries
+from runtime.model.clipping import watches_gradients
+from runtime.model.data import Data, Microbatch, load_corpus
+from runtime.model.layers import LayeredModel, model_for, parameter_dtype
+from runtime.model.optimizer import StageOptimizer, build_optimizer
+from runtime.model.stage import Boundary, Stage, boundaries
+from runtime.replay.comm import Epoch, Transport, choose_transport
 from schedules.schedule import Worker
 
 ROW = 4

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from runtime.clipping import clip_factor
 from runtime.config import RunConfig
-from runtime.data import Data, Microbatch, load_corpus
-from runtime.digest import parameter_digest
-from runtime.layers import LayeredModel, autocast, layer_randomness, model_for, parameter_dtype
-from runtime.optimizer import build_optimizer
+from runtime.model.clipping import clip_factor
+from runtime.model.data import Data, Microbatch, load_corpus
+from runtime.model.digest import parameter_digest
+from runtime.model.layers import LayeredModel, autocast, layer_randomness, model_for, parameter_dtype
+from runtime.model.optimizer import build_optimizer
 
 CPU = torch.device("cpu")
 

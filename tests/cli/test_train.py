@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.app import app
-from runtime.rendezvous import host_store
+from runtime.cluster.rendezvous import host_store
 from schedules import codec
 from schedules.schedule import Worker
 from tests.jobs import grid

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from runtime.nursery import Nursery
+from runtime.cluster.nursery import Nursery
 
 torch.set_num_threads(1)
 

@@ -10,7 +10,7 @@ from planner.job import Job
 from planner.plan import plan_job
 from runtime.config import RunConfig, parse_run_config
 from runtime.launch import RunResult
-from runtime.parameters import load_parameters
+from runtime.model.parameters import load_parameters
 from runtime.reference import ReferenceResult, reference_run
 from schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
 

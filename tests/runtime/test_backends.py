@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from planner.job import parse_job
+from runtime.cluster.injection import Injection
 from runtime.config import RunConfig, parse_run_config
-from runtime.injection import Injection
 from runtime.launch import Resilience, run
 from schedules.schedule import Schedule, Worker
 from tests.runtime.running import assert_same_numbers, judge, schedule_for

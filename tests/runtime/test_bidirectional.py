@@ -2,8 +2,8 @@
 
 import pytest
 
-from runtime.crew import Return
-from runtime.injection import Injection
+from runtime.cluster.crew import Return
+from runtime.cluster.injection import Injection
 from runtime.launch import Resilience, run
 from schedules.schedule import Worker
 from tests.jobs import grid

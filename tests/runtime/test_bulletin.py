@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.distributed import DistStoreError, HashStore
 
-from runtime.bulletin import Bulletin
-from runtime.comm import CommunicationError, Epoch
-from runtime.meeting import OverError
-from runtime.membership import Quorum
+from runtime.cluster.meeting import OverError
+from runtime.cluster.membership import Quorum
+from runtime.replay.bulletin import Bulletin
+from runtime.replay.comm import CommunicationError, Epoch
 from schedules.schedule import Worker
 
 LONG = timedelta(seconds=20)

@@ -14,15 +14,15 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from runtime import checkpoint
-from runtime.checkpoint import KEEP, CheckpointError, identity_of, latest, load, save
 from runtime.config import RunConfig
-from runtime.data import Microbatch, load_corpus
-from runtime.layers import model_for
-from runtime.optimizer import StageOptimizer, build_optimizer
+from runtime.model import checkpoint
+from runtime.model.checkpoint import KEEP, CheckpointError, identity_of, latest, load, save
+from runtime.model.data import Microbatch, load_corpus
+from runtime.model.layers import model_for
+from runtime.model.optimizer import StageOptimizer, build_optimizer
+from runtime.model.stage import Stage
+from runtime.model.tensorfile import DTYPES, TensorFileError, read_tensors, write_tensors
 from runtime.reference import reference_run
-from runtime.stage import Stage
-from runtime.tensorfile import DTYPES, TensorFileError, read_tensors, write_tensors
 from tests.runtime.running import tiny
 
 IDENTITY = identity_of(tiny(), 4)

@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from runtime.comm import CommunicationError, Epoch, choose_transport
+from runtime.cluster.membership import Quorum
+from runtime.cluster.rendezvous import host_store
 from runtime.config import ConfigError
-from runtime.membership import Quorum
-from runtime.rendezvous import host_store
+from runtime.replay.comm import CommunicationError, Epoch, choose_transport
 from schedules.schedule import Worker
 
 WORKERS = [Worker(0, 0), Worker(0, 1), Worker(1, 1)]

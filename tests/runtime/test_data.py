@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from runtime.config import ConfigError, RunConfig, parse_run_config
-from runtime.data import LIBRARY_BYTES, Microbatch, load_corpus
+from runtime.model.data import LIBRARY_BYTES, Microbatch, load_corpus
 
 
 def config_for(path: Path, context: int = 8, seed: int = 0) -> RunConfig:

@@ -6,18 +6,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from runtime.comm import Epoch
-from runtime.data import load_corpus
-from runtime.exchange import LOOKAHEAD, Exchange, Parcel
-from runtime.executor import Executor
-from runtime.layers import model_for, parameter_dtype
-from runtime.membership import Quorum
-from runtime.optimizer import build_optimizer
-from runtime.placement import PlacementError, deal_to_nodes, layer_ranges, team
-from runtime.recorder import Recorder
-from runtime.rendezvous import host_store
-from runtime.stage import Boundary, Stage
-from runtime.steps import Steps
+from runtime.cluster.membership import Quorum
+from runtime.cluster.rendezvous import host_store
+from runtime.model.data import load_corpus
+from runtime.model.layers import model_for, parameter_dtype
+from runtime.model.optimizer import build_optimizer
+from runtime.model.stage import Boundary, Stage
+from runtime.model.steps import Steps
+from runtime.replay.comm import Epoch
+from runtime.replay.exchange import LOOKAHEAD, Exchange, Parcel
+from runtime.replay.executor import Executor
+from runtime.replay.placement import PlacementError, deal_to_nodes, layer_ranges, team
+from runtime.replay.recorder import Recorder
 from schedules.graph import op_key, producers
 from schedules.schedule import OpKind, Schedule, Worker
 from tests.generate import schedules

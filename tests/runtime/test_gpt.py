@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from runtime.config import ModelConfig
-from runtime.layers import model_for
+from runtime.model.layers import model_for
 
 CPU = torch.device("cpu")
 SMALL = ModelConfig(blocks=2, width=16, heads=2, context=8)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from runtime.cluster.nursery import Nursery
+from runtime.cluster.rendezvous import Rendezvous, RendezvousError, host_store
 from runtime.config import ConfigError
 from runtime.launch import RunError, join, run
-from runtime.nursery import Nursery
-from runtime.placement import PlacementError
-from runtime.rendezvous import Rendezvous, RendezvousError, host_store
+from runtime.replay.placement import PlacementError
 from schedules.codec import read
 from schedules.schedule import OpKind, Worker
 from schedules.trace import read_trace

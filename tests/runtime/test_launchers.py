@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from planner.job import parse_job
+from runtime.cluster.launchers import Launched, Machine, launched, to_open
+from runtime.cluster.rendezvous import Rendezvous
 from runtime.config import parse_run_config
-from runtime.launchers import Launched, Machine, launched, to_open
-from runtime.rendezvous import Rendezvous
 from tests.runtime.running import judge
 
 ROOT = Path(__file__).parents[2]

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from runtime.config import ConfigError, ModelConfig
-from runtime.layers import autocast, layer_randomness, model_for, parameter_dtype, split_layers
-from runtime.seeds import derive_seed, seeded
+from runtime.model.layers import autocast, layer_randomness, model_for, parameter_dtype, split_layers
+from runtime.model.seeds import derive_seed, seeded
 
 CPU = torch.device("cpu")
 

@@ -2,9 +2,9 @@ from itertools import permutations
 
 import pytest
 
-from runtime.ledger import Ledger, LedgerError
-from runtime.orders import Factor
-from runtime.report import Finished, Ran
+from runtime.cluster.ledger import Ledger, LedgerError
+from runtime.cluster.orders import Factor
+from runtime.cluster.report import Finished, Ran
 from tests.jobs import grid
 from tests.runtime.running import schedule_for
 

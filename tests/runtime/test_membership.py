@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import pytest
 
-from runtime.membership import HEARTBEAT_TIMEOUT_SECONDS, Lighthouse, Member, MembershipError
+from runtime.cluster.membership import HEARTBEAT_TIMEOUT_SECONDS, Lighthouse, Member, MembershipError
 from schedules.schedule import Worker
 
 SOON = timedelta(seconds=20)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from runtime.clipping import clip_factor
 from runtime.config import ConfigError, TrainingConfig
-from runtime.optimizer import StageOptimizer, build_optimizer
+from runtime.model.clipping import clip_factor
+from runtime.model.optimizer import StageOptimizer, build_optimizer
 
 OWN = """
 import torch

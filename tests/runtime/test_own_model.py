@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from planner.job import parse_job
+from runtime.cluster.nursery import Nursery
 from runtime.config import ConfigError, parse_run_config
-from runtime.data import Microbatch, load_corpus
 from runtime.launch import run
-from runtime.layers import model_for
-from runtime.nursery import Nursery
-from runtime.stage import Stage
+from runtime.model.data import Microbatch, load_corpus
+from runtime.model.layers import model_for
+from runtime.model.stage import Stage
 from tests.runtime.running import assert_same_numbers, judge, schedule_for
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "own-model.md"

@@ -9,14 +9,14 @@ import pytest
 
 from planner.normalise import PlanOptions, normal_form
 from runtime import launch
-from runtime.checkpoint import latest
-from runtime.conductor import NoScheduleError, RunError
-from runtime.crew import Return
-from runtime.injection import Injection
+from runtime.cluster.conductor import NoScheduleError, RunError
+from runtime.cluster.crew import Return
+from runtime.cluster.injection import Injection
+from runtime.cluster.membership import Lighthouse
+from runtime.cluster.nursery import Nursery
+from runtime.cluster.rendezvous import Rendezvous, host_store
 from runtime.launch import Resilience, join, run
-from runtime.membership import Lighthouse
-from runtime.nursery import Nursery
-from runtime.rendezvous import Rendezvous, host_store
+from runtime.model.checkpoint import latest
 from schedules.relabel import relabel
 from schedules.schedule import Worker
 from tests.jobs import grid

@@ -1,7 +1,7 @@
 import torch
 
 from runtime.config import parse_run_config
-from runtime.digest import parameter_digest
+from runtime.model.digest import parameter_digest
 from runtime.reference import reference_run
 
 CONFIG = parse_run_config({"blocks": 1, "width": 16, "heads": 2, "context": 16, "dropout": 0.1},

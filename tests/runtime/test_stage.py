@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from runtime.config import RunConfig, parse_run_config
-from runtime.data import Corpus, Microbatch, load_corpus
-from runtime.digest import parameter_digest
-from runtime.layers import model_for, parameter_dtype, split_layers
-from runtime.optimizer import build_optimizer
+from runtime.model.data import Corpus, Microbatch, load_corpus
+from runtime.model.digest import parameter_digest
+from runtime.model.layers import model_for, parameter_dtype, split_layers
+from runtime.model.optimizer import build_optimizer
+from runtime.model.stage import Boundary, Stage, boundaries
 from runtime.reference import reference_run
-from runtime.stage import Boundary, Stage, boundaries
 
 CPU = torch.device("cpu")
 MODEL = {"blocks": 2, "width": 16, "heads": 2, "context": 8, "dropout": 0.2}

@@ -9,13 +9,13 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from runtime.clipping import clip_factor
+from runtime.cluster.nursery import Nursery
 from runtime.config import TrainingConfig
 from runtime.launch import run
-from runtime.nursery import Nursery
-from runtime.optimizer import StageOptimizer
+from runtime.model.clipping import clip_factor
+from runtime.model.optimizer import StageOptimizer
+from runtime.model.steps import CALM, Steps
 from runtime.reference import reference_run
-from runtime.steps import CALM, Steps
 from tests.jobs import grid
 from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
 
@@ -147,7 +147,7 @@ def test_rarely_is_rarely(monkeypatch) -> None:
 
 SPIKY = textwrap.dedent("""
     import torch
-    from runtime.models.gpt import GPT
+    from runtime.model.gpt import GPT
 
     class Spike(torch.autograd.Function):
         @staticmethod

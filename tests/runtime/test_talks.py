@@ -8,11 +8,11 @@ import pytest
 from msgspec.structs import replace
 from torch import nn
 
-from runtime.injection import Injection
+from runtime.cluster.injection import Injection
+from runtime.cluster.nursery import Nursery
 from runtime.launch import Resilience, run
-from runtime.models.gpt import GPT
-from runtime.nursery import Nursery
-from runtime.talks import LeftBehindError, Talks
+from runtime.model.gpt import GPT
+from runtime.replay.talks import LeftBehindError, Talks
 from schedules.schedule import Worker
 from tests.runtime.running import assert_same_numbers, judge, tiny
 from tests.runtime.test_recovery import WIDE, planned

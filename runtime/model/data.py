@@ -1,0 +1,122 @@
+"""Text, cut deterministically into micro-batches: who asks, and when, does not matter."""
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.config import ConfigError, RunConfig
+from runtime.model.references import load_reference
+from runtime.model.seeds import derive_seed
+
+LIBRARY_BYTES = 4 * 2**20
+"""How much of the standard library's sources is read."""
+_NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+
+
+class Microbatch(NamedTuple):
+    """The identity of a micro-batch: the `index`-th that `pipeline` reads in `iteration`."""
+
+    iteration: int
+    pipeline: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """A text as bytes, and the seed by which it is cut."""
+
+    text: Tensor
+    """uint8 [bytes]."""
+    digest: str
+    """SHA-256 of the text: workers that train together must agree on it."""
+    seed: int
+
+    def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, Tensor]:
+        """The tokens of a micro-batch and, for each, the one that follows: two int64 [batch, context] on the CPU."""
+        generator = torch.Generator().manual_seed(derive_seed("data", self.seed, *microbatch))
+        starts = torch.randint(self.text.numel() - context, (batch, 1), generator=generator)
+        window = self.text[starts + torch.arange(context + 1)].long()
+        return window[:, :-1], window[:, 1:]
+
+
+class Data(Protocol):
+    """What the runtime asks of data: the same micro-batch for the same name, on every worker, at any time."""
+
+    @property
+    def digest(self) -> str:
+        """A text that differs where the data do: workers that train together must agree on it."""
+
+    def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, Tensor]:
+        """What layer 0 takes and what the loss compares with, on the CPU; all micro-batches have the same shapes."""
+
+
+def load_corpus(config: RunConfig) -> Data:
+    """The data that a configuration names.
+
+    Raises ConfigError when the text cannot be read or is shorter than a sequence, or the user's function not imported.
+    """
+    if config.training.data is not None:
+        data: Data = load_reference("training.data", config.training.data)(config)
+        return data
+    path = config.training.text
+    text = _library() if path is None else _file(Path(path))
+    needed = config.model.context + 1
+    if text.size < needed:
+        source = "not given, and the standard library's sources are" if path is None else f"{path!r},"
+        raise ConfigError(f"training.text is {source} of {text.size} bytes; expected at least {needed}, "
+                          "one more than model.context")
+    return Corpus(torch.from_numpy(text), hashlib.sha256(text.data).hexdigest(), config.training.seed)
+
+
+def input_form(config: RunConfig) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of what layer 0 takes."""
+    training, context = config.training, config.model.context
+    if training.data is None:
+        return (training.batch, context), torch.int64
+    tokens, _ = load_corpus(config).batch(Microbatch(0, 0, 0), training.batch, context)
+    return tuple(tokens.shape), tokens.dtype
+
+
+def _file(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """A user's text. Mapped copy-on-write: torch wants writable memory, and workers of a machine share its pages."""
+    if not path.is_file():
+        reason = "which is no file" if path.exists() else "which does not exist"
+        raise ConfigError(f"training.text is {str(path)!r}, {reason}; expected the path of a text file")
+    try:
+        if path.stat().st_size == 0:
+            return np.zeros(0, np.uint8)
+        return np.memmap(path, np.uint8, mode="c")
+    except OSError as error:
+        raise ConfigError(f"training.text is {str(path)!r}, which cannot be read: {error.strerror}") from None
+
+
+def _library() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """The first bytes of the standard library's sources, in the order of their paths."""
+    text = bytearray()
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in _sources(root) if root.is_dir() else ():  # some Pythons come without sources
+        text += path.read_bytes()
+        if len(text) >= LIBRARY_BYTES:
+            break
+    return np.frombuffer(text[:LIBRARY_BYTES], np.uint8)
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    """Python sources below a folder: its files, then its folders, each in the order of their names."""
+    folders = []
+    for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
+        if entry.is_dir(follow_symlinks=False):
+            folders.append(Path(entry.path))
+        elif entry.name.endswith(".py") and entry.is_file():
+            yield Path(entry.path)
+    for folder in folders:
+        if folder.name not in _NOT_LIBRARY:
+            yield from _sources(folder)

@@ -1,0 +1,86 @@
+"""A model as a list of layers: a stage is a range of them, and any worker can build any layer."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from runtime.config import ConfigError, DtypeName, ModelConfig
+from runtime.model.gpt import GPT
+from runtime.model.references import is_reference, load_reference
+from runtime.model.seeds import derive_seed, seeded
+
+
+class LayeredModel(Protocol):
+    """What the runtime asks of a model. Layer 0 takes tokens, the last layer's output goes to `loss`."""
+
+    @property
+    def layers(self) -> int:
+        """How many layers there are."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where layers run."""
+
+    def build(self, layer: int) -> nn.Module:
+        """Make one layer. Its parameters depend on the seed and `layer` alone; the global random state is left alone.
+
+        It is built on torch's default device, so that every device gets the numbers that the CPU draws; the caller
+        moves it to `device`. Any worker may build any layer, at any time and in any order.
+        """
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """The mean loss of a micro-batch, a scalar, from the last layer's output and the target tokens [B, T]."""
+
+
+Factory = Callable[[ModelConfig, int, torch.dtype, torch.device], LayeredModel]
+MODELS: dict[str, Factory] = {"gpt": GPT}
+"""Models by the name that `[model] name` gives; one of the user's own is named `module:function`, a `Factory`."""
+
+
+def model_for(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> LayeredModel:
+    """The model that a configuration names, its layers on `device`. Raises ConfigError when it cannot be had."""
+    if config.name in MODELS:
+        return MODELS[config.name](config, seed, dtype, device)
+    if not is_reference(config.name):
+        raise ConfigError(f"model.name is {config.name!r}; expected one of {', '.join(map(repr, MODELS))}, or "
+                          "'module:function'")
+    factory: Factory = load_reference("model.name", config.name)
+    return factory(config, seed, dtype, device)
+
+
+def split_layers(layers: int, stages: int) -> list[tuple[int, int]]:
+    """Cut layers into half-open ranges, one a stage, whose lengths differ by at most one; the middle gets the extra.
+
+    The first and the last layer of a model (embedding, head) are seldom like the others, so the stages that hold them
+    get no extra one. Raises ConfigError when there are more stages than layers.
+    """
+    if not 1 <= stages <= layers:
+        raise ConfigError(f"{layers} layers cannot be cut into {stages} stages; expected 1 to {layers} stages")
+    short, extra = divmod(layers, stages)
+    first = (stages - extra + 1) // 2
+    ranges = []
+    start = 0
+    for stage in range(stages):
+        end = start + short + (first <= stage < first + extra)
+        ranges.append((start, end))
+        start = end
+    return ranges
+
+
+def parameter_dtype(name: DtypeName) -> torch.dtype:
+    """The dtype of parameters: bf16 autocast keeps them in float32."""
+    return torch.float64 if name == "float64" else torch.float32
+
+
+def autocast(name: DtypeName, device: torch.device) -> AbstractContextManager[object]:
+    """The arithmetic a forward runs under: bfloat16 autocast for "bf16", else as it is."""
+    return torch.autocast(device.type, torch.bfloat16) if name == "bf16" else nullcontext()
+
+
+def layer_randomness(seed: int, iteration: int, pipeline: int, microbatch: int, layer: int,
+                     device: torch.device) -> AbstractContextManager[None]:
+    """Run one layer's forward of one micro-batch in here: its dropout is the same whoever runs it."""
+    return seeded(derive_seed("layer", seed, iteration, pipeline, microbatch, layer), device)

@@ -1,0 +1,153 @@
+"""What ops hand to ops: on the same worker through a shelf, between workers in an order that cannot deadlock."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from runtime.model.stage import Boundary
+from runtime.replay.comm import Arriving, Epoch, Outgoing
+from schedules.graph import Transfer, programs_of, transfers
+from schedules.schedule import Schedule, Worker
+
+LOOKAHEAD = 4
+"""Receives posted before an op needs them: enough to overlap with computing, few enough to take little memory."""
+
+
+ParcelKind = Literal["activation", "gradient"]
+
+
+class Parcel(NamedTuple):
+    """An activation on its way into the F of `stage`, or a gradient into its I or B."""
+
+    kind: ParcelKind
+    stage: int
+    pipeline: int
+    microbatch: int
+
+
+class Exchange:
+    """The parcels of one worker, for `iterations` rounds of the same schedule.
+
+    A worker issues its transfers in the order of `schedules.graph.transfers`. That order extends the order of the ops:
+    what must be sent before a parcel can arrive has been produced by the time the parcel is needed, on every worker.
+    So nobody waits in a circle, even where transfers run strictly one after the other, as on one NCCL communicator.
+    Where they do not, over gloo, receives are posted ahead of sends: what finds its receive posted travels at once,
+    else it takes two more messages.
+    """
+
+    def __init__(self, schedule: Schedule, worker: Worker, epoch: Epoch, boundaries: Sequence[Boundary],
+                 iterations: range) -> None:
+        everyone = transfers(schedule, programs_of(schedule))
+        self._worker = worker
+        self._epoch = epoch
+        self._boundaries = boundaries
+        self._iterations = iterations
+        self._mine = [(tag, transfer) for tag, transfer in enumerate(everyone)
+                      if worker in (transfer.source, transfer.target)]
+        self._place: Mapping[Parcel, int] = {_parcel(transfer): place
+                                             for place, (_, transfer) in enumerate(self._mine)}
+        self._issued = 0
+        """Transfers, in this order; with `_ahead`, receives only."""
+        self._ahead = None if epoch.ordered else [place for place, (_, transfer) in enumerate(self._mine)
+                                                  if transfer.target == worker]
+        # By the number of the transfer, counted over all iterations: those of two iterations may be under way.
+        self._arriving: dict[int, Arriving] = {}
+        self._ready: dict[int, Tensor] = {}
+        self._shelf: dict[Parcel, Tensor] = {}
+        self._leaving: list[Outgoing] = []
+        self._left_before: list[Outgoing] = []
+
+    def give(self, iteration: int, parcel: Parcel, tensor: Tensor) -> None:
+        """Pass on what an op produced; a send goes on while the worker computes. Raises CommunicationError."""
+        number = self._number(iteration, parcel)
+        if number is None:
+            self._shelf[parcel] = tensor
+            return
+        self._ready[number] = tensor
+        if self._ahead is None:
+            self._issue_through(number)
+        else:
+            self._issue(number)
+            self._look_ahead()
+
+    def take(self, iteration: int, parcel: Parcel) -> Tensor:
+        """Wait for what an op needs. Raises CommunicationError."""
+        number = self._number(iteration, parcel)
+        if number is None:
+            return self._shelf.pop(parcel)
+        self._issue_through(number)
+        tensor = self._arriving.pop(number).take()
+        self._look_ahead()
+        return tensor
+
+    def give_blank(self, iteration: int, parcel: Parcel) -> None:
+        """Pass on an empty tensor, for an op that is not run. Raises CommunicationError."""
+        shape, dtype = self._form(parcel.kind, parcel.stage)
+        self.give(iteration, parcel, torch.zeros(shape, dtype=dtype, device=self._epoch.device))
+
+    def one_more(self) -> None:
+        """There will be one more iteration than was said."""
+        self._iterations = range(self._iterations.start, self._iterations.stop + 1)
+
+    def end_iteration(self) -> None:
+        """Let go of what the iteration before this one sent. Raises CommunicationError.
+
+        That has long arrived: waiting for what was sent just now could hold up the next iteration.
+        """
+        for outgoing in self._left_before:
+            outgoing.wait()
+        self._left_before, self._leaving = self._leaving, []
+
+    def flush(self) -> None:
+        """Wait until all that was sent has gone, at the end of the run. Raises CommunicationError."""
+        self.end_iteration()
+        self.end_iteration()
+
+    def _number(self, iteration: int, parcel: Parcel) -> int | None:
+        place = self._place.get(parcel)
+        return None if place is None else (iteration - self._iterations.start) * len(self._mine) + place
+
+    def _issue_through(self, number: int) -> None:
+        while (following := self._next()) is not None and following <= number:
+            self._issue(following)
+            self._issued += 1
+        self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        """Post the receives that come next; where transfers are ordered, as far as no send stands before them."""
+        while (len(self._arriving) < LOOKAHEAD and (following := self._next()) is not None
+               and self._transfer(following)[1].target == self._worker):
+            self._issue(following)
+            self._issued += 1
+
+    def _next(self) -> int | None:
+        """The number of the transfer to be issued next; None when that was the last."""
+        order = range(len(self._mine)) if self._ahead is None else self._ahead
+        if self._issued >= len(self._iterations) * len(order):
+            return None
+        rounds, place = divmod(self._issued, len(order))
+        return rounds * len(self._mine) + order[place]
+
+    def _issue(self, number: int) -> None:
+        tag, transfer = self._transfer(number)
+        if transfer.source == self._worker:
+            self._leaving.append(self._epoch.send(self._ready.pop(number), transfer.target, tag))
+        else:
+            shape, dtype = self._form(transfer.kind, transfer.stage)
+            self._arriving[number] = self._epoch.receive(shape, dtype, transfer.source, tag)
+
+    def _transfer(self, number: int) -> tuple[int, Transfer]:
+        """Its tag, and what it is."""
+        return self._mine[number % len(self._mine)]
+
+    def _form(self, kind: ParcelKind, stage: int) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of what the ops of a stage take."""
+        boundary = self._boundaries[stage]
+        return (boundary.input_shape, boundary.input_dtype) if kind == "activation" \
+            else (boundary.output_shape, boundary.output_dtype)
+
+
+def _parcel(transfer: Transfer) -> Parcel:
+    return Parcel(transfer.kind, transfer.stage, transfer.pipeline, transfer.microbatch)

@@ -1,0 +1,157 @@
+"""Runs one worker's program: op by op, in the order in which it stands. Decides nothing."""
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from runtime.model.data import Microbatch
+from runtime.model.stage import Stage
+from runtime.model.steps import Steps
+from runtime.replay.comm import Epoch
+from runtime.replay.exchange import Exchange, Parcel, ParcelKind
+from runtime.replay.recorder import Recorder
+from schedules.schedule import Op, OpKind, Schedule, Worker
+
+
+class Feed(Protocol):
+    """Where micro-batches come from."""
+
+    def __call__(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """Tokens and targets, each [B, T], on the device that computes."""
+
+
+class Gate(Protocol):
+    """Asked before each op."""
+
+    def __call__(self, iteration: int, place: int, kind: OpKind) -> None:
+        """Raises what shall end the iteration before the `place`-th op of the program."""
+
+
+def _open_gate(iteration: int, place: int, kind: OpKind) -> None:
+    """Lets everything pass."""
+
+
+class Executor:
+    """One live worker of a schedule, with the stages it holds and their optimizer steps."""
+
+    def __init__(self, schedule: Schedule, worker: Worker, *, stages: Mapping[int, Stage],
+                 steps: Steps, epoch: Epoch, exchange: Exchange, feed: Feed, recorder: Recorder,
+                 gate: Gate = _open_gate) -> None:
+        self._program = schedule.ops(worker)
+        self._split = schedule.backward == "split"
+        self._original = schedule.grid.original
+        self._stages = stages
+        self._steps = steps
+        self._epoch = epoch
+        self._exchange = exchange
+        self._feed = feed
+        self._recorder = recorder
+        self._gate = gate
+        self._iteration = 0
+        self._void_rounds = 0
+        self._handlers: Mapping[OpKind, Callable[[Op], None]] = {
+            OpKind.F: self._forward, OpKind.B: self._backward, OpKind.I: self._backward,
+            OpKind.W: self._backward_weight, OpKind.A: self._all_reduce, OpKind.O: self._step}
+
+    def run(self, iteration: int) -> float:
+        """Run one iteration: this worker's part of the mean loss (0 off the last stage).
+
+        Raises CommunicationError, and whatever the gate raises.
+        """
+        self._iteration = iteration
+        while not self._run_program():
+            self._forget_round()
+        self._exchange.end_iteration()
+        return sum(stage.take_loss().item() for stage in self._stages.values() if stage.last)
+
+    def _run_program(self) -> bool:
+        """False when the iteration turned out to rest on a wrong guess of the step before it (`runtime.model.steps`)."""
+        for place, op in enumerate(self._program):
+            self._gate(self._iteration, place, op.kind)
+            if op.kind is OpKind.F:
+                self._steps.poll()
+            elif op.kind is not OpKind.O:
+                self._steps.settle()
+            elif self._steps.void:
+                return False
+            (self._pass_blank if self._steps.void else self._handlers[op.kind])(op)
+        return True
+
+    def _forget_round(self) -> None:
+        self._void_rounds += 1
+        self._exchange.one_more()
+        self._exchange.end_iteration()
+        self._recorder.take()
+        for stage in self._stages.values():
+            stage.discard()
+        self._steps.void = False
+
+    def _pass_blank(self, op: Op) -> None:
+        """An op that is void: take and give what it would, compute nothing."""
+        if op.kind in (OpKind.F, OpKind.I, OpKind.B):
+            stage, forward = self._stage(op), op.kind is OpKind.F
+            source, target, step = (stage.first, stage.last, 1) if forward else (stage.last, stage.first, -1)
+            kind: ParcelKind = "activation" if forward else "gradient"
+            if not source:
+                self._take(kind, op)
+            if not target:
+                self._exchange.give_blank(self._round, self._parcel(kind, op, stage.index + step))
+
+    def _forward(self, op: Op) -> None:
+        stage, microbatch = self._stage(op), self._microbatch(op)
+        value = None if stage.first else self._take("activation", op)
+        with self._recorder.timing(op):
+            tokens, target = self._feed(microbatch) if stage.first or stage.last else (None, None)
+            value = tokens if value is None else value
+            assert value is not None
+            output = stage.forward(microbatch, value, target if stage.last else None, split=self._split)
+        if output is not None:
+            self._give("activation", op, stage.index + 1, output)
+
+    def _backward(self, op: Op) -> None:
+        """I or B."""
+        stage, microbatch = self._stage(op), self._microbatch(op)
+        run = stage.backward if op.kind is OpKind.B else stage.backward_input
+        gradient = None if stage.last else self._take("gradient", op)
+        with self._recorder.timing(op):
+            result = run(microbatch, gradient)
+        if result is not None:
+            self._give("gradient", op, stage.index - 1, result)
+
+    def _backward_weight(self, op: Op) -> None:
+        with self._recorder.timing(op):
+            self._stage(op).backward_weight(self._microbatch(op))
+
+    def _all_reduce(self, op: Op) -> None:
+        stage = self._stage(op)
+        with self._recorder.timing(op):
+            self._epoch.sum_over_stage(self._original(stage.index), stage.gradients())
+
+    def _step(self, op: Op) -> None:
+        with self._recorder.timing(op):
+            self._steps.step(self._iteration)
+
+    def _stage(self, op: Op) -> Stage:
+        assert op.stage is not None
+        return self._stages[op.stage]
+
+    def _microbatch(self, op: Op) -> Microbatch:
+        assert op.pipeline is not None and op.microbatch is not None
+        return Microbatch(self._iteration, op.pipeline, op.microbatch)
+
+    def _take(self, kind: ParcelKind, op: Op) -> Tensor:
+        assert op.stage is not None
+        return self._exchange.take(self._round, self._parcel(kind, op, op.stage))
+
+    def _give(self, kind: ParcelKind, op: Op, stage: int, tensor: Tensor) -> None:
+        self._exchange.give(self._round, self._parcel(kind, op, stage), tensor)
+
+    def _parcel(self, kind: ParcelKind, op: Op, stage: int) -> Parcel:
+        assert op.pipeline is not None and op.microbatch is not None
+        return Parcel(kind, stage, op.pipeline, op.microbatch)
+
+    @property
+    def _round(self) -> int:
+        """The iteration, counting those that were void."""
+        return self._iteration + self._void_rounds
