@@ -3,7 +3,6 @@
 A command's module is imported when the command is run, so that planning does not wait for torch.
 """
 
-import difflib
 import importlib
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from cli.console import complain, loading
+from cli.console import complain, loading, near
 from cli.start import main as main
 from cli.version import version
 
@@ -65,8 +64,7 @@ class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command itself, to run it."""
         if args[0] not in COMMANDS and not args[0].startswith("-"):
-            near = difflib.get_close_matches(args[0], COMMANDS, 1)
-            ctx.fail(f"no such command {args[0]!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            ctx.fail(f"no such command {args[0]!r}{near(args[0], COMMANDS)}")
         name, found, rest = super().resolve_command(ctx, args)
         return name, load(args[0]) if found else None, rest
 

@@ -4,9 +4,10 @@ stdout carries the answer (with --json exactly one JSON object), stderr everythi
 no, 2 bad input.
 """
 
+import difflib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -56,6 +57,12 @@ def loading() -> Iterator[None]:
         yield
     if interrupted.is_set():
         raise KeyboardInterrupt
+
+
+def near(word: str, words: Iterable[str]) -> str:
+    """`; did you mean 'x'?`, where one of the words is close to what was written; else nothing."""
+    found = difflib.get_close_matches(word, list(words), 1)
+    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def completing(*words: str) -> Callable[[str], list[str]]:

@@ -1,6 +1,5 @@
 """`slipstream lookup`: the schedule of a table for the workers that are down."""
 
-import difflib
 import time
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -8,7 +7,18 @@ from typing import Annotated, NoReturn
 import msgspec
 import typer
 
-from cli.console import answer_no, completing, duration, err, out, parse_workers, print_json, refuse, write_or_refuse
+from cli.console import (
+    answer_no,
+    completing,
+    duration,
+    err,
+    near,
+    out,
+    parse_workers,
+    print_json,
+    refuse,
+    write_or_refuse,
+)
 from cli.moves import move_lines
 from cli.plan import Failed, Json, OutFile
 from planner.job import JobError, parse_job
@@ -62,9 +72,9 @@ def lookup(folder: Folder, failed: Failed = None, out_file: OutFile = None, json
 
 
 def _missing(folder: Path) -> NoReturn:
-    near = difflib.get_close_matches(str(folder), library_names(), 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"those that come with Slipstream are {', '.join(library_names())}"
-    refuse(f"{folder}: no such folder or table; {hint}")
+    known = library_names()
+    hint = near(str(folder), known) or f"; those that come with Slipstream are {', '.join(known)}"
+    refuse(f"{folder}: no such folder or table{hint}")
 
 
 def _look_up(table: Table, down: tuple[Worker, ...]) -> _Answer | None:

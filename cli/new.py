@@ -6,7 +6,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from cli.console import duration, err, out, print_json, refuse, write_or_refuse
+from cli.console import duration, err, near, out, print_json, refuse, write_or_refuse
 from planner.estimate import MACHINES, Cluster, Machine, Shape, estimate
 from planner.job import JobError, parse_job
 from planner.jobtext import job_text
@@ -105,7 +105,7 @@ def _preset(name: str) -> str:
     try:
         return preset(name)
     except KeyError:
-        refuse(f"--preset {name}: expected one of {', '.join(preset_names())}")
+        refuse(f"--preset {name}: expected one of {', '.join(preset_names())}{near(name, preset_names())}")
 
 
 def _from_trace(files: list[Path], pattern: str | None, name: str | None, pipelines: int | None,

@@ -13,6 +13,7 @@ from cli.console import (
     completing,
     duration,
     err,
+    near,
     out,
     parse_workers,
     print_json,
@@ -134,7 +135,7 @@ def judge(job: Job, form: str, path: Path, *, optimizer: str | None) -> Plan:
 def require_choice(option: str, value: str | None, choices: tuple[str, ...]) -> None:
     """Exits 2 when an option is given a value that it does not know."""
     if value is not None and value not in choices:
-        refuse(f"{option} {value}: expected {' or '.join(choices)}")
+        refuse(f"{option} {value}: expected {' or '.join(choices)}{near(value, choices)}")
 
 
 @contextmanager

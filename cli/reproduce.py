@@ -10,7 +10,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 
-from cli.console import err, out, print_json, refuse, write_or_refuse
+from cli.console import err, near, out, print_json, refuse, write_or_refuse
 from cli.plan import Json
 from planner.fleet.figures import FIGURES, Figure
 
@@ -26,7 +26,7 @@ def reproduce(name: Name, folder: OutFolder = Path("reproduction"), no_picture: 
     What is not published, such as numbers of micro-batches, is varied and shown as a band.
     """
     if name not in FIGURES:
-        refuse(f"{name}: no such figure; expected one of {', '.join(FIGURES)}")
+        refuse(f"{name}: no such figure; expected one of {', '.join(FIGURES)}{near(name, FIGURES)}")
     draw = None if no_picture else _painter()
     try:
         figure = _made(name)

@@ -12,7 +12,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 
-from cli.console import answer_no, err, out, print_json, refuse, write_or_refuse
+from cli.console import answer_no, err, near, out, print_json, refuse, write_or_refuse
 from cli.plan import JobFile, Json, read_job_or_refuse
 from cli.simulation_page import page, verdict, worker_hours
 from planner.fleet.costs import Costs, costs_for
@@ -103,7 +103,7 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
 def _policies(names: list[str] | None) -> list[type[Policy]]:
     for name in names or ():
         if name not in POLICIES:
-            refuse(f"--policy {name}: expected one of {', '.join(POLICIES)}")
+            refuse(f"--policy {name}: expected one of {', '.join(POLICIES)}{near(name, POLICIES)}")
     return [POLICIES[name] for name in POLICIES if not names or name in names]
 
 
@@ -135,7 +135,7 @@ def _read(path: Path, seed: int = 0) -> Trace:
 
 def _failures(preset: str, mtbf: float | None, gpus: int) -> Failures:
     if preset not in PRESETS:
-        refuse(f"--preset {preset}: expected one of {', '.join(PRESETS)}")
+        refuse(f"--preset {preset}: expected one of {', '.join(PRESETS)}{near(preset, PRESETS)}")
     failures = for_workers_of(PRESETS[preset], gpus)
     if mtbf is None:
         return failures

@@ -220,13 +220,21 @@ def _high_pipe() -> tuple[int, int]:
     return high[0], high[1]
 
 
-@pytest.fixture(scope="session")
-def chromium() -> Iterator[Browser]:
-    """A browser for the whole run of tests; skips where there is none (`CHROMIUM` names one elsewhere)."""
+def find_browser() -> str:
+    """The program; the variable `CHROMIUM` names one elsewhere. Raises LookupError where there is none."""
     program = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     if program is None:
-        pytest.skip(f"needs a browser, and none of {', '.join(NAMES)} is installed")
-    browser = Browser(program)
+        raise LookupError(f"needs a browser, and none of {', '.join(NAMES)} is installed")
+    return program
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Browser]:
+    """A browser for the whole run of tests; skips where there is none."""
+    try:
+        browser = Browser(find_browser())
+    except LookupError as error:
+        pytest.skip(str(error))
     try:
         browser.call("Browser.getVersion")
         yield browser

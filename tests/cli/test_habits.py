@@ -55,6 +55,8 @@ def test_version():
     (["plan"], "missing argument 'JOB' (see slipstream plan --help)"),
     (["plan", "job.toml", "--time-limit", "soon"], "invalid value for '--time-limit'"),
     (["lookup", "gpt-1.6b"], "did you mean 'gpt-1.5b'?"),
+    (["plan", str(JOBS / "small-gpt.toml"), "--method", "cpsat"], "did you mean 'cp-sat'?"),
+    (["simulate", str(JOBS / "small-gpt.toml"), "--policy", "oblek"], "did you mean 'oobleck'?"),
 ])
 def test_a_wrong_command_line_is_refused_in_one_line_with_the_mend(arguments, says):
     result = CliRunner().invoke(app, arguments, prog_name="slipstream")
