@@ -157,16 +157,16 @@ def test_a_whole_node_dies(nursery, tmp_path):
         thread.join(20)
     assert errors == ["the process that starts the workers has died"]
     assert sorted(dead(result)) == ["1.0", "1.1"]
-    assert_same_numbers(result, judge(CONFIG, JOB.microbatches, 6))
+    assert_same_numbers(result, judge(LONG, JOB.microbatches, LONG.training.iterations))
 
 
 def train_on_two_nodes(rendezvous: Rendezvous, other: Nursery, nursery: Nursery, out):
-    """The second one, with all its processes, is gone after iteration 2."""
+    """The second one, with all its processes, is gone soon after iteration 2."""
     def kill(iteration, _):
         if iteration == 2:
             os.kill(other._process.pid, signal.SIGKILL)
 
-    return run(schedule_for(JOB), CONFIG, out=out, nursery=nursery, nodes=2, rendezvous=rendezvous, progress=kill,
+    return run(schedule_for(JOB), LONG, out=out, nursery=nursery, nodes=2, rendezvous=rendezvous, progress=kill,
                resilience=Resilience(scheduler=planned(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS))
 
 
