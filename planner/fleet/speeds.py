@@ -19,14 +19,15 @@ from functools import cached_property
 import msgspec
 
 from planner.assemble import ends, place
-from planner.baselines import one_f_one_b, recycle
+from planner.baselines import one_f_one_b
 from planner.bounds import lower_bound
+from planner.compiled import listing
 from planner.dealing import deal
 from planner.decompose import Piece, decompose
 from planner.dense import Dense
 from planner.greedy import Policy as ListPolicy
-from planner.greedy import list_order
 from planner.job import Job
+from planner.listing import lister
 from planner.normalise import PlanOptions, Windows, arrangements
 from planner.problem import Problem
 from planner.solution import Solution
@@ -290,14 +291,12 @@ def _best_round_robin(problem: Problem) -> Solution:
     if problem.backward == "fused":
         return one_f_one_b(problem)
     bound = lower_bound(problem)
-    dense = Dense(problem, deal(problem, "round-robin"))
-    found = recycle(problem)
-    best = dense.period(dense.starts(found))
+    orders = lister(listing(), Dense(problem, deal(problem, "round-robin")))
+    best, found = math.inf, None
     for policy in _recycle_policies(problem):
+        if (period := orders.period(policy)) < best:
+            best, found = period, orders.solution()
         if best <= bound:
             break
-        order = list_order(dense, policy)
-        period, start = dense.timed(order)
-        if period < best:
-            best, found = period, dense.solution(order, start)
+    assert found is not None
     return found
