@@ -77,7 +77,11 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
             speeds = _speeds(wanted, samples, table, describe)
             if seeds > 1:
                 traces = [make(seed + index) for index in range(seeds)]
-                _print_seeds(over_seeds(kinds, speeds, costs, traces, tell), kinds, json)
+                values = over_seeds(kinds, speeds, costs, traces, tell)
+                _print_seeds(values, kinds, json)
+                if len(values[kinds[0].name]) < seeds:
+                    err.print("interrupted: some traces are missing", style="yellow")
+                    raise typer.Exit(130)
                 return
             result = compare(kinds, speeds, costs, make(seed), tell)
     except KeyboardInterrupt:

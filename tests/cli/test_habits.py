@@ -195,7 +195,7 @@ main()
 
 LONG = {
     "profile": (["profile"], 1.0),
-    "simulate": (["simulate", JOBS / "worked-example.toml", "--days", "3000"], 0.5),
+    "simulate": (["simulate", JOBS / "worked-example.toml", "--days", "3000", "--seeds", "500"], 0.5),
     "jitter": (["jitter", "SCHEDULE", "--replays", "1000000"], 0.5),
     "doctor": (["doctor"], 0.5),
     "demo": (["demo", "--out", "OUT"], 0.5),
