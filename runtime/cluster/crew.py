@@ -6,8 +6,9 @@ from pathlib import Path
 import msgspec
 from torch._C._distributed_c10d import TCPStore
 
+from runtime.cluster.birth import Birth
 from runtime.cluster.launchers import ALONE, Machine
-from runtime.cluster.nursery import Birth, Nursery
+from runtime.cluster.nursery import Nursery
 from runtime.cluster.rendezvous import Rendezvous, pop
 from runtime.cluster.report import Ended
 from schedules.schedule import Worker

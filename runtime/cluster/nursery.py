@@ -18,7 +18,7 @@ from typing import Self
 
 import msgspec
 
-from runtime.cluster.rendezvous import Rendezvous
+from runtime.cluster.birth import Birth
 from runtime.cluster.report import Ended
 from schedules.schedule import Worker
 
@@ -30,24 +30,6 @@ GONE = "the process that starts the workers has died"
 
 class NurseryError(RuntimeError):
     """The nursery's process has gone, and its workers with it. The message is one line."""
-
-
-class Birth(msgspec.Struct, frozen=True, tag=True):
-    """A worker to be forked."""
-
-    worker: Worker
-    rendezvous: Rendezvous
-    card: int | None
-    """The GPU it computes on; None on a CPU."""
-    out: str
-    """The run's folder: parameters go to `parameters/`, whatever the process prints to `logs/`."""
-    after: int = 0
-    """The last order (`runtime.cluster.orders`) given before it was born."""
-
-    @property
-    def log(self) -> Path:
-        """Where the process's standard output and error go."""
-        return Path(self.out) / "logs" / f"worker-{self.worker}.log"
 
 
 class KillAll(msgspec.Struct, frozen=True, tag=True):

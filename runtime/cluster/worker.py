@@ -10,11 +10,11 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
+from runtime.cluster.birth import Birth
 from runtime.cluster.holdings import Holdings
 from runtime.cluster.injection import Injector
 from runtime.cluster.keeper import Keeper
 from runtime.cluster.membership import Member
-from runtime.cluster.nursery import Birth
 from runtime.cluster.orders import Finish, Leave, Train, await_order
 from runtime.cluster.pulse import Pulse
 from runtime.cluster.rendezvous import RendezvousError, connect_store, interface_towards
