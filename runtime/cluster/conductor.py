@@ -1,8 +1,9 @@
 """Node 0's decisions: who trains by which schedule from where on, whatever has happened.
 
-It is told of everything that happens to workers, and gives orders (`runtime.cluster.orders`). An order for training ends
-when a member is lost or stops for a reason of its own, or at a turn that was agreed on because a worker wants to come in;
-when all members that live have paused, the next one is given. It begins at the first iteration that is not committed.
+It is told of everything that happens to workers, and gives orders (`runtime.cluster.orders`). An order for training
+ends when a member is lost or stops for a reason of its own, or at a turn that was agreed on because a worker wants to
+come in; when all members that live have paused, the next one is given. It begins at the first iteration that is not
+committed.
 """
 
 import time

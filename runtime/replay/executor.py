@@ -66,7 +66,7 @@ class Executor:
         return sum(stage.take_loss().item() for stage in self._stages.values() if stage.last)
 
     def _run_program(self) -> bool:
-        """False when the iteration turned out to rest on a wrong guess of the step before it (`runtime.model.steps`)."""
+        """False when the iteration turned out to rest on a wrong guess of the step before (`runtime.model.steps`)."""
         for place, op in enumerate(self._program):
             self._gate(self._iteration, place, op.kind)
             if op.kind is OpKind.F:
