@@ -62,7 +62,7 @@ def test_a_dead_stage_exits_1(table):
 
 
 def test_bad_input_exits_2_in_one_line(table, tmp_path):
-    for arguments, says in ((["nowhere"], "nowhere: no such folder or table; those that come with Slipstream are gpt-1.5b"),
+    for arguments, says in ((["nowhere"], "nowhere: no such folder or table; those that come with Slipstream are"),
                             ([table, "--failed", "9.9"], "--failed: the job has no worker 9.9"),
                             ([table, "--failed", "x"], "'x' is no worker"),
                             ([table, "--out", "/dev/null/x"], "/dev/null/x: cannot be written")):

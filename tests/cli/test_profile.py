@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.app import app
-from planner.jobtext import job_text
 from planner.job import Job, parse_job, read_job
+from planner.jobtext import job_text
 from planner.plan import plan_job
 from runtime.config import parse_run_config
 
