@@ -1,6 +1,6 @@
 """A page that shows schedules: one file, which works offline and asks nobody for anything.
 
-The page's own text is in `page/`: a template, a style and three scripts, put together here with the data. Each
+The page's own text is in `page/`: a template, a style and five scripts, put together here with the data. Each
 program is stored once for each speed it runs at, its ops as columns of small numbers; the script expands them.
 """
 
@@ -18,7 +18,7 @@ from cli.summary import measured_period, summary
 from schedules.schedule import Op, OpKind, Schedule, Worker
 from schedules.trace import TICK_SECONDS, MeasuredIteration, placed_ops
 
-SCRIPTS = ("model.js", "paint.js", "view.js")
+SCRIPTS = ("model.js", "paint.js", "rows.js", "words.js", "view.js")
 MAX_OPS = 1_000_000
 """Ops of different programs in one page: about 15 MB of text."""
 

@@ -112,7 +112,7 @@ class Panel {
     Object.assign(this, stored);
     this.number = number;
     this.shown = stored.shown;
-    const rank = stored.stages.map((column, stage) => stored.stages.slice(0, stage).filter((one) => one === column).length);
+    const held = new Array(stored.columns).fill(0), rank = stored.stages.map((column) => held[column]++);
     this.tracks = stored.tracks.map((track) => new Track(track, rank));
     this.seats = stored.seats.map(([pipeline, column, rolePipeline, roleColumn, track]) =>
       ({ pipeline, column, rolePipeline, roleColumn, number: track, track: this.tracks[track] }));
@@ -253,7 +253,8 @@ class Panel {
   /** What the period consists of: the chain up to its end. With a staggered optimizer it counts from the first op of
       the worker that takes longest, however late that begins. */
   get critical() {
-    this._critical ??= this.closing ? this.chain(this.closing, this.optimizer === "staggered" ? this.closing.seat : -1) : [];
+    const last = this.closing;
+    this._critical ??= last ? this.chain(last, this.optimizer === "staggered" ? last.seat : -1) : [];
     return this._critical;
   }
 

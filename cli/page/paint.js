@@ -47,11 +47,12 @@ class Batch {
 function readTheme(colours) {
   const style = getComputedStyle(document.documentElement);
   const css = (name) => style.getPropertyValue(name).trim();
-  const theme = { back: css("--back"), text: css("--text"), faint: css("--faint"), line: css("--line"), ink: css("--ink"),
-    idle: css("--idle"), veil: css("--veil"), down: css("--down"), path: css("--path"), follow: css("--follow"),
+  const theme = { back: css("--back"), text: css("--text"), faint: css("--faint"), line: css("--line"),
+    ink: css("--ink"), idle: css("--idle"), veil: css("--veil"), down: css("--down"), path: css("--path"), follow: css("--follow"),
     head: css("--head") };
-  theme.fills = { ...colours, idle: theme.idle, mark: "rgba(0, 0, 0, .55)", edge: "#000", light: "rgba(255, 255, 255, .4)",
-    held: css("--held"), over: theme.down, room: theme.line, hatch: hatch("rgba(0, 0, 0, .5)", 6, 1.6), down: hatch(theme.down, 8, 2.4) };
+  theme.fills = { ...colours, idle: theme.idle, mark: "rgba(0, 0, 0, .55)", edge: "#000",
+    light: "rgba(255, 255, 255, .4)", held: css("--held"), over: theme.down, room: theme.line,
+    hatch: hatch("rgba(0, 0, 0, .5)", 6, 1.6), down: hatch(theme.down, 8, 2.4) };
   theme.order = ["idle", ...KINDS, "light", "hatch", "mark", "edge", "held", "over", "room", "down"];
   return theme;
 }
@@ -236,7 +237,8 @@ class Painter {
       const left = Math.max(GUTTER, Math.round(this.x(times[i << level] * second)));
       const right = Math.min(view.width, Math.max(left + 1, Math.round(this.x(times[until] * second))));
       const tall = Math.min(1, held[i] / full) * height;
-      if (tall > 0 && right > left) batch.add(held[i] > full ? "over" : "held", left, y + height - tall, right - left, tall);
+      if (tall > 0 && right > left)
+        batch.add(held[i] > full ? "over" : "held", left, y + height - tall, right - left, tall);
     }
   }
 
@@ -377,8 +379,8 @@ class Painter {
   /** From the end of one op to the start of the next, where that is on another worker. */
   arrow(ctx, from, to, rowOf) {
     const [a, b] = [this.box(from, rowOf), this.box(to, rowOf)];
-    if (!a || !b || a.top === b.top || Math.max(a.right, b.left) < GUTTER || Math.min(a.right, b.left) > this.view.width)
-      return;
+    if (!a || !b || a.top === b.top) return;
+    if (Math.max(a.right, b.left) < GUTTER || Math.min(a.right, b.left) > this.view.width) return;
     const down = b.top > a.top, y0 = down ? a.top + a.height : a.top, y1 = down ? b.top : b.top + b.height;
     ctx.beginPath();
     ctx.moveTo(a.right, y0);

@@ -1,22 +1,12 @@
 "use strict";
-/* The page: rows, pointer, keys, and the words beside the chart. */
+/* The page: what is drawn when, and what pointer and keys do. */
 
-const element = (id) => document.getElementById(id);
 const MANY = 64; // workers from which on equal pipelines begin as one
-const GROUP_HEAD = 22, PANEL_HEAD = 28, MIN_BAR = 6, MAX_BAR = 60;
+const MIN_BAR = 6, MAX_BAR = 60;
 
-/** A new element with a class, text and children; text is never read as markup. */
-function make(name, { className = "", text, ...attributes } = {}, ...children) {
-  const made = document.createElement(name);
-  if (className) made.className = className;
-  if (text !== undefined) made.textContent = text;
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  made.append(...children);
-  return made;
-}
-
-class Timeline {
+class Timeline extends Words {
   constructor(data) {
+    super();
     this.names = data.names;
     this.panels = data.panels.map((panel, number) => new Panel(panel, number));
     this.painter = new Painter(element("base"), element("overlay"), data.colours);
@@ -38,124 +28,6 @@ class Timeline {
     this.dirty = { base: true, overlay: true };
     this.redraw();
   }
-
-  get shown() { return this.panels.filter((panel) => panel.shown); }
-  get total() { return Math.max(...this.shown.map((panel) => panel.length), 1e-12); }
-
-  // --- Rows ----------------------------------------------------------------------------------------------------------
-
-  /** Rebuilds the rows: heads and workers, each at its height; keeps what is on top there. */
-  layOut() {
-    const rows = this.ordered(), several = this.shown.length > 1;
-    const workers = rows.filter((row) => !row.head).length;
-    const heads = rows.length - workers;
-    const room = this.chart.clientHeight - AXIS - heads * GROUP_HEAD;
-    this.bar ??= Math.max(14, Math.min(24, Math.floor(room / Math.max(1, workers) * (this.memory ? 0.6 : 0.9))));
-    const memory = this.memory ? Math.max(4, Math.round(this.bar * 0.45)) : 0;
-    let at = 0;
-    for (const row of rows) {
-      row.at = at;
-      row.bar = this.bar;
-      row.memory = row.seat ? memory : 0;
-      row.height = row.top ? PANEL_HEAD : row.head ? GROUP_HEAD : this.bar + (row.memory ? row.memory + 2 : 0);
-      at += row.height + (row.head ? 0 : 4);
-      if (row.seat) this.describe(row, several);
-    }
-    this.rows = rows;
-    this.rowAt = new Map(rows.filter((row) => row.seat).map((row) => [`${row.panel.number} ${row.number}`, row]));
-    element("spacer").style.height = `${at + AXIS + 8}px`;
-    this.dirt();
-  }
-
-  ordered() {
-    const rows = [];
-    if (this.beside === "paired" && this.shown.length > 1) {
-      const most = (key) => Math.max(...this.shown.map((panel) => panel[key]));
-      this.grouped(rows, most("pipelines"), most("columns"), this.shown);
-      return rows;
-    }
-    for (const panel of this.shown) {
-      if (this.shown.length > 1) rows.push({ head: `${this.tag(panel)}  ${panel.name}`, top: true });
-      this.grouped(rows, panel.pipelines, panel.columns, [panel]);
-    }
-    return rows;
-  }
-
-  grouped(rows, pipelines, columns, panels) {
-    const sets = this.sets(pipelines, panels);
-    const add = (pipeline, column, more) => {
-      for (const panel of panels) {
-        if (pipeline >= panel.pipelines || column >= panel.columns) continue;
-        const number = panel.seatAt.get(panel.place(pipeline, column));
-        const seat = number === undefined ? null : panel.seats[number];
-        const label = `${pipeline}.${column}${more}${panels.length > 1 ? ` ${this.tag(panel)}` : ""}`;
-        rows.push({ panel, number, seat, pipeline, column, label });
-      }
-    };
-    if (this.group === "pipeline") {
-      for (const set of sets) {
-        rows.push({ head: set.length > 1 ? `Pipelines ${ranges(set)}: the same programs` : `Pipeline ${set[0]}` });
-        for (let column = 0; column < columns; column++) add(set[0], column, "");
-      }
-      return;
-    }
-    for (let column = 0; column < columns; column++) {
-      rows.push({ head: this.columnName(panels[0], column) });
-      for (const set of sets) add(set[0], column, set.length > 1 ? ` ×${set.length}` : "");
-    }
-  }
-
-  /** The pipelines, those that do the same in one set, if such are to be shown once. */
-  sets(pipelines, panels) {
-    const found = new Map();
-    for (let pipeline = 0; pipeline < pipelines; pipeline++) {
-      const key = this.equal ? panels.map((panel) => panel.behaviour(pipeline)).join(";") : pipeline;
-      if (found.has(key)) found.get(key).push(pipeline); else found.set(key, [pipeline]);
-    }
-    return [...found.values()];
-  }
-
-  columnName(panel, column) {
-    const stages = panel.stages.flatMap((one, stage) => (one === column ? [stage] : []));
-    const layers = panel.layers[stages[0]];
-    const held = layers ? `, layers ${stages.map((stage) => `${panel.layers[stage][0]}–${panel.layers[stage][1] - 1}`).join(" and ")}` : "";
-    return stages.length === 1 && stages[0] === column ? `Stage ${column}${held}` :
-      `Column ${column}: stages ${stages.join(", ")}${held}`;
-  }
-
-  describe(row, several) {
-    const { seat, panel } = row, memory = panel.memoryOf(seat);
-    if (seat.rolePipeline !== seat.pipeline || seat.roleColumn !== seat.column)
-      row.label = `${seat.pipeline}.${seat.column} as ${seat.rolePipeline}.${seat.roleColumn}${several && this.beside === "paired" ? ` ${this.tag(panel)}` : ""}`;
-    const slow = panel.slow[`${seat.pipeline}.${seat.column}`];
-    if (slow) row.label += ` ×${slow / 1000}`;
-    const unit = panel.holds.unit, capacity = panel.holds.capacity?.[seat.roleColumn];
-    const number = (value) => Number((value * unit).toPrecision(4));
-    row.peak = capacity === undefined ? `most ${number(memory.peak)}` : `${number(memory.peak)} of ${number(capacity)}`;
-  }
-
-  tag(panel) { return String.fromCharCode(65 + panel.number % 26); }
-
-  /** The rows on the screen, with `y` where they are. */
-  visible() {
-    const scroll = this.chart.scrollTop, found = [];
-    let low = 0, high = this.rows.length;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (this.rows[middle].at + this.rows[middle].height < scroll) low = middle + 1; else high = middle;
-    }
-    for (let i = low; i < this.rows.length && this.rows[i].at < scroll + this.view.height; i++) {
-      this.rows[i].y = Math.round(this.rows[i].at - scroll) + AXIS;
-      found.push(this.rows[i]);
-    }
-    return found;
-  }
-
-  rowOf = (ref) => {
-    const row = this.rowAt.get(`${ref.panel.number} ${ref.seat}`);
-    if (row) row.y = Math.round(row.at - this.chart.scrollTop) + AXIS;
-    return row ?? null;
-  };
 
   // --- Drawing -------------------------------------------------------------------------------------------------------
 
@@ -316,160 +188,6 @@ class Timeline {
     this.dirt(false);
   }
 
-  // --- Words ---------------------------------------------------------------------------------------------------------
-
-  at(panel, units) { return duration(units * panel.second); }
-
-  sentence(ref) {
-    const { panel } = ref, op = panel.op(ref);
-    return `${panel.name}: ${panel.title(ref)}${op.rerouted ? ", re-routed" : ""}, from ${this.at(panel, op.start)} to ` +
-      `${this.at(panel, op.end)}`;
-  }
-
-  facts(ref) {
-    const { panel } = ref, op = panel.op(ref), rows = [];
-    rows.push(["op", `${KINDS[op.kind]}, ${this.names[KINDS[op.kind]]}`]);
-    if (op.microbatch >= 0) rows.push(["micro-batch", `${op.pipeline}.${op.microbatch}`]);
-    if (op.stage >= 0) {
-      const layers = panel.layers[op.stage];
-      rows.push(["stage", `${op.stage}${layers ? `, layers ${layers[0]} to ${layers[1] - 1}` : ""}`]);
-    }
-    const { seat } = op, moved = seat.pipeline !== seat.rolePipeline || seat.column !== seat.roleColumn;
-    rows.push(["host", `worker ${op.worker}${moved ? `, as ${seat.rolePipeline}.${seat.roleColumn}` : ""}`]);
-    if (op.rerouted) rows.push(["re-routed", `its own worker ${op.pipeline}.${panel.stages[op.stage]} is down`]);
-    rows.push(["start", this.at(panel, op.start)], ["end", this.at(panel, op.end)],
-      ["takes", this.at(panel, op.end - op.start)]);
-    return make("dl", { className: "facts" }, ...rows.flatMap(([name, value]) =>
-      [make("dt", { text: name }), make("dd", { text: value })]));
-  }
-
-  /** What it waits for, in words: the last to come first. */
-  waits(ref) {
-    const { panel } = ref;
-    return panel.waits(ref).map((wait, number) => {
-      const why = { input: "its input", worker: "the worker", gradients: "the stage's last gradients" }[wait.why] ?? wait.why;
-      const hop = wait.hop ? ` + ${this.at(panel, wait.hop)} transfer` : "";
-      return { ref: wait.ref, text: `${number ? "" : "▸ "}${why}: ${panel.title(wait.ref)}, until ` +
-        `${this.at(panel, wait.ready - wait.hop)}${hop}` };
-    });
-  }
-
-  tip(ref, x, y) {
-    const tip = element("tip");
-    tip.hidden = !ref;
-    if (!ref) return;
-    const waits = this.waits(ref), lines = waits.length ? waits.map(({ text }) => make("div", { text })) :
-      [make("div", { text: "nothing in this iteration" })];
-    tip.replaceChildren(make("b", { text: ref.panel.title(ref) }), this.facts(ref),
-      make("p", {}, make("b", { text: "waits for" })), ...lines);
-    const box = tip.getBoundingClientRect();
-    tip.style.left = `${Math.max(4, x + 16 + box.width > innerWidth ? x - box.width - 12 : x + 16)}px`;
-    tip.style.top = `${Math.max(4, y + 18 + box.height > innerHeight ? y - box.height - 12 : y + 18)}px`;
-  }
-
-  tell(ref) {
-    element("details").hidden = !ref;
-    if (!ref) return this.layOutSoon();
-    const { panel } = ref;
-    const waits = this.waits(ref).map((wait) => {
-      const button = make("button", { type: "button", text: wait.text });
-      button.addEventListener("click", () => { this.choose(wait.ref); this.reveal(wait.ref); this.chart.focus(); });
-      return make("li", {}, button);
-    });
-    const path = this.path === "op" ? this.chainOf(ref) : panel.critical;
-    element("facts").replaceChildren(
-      make("h2", { text: panel.title(ref) }), this.facts(ref),
-      make("h3", { text: "Waits for (▸ the last to be ready)" }),
-      waits.length ? make("ul", {}, ...waits) : make("p", { text: "Nothing in this iteration." }),
-      make("h3", { text: this.path === "op" ? "Chain up to it" : "Critical path of the iteration" }),
-      this.pathFacts(panel, path));
-    element("said").textContent = this.sentence(ref);
-    return this.layOutSoon();
-  }
-
-  pathFacts(panel, path) {
-    const sum = (value) => path.reduce((total, link) => total + value(link), 0);
-    const hops = path.filter((link) => link.wait?.hop);
-    const rows = [["ops", path.length], ["computing", this.at(panel, sum(({ ref }) => {
-      const op = panel.op(ref); return op.end - op.start; }))],
-    ["transfers", `${hops.length}, ${this.at(panel, sum((link) => link.wait?.hop ?? 0))}`],
-    ["waiting", this.at(panel, sum((link) => Math.max(0, link.late)))]];
-    return make("dl", { className: "facts" }, ...rows.flatMap(([name, value]) =>
-      [make("dt", { text: name }), make("dd", { text: value })]));
-  }
-
-  layOutSoon() { this.dirt(); }
-
-  cards() {
-    const percent = (share) => `${Number((share * 100).toPrecision(3))} %`;
-    for (const panel of this.panels) {
-      const { numbers } = panel, rows = [["period", duration(numbers.period)]];
-      if (panel.measured) rows.push(["planned", duration(numbers.planned)]);
-      else rows.push(["bound", duration(numbers.lower_bound)],
-        ["gap", numbers.status === "optimal" ? "0, proven optimal" : percent(numbers.gap)]);
-      rows.push(["bubbles", percent(numbers.bubble_share)]);
-      if (!panel.measured) rows.push(["workers", `${panel.seats.length}`]);
-      if (panel.failed.length && !panel.measured) rows.push(["down", panel.failed.length > 6 ? panel.failed.length :
-        panel.failed.map((worker) => worker.join(".")).join(", ")], ["re-routed", numbers.rerouted]);
-      if (numbers.moves.length && !panel.measured) rows.push(["moved", numbers.moves.length]);
-      if (numbers.peak_memory !== null) rows.push(["peak memory", Number(numbers.peak_memory.toPrecision(4))]);
-      if (!panel.measured) rows.push(["made by", `${numbers.method}, ${numbers.backward}, ${numbers.optimizer}`]);
-      const several = this.panels.length > 1, box = make("input", { type: "checkbox", "data-panel": panel.number });
-      box.checked = panel.shown;
-      box.addEventListener("change", () => this.toggle(panel, box));
-      const title = make("label", {}, ...(several ? [box, make("span", { className: "tag", text: this.tag(panel) })] : []),
-        make("span", { text: panel.name }), make("span", { text: panel.name === panel.job || panel.measured ? "" : ` · ${panel.job}` }));
-      const card = make("div", { className: `card${panel.shown ? "" : " off"}` }, title,
-        make("dl", {}, ...rows.map(([name, value]) => make("div", {}, make("dt", { text: name }), make("dd", { text: value })))));
-      if (panel.violation) card.append(make("div", { className: "bad", text: `breaks a rule: ${panel.violation}` }));
-      element("cards").append(card);
-    }
-    element("besides").hidden = this.panels.length < 2;
-  }
-
-  toggle(panel, box) {
-    panel.shown = box.checked || this.shown.length === 1;
-    box.checked = panel.shown;
-    box.closest(".card").classList.toggle("off", !panel.shown);
-    if (!panel.shown && this.chosen?.panel === panel) this.choose(null);
-    this.cursor = this.hover = null;
-    this.layOut();
-    this.whole();
-  }
-
-  legend() {
-    const used = new Set(this.panels.flatMap((panel) => panel.tracks.flatMap((track) => KINDS.filter((_, kind) => track.busy[kind][track.count] > 0))));
-    const rerouted = this.panels.some((panel) => panel.tracks.some((track) => track.foreign[track.count]));
-    const stored = (kind, pipelines, stage = 0) => new Track({ kinds: kind, stages: [stage],
-      microbatches: [kind === "A" || kind === "O" ? -1 : 3], rerouted: pipelines, steps: [0], lengths: [1] }, [0, 1]);
-    const entries = KINDS.filter((kind) => used.has(kind)).map((kind) => [stored(kind, []), `${kind} ${this.names[kind]}`]);
-    if (this.panels.some((panel) => panel.stages.length > panel.columns))
-      entries.push([stored("F", [], 1), "the worker's second stage"]);
-    if (rerouted) entries.push([stored("F", [[0, 1]]), "re-routed: f1.3 is F of micro-batch 3 of pipeline 1"]);
-    const legend = element("legend");
-    legend.replaceChildren(...entries.map(([track, text]) => make("span", {}, this.swatch(track), make("span", { text }))));
-    if (this.panels.some((panel) => panel.failed.length)) {
-      const canvas = make("canvas", { width: 40, height: 16, "aria-hidden": "true" }), ctx = canvas.getContext("2d");
-      ctx.fillStyle = this.painter.theme.fills.down;
-      ctx.fillRect(0, 0, 40, 16);
-      legend.append(make("span", {}, canvas, make("span", { text: "worker down" })));
-    }
-    legend.append(make("span", { text: `strip under a row: ${this.panels.some((panel) => panel.memory) ? "memory held" : "activations held"}` }));
-  }
-
-  swatch(track) {
-    const canvas = make("canvas", { "aria-hidden": "true" }), scale = window.devicePixelRatio || 1;
-    [canvas.width, canvas.height] = [40 * scale, 16 * scale];
-    canvas.style.cssText = "width:40px;height:16px";
-    const painter = this.painter, ctx = canvas.getContext("2d"), view = painter.view;
-    ctx.setTransform(scale, 0, 0, scale, -GUTTER * scale, 0);
-    painter.view = { width: GUTTER + 40 };
-    painter.paintOp(track, 0, GUTTER, GUTTER + 40, 0, 16);
-    painter.batch.flush(ctx, painter.theme);
-    painter.view = view;
-    return canvas;
-  }
-
   // --- Pointer and keys ----------------------------------------------------------------------------------------------
 
   listen() {
@@ -536,7 +254,8 @@ class Timeline {
     if (event.shiftKey || (x < GUTTER && !event.ctrlKey)) return; // the browser scrolls
     event.preventDefault();
     this.point(null);
-    if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) return void this.pan(event.deltaX / (this.view.width - GUTTER));
+    if (Math.abs(event.deltaX) > Math.abs(event.deltaY))
+      return void this.pan(event.deltaX / (this.view.width - GUTTER));
     const pixels = event.deltaMode ? event.deltaY * 16 : event.deltaY;
     this.zoom(Math.exp(Math.max(-200, Math.min(200, pixels)) * 0.0022), x);
   }
@@ -574,7 +293,8 @@ class Timeline {
   }
 
   point(ref, event) {
-    const same = ref && this.hover && ref.panel === this.hover.panel && ref.seat === this.hover.seat && ref.index === this.hover.index;
+    const old = this.hover;
+    const same = ref && old && ref.panel === old.panel && ref.seat === old.seat && ref.index === old.index;
     if (!same && (ref || this.hover)) {
       this.hover = ref;
       this.dirt(false);
@@ -605,7 +325,8 @@ class Timeline {
       "Shift ArrowUp": () => this.step(0, -1), "Shift ArrowDown": () => this.step(0, 1),
       "Home": () => this.look(-0.01 * this.total, -0.01 * this.total + this.times.t1 - this.times.t0),
       "End": () => this.look(1.02 * this.total - this.times.t1 + this.times.t0, 1.02 * this.total),
-      "+": () => this.zoom(1 / 1.5), "=": () => this.zoom(1 / 1.5), "-": () => this.zoom(1.5), "_": () => this.zoom(1.5),
+      "+": () => this.zoom(1 / 1.5), "=": () => this.zoom(1 / 1.5),
+      "-": () => this.zoom(1.5), "_": () => this.zoom(1.5),
       "0": () => this.whole(), "[": () => this.taller(-2), "]": () => this.taller(2),
       "Enter": () => this.cursor && this.choose(this.cursor),
       "g": () => this.set("group", turn(["pipeline", "stage"], this.group)),
@@ -636,15 +357,6 @@ class Timeline {
     this.choose(null);
     this.chart.focus();
   }
-}
-
-/** `0, 2–7` for ascending numbers; the first few runs of many. */
-function ranges(numbers) {
-  const runs = [];
-  for (const number of numbers)
-    if (runs.length && number === runs.at(-1)[1] + 1) runs.at(-1)[1] = number; else runs.push([number, number]);
-  const texts = runs.slice(0, 6).map(([first, last]) => (first === last ? `${first}` : `${first}–${last}`));
-  return texts.join(", ") + (runs.length > 6 ? " …" : "") + (runs.length > 1 ? ` (${numbers.length})` : "");
 }
 
 /** The page's state, for whoever wants to look on: `timeline.times`, `timeline.chosen`, `timeline.drawn`. */
