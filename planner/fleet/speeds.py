@@ -154,7 +154,7 @@ class Speeds:
     def _problems(self, down: Down, options: PlanOptions) -> Sequence[Problem]:
         """One for each arrangement over pipelines that differs by more than the pipelines' numbers.
 
-        For a large job, the one that falls into the smallest pieces.
+        For a large job, the one in the smallest pieces first; of several, none with huge pieces.
         """
         distinct: dict[Pattern, Problem] = {}
         job = self._enough(sum(down))
@@ -165,8 +165,9 @@ class Speeds:
         problems = list(distinct.values())
         if problems[0].operations <= LARGE:
             return problems
-        return [min(reversed(problems), key=lambda problem: max(piece.problem.operations
-                                                                for piece in decompose(problem)))]
+        largest = [max(piece.problem.operations for piece in decompose(problem)) for problem in problems]
+        ranked = sorted(range(len(problems)), key=lambda index: (largest[index], -index))
+        return [problems[index] for index in ranked if largest[index] <= LARGE or index == ranked[0]]
 
     # --- ReCycle ------------------------------------------------------------------------------------------------------
 
