@@ -22,36 +22,97 @@ SPARE = 8
 """Units that a worker may run beyond those of the busiest one at the start."""
 
 
+SHIFTS = 60
+"""One in so many steps, times the pipelines of a piece, shifts a deadline."""
+
+
 class Annealer:
-    """Annealing of one plan. Its steps depend on the seed and on their number, not on the clock."""
+    """Annealing of one plan. Its steps depend on the seed and on their number, not on the clock.
+
+    The deadlines of the columns are those of the plan at first, and annealing shifts them, until told to `keep` some.
+    """
 
     def __init__(self, kernel: ModuleType, problem: Problem, solution: Solution, goal: int, seed: int) -> None:
         self._kernel = kernel
         self._problem = problem
         self._dense = dense = Dense(problem, solution.hosts)
-        ops, lanes, groups = len(dense.length), len(dense.roles), problem.grid.columns
+        ops, pipelines = len(dense.length), problem.grid.pipelines
         self._fixed = _fixed(kernel, dense)
         self._orders = _orders(kernel, dense, solution)
-        self._best = _copy(kernel.Orders, self._orders)
-        self._clock, self._trial = ([_zeros(kernel.Clock, ops, ops, ops, lanes, groups) for _ in range(2)])
-        self._scratch = _zeros(kernel.Scratch, ops, ops, kernel.GROUP)
+        self._clock, self._trial = (_zeros(kernel.Clock, ops, pipelines, pipelines) for _ in range(2))
+        self._scratch = _scratch(kernel, ops, pipelines)
         self._state = np.array([(seed * 0x9E3779B97F4A7C15 + 0x2545F4914F6CDD1D) % 2**64 or 1], dtype=np.uint64)
         self._scale = float(np.mean(dense.length)) or 1.0
         self._goal = goal
-        self._chosen = self._setting(0)
-        self._slice = max(1, OPS_PER_SLICE // ops)
-        self._cycle = max(FEWEST_STEPS, min(STEPS_PER_OP * ops, OPS_PER_CYCLE // ops))
-        self._step = 0
+        self._shifts = 0
         self.cycles = 0
         """Cooling cycles done."""
+        self.loosen()
+        self._slice = max(1, OPS_PER_SLICE * pipelines // ops)
+        self._cycle = max(FEWEST_STEPS, min(STEPS_PER_OP * ops, OPS_PER_CYCLE * pipelines // ops))
+        self._step = 0
         self.steps = 0
         """Orders tried."""
-        self.period: int = kernel.evaluate(self._fixed, self._orders, self._scratch, self._clock, self._chosen)[0]
+        self._set_deadlines()
+        self._best = _copy(kernel.Orders, self._orders)
+        self._record = _ints([0, 0])
+        self._measure()
+        count = self._scratch.counts
+        count[kernel.BASE], count[kernel.SPAN] = self._trial.late.min(), max(1, self.period)
+
+    def _set_deadlines(self) -> None:
+        """As the plan keeps them; synchronous: so that all windows end together, at 0."""
+        if self._problem.optimizer == "staggered":
+            self._kernel.set_deadlines(self._fixed, self._orders, self._scratch)
+            return
+        for tail, group in zip(self._fixed.tail, self._fixed.group, strict=True):
+            self._orders.deadline[group] = -tail
+
+    def _measure(self) -> None:
+        self._record[:] = (self._kernel.evaluate(self._fixed, self._best, self._scratch, self._trial, self._chosen),
+                           2**62)
+
+    @property
+    def period(self) -> int:
         """Of the best plan so far."""
+        return int(self._record[0])
+
+    @property
+    def deadlines(self) -> list[int]:
+        """Of the best plan so far, by column."""
+        return [int(self._best.deadline[group]) for group in self._problem.tied]
+
+    @property
+    def fresh(self) -> bool:
+        """Whether a cooling cycle is about to begin."""
+        return self._step == 0
+
+    def keep(self, deadlines: Sequence[int]) -> None:
+        """From now on keep these deadlines."""
+        if self._problem.optimizer == "staggered":
+            self._shifts = 0
+            self._chosen = self._setting(self.cycles)
+            self._orders.deadline[:] = self._best.deadline[:] = deadlines
+            self._measure()
+
+    def loosen(self) -> None:
+        """Deadlines may be shifted again."""
+        self._shifts = SHIFTS * self._problem.grid.pipelines if self._problem.optimizer == "staggered" else 0
+        self._chosen = self._setting(self.cycles)
+
+    def take(self, other: "Annealer") -> None:
+        """Go on from the best plan of another annealing of the same piece, under its rules."""
+        for mine in (self._orders, self._best):
+            for target, source in zip(mine, other._best, strict=True):
+                target[:] = source
+        self._record[:] = other._record
+        self._shifts = other._shifts
+        self._chosen = self._setting(self.cycles)
 
     def _setting(self, cycle: int) -> Any:
         hot, cold, pull = SETTINGS[cycle % len(SETTINGS)]
-        return self._kernel.Chosen(hot=hot * self._scale, cold=cold * self._scale, pull=pull, goal=self._goal)
+        return self._kernel.Chosen(hot=hot * self._scale, cold=cold * self._scale, pull=pull, goal=self._goal,
+                                   scale=self._scale, shifts=self._shifts)
 
     def run(self) -> None:
         """One slice of steps."""
@@ -60,9 +121,9 @@ class Annealer:
     def advance(self, steps: int) -> None:
         """Some steps, at most to the end of the cooling cycle."""
         end = min(self._step + steps, self._cycle)
-        self.period = int(self._kernel.anneal(
-            self._fixed, self._orders, self._best, self.period, self._clock, self._trial, self._scratch, self._state,
-            self._chosen, self._step, end, self._cycle))
+        self._kernel.anneal(
+            self._fixed, self._orders, self._best, self._record, self._clock, self._trial, self._scratch, self._state,
+            self._chosen, self._step, end, self._cycle)
         self.steps += end - self._step
         self._step = end
         if end == self._cycle:  # go on from the best, in another way or more slowly
@@ -74,12 +135,35 @@ class Annealer:
                 target[:] = source
 
     def solution(self) -> Solution:
-        """The best plan so far."""
+        """The best plan so far, on the clock of its deadlines."""
         dense = self._dense
         self._kernel.evaluate(self._fixed, self._best, self._scratch, self._trial, self._chosen)
-        start = self._trial.head if self._fixed.synchronous else self._trial.late
         hosts = {unit: dense.roles[lane].pipeline for unit, lane in zip(dense.units, self._best.lane, strict=True)}
-        return Dense(self._problem, hosts).solution(self._trial.order.tolist(), start.tolist())
+        begin = self._trial.late.min() if self._problem.optimizer == "synchronous" else 0
+        start = (self._trial.late - begin).tolist()
+        return Dense(self._problem, hosts).solution(self._scratch.order.tolist(), start)
+
+
+def _scratch(kernel: ModuleType, ops: int, pipelines: int) -> Any:
+    sizes = (ops, ops, ops, ops, kernel.GROUP, kernel.BUCKETS, ops, ops, 4 * ops, 4 * ops, pipelines, (2, pipelines),
+             pipelines, kernel.COUNTS)
+    made = kernel.Scratch(*(np.zeros(size, dtype=np.int64) for size in sizes))
+    made.bucket[:] = -1
+    return made
+
+
+def _tails(dense: Dense) -> list[int]:
+    """For each lane, ticks from the deadline of its columns to the end of its window.
+
+    Synchronous: to the end of the job, which is the end of all windows. No step starts before the last compute op.
+    """
+    problem = dense.problem
+    if problem.optimizer == "staggered":
+        return [dense.tail[column] for column in dense.column]
+    step = max(problem.times.optimizer)
+    tails = [max(step, *(dense.tail[other] for other, group in enumerate(problem.tied) if group == tied))
+             for tied in problem.tied]
+    return [tails[column] for column in dense.column]
 
 
 def _fixed(kernel: ModuleType, dense: Dense) -> Any:
@@ -93,24 +177,33 @@ def _fixed(kernel: ModuleType, dense: Dense) -> Any:
             if waits >= 0:
                 source[waits] = op
     return kernel.Fixed(
-        kinds=kinds, transfer=problem.times.transfer, synchronous=problem.optimizer == "synchronous",
-        stage=_ints(dense.stage), unit=_ints([op // kinds for op in range(len(taker))]), source=_ints(source),
-        taker=_ints(taker), weight=_ints(weight), waits=_ints([op >= 0 for op in source]),
-        group=_ints([problem.tied[role.column] for role in roles]),
-        tail=_ints([problem.tail(role.column) for role in roles]),
-        step=_ints([problem.times.optimizer[role.column] for role in roles]),
+        kinds=kinds, transfer=problem.times.transfer, stage=_ints(dense.stage),
+        unit=_ints([op // kinds for op in range(len(taker))]), source=_ints(source), taker=_ints(taker),
+        weight=_ints(weight), group=_ints([problem.tied[role.column] for role in roles]), tail=_ints(_tails(dense)),
+        pipeline=_ints([role.pipeline for role in roles]), lanes=_lanes(dense),
         capacity=_ints([memory.capacity[role.column] if memory else -1 for role in roles]),
         holds=_ints([holds for stage in dense.stage for holds in _holds(problem, stage)]), free=_ints(choice),
         choices=_choices(dense), cost=_costs(dense))
+
+
+def _lanes(dense: Dense) -> Any:
+    """[pipeline, number] its lanes, -1 behind the last."""
+    lanes: list[list[int]] = [[] for _ in range(dense.problem.grid.pipelines)]
+    for lane, role in enumerate(dense.roles):
+        lanes[role.pipeline].append(lane)
+    return _padded(lanes)
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> Any:
+    width = max(map(len, rows))
+    return np.array([[*row, *[-1] * (width - len(row))] for row in rows], dtype=np.int64)
 
 
 def _choices(dense: Dense) -> Any:
     """[stage, number] the lanes that may run a stage, -1 behind the last."""
     columns = dense.problem.grid.columns
     lanes = [[lane for lane, column in enumerate(dense.column) if column == which] for which in range(columns)]
-    width = max(map(len, lanes))
-    return np.array([lanes[column] + [-1] * (width - len(lanes[column])) for column in dense.problem.column_of],
-                    dtype=np.int64)
+    return _padded([lanes[column] for column in dense.problem.column_of])
 
 
 def _costs(dense: Dense) -> Any:
@@ -152,7 +245,8 @@ def _orders(kernel: ModuleType, dense: Dense, solution: Solution) -> Any:
     for number, lane in enumerate(lanes):
         sequence[number, :len(lane)] = lane
     return kernel.Orders(lane=_ints(dense.lane), length=_ints(dense.length), sequence=sequence,
-                         size=_ints([len(lane) for lane in lanes]), place=_ints(place))
+                         size=_ints([len(lane) for lane in lanes]), place=_ints(place),
+                         deadline=_ints([0] * dense.problem.grid.columns))
 
 
 def _ints(values: Sequence[int]) -> Any:

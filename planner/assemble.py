@@ -20,25 +20,53 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
     start: Sequence[int]
 
 
-def place(problem: Problem, solved: Sequence[tuple[Piece, Solution]]) -> list[Placed]:
+def place(problem: Problem, solved: Sequence[tuple[Piece, Solution]],
+          deadlines: Sequence[int] | None = None) -> list[Placed]:
     """Put solved pieces on one clock, the first op of all at 0.
 
     Staggered, and if there are several: each op as late as the common ends of the columns allow, so that the windows
-    of all pieces are as short as their orders permit.
+    of all pieces are as short as their orders permit. These ends are the `deadlines` where given; else those of the
+    longest piece, or the latest of all pieces when each begins at 0, whichever gives the shorter period.
     """
     placed = []
     for piece, solution in solved:
         dense = Dense(piece.problem, solution.hosts)
-        start = dense.starts(solution)
-        first = min(start)
-        placed.append(Placed(piece=piece, dense=dense, order=dense.order(solution),
-                             start=[begin - first for begin in start]))
+        placed.append(Placed(piece=piece, dense=dense, order=dense.order(solution), start=dense.starts(solution)))
     if len(placed) == 1 or problem.optimizer == "synchronous":
-        return placed
-    deadline = ends(problem, placed)
-    late = [msgspec.structs.replace(one, start=one.dense.latest(one.order, deadline)) for one in placed]
-    first = min(min(one.start) for one in late)
-    return [msgspec.structs.replace(one, start=[begin - first for begin in one.start]) for one in late]
+        return [_shifted(one, min(one.start)) for one in placed]
+    choices: list[Sequence[int]] = [deadlines] if deadlines else []
+    longest = max(placed, key=lambda one: one.dense.period(one.start))
+    least = longest.dense.period(longest.start)
+    choices.append(longest.dense.ends(longest.start))
+    choices.append(ends(problem, [_shifted(one, min(one.start)) for one in placed]))
+    best: tuple[int, list[Placed]] | None = None
+    for choice in choices:
+        late = [_late(one, choice) for one in placed]
+        period = max(_longest_window(one, choice) for one in late)
+        if best is None or period < best[0]:
+            best = period, late
+        if period <= least:
+            break
+    assert best is not None
+    first = min(min(one.start) for one in best[1])
+    return [_shifted(one, first) for one in best[1]]
+
+
+def _shifted(placed: Placed, first: int) -> Placed:
+    return msgspec.structs.replace(placed, start=[begin - first for begin in placed.start])
+
+
+def _late(placed: Placed, deadlines: Sequence[int]) -> Placed:
+    return msgspec.structs.replace(placed, start=placed.dense.latest(placed.order, deadlines))
+
+
+def _longest_window(placed: Placed, deadlines: Sequence[int]) -> int:
+    dense = placed.dense
+    first = list(deadlines)
+    for unit, lane in enumerate(dense.lane):
+        column = dense.column[lane]
+        first[column] = min(first[column], placed.start[unit * dense.kinds])
+    return max(end + tail - begin for end, tail, begin in zip(deadlines, dense.tail, first, strict=True))
 
 
 def ends(problem: Problem, placed: Sequence[Placed]) -> list[int]:
@@ -48,11 +76,11 @@ def ends(problem: Problem, placed: Sequence[Placed]) -> list[int]:
 
 
 def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, Solution]], *, lower_bound: int,
-                   method: str) -> Schedule:
-    """The schedule of a solution, or of those of all pieces, with its period and proven bound."""
+                   method: str, deadlines: Sequence[int] | None = None) -> Schedule:
+    """The schedule of a solution, or of those of all pieces, with its period and proven bound; see `place`."""
     if isinstance(solved, Solution):
         solved = [(Piece(problem=problem, copies=(tuple(range(problem.grid.pipelines)),)), solved)]
-    placed = place(problem, solved)
+    placed = place(problem, solved, deadlines)
     closing = _closing(problem, ends(problem, placed))
     programs: dict[Worker, Program] = {}
     for one in placed:

@@ -103,7 +103,7 @@ class Dense:
 
     def ends(self, start: Sequence[int]) -> list[int]:
         """When the last op of each column ends, and of those that reduce gradients together with it."""
-        last = [0] * self.problem.grid.columns
+        last = [min(start, default=0)] * self.problem.grid.columns
         group = [self.problem.tied[column] for column in self.column]
         for unit, lane in enumerate(self.lane):
             op = (unit + 1) * self.kinds - 1

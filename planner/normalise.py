@@ -77,7 +77,8 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
         method = method or self.method
         problem = self.problem(job, failed)
         solved = solve(problem, method, began + max(0.01, seconds), self.seed, lambda _: None)
-        schedule = build_schedule(problem, solved.pieces, lower_bound=solved.lower_bound_ticks, method=method)
+        schedule = build_schedule(problem, solved.pieces, lower_bound=solved.lower_bound_ticks, method=method,
+                                  deadlines=solved.deadlines)
         violations = check(schedule)
         if violations:
             raise AssertionError(f"the planner made a schedule that breaks a rule: {violations[0]}")

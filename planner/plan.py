@@ -71,9 +71,11 @@ def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode 
         if failed:
             whole = build_problem(job, backward=backward, optimizer=optimizer)
             healthy = solve(whole, method, time.monotonic() + share, seed, lambda _: None, stop)
-            fault_free = build_schedule(whole, healthy.pieces, lower_bound=healthy.lower_bound_ticks, method=method)
+            fault_free = build_schedule(whole, healthy.pieces, lower_bound=healthy.lower_bound_ticks, method=method,
+                                        deadlines=healthy.deadlines)
         interrupted = stop.is_set()
-    schedule = build_schedule(problem, solved.pieces, lower_bound=solved.lower_bound_ticks, method=method)
+    schedule = build_schedule(problem, solved.pieces, lower_bound=solved.lower_bound_ticks, method=method,
+                              deadlines=solved.deadlines)
     violations = check(schedule)
     if violations:
         raise AssertionError(f"the planner made a schedule that breaks a rule: {violations[0]}")

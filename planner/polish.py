@@ -1,27 +1,38 @@
-"""Anneal the pieces of a job: always the one that keeps the others waiting."""
+"""Anneal the pieces of a job: always the one that keeps the others waiting, on two cores where there are two."""
 
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
 import msgspec
 
 from planner.anneal import Annealer
-from planner.dense import solution_period
 from planner.problem import Problem
 from planner.report import Report
 from planner.solution import Solution
+
+CHAINS = 2
+"""Annealings of one piece side by side: the compiled loops leave the interpreter to others meanwhile.
+
+Always as many, so that the plan does not depend on the machine.
+"""
 
 
 class Polished(msgspec.Struct, frozen=True):
     """What annealing came to."""
 
     solutions: list[Solution]
+    """On one clock."""
+    deadlines: list[int]
+    """On the same clock, when all pieces must have done their compute ops, by column."""
     steps: int
     """Orders tried for the piece that is critical in the end."""
     stale: float
     """Share of them since its last better plan."""
+    cycles: int
+    """Cooling cycles it went through."""
 
 
 def polish(kernel: ModuleType, problems: Sequence[Problem], solutions: Sequence[Solution], *, goal: int,
@@ -30,60 +41,151 @@ def polish(kernel: ModuleType, problems: Sequence[Problem], solutions: Sequence[
 
     `goal` is the period that no plan of the whole can beat.
     """
-    pieces = [_Piece(kernel, problem, solution, goal, seed)
-              for problem, solution in zip(problems, solutions, strict=True)]
+    crew = _Crew([_Piece(kernel, problem, solution, goal, seed)
+                  for problem, solution in zip(problems, solutions, strict=True)])
     tick = problems[0].tick_seconds
-    told = max(piece.period for piece in pieces)
-    slowest = 0.0
-    while not stop.is_set() and time.monotonic() + slowest < deadline:
-        worst = max(piece.period for piece in pieces)
-        # Of several that are equally long, each in turn: all must become shorter.
-        piece = min((piece for piece in pieces if piece.period == worst), key=lambda piece: piece.slices)
-        if worst <= goal or (cycles is not None and piece.cycles >= cycles):
-            break
-        if worst < told:
-            report(f"annealing: period {worst * tick:g} s, bound {goal * tick:g} s")
-            told = worst
-        began = time.monotonic()
-        piece.run()
-        slowest = max(slowest, time.monotonic() - began)
-    last = max(pieces, key=lambda piece: (piece.period, piece.slices))
-    return Polished([piece.solution() for piece in pieces], last.steps,
-                    1 - last.better / last.slices if last.slices else 0.0)
+    told, slowest = crew.period, 0.0
+    with ThreadPoolExecutor(CHAINS - 1) as others:
+        while not stop.is_set() and time.monotonic() + slowest < deadline and crew.period > goal:
+            began = time.monotonic()
+            first, *rest = crew.tasks(goal)
+            if cycles is not None and first.piece.cycles >= cycles:
+                break
+            running = [others.submit(task.run) for task in rest]
+            first.run()
+            for task in running:
+                task.result()
+            crew.settle()
+            slowest = max(slowest, time.monotonic() - began)
+            if crew.period < told:
+                told = crew.period
+                report(f"annealing: period {told * tick:g} s, bound {goal * tick:g} s")
+    return crew.result()
 
 
 class _Piece:
-    """A piece, and its annealing once it is the critical one."""
+    """A piece and its chains of annealing."""
 
     def __init__(self, kernel: ModuleType, problem: Problem, solution: Solution, goal: int, seed: int) -> None:
-        self.slices = self.better = 0
-        """Slices of annealing, and which of them found the last better plan."""
-        self.period = solution_period(problem, solution)
-        self._start = (kernel, problem, solution, goal, seed)
-        self._annealer: Annealer | None = None
+        self.rounds = self.better = 0
+        """Rounds of annealing, and which of them found the last better plan."""
+        self._kernel, self._problem, self._start, self._goal, self._seed = kernel, problem, solution, goal, seed
+        self.chains: list[Annealer] = []
+        self.chain(0)
+        self.period = self.best.period
+
+    @property
+    def healthy(self) -> bool:
+        """Whether no worker is down."""
+        return not self._problem.failed
+
+    @property
+    def best(self) -> Annealer:
+        """The chain with the best plan."""
+        return min(self.chains, key=lambda chain: chain.period)
 
     @property
     def cycles(self) -> int:
         """Cooling cycles done."""
-        return self._annealer.cycles if self._annealer else 0
+        return self.chains[0].cycles
+
+    def chain(self, number: int) -> Annealer:
+        """A chain, begun when it is first asked for."""
+        if number == len(self.chains):
+            made = Annealer(self._kernel, self._problem, self._start, self._goal, self._seed * CHAINS + number)
+            if self.chains:
+                made.take(self.best)
+            self.chains.append(made)
+        return self.chains[number]
+
+    def keep(self, deadlines: Sequence[int]) -> None:
+        """From now on keep these deadlines."""
+        for chain in self.chains:
+            chain.keep(deadlines)
+        self.period = self.best.period
+
+    def settle(self) -> None:
+        """After a round: who has done a cycle goes on from the best plan of all."""
+        self.rounds += 1
+        best = self.best
+        for chain in self.chains:
+            if chain.fresh and chain.period > best.period:
+                chain.take(best)
+        if best.period < self.period:
+            self.period, self.better = best.period, self.rounds
+
+
+class _Task(msgspec.Struct, frozen=True):
+    """A slice of one chain."""
+
+    piece: _Piece
+    chain: Annealer
 
     def run(self) -> None:
-        """One slice of annealing."""
-        if self._annealer is None:
-            self._annealer = Annealer(*self._start)
-        self._annealer.run()
-        self.slices += 1
-        if self._annealer.period < self.period:
-            self.period, self.better = self._annealer.period, self.slices
+        """Anneal."""
+        self.chain.run()
+
+
+class _Crew:
+    """The pieces, which must all keep the same deadlines.
+
+    Where all but one are single healthy pipelines, which have time to spare, that one may shift the deadlines.
+    """
+
+    def __init__(self, pieces: list[_Piece]) -> None:
+        self.pieces = pieces
+        self._busy: list[_Piece] = []
+        self._lead: _Piece | None = None
+        if len(pieces) == 1:
+            self._lead = pieces[0]
+            return
+        leads = sorted(pieces, key=lambda piece: (piece.healthy, -piece.period))
+        choice = [piece.best.deadlines for piece in leads]
+        periods = []
+        for deadlines in choice:
+            self._keep(deadlines, pieces)
+            periods.append(self.period)
+        best = periods.index(min(periods))
+        self._keep(choice[best], pieces)
+        if all(piece.healthy for piece in leads[1:]) and best == 0 and leads[0].period == self.period:
+            self._lead = leads[0]
+            leads[0].chains[0].loosen()
+
+    @staticmethod
+    def _keep(deadlines: Sequence[int], pieces: Sequence[_Piece]) -> None:
+        for piece in pieces:
+            piece.keep(deadlines)
 
     @property
-    def steps(self) -> int:
-        """Steps of annealing."""
-        return self._annealer.steps if self._annealer else 0
+    def period(self) -> int:
+        """Of the whole."""
+        return max(piece.period for piece in self.pieces)
 
-    def solution(self) -> Solution:
-        """The best found, or the one given."""
-        _, problem, given, _, _ = self._start
-        if self._annealer is None or self._annealer.period >= solution_period(problem, given):
-            return given
-        return self._annealer.solution()
+    def tasks(self, goal: int) -> list[_Task]:
+        """What to do next: the longest piece, and beside it the next one if that is nearly as long."""
+        order = sorted(self.pieces, key=lambda piece: (-piece.period, piece.rounds))
+        self._busy = order[:1]
+        if len(order) > 1 and 2 * order[1].period > order[0].period + goal:
+            self._busy = order[:CHAINS]
+            return [_Task(piece, piece.chain(0)) for piece in self._busy]
+        return [_Task(order[0], order[0].chain(number)) for number in range(CHAINS)]
+
+    def settle(self) -> None:
+        """After a round."""
+        for piece in self._busy:
+            piece.settle()
+        if self._lead is None or len(self.pieces) == 1:
+            return
+        if self._busy != [self._lead]:  # others must be able to rely on the deadlines
+            self._keep(self._lead.best.deadlines, self.pieces)
+            self._lead = None
+        else:
+            self._keep(self._lead.best.deadlines, [piece for piece in self.pieces if piece is not self._lead])
+
+    def result(self) -> Polished:
+        """The best plans found."""
+        deadlines = max(self.pieces, key=lambda piece: piece.period).best.deadlines
+        last = max(self.pieces, key=lambda piece: (piece.period, piece.rounds))
+        stale = 1 - last.better / last.rounds if last.rounds else 0.0
+        return Polished([piece.best.solution() for piece in self.pieces], deadlines,
+                        sum(chain.steps for chain in last.chains), stale, last.cycles)

@@ -10,7 +10,6 @@ import msgspec
 from planner.baselines import BASELINES
 from planner.bounds import lower_bound, strongest_bound
 from planner.compiled import annealing
-from planner.cpsat.model import improve
 from planner.decompose import Piece, decompose, undivided
 from planner.dense import solution_period
 from planner.interrupt import interruptible
@@ -30,6 +29,8 @@ LARGEST_BASELINE = 200_000
 """Compute ops up to which a baseline deals the micro-batches of the dead among all pipelines, not in groups."""
 STALE = 0.5
 """Share of annealing without a better plan from which on the bound is the likelier cause of a gap."""
+FEWEST_CYCLES = 3
+"""Cooling cycles without which the plan is the likelier cause."""
 FINISH_SECONDS, FINISH_SHARE = 15e-6, 0.4
 """What is set aside to put a plan together and check it: seconds for each op, at most this share of the time."""
 SEARCH_SHARE, PROOF_SHARE = 0.3, 0.6
@@ -42,6 +43,8 @@ class Solved(msgspec.Struct, frozen=True):
     pieces: Sequence[tuple[Piece, Solution]]
     lower_bound_ticks: int
     interrupted: bool = False
+    deadlines: Sequence[int] | None = None
+    """Where all pieces are on one clock: when their compute ops must be done, by column."""
     evidence: str = ""
     """What the bound counts, how hard a better plan was looked for, and so which of them leaves a gap."""
 
@@ -62,7 +65,7 @@ def solve(problem: Problem, method: Method, deadline: float, seed: int, report: 
     if method == "cp-sat":
         effort.improve()
     return Solved(list(zip(effort.pieces, effort.solutions, strict=True)), effort.proven, stop.is_set(),
-                  effort.evidence())
+                  effort.deadlines, effort.evidence())
 
 
 def _baseline(problem: Problem, method: str, stop: threading.Event) -> Solved:
@@ -79,6 +82,7 @@ class _Effort:
         self.solutions: list[Solution] = []
         self.proven, self._counts = strongest_bound(problem)
         self._annealed: Polished | None = None
+        self.deadlines: Sequence[int] | None = None
         self._tick = problem.tick_seconds
         ops = sum(piece.problem.operations for piece in self.pieces)
         self._deadline = deadline - min(FINISH_SHARE * (deadline - time.monotonic()), FINISH_SECONDS * ops)
@@ -87,15 +91,30 @@ class _Effort:
         self._stop = stop
 
     def list_schedules(self, share: float) -> None:
-        """A solution for every piece. What one cannot avoid, the others need not beat."""
-        target = self.proven
+        """A solution for every piece. What one cannot avoid, the others need not beat.
+
+        The smallest pieces first: so better periods of the largest ones are those of the whole.
+        """
+        target, told = self.proven, 2**62
         until = time.monotonic() + share * (self._deadline - time.monotonic())
-        for index, piece in enumerate(self.pieces):
-            part = _work(piece) / sum(map(_work, self.pieces[index:]))
+        order = sorted(range(len(self.pieces)), key=lambda index: _work(self.pieces[index]))
+        found: dict[int, Solution] = {}
+
+        def tell(period: int) -> None:
+            nonlocal told
+            if len(found) == len(order) - 1 and max(longest, period) < told:
+                told = max(longest, period)
+                self._report(f"list scheduler: period {told * self._tick:g} s, bound {self.proven * self._tick:g} s")
+
+        longest = 0
+        for number, index in enumerate(order):
+            piece = self.pieces[index]
+            part = _work(piece) / sum(_work(self.pieces[other]) for other in order[number:])
             now = time.monotonic()
-            solution = search(piece.problem, target, now + part * (until - now), self._seed, self._report, self._stop)
-            self.solutions.append(solution)
-            target = max(target, solution_period(piece.problem, solution))
+            found[index] = search(piece.problem, target, now + part * (until - now), self._seed, tell, self._stop)
+            longest = max(longest, solution_period(piece.problem, found[index]))
+            target = max(target, longest)
+        self.solutions = [found[index] for index in range(len(order))]
 
     def improve(self) -> None:
         """Anneal what is critical; have CP-SAT prove small pieces optimal."""
@@ -123,7 +142,7 @@ class _Effort:
         self._annealed = polish(kernel, [piece.problem for piece in self.pieces], self.solutions, goal=self.proven,
                                 deadline=deadline, seed=self._seed, cycles=cycles, report=self._report,
                                 stop=self._stop)
-        self.solutions = self._annealed.solutions
+        self.solutions, self.deadlines = self._annealed.solutions, self._annealed.deadlines
 
     def evidence(self) -> str:
         """Which of plan and bound leaves a gap, and why that is likely."""
@@ -132,7 +151,8 @@ class _Effort:
             return f"{bound}; the plan is the best of list schedules only, so look for the gap there"
         steps, stale = self._annealed.steps, self._annealed.stale
         found = f"{steps:,} orders were tried, the last {stale:.0%} of them without a better plan"
-        blamed = "the bound" if stale > STALE else "the plan: more time may help"
+        settled = stale > STALE and self._annealed.cycles >= FEWEST_CYCLES
+        blamed = "the bound" if settled else "the plan: more time may help"
         return f"{bound}; {found}, so the gap is likely due to {blamed}"
 
     def _solve_exactly(self, index: int, share: float) -> None:
@@ -143,6 +163,7 @@ class _Effort:
         period = self._period(index)
         if period <= target or self._stop.is_set():
             return
+        from planner.cpsat.model import improve  # the solver takes a third of a second to load
 
         def tell(ticks: int) -> None:
             if ticks < period:  # the hint itself is no news
@@ -151,7 +172,8 @@ class _Effort:
         now = time.monotonic()
         result = improve(problem, self.solutions[index], lower_bound=target, deadline=now + share *
                          (self._deadline - now), seed=self._seed, report=tell, stop=self._stop)
-        self.solutions[index] = result.solution
+        if solution_period(problem, result.solution) < period:
+            self.solutions[index], self.deadlines = result.solution, None
         if target == self.proven and (len(self.pieces) == 1 or not problem.failed):
             # Without the ops of others, its workers in any plan of the whole run a plan of this piece.
             if result.lower_bound_ticks > self.proven:

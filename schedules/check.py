@@ -4,7 +4,8 @@ One function a rule, in the visible lists below. Rules of a later tier take for 
 establish, so checking stops after the first tier that finds something: a dropped op is reported once, as dropped.
 
 Pipelines that share no micro-batch with others and run the same programs at the same speed behave the same at every
-instant, so one of them stands for all. Cost is linear in the ops of the *different* pipelines.
+instant, so one of them stands for all; the same holds for groups of pipelines that do share some. Cost is linear in the
+ops of the *different* groups.
 """
 
 from collections import Counter
@@ -14,7 +15,7 @@ from itertools import islice, pairwise
 
 import msgspec
 
-from schedules.equal import equal_pipelines
+from schedules.equal import equal_groups
 from schedules.graph import OpKey, op_graph, op_key, programs_of, require_acyclic
 from schedules.memory import memory_profile
 from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
@@ -56,8 +57,8 @@ class _Case(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def pipelines(self) -> tuple[int, ...]:
-        """The pipelines to look at: one of each set that behaves the same."""
-        return tuple(equal[0] for equal in equal_pipelines(self.schedule))
+        """The pipelines to look at: one group of each set that behaves the same."""
+        return tuple(sorted(pipeline for group in equal_groups(self.schedule) for pipeline in group))
 
     @cached_property
     def programs(self) -> Mapping[Worker, list[Op]]:

@@ -1,11 +1,16 @@
-"""Pipelines that behave the same at every instant: checked once, shown once."""
+"""Pipelines, and groups of them, that behave the same at every instant: checked once, shown once."""
 
 from collections import defaultdict
+from collections.abc import Mapping
+
+import msgspec
 
 from schedules.graph import groups
-from schedules.schedule import Schedule
+from schedules.schedule import Program, Schedule
 
-Behaviour = tuple[int, tuple[tuple[int, int, int | None], ...]]
+Lane = tuple[int, int, int | None]
+"""(column, program, speed) of a role."""
+Behaviour = tuple[int, tuple[Lane, ...]]
 
 
 def equal_pipelines(schedule: Schedule) -> list[tuple[int, ...]]:
@@ -27,3 +32,37 @@ def equal_pipelines(schedule: Schedule) -> list[tuple[int, ...]]:
         else:
             alone += [(pipeline,) for pipeline in group]
     return sorted([*map(tuple, sets.values()), *alone])
+
+
+def equal_groups(schedule: Schedule) -> list[tuple[int, ...]]:
+    """One of each set of groups of pipelines that behave the same; groups are those that share micro-batches.
+
+    Two groups are found equal when their pipelines, each in ascending order, run the same programs at the same speed,
+    re-routed micro-batches being named by their pipeline's place in the group. Groups that are equal in another order
+    only are told apart, which costs time but does no harm.
+    """
+    slow = schedule.times.per_mille_of
+    lanes: dict[int, list[Lane]] = defaultdict(list)
+    for seat in schedule.seats:
+        lanes[seat.role.pipeline].append((seat.role.column, seat.program, slow.get(seat.worker)))
+    known: dict[Program, int] = {}
+    found: dict[tuple[Behaviour, ...], tuple[int, ...]] = {}
+    for group in groups(schedule):
+        place = {pipeline: index for index, pipeline in enumerate(group)}
+        key = []
+        for pipeline in group:
+            named = []
+            for column, program, speed in sorted(lanes[pipeline], key=lambda lane: lane[0]):
+                named.append((column, _numbered(schedule.programs[program], program, place, known), speed))
+            key.append((schedule.grid.microbatches[pipeline], tuple(named)))
+        found.setdefault(tuple(key), group)
+    return list(found.values())
+
+
+def _numbered(program: Program, number: int, place: Mapping[int, int], known: dict[Program, int]) -> int:
+    """The number of a program; that of the first one alike where it runs micro-batches of other pipelines."""
+    if len(place) == 1 or all(op.pipeline is None for op in program):
+        return number
+    renamed = tuple(op if op.pipeline is None else msgspec.structs.replace(op, pipeline=place[op.pipeline])
+                    for op in program)
+    return known.setdefault(renamed, number)

@@ -44,10 +44,11 @@ def test_annealed_plans_keep_every_rule(kernel, data, job, modes, dealing, seed)
     assert annealer.period <= solution_period(problem, before)
     annealer.advance(200)
     after = annealer.solution()
-    assert lower_bound(problem) <= solution_period(problem, after) == annealer.period
+    period = solution_period(problem, after)
+    assert lower_bound(problem) <= period <= annealer.period  # less where no op ends at a deadline
     assert annealer.period <= solution_period(problem, before)
     schedule = build_schedule(problem, after, lower_bound=lower_bound(problem), method="cp-sat")
-    assert check(schedule) == [] and schedule.period_ticks == annealer.period
+    assert check(schedule) == [] and schedule.period_ticks == period
 
 
 def test_steps_depend_on_the_seed_alone(kernel):
