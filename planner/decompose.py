@@ -93,8 +93,7 @@ def _groups(problem: Problem, dead: dict[int, Columns]) -> list[list[int]]:
     spare = [pipeline for pipeline in range(problem.grid.pipelines) if pipeline not in dead]
     broken = sorted(dead, key=lambda pipeline: (dead[pipeline], pipeline))
     for count in range(len(broken), 0, -1):
-        # Neighbours in the order have the same dead columns: dealt in turn, they land in different groups.
-        teams = [broken[index::count] for index in range(count)]
+        teams = _teams(dead, broken, count)
         needs = [_helpers_needed(problem, dead, team) for team in teams]
         if count == 1 or sum(needs) <= len(spare):
             break
@@ -108,6 +107,29 @@ def _groups(problem: Problem, dead: dict[int, Columns]) -> list[list[int]]:
         groups.append([*team, *spare[:need]])
         spare = spare[need:]
     return groups
+
+
+def _teams(dead: dict[int, Columns], broken: Sequence[int], count: int) -> list[list[int]]:
+    """Broken pipelines in so many teams, as few different ones as can be, and different dead columns in each.
+
+    Where that does not come out even, pipelines are dealt in turn: those with the same dead columns are neighbours in
+    the order given, and so land in different teams as well.
+    """
+    left: dict[Columns, list[int]] = defaultdict(list)
+    for pipeline in broken:
+        left[dead[pipeline]].append(pipeline)
+    teams: list[list[int]] = []
+    while len(teams) < count:
+        size = -(-sum(map(len, left.values())) // (count - len(teams)))
+        most = sorted(left, key=lambda columns: -len(left[columns]))[:size]
+        if len(most) < size or not left[most[-1]]:
+            return [list(broken[index::count]) for index in range(count)]
+        times = min(len(left[most[-1]]), count - len(teams))
+        for _ in range(times):
+            if -(-sum(map(len, left.values())) // (count - len(teams))) != size:
+                break
+            teams.append([left[columns].pop() for columns in most])
+    return teams
 
 
 def _helpers_needed(problem: Problem, dead: dict[int, Columns], team: Sequence[int]) -> int:

@@ -84,16 +84,17 @@ class _Best:
 
 
 def search(problem: Problem, bound: int, deadline: float, seed: int, tell: Tell,
-           stop: threading.Event) -> Solution:
+           stop: threading.Event) -> tuple[Solution, int]:
     """The best of many list schedules until the deadline (a time.monotonic()) or until told to stop; at least one.
 
+    With its period in ticks.
     `tell` hears the period, in ticks, of each better one.
     """
     best = _Best(problem, bound, deadline, tell, stop)
     _try_grid(best)
     _step_at_random(best, random.Random(seed))
-    assert best.found is not None
-    return best.found
+    assert best.found is not None and best.period is not None
+    return best.found, best.period
 
 
 def _try_grid(best: _Best) -> None:

@@ -80,6 +80,7 @@ class _Effort:
     def __init__(self, problem: Problem, deadline: float, seed: int, report: Report, stop: threading.Event) -> None:
         self.pieces = decompose(problem)
         self.solutions: list[Solution] = []
+        self._periods: list[int] = []
         self.proven, self._counts = strongest_bound(problem)
         self._annealed: Polished | None = None
         self.deadlines: Sequence[int] | None = None
@@ -98,7 +99,7 @@ class _Effort:
         target, told = self.proven, 2**62
         until = time.monotonic() + share * (self._deadline - time.monotonic())
         order = sorted(range(len(self.pieces)), key=lambda index: _work(self.pieces[index]))
-        found: dict[int, Solution] = {}
+        found: dict[int, tuple[Solution, int]] = {}
 
         def tell(period: int) -> None:
             nonlocal told
@@ -112,9 +113,10 @@ class _Effort:
             part = _work(piece) / sum(_work(self.pieces[other]) for other in order[number:])
             now = time.monotonic()
             found[index] = search(piece.problem, target, now + part * (until - now), self._seed, tell, self._stop)
-            longest = max(longest, solution_period(piece.problem, found[index]))
+            longest = max(longest, found[index][1])
             target = max(target, longest)
-        self.solutions = [found[index] for index in range(len(order))]
+        self.solutions = [found[index][0] for index in range(len(order))]
+        self._periods = [found[index][1] for index in range(len(order))]
 
     def improve(self) -> None:
         """Anneal what is critical; have CP-SAT prove small pieces optimal."""
@@ -124,17 +126,14 @@ class _Effort:
         if kernel and self._open:
             # All of the time where CP-SAT has nothing to do; else just enough for a good hint.
             self._polish(self._deadline, cycles=3 if exact else None)
-        for index in sorted(exact, key=self._period, reverse=True):
+        for index in sorted(exact, key=self._periods.__getitem__, reverse=True):
             self._solve_exactly(index, PROOF_SHARE if kernel else 1.0)
         if kernel and self._open and exact:
             self._polish(self._deadline, cycles=None)
 
     @property
     def _open(self) -> bool:
-        return max(map(self._period, range(len(self.pieces)))) > self.proven and not self._stop.is_set()
-
-    def _period(self, index: int) -> int:
-        return solution_period(self.pieces[index].problem, self.solutions[index])
+        return max(self._periods) > self.proven and not self._stop.is_set()
 
     def _polish(self, deadline: float, cycles: int | None) -> None:
         kernel = annealing()
@@ -143,6 +142,8 @@ class _Effort:
                                 deadline=deadline, seed=self._seed, cycles=cycles, report=self._report,
                                 stop=self._stop)
         self.solutions, self.deadlines = self._annealed.solutions, self._annealed.deadlines
+        self._periods = [solution_period(piece.problem, solution)
+                         for piece, solution in zip(self.pieces, self.solutions, strict=True)]
 
     def evidence(self) -> str:
         """Which of plan and bound leaves a gap, and why that is likely."""
@@ -158,9 +159,8 @@ class _Effort:
     def _solve_exactly(self, index: int, share: float) -> None:
         """Let CP-SAT work on a piece unless it is good enough already."""
         problem = self.pieces[index].problem
-        others = [self._period(other) for other in range(len(self.pieces)) if other != index]
-        target = max([self.proven, *others])
-        period = self._period(index)
+        target = max([self.proven, *self._periods[:index], *self._periods[index + 1:]])
+        period = self._periods[index]
         if period <= target or self._stop.is_set():
             return
         from planner.cpsat.model import improve  # the solver takes a third of a second to load
@@ -172,8 +172,9 @@ class _Effort:
         now = time.monotonic()
         result = improve(problem, self.solutions[index], lower_bound=target, deadline=now + share *
                          (self._deadline - now), seed=self._seed, report=tell, stop=self._stop)
-        if solution_period(problem, result.solution) < period:
-            self.solutions[index], self.deadlines = result.solution, None
+        found = solution_period(problem, result.solution)
+        if found < period:
+            self.solutions[index], self._periods[index], self.deadlines = result.solution, found, None
         if target == self.proven and (len(self.pieces) == 1 or not problem.failed):
             # Without the ops of others, its workers in any plan of the whole run a plan of this piece.
             if result.lower_bound_ticks > self.proven:

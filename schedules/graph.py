@@ -6,11 +6,12 @@ two workers. No cycle means no deadlock, whatever the real durations are.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
-
-import networkx as nx
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from schedules.schedule import Op, OpKind, Schedule, Worker
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 BACKWARDS = (OpKind.I, OpKind.B)
 
@@ -102,6 +103,8 @@ def op_graph(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> "nx
     `programs` holds the ops of the workers to look at: all of them, or those of pipelines that share no micro-batch
     with the rest.
     """
+    import networkx as nx  # a tenth of a second, which a plan without instantaneous ops need not wait for
+
     graph: nx.DiGraph[Node] = nx.DiGraph()
     by_key: dict[OpKey, Op] = {}
     for ops in programs.values():
@@ -124,6 +127,8 @@ def _node(op: Op, depth: int) -> Node:
 
 def topological_order(graph: "nx.DiGraph[Node]") -> list[Node]:
     """All nodes, each after what it waits for, otherwise by planned time. Raises ValueError naming a circle."""
+    import networkx as nx
+
     try:
         return list(nx.lexicographical_topological_sort(graph, key=_planned))
     except nx.NetworkXUnfeasible:
@@ -132,11 +137,15 @@ def topological_order(graph: "nx.DiGraph[Node]") -> list[Node]:
 
 def require_acyclic(graph: "nx.DiGraph[Node]") -> None:
     """Raises ValueError naming a circle. Cheaper than `topological_order`."""
+    import networkx as nx
+
     if not nx.is_directed_acyclic_graph(graph):
         raise _deadlock(graph)
 
 
 def _deadlock(graph: "nx.DiGraph[Node]") -> ValueError:
+    import networkx as nx
+
     circle = [str(edge[0]) for edge in nx.find_cycle(graph)]
     return ValueError("deadlock: " + " waits for ".join([circle[0], *reversed(circle)]))
 
@@ -148,11 +157,21 @@ def _planned(node: Node) -> tuple[int, str]:
 def groups(schedule: Schedule) -> list[tuple[int, ...]]:
     """Pipelines that share micro-batches, as sorted groups: between groups only all-reduces are waited for."""
     foreign = [{op.pipeline for op in program if op.pipeline is not None} for program in schedule.programs]
-    graph: nx.Graph[int] = nx.Graph()
-    graph.add_nodes_from(range(schedule.grid.pipelines))
+    parent = list(range(schedule.grid.pipelines))
+
+    def root(pipeline: int) -> int:
+        while parent[pipeline] != pipeline:
+            parent[pipeline] = parent[parent[pipeline]]
+            pipeline = parent[pipeline]
+        return pipeline
+
     for seat in schedule.seats:
-        graph.add_edges_from((seat.role.pipeline, pipeline) for pipeline in foreign[seat.program])
-    return sorted(tuple(sorted(component)) for component in nx.connected_components(graph))
+        for pipeline in foreign[seat.program]:
+            parent[root(pipeline)] = root(seat.role.pipeline)
+    found: dict[int, list[int]] = {}
+    for pipeline in range(schedule.grid.pipelines):
+        found.setdefault(root(pipeline), []).append(pipeline)
+    return sorted(map(tuple, found.values()))
 
 
 def programs_of(schedule: Schedule, pipelines: Iterable[int] | None = None) -> dict[Worker, list[Op]]:
