@@ -21,7 +21,7 @@ from schedules import codec
 from schedules.schedule import Grid, Schedule, Worker
 
 TURN_AHEAD = 2
-"""Iterations from the first uncommitted one to a turn: nobody can have run more of them before hearing of it."""
+"""Iterations from the first uncommitted one to a turn: nobody has run more of them, unless reports came late."""
 
 
 class RunError(RuntimeError):
@@ -85,6 +85,7 @@ class Conductor:
         self._holds: dict[Worker, tuple[int, ...]] = {}
         self._over = False
         self._turn: int | None = None
+        self._wanted = False
         self._lost: dict[Worker, str] = {}
         self._pending: list[tuple[Worker, str]] = []
         self._returning: set[Worker] = set()
@@ -113,8 +114,7 @@ class Conductor:
         """A worker waits for an order. Raises RunError."""
         self._lost.pop(worker, None)
         self._ready.add(worker)
-        if self._phase == "training":
-            self._ask_for_turn()
+        self._wanted = self._phase == "training"
         self._advance()
 
     def lost(self, worker: Worker, reason: str, since: float) -> None:
@@ -166,12 +166,26 @@ class Conductor:
                 self._give(Leave(number=self.number + 1))
                 self._phase = "left"
 
-    def _ask_for_turn(self) -> None:
+    def ask_for_turn(self) -> bool:
+        """Where somebody wants to come in, tell the members before which iteration to stop; whether that was needed.
+
+        Only when all that was told has been heard; `check_turn` must follow when all has been heard again.
+        """
         turn = self._ledger.next_iteration + TURN_AHEAD
-        if self._over or self._turn is not None or turn >= self._iterations.stop:
-            return
-        self._turn = turn
+        if not self._wanted or self._over or self._turn is not None or turn >= self._iterations.stop:
+            return False
+        self._turn, self._wanted = turn, False
         self._store.add(turn_key(self.number), turn)
+        return True
+
+    def check_turn(self) -> None:
+        """End the order if a member may have gone past the turn before it was told, for the others wait there for it.
+
+        A member looks for a turn after it has reported an iteration. Had it looked too early, its report of the last
+        iteration before the turn would have been heard by now.
+        """
+        if self._turn is not None and self._ledger.furthest >= self._turn - 1:
+            self._end_order()
 
     def _end_order(self) -> None:
         if not self._over:
@@ -200,7 +214,7 @@ class Conductor:
         moves = () if untouched else plan_moves(needs, self._holds, self._ranges)
         founding = self.number == 0 and not self._lost
         self._returning |= joining
-        self._members, self._ready, self._paused, self._turn = set(live), set(), set(), None
+        self._members, self._ready, self._paused, self._turn, self._wanted = set(live), set(), set(), None, False
         self._phase = "training"
         self.schedules.append(schedule)
         self._ledger.begin(self.number + 1, live)

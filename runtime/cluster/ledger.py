@@ -57,6 +57,11 @@ class Ledger:
         return self._first + len(self.losses)
 
     @property
+    def furthest(self) -> int:
+        """The last iteration that any member has reported."""
+        return max(self._open, default=self.next_iteration - 1)
+
+    @property
     def factor(self) -> Factor | None:
         """Of the last committed iteration."""
         last = self.next_iteration - 1

@@ -124,13 +124,19 @@ class Watch:
         """Hear what there is to hear; without news from processes here, after that long. Raises RunError."""
         ended = self._crew.poll(seconds)
         # First what they said, then that they are gone: those who end by themselves have told why.
-        while (report := next_report(self._store)) is not None:
-            self._hear(report)
+        self._hear_all()
+        if self._conductor.ask_for_turn():
+            self._hear_all()
+            self._conductor.check_turn()
         for end in ended:
             self._hear(end)
         for worker, seen in self._hearts.stopped():
             self._lose(worker, f"worker {worker} stopped answering", seen)
             self._crew.expel(worker)
+
+    def _hear_all(self) -> None:
+        while (report := next_report(self._store)) is not None:
+            self._hear(report)
 
     def listen_for_leaving(self) -> None:
         """Hear which other nodes know of the end; nothing else matters any more."""
