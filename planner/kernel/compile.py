@@ -1,4 +1,4 @@
-"""Compile the kernel by using it once: `python -m planner.kernel.compile`. Waits for nobody who does so already."""
+"""Compile the kernel by using it once: `python -m planner.kernel.compile`. Done when it is compiled, by whomever."""
 
 import contextlib
 import os
@@ -17,38 +17,45 @@ from planner.problem import build_problem
 
 STALE_SECONDS = 120
 """A compiler that has taken this long must have died."""
+PAUSE_SECONDS = 0.2
+"""Between two looks at whether another one is done."""
 
 
 def main() -> None:
-    """Plan the smallest job."""
-    with _alone() as first:
-        if first:
-            problem = build_problem(parse_job("pipelines = 1\nstages = 1\nmicrobatches = 1\n[time]\nforward = 1\n"
-                                              "backward_input = 1\nbackward_weight = 1\n"))
-            dense = Dense(problem, deal(problem, "least-loaded"))
-            lister = CompiledLister(listing, dense)
-            lister.period(Policy())
-            Annealer(annealing, problem, lister.solution(), 0, 0).run()
+    """Plan the smallest job, once nobody else does so. Takes no time where all is compiled already."""
+    with _alone():
+        problem = build_problem(parse_job("pipelines = 1\nstages = 1\nmicrobatches = 1\n[time]\nforward = 1\n"
+                                          "backward_input = 1\nbackward_weight = 1\n"))
+        dense = Dense(problem, deal(problem, "least-loaded"))
+        lister = CompiledLister(listing, dense)
+        lister.period(Policy())
+        Annealer(annealing, problem, lister.solution(), 0, 0).run()
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[bool]:
-    """Whether no other process compiles."""
+def _alone() -> Iterator[None]:
+    """While no other process compiles."""
     folder = Path(str(annealing.anneal.stats.cache_path))
     folder.mkdir(parents=True, exist_ok=True)
     lock = folder / "compiling"
+    while not _took(lock):
+        time.sleep(PAUSE_SECONDS)
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+
+
+def _took(lock: Path) -> bool:
+    """Whether the lock file is ours now. One that is older than any compiler takes is removed."""
     with contextlib.suppress(FileNotFoundError):
         if time.time() - lock.stat().st_mtime > STALE_SECONDS:
             lock.unlink()
     try:
         os.close(os.open(lock, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        lock.unlink(missing_ok=True)
+        return False
+    return True
 
 
 if __name__ == "__main__":
