@@ -13,7 +13,7 @@ import msgspec
 from planner.problem import Problem
 from schedules.schedule import Worker
 
-LARGEST_GROUP = 30_000
+LARGEST_GROUP = 60_000
 """Compute ops of a group up to which it is given more helpers than it needs."""
 
 Columns = tuple[int, ...]
@@ -99,9 +99,10 @@ def _groups(problem: Problem, dead: dict[int, Columns]) -> list[list[int]]:
             break
     if count == 1:
         needs = [min(len(spare), max(needs[0], _helpers_wanted(problem, dead, teams[0])))]
-    elif sum(wanted := [max(need, _helpers_wanted(problem, dead, team))
-                        for need, team in zip(needs, teams, strict=True)]) <= len(spare):
-        needs = wanted
+    else:
+        more = (len(spare) - sum(needs)) // count
+        needs = [max(need, min(need + more, _helpers_wanted(problem, dead, team)))
+                 for need, team in zip(needs, teams, strict=True)]
     groups = []
     for need, team in zip(needs, teams, strict=True):
         groups.append([*team, *spare[:need]])
