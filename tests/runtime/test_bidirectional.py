@@ -9,6 +9,8 @@ from schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
 
+LONG = 120
+"""Iterations in which a worker can surely come back."""
 JOB = grid(2, 4, 2, more="optimizer = 1\n[placement]\norder = 'bidirectional'")
 
 
@@ -24,10 +26,10 @@ def test_clipping_counts_each_layer_once(nursery, tmp_path):
 
 @pytest.mark.parametrize("worker", ["0.1", "1.3"])
 def test_a_worker_dies_and_comes_back(worker, nursery, tmp_path):
-    config, dead = tiny(iterations=12), Worker.parse(worker)
+    config, dead = tiny(iterations=LONG), Worker.parse(worker)
     resilience = Resilience(scheduler=planned, heartbeat_timeout_seconds=2,
                             injections=(Injection(dead, 2, "O", "kill"),), returns=(Return(dead, 3),))
     result = run(planned(()), config, out=tmp_path, nursery=nursery, resilience=resilience)
-    assert_same_numbers(result, judge(config, JOB.microbatches, 12))
+    assert_same_numbers(result, judge(config, JOB.microbatches, LONG))
     assert [one.dead for one in result.recoveries if one.dead] == [(dead,)]
     assert [one.returned for one in result.recoveries if one.returned] == [(dead,)]
