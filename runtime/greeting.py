@@ -1,18 +1,15 @@
 """Can two processes of this machine train together? They meet as workers do, and exchange a tensor and a sum."""
 
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
 from datetime import timedelta
-from pathlib import Path
-from typing import IO
 
 import msgspec
 import torch
 
+from runtime.children import ChildError, Children
 from runtime.cluster.membership import Lighthouse, Member
 from runtime.cluster.rendezvous import LOOPBACK, Rendezvous, connect_store, host_store, interface_towards
 from runtime.replay.comm import Epoch
@@ -49,12 +46,8 @@ class Greeters:
             lighthouse = Lighthouse(LOOPBACK, len(WORKERS))
             stack.callback(lighthouse.close)
             self._store, opened = host_store()
-            self._processes: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []
-            for worker in WORKERS:
-                errors = stack.enter_context(tempfile.TemporaryFile())
-                process = _start(_Task(worker, lighthouse.url, opened), errors)
-                stack.callback(_end, process)
-                self._processes.append((process, errors))
+            tasks = [_Task(worker, lighthouse.url, opened) for worker in WORKERS]
+            self._children = stack.enter_context(Children("runtime.greeting", tasks, apart=True))
             self._stack = stack.pop_all()
 
     def __enter__(self) -> "Greeters":
@@ -65,37 +58,12 @@ class Greeters:
 
     def wait(self, timeout: float) -> Greeting:
         """What the second of them measured. Raises GreetingError."""
-        deadline = time.monotonic() + timeout
-        while any(process.poll() is None for process, _ in self._processes):
-            if any(process.poll() for process, _ in self._processes):
-                break
-            if time.monotonic() > deadline:
-                raise GreetingError(f"two processes did not meet and talk within {timeout:.0f} s")
-            time.sleep(0.02)
-        for process, errors in self._processes:
-            if process.poll():
-                errors.seek(0)
-                lines = errors.read().decode(errors="replace").strip().splitlines()
-                raise GreetingError(lines[-1] if lines else f"a process ended with status {process.returncode}")
-        output = self._processes[1][0].stdout
-        assert output is not None
-        return msgspec.json.decode(output.read(), type=Greeting)
-
-
-def _start(task: _Task, errors: IO[bytes]) -> "subprocess.Popen[bytes]":
-    root = str(Path(__file__).resolve().parent.parent)
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    return subprocess.Popen([sys.executable, "-m", "runtime.greeting", msgspec.json.encode(task).decode()],
-                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, process_group=0,
-                            env={**os.environ, "PYTHONPATH": path})  # Ctrl-C is for the one who waits for them
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    if process.poll() is None:
-        process.kill()
-    process.wait(10)
-    assert process.stdout is not None
-    process.stdout.close()
+        try:
+            return msgspec.json.decode(self._children.answers(timeout)[1], type=Greeting)
+        except ChildError as error:
+            raise GreetingError(str(error)) from None
+        except TimeoutError:
+            raise GreetingError(f"two processes did not meet and talk within {timeout:.0f} s") from None
 
 
 def _greet(task: _Task) -> Greeting:

@@ -7,13 +7,9 @@ as have cores of their own), since workers share caches and memory. Ops are the 
 
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from runtime.children import ChildError, Children
 from runtime.cluster.membership import Quorum
 from runtime.cluster.rendezvous import Rendezvous, connect_store, host_store, interface_towards
 from runtime.config import RunConfig
@@ -140,51 +137,13 @@ def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, pipelines: 
 
 def _ask(tasks: Sequence[_Task]) -> list[_Answer]:
     """Run one process a task, all at a time; none is left at the end."""
-    root = str(Path(__file__).resolve().parent.parent)
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    with ExitStack() as stack:
-        processes = []
-        for task in tasks:
-            errors = stack.enter_context(tempfile.TemporaryFile())
-            process = subprocess.Popen([sys.executable, "-m", "runtime.profile", msgspec.json.encode(task).decode()],
-                                       stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors,
-                                       env={**os.environ, "PYTHONPATH": path})
-            stack.callback(_end, process)
-            processes.append((process, errors))
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        _wait([process for process, _ in processes], deadline)
-        answers = []
-        for process, errors in processes:
-            if process.poll() != 0:
-                errors.seek(0)
-                lines = errors.read().decode(errors="replace").strip().splitlines()
-                raise ProfileError(f"measuring failed: {lines[-1] if lines else f'exit status {process.poll()}'}")
-            assert process.stdout is not None
-            answers.append(msgspec.json.decode(process.stdout.read(), type=_Answer))
-    return answers
-
-
-def _wait(processes: Sequence["subprocess.Popen[bytes]"], deadline: float) -> None:
-    """Until all have ended well, one has not, or it takes too long: an answer is smaller than the buffer of a pipe."""
-    while any(process.poll() is None for process in processes):
-        if any(process.poll() not in (None, 0) for process in processes):
-            time.sleep(0.5)  # the first to end badly may not be the one to blame, but has an error to tell
-            for process in processes:
-                if process.poll() is None:
-                    process.terminate()
-                    process.wait(10)
-            return
-        if time.monotonic() > deadline:
-            raise ProfileError(f"measuring took more than {TIMEOUT_SECONDS:.0f} s")
-        time.sleep(0.05)
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    if process.poll() is None:
-        process.kill()
-    process.wait(10)
-    assert process.stdout is not None
-    process.stdout.close()
+    with Children("runtime.profile", tasks) as children:
+        try:
+            return [msgspec.json.decode(answer, type=_Answer) for answer in children.answers(TIMEOUT_SECONDS)]
+        except ChildError as error:
+            raise ProfileError(f"measuring failed: {error}") from None
+        except TimeoutError:
+            raise ProfileError(f"measuring took more than {TIMEOUT_SECONDS:.0f} s") from None
 
 
 class _Prober:
@@ -245,7 +204,7 @@ class _Prober:
         epoch = Epoch(Quorum(1, {worker: rank for rank, worker in enumerate(everyone)}), me,
                       {0: team} if me in team else {}, transport=task.transport, device=self._device,
                       store=store)
-        largest = max((one for one in self._boundaries[:-1]), key=_output_bytes, default=self._boundaries[-1])
+        largest = max(self._boundaries[:-1], key=_output_bytes, default=self._boundaries[-1])
         transfer = self._median(lambda: _ping_pong(epoch, task.rank, everyone, largest, self._device) / 2)
         all_reduce = []
         for layers in task.ranges:

@@ -93,8 +93,6 @@ class Conductor:
         self.number = 0
         """Of the last order."""
         self.recoveries: list[Recovery] = []
-        self.schedules: list[Schedule] = []
-        """Those that were used, one an order for training."""
 
     @property
     def left(self) -> bool:
@@ -105,10 +103,6 @@ class Conductor:
     def grid(self) -> Grid:
         """The job's shape."""
         return self._schedule.grid
-
-    def takes_part(self, worker: Worker) -> bool:
-        """Whether a worker is a member, or wants to be one."""
-        return worker in self._members or worker in self._ready
 
     def ready(self, worker: Worker) -> None:
         """A worker waits for an order. Raises RunError."""
@@ -216,7 +210,6 @@ class Conductor:
         self._returning |= joining
         self._members, self._ready, self._paused, self._turn, self._wanted = set(live), set(), set(), None, False
         self._phase = "training"
-        self.schedules.append(schedule)
         self._ledger.begin(self.number + 1, live)
         self._give(Train(number=self.number + 1, first_iteration=first, schedule=msgspec.Raw(codec.encode(schedule)),
                          moves=moves, factor=self._ledger.factor, founding=founding))

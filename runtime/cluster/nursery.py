@@ -18,6 +18,7 @@ from typing import Self
 
 import msgspec
 
+from runtime.children import environment
 from runtime.cluster.birth import Birth
 from runtime.cluster.report import Ended
 from schedules.schedule import Worker
@@ -53,12 +54,10 @@ class Nursery:
     """The launcher's side. Used as a context manager, so that no process outlives it; may serve several runs."""
 
     def __init__(self) -> None:
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         # A session of its own: Ctrl-C reaches the launcher only, which then ends the workers.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "runtime.cluster.nursery"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
-            env={**os.environ, "PYTHONPATH": path, **ONE_THREAD}, start_new_session=True)
+            env=environment(**ONE_THREAD), start_new_session=True)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._lines = _Lines(self._process.stdout.fileno())
         self._selector = selectors.DefaultSelector()

@@ -10,8 +10,7 @@ from typing import TextIO
 
 from torch._C._distributed_c10d import TCPStore
 
-from runtime.cluster.conductor import Conductor, Recovery
-from runtime.cluster.conductor import RunError as RunError
+from runtime.cluster.conductor import Conductor, Recovery, RunError
 from runtime.cluster.crew import Crew
 from runtime.cluster.injection import Injection, injected_key
 from runtime.cluster.ledger import Ledger, LedgerError

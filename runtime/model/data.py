@@ -35,9 +35,12 @@ class Corpus:
 
     text: Tensor
     """uint8 [bytes]."""
-    digest: str
-    """SHA-256 of the text: workers that train together must agree on it."""
     seed: int
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the text: workers that train together must agree on it."""
+        return hashlib.sha256(self.text.numpy().data).hexdigest()
 
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, Tensor]:
         """The tokens of a micro-batch and, for each, the one that follows: two int64 [batch, context] on the CPU."""
@@ -73,7 +76,7 @@ def load_corpus(config: RunConfig) -> Data:
         source = "not given, and the standard library's sources are" if path is None else f"{path!r},"
         raise ConfigError(f"training.text is {source} of {text.size} bytes; expected at least {needed}, "
                           "one more than model.context")
-    return Corpus(torch.from_numpy(text), hashlib.sha256(text.data).hexdigest(), config.training.seed)
+    return Corpus(torch.from_numpy(text), config.training.seed)
 
 
 def input_form(config: RunConfig) -> tuple[tuple[int, ...], torch.dtype]:

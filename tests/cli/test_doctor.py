@@ -56,13 +56,13 @@ def test_greeters_that_never_meet_are_ended():
         began = time.monotonic()
         with pytest.raises(GreetingError, match=r"within 0 s"):
             greeters.wait(0.1)
-        processes = [process for process, _ in greeters._processes]
+        processes = [process for process, _ in greeters._children.processes]
     assert time.monotonic() - began < 20 and all(process.poll() is not None for process in processes)
 
 
 def test_a_greeter_that_dies_is_named():
     with Greeters() as greeters:
-        greeters._processes[0][0].kill()
+        greeters._children.processes[0][0].kill()
         with pytest.raises(GreetingError, match="ended with status -9"):
             greeters.wait(30)
 
