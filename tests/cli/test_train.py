@@ -88,7 +88,8 @@ def test_kills_returns_checkpoints_and_resuming_on_another_grid(job, tmp_path):
     assert [one["dead"] for one in answer["recoveries"] if one["dead"]] == [["1.0"], ["0.1"]]
     assert [one["returned"] for one in answer["recoveries"] if one["returned"]] == [["1.0"]]
     assert answer["losses"] == pytest.approx(whole["losses"], abs=1e-9)
-    assert "worker 1.0 was killed by SIGKILL: iteration 2 runs on 3 workers" in done.stderr
+    # Iteration 1 where a peer had not yet reported it when 1.0, which ran ahead, died.
+    assert re.search("worker 1.0 was killed by SIGKILL: iteration [12] runs on 3 workers", done.stderr), done.stderr
     # Of iteration 112 only if it was on the disk before 0.1 died.
     kept = {path.name for path in (tmp_path / "out" / "checkpoints").iterdir()}
     assert "iteration-120" in kept and len(kept) == 2
@@ -106,7 +107,8 @@ def test_a_lost_stage_ends_the_run_and_says_how_to_go_on(job, tmp_path):
     kill = ("--kill", "0.1@5", "--kill", "1.1@7")
     lost = train(job, "--method", "greedy", "--iterations", 20, *kill, "--checkpoint-every", 3, "--out", tmp_path / "o")
     assert lost.exit_code == 1 and "stage 1 has no live worker left: worker 0.1 was killed" in lost.stderr
-    assert "7 iterations are committed" in lost.stderr
+    # A worker may have run ahead of its peers' reports when it dies.
+    assert re.search("[67] iterations are committed", lost.stderr), lost.stderr
     # The checkpoint of iteration 6 is still being written when the stage is lost, or done.
     way_on = re.escape(f"slipstream train {job} --resume {tmp_path / 'o'}")
     assert re.search(f"go on from iteration [36]: {way_on}", lost.stderr)

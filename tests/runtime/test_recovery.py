@@ -172,9 +172,11 @@ def train_on_two_nodes(rendezvous: Rendezvous, other: Nursery, nursery: Nursery,
 
 def test_a_stage_without_workers_ends_the_run_after_the_last_committed_iteration(nursery, tmp_path):
     with pytest.raises(RunError, match=r"^stage 1 has no live worker left: worker 0\.1 was killed by SIGKILL, worker "
-                                       r"1\.1 was killed by SIGKILL; 3 iterations are committed"):
+                                       r"1\.1 was killed by SIGKILL; [23] iterations are committed") as lost:
         train([at("0.1", 1), at("1.1", 3)], nursery, tmp_path)
-    assert len((tmp_path / "losses.jsonl").read_text().splitlines()) == 3
+    # Three, or two where stage 0 had not yet reported the last one when 1.1 began the next.
+    committed = len((tmp_path / "losses.jsonl").read_text().splitlines())
+    assert f"; {committed} iterations are committed" in str(lost.value)
 
 
 def test_no_schedule_ends_the_run_with_its_reason(nursery, tmp_path):
