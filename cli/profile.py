@@ -1,6 +1,5 @@
 """`slipstream profile`: measure a model's stages on this machine, and write the job file."""
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -10,15 +9,13 @@ import typer
 
 from cli.console import duration, err, loading, out, print_json, refuse, write_or_refuse
 from cli.plan import read_job_or_refuse
-from planner.job import Job
-from planner.jobtext import job_text
+from planner.job import Job, placement
+from planner.jobtext import job_text, rounded
 
 if TYPE_CHECKING:
     from runtime.profile import Profile
 
 DEFAULT = Path(__file__).parent / "jobs" / "small-gpt.toml"
-STEPS = 1000
-"""Times are rounded to about this part of the longest op: finer ones say nothing, and slow the planner down."""
 KIB = 1024
 BUSY = 0.1
 """Share of the time spent waiting from which on it is said."""
@@ -48,10 +45,10 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
     try:
         config = parse_run_config(wanted.model, wanted.training)
         layers = model_for(config.model, 0, parameter_dtype(config.training.dtype), torch.device("meta")).layers
-        ranges = _ranges(wanted.layers, layers) if wanted.layers else split_layers(layers, len(wanted.columns))
+        ranges = _ranges(wanted.layers[:wanted.depth], layers) if wanted.layers else split_layers(layers, wanted.depth)
         with err.status("measuring"):
-            measured = measure(config, ranges, pipelines=wanted.pipelines, workers=wanted.pipelines * wanted.stages,
-                               microbatches=sum(wanted.microbatches), rounds=rounds)
+            measured = measure(config, ranges, copies=wanted.pipelines * wanted.chains, rounds=rounds,
+                               workers=wanted.pipelines * wanted.stages, microbatches=sum(wanted.microbatches))
     except (ConfigError, ProfileError) as error:
         refuse(f"{job}: {error}")
     if measured.waiting > BUSY:
@@ -74,12 +71,12 @@ def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
     """The job file as plain data: what the job said, with the times and memory that were measured."""
     stages = measured.stages
     longest = max(max(stage.forward, stage.backward_input, stage.backward_weight) for stage in stages)
-    tick = 10.0 ** math.floor(math.log10(longest / STEPS))
 
     def seconds(name: str) -> list[float]:
-        return [_rounded(getattr(stage, name), tick) for stage in stages]
+        return rounded([getattr(stage, name) for stage in stages], longest)
 
-    static = [sum(stage.static_bytes for index, stage in enumerate(stages) if job.columns[index] == column)
+    # A worker holds all of its stages, of every chain; the stages that were measured are those of one.
+    static = [sum(stages[index % job.depth].static_bytes for index, at in enumerate(job.columns) if at == column)
               for column in range(job.stages)]
     room = measured.device_bytes if measured.device == "cuda" else measured.device_bytes // (job.pipelines * job.stages)
     tables: dict[str, Any] = {
@@ -91,14 +88,9 @@ def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
                    "weight_stash": [-(-stage.stash_bytes // KIB) for stage in stages]},
         "model": dict(job.model), "training": dict(job.training),
     }
-    tables["time"]["transfer"] = _rounded(measured.transfer, tick)
-    placement: dict[str, Any] = {}
-    if len(job.columns) != job.stages or job.columns != tuple(range(job.stages)):
-        placement = {"chunks": len(job.columns) // job.stages, "order": list(job.columns)}
-    if job.layers is not None:
-        placement["layers"] = list(job.layers)
-    if placement:
-        tables["placement"] = placement
+    tables["time"]["transfer"], = rounded([measured.transfer], longest)
+    if laid_out := placement(job):
+        tables["placement"] = laid_out
     return tables
 
 
@@ -108,10 +100,11 @@ def comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
     undo = ", ".join(f"{stage.undo_bytes / 2**20:.1f}" for stage in measured.stages)
     where = "a GPU of this machine" if measured.device == "cuda" else "this machine, shared equally by all workers"
     talk = f"over {measured.transport}, within this machine"
+    copies = f"{job.pipelines} pipelines" if job.chains == 1 else f"{job.pipelines * job.chains} copies of a stage"
     return {
         "": [f"Measured by `slipstream profile` on {measured.device}, {measured.processes} processes at a time."],
         "time": ["Seconds, one value a stage: medians, for one micro-batch.",
-                 f"transfer: one activation; all_reduce: {measured.team} of {job.pipelines} pipelines; both {talk}.",
+                 f"transfer: one activation; all_reduce: {measured.team} of {copies}; both {talk}.",
                  "Between machines, put in what your network takes."],
         "memory": [f"KiB. capacity: what {where}, has beyond what is held always.",
                    f"Held always, in MiB a stage: {static};",
@@ -127,10 +120,6 @@ def _ranges(counts: Sequence[int], layers: int) -> list[tuple[int, int]]:
         raise ConfigError(f"placement.layers is {list(counts)}; expected numbers above 0 whose sum is {layers}, the "
                           "layers of the model")
     return list(pairwise(ends))
-
-
-def _rounded(seconds: float, tick: float) -> float:
-    return float(f"{round(seconds / tick) * tick:.12g}")
 
 
 def _short(microbatches: Sequence[int]) -> int | list[int]:

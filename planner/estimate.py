@@ -13,13 +13,14 @@ from typing import Any
 
 import msgspec
 
+from planner.jobtext import rounded
+
 BYTES_HELD = 18
 """A parameter: bf16 weight, float32 gradient, float32 master weight and two moments of AdamW."""
 BYTES_UNDO = 12
 """Copies by which a step can be undone: master weight and moments."""
 BYTES_STEPPED = 34
 """Moved by an AdamW step for each parameter: gradient, master weight and moments read, all but the first written."""
-DIGITS = 4
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,12 +173,3 @@ def _cut(layers: int, stages: int, layer: float, head: float) -> list[int]:
         counts = [rest + (0 < stage <= over) for stage in range(stages - 1)]
         options.append((max(max(counts) * layer, count * layer + head), [*counts, count]))
     return min(options)[1]
-
-
-def rounded(seconds: Sequence[float]) -> list[float]:
-    """To a common step, so that ticks stay coarse: DIGITS digits of the longest."""
-    longest = max(seconds)
-    if not longest:
-        return [0.0] * len(seconds)
-    step = 10.0 ** (math.floor(math.log10(longest)) - DIGITS + 1)
-    return [float(f"{round(value / step) * step:.12g}") for value in seconds]

@@ -17,7 +17,6 @@ from schedules.schedule import Worker
 
 MAX_JOB_BYTES = 2**20
 _T = TypeVar("_T")
-ORDERS = ("linear", "interleaved", "v", "bidirectional")
 
 
 class JobError(ValueError):
@@ -65,6 +64,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """The `[model]` table as it stands; the runtime reads it."""
     training: Mapping[str, Any] = {}
     """The `[training]` table as it stands; the runtime reads it."""
+
+    @property
+    def depth(self) -> int:
+        """Virtual stages that a micro-batch visits: those of one chain."""
+        return len(self.columns) // self.chains
 
 
 def read_job(path: Path) -> Job:
@@ -165,12 +169,37 @@ def _job(table: _Table) -> Job:
                columns=columns, chains=chains, layers=layers, model=model, training=training)
 
 
+_ORDERED: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {
+    "linear": lambda stages, chunks: tuple(index // chunks for index in range(chunks * stages)),
+    "interleaved": lambda stages, chunks: tuple(index % stages for index in range(chunks * stages)),
+    "v": lambda stages, chunks: tuple(index % stages if index // stages % 2 == 0 else stages - 1 - index % stages
+                                      for index in range(chunks * stages)),
+}
+"""The column of each virtual stage, given stages and chunks."""
+ORDERS = (*_ORDERED, "bidirectional")
+
+
+def placement(job: Job) -> dict[str, Any]:
+    """The `[placement]` table that gives a job's columns, chains and layers; empty where the defaults do."""
+    table: dict[str, Any] = {}
+    chunks = job.depth // job.stages
+    if chunks > 1:
+        table["chunks"] = chunks
+    if job.chains > 1:
+        table["order"] = "bidirectional"
+    elif job.columns != _ORDERED["linear"](job.stages, chunks):
+        names = (name for name, order in _ORDERED.items() if order(job.stages, chunks) == job.columns)
+        table["order"] = next(names, list(job.columns))
+    if job.layers is not None:
+        table["layers"] = list(job.layers[:job.depth])
+    return table
+
+
 def _columns(table: _Table, stages: int) -> tuple[tuple[int, ...], int]:
     """The column of each virtual stage, and the number of chains."""
     given = table.has("chunks")
     chunks = table.count("chunks", 1, high=64)
     order = table.take("order", "linear")
-    count = chunks * stages
     if isinstance(order, list):
         columns = tuple(_count("placement.order", column, 0, stages - 1) for column in order)
         if sorted(columns) != sorted(list(range(stages)) * chunks):
@@ -183,13 +212,8 @@ def _columns(table: _Table, stages: int) -> tuple[tuple[int, ...], int]:
             raise JobError(f"placement.order is 'bidirectional' with {clash}; expected an even number of stages, and "
                            "no chunks: a worker holds one stage of each direction")
         return (*range(stages), *reversed(range(stages))), 2
-    if order == "linear":
-        return tuple(index // chunks for index in range(count)), 1
-    if order == "interleaved":
-        return tuple(index % stages for index in range(count)), 1
-    if order == "v":
-        return tuple(index % stages if index // stages % 2 == 0 else stages - 1 - index % stages
-                     for index in range(count)), 1
+    if isinstance(order, str) and order in _ORDERED:
+        return _ORDERED[order](stages, chunks), 1
     raise JobError(f"placement.order is {_show(order)}; expected one of {', '.join(ORDERS)}, or a list of columns")
 
 

@@ -1,7 +1,11 @@
-"""Job files, written: tables of plain data, with a remark above each."""
+"""Job files, written: tables of plain data, with a remark above each, and times with as many digits as they deserve."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+DIGITS = 4
+"""Of the longest time of a job; finer ones say nothing, and slow the planner down."""
 
 
 def job_text(tables: Mapping[str, Any], remarks: Mapping[str, Sequence[str]]) -> str:
@@ -13,6 +17,15 @@ def job_text(tables: Mapping[str, Any], remarks: Mapping[str, Sequence[str]]) ->
             lines += ["", *(f"# {line}" for line in remarks.get(name, ())), f"[{name}]"]
             lines += [f"{_key(key)} = {_toml(value)}" for key, value in table.items()]
     return "\n".join(lines) + "\n"
+
+
+def rounded(seconds: Sequence[float], longest: float | None = None) -> list[float]:
+    """To a common step, so that ticks stay coarse: DIGITS digits of the longest (default: of these)."""
+    longest = max(seconds) if longest is None else longest
+    if not longest:
+        return [0.0] * len(seconds)
+    step = 10.0 ** (math.floor(math.log10(longest)) - DIGITS + 1)
+    return [float(f"{round(value / step) * step:.12g}") for value in seconds]
 
 
 def _key(key: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from planner.estimate import rounded
+from planner.jobtext import rounded
 from schedules.schedule import OpKind
 
 MAX_BYTES = 2**30

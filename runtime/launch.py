@@ -32,6 +32,7 @@ from runtime.cluster.report import Ended, Left, push
 from runtime.cluster.setup import JOIN_TIMEOUT, SETUP_KEY, Form, Setup
 from runtime.cluster.watch import POLL_SECONDS, LossLog, Progress, Tell, Watch
 from runtime.config import ConfigError, RunConfig
+from runtime.device import choose_device
 from runtime.model.checkpoint import Checkpoint, CheckpointError, identity_of, latest, open_checkpoint
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import load_corpus
@@ -298,10 +299,7 @@ def _prepare(schedule: Schedule, config: RunConfig) -> tuple[Literal["cpu", "cud
     if violations:
         raise PlacementError(f"the schedule breaks a rule: {violations[0]}")
     training = config.training
-    has_cards = torch.cuda.is_available()
-    if training.device == "cuda" and not has_cards:
-        raise ConfigError("training.device is 'cuda', but torch finds no GPU here")
-    device: Literal["cpu", "cuda"] = "cuda" if has_cards and training.device != "cpu" else "cpu"
+    device = choose_device(training.device)
     model = model_for(config.model, training.seed, parameter_dtype(training.dtype), torch.device(device))
     layer_ranges(schedule, model.layers)
     load_corpus(config)

@@ -24,6 +24,7 @@ from runtime.children import ChildError, Children
 from runtime.cluster.membership import Quorum
 from runtime.cluster.rendezvous import Rendezvous, connect_store, host_store, interface_towards
 from runtime.config import RunConfig
+from runtime.device import choose_device
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import Data, Microbatch, load_corpus
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
@@ -104,18 +105,18 @@ class _Answer(msgspec.Struct, frozen=True):
     waiting: float
 
 
-def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, pipelines: int, workers: int, microbatches: int,
+def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int, workers: int, microbatches: int,
             rounds: int = 7) -> Profile:
     """Measure the stages that hold these ranges of layers.
 
-    `workers` of the whole job and its `pipelines` decide how many processes measure at a time, `microbatches` of all
-    pipelines the scale of the loss. Raises ConfigError and ProfileError.
+    `workers` of the whole job and the `copies` of each stage in it decide how many processes measure at a time,
+    `microbatches` of all pipelines the scale of the loss. Raises ConfigError and ProfileError.
     """
-    cards = torch.cuda.device_count() if config.training.device != "cpu" else 0
-    device = "cuda" if cards else "cpu"
+    device = choose_device(config.training.device)
+    cards = torch.cuda.device_count() if device == "cuda" else 0
     room = cards or max(1, (os.cpu_count() or 1) // config.training.threads)
-    computing = min(workers, room, len(ranges) * pipelines)
-    team = min(pipelines, MAX_TEAM)
+    computing = min(workers, room, len(ranges) * copies)
+    team = min(copies, MAX_TEAM)
     talking = max(team, 2 if workers > 1 else 1)
     transport = choose_transport(config.training.backend, device, talking, cards)
     store, opened = host_store()

@@ -4,13 +4,16 @@ import json
 import tomllib
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from cli.app import app
+from cli.profile import job_tables
 from planner.job import Job, parse_job, read_job
 from planner.jobtext import job_text
 from planner.plan import plan_job
 from runtime.config import parse_run_config
+from runtime.profile import Profile, StageProfile
 
 JOB = """
 name = "tiny \\"quoted\\" é"
@@ -55,6 +58,59 @@ def test_a_job_is_measured(tmp_path) -> None:
     require_sense(after)
 
 
+BIDIRECTIONAL = """
+name = "both ways"
+pipelines = 2
+stages = 2
+microbatches = 4
+[time]
+forward = 1
+backward_input = 1
+backward_weight = 1
+[placement]
+order = "bidirectional"
+[model]
+blocks = 2
+width = 16
+heads = 2
+context = 16
+[training]
+batch = 2
+device = "cpu"
+"""
+
+
+def test_a_bidirectional_job_is_measured_as_one_chain(tmp_path) -> None:
+    """Both chains hold the same layers, which are cut into as many ranges as one of them has stages."""
+    (tmp_path / "job.toml").write_text(BIDIRECTIONAL)
+    result = CliRunner().invoke(app, ["profile", "--job", str(tmp_path / "job.toml"), "--rounds", "1",
+                                      "--out", str(tmp_path / "out.toml")])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("2 stages measured")
+    assert "all_reduce: 4 of 4 copies of a stage" in (tmp_path / "out.toml").read_text()
+    before, after = parse_job(BIDIRECTIONAL), read_job(tmp_path / "out.toml")
+    assert (after.columns, after.chains, after.layers) == (before.columns, before.chains, before.layers)
+    assert len(set(after.time.forward)) == 2, "two measured values, each for both chains"
+    assert plan_job(after, time_limit=1).schedule.period_ticks > 0
+
+
+@pytest.mark.parametrize("placement", [
+    "", "layers = [3, 1]", "chunks = 2", "chunks = 2\norder = 'interleaved'\nlayers = [1, 2, 3, 4]",
+    "chunks = 3\norder = 'v'", "order = [1, 0]", "order = 'bidirectional'\nlayers = [3, 1]"])
+def test_the_placement_is_kept(placement) -> None:
+    before = parse_job(JOB[:JOB.index("[placement]")] + "[placement]\n" + placement)
+    stage = StageProfile(forward=0.1, backward_input=0.1, backward_weight=0.1, optimizer=0.1, activation_bytes=2048,
+                         stash_bytes=1024, static_bytes=2**20, undo_bytes=2**19, parameter_bytes=1)
+    measured = Profile(stages=(stage,) * before.depth, transfer=0.01, device="cpu", device_bytes=2**30, processes=1,
+                       team=2, transport="gloo", waiting=0.0)
+    tables = job_tables(before, measured)
+    after = parse_job(job_text(tables, {}))
+    for name in ("columns", "chains", "layers", "depth"):
+        assert getattr(after, name) == getattr(before, name)
+    held = len(before.columns) // before.stages * 2**10
+    assert after.memory.capacity == (2**20 // 4 - held,) * 2, "a worker holds all of its stages, of both chains"
+
+
 def require_sense(job: Job) -> None:
     time, memory = job.time, job.memory
     assert memory is not None
@@ -75,6 +131,16 @@ def test_what_cannot_be_measured_is_refused(tmp_path) -> None:
         (tmp_path / "job.toml").write_text(JOB.replace(*change))
         result = CliRunner().invoke(app, ["profile", "--job", str(tmp_path / "job.toml")])
         assert result.exit_code == 2 and message in " ".join(result.stderr.split()) and result.stdout == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there_is_refused_as_by_train(tmp_path) -> None:
+    (tmp_path / "job.toml").write_text(JOB.replace('device = "cpu"', 'device = "cuda"'))
+    for command in (["profile", "--job"], ["train"]):
+        result = CliRunner().invoke(app, [*command, str(tmp_path / "job.toml"), *(
+            ["--out", str(tmp_path / "out"), "--method", "greedy"] if command == ["train"] else [])])
+        assert result.exit_code == 2 and result.stdout == ""
+        assert "training.device is 'cuda', but torch finds no GPU here" in " ".join(result.stderr.split())
 
 
 def test_values_as_toml() -> None:

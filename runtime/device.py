@@ -1,0 +1,15 @@
+"""The kind of device that a run computes on."""
+
+from typing import Literal
+
+import torch
+
+from runtime.config import ConfigError, DeviceName
+
+
+def choose_device(wanted: DeviceName) -> Literal["cpu", "cuda"]:
+    """What `[training] device` means on this machine. Raises ConfigError when it asks for a GPU and none is here."""
+    has_cards = torch.cuda.is_available()
+    if wanted == "cuda" and not has_cards:
+        raise ConfigError("training.device is 'cuda', but torch finds no GPU here")
+    return "cuda" if has_cards and wanted != "cpu" else "cpu"
