@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from planner.decompose import Piece
+from planner.decompose import Piece, undivided
 from planner.dense import Dense, Order
 from planner.problem import Problem
 from planner.solution import Solution
@@ -42,7 +42,7 @@ def place(problem: Problem, solved: Sequence[tuple[Piece, Solution]],
     best: tuple[int, list[Placed]] | None = None
     for choice in choices:
         late = [_late(one, choice) for one in placed]
-        period = max(_longest_window(one, choice) for one in late)
+        period = max(one.dense.period(one.start, choice) for one in late)
         if best is None or period < best[0]:
             best = period, late
         if period <= least:
@@ -60,37 +60,39 @@ def _late(placed: Placed, deadlines: Sequence[int]) -> Placed:
     return msgspec.structs.replace(placed, start=placed.dense.latest(placed.order, deadlines))
 
 
-def _longest_window(placed: Placed, deadlines: Sequence[int]) -> int:
-    dense = placed.dense
-    first = list(deadlines)
-    for unit, lane in enumerate(dense.lane):
-        column = dense.column[lane]
-        first[column] = min(first[column], placed.start[unit * dense.kinds])
-    return max(end + tail - begin for end, tail, begin in zip(deadlines, dense.tail, first, strict=True))
-
-
 def ends(problem: Problem, placed: Sequence[Placed]) -> list[int]:
     """When the last compute op of each column ends."""
     per_piece = [one.dense.ends(one.start) for one in placed]
     return [max(ends[column] for ends in per_piece) for column in range(problem.grid.columns)]
 
 
+def period(problem: Problem, solved: Sequence[tuple[Piece, Solution]], deadlines: Sequence[int] | None = None) -> int:
+    """The period in ticks of the schedule that `build_schedule` would make."""
+    placed = place(problem, solved, deadlines)
+    return _period(placed, ends(problem, placed))
+
+
+def _period(placed: Sequence[Placed], last: Sequence[int]) -> int:
+    return max(one.dense.period(one.start, last) for one in placed)
+
+
 def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, Solution]], *, lower_bound: int,
                    method: str, deadlines: Sequence[int] | None = None) -> Schedule:
     """The schedule of a solution, or of those of all pieces, with its period and proven bound; see `place`."""
     if isinstance(solved, Solution):
-        solved = [(Piece(problem=problem, copies=(tuple(range(problem.grid.pipelines)),)), solved)]
+        solved = [(undivided(problem), solved)]
     placed = place(problem, solved, deadlines)
-    closing = _closing(problem, ends(problem, placed))
+    last = ends(problem, placed)
+    closing = _closing(problem, last)
     programs: dict[Worker, Program] = {}
     for one in placed:
         programs |= _programs(one, closing)
-    period = _period(problem, programs)
-    status: Status = "optimal" if period <= lower_bound else "feasible"
+    ticks = _period(placed, last)
+    status: Status = "optimal" if ticks <= lower_bound else "feasible"
     seats, stored = _share(programs, problem.player)
     return Schedule(job=problem.name, tick_seconds=problem.tick_seconds, grid=problem.grid, times=problem.times,
                     memory=problem.memory, backward=problem.backward, optimizer=problem.optimizer,
-                    failed=tuple(sorted(problem.failed)), seats=seats, programs=stored, period_ticks=period,
+                    failed=tuple(sorted(problem.failed)), seats=seats, programs=stored, period_ticks=ticks,
                     lower_bound_ticks=lower_bound, status=status, method=method)
 
 
@@ -140,14 +142,6 @@ def _named(program: Program, foreign: Sequence[tuple[int, int]], copy: Sequence[
     for index, pipeline in foreign:
         ops[index] = msgspec.structs.replace(ops[index], pipeline=copy[pipeline])
     return tuple(ops)
-
-
-def _period(problem: Problem, programs: Mapping[Worker, Program]) -> int:
-    begins = [(program[0].start_ticks, program[-1].start_ticks + problem.times.optimizer[role.column])
-              for role, program in programs.items()]
-    if problem.optimizer == "synchronous":
-        return max(end for _, end in begins) - min(begin for begin, _ in begins)
-    return max(end - begin for begin, end in begins)
 
 
 def _share(programs: Mapping[Worker, Program], player: Mapping[Worker, Worker]) -> \

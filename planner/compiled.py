@@ -4,6 +4,7 @@ Compiling takes some ten seconds, more than a plan may. So whoever plans first s
 without until it is there.
 """
 
+import hashlib
 import importlib
 import os
 import subprocess
@@ -11,9 +12,6 @@ import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-
-ENTRIES = {"annealing": "anneal", "listing": "latest"}
-"""The modules of the kernel, and of each a function that is compiled after the others."""
 
 
 def annealing() -> ModuleType | None:
@@ -27,25 +25,31 @@ def listing() -> ModuleType | None:
 
 
 def _compiled(name: str) -> ModuleType | None:
-    module = _module(name)
-    if _is_compiled(module, ENTRIES[name]):
-        return module
+    if marker().exists():
+        return _module(name)
     _compile_in_background()
     return None
+
+
+@cache
+def marker() -> Path:
+    """A file that is there when all of the kernel is compiled: for these sources, this numba and this processor.
+
+    By content, not by date: copies of an installation have new dates, and numba takes its code for them, too.
+    """
+    import numba
+    from llvmlite import binding
+
+    known = hashlib.sha256(f"{sys.version} {numba.__version__} {binding.get_host_cpu_name()}".encode())
+    for name in ("annealing", "listing"):
+        known.update(Path(str(_module(name).__file__)).read_bytes())
+    return Path(_module("annealing").anneal.stats.cache_path) / f"compiled-{known.hexdigest()[:16]}"
 
 
 @cache
 def _module(name: str) -> ModuleType:
     """Imported late: numba alone takes a third of a second."""
     return importlib.import_module(f"planner.kernel.{name}")
-
-
-def _is_compiled(module: ModuleType, entry: str) -> bool:
-    """Whether numba has code on disk that is newer than the source."""
-    source = Path(str(module.__file__))
-    folder = Path(getattr(module, entry).stats.cache_path)
-    kept = folder.glob(f"{source.stem}.{entry}-*.nbi")
-    return any(file.stat().st_mtime > source.stat().st_mtime for file in kept)
 
 
 @cache

@@ -111,9 +111,9 @@ class Dense:
             last[tied] = max(last[tied], start[op] + self.length[op])
         return [last[tied] for tied in self.problem.tied]
 
-    def period(self, start: Sequence[int]) -> int:
-        """The period that these starts give."""
-        last = self.ends(start)
+    def period(self, start: Sequence[int], last: Sequence[int] | None = None) -> int:
+        """The period that these starts give; `last`: the ends of the columns, where other pieces count, too."""
+        last = self.ends(start) if last is None else last
         problem = self.problem
         if problem.optimizer == "synchronous":
             steps = zip(last, self.tail, problem.times.optimizer, strict=True)

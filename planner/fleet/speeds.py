@@ -18,13 +18,13 @@ from functools import cached_property
 
 import msgspec
 
-from planner.assemble import ends, place
+from planner import assemble
 from planner.baselines import one_f_one_b
 from planner.bounds import lower_bound
 from planner.compiled import listing
 from planner.dealing import deal
 from planner.decompose import Piece, decompose
-from planner.dense import Dense
+from planner.dense import Dense, solution_period
 from planner.greedy import Policy as ListPolicy
 from planner.job import Job
 from planner.listing import lister
@@ -142,13 +142,13 @@ class Speeds:
     def _period_of(self, problem: Problem, solver: Callable[[Problem], Pieces]) -> int:
         """The period in ticks: of the assembled schedule, or for a large job of the slowest piece."""
         if problem.operations <= LARGE:
-            return _period(problem, solver(problem))
+            return assemble.period(problem, solver(problem))
         return max(self._piece_period(piece.problem, solver) for piece in decompose(problem))
 
     def _piece_period(self, problem: Problem, solver: Callable[[Problem], Pieces]) -> int:
         key = (solver.__name__, problem.backward, problem.optimizer, problem.grid.microbatches, problem.failed)
         if key not in self._pieces:
-            self._pieces[key] = _period(problem, solver(problem))
+            self._pieces[key] = assemble.period(problem, solver(problem))
         return self._pieces[key]
 
     def _problems(self, down: Down, options: PlanOptions) -> Sequence[Problem]:
@@ -217,8 +217,7 @@ class Speeds:
         # Pipelines wait for each other only at the end: one with the most micro-batches stands for all.
         job = msgspec.structs.replace(self.job, pipelines=1, microbatches=(max(counts),))
         problem = PlanOptions(method="1f1b").problem(job)
-        whole = Piece(problem=problem, copies=((0,),))
-        return _period(problem, [(whole, one_f_one_b(problem))]) * problem.tick_seconds
+        return solution_period(problem, one_f_one_b(problem)) * problem.tick_seconds
 
     # --- Yardsticks ---------------------------------------------------------------------------------------------------
 
@@ -253,26 +252,6 @@ def _table_periods(table: Table, job: Job, options: PlanOptions) -> dict[Down, f
             down = tuple(sum(role.column == column for role in row.failed) for column in range(job.stages))
             periods[down] = min(row.period, periods.get(down, math.inf))
     return periods
-
-
-def _period(problem: Problem, pieces: Pieces) -> int:
-    """The period in ticks that solved pieces give together: as `planner.assemble` makes it, without the schedule."""
-    placed = place(problem, pieces)
-    last = ends(problem, placed)
-    closing = [end + problem.tail(column) for column, end in enumerate(last)]
-    if problem.optimizer == "synchronous":
-        steps = [max(end + problem.tail(column), max(last) + problem.times.optimizer[column])
-                 for column, end in enumerate(last)]
-        return max(steps) - min(min(one.start) for one in placed)
-    period = 0
-    for one in placed:
-        first: dict[int, int] = {}
-        for unit, lane in enumerate(one.dense.lane):
-            begin = one.start[unit * one.dense.kinds]
-            if begin < first.get(lane, begin + 1):
-                first[lane] = begin
-        period = max(period, *(closing[one.dense.column[lane]] - begin for lane, begin in first.items()))
-    return period
 
 
 def _recycle_policies(problem: Problem) -> Iterator[ListPolicy]:

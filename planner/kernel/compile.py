@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from planner.anneal import Annealer
+from planner.compiled import marker
 from planner.dealing import deal
 from planner.dense import Dense
 from planner.greedy import Policy
@@ -30,14 +31,14 @@ def main() -> None:
         lister = CompiledLister(listing, dense)
         lister.period(Policy())
         Annealer(annealing, problem, lister.solution(), 0, 0).run()
+        marker().touch()
 
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
     """While no other process compiles."""
-    folder = Path(str(annealing.anneal.stats.cache_path))
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = folder / "compiling"
+    lock = marker().with_name("compiling")
+    lock.parent.mkdir(parents=True, exist_ok=True)
     while not _took(lock):
         time.sleep(PAUSE_SECONDS)
     try:
