@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from planner.interrupt import interruptible
-from schedules.files import write_atomically
+from schedules.files import read_at_most, write_atomically
 from schedules.schedule import Worker
 
 out = Console()
@@ -92,15 +92,11 @@ def write_or_refuse(path: Path, data: bytes) -> None:
 def read_text_or_refuse(path: Path, most: int) -> str:
     """The text in a file of at most so many bytes; exits 2 with one line where it cannot be read."""
     try:
-        with path.open("rb") as file:
-            data = file.read(most + 1)
-        if len(data) > most:
-            refuse(f"{path}: more than {most} bytes")
-        return data.decode()
-    except OSError as error:
-        refuse(f"{path}: cannot be read: {error.strerror}")
+        return read_at_most(path, most, ValueError).decode()
     except UnicodeDecodeError:
         refuse(f"{path}: not UTF-8 text")
+    except ValueError as error:
+        refuse(error)
 
 
 def duration(seconds: float) -> str:

@@ -10,7 +10,8 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from cli.console import answer_no, duration, err, out, print_json, refuse
-from cli.plan import Backward, How, JobFile, Json, Optimizer, Seed, read_job_or_refuse, require_choice
+from cli.plan import Backward, How, JobFile, Json, Optimizer, Seed, require_choice
+from planner.job import JobError, parse_job, read_job_text
 from planner.normalise import PlanOptions
 from planner.pool import PoolError
 from planner.problem import NoPlanError
@@ -43,10 +44,14 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
     require_choice("--method", method, METHODS)
     options = PlanOptions(backward=cast(BackwardMode | None, backward), time_limit=time_limit, seed=seed,
                           optimizer=cast(OptimizerMode | None, optimizer), method=cast(Method, method))
-    read = read_job_or_refuse(job)
+    try:
+        text = read_job_text(job)  # once: what is planned is what is kept beside the table, even of a pipe
+        read = parse_job(text, str(job))
+    except JobError as error:
+        refuse(error)
     try:
         with _progress() as tell:
-            built = build_table(read, job.read_bytes(), out_folder, options, max_failures=max_failures, exact=exact,
+            built = build_table(read, text.encode(), out_folder, options, max_failures=max_failures, exact=exact,
                                 jobs=jobs or os.cpu_count() or 1, progress=tell)
     except TableError as error:
         refuse(error)

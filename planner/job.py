@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from schedules.codec import MAX_MICROBATCHES, MAX_WORKERS
+from schedules.files import read_at_most
 from schedules.schedule import Worker
 
 MAX_JOB_BYTES = 2**20
@@ -73,15 +74,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_job(path: Path) -> Job:
     """Read a job file. Raises JobError."""
+    return parse_job(read_job_text(path), str(path))
+
+
+def read_job_text(path: Path) -> str:
+    """The text of a job file, to be parsed. Raises JobError."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_JOB_BYTES + 1)
-    except OSError as error:
-        raise JobError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(data) > MAX_JOB_BYTES:
-        raise JobError(f"{path}: more than {MAX_JOB_BYTES} bytes; a job file is a page of TOML")
-    try:
-        return parse_job(data.decode(), str(path))
+        return read_at_most(path, MAX_JOB_BYTES, JobError, "; a job file is a page of TOML").decode()
     except UnicodeDecodeError:
         raise JobError(f"{path}: not UTF-8 text; a job file is TOML") from None
 

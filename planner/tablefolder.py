@@ -173,12 +173,7 @@ class TableFolder:
         return sorted(path for path in folder.iterdir() if path.name[0] != ".") if folder.is_dir() else []
 
     def _read_part(self, path: Path) -> Part:
-        try:
-            with path.open("rb") as file:
-                data = file.read(MAX_PROGRAMS_BYTES + 1)
-        except OSError as error:
-            raise TableError(f"{path}: cannot be read: {error.strerror}") from None
-        part = decode_part(data, str(path))
+        part = decode_part(_KIND.read_bytes(path), str(path))
         self._require_same(part.basis, path)
         if self._part_path(part.entry.key) != path:
             raise TableError(f"{path}: holds entry {part.entry.key[:80]!r}")

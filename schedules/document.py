@@ -7,6 +7,8 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
+from schedules.files import read_at_most
+
 T = TypeVar("T")
 
 
@@ -37,7 +39,7 @@ class DocumentKind(Generic[T]):
     def decode(self, data: bytes, source: str) -> T:
         """Read a document; `source` names it in errors. Raises `error`, whose message is one line."""
         if len(data) > self.max_bytes:
-            raise self.error(f"{source}: more than {self.max_bytes} bytes, the most that a {self.name} file may have")
+            raise self.error(f"{source}: more than {self.max_bytes} bytes{self._remark}")
         try:
             header = msgspec.json.decode(data, type=Header)
             if header.format != self.format:
@@ -56,12 +58,12 @@ class DocumentKind(Generic[T]):
         return document
 
     def read_bytes(self, path: Path) -> bytes:
-        """The bytes of a file, one more than `max_bytes` at most. Raises `error`."""
-        try:
-            with path.open("rb") as file:
-                return file.read(self.max_bytes + 1)
-        except OSError as error:
-            raise self.error(f"{path}: cannot be read: {error.strerror}") from None
+        """The bytes of a file of at most `max_bytes`. Raises `error`."""
+        return read_at_most(path, self.max_bytes, self.error, self._remark)
+
+    @property
+    def _remark(self) -> str:
+        return f", the most that a {self.name} file may have"
 
     def _refuse_duplicates(self, data: bytes) -> None:
         """A key given twice has no one meaning. The bulk is cut out first: what remains is small."""

@@ -1,8 +1,25 @@
-"""Writing files so that a reader, or a crash, never meets half of one."""
+"""Files: read in bounded memory, and written so that a reader, or a crash, never meets half of one."""
 
 import os
 import tempfile
 from pathlib import Path
+
+
+def read_at_most(path: Path, limit: int, error: type[ValueError], remark: str = "") -> bytes:
+    """All bytes of a file that has at most `limit`. Pipes and devices are read like files, and no further than that.
+
+    Raises `error` with one line that names the file; `remark` ends the one that tells of too many bytes.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+    except OSError as problem:
+        raise error(f"{path}: cannot be read: {problem.strerror}") from None
+    except ValueError as problem:  # a NUL in the name
+        raise error(f"{str(path)!r}: cannot be read: {problem}") from None
+    if len(data) > limit:
+        raise error(f"{path}: more than {limit} bytes{remark}")
+    return data
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -20,6 +20,7 @@ import msgspec
 
 from schedules.codec import MAX_OPS, validate
 from schedules.document import DocumentError, DocumentKind
+from schedules.files import read_at_most
 from schedules.schedule import (
     BackwardMode,
     Grid,
@@ -171,11 +172,7 @@ def read_index(folder: Path) -> Index:
 
 def read_verified(path: Path, sha256: str | None, limit: int = MAX_INDEX_BYTES) -> bytes:
     """The bytes of a file of a table. Raises TableError when it cannot be read or its digest is not the given one."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(limit + 1)
-    except OSError as error:
-        raise TableError(f"{path}: cannot be read: {error.strerror}") from None
+    data = read_at_most(path, limit, TableError)
     if digest(data) != sha256:
         raise TableError(f"{path}: not as the index describes it: its digest does not match")
     return data

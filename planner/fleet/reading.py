@@ -21,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from planner.fleet.trace import Change, Trace
+from schedules.files import read_at_most
 
 MAX_BYTES = 64 * 2**20
 MAX_PLACES = 2**20
@@ -45,13 +46,7 @@ def read_trace(path: Path, seed: int = 0) -> Trace:
 
     Raises TraceFileError.
     """
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise TraceFileError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(data) > MAX_BYTES:
-        raise TraceFileError(f"{path}: more than {MAX_BYTES} bytes")
+    data = read_at_most(path, MAX_BYTES, TraceFileError)
     try:
         return parse_trace(data.decode("utf-8-sig"), path.stem, seed)
     except UnicodeDecodeError:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -47,6 +48,16 @@ def test_writes_a_table_and_says_what_it_is_worth(job, tmp_path):
     assert again.exit_code == 0 and "0 planned now" in again.stdout
     assert "| failures |" in again.stdout and "count-2" in again.stdout and "66.67%" in again.stdout
     assert [row.key for row in Table.load(out).rows()] == ["count-0", "count-1", "count-2"]
+
+
+def test_a_job_from_a_pipe_is_kept_beside_the_table(tmp_path):
+    pipe, out = tmp_path / "pipe", tmp_path / "table"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=(JOB,), daemon=True)
+    writer.start()
+    assert slipstream("table", pipe, "--max-failures", "0", "--method", "greedy", "--out", out).exit_code == 0
+    writer.join(10)
+    assert Table.load(out).job_text() == JOB.encode()
 
 
 @pytest.mark.parametrize(("arguments", "says"), [

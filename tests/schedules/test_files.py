@@ -1,0 +1,43 @@
+"""Reading files of any kind: bounded, and refused in one line."""
+
+import os
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from schedules.files import read_at_most
+
+
+class ReadError(ValueError):
+    """What is asked to be raised."""
+
+
+def test_a_file_of_just_the_limit_is_read(tmp_path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    assert read_at_most(tmp_path / "file", 5, ReadError) == b"12345"
+    with pytest.raises(ReadError, match=r"file: more than 4 bytes; too long$"):
+        read_at_most(tmp_path / "file", 4, ReadError, "; too long")
+
+
+def test_what_never_ends_is_read_no_further_than_the_limit() -> None:
+    with pytest.raises(ReadError, match=r"/dev/zero: more than 1000 bytes$"):
+        read_at_most(Path("/dev/zero"), 1000, ReadError)
+
+
+def test_a_pipe_is_read_like_a_file(tmp_path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = Thread(target=pipe.write_bytes, args=(b"x" * 100_000,), daemon=True)  # more than a pipe holds at a time
+    writer.start()
+    assert len(read_at_most(pipe, 200_000, ReadError)) == 100_000
+    writer.join(10)
+    assert not writer.is_alive()
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("missing", "missing: cannot be read: No such file or directory"), (".", "cannot be read: Is a directory"),
+    ("a\0b", r"a\\x00b': cannot be read: embedded null byte")])
+def test_what_cannot_be_read_is_named(tmp_path, name, says) -> None:
+    with pytest.raises(ReadError, match=says):
+        read_at_most(tmp_path / name, 1000, ReadError)
