@@ -16,7 +16,7 @@ from itertools import islice, pairwise
 import msgspec
 
 from schedules.equal import equal_groups
-from schedules.graph import OpKey, op_graph, op_key, programs_of, require_acyclic
+from schedules.graph import OpKey, op_key, programs_of, require_acyclic
 from schedules.memory import memory_profile
 from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
 
@@ -347,7 +347,7 @@ def _deadlock(case: _Case) -> Iterator[Violation]:
     if not any(instant.values()):
         return
     try:
-        require_acyclic(op_graph(case.schedule, instant))
+        require_acyclic(case.schedule, instant)
     except ValueError as error:
         yield Violation("deadlock", str(error).removeprefix("deadlock: "))
 

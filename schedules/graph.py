@@ -6,6 +6,8 @@ two workers. No cycle means no deadlock, whatever the real durations are.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from schedules.schedule import Op, OpKind, Schedule, Worker
@@ -97,27 +99,27 @@ def _transfer(producer: Op, consumer: Op) -> Transfer:
     return Transfer(kind, stage, pipeline, microbatch, producer.worker, consumer.worker)
 
 
-def op_graph(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> "nx.DiGraph[Node]":
-    """Ops and collectives with their data dependencies and each worker's order, without transfers.
+def arcs(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> Iterator[tuple[Node, Node]]:
+    """Each worker's order, then the data dependencies: pairs of ops or collectives, the second waiting for the first.
 
     `programs` holds the ops of the workers to look at: all of them, or those of pipelines that share no micro-batch
     with the rest.
     """
-    import networkx as nx  # a tenth of a second, which a plan without instantaneous ops need not wait for
-
-    graph: nx.DiGraph[Node] = nx.DiGraph()
-    by_key: dict[OpKey, Op] = {}
-    for ops in programs.values():
-        for op in ops:
-            if op.kind not in (OpKind.A, OpKind.O):
-                by_key[op_key(op)] = op
     depth = schedule.grid.depth
     for ops in programs.values():
-        nodes = [_node(op, depth) for op in ops]
-        nx.add_path(graph, nodes)
-        graph.add_nodes_from(nodes)
+        yield from pairwise(_node(op, depth) for op in ops)
+    by_key = {op_key(op): op for ops in programs.values() for op in ops if op.kind not in (OpKind.A, OpKind.O)}
     for key, op in by_key.items():
-        graph.add_edges_from((by_key[producer], op) for producer in producers(key, depth) if producer in by_key)
+        yield from ((by_key[producer], op) for producer in producers(key, depth) if producer in by_key)
+
+
+def op_graph(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> "nx.DiGraph[Node]":
+    """Ops and collectives with their `arcs`, without transfers."""
+    import networkx as nx  # a tenth of a second, which a plan need not wait for
+
+    graph: nx.DiGraph[Node] = nx.DiGraph()
+    graph.add_nodes_from(_node(op, schedule.grid.depth) for ops in programs.values() for op in ops)
+    graph.add_edges_from(arcs(schedule, programs))
     return graph
 
 
@@ -132,22 +134,24 @@ def topological_order(graph: "nx.DiGraph[Node]") -> list[Node]:
     try:
         return list(nx.lexicographical_topological_sort(graph, key=_planned))
     except nx.NetworkXUnfeasible:
-        raise _deadlock(graph) from None
+        circle = [before for before, _ in nx.find_cycle(graph)]
+        raise _deadlock([*circle, circle[0]]) from None
 
 
-def require_acyclic(graph: "nx.DiGraph[Node]") -> None:
-    """Raises ValueError naming a circle. Cheaper than `topological_order`."""
-    import networkx as nx
+def require_acyclic(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> None:
+    """Raises ValueError naming a circle of `arcs`. Cheaper than `topological_order`."""
+    sorter: TopologicalSorter[Node] = TopologicalSorter()
+    for before, after in arcs(schedule, programs):
+        sorter.add(after, before)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        raise _deadlock(error.args[1]) from None
 
-    if not nx.is_directed_acyclic_graph(graph):
-        raise _deadlock(graph)
 
-
-def _deadlock(graph: "nx.DiGraph[Node]") -> ValueError:
-    import networkx as nx
-
-    circle = [str(edge[0]) for edge in nx.find_cycle(graph)]
-    return ValueError("deadlock: " + " waits for ".join([circle[0], *reversed(circle)]))
+def _deadlock(circle: Iterable[Node]) -> ValueError:
+    """`circle`: each node waits for the one before it, the first for the last, which is the same."""
+    return ValueError("deadlock: " + " waits for ".join(map(str, reversed(list(circle)))))
 
 
 def _planned(node: Node) -> tuple[int, str]:

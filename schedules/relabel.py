@@ -16,13 +16,17 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
-import networkx as nx
 
 from schedules.pattern import Columns, columns_by_pipeline, pipeline_classes
 from schedules.schedule import Grid, OpKind, Program, Schedule, Seat, Worker
 
 A = TypeVar("A", bound=Hashable)
 B = TypeVar("B", bound=Hashable)
+
+
+def preload() -> None:
+    """Import now what `relabel` needs: a tenth of a second, which a plan need not wait for and a recovery must not."""
+    import networkx  # noqa: F401
 
 
 def layers_to_load(grid: Grid, worker: Worker, role: Worker) -> int:
@@ -140,6 +144,8 @@ def transport(supply: Mapping[A, int], demand: Mapping[B, int],
     want = [(kind, count) for kind, count in demand.items() if count]
     if not have and not want:
         return []
+    import networkx as nx  # see `preload`
+
     graph: nx.DiGraph[tuple[str, int]] = nx.DiGraph()
     for left, (_, count) in enumerate(have):
         graph.add_node(("have", left), demand=-count)

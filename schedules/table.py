@@ -16,7 +16,7 @@ import msgspec
 from schedules.check import check
 from schedules.codec import validate
 from schedules.pattern import count_key, pattern_key, pattern_of, pipeline_classes
-from schedules.relabel import layers_to_load, relabel
+from schedules.relabel import layers_to_load, preload, relabel
 from schedules.schedule import Schedule, Seat, Worker
 from schedules.tablefile import (
     ENTRIES,
@@ -75,6 +75,7 @@ class Table:
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Read a table. Raises TableError, one line, when a file of it is missing, malformed or changed."""
+        preload()
         index = read_index(folder)
         _validate_basis(index.basis, folder / INDEX)
         entries = {row.key: _read_entry(folder, row) for row in index.entries if row.sha256 is not None}

@@ -1,5 +1,7 @@
 """Relabelling: valid for other failures, of the same period, and at the least cost (by enumeration)."""
 
+import subprocess
+import sys
 from itertools import permutations
 
 import pytest
@@ -111,3 +113,19 @@ def test_transport_is_as_cheap_as_any_assignment(supply, data):
     plan = transport(dict(enumerate(supply)), demand, lambda have, want: prices[have][want])
     best = min(sum(prices[a][b] for a, b in zip(units, order, strict=True)) for order in permutations(wanted))
     assert plan is not None and sum(prices[a][b] * count for a, b, count in plan) == best
+
+
+def test_networkx_is_imported_with_a_table_and_not_for_a_plan():
+    """It takes a tenth of a second, which a plan need not wait for and the first lookup of a recovery must not."""
+    script = """if True:
+        import sys
+        from planner.job import parse_job
+        from planner.plan import plan_job
+        from schedules.table import Table, library
+        plan_job(parse_job("pipelines = 2\\nstages = 2\\nmicrobatches = 2\\n[time]\\nforward = 1\\n"
+                           "backward_input = [0, 1]\\nbackward_weight = 1"), method="greedy")
+        assert "networkx" not in sys.modules
+        Table.load(library("gpt-1.5b"))
+        assert "networkx" in sys.modules
+        """
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
