@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +27,7 @@ from cli.survival import events, find_checkpoint, look_up, read_table, require_f
 from planner.job import Job
 from runtime.cluster.crew import Return
 from runtime.cluster.injection import Injection
+from runtime.cluster.launchers import announce, find, to_open
 from runtime.cluster.rendezvous import RendezvousError
 from runtime.cluster.setup import JOIN_TIMEOUT
 from runtime.config import ConfigError, RunConfig, parse_run_config
@@ -88,7 +90,7 @@ def train(job: JobFile,
     config = _config(wanted, job, dtype=dtype, seed=seed, iterations=iterations)
     if here.node > 0:
         with _refusals():
-            join(here.find(JOIN_TIMEOUT), node=here.node, nodes=here.nodes, out=folder, machine=here.machine)
+            join(find(here, JOIN_TIMEOUT), node=here.node, nodes=here.nodes, out=folder, machine=here.machine)
         if json:
             print_json({"node": here.node})
         return
@@ -112,8 +114,8 @@ def train(job: JobFile,
         injections=tuple(Injection(worker, at, KILL_PLACE) for worker, at in kills),
         returns=tuple(Return(worker, at) for worker, at in returns))
     with _refusals(job, folder), _progress(config.training.iterations) as (tell, say):
-        result = run(chosen, config, out=folder, nodes=here.nodes, rendezvous=here.to_open(), announce=here.announce,
-                     machine=here.machine, progress=tell, tell=say, resilience=resilience)
+        result = run(chosen, config, out=folder, nodes=here.nodes, rendezvous=to_open(here), machine=here.machine,
+                     announce=partial(announce, here), progress=tell, tell=say, resilience=resilience)
     if json:
         print_json(report(result))
     else:

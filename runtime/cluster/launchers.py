@@ -30,13 +30,14 @@ ALONE = Machine()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """What a launcher has told this process."""
+    """What a launcher, or whoever started it by hand, has told this process; by default, that it is alone."""
 
-    node: int
-    nodes: int
-    machine: Machine
-    master: Rendezvous
-    """Node 0's address. At its port node 0 listens itself, unless `agent` has it already."""
+    node: int = 0
+    nodes: int = 1
+    machine: Machine = ALONE
+    master: Rendezvous | None = None
+    """Node 0's address. At its port node 0 listens itself, unless `agent` has it already; None: there are no others.
+    """
     agent: bool = False
     """Whether torchrun's store is there, and says where node 0 listens."""
     attempt: str = "0"
@@ -80,6 +81,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
 def announce(here: Launched, opened: Rendezvous) -> None:
     """Node 0 tells the others where it listens. Raises RendezvousError."""
     if here.agent:
+        assert here.master is not None
         try:
             connect_store(here.master).set(_key(here), str(opened))
         except DistError as error:
@@ -88,6 +90,7 @@ def announce(here: Launched, opened: Rendezvous) -> None:
 
 def find(here: Launched, timeout: timedelta) -> Rendezvous:
     """Where node 0 listens, once it does. Raises RendezvousError."""
+    assert here.master is not None
     if not here.agent:
         return here.master
     store = connect_store(here.master, timeout)
@@ -99,9 +102,9 @@ def find(here: Launched, timeout: timedelta) -> Rendezvous:
                               f"{str(error).splitlines()[0]}") from None
 
 
-def to_open(here: Launched) -> Rendezvous:
-    """What node 0 opens: its own address, and a port that is free."""
-    return Rendezvous(here.master.host, 0 if here.agent else here.master.port)
+def to_open(here: Launched) -> Rendezvous | None:
+    """Where node 0 listens: at its own address, at a port that is free where the agent has its; None: on loopback."""
+    return None if here.master is None else Rendezvous(here.master.host, 0 if here.agent else here.master.port)
 
 
 def _key(here: Launched) -> str:
