@@ -58,7 +58,6 @@ class StageProfile(msgspec.Struct, frozen=True, kw_only=True):
     """For a micro-batch, from I to W."""
     static_bytes: int
     """Parameters, gradients, optimizer state, and the copies by which a step is undone."""
-    parameter_bytes: int
     undo_bytes: int
 
 
@@ -280,12 +279,11 @@ class _Bench:
             stage.backward_weight(microbatch)
         for _ in range(2):  # state appears with the first step, and is first copied by the second
             self._step()
-        parameters = sum(parameter.nbytes for parameter in stage.parameters().values())
         undo, state = self._optimizer.undo_bytes(), self._optimizer.layer_state
         held = sum(tensor.nbytes for layer in range(*stage.layers) for tensor in state(layer).values())
         gradients = sum(flat.nbytes for flat in stage.gradients())
-        return {"activation_bytes": activation, "stash_bytes": stash, "parameter_bytes": parameters,
-                "undo_bytes": undo, "static_bytes": held + gradients + undo}
+        return {"activation_bytes": activation, "stash_bytes": stash, "undo_bytes": undo,
+                "static_bytes": held + gradients + undo}
 
     def _forward(self, microbatch: Microbatch, living: "_Living | None" = None) -> None:
         stage, training = self._stage, self._config.training

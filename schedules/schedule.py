@@ -5,7 +5,7 @@ integer multiples of `Memory.unit`. A program is stored once and shared by every
 the pipeline of a micro-batch only where it differs from the pipeline of the role that runs it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from functools import cached_property
 from typing import Literal, NamedTuple, Self
@@ -284,26 +284,6 @@ def place(program: Program, seat: Seat, times: Times) -> Iterator[Op]:
             cost[key] = times.duration_ticks(op.kind, where, worker)
         pipeline = None if op.microbatch is None else own if op.pipeline is None else op.pipeline
         yield Op(op.kind, op.stage, pipeline, op.microbatch, worker, op.start_ticks, op.start_ticks + cost[key])
-
-
-def share_programs(ops: Mapping[Worker, Sequence[Op]], roles: Mapping[Worker, Worker]) -> \
-        tuple[tuple[Seat, ...], tuple[Program, ...]]:
-    """Store each distinct program once. `ops` by physical worker in program order, `roles` the role of each.
-
-    The result is canonical: seats sorted by worker, programs in the order of their first use.
-    """
-    index: dict[Program, int] = {}
-    seats = []
-    for worker in sorted(ops):
-        role = roles[worker]
-        program = tuple(_stored(op, role.pipeline) for op in ops[worker])
-        seats.append(Seat(worker, role, index.setdefault(program, len(index))))
-    return tuple(seats), tuple(index)
-
-
-def _stored(op: Op, own: int) -> ProgramOp:
-    pipeline = None if op.pipeline == own else op.pipeline
-    return ProgramOp(op.kind, op.stage, op.microbatch, op.start_ticks, pipeline)
 
 
 def period_ticks(ops: Iterable[Op]) -> int:

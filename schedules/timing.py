@@ -34,11 +34,12 @@ class _Step(NamedTuple):
     """One op, or a stage's all-reduce as a whole: numbers of its workers, of what it waits for, and its length."""
 
     workers: tuple[int, ...]
-    sources: tuple[tuple[int, float], ...]
-    """(number of a step, seconds of transfer from there)."""
+    sources: tuple[int, ...]
+    """Those on other workers, one transfer away."""
     seconds: float
-    factors: tuple[float, ...]
-    """Of its workers, where it computes; empty for A and O."""
+    """With the factor of a straggler."""
+    noisy: bool
+    """Whether it computes: not A and O."""
 
 
 def replay(schedule: Schedule, noise: Noise, *, replays: int = 1000, iterations: int = 4, seed: int = 0) -> Floats:
@@ -49,6 +50,7 @@ def replay(schedule: Schedule, noise: Noise, *, replays: int = 1000, iterations:
     """
     _require(schedule, noise, replays, iterations)
     steps, workers = _steps(schedule, noise)
+    hop = schedule.seconds(schedule.times.transfer)
     random = np.random.default_rng(seed)
     parts = []
     for begin in range(0, replays, BATCH):
@@ -56,27 +58,25 @@ def replay(schedule: Schedule, noise: Noise, *, replays: int = 1000, iterations:
         free = np.zeros((workers, count))
         first = np.zeros(count)
         for iteration in range(iterations):
-            _advance(steps, free, noise.spread, random)
+            _advance(steps, free, hop, noise.spread, random)
             if iteration == 0:
                 first = free.max(axis=0)
         parts.append((free.max(axis=0) - first) / (iterations - 1))
     return np.concatenate(parts)
 
 
-def _advance(steps: Sequence[_Step], free: Floats, spread: float, random: np.random.Generator) -> None:
+def _advance(steps: Sequence[_Step], free: Floats, hop: float, spread: float, random: np.random.Generator) -> None:
     """One iteration: moves the times at which workers are free, (workers, replays) in seconds."""
     ends = np.empty((len(steps), free.shape[1]))
     for number, step in enumerate(steps):
         start = free[step.workers[0]]
         for worker in step.workers[1:]:
             start = np.maximum(start, free[worker])
-        for source, hop in step.sources:
-            start = np.maximum(start, ends[source] + hop if hop else ends[source])
+        for source in step.sources:
+            start = np.maximum(start, ends[source] + hop)
         length: float | Floats = step.seconds
-        if step.factors:
-            length = step.seconds * step.factors[0]
-            if spread and length:
-                length = length * np.exp(random.normal(-spread**2 / 2, spread, free.shape[1]))
+        if step.noisy and spread and length:
+            length = length * np.exp(random.normal(-spread**2 / 2, spread, free.shape[1]))
         np.add(start, length, out=ends[number])
         for worker in step.workers:
             free[worker] = ends[number]
@@ -86,25 +86,24 @@ def _steps(schedule: Schedule, noise: Noise) -> tuple[list[_Step], int]:
     """All steps, each after what it waits for, and the number of workers."""
     programs = programs_of(schedule)
     number = {worker: index for index, worker in enumerate(programs)}
-    depth, hop = schedule.grid.depth, schedule.seconds(schedule.times.transfer)
+    depth = schedule.grid.depth
     done: dict[OpKey, tuple[int, Worker]] = {}
     members = _members(programs, depth)
     steps: list[_Step] = []
     for node in topological_order(op_graph(schedule, programs)):
         if isinstance(node, Collective):
-            steps.append(_Step(workers=tuple(number[worker] for worker in members[node.stage]), sources=(), factors=(),
+            steps.append(_Step(workers=tuple(number[worker] for worker in members[node.stage]), sources=(), noisy=False,
                                seconds=schedule.seconds(schedule.times.all_reduce[node.stage])))
             continue
         assert isinstance(node, Op)
         seconds = schedule.seconds(node.end_ticks - node.start_ticks)
         where = (number[node.worker],)
         if node.kind not in COMPUTE_KINDS:
-            steps.append(_Step(where, (), seconds, ()))
+            steps.append(_Step(where, (), seconds, noisy=False))
             continue
-        sources = tuple((step, 0.0 if worker == node.worker else hop)
-                        for step, worker in _awaited(op_key(node), depth, done) if worker != node.worker)
+        sources = tuple(step for step, worker in _awaited(op_key(node), depth, done) if worker != node.worker)
         done[op_key(node)] = (len(steps), node.worker)
-        steps.append(_Step(where, sources, seconds, (noise.slow.get(node.worker, 1.0),)))
+        steps.append(_Step(where, sources, seconds * noise.slow.get(node.worker, 1.0), noisy=True))
     return steps, len(number)
 
 

@@ -1,7 +1,7 @@
 """Schedules for tests: generated ones, single mutations of them that break a rule, and ones written by hand."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from hypothesis import assume
 from hypothesis import strategies as st
@@ -19,12 +19,14 @@ from schedules.schedule import (
     Grid,
     Op,
     OpKind,
+    Program,
+    ProgramOp,
     Schedule,
+    Seat,
     Stage,
     Times,
     Worker,
     period_ticks,
-    share_programs,
 )
 from tests.jobs import failures, jobs
 
@@ -49,6 +51,26 @@ def schedules(draw, **limits) -> Schedule:
 
 
 Programs = dict[Worker, list[Op]]
+
+
+def share_programs(ops: Mapping[Worker, Sequence[Op]], roles: Mapping[Worker, Worker]) -> \
+        tuple[tuple[Seat, ...], tuple[Program, ...]]:
+    """Store each distinct program once. `ops` by physical worker in program order, `roles` the role of each.
+
+    The result is canonical: seats sorted by worker, programs in the order of their first use.
+    """
+    index: dict[Program, int] = {}
+    seats = []
+    for worker in sorted(ops):
+        role = roles[worker]
+        program = tuple(_stored(op, role.pipeline) for op in ops[worker])
+        seats.append(Seat(worker, role, index.setdefault(program, len(index))))
+    return tuple(seats), tuple(index)
+
+
+def _stored(op: Op, own: int) -> ProgramOp:
+    pipeline = None if op.pipeline == own else op.pipeline
+    return ProgramOp(op.kind, op.stage, op.microbatch, op.start_ticks, pipeline)
 
 
 def programs(schedule: Schedule) -> Programs:

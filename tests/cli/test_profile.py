@@ -100,7 +100,7 @@ def test_a_bidirectional_job_is_measured_as_one_chain(tmp_path) -> None:
 def test_the_placement_is_kept(placement) -> None:
     before = parse_job(JOB[:JOB.index("[placement]")] + "[placement]\n" + placement)
     stage = StageProfile(forward=0.1, backward_input=0.1, backward_weight=0.1, optimizer=0.1, activation_bytes=2048,
-                         stash_bytes=1024, static_bytes=2**20, undo_bytes=2**19, parameter_bytes=1)
+                         stash_bytes=1024, static_bytes=2**20, undo_bytes=2**19)
     measured = Profile(stages=(stage,) * before.depth, transfer=0.01, device="cpu", device_bytes=2**30, processes=1,
                        team=2, transport="gloo", waiting=0.0)
     tables = job_tables(before, measured)
