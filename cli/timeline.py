@@ -28,7 +28,6 @@ LABEL_COLUMNS = 10
 STYLES = {kind: f"black on {colour}" for kind, colour in COLOURS.items()}
 REROUTED = "bold underline "
 BUBBLE = "·"
-NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 def timeline(schedule: Schedule, width: int) -> Group:
@@ -77,7 +76,7 @@ def _draw(schedule: Schedule, blocks: Sequence[tuple[int, ...]], programs: Mappi
         lines.append(Text(f"and {hidden} more pipelines", style="bold"))
     for line in lines:
         line.no_wrap, line.overflow = True, "crop"
-    return Group(*lines, _legend(ops, schedule))
+    return Group(*lines, *_legend(ops, schedule, width))
 
 
 def _scale(ops: Sequence[Op], columns: int) -> _Scale:
@@ -175,16 +174,17 @@ def _ranges(numbers: Iterable[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _legend(ops: Iterable[Op], schedule: Schedule) -> Text:
+def _legend(ops: Iterable[Op], schedule: Schedule, width: int) -> list[Text]:
+    """As many entries a line as fit: rich would break them at their spaces, also those that do not break."""
     used = {op.kind for op in ops if op.end_ticks > op.start_ticks}
-    legend = Text()
-    for kind in OpKind:
-        if kind in used:
-            legend.append(f"{NO_BREAK}{kind}{NO_BREAK}", STYLES[kind])
-            legend.append(f"{NO_BREAK}{NAMES[kind].replace(' ', NO_BREAK)}  ")
-    legend.append(f"{BUBBLE} idle", "dim")
+    entries = [Text.assemble((f" {kind} ", STYLES[kind]), f" {NAMES[kind]}") for kind in OpKind if kind in used]
+    entries.append(Text(f"{BUBBLE} idle", "dim"))
     if schedule.rerouted:
-        legend.append("  ")
-        legend.append("f1.3", REROUTED + STYLES[OpKind.F])
-        legend.append(" re-routed: micro-batch 3 of pipeline 1".replace(" ", NO_BREAK))
-    return legend
+        entries.append(Text.assemble(("f1.3", REROUTED + STYLES[OpKind.F]), " re-routed: micro-batch 3 of pipeline 1"))
+    lines = [entries[0]]
+    for entry in entries[1:]:
+        if len(lines[-1]) + 2 + len(entry) <= width:
+            lines[-1] = Text.assemble(lines[-1], "  ", entry)
+        else:
+            lines.append(entry)
+    return lines
