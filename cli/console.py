@@ -5,7 +5,9 @@ no, 2 bad input.
 """
 
 import difflib
+import errno
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -79,6 +81,22 @@ def parse_workers(texts: list[str]) -> tuple[Worker, ...]:
         return tuple(sorted({Worker.parse(text) for text in texts}))
     except ValueError as error:
         refuse(error)
+
+
+def require_writable(path: Path | None) -> None:
+    """Exits 2 where no file can be written to `path`, before the work is done whose outcome it is to hold."""
+    if path is None:
+        return
+    place = next(place for place in (path, *path.absolute().parents) if os.path.exists(place))  # noqa: PTH110 - never raises
+    if place == path and path.is_dir():
+        problem = errno.EISDIR
+    elif place != path and not place.is_dir():
+        problem = errno.ENOTDIR
+    elif not os.access(place, os.W_OK):
+        problem = errno.EACCES
+    else:
+        return
+    refuse(f"{path}: cannot be written: {os.strerror(problem)}")
 
 
 def write_or_refuse(path: Path, data: bytes) -> None:

@@ -19,6 +19,7 @@ from cli.console import (
     print_json,
     read_text_or_refuse,
     refuse,
+    require_writable,
     write_or_refuse,
 )
 from cli.moves import move_lines
@@ -70,6 +71,7 @@ def plan(job: JobFile, failed: Failed = None, backward: Backward = None, optimiz
     Ctrl-C ends the search early; the best plan found until then is printed and written.
     """
     wanted = read_job_or_refuse(job)
+    require_writable(out_file)
     if given is not None:
         if failed or backward or normalise:
             refuse("--from gives the order: leave out --failed, --backward and --normalise")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.console import duration, err, loading, out, print_json, refuse, write_or_refuse
+from cli.console import duration, err, loading, out, print_json, refuse, require_writable, write_or_refuse
 from cli.plan import read_job_or_refuse
 from planner.job import Job, placement
 from planner.jobtext import job_text, rounded
@@ -33,6 +33,7 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
 
     Writes a complete job file, to be planned and trained. Transfers and all-reduces are measured within this machine.
     """
+    require_writable(out_file)
     with loading():
         import torch
 

@@ -10,7 +10,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 
-from cli.console import err, near, out, print_json, refuse, write_or_refuse
+from cli.console import err, near, out, print_json, refuse, require_writable, write_or_refuse
 from cli.plan import Json
 from planner.fleet.figures import FIGURES, Figure
 
@@ -27,6 +27,7 @@ def reproduce(name: Name, folder: OutFolder = Path("reproduction"), no_picture: 
     """
     if name not in FIGURES:
         refuse(f"{name}: no such figure; expected one of {', '.join(FIGURES)}{near(name, FIGURES)}")
+    require_writable(folder / f"{name}.json")
     draw = None if no_picture else _painter()
     try:
         figure = _made(name)

@@ -23,7 +23,14 @@ def read_at_most(path: Path, limit: int, error: type[ValueError], remark: str = 
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write to a temporary file beside `path`, fsync, rename. Raises OSError and leaves what was there."""
+    """Write to a temporary file beside `path`, fsync, rename. Raises OSError and leaves what was there.
+
+    A link is followed, and a pipe or a device is written to: neither is replaced by a file.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

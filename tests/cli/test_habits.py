@@ -173,6 +173,45 @@ def test_colours_in_terminals_unless_no_color(tmp_path, schedule):
     assert not COLOUR.search(in_terminal(arguments, NO_COLOR="1"))
 
 
+# --- Where answers go -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has /dev/full")
+@pytest.mark.parametrize("name", ["check", "plan", "show", "plan help"])
+def test_a_full_disk_is_told_in_one_line(name, tmp_path, schedule):
+    arguments = quick_commands(tmp_path, schedule)[name]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([*SLIPSTREAM, *map(str, arguments)], stdout=full, stderr=subprocess.PIPE, text=True,
+                              env=environment(), timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "slipstream: the answer cannot be written: No space left on device"
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["check", "plan", "show"])
+def test_a_reader_that_has_gone_is_no_error(name, tmp_path, schedule):
+    reader, writer = os.pipe()
+    os.close(reader)
+    arguments = quick_commands(tmp_path, schedule)[name]
+    with os.fdopen(writer, "w") as pipe:
+        done = subprocess.run([*SLIPSTREAM, *map(str, arguments)], stdout=pipe, stderr=subprocess.PIPE, text=True,
+                              env=environment(), timeout=60, check=False)
+    assert done.returncode == 1
+    assert not re.search("Traceback|Exception|Broken", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("arguments", [
+    ["plan", JOBS / "worked-example.toml", "--out"], ["profile", "--out"], ["reproduce", "ablation", "--out"],
+    ["simulate", JOBS / "worked-example.toml", "--html"]])
+@pytest.mark.parametrize(("place", "reason"), [("folder", "Is a directory"), ("file/below", "Not a directory")])
+def test_no_work_is_done_whose_outcome_cannot_be_written(arguments, place, reason, tmp_path):
+    (tmp_path / "folder" / "ablation.json").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, [*map(str, arguments), str(tmp_path / place)])
+    assert result.exit_code == 2 and result.stdout == ""
+    assert f"cannot be written: {reason}" in result.stderr and result.stderr.count("\n") == 1
+
+
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------
 
 INTERRUPTED = """

@@ -1,4 +1,4 @@
-"""Reading files of any kind: bounded, and refused in one line."""
+"""Reading files of any kind, bounded and refused in one line, and writing them whole or not at all."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from threading import Thread
 
 import pytest
 
-from schedules.files import read_at_most
+from schedules.files import read_at_most, write_atomically
 
 
 class ReadError(ValueError):
@@ -41,3 +41,17 @@ def test_a_pipe_is_read_like_a_file(tmp_path) -> None:
 def test_what_cannot_be_read_is_named(tmp_path, name, says) -> None:
     with pytest.raises(ReadError, match=says):
         read_at_most(tmp_path / name, 1000, ReadError)
+
+
+def test_a_link_is_followed_and_a_pipe_written_to(tmp_path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "folder" / "file")
+    for content in (b"new", b"newer"):
+        write_atomically(tmp_path / "link", content)
+        assert (tmp_path / "link").is_symlink() and (tmp_path / "folder" / "file").read_bytes() == content
+    os.mkfifo(tmp_path / "pipe")
+    writer = Thread(target=write_atomically, args=(tmp_path / "pipe", b"through"), daemon=True)
+    writer.start()
+    assert (tmp_path / "pipe").read_bytes() == b"through"
+    writer.join(10)
+    assert (tmp_path / "pipe").is_fifo() and len(list(tmp_path.iterdir())) == 3, "nothing is left beside it"
