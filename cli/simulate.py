@@ -12,7 +12,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 
-from cli.console import answer_no, err, near, out, print_json, refuse, write_or_refuse
+from cli.console import answer_no, err, near, out, print_json, refuse, require_writable, write_or_refuse
 from cli.plan import JobFile, Json, read_job_or_refuse
 from cli.simulation_page import page, verdict, worker_hours
 from planner.fleet.costs import Costs, costs_for
@@ -68,6 +68,11 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
     wanted = read_job_or_refuse(job)
     kinds = _policies(policy)
     make = _trace_maker(wanted, trace, preset, mtbf, days, gpus)
+    target = html if html is not None or json else Path(f"{job.stem}-simulation.html")
+    require_writable(target if seeds == 1 else None)
+    if wanted.time.slow:
+        err.print(f"note: {job}: time.slow is left out: all workers count as equally fast", style="dim",
+                  highlight=False, soft_wrap=True, markup=False)
     costs = costs_for(parameters, wanted.stages)
     if switch is not None:
         costs = msgspec.structs.replace(costs, switch_seconds=switch)
@@ -87,7 +92,6 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
     except KeyboardInterrupt:
         err.print("interrupted before the first policy was finished", style="yellow")
         raise typer.Exit(130) from None
-    target = html if html is not None or json else Path(f"{job.stem}-simulation.html")
     if target is not None:
         write_or_refuse(target, page(result, job=wanted.name, grid=_grid(wanted), notes=_notes(costs, samples, table)))
     if json:

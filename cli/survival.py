@@ -22,7 +22,8 @@ def require_fit(path: Path, grid: Grid, job: Job) -> None:
     for what, of_schedule, of_job in (
             ("pipelines", grid.pipelines, job.pipelines), ("stages", grid.columns, job.stages),
             ("micro-batches", list(grid.microbatches), list(job.microbatches)),
-            ("columns of virtual stages", [stage.column for stage in grid.stages], list(job.columns))):
+            ("columns of virtual stages", [stage.column for stage in grid.stages], list(job.columns)),
+            ("directions of micro-batches", grid.chains, job.chains)):
         if of_schedule != of_job:
             refuse(f"{path}: made for another job: its {what} are {of_schedule}, the job's {of_job}")
 

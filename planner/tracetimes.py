@@ -7,6 +7,7 @@ Slipstream `F 0.3` with the stage among the arguments; for others the caller giv
 import gzip
 import re
 import statistics
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -112,7 +113,7 @@ def _events(path: Path) -> list[_Event]:
     try:
         with (gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as file:
             data = file.read(MAX_BYTES + 1)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise TraceError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(data) > MAX_BYTES:
         raise TraceError(f"{path}: more than {MAX_BYTES} bytes")

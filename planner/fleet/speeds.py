@@ -230,8 +230,9 @@ class Speeds:
         """No synchronous training is faster on so many workers: the iteration's work, spread evenly, then one step."""
         if live < 1:
             return 0.0
-        clock = self.job.time
-        work = sum(clock.forward) + sum(clock.backward_input) + sum(clock.backward_weight)
+        clock, depth = self.job.time, self.job.depth
+        work = sum(map(sum, zip(clock.forward[:depth], clock.backward_input[:depth], clock.backward_weight[:depth],
+                                strict=True)))
         step = min(map(sum, zip(clock.all_reduce, clock.optimizer, strict=True)))
         return self.samples / (work * sum(self.job.microbatches) / live + step)
 

@@ -88,6 +88,7 @@ def test_whole_backwards_gpu_ranges_and_other_names(tmp_path):
     (["--trace", "no.json"], "no.json: cannot be read"),
     (["--trace", "bad.json"], "bad.json: no Chrome trace"),
     (["--trace", "bad.json.gz"], "bad.json.gz: cannot be read"),
+    (["--trace", "changed.json.gz"], "changed.json.gz: cannot be read"),
     (["--trace", "empty.json"], "no op of a micro-batch among its 1 events"),
     (["--trace", "empty.json", "--pattern", "("], "no regular expression"),
     (["--trace", "empty.json", "--pattern", "F"], "expected groups"),
@@ -97,6 +98,9 @@ def test_bad_input_is_refused_in_one_line(arguments, says, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "bad.json.gz").write_text("{")
+    packed = bytearray(gzip.compress(trace(("PP:0F0", 3, {})).encode()))
+    packed[12:20] = bytes(255 - byte for byte in packed[12:20])
+    (tmp_path / "changed.json.gz").write_bytes(packed)
     (tmp_path / "empty.json").write_text(trace(("aten::mm", 3, {})))
     done = new(*arguments)
     assert done.exit_code == 2 and done.stdout == ""

@@ -56,6 +56,12 @@ def test_a_job_and_a_trace_are_enough(job, tmp_path):
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "") and "src=" not in text and "@import" not in text
 
 
+def test_slow_workers_are_told_to_be_left_out(job):
+    job.write_text(JOB + 'slow = {"0.1" = 1.5}\n')
+    result = slipstream("simulate", job, "--trace", "trace.txt", "--policy", "slipstream", "--json")
+    assert result.exit_code == 0 and "time.slow is left out" in result.stderr
+
+
 def test_json_names_every_policy_and_its_samples_a_second(job, tmp_path):
     result = slipstream("simulate", job, "--trace", "trace.txt", "--json")
     answer = json.loads(result.stdout)

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.app import app
+from planner.job import parse_job
 from runtime.cluster.rendezvous import host_store
 from schedules import codec
 from schedules.schedule import Worker
@@ -188,6 +189,14 @@ def test_a_schedule_of_another_job_is_refused(job, tmp_path):
     codec.write(schedule_for(grid(3, 2, 2)), file)
     refused = train(job, "--schedule", file)
     assert refused.exit_code == 2 and "its pipelines are 3, the job's 2" in refused.stderr
+
+
+def test_a_v_is_not_taken_for_two_directions(job, tmp_path):
+    """Both have the same workers in the same places."""
+    codec.write(schedule_for(parse_job(JOB + "[placement]\norder = 'v'\nchunks = 2\n")), tmp_path / "schedule.json")
+    job.write_text(JOB + "[placement]\norder = 'bidirectional'\n")
+    refused = train(job, "--schedule", tmp_path / "schedule.json")
+    assert refused.exit_code == 2 and "its directions of micro-batches are 1, the job's 2" in refused.stderr
 
 
 def test_a_corrupt_schedule_is_refused(job, tmp_path):

@@ -32,11 +32,13 @@ class Template(NamedTuple):
 
 def layers_of(job: Job) -> tuple[float, ...]:
     """Forward and backward seconds of each layer: equal parts of its stage."""
-    pieces = max(1, min(PIECES, MOST_LAYERS // len(job.columns)))
-    counts = [pieces] * len(job.columns)
-    if job.layers and sum(job.layers) <= MOST_LAYERS:
-        counts = [max(1, count) for count in job.layers]
-    totals = map(sum, zip(job.time.forward, job.time.backward_input, job.time.backward_weight, strict=True))
+    depth = job.depth
+    pieces = max(1, min(PIECES, MOST_LAYERS // depth))
+    counts = [pieces] * depth
+    if job.layers and sum(job.layers[:depth]) <= MOST_LAYERS:
+        counts = [max(1, count) for count in job.layers[:depth]]
+    totals = (sum(times) for times in zip(job.time.forward[:depth], job.time.backward_input[:depth],
+                                          job.time.backward_weight[:depth], strict=True))
     return tuple(total / count for total, count in zip(totals, counts, strict=True) for _ in range(count))
 
 

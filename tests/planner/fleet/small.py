@@ -10,9 +10,10 @@ COSTS = Costs(parameters=1e9, switch_seconds=2.0, load_seconds=3.0, restart_seco
               oobleck_seconds=7.0, bamboo_seconds=20.0)
 
 
-def job(pipelines=3, stages=2, microbatches=6, optimizer=1):
+def job(pipelines=3, stages=2, microbatches=6, optimizer=1, order="linear"):
     return parse_job(f"name = \"small\"\npipelines = {pipelines}\nstages = {stages}\nmicrobatches = {microbatches}\n"
-                     f"[time]\nforward = 1\nbackward_input = 1\nbackward_weight = 1\noptimizer = {optimizer}\n")
+                     f"[time]\nforward = 1\nbackward_input = 1\nbackward_weight = 1\noptimizer = {optimizer}\n"
+                     f"[placement]\norder = \"{order}\"\n")
 
 
 def setting(between=1000.0, costs=COSTS, **shape):

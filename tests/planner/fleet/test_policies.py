@@ -117,6 +117,10 @@ def test_oobleck_templates_are_the_best_split(layers, nodes):
     assert template(layers, nodes).seconds(4 * nodes) == pytest.approx(best)
 
 
+def test_a_bidirectional_model_has_its_layers_once():
+    assert layers_of(job(order="bidirectional")) == layers_of(job())
+
+
 def test_oobleck_of_equal_stages_is_1f1b():
     made = template((1.0,) * 8, 4)
     assert made.seconds(10) == pytest.approx((10 + 3) * 2.0) and layers_of(job()) == (3 / 8,) * 16
@@ -221,14 +225,15 @@ def test_yardsticks():
     assert half.throughput == pytest.approx(WHOLE * 0.75)
     limit = run("work-conserving", lose(500.0, 0, 1, 2))
     assert limit.rate[-1] == pytest.approx(18 / (18 * 6 / 3 + 1))
+    assert setting(order="bidirectional").speeds.limit(3) == pytest.approx(18 / (18 * 6 / 3 + 1)), "the same work"
 
 
 # --- All --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_no_policy_beats_the_work_conserving_limit_and_time_adds_up(seed):
-    one = setting(pipelines=4)
+@pytest.mark.parametrize(("seed", "order"), [(0, "linear"), (1, "linear"), (2, "linear"), (0, "bidirectional")])
+def test_no_policy_beats_the_work_conserving_limit_and_time_adds_up(seed, order):
+    one = setting(pipelines=4, order=order)
     made = generate(Failures(machine_mtbf_hours=6, repair_hours=2, node_size=2, node_mtbf_hours=30), 8, 2, seed)
     result = compare(list(POLICIES.values()), one.speeds, COSTS, made)
     limit = result.runs["work-conserving"].throughput
