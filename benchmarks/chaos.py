@@ -30,7 +30,8 @@ from pathlib import Path
 
 import torch
 
-from planner.job import Job, parse_job
+from benchmarks.jobs import uniform_job
+from planner.job import Job
 from planner.normalise import PlanOptions, normal_form
 from planner.plan import plan_job
 from runtime.cluster.conductor import NoScheduleError, Recovery, RunError, Scheduler
@@ -267,8 +268,7 @@ def _compare_parameters(out: Path, reference: ReferenceResult, tally: Tally) -> 
 def settings(grid: str, iterations: int) -> list[Setting]:
     """Plain, clipped now and then, with roles that move, with both."""
     pipelines, stages = map(int, grid.split("x"))
-    job = parse_job(f"pipelines = {pipelines}\nstages = {stages}\nmicrobatches = 2\n[time]\nforward = 1\n"
-                    "backward_input = 1\nbackward_weight = 1\noptimizer = 1\n")
+    job = uniform_job(pipelines, stages, 2, op=1, optimizer=1, transfer=0)
     model = {"blocks": max(2, stages - 2), "width": 16, "heads": 2, "context": 16, "dropout": 0.1}
     made = []
     for clip_norm, moves in itertools.product((None, 1.8), (False, True)):

@@ -20,9 +20,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.jobs import uniform_job
 from planner.bounds import lower_bound
 from planner.decompose import decompose
-from planner.job import Job, parse_job
 from planner.plan import plan_job
 from planner.problem import build_problem
 from schedules.schedule import Worker
@@ -31,16 +31,9 @@ MICROBATCHES = 32
 FAILURES = (0, 1, 5, 50)
 
 
-def job(pipelines: int, stages: int) -> Job:
-    return parse_job(f"pipelines = {pipelines}\nstages = {stages}\nmicrobatches = {MICROBATCHES}\n"
-                     f"[time]\nforward = 10\n"
-                     f"backward_input = 10\nbackward_weight = 10\ntransfer = 1\noptimizer = 5\n"
-                     f"[memory]\ncapacity = {2 * stages}\nactivation = 1\nweight_stash = 1\n")
-
-
 def measure(pipelines: int, stages: int, failures: int, method: str, time_limit: float) -> dict[str, float]:
     """One plan, in this process."""
-    big = job(pipelines, stages)
+    big = uniform_job(pipelines, stages, MICROBATCHES, capacity=2 * stages)
     failed = [Worker(index, index % stages) for index in range(failures)]
     problem = build_problem(big, failed)
     pieces = decompose(problem)

@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table as Grid
 
-from benchmarks.tables import job_text
+from benchmarks.jobs import uniform_text
 from planner.job import parse_job
 from planner.normalise import PlanOptions
 from planner.tables import build_table
@@ -66,7 +66,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    text = job_text(options.pipelines, options.stages, options.microbatches)
+    text = uniform_text(options.pipelines, options.stages, options.microbatches, capacity=2 * options.stages)
     with tempfile.TemporaryDirectory() as folder:
         build_table(parse_job(text), text.encode(), Path(folder), PlanOptions(method="greedy", time_limit=0.5),
                     max_failures=options.failures, jobs=2)

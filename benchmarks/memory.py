@@ -23,8 +23,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.jobs import gpt_job
 from cli.profile import job_tables
-from planner.job import parse_job
 from runtime.config import RunConfig, parse_run_config
 from runtime.model.data import Microbatch, load_corpus
 from runtime.model.layers import model_for, parameter_dtype, split_layers
@@ -142,24 +142,9 @@ def main() -> None:
     if options.measure:
         print(json.dumps(measure(RunConfig.from_json(options.measure[1]), int(options.measure[0]))))
         return
-    job = parse_job(f"""
-        pipelines = 1
-        stages = {STAGES}
-        microbatches = {ROW}
-        [time]
-        forward = 1
-        backward_input = 1
-        backward_weight = 1
-        [model]
-        blocks = {options.blocks}
-        width = {options.width}
-        context = {options.context}
-        [training]
-        batch = {options.batch}
-        device = "cpu"
-        """)
+    job = gpt_job(STAGES, ROW, options, device="cpu")
     config = parse_run_config(job.model, job.training)
-    profiled = profile(config, split_layers(options.blocks + 2, STAGES), pipelines=1, workers=STAGES,
+    profiled = profile(config, split_layers(options.blocks + 2, STAGES), copies=1, workers=STAGES,
                        microbatches=ROW, rounds=1)
     lines = compare(config, job_tables(job, profiled), [stage.static_bytes for stage in profiled.stages],
                     [stage.undo_bytes for stage in profiled.stages])

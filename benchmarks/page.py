@@ -14,9 +14,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.tables import job_text
+from benchmarks.jobs import uniform_job
 from cli.timeline_page import Shown, timeline_page
-from planner.job import parse_job
 from planner.plan import plan_job
 from schedules.schedule import Schedule, Worker
 from tests.browser import Browser, find_browser
@@ -48,7 +47,7 @@ SCRIPT = """(async () => {
 def plan(options: argparse.Namespace) -> Schedule:
     down = [Worker(pipeline % options.pipelines, stage % options.stages)
             for pipeline, stage in ((1, 2), (5, 3), (9, 0), (20, 7))]
-    job = parse_job(job_text(options.pipelines, options.stages, options.microbatches))
+    job = uniform_job(options.pipelines, options.stages, options.microbatches, capacity=2 * options.stages)
     return plan_job(job, down, method="greedy").schedule
 
 

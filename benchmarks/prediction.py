@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.jobs import gpt_job
 from cli.profile import job_tables
 from planner.job import parse_job
 from planner.jobtext import job_text
@@ -46,25 +47,9 @@ class Outcome(NamedTuple):
 
 def predict_and_measure(options: argparse.Namespace, stages: int, backward: str, folder: Path) -> Outcome:
     """One repeat."""
-    guess = parse_job(f"""
-        name = "prediction"
-        pipelines = 1
-        stages = {stages}
-        microbatches = {options.microbatches}
-        [time]
-        forward = 1
-        backward_input = 1
-        backward_weight = 1
-        [model]
-        blocks = {options.blocks}
-        width = {options.width}
-        context = {options.context}
-        [training]
-        batch = {options.batch}
-        iterations = {options.iterations}
-        """)
+    guess = gpt_job(stages, options.microbatches, options, iterations=options.iterations)
     config = parse_run_config(guess.model, guess.training)
-    measure = partial(profile, config, split_layers(options.blocks + 2, stages), pipelines=1, workers=stages,
+    measure = partial(profile, config, split_layers(options.blocks + 2, stages), copies=1, workers=stages,
                       microbatches=options.microbatches)
     measured = measure()
     job = parse_job(job_text(job_tables(guess, measured), {}))

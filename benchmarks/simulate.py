@@ -16,12 +16,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.jobs import uniform_job
 from planner.fleet.costs import costs_for
 from planner.fleet.generate import PRESETS, Failures, for_workers_of, generate
 from planner.fleet.policies import POLICIES
 from planner.fleet.simulation import compare, over_seeds
 from planner.fleet.speeds import Speeds
-from planner.job import Job, parse_job
+from planner.job import Job
 from planner.plan import plan_job
 from schedules.schedule import Worker
 from schedules.timing import Noise, replay
@@ -30,8 +31,7 @@ ALL = list(POLICIES.values())
 
 
 def job(pipelines: int, stages: int, microbatches: int) -> Job:
-    return parse_job(f"pipelines = {pipelines}\nstages = {stages}\nmicrobatches = {microbatches}\n[time]\n"
-                     "forward = 0.1\nbackward_input = 0.1\nbackward_weight = 0.1\noptimizer = 0.1\n")
+    return uniform_job(pipelines, stages, microbatches, op=0.1, optimizer=0.1, transfer=0)
 
 
 def large(gpus_per_worker: int, days: float) -> dict[str, object]:

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from planner.job import parse_job
+from benchmarks.jobs import uniform_job
 from planner.plan import plan_job
 from runtime.config import parse_run_config
 from runtime.launch import run
@@ -63,16 +63,7 @@ class Sleepers(GPT):
 
 def period(optimizer: OptimizerMode, clip_norm: float | None, seconds: float, iterations: int) -> tuple[float, float]:
     """Planned and measured seconds from iteration to iteration."""
-    job = parse_job(f"""
-        pipelines = 1
-        stages = 4
-        microbatches = 6
-        [time]
-        forward = {seconds}
-        backward_input = {seconds}
-        backward_weight = {seconds}
-        optimizer = {3 * seconds}
-        """)
+    job = uniform_job(1, 4, 6, op=seconds, optimizer=3 * seconds, transfer=0)
     config = parse_run_config({"name": "benchmarks.staggering:Sleepers", "blocks": 2, "context": 4, "width": 4},
                               {"iterations": iterations, "clip_norm": clip_norm, "device": "cpu"})
     ends: list[float] = []

@@ -18,21 +18,15 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table as Grid
 
+from benchmarks.jobs import uniform_text
 from planner.job import parse_job
 from planner.normalise import PlanOptions
 from planner.tables import Built, build_table
 from schedules.table import Table
 
 
-def job_text(pipelines: int, stages: int, microbatches: int) -> str:
-    """Uniform stages; memory for 2 S activations, weight gradients waiting included."""
-    return (f"name = \"{pipelines}x{stages}x{microbatches}\"\npipelines = {pipelines}\nstages = {stages}\n"
-            f"microbatches = {microbatches}\n[time]\nforward = 10\nbackward_input = 10\nbackward_weight = 10\n"
-            f"optimizer = 5\ntransfer = 1\n[memory]\ncapacity = {2 * stages}\nactivation = 1\nweight_stash = 1\n")
-
-
 def build(options: argparse.Namespace, folder: Path) -> Built:
-    text = job_text(options.pipelines, options.stages, options.microbatches)
+    text = uniform_text(options.pipelines, options.stages, options.microbatches, capacity=2 * options.stages)
     failures = int(options.share * options.pipelines * options.stages)
     how = PlanOptions(method=options.method, time_limit=options.time_limit)
     with Progress(console=Console(stderr=True)) as bar:

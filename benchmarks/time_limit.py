@@ -11,7 +11,7 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from planner.job import parse_job
+from benchmarks.jobs import uniform_job
 from planner.plan import plan_job
 from schedules.schedule import Worker
 
@@ -26,9 +26,7 @@ def main() -> None:
     table = Table("job", "capacity", "limit", "taken", "over", "gap")
     for pipelines, stages, microbatches in SHAPES:
         for capacity in (stages, 2 * stages):
-            job = parse_job(f"pipelines = {pipelines}\nstages = {stages}\nmicrobatches = {microbatches}\n"
-                            "[time]\nforward = 10\nbackward_input = 10\nbackward_weight = 10\ntransfer = 1\n"
-                            f"optimizer = 5\n[memory]\ncapacity = {capacity}\nweight_stash = 1\n")
+            job = uniform_job(pipelines, stages, microbatches, capacity=capacity)
             for limit in limits:
                 began = time.monotonic()
                 plan = plan_job(job, [Worker(1, stages // 2)], time_limit=limit)

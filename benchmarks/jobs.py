@@ -1,0 +1,37 @@
+"""Jobs to measure with."""
+
+import argparse
+from typing import Any
+
+from planner.job import Job, parse_job
+from planner.jobtext import job_text
+
+
+def uniform_text(pipelines: int, stages: int, microbatches: int, *, op: float = 10, optimizer: float = 5,
+                 transfer: float = 1, capacity: float | None = None) -> str:
+    """A job file of equal stages: F, I and W take `op` seconds; memory, if limited, counts micro-batches until W."""
+    tables: dict[str, Any] = {
+        "name": f"{pipelines}x{stages}x{microbatches}", "pipelines": pipelines, "stages": stages,
+        "microbatches": microbatches,
+        "time": {"forward": op, "backward_input": op, "backward_weight": op, "optimizer": optimizer,
+                 "transfer": transfer}}
+    if capacity is not None:
+        tables["memory"] = {"capacity": capacity, "activation": 1, "weight_stash": 1}
+    return job_text(tables, {})
+
+
+def uniform_job(pipelines: int, stages: int, microbatches: int, *, op: float = 10, optimizer: float = 5,
+                transfer: float = 1, capacity: float | None = None) -> Job:
+    """The job of `uniform_text`."""
+    return parse_job(uniform_text(pipelines, stages, microbatches, op=op, optimizer=optimizer, transfer=transfer,
+                                  capacity=capacity))
+
+
+def gpt_job(stages: int, microbatches: int, options: argparse.Namespace, **training: object) -> Job:
+    """One pipeline of a GPT of `options.blocks`, `width`, `context` and `batch`, whose times are to be measured."""
+    tables: dict[str, Any] = {
+        "name": "gpt", "pipelines": 1, "stages": stages, "microbatches": microbatches,
+        "time": {"forward": 1, "backward_input": 1, "backward_weight": 1},
+        "model": {"blocks": options.blocks, "width": options.width, "context": options.context},
+        "training": {"batch": options.batch, **training}}
+    return parse_job(job_text(tables, {}))
