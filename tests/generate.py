@@ -11,6 +11,7 @@ from planner.assemble import build_schedule
 from planner.dealing import deal
 from planner.dense import Dense, solution_period
 from planner.greedy import Policy, list_order
+from planner.job import Job
 from planner.problem import Problem, build_problem
 from planner.solution import Solution
 from schedules.graph import op_key, producers
@@ -28,6 +29,7 @@ from schedules.schedule import (
     Worker,
     period_ticks,
 )
+from schedules.trace import MeasuredIteration, MeasuredOp
 from tests.jobs import failures, jobs
 
 
@@ -36,6 +38,19 @@ def list_schedule(problem: Problem, policy: Policy = Policy()) -> Solution:  # n
     dense = Dense(problem, deal(problem, "least-loaded"))
     order = list_order(dense, policy)
     return dense.solution(order, dense.earliest(order))
+
+
+def planned(job: Job, failed: Sequence[Worker] = (), **options) -> Schedule:
+    """What the list scheduler makes of a job; `options` as of `build_problem`."""
+    problem = build_problem(job, failed, **options)
+    return build_schedule(problem, list_schedule(problem), lower_bound=1, method="greedy")
+
+
+def measured_of(schedule: Schedule, number: int = 0, factor: float = 1.5) -> MeasuredIteration:
+    """What a run could have measured: everything `factor` as long as planned."""
+    return MeasuredIteration(number, tuple(
+        MeasuredOp(op.worker, op.kind, op.stage, op.pipeline, op.microbatch, schedule.seconds(op.start_ticks) * factor,
+                   schedule.seconds(op.end_ticks) * factor) for op in schedule.all_ops()))
 
 
 @st.composite

@@ -13,12 +13,10 @@ from cli.app import app
 from cli.perfetto import perfetto_trace
 from cli.svg import drawing
 from cli.timeline import MAX_ROWS, timeline
-from planner.assemble import build_schedule
-from planner.problem import build_problem
 from schedules.codec import write
 from schedules.schedule import Memory, OpKind, Worker
-from schedules.trace import MeasuredIteration, MeasuredOp, Trace, write_trace
-from tests.generate import BROKEN, HEALTHY, by_hand, list_schedule, schedules
+from schedules.trace import Trace, write_trace
+from tests.generate import BROKEN, HEALTHY, by_hand, measured_of, planned, schedules
 from tests.jobs import grid
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -33,19 +31,6 @@ def drawn(schedule, width=80, **console):
     with console.capture() as capture:
         console.print(timeline(schedule, width))
     return capture.get().splitlines()
-
-
-def planned(job, failed=()):
-    problem = build_problem(job, failed)
-    return build_schedule(problem, list_schedule(problem), lower_bound=1,
-                          method="greedy")
-
-
-def slower(schedule, number=0, factor=1.5):
-    """What a run could have measured: everything `factor` as long as planned."""
-    return MeasuredIteration(number, tuple(
-        MeasuredOp(op.worker, op.kind, op.stage, op.pipeline, op.microbatch, schedule.seconds(op.start_ticks) * factor,
-                   schedule.seconds(op.end_ticks) * factor) for op in schedule.all_ops()))
 
 
 # --- The terminal -----------------------------------------------------------------------------------------------------
@@ -122,7 +107,7 @@ def test_a_broken_rule_is_named(tmp_path):
 def test_measured_in_the_terminal(tmp_path):
     schedule = by_hand(BROKEN)
     write(schedule, tmp_path / "plan.json")
-    write_trace(Trace(job="by hand", iterations=(slower(schedule),)), tmp_path / "trace.json")
+    write_trace(Trace(job="by hand", iterations=(measured_of(schedule),)), tmp_path / "trace.json")
     done = run(tmp_path / "plan.json", "--measured", tmp_path / "trace.json")
     assert "measured, iteration 0: longest busy window 10.5 s" in done.stdout.splitlines()
     assert done.stdout.count("╳ down") == 2
@@ -132,7 +117,7 @@ def test_measured_in_the_terminal(tmp_path):
 
 def test_a_trace_of_another_job(tmp_path):
     write(by_hand(BROKEN), tmp_path / "plan.json")
-    write_trace(Trace(job="by hand", iterations=(slower(by_hand(HEALTHY)),)), tmp_path / "trace.json")
+    write_trace(Trace(job="by hand", iterations=(measured_of(by_hand(HEALTHY)),)), tmp_path / "trace.json")
     done = run(tmp_path / "plan.json", "--measured", tmp_path / "trace.json")
     assert done.exit_code == 2
     assert "worker 1.1 is not one of the live workers" in done.stderr
@@ -199,7 +184,7 @@ def enclosing(threads, event):
 
 def test_perfetto_structure():
     schedule = by_hand(BROKEN)
-    events = json.loads(perfetto_trace(schedule, [slower(schedule)]))["traceEvents"]
+    events = json.loads(perfetto_trace(schedule, [measured_of(schedule)]))["traceEvents"]
     assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == \
         ["planned pipeline 0", "planned pipeline 1", "measured pipeline 0", "measured pipeline 1"]
     assert assert_well_formed(events) == 2 * 8  # 4 micro-batches, forth and back, planned and measured
@@ -214,7 +199,7 @@ def test_perfetto_structure():
 
 def test_several_measured_iterations():
     schedule = by_hand(BROKEN)
-    events = json.loads(perfetto_trace(schedule, [slower(schedule, 3), slower(schedule, 4)]))["traceEvents"]
+    events = json.loads(perfetto_trace(schedule, [measured_of(schedule, 3), measured_of(schedule, 4)]))["traceEvents"]
     titles = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert {"measured iteration 3 pipeline 0", "measured iteration 4 pipeline 1"} <= titles
     assert_well_formed(events)
@@ -224,7 +209,7 @@ def test_several_measured_iterations():
 @given(schedules())
 def test_perfetto_of_any_schedule(schedule):
     fine = replace(schedule, tick_seconds=schedule.tick_seconds / 3e7)  # ticks that are no whole nanoseconds
-    events = json.loads(perfetto_trace(fine, [slower(fine, factor=1.1)]))["traceEvents"]
+    events = json.loads(perfetto_trace(fine, [measured_of(fine, factor=1.1)]))["traceEvents"]
     assert_well_formed(events)
     assert sum(event["ph"] == "X" for event in events) == 2 * sum(1 for _ in schedule.all_ops())
 

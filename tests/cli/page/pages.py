@@ -1,0 +1,31 @@
+"""The timeline page of a small schedule, and questions to it."""
+
+from cli.timeline_page import Shown, timeline_page
+from tests.jobs import grid
+
+EXAMPLE = grid(3, 4, 6, times="forward = 1\nbackward_input = 1\nbackward_weight = 1\noptimizer = 3",
+               more="[memory]\ncapacity = 8\nactivation = 1\nweight_stash = 0.5")
+
+
+def write_page(folder, *shown, measured=()):
+    path = folder / "page.html"
+    path.write_bytes(timeline_page([one if isinstance(one, Shown) else Shown(f"schedule {index}", one)
+                                    for index, one in enumerate(shown)], measured))
+    return path
+
+
+def middle(page, kind, stage, pipeline, microbatch, panel=0):
+    """Where an op is on the screen."""
+    place = page.js(f"""(() => {{
+        const ref = timeline.panels[{panel}].find(KINDS.indexOf("{kind}"), {stage}, {pipeline}, {microbatch});
+        const box = timeline.painter.box(ref, timeline.rowOf), chart = timeline.chart.getBoundingClientRect();
+        return [chart.left + (box.left + box.right) / 2, chart.top + box.middle]; }})()""")
+    return tuple(place)
+
+
+def chosen(page):
+    return page.js("timeline.chosen && timeline.chosen.panel.title(timeline.chosen)")
+
+
+def span(page):
+    return page.js("timeline.times.t1 - timeline.times.t0")

@@ -1,0 +1,91 @@
+"""What the timeline page draws, in a real browser, and how fast."""
+
+from msgspec.structs import replace
+
+from planner.job import parse_job
+from schedules.schedule import Grid, OpKind, ProgramOp, Seat, Stage, Worker
+from tests.cli.page.pages import write_page
+from tests.generate import planned
+
+COLOURS = """(() => {
+    const { base } = timeline.painter, data = base.getContext("2d").getImageData(0, 0, base.width, base.height).data;
+    const seen = {};
+    for (let i = 0; i < data.length; i += 4) {
+        const name = "#" + [data[i], data[i + 1], data[i + 2]].map((c) => c.toString(16).padStart(2, "0")).join("");
+        seen[name] = (seen[name] ?? 0) + 1;
+    }
+    return seen; })()"""
+
+
+def test_light_and_dark(page):
+    light = page.js(COLOURS)
+    assert max(light, key=light.get) == "#ffffff"
+    for colour in ("#56b4e9", "#e69f00", "#009e73", "#b8b8b8"):
+        assert light[colour] > 1000
+    assert light["#b3261e"] > 500  # the dead worker's row
+    page.prefer(dark=True)
+    page.frame()
+    dark = page.js(COLOURS)
+    assert max(dark, key=dark.get) == "#14171a" and dark["#ff8a80"] > 500
+    page.key("t")
+    page.frame()
+    light = page.js(COLOURS)
+    assert max(light, key=light.get) == "#ffffff"  # though the system is dark
+    page.key("t")
+    assert page.js("document.documentElement.dataset.theme") == "dark"
+
+
+def test_numbers_and_legend(page, schedule):
+    card = page.js("document.querySelector('.card').innerText.replace(/\\s+/g, ' ')")
+    assert f"period {schedule.seconds(schedule.period_ticks):g} s" in card
+    assert "down 1.2" in card and "re-routed 6" in card and "bound" in card and "bubbles" in card
+    legend = page.js("document.getElementById('legend').innerText")
+    assert "F forward" in legend and "re-routed" in legend and "worker down" in legend
+    assert "B backward" not in legend
+
+
+def test_memory_strip(page):
+    held = "#8096ad"
+    assert page.js(COLOURS)[held] > 200
+    page.click_on("#memory")
+    page.frame()
+    assert held not in page.js(COLOURS)
+    page.js("timeline.chart.focus()")
+    page.key("m")
+    page.frame()
+    assert page.js(COLOURS)[held] > 200
+    assert "of 8" in page.js("timeline.rows.find((row) => row.seat).peak")
+
+
+def test_scale_factor(chromium, tmp_path, schedule):
+    with chromium.open(write_page(tmp_path, schedule), scale=2) as page:
+        page.frame()
+        assert page.js("timeline.painter.base.width") == 2 * page.js("timeline.chart.clientWidth")
+
+
+def long_schedule(workers, microbatches):
+    """Not valid, but long: workers that run F, I and W in turn, each by a program of its own."""
+    length = 3
+    ops = [tuple(ProgramOp(kind, 0, m, (m * 3 + place) * length + m % (w + 2), 1 if m % 17 == w % 17 and w else None)
+                 for m in range(microbatches) for place, kind in enumerate((OpKind.F, OpKind.I, OpKind.W)))
+           for w in range(workers)]
+    shape = Grid(pipelines=workers, columns=1, microbatches=(microbatches,) * workers, stages=(Stage(column=0),))
+    base = planned(parse_job("pipelines = 1\nstages = 1\nmicrobatches = 1\n[time]\nforward = 2\nbackward_input = 2\n"
+                             "backward_weight = 2"))
+    times = replace(base.times, forward=(2,), backward_input=(2,), backward_weight=(2,))
+    return replace(base, grid=shape, times=times, programs=tuple(ops), period_ticks=9 * microbatches,
+                   seats=tuple(Seat(Worker(w, 0), Worker(w, 0), w) for w in range(workers)))
+
+
+def test_a_hundred_thousand_ops(chromium, tmp_path):
+    """Zooming and panning draws in a few milliseconds; the limit leaves room for a busy machine without a GPU."""
+    with chromium.open(write_page(tmp_path, long_schedule(64, 530))) as page:
+        page.frame()
+        page.js("""(async () => {
+            timeline.drawn.length = 0;
+            for (let i = 0; i < 40; i++) {
+                if (i < 20) timeline.zoom(0.75, 700); else if (i < 30) timeline.pan(0.1); else timeline.zoom(1.9, 500);
+                await new Promise(requestAnimationFrame);
+            } })()""")
+        drawn = sorted(page.js("timeline.drawn"))
+        assert len(drawn) >= 30 and drawn[len(drawn) // 2] < 50, drawn
