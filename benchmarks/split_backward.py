@@ -7,8 +7,6 @@ Prints one table, times in milliseconds (median over the repeats, after a warm-u
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
 
 import torch
 from rich.console import Console
@@ -18,6 +16,7 @@ from torch import Tensor
 from runtime.config import RunConfig, parse_run_config
 from runtime.model.layers import model_for, parameter_dtype
 from runtime.model.stage import Microbatch, Stage
+from runtime.profile import timed
 
 
 def middle_stage(config: RunConfig, device: torch.device) -> Stage:
@@ -25,19 +24,8 @@ def middle_stage(config: RunConfig, device: torch.device) -> Stage:
     return Stage(1, (1, 2), model, first=False, last=False, loss_scale=1.0, config=config)
 
 
-def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) * 1e3
-
-
 def measure(stage: Stage, value: Tensor, gradient: Tensor, repeats: int) -> dict[str, float]:
-    """Median time of each op, split and fused runs taking turns."""
+    """Milliseconds of each op, the median, split and fused runs taking turns."""
     times: dict[str, list[float]] = {}
     device = value.device
     for index in range(repeats + 3):
@@ -52,7 +40,7 @@ def measure(stage: Stage, value: Tensor, gradient: Tensor, repeats: int) -> dict
         if index >= 3:
             for name, duration in round_times.items():
                 times.setdefault(name, []).append(duration)
-    return {name: statistics.median(durations) for name, durations in times.items()}
+    return {name: 1e3 * statistics.median(durations) for name, durations in times.items()}
 
 
 def main() -> None:

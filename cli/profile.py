@@ -22,7 +22,7 @@ BUSY = 0.1
 
 
 def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
-                "A job file: its grid, [placement], [model] and [training]; its times and memory are measured anew. "
+                "A job file: its grid, [placement], [model] and [training]; its times and memory are measured anew; [time] slow stays. "
                 "Default: a small GPT on 3 x 3 workers."))] = DEFAULT,
             out_file: Annotated[Path | None, typer.Option("--out", metavar="FILE", help=(
                 "Write the measured job file here, instead of printing it."))] = None,
@@ -90,6 +90,8 @@ def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
         "model": dict(job.model), "training": dict(job.training),
     }
     tables["time"]["transfer"], = rounded([measured.transfer], longest)
+    if job.time.slow:  # of the cluster's workers, which nobody measures here
+        tables["time"]["slow"] = {str(worker): factor for worker, factor in job.time.slow}
     if laid_out := placement(job):
         tables["placement"] = laid_out
     return tables

@@ -230,7 +230,7 @@ class _Prober:
         return statistics.median([measure() for _ in range(self._task.rounds)])
 
     def _timed(self, call: Callable[[], object]) -> float:
-        return _timed(call, self._device)
+        return timed(call, self._device)
 
     @staticmethod
     def _meet(store: TCPStore, what: str, count: int) -> None:
@@ -313,7 +313,7 @@ class _Bench:
             for microbatch in row:
                 call(microbatch)
 
-        return _timed(run, self._device)
+        return timed(run, self._device)
 
 
 class _Living(TorchDispatchMode):
@@ -346,7 +346,8 @@ class _Living(TorchDispatchMode):
         return alive
 
 
-def _timed(call: Callable[[], object], device: torch.device) -> float:
+def timed(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds that a call takes, with all that it gives the device to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -373,7 +374,7 @@ def _ping_pong(epoch: Epoch, rank: int, everyone: Sequence[Worker], boundary: Bo
         for step in (send, receive) if rank == 0 else (receive, send):
             step()
 
-    return _timed(both, device)
+    return timed(both, device)
 
 
 def _output_bytes(boundary: Boundary) -> int:

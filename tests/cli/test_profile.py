@@ -94,21 +94,30 @@ def test_a_bidirectional_job_is_measured_as_one_chain(tmp_path) -> None:
     assert plan_job(after, time_limit=1).schedule.period_ticks > 0
 
 
+def measured(job: Job) -> Profile:
+    """What could be measured of any job."""
+    stage = StageProfile(forward=0.1, backward_input=0.1, backward_weight=0.1, optimizer=0.1, activation_bytes=2048,
+                         stash_bytes=1024, static_bytes=2**20, undo_bytes=2**19)
+    return Profile(stages=(stage,) * job.depth, transfer=0.01, device="cpu", device_bytes=2**30, processes=1, team=2,
+                   transport="gloo", waiting=0.0)
+
+
 @pytest.mark.parametrize("placement", [
     "", "layers = [3, 1]", "chunks = 2", "chunks = 2\norder = 'interleaved'\nlayers = [1, 2, 3, 4]",
     "chunks = 3\norder = 'v'", "order = [1, 0]", "order = 'bidirectional'\nlayers = [3, 1]"])
 def test_the_placement_is_kept(placement) -> None:
     before = parse_job(JOB[:JOB.index("[placement]")] + "[placement]\n" + placement)
-    stage = StageProfile(forward=0.1, backward_input=0.1, backward_weight=0.1, optimizer=0.1, activation_bytes=2048,
-                         stash_bytes=1024, static_bytes=2**20, undo_bytes=2**19)
-    measured = Profile(stages=(stage,) * before.depth, transfer=0.01, device="cpu", device_bytes=2**30, processes=1,
-                       team=2, transport="gloo", waiting=0.0)
-    tables = job_tables(before, measured)
+    tables = job_tables(before, measured(before))
     after = parse_job(job_text(tables, {}))
     for name in ("columns", "chains", "layers", "depth"):
         assert getattr(after, name) == getattr(before, name)
     held = len(before.columns) // before.stages * 2**10
     assert after.memory.capacity == (2**20 // 4 - held,) * 2, "a worker holds all of its stages, of both chains"
+
+
+def test_slow_workers_stay_slow() -> None:
+    job = parse_job(JOB.replace("[placement]", 'slow = {"1.0" = 1.5}\n[placement]'))
+    assert parse_job(job_text(job_tables(job, measured(job)), {})).time.slow == job.time.slow
 
 
 def require_sense(job: Job) -> None:
