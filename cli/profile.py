@@ -22,7 +22,8 @@ BUSY = 0.1
 
 
 def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
-                "A job file: its grid, [placement], [model] and [training]; its times and memory are measured anew; [time] slow stays. "
+                "A job file: its grid, [placement], [model] and [training]; its times and memory are measured anew; "
+                "[time] slow stays. "
                 "Default: a small GPT on 3 x 3 workers."))] = DEFAULT,
             out_file: Annotated[Path | None, typer.Option("--out", metavar="FILE", help=(
                 "Write the measured job file here, instead of printing it."))] = None,
