@@ -83,11 +83,22 @@ def parse_workers(texts: list[str]) -> tuple[Worker, ...]:
         refuse(error)
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is anything; also where nobody may look, so that whoever opens it tells the reason."""
+    try:
+        return path.exists()
+    except OSError:
+        return True
+
+
 def require_writable(path: Path | None) -> None:
     """Exits 2 where no file can be written to `path`, before the work is done whose outcome it is to hold."""
     if path is None:
         return
-    place = next(place for place in (path, *path.absolute().parents) if os.path.exists(place))  # noqa: PTH110 - never raises
+    try:
+        place = next(place for place in (path, *path.absolute().parents) if place.exists())
+    except OSError as error:
+        refuse(f"{path}: cannot be written: {error.strerror}")
     if place == path and path.is_dir():
         problem = errno.EISDIR
     elif place != path and not place.is_dir():

@@ -12,6 +12,7 @@ from cli.console import (
     completing,
     duration,
     err,
+    is_there,
     near,
     out,
     parse_workers,
@@ -52,7 +53,7 @@ def lookup(folder: Folder, failed: Failed = None, out_file: OutFile = None, json
     """
     down = parse_workers(failed or [])
     try:
-        table = Table.load(folder if folder.exists() else library(str(folder)) or _missing(folder))
+        table = Table.load(folder if is_there(folder) else library(str(folder)) or _missing(folder))
         answer = _look_up(table, down) or _plan(table, down)
     except TableError as error:
         refuse(error)

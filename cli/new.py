@@ -6,7 +6,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from cli.console import duration, err, near, out, print_json, refuse, write_or_refuse
+from cli.console import duration, err, is_there, near, out, print_json, refuse, require_writable, write_or_refuse
 from planner.estimate import MACHINES, Cluster, Machine, Shape, estimate
 from planner.job import JobError, parse_job
 from planner.jobtext import job_text
@@ -62,7 +62,8 @@ def new(preset_name: Preset = None, trace: Traces = None, pattern: Pattern = Non
     ways = [preset_name is not None, bool(trace), layers is not None or hidden is not None]
     if sum(ways) > 1:
         refuse("--preset, --trace and --layers are three ways to begin: take one")
-    if out_file.exists() and not force:
+    require_writable(out_file)
+    if is_there(out_file) and not force:
         refuse(f"{out_file}: is there already; --force overwrites it")
     way = ("preset", "trace", "model")[ways.index(True)] if any(ways) else \
         _ask("Start from a preset, a trace or a model?", "model", _one_of("preset", "trace", "model"))

@@ -56,7 +56,7 @@ def _painter() -> Callable[[Figure], bytes]:
 
 def _made(name: str) -> Figure:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True) as bar:
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task(name, total=None)
         return FIGURES[name](lambda done, total: bar.update(task, completed=done, total=total))
 

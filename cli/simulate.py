@@ -12,7 +12,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 
-from cli.console import answer_no, err, near, out, print_json, refuse, require_writable, write_or_refuse
+from cli.console import answer_no, err, is_there, near, out, print_json, refuse, require_writable, write_or_refuse
 from cli.plan import JobFile, Json, read_job_or_refuse
 from cli.simulation_page import page, verdict, worker_hours
 from planner.fleet.costs import Costs, costs_for
@@ -160,7 +160,7 @@ def _speeds(job: Job, samples: float, folder: Path | None, describe: Callable[[s
     try:
         table = None
         if folder is not None:
-            table = Table.load(folder if folder.exists() else library(str(folder)) or folder)
+            table = Table.load(folder if is_there(folder) else library(str(folder)) or folder)
         return Speeds(job, samples_per_microbatch=samples, table=table, tell=describe)
     except NoPlanError as error:
         answer_no(error)
@@ -174,7 +174,7 @@ def _speeds(job: Job, samples: float, folder: Path | None, describe: Callable[[s
 @contextmanager
 def _progress() -> Iterator[tuple[Callable[[int, int], None], Callable[[str], None]]]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True) as bar:
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("simulating", total=None)
         yield (lambda done, total: bar.update(task, completed=done, total=total, description="simulating"),
                lambda text: bar.update(task, description=text))

@@ -3,7 +3,7 @@
 from contextlib import suppress
 from pathlib import Path
 
-from cli.console import parse_workers, refuse
+from cli.console import is_there, parse_workers, refuse
 from planner.job import Job
 from planner.normalise import PlanOptions
 from planner.problem import NoPlanError
@@ -67,7 +67,7 @@ def scheduler(job: Job, first: Schedule, table: Table | None) -> Scheduler:
 def find_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint that a folder is, or the newest one in it; exits 2 where there is none."""
     try:
-        if (folder / MANIFEST).exists():
+        if is_there(folder / MANIFEST):
             return open_checkpoint(folder)
         found = latest(folder / "checkpoints") or latest(folder)
     except CheckpointError as error:

@@ -188,7 +188,7 @@ def _refusals(job: Path | None = None, folder: Path | None = None) -> Iterator[N
 def _progress(iterations: int) -> Iterator[tuple[Callable[[int, float], None], Callable[[object], None]]]:
     """A bar on stderr, and above it a line for each iteration, and for all that happens besides."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True) as bar:
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("starting the workers", total=iterations)
 
         def tell(iteration: int, loss: float) -> None:

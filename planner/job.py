@@ -17,6 +17,7 @@ from schedules.files import read_at_most
 from schedules.schedule import Worker
 
 MAX_JOB_BYTES = 2**20
+MAX_NUMBER = 1e18
 _T = TypeVar("_T")
 
 
@@ -277,9 +278,10 @@ def _spread(path: str, value: object, length: int, per: str, read: Callable[[str
 def _number(path: str, value: object, low: float = 0.0) -> float:
     if value is None:
         raise JobError(f"key {path!r} is missing; expected a number of at least {low:g}")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) \
-            or not low <= value <= 1e18:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < low:
         raise JobError(f"{path} is {_show(value)}; expected a finite number of at least {low:g}")
+    if value > MAX_NUMBER:
+        raise JobError(f"{path} is {_show(value)}; expected a number of at most {MAX_NUMBER:g}")
     return float(value)
 
 

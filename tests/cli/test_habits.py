@@ -212,6 +212,16 @@ def test_no_work_is_done_whose_outcome_cannot_be_written(arguments, place, reaso
     assert f"cannot be written: {reason}" in result.stderr and result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("arguments", [
+    ["plan", JOBS / "worked-example.toml", "--out"], ["new", "--preset", "gpt-1.5b", "--out"], ["lookup"], ["check"],
+    ["simulate", JOBS / "worked-example.toml", "--table"], ["train", JOBS / "small-gpt.toml", "--resume"]])
+def test_a_path_that_cannot_even_be_looked_at_is_refused(arguments):
+    """As in a folder of somebody else's; here by a name that is too long, which root meets, too."""
+    result = CliRunner().invoke(app, [*map(str, arguments), "x" * 300])
+    assert result.exit_code == 2 and result.stdout == "" and "File name too long" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------
 
 INTERRUPTED = """
