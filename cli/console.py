@@ -61,6 +61,17 @@ def loading() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
+@contextmanager
+def heeding() -> Iterator[Callable[[], None]]:
+    """Long work. The first Ctrl-C is acted upon where the function is called that this gives, the second at once."""
+    with interruptible() as interrupted:
+        def heed() -> None:
+            if interrupted.is_set():
+                raise KeyboardInterrupt
+
+        yield heed
+
+
 def near(word: str, words: Iterable[str]) -> str:
     """`; did you mean 'x'?`, where one of the words is close to what was written; else nothing."""
     found = difflib.get_close_matches(word, list(words), 1)

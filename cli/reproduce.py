@@ -10,7 +10,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 
-from cli.console import err, near, out, print_json, refuse, require_writable, write_or_refuse
+from cli.console import err, heeding, near, out, print_json, refuse, require_writable, write_or_refuse
 from cli.plan import Json
 from planner.fleet.figures import FIGURES, Figure
 
@@ -56,9 +56,14 @@ def _painter() -> Callable[[Figure], bytes]:
 
 def _made(name: str) -> Figure:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+    with heeding() as heed, Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task(name, total=None)
-        return FIGURES[name](lambda done, total: bar.update(task, completed=done, total=total))
+
+        def tell(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+            heed()
+
+        return FIGURES[name](tell)
 
 
 def _cell(value: object) -> str:

@@ -12,7 +12,18 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 
-from cli.console import answer_no, err, is_there, near, out, print_json, refuse, require_writable, write_or_refuse
+from cli.console import (
+    answer_no,
+    err,
+    heeding,
+    is_there,
+    near,
+    out,
+    print_json,
+    refuse,
+    require_writable,
+    write_or_refuse,
+)
 from cli.plan import JobFile, Json, read_job_or_refuse
 from cli.simulation_page import page, verdict, worker_hours
 from planner.fleet.costs import Costs, costs_for
@@ -174,10 +185,18 @@ def _speeds(job: Job, samples: float, folder: Path | None, describe: Callable[[s
 @contextmanager
 def _progress() -> Iterator[tuple[Callable[[int, int], None], Callable[[str], None]]]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+    with heeding() as heed, Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("simulating", total=None)
-        yield (lambda done, total: bar.update(task, completed=done, total=total, description="simulating"),
-               lambda text: bar.update(task, description=text))
+
+        def tell(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, description="simulating")
+            heed()
+
+        def describe(text: str) -> None:
+            bar.update(task, description=text)
+            heed()
+
+        yield tell, describe
 
 
 def _grid(job: Job) -> str:

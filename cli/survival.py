@@ -57,7 +57,10 @@ def scheduler(job: Job, first: Schedule, table: Table | None) -> Scheduler:
             if found is not None and found.schedule.grid == first.grid:
                 return found.schedule
             options = PlanOptions(backward=first.backward, optimizer=first.optimizer, method="greedy")
-            return options.plan(job, down, seconds=ON_THE_SPOT_SECONDS).schedule
+            planned = options.plan(job, down, seconds=ON_THE_SPOT_SECONDS)
+            if planned.interrupted:  # it was the run that should end, not the search alone
+                raise KeyboardInterrupt
+            return planned.schedule
         except (TableError, NoPlanError) as error:
             raise NoScheduleError(str(error)) from None
 
