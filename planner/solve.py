@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Literal, get_args
 
 import msgspec
@@ -12,6 +13,7 @@ from planner.bounds import lower_bound, strongest_bound
 from planner.compiled import annealing
 from planner.decompose import Piece, decompose, undivided
 from planner.dense import solution_period
+from planner.finder import Finder
 from planner.interrupt import interruptible
 from planner.polish import Polished, polish
 from planner.problem import Problem
@@ -33,8 +35,11 @@ FEWEST_CYCLES = 3
 """Cooling cycles without which the plan is the likelier cause."""
 FINISH_SECONDS, FINISH_SHARE = 15e-6, 0.4
 """What is set aside to put a plan together and check it: seconds for each op, at most this share of the time."""
-SEARCH_SHARE, PROOF_SHARE = 0.3, 0.6
-"""Shares of the time that list schedulers may take, when more follows, and that CP-SAT then takes of the rest."""
+SEARCH_SHARE, FIND_SHARE, PROOF_SHARE = 0.3, 0.6, 0.6
+"""Shares of the time that list schedulers may take, when more follows; that CP-SAT then has of the rest to look for a
+plan of its own, beside the annealing; and of the rest of that, to prove a plan optimal."""
+LARGEST_FIND, MOST_MICROBATCHES = 4000, 12
+"""Compute ops, and micro-batches of a pipeline, up to which CP-SAT finds plans that annealing does not."""
 
 
 class Solved(msgspec.Struct, frozen=True):
@@ -123,13 +128,38 @@ class _Effort:
         kernel = annealing()
         largest = LARGEST_MODEL if kernel else LARGEST_MODEL_ALONE
         exact = [index for index, piece in enumerate(self.pieces) if _options(piece.problem) <= largest]
-        if kernel and self._open:
-            # All of the time where CP-SAT has nothing to do; else just enough for a good hint.
-            self._polish(self._deadline, cycles=3 if exact else None)
+        with self._finder() or nullcontext() as finder:
+            if kernel and self._open:
+                # All of the time where CP-SAT has nothing to do; else just enough for a good hint.
+                self._polish(finder.deadline if finder else self._deadline, cycles=3 if exact else None)
+            if finder:
+                self._take(finder)
         for index in sorted(exact, key=self._periods.__getitem__, reverse=True):
             self._solve_exactly(index, PROOF_SHARE if kernel else 1.0)
-        if kernel and self._open and exact:
+        if kernel and self._open and (exact or finder):
             self._polish(self._deadline, cycles=None)
+
+    def _finder(self) -> Finder | None:
+        """CP-SAT at work on the longest piece, if it is of a kind where that pays."""
+        index = self._periods.index(max(self._periods))
+        problem, counts = self.pieces[index].problem, self.pieces[index].problem.grid.microbatches
+        if not self._open or not problem.failed or problem.operations > LARGEST_FIND or max(counts) > MOST_MICROBATCHES:
+            return None
+        now = time.monotonic()
+        return Finder(problem, self._periods[index] - 1, lower_bound=self._target(index),
+                      deadline=now + FIND_SHARE * (self._deadline - now), seed=self._seed)
+
+    def _take(self, finder: Finder) -> None:
+        """Go on from the finder's plan where it is the better one."""
+        found = finder.result(self._stop, wanted=self._open)
+        index = next(index for index, piece in enumerate(self.pieces) if piece.problem is finder.problem)
+        if found and (period := solution_period(finder.problem, found)) < self._periods[index]:
+            self.solutions[index], self._periods[index], self.deadlines = found, period, None
+            self._report(f"CP-SAT: period {max(self._periods) * self._tick:g} s")
+
+    def _target(self, index: int) -> int:
+        """The period below which a piece need not go: the bound, or those of the others."""
+        return max([self.proven, *self._periods[:index], *self._periods[index + 1:]])
 
     @property
     def _open(self) -> bool:
@@ -159,8 +189,7 @@ class _Effort:
     def _solve_exactly(self, index: int, share: float) -> None:
         """Let CP-SAT work on a piece unless it is good enough already."""
         problem = self.pieces[index].problem
-        target = max([self.proven, *self._periods[:index], *self._periods[index + 1:]])
-        period = self._periods[index]
+        target, period = self._target(index), self._periods[index]
         if period <= target or self._stop.is_set():
             return
         from planner.cpsat.model import improve  # the solver takes a third of a second to load
@@ -172,9 +201,8 @@ class _Effort:
         now = time.monotonic()
         result = improve(problem, self.solutions[index], lower_bound=target, deadline=now + share *
                          (self._deadline - now), seed=self._seed, report=tell, stop=self._stop)
-        found = solution_period(problem, result.solution)
-        if found < period:
-            self.solutions[index], self._periods[index], self.deadlines = result.solution, found, None
+        if result.period_ticks < period:
+            self.solutions[index], self._periods[index], self.deadlines = result.solution, result.period_ticks, None
         if target == self.proven and (len(self.pieces) == 1 or not problem.failed):
             # Without the ops of others, its workers in any plan of the whole run a plan of this piece.
             if result.lower_bound_ticks > self.proven:

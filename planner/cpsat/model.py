@@ -1,4 +1,4 @@
-"""Improve a plan with CP-SAT: the plan is the hint, and never made worse."""
+"""CP-SAT: improve a plan, which is the hint and never made worse, or find a shorter one from scratch."""
 
 import math
 import threading
@@ -51,14 +51,8 @@ def improve(problem: Problem, hint: Solution, *, lower_bound: int, deadline: flo
     the cores for different entries.)
     """
     before = solution_period(problem, hint)
-    model = cp_model.CpModel()
-    horizon = _horizon(problem, before)
-    variables = Variables(model, problem, horizon)
-    Constraints(model, problem, variables).add_all()
-    model.add(variables.period >= lower_bound)
-    model.add(variables.period <= before)
-    model.minimize(variables.period)
-    _give_hint(model, problem, variables, hint)
+    model, variables = _model(problem, lower_bound, before)
+    _give_hint(model, problem, variables, hint, before)
     solver = _solver(deadline - time.monotonic(), seed, small=len(variables.start) <= SMALL_MODEL)
     status = _solve(solver, model, _Report(report), stop)
     if status == cp_model.UNKNOWN:
@@ -70,6 +64,33 @@ def improve(problem: Problem, hint: Solution, *, lower_bound: int, deadline: flo
     assert after <= before, f"CP-SAT returned period {after}, longer than its hint's {before}"
     bound = max(lower_bound, math.ceil(solver.best_objective_bound - 1e-6))
     return Improvement(solution=found, period_ticks=after, lower_bound_ticks=min(bound, after))
+
+
+def find(problem: Problem, longest: int, *, lower_bound: int, deadline: float, seed: int,
+         stop: threading.Event) -> Solution | None:
+    """A plan with a period of at most `longest`, in which the micro-batches of a pipeline pass every stage in order.
+
+    None if there is none, or none is found until the deadline (a time.monotonic()) or until told to stop. The solver
+    builds plans op by op from the start, as a list scheduler does, but learns from each that fails. Where a worker has
+    a dozen micro-batches this finds plans that annealing does not; where it has many more it finds nothing.
+    """
+    model, variables = _model(problem, lower_bound, longest, in_turn=True)
+    solver = _solver(deadline - time.monotonic(), seed, small=False)
+    solver.parameters.search_branching = cp_model.FIXED_SEARCH
+    status = _solve(solver, model, _Report(lambda _: None), stop)
+    return _read(problem, variables, solver) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
+
+
+def _model(problem: Problem, shortest: int, longest: int, *,
+           in_turn: bool = False) -> tuple[cp_model.CpModel, Variables]:
+    """The problem as a model that looks for the shortest period between two."""
+    model = cp_model.CpModel()
+    variables = Variables(model, problem, _horizon(problem, longest))
+    Constraints(model, problem, variables).add_all(in_turn=in_turn)
+    model.add(variables.period >= shortest)
+    model.add(variables.period <= longest)
+    model.minimize(variables.period)
+    return model, variables
 
 
 def _solve(solver: cp_model.CpSolver, model: cp_model.CpModel, report: _Report,
@@ -95,7 +116,7 @@ def _horizon(problem: Problem, period: int) -> int:
     return period if problem.optimizer == "synchronous" else 2 * period
 
 
-def _give_hint(model: cp_model.CpModel, problem: Problem, variables: Variables, hint: Solution) -> None:
+def _give_hint(model: cp_model.CpModel, problem: Problem, variables: Variables, hint: Solution, period: int) -> None:
     shift = min(hint.starts.values())
     first = [variables.horizon] * problem.grid.columns
     last = [0] * problem.grid.columns
@@ -117,7 +138,7 @@ def _give_hint(model: cp_model.CpModel, problem: Problem, variables: Variables, 
     for column, tied in enumerate(problem.tied):
         model.add_hint(variables.first[column], first[column])
         model.add_hint(variables.last[column], last[tied])
-    model.add_hint(variables.period, solution_period(problem, hint))
+    model.add_hint(variables.period, period)
 
 
 def _solver(seconds: float, seed: int, *, small: bool) -> cp_model.CpSolver:
