@@ -87,6 +87,9 @@ class Resilience:
     """Gives the schedule for other failures; None: the first failure ends the run."""
     heartbeat_timeout_seconds: float = 5.0
     """A worker that shows no sign of life for so long is given up."""
+    fetch_bytes_per_second: float | None = None
+    """How fast a worker that comes in is sent layers by each of the others while they train; None: as fast as it goes.
+    """
     checkpoints: Path | None = None
     """Folder to save checkpoints in."""
     checkpoint_every: int = 0
@@ -265,7 +268,8 @@ def _setup(schedule: Schedule, config: RunConfig, model: LayeredModel, device: L
         heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,
         resume=None if resilience.resume is None else str(resilience.resume.path.resolve()),
         checkpoints=None if resilience.checkpoints is None else str(resilience.checkpoints.resolve()),
-        checkpoint_every=resilience.checkpoint_every, injections=resilience.injections)
+        checkpoint_every=resilience.checkpoint_every, fetch_bytes_per_second=resilience.fetch_bytes_per_second,
+        injections=resilience.injections)
 
 
 def _check_checkpoints(resilience: Resilience, identity: Mapping[str, object], first: int) -> None:

@@ -1,11 +1,12 @@
 """Node 0's decisions: who trains by which schedule from where on, whatever has happened.
 
 It is told of everything that happens to workers, and gives orders (`runtime.cluster.orders`). An order for training
-ends when a member is lost or stops for a reason of its own, or at a turn that was agreed on because a worker wants to
-come in; when all members that live have paused, the next one is given. It begins at the first iteration that is not
-committed.
+ends when a member is lost or stops for a reason of its own, or at a turn that was agreed on because workers want to
+come in and have got their layers (`runtime.cluster.intake`); when all members that live have paused, the next one is
+given. It begins at the first iteration that is not committed.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -13,10 +14,11 @@ from typing import Literal
 import msgspec
 from torch._C._distributed_c10d import TCPStore
 
+from runtime.cluster.intake import Intake
 from runtime.cluster.ledger import Ledger
 from runtime.cluster.moves import orphaned, plan_moves
 from runtime.cluster.orders import Finish, Leave, Train, give, over_key, turn_key
-from runtime.cluster.report import Finished, Paused, Started
+from runtime.cluster.report import Finished, Followed, Paused, Ready, Started, Unfollowed
 from schedules import codec
 from schedules.schedule import Grid, Schedule, Worker
 
@@ -49,6 +51,8 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     """Workers that take part from then on."""
     seconds: float
     """From the first death, or from the turn, until the first worker began its first op."""
+    meanwhile: int = 0
+    """Iterations that were committed while layers were fetched for it."""
 
     def __str__(self) -> str:
         back = [f"worker {worker} is back" for worker in self.returned]
@@ -71,7 +75,7 @@ class Conductor:
 
     def __init__(self, schedule: Schedule, scheduler: Scheduler | None, store: TCPStore, ledger: Ledger, *,
                  iterations: range, ranges: Sequence[tuple[int, int]]) -> None:
-        self._schedule = schedule
+        self._schedule = self._playing = schedule
         self._scheduler = scheduler
         self._store = store
         self._ledger = ledger
@@ -85,7 +89,9 @@ class Conductor:
         self._holds: dict[Worker, tuple[int, ...]] = {}
         self._over = False
         self._turn: int | None = None
-        self._wanted = False
+        self._intake = Intake(store)
+        self._addresses: dict[Worker, tuple[str, int]] = {}
+        self._meanwhile = 0
         self._lost: dict[Worker, str] = {}
         self._pending: list[tuple[Worker, str]] = []
         self._returning: set[Worker] = set()
@@ -104,12 +110,20 @@ class Conductor:
         """The job's shape."""
         return self._schedule.grid
 
-    def ready(self, worker: Worker) -> None:
+    def ready(self, report: Ready) -> None:
         """A worker waits for an order. Raises RunError."""
-        self._lost.pop(worker, None)
-        self._ready.add(worker)
-        self._wanted = self._phase == "training"
+        self._lost.pop(report.worker, None)
+        self._ready.add(report.worker)
+        self._addresses[report.worker] = report.address
         self._advance()
+
+    def followed(self, report: Followed) -> None:
+        """A worker has got layers while all train."""
+        self._intake.followed(report.worker, report.fetch)
+
+    def unfollowed(self, report: Unfollowed) -> None:
+        """A worker could not."""
+        self._intake.unfollowed(report.fetch)
 
     def lost(self, worker: Worker, reason: str, since: float) -> None:
         """A worker is gone, since a time by time.monotonic. Raises RunError when there is no way to go on."""
@@ -118,6 +132,7 @@ class Conductor:
         for group in (self._members, self._ready, self._paused, self._finished, self._returning):
             group.discard(worker)
         self._holds.pop(worker, None)
+        self._intake.lost(worker)
         if self._phase == "left" or not was_member:
             return
         self._pending.append((worker, reason))
@@ -146,7 +161,7 @@ class Conductor:
         recovery = Recovery(
             iteration=self._ledger.next_iteration, dead=tuple(worker for worker, _ in self._pending),
             returned=tuple(sorted(self._returning)), reasons=tuple(reason for _, reason in self._pending),
-            live=len(self._members), seconds=time.monotonic() - self._began)
+            live=len(self._members), seconds=time.monotonic() - self._began, meanwhile=self._meanwhile)
         self.recoveries.append(recovery)
         self._pending, self._returning, self._began = [], set(), 0.0
         return recovery
@@ -160,17 +175,30 @@ class Conductor:
                 self._give(Leave(number=self.number + 1))
                 self._phase = "left"
 
+    def invite(self) -> None:
+        """Where somebody wants to come in, have the layers fetched that this takes while all train. Raises RunError."""
+        if not self._ready - self._members or not self._intake.open or not self._may_turn():
+            return
+        schedule = self._choose(sorted(self._members | self._ready))
+        needs = self._needs(schedule)
+        holds = {worker: stages for worker, stages in self._needs(self._playing).items() if worker in self._members}
+        self._intake.begin(self.number, schedule, plan_moves(needs, holds, self._ranges), needs, holds,
+                           self._addresses, self._ledger.next_iteration)
+
     def ask_for_turn(self) -> bool:
-        """Where somebody wants to come in, tell the members before which iteration to stop; whether that was needed.
+        """Where all is ready for somebody to come in, tell the members before which iteration to stop; whether it was.
 
         Only when all that was told has been heard; `check_turn` must follow when all has been heard again.
         """
-        turn = self._ledger.next_iteration + TURN_AHEAD
-        if not self._wanted or self._over or self._turn is not None or turn >= self._iterations.stop:
+        if not self._intake.complete or not self._may_turn():
             return False
-        self._turn, self._wanted = turn, False
-        self._store.add(turn_key(self.number), turn)
+        self._turn = self._ledger.next_iteration + TURN_AHEAD
+        self._store.add(turn_key(self.number), self._turn)
         return True
+
+    def _may_turn(self) -> bool:
+        return (self._phase == "training" and not self._over and self._turn is None
+                and self._ledger.next_iteration + TURN_AHEAD < self._iterations.stop)
 
     def check_turn(self) -> None:
         """End the order if a member may have gone past the turn before it was told, for the others wait there for it.
@@ -201,18 +229,36 @@ class Conductor:
         if first >= self._iterations.stop and self._phase != "gathering":
             self._finish()
             return
-        joining = self._ready - self._members
-        live = sorted(self._members | self._ready)
-        schedule = self._choose(live)
-        needs = {seat.worker: self.grid.stages_of(seat.role.column) for seat in schedule.seats}
-        moves = () if untouched else plan_moves(needs, self._holds, self._ranges)
+        plan = self._intake.take()
+        plan = None if untouched else plan
+        schedule = self._cast(untouched) if plan is None else plan.schedule
+        moves = () if untouched or plan else plan_moves(self._needs(schedule), self._holds, self._ranges)
+        self._meanwhile = 0 if plan is None else first - plan.began
         founding = self.number == 0 and not self._lost
-        self._returning |= joining
-        self._members, self._ready, self._paused, self._turn, self._wanted = set(live), set(), set(), None, False
-        self._phase = "training"
+        live = {seat.worker for seat in schedule.seats}
+        self._returning |= live - self._members
+        self._members, self._ready, self._paused, self._turn = live, self._ready - live, set(), None
+        self._phase, self._playing = "training", schedule
         self._ledger.begin(self.number + 1, live)
         self._give(Train(number=self.number + 1, first_iteration=first, schedule=msgspec.Raw(codec.encode(schedule)),
-                         moves=moves, factor=self._ledger.factor, founding=founding))
+                         moves=moves, fetch=0 if plan is None else plan.fetch,
+                         factor=self._ledger.factor, founding=founding))
+
+    def _cast(self, untouched: bool) -> Schedule:
+        """The schedule for those who take part from here on, where nobody has fetched layers for it.
+
+        Whoever is ready and has no layers stays outside, and fetches them while the others train; before the first
+        step, there is nothing to fetch. Where there is no going on without them, all wait until they have their layers.
+        """
+        everyone = sorted(self._members | self._ready)
+        if not untouched and self._members and everyone != sorted(self._members):
+            with contextlib.suppress(RunError):
+                return self._choose(sorted(self._members))
+        return self._choose(everyone)
+
+    def _needs(self, schedule: Schedule) -> dict[Worker, tuple[int, ...]]:
+        """The stages of each worker."""
+        return {seat.worker: self.grid.stages_of(seat.role.column) for seat in schedule.seats}
 
     def _finish(self) -> None:
         """All iterations are committed; the first holder of each layer writes it."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
+from runtime.cluster.follower import Fetched
 from runtime.model.optimizer import StageOptimizer
 from runtime.model.stage import Stage
 
@@ -32,9 +33,28 @@ class Holdings:
         """Take up stages as they were before the first iteration, beside those held already."""
         for index in stages:
             if index not in self.stages:
-                stage, optimizer = self._new(index)
+                stage, optimizer = self.fresh(index)
                 self._restore(stage, optimizer)
                 self.stages[index], self.optimizers[index] = stage, optimizer
+
+    def fresh(self, index: int) -> tuple[Stage, StageOptimizer]:
+        """A stage that is not held, prepared or built. May be called from another thread."""
+        return self._prepared.pop(index, None) or self._build(index)
+
+    def adopt(self, fetched: Mapping[int, Fetched]) -> None:
+        """Hold these stages, too. Layers that have not come are in a copy that is held already. No step may be open."""
+        for index, (stage, optimizer, layers) in sorted(fetched.items()):
+            for layer in set(stage.modules) - layers:
+                optimizer.load_layer_state(layer, self.layer_state(layer))
+            self.stages[index], self.optimizers[index] = stage, optimizer
+
+    def holds(self, layer: int) -> bool:
+        """Whether a layer is held."""
+        return any(layer in range(*stage.layers) for stage in self.stages.values())
+
+    def layer_gradients(self, layer: int) -> dict[str, Tensor]:
+        """A layer's gradients; the tensors themselves."""
+        return self.optimizers[self._stage_of(layer)].layer_gradients(layer)
 
     def layer_state(self, layer: int) -> dict[str, Tensor]:
         """A layer with its optimizer's state, for another worker; the tensors themselves."""
@@ -49,7 +69,7 @@ class Holdings:
         fresh = {}
         for index in stages:
             if index not in self.stages:
-                stage, optimizer = self._new(index)
+                stage, optimizer = self.fresh(index)
                 for layer in range(*stage.layers):
                     optimizer.load_layer_state(layer, states[layer] if layer in states else self.layer_state(layer))
                 fresh[index] = stage, optimizer
@@ -62,9 +82,6 @@ class Holdings:
         """Forget all micro-batches in flight, and the gradients: the iteration did not happen."""
         for stage in self.stages.values():
             stage.discard()
-
-    def _new(self, index: int) -> tuple[Stage, StageOptimizer]:
-        return self._prepared.pop(index, None) or self._build(index)
 
     def _stage_of(self, layer: int) -> int:
         return next(index for index, stage in self.stages.items() if layer in range(*stage.layers))

@@ -3,6 +3,8 @@
 Places are met in this order in every iteration: the ops of the program by their number, `A` and `O` before the first
 op of that kind, `stepped` after the last op, `reported` after the launcher has been told. When a worker takes an order
 that starts in that iteration: `ordered` before it meets the others, `met` before layers move, `moved` after.
+Where layers move while all train: `asked` at a source, before the step of an iteration whose state it is to give;
+`loaded` at the target, when it has a layer of it; `followed` at the target, when it has all, with the order's number.
 """
 
 import os
@@ -17,7 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 from schedules.schedule import Worker
 
 Action = Literal["kill", "stop", "raise", "cut", "exit"]
-Place = int | Literal["A", "O", "stepped", "reported", "ordered", "met", "moved"]
+Place = int | Literal["A", "O", "stepped", "reported", "ordered", "met", "moved", "asked", "loaded", "followed"]
 
 
 class Injection(msgspec.Struct, frozen=True):

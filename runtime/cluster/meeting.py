@@ -29,11 +29,14 @@ class Outcome(Generic[T]):
 class Meeting:
     """One order's connections: made in a thread that can be left behind, cut from any thread.
 
+    `spared` are sockets that others have opened meanwhile.
+
     Meeting others can block where nothing can be cut yet: on a peer that died before it connected. Then the thread is
     left to its own timeout.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spared: Callable[[], Sockets] = frozenset) -> None:
+        self._spared = spared
         self._before = open_sockets()
         self._made: Sockets | None = None
         self._woken = threading.Event()
@@ -94,4 +97,4 @@ class Meeting:
         return outcome.value
 
     def _cut(self) -> None:
-        cut(open_sockets() - self._before if self._made is None else self._made)
+        cut((open_sockets() - self._before if self._made is None else self._made) - self._spared())

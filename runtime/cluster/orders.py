@@ -40,7 +40,9 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The iterations before it are committed."""
     schedule: msgspec.Raw
     moves: tuple[Move, ...] = ()
-    """Made before the first op."""
+    """Made before the first op, while all wait."""
+    fetch: int = 0
+    """The `Fetch` that gave those who need them their layers before; 0: none."""
     factor: Factor | None = None
     """Of the last committed iteration, for those who did not hear of it."""
     founding: bool = False
@@ -67,6 +69,26 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 Order = Train | Finish | Leave
 
 
+class Fetch(msgspec.Struct, frozen=True, kw_only=True):
+    """For some, while all train: get layers for the next order, and keep them up to date.
+
+    It ends those given during the same order, and ends itself with the next order, whether that takes it up or not.
+    """
+
+    number: int
+    order: int
+    """The one that is being followed."""
+    moves: tuple[Move, ...] = ()
+    needs: tuple[tuple[Worker, tuple[int, ...]], ...] = ()
+    """The stages that are new to each target."""
+    addresses: tuple[tuple[Worker, tuple[str, int]], ...] = ()
+    """Where each source listens (`runtime.cluster.source`)."""
+
+
+FETCHES_KEY = "fetches"
+"""Counts them."""
+
+
 def give(store: TCPStore, order: Order) -> None:
     """Give the next order."""
     store.set(f"order/{order.number}", msgspec.json.encode(order).decode())
@@ -81,6 +103,19 @@ def await_order(store: TCPStore, number: int) -> Order:
     except DistError as error:
         raise RendezvousError(f"node 0 is gone: {str(error).splitlines()[0]}") from None
     return order
+
+
+def give_fetch(store: TCPStore, fetch: Fetch) -> None:
+    """Tell everyone of the next fetch."""
+    store.set(f"fetch/{fetch.number}", msgspec.json.encode(fetch).decode())
+    store.add(FETCHES_KEY, 1)
+
+
+def await_fetch(store: TCPStore, number: int) -> Fetch:
+    """Wait for a fetch and read it. Raises DistError when node 0 is gone."""
+    key = f"fetch/{number}"
+    store.wait([key], PATIENCE)
+    return msgspec.json.decode(store.get(key), type=Fetch)
 
 
 def over_key(number: int) -> str:

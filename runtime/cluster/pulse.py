@@ -32,7 +32,9 @@ class Pulse:
     """
 
     def __init__(self, rendezvous: Rendezvous, worker: Worker, *, after: int, timeout_seconds: float) -> None:
-        store, key = connect_store(rendezvous), beat_key(worker)
+        self.store = store = connect_store(rendezvous)
+        """Any thread may use it: it is never held up."""
+        key = beat_key(worker)
         self._lock = threading.Lock()
         self._over = after
         self._watched = 0

@@ -73,6 +73,14 @@ def pop(store: TCPStore, queue: str) -> bytes | None:
     return message
 
 
+def address_towards(rendezvous: Rendezvous) -> str:
+    """This machine's address on the way to the meeting point: others who reach that reach this. Raises OSError."""
+    family = socket.AF_INET6 if ":" in rendezvous.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((rendezvous.host, rendezvous.port))
+        return str(probe.getsockname()[0])
+
+
 def interface_towards(rendezvous: Rendezvous) -> str | None:
     """The network interface by which this machine reaches the meeting point; None where it cannot be told.
 
@@ -83,8 +91,7 @@ def interface_towards(rendezvous: Rendezvous) -> str | None:
     import fcntl
 
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((rendezvous.host, rendezvous.port))
-        address = socket.inet_aton(probe.getsockname()[0])
+        address = socket.inet_aton(address_towards(rendezvous))
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 request = struct.pack("256s", name.encode()[:15])

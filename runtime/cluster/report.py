@@ -18,6 +18,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     worker: Worker
     corpus: str
     """Digest of the text it will read."""
+    address: tuple[str, int]
+    """Where others may get layers from it."""
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -61,6 +63,20 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
     """What it ran into; None when it stopped as told."""
 
 
+class Followed(msgspec.Struct, frozen=True, tag=True):
+    """A worker has the layers of a fetch, and keeps up with their sources."""
+
+    worker: Worker
+    fetch: int
+
+
+class Unfollowed(msgspec.Struct, frozen=True, tag=True):
+    """A worker cannot get the layers of a fetch."""
+
+    worker: Worker
+    fetch: int
+
+
 class Finished(msgspec.Struct, frozen=True, tag=True):
     """All iterations are committed, and a worker has written what it had to write."""
 
@@ -97,7 +113,7 @@ class Left(msgspec.Struct, frozen=True, tag=True):
     node: int
 
 
-Report = Ready | Started | Ran | Settled | Paused | Finished | Note | Failed | Ended | Left
+Report = Ready | Started | Ran | Settled | Paused | Followed | Unfollowed | Finished | Note | Failed | Ended | Left
 
 
 def push(store: TCPStore, report: Report) -> None:

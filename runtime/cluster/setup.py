@@ -59,6 +59,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the checkpoint to start from."""
     checkpoints: str | None = None
     """Folder to save checkpoints in."""
+    fetch_bytes_per_second: float | None = None
+    """How fast a layer goes to each worker that fetches it while all train, at most."""
     checkpoint_every: int = 0
     """Iterations from one checkpoint to the next; 0: none."""
     injections: tuple[Injection, ...] = ()

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
+from runtime.cluster.follower import Follower
 from runtime.cluster.holdings import Holdings
 from runtime.cluster.injection import Injector
 from runtime.cluster.keeper import Keeper
@@ -27,6 +28,8 @@ from runtime.cluster.pulse import Pulse
 from runtime.cluster.rendezvous import RendezvousError
 from runtime.cluster.report import Paused, Ran, Settled, Started, push
 from runtime.cluster.setup import Setup
+from runtime.cluster.sockets import Sockets
+from runtime.cluster.source import Source
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import Data, Microbatch
 from runtime.model.stage import Boundary
@@ -62,6 +65,12 @@ class Plant:
     pulse: Pulse
     injector: Injector
     keeper: Keeper
+    source: Source
+    follower: Follower
+
+    def lasting_sockets(self) -> Sockets:
+        """Those that outlive an order."""
+        return self.source.sockets() | self.follower.sockets()
 
 
 class Shift:
@@ -72,7 +81,7 @@ class Shift:
         self._order = order
         self._schedule = schedule
         self._worker = plant.worker
-        self._meeting = Meeting()
+        self._meeting = Meeting(plant.lasting_sockets)
         self._epoch: Epoch | None = None
         self._steps: Steps | None = None
 
@@ -155,6 +164,7 @@ class Shift:
         plant.injector.at(order.first_iteration, "met")
         if order.first_iteration == plant.setup.first_iteration:
             plant.holdings.add_initial(self._needed())
+        plant.holdings.adopt(plant.follower.take(order, self._meeting.require))
         states = exchange_layers(epoch, self._worker, order.moves, plant.holdings.layer_state)
         plant.holdings.replace(self._needed(), states)
         plant.injector.at(order.first_iteration, "moved")
@@ -170,7 +180,7 @@ class Shift:
         self._steps = steps = Steps(
             stages, plant.holdings.optimizers, training, layers=plant.layers, speaks_for=first_of_team,
             share=epoch.sum_over_all if watches_gradients(training) else None,
-            staggered=self._schedule.optimizer == "staggered")
+            staggered=self._schedule.optimizer == "staggered", stepped=self._pass_on)
         executor = Executor(self._schedule, self._worker, stages=stages, steps=steps, epoch=epoch, exchange=exchange,
                             feed=self._read, recorder=recorder, gate=partial(self._gate, first_of_team))
         push(plant.store, Started(self._worker, order.number))
@@ -183,7 +193,8 @@ class Shift:
         exchange.flush()
 
     def _gate(self, first_of_team: Sequence[int], iteration: int, place: int, kind: OpKind) -> None:
-        """Before each op: stop when the order is over; before O: save what this step would overwrite, and is due."""
+        """Before each op: stop when the order is over; before O: copy what this step would overwrite, for those who
+        are to have it."""
         plant = self._plant
         self._meeting.require()
         plant.injector.at(iteration, place)
@@ -196,6 +207,13 @@ class Shift:
                 plant.keeper.save(iteration, {
                     layer: plant.holdings.layer_state(layer) for index in first_of_team
                     for layer in range(*plant.holdings.stages[index].layers)})
+            plant.source.wait_for_room(self._meeting.require)
+            if plant.source.asked:
+                plant.injector.at(iteration, "asked")
+                plant.source.before_step(iteration, plant.holdings)
+
+    def _pass_on(self, iteration: int) -> None:
+        self._plant.source.stepped(iteration, self._plant.holdings)
 
     def _tell(self, iteration: int, loss: float, recorder: Recorder) -> bool:
         """Report an iteration; whether to stop before the next one. Raises CommunicationError when it is too late to.

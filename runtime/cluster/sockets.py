@@ -28,6 +28,11 @@ def open_sockets() -> Sockets:
     return frozenset(found)
 
 
+def sockets_of(sockets: Iterable[socket.socket]) -> Sockets:
+    """Those of this process that are open."""
+    return frozenset((one.fileno(), _identity(one.fileno())) for one in sockets if one.fileno() >= 0)
+
+
 def cut(sockets: Iterable[tuple[int, str]]) -> None:
     """End the connections; whoever waits on them gets an error, here and at the other end."""
     for descriptor, identity in sockets:

@@ -20,6 +20,7 @@ from runtime.cluster.report import (
     Ended,
     Failed,
     Finished,
+    Followed,
     Left,
     Note,
     Paused,
@@ -28,6 +29,7 @@ from runtime.cluster.report import (
     Report,
     Settled,
     Started,
+    Unfollowed,
     next_report,
 )
 from schedules.schedule import Worker
@@ -124,6 +126,7 @@ class Watch:
         ended = self._crew.poll(seconds)
         # First what they said, then that they are gone: those who end by themselves have told why.
         self._hear_all()
+        self._conductor.invite()
         if self._conductor.ask_for_turn():
             self._hear_all()
             self._conductor.check_turn()
@@ -157,12 +160,16 @@ class Watch:
                 if report.settled is not None:
                     self._commit(self._ledger.settled(report.order, report.settled))
                 self._conductor.paused(report)
+            case Followed():
+                self._conductor.followed(report)
+            case Unfollowed():
+                self._conductor.unfollowed(report)
             case Finished():
                 self._conductor.finished(report)
             case Ready():
                 self._compare_corpus(report)
                 self._hearts.add(report.worker)
-                self._conductor.ready(report.worker)
+                self._conductor.ready(report)
             case Note():
                 self.notes.append(report.text)
                 self._tell(report.text)

@@ -3,6 +3,7 @@
 import os
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -11,16 +12,18 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
 from runtime.cluster.birth import Birth
+from runtime.cluster.follower import Follower
 from runtime.cluster.holdings import Holdings
 from runtime.cluster.injection import Injector
 from runtime.cluster.keeper import Keeper
 from runtime.cluster.membership import Member
-from runtime.cluster.orders import Finish, Leave, Train, await_order
+from runtime.cluster.orders import FETCHES_KEY, Finish, Leave, Train, await_order
 from runtime.cluster.pulse import Pulse
-from runtime.cluster.rendezvous import RendezvousError, connect_store, interface_towards
+from runtime.cluster.rendezvous import RendezvousError, address_towards, connect_store, interface_towards
 from runtime.cluster.report import Failed, Finished, Ready, push
 from runtime.cluster.setup import JOIN_TIMEOUT, SETUP_KEY, Setup
 from runtime.cluster.shift import Plant, Shift
+from runtime.cluster.source import Source
 from runtime.config import ModelConfig, RunConfig
 from runtime.model.checkpoint import load, open_checkpoint
 from runtime.model.data import load_corpus
@@ -75,12 +78,15 @@ class _Worker:
         model = model_for(setup.config.model, training.seed, parameter_dtype(training.dtype), device)
         self._model = model
         self._holdings = Holdings(self._build, self._restore)
+        injector = Injector(setup.injections, birth.worker, pulse.store)
+        follower = Follower(birth.worker, self._holdings.fresh, partial(push, pulse.store), injector, training, device)
+        follower.listen(connect_store(birth.rendezvous), store.add(FETCHES_KEY, 0))
         self._plant = Plant(
             worker=birth.worker, store=store, setup=setup, device=device,
             layers=model.layers, corpus=load_corpus(setup.config), holdings=self._holdings, pulse=pulse,
             boundaries=[form.boundary() for form in setup.forms],
-            injector=Injector(setup.injections, birth.worker, store),
-            keeper=Keeper(setup, model.layers, store, birth.worker))
+            injector=injector, keeper=Keeper(setup, model.layers, store, birth.worker), follower=follower,
+            source=Source(address_towards(birth.rendezvous), setup.fetch_bytes_per_second))
         self._shift: Shift | None = None
 
     def live(self) -> None:
@@ -89,7 +95,7 @@ class _Worker:
             # It will most likely play its own role: what takes time is done while the others train.
             self._holdings.prepare(index for index, column in enumerate(self._setup.columns)
                                    if column == self._worker.column)
-        push(self._store, Ready(self._worker, self._plant.corpus.digest))
+        push(self._store, Ready(self._worker, self._plant.corpus.digest, self._plant.source.address))
         founder = Member(self._setup.lighthouse, self._worker) if self._birth.after == 0 else None
         number, taken_in = self._birth.after, False
         while True:
@@ -110,6 +116,8 @@ class _Worker:
                     elif taken_in:
                         print(f"worker {self._worker} was given up by the others, in order {number}", file=sys.stderr)
                         break
+                    else:
+                        self._plant.follower.drop(order)
         if founder is not None:
             founder.close()
 
@@ -119,6 +127,7 @@ class _Worker:
             self._shift.end()
             if not isinstance(order, Leave):
                 self._shift.go_back(order.first_iteration - 1, order.factor)
+                self._plant.source.ordered(order.number, order.first_iteration - 1)
             self._shift = None
 
     def _build(self, index: int) -> tuple[Stage, StageOptimizer]:

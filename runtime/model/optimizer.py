@@ -157,6 +157,22 @@ class StageOptimizer:
                     for slot, tensor in found[name].items()}
         self._saved = []
 
+    def layer_gradients(self, layer: int) -> dict[str, Tensor]:
+        """The gradients of a layer's parameters by their names: the tensors themselves."""
+        return {name: parameter.grad for name, parameter in self._trained[layer].items() if parameter.grad is not None}
+
+    def take_over(self, other: "StageOptimizer") -> None:
+        """Go on from where another optimizer of some of the same parameters is, which must not be used any more.
+
+        No step may be open here; one that is open there is final.
+        """
+        assert self.open_iteration is None, "a step is open: undo or commit it first"
+        for parameter in other._parameters():
+            self._state.pop(parameter, None)
+            if parameter in other._state:
+                self._state[parameter] = other._state[parameter]
+        self._saved += other._saved  # their memory, for the next step
+
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for trained in self._trained.values() for parameter in trained.values()]
 

@@ -1,10 +1,14 @@
 """Randomness addressed by what it is for, never by who draws it or when."""
 
 import hashlib
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+GENERATORS = threading.RLock()
+"""Torch's default generators are the process's: whoever seeds them, or runs code that may, holds this."""
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -21,11 +25,12 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
         torch.cuda.init()  # type: ignore[no-untyped-call]  # before it there are no generators
         index = torch.cuda.current_device() if device.index is None else device.index
         generators.append(torch.cuda.default_generators[index])
-    states = [generator.get_state() for generator in generators]
-    try:
-        for generator in generators:
-            generator.manual_seed(seed)
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+    with GENERATORS:
+        states = [generator.get_state() for generator in generators]
+        try:
+            for generator in generators:
+                generator.manual_seed(seed)
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)

@@ -17,6 +17,7 @@ from runtime.model.data import Microbatch as Microbatch
 from runtime.model.data import input_form
 from runtime.model.digest import parameter_digest
 from runtime.model.layers import LayeredModel, autocast, layer_randomness
+from runtime.model.seeds import GENERATORS
 from runtime.model.split import WeightWork, backward_input, backward_weight, deferring
 
 
@@ -64,8 +65,7 @@ class Stage:
         self.first = first
         self.last = last
         self.loss_scale = loss_scale
-        self.modules: dict[int, nn.Module] = {layer: model.build(layer).to(model.device)
-                                              for layer in range(*layers)}
+        self.modules: dict[int, nn.Module] = {layer: _built(model, layer) for layer in range(*layers)}
         self._model = model
         self._config = config
         self._held: dict[Microbatch, _Held] = {}
@@ -173,6 +173,12 @@ class Stage:
                 return value
             assert target is not None, "the last stage needs the target tokens"
             return self._model.loss(value, target) * self.loss_scale
+
+
+def _built(model: LayeredModel, layer: int) -> nn.Module:
+    """A layer; another thread may run stages meanwhile, whose random numbers are not to be disturbed."""
+    with GENERATORS:
+        return model.build(layer).to(model.device)
 
 
 def boundaries(model: LayeredModel, stages: Sequence[tuple[int, int]], config: RunConfig) -> list[Boundary]:

@@ -51,10 +51,14 @@ class Steps:
         None where `watches_gradients` is false.
     staggered
         Whether steps may be guessed; with a synchronous optimizer all gradients are known soon anyway.
+    stepped
+        Called with each iteration whose step has been made for good, while the gradients are still those it was made
+        by.
     """
 
     def __init__(self, stages: Mapping[int, Stage], optimizers: Mapping[int, StageOptimizer], config: TrainingConfig, *,
-                 speaks_for: Sequence[int], layers: int, share: Share | None, staggered: bool) -> None:
+                 speaks_for: Sequence[int], layers: int, share: Share | None, staggered: bool,
+                 stepped: Callable[[int], None] = lambda _: None) -> None:
         assert (share is not None) == watches_gradients(config)
         self._stages = stages
         self._optimizers = optimizers
@@ -63,6 +67,7 @@ class Steps:
         self._layers = layers
         self._share = share
         self._staggered = staggered
+        self._stepped = stepped
         self._calm = CALM
         self._sums: Sums | None = None
         self._iteration = 0
@@ -76,13 +81,13 @@ class Steps:
 
     def step(self, iteration: int) -> None:
         """O: step all stages, for good or on a guess. Raises CommunicationError."""
+        self._iteration = iteration
         if self._share is None:
             self._step(iteration, 1.0)
-            self._end()
+            self._end(1.0)
             return
         squares = {index: optimizer.squares() for index, optimizer in self._optimizers.items()}
         self._sums = self._share(self._contribution(squares))
-        self._iteration = iteration
         self._others_guess = self._staggered and self._calm >= CALM
         mine = [square for stage in squares.values() for square in stage.values()]
         # What this worker holds may already be too much: then the guess is known to be wrong.
@@ -134,7 +139,7 @@ class Steps:
         self.settled = self._iteration, factor
         self._calm = self._calm + 1 if factor == 1.0 else 0
         self.void = self._others_guess and factor != 1.0
-        self._end()
+        self._end(factor)
 
     def when_settled(self, call: Callable[[], None]) -> None:
         """Call as soon as the last step is for good: now, or when it has been validated."""
@@ -154,7 +159,9 @@ class Steps:
         for optimizer in self._optimizers.values():
             optimizer.step(iteration, factor)
 
-    def _end(self) -> None:
+    def _end(self, factor: float | None) -> None:
+        if factor is not None:
+            self._stepped(self._iteration)
         for stage in self._stages.values():
             stage.zero_gradients()
         calls, self._when_settled = self._when_settled, []

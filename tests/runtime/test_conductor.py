@@ -1,12 +1,16 @@
 """What node 0 decides, told by hand what workers report."""
 
+import time
+
 import pytest
 
 from runtime.cluster.conductor import Conductor
+from runtime.cluster.intake import FIRST_PAUSE_SECONDS
 from runtime.cluster.ledger import Ledger
-from runtime.cluster.orders import over_key, turn_key
+from runtime.cluster.orders import Move, Train, await_fetch, await_order, over_key, turn_key
 from runtime.cluster.rendezvous import host_store
-from runtime.cluster.report import Ran
+from runtime.cluster.report import Followed, Paused, Ran, Ready, Unfollowed
+from schedules.codec import decode
 from schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.running import schedule_for
@@ -23,10 +27,20 @@ def run():
     conductor = Conductor(schedule_for(JOB, [str(BACK)]), lambda down: schedule_for(JOB, list(map(str, down))), store,
                           ledger, iterations=range(100), ranges=[(0, 2), (2, 4)])
     for worker in members():
-        conductor.ready(worker)
+        conductor.ready(ready(worker))
     assert conductor.number == 1
     yield conductor, ledger, store
     del rendezvous
+
+
+def ready(worker):
+    return Ready(worker, "corpus", ("127.0.0.1", 1 + 10 * worker.pipeline + worker.column))
+
+
+def fetch(conductor, store, number=1):
+    """Have the one who comes back fetch its layers."""
+    conductor.invite()
+    return await_fetch(store, number)
 
 
 def members():
@@ -38,14 +52,56 @@ def all_ran(ledger, iteration, workers=None):
         list(ledger.ran(Ran(worker, 1, iteration, 0.0, 1.0)))
 
 
-def test_one_that_comes_back_is_taken_in_at_a_turn(run):
+def test_one_that_comes_back_fetches_its_layers_and_is_taken_in_at_a_turn(run):
     conductor, ledger, store = run
     all_ran(ledger, 0)
+    conductor.ready(ready(BACK))
+    told = fetch(conductor, store)
+    assert told.order == 1 and told.needs == ((BACK, (1,)),)
+    assert told.moves == (Move(BACK, Worker(0, 1), 2), Move(BACK, Worker(0, 1), 3))
+    assert told.addresses == ((Worker(0, 1), ("127.0.0.1", 2)),)
     assert not conductor.ask_for_turn()
-    conductor.ready(BACK)
+    all_ran(ledger, 1)
+    conductor.followed(Followed(BACK, 1))
     assert conductor.ask_for_turn() and not conductor.ask_for_turn()
     conductor.check_turn()
-    assert store.add(turn_key(1), 0) == 3 and not store.check([over_key(1)])
+    assert store.add(turn_key(1), 0) == 4 and not store.check([over_key(1)])
+    for iteration in (2, 3):
+        all_ran(ledger, iteration)
+    for worker in members():
+        conductor.paused(Paused(worker, 1, (worker.column,), None, None))
+    order = await_order(store, 2)
+    assert isinstance(order, Train) and order.first_iteration == 4 and order.fetch == 1 and order.moves == ()
+
+
+def test_one_that_could_not_fetch_its_layers_tries_again_later(run):
+    conductor, ledger, store = run
+    all_ran(ledger, 0)
+    conductor.ready(ready(BACK))
+    fetch(conductor, store)
+    conductor.unfollowed(Unfollowed(BACK, 1))
+    assert await_fetch(store, 2).moves == ()  # who has begun it, ends it
+    conductor.followed(Followed(BACK, 1))  # told before it heard of that
+    assert not conductor.ask_for_turn()
+    conductor.invite()
+    assert store.add("fetches", 0) == 2, "too soon"
+    time.sleep(FIRST_PAUSE_SECONDS)
+    assert fetch(conductor, store, 3).moves
+
+
+def test_a_failure_goes_before_who_comes_back(run):
+    """Nobody waits for its layers: it stays outside, and fetches anew."""
+    conductor, ledger, store = run
+    all_ran(ledger, 0)
+    conductor.ready(ready(BACK))
+    fetch(conductor, store)
+    conductor.lost(Worker(1, 0), "killed", 1.0)
+    for worker in (Worker(0, 0), Worker(0, 1)):
+        conductor.paused(Paused(worker, 1, (worker.column,), None, None))
+    order = await_order(store, 2)
+    assert isinstance(order, Train) and order.fetch == 0 and order.moves == ()
+    assert [seat.worker for seat in decode(bytes(order.schedule)).seats] == [Worker(0, 0), Worker(0, 1)]
+    assert await_fetch(store, 2).moves == () and fetch(conductor, store, 3).order == 2
 
 
 def test_a_turn_that_came_too_late_for_one_ends_the_order(run):
@@ -55,7 +111,9 @@ def test_a_turn_that_came_too_late_for_one_ends_the_order(run):
     """
     conductor, ledger, store = run
     all_ran(ledger, 0)
-    conductor.ready(BACK)
+    conductor.ready(ready(BACK))
+    fetch(conductor, store)
+    conductor.followed(Followed(BACK, 1))
     assert conductor.ask_for_turn()
     all_ran(ledger, 1)
     all_ran(ledger, 2, [Worker(0, 0)])  # told before the turn, heard after it

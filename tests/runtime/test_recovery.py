@@ -11,7 +11,6 @@ from planner.normalise import PlanOptions, normal_form
 from runtime import launch
 from runtime.cluster.conductor import NoScheduleError, RunError
 from runtime.cluster.crew import Return
-from runtime.cluster.injection import Injection
 from runtime.cluster.membership import Lighthouse
 from runtime.cluster.nursery import Nursery
 from runtime.cluster.rendezvous import Rendezvous, host_store
@@ -19,40 +18,8 @@ from runtime.launch import Resilience, join, run
 from runtime.model.checkpoint import latest
 from schedules.relabel import relabel
 from schedules.schedule import Worker
-from tests.jobs import grid
+from tests.runtime.failing import CONFIG, JOB, LONG, TIMEOUT_SECONDS, WIDE, at, dead, planned, returned, train
 from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
-
-JOB = grid(2, 2, 2, more="optimizer = 1")
-WIDE = grid(3, 2, 2, more="optimizer = 1")
-CONFIG = tiny(iterations=6)
-LONG = tiny(iterations=120)
-"""Long enough for a worker to be back before the end."""
-TIMEOUT_SECONDS = 1.0
-
-
-def planned(job):
-    return lambda down: schedule_for(job, [str(worker) for worker in down])
-
-
-def train(injections, nursery, out, *, job=JOB, config=CONFIG, **resilience):
-    """Train with failures and compare with the fault-free run in one process."""
-    given = Resilience(**{"scheduler": planned(job), "heartbeat_timeout_seconds": TIMEOUT_SECONDS,
-                          "injections": tuple(injections), **resilience})
-    result = run(schedule_for(job), config, out=out, nursery=nursery, resilience=given)
-    assert_same_numbers(result, judge(config, job.microbatches, config.training.iterations))
-    return result
-
-
-def at(worker: str, iteration: int, place="A", action="kill") -> Injection:
-    return Injection(Worker.parse(worker), iteration, place, action)
-
-
-def dead(result) -> list[str]:
-    return [str(worker) for one in result.recoveries for worker in one.dead]
-
-
-def returned(result) -> list[str]:
-    return [str(worker) for one in result.recoveries for worker in one.returned]
 
 
 @pytest.mark.parametrize("kills", [
@@ -136,6 +103,8 @@ def test_roles_move_after_failures_and_back(nursery, tmp_path):
     result = train([at("0.0", 2, 3), at("1.0", 4, "stepped")], nursery, tmp_path, job=WIDE, config=LONG,
                    scheduler=normal, returns=(Return(Worker(0, 0), 6), Return(Worker(1, 0), 6)))
     assert dead(result) == ["0.0", "1.0"] and sorted(returned(result)) == ["0.0", "1.0"]
+    # Who plays another role when they come back has fetched its layers, too, while it trained in the old one.
+    assert all(one.meanwhile for one in result.recoveries if one.returned)
     assert any(seat.role.column != seat.worker.column for seat in chain(*(one.moves for one in used)))
 
 

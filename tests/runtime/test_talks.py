@@ -14,8 +14,8 @@ from runtime.launch import Resilience, run
 from runtime.model.gpt import GPT
 from runtime.replay.talks import LeftBehindError, Talks
 from schedules.schedule import Worker
+from tests.runtime.failing import WIDE, planned
 from tests.runtime.running import assert_same_numbers, judge, tiny
-from tests.runtime.test_recovery import WIDE, planned
 
 CALLS = 2
 FILE = "SLIPSTREAM_TEST_STUCK"

@@ -1,0 +1,49 @@
+"""Runs in which workers fail and come back, small enough for tests."""
+
+from collections.abc import Callable
+
+from planner.job import Job
+from runtime.cluster.conductor import Scheduler
+from runtime.cluster.injection import Action, Injection, Place
+from runtime.launch import Resilience, RunResult, run
+from schedules.schedule import BackwardMode, OptimizerMode, Worker
+from tests.jobs import grid
+from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
+
+JOB = grid(2, 2, 2, more="optimizer = 1")
+WIDE = grid(3, 2, 2, more="optimizer = 1")
+CONFIG = tiny(iterations=6)
+LONG = tiny(iterations=120)
+"""Long enough for a worker to be back before the end."""
+TIMEOUT_SECONDS = 1.0
+
+
+def planned(job: Job, backward: BackwardMode = "split", optimizer: OptimizerMode = "staggered") -> Scheduler:
+    """Schedules for whatever failures."""
+    return lambda down: schedule_for(job, [str(worker) for worker in down], backward=backward, optimizer=optimizer)
+
+
+def train(injections, nursery, out, *, job=JOB, config=CONFIG, modes=(),
+          progress: Callable[[int, float], None] | None = None, **resilience) -> RunResult:
+    """Train with failures and compare with the fault-free run in one process."""
+    scheduler = planned(job, *modes)
+    given = Resilience(**{"scheduler": scheduler, "heartbeat_timeout_seconds": TIMEOUT_SECONDS,
+                          "injections": tuple(injections), **resilience})
+    result = run(scheduler(()), config, out=out, nursery=nursery, resilience=given, progress=progress)
+    assert_same_numbers(result, judge(config, job.microbatches, config.training.iterations))
+    return result
+
+
+def at(worker: str, iteration: int, place: Place = "A", action: Action = "kill") -> Injection:
+    """A failure."""
+    return Injection(Worker.parse(worker), iteration, place, action)
+
+
+def dead(result: RunResult) -> list[str]:
+    """The members that were lost, in order."""
+    return [str(worker) for one in result.recoveries for worker in one.dead]
+
+
+def returned(result: RunResult) -> list[str]:
+    """The workers that came in, in order."""
+    return [str(worker) for one in result.recoveries for worker in one.returned]

@@ -1,0 +1,119 @@
+"""Workers come in while the others train, whatever happens meanwhile; the numbers are those of one process."""
+
+import os
+import signal
+import threading
+
+import pytest
+from msgspec.structs import replace
+
+from runtime.cluster.crew import Return
+from runtime.cluster.nursery import Nursery
+from schedules.schedule import Worker
+from tests.runtime.failing import JOB, LONG, WIDE, at, dead, returned, train
+from tests.runtime.running import tiny
+from tests.runtime.test_steps import OFTEN, RARELY, SPIKY
+
+BACK = Worker(0, 0)
+SLOWLY = 100e3
+"""Bytes a second at which the state of a stage takes about a second, and an iteration milliseconds."""
+EVER = range(3, LONG.training.iterations)
+
+
+@pytest.mark.parametrize(("training", "backward", "optimizer"), [
+    ({}, "fused", "staggered"),
+    ({}, "split", "synchronous"),
+    ({"clip_norm": OFTEN}, "split", "staggered"),
+    ({"clip_norm": RARELY}, "fused", "staggered"),
+    ({"clip_norm": OFTEN, "optimizer": "sgd", "momentum": 0.9, "learning_rate": 0.1}, "fused", "synchronous"),
+    ({"optimizer": "sgd", "learning_rate": 0.1}, "split", "staggered"),
+])
+def test_the_numbers_are_the_same_in_every_mode(training, backward, optimizer, nursery, tmp_path):
+    result = train([at("0.0", 2)], nursery, tmp_path, job=WIDE, config=tiny(iterations=120, **training),
+                   modes=(backward, optimizer), returns=(Return(BACK, 3),))
+    assert dead(result) == returned(result) == ["0.0"]
+    assert result.recoveries[-1].meanwhile
+
+
+def test_steps_that_are_not_made_are_not_made_by_who_follows_either(tmp_path, monkeypatch):
+    (tmp_path / "spiky_model.py").write_text(SPIKY)
+    monkeypatch.chdir(tmp_path)
+    plain = tiny(iterations=120, skip_nonfinite=True, clip_norm=OFTEN)
+    config = replace(plain, model=replace(plain.model, name="spiky_model:SpikyGPT"))
+    with Nursery() as nursery:
+        result = train([at("0.0", 2)], nursery, tmp_path, job=WIDE, config=config, returns=(Return(BACK, 3),),
+                       fetch_bytes_per_second=4 * SLOWLY)
+    assert returned(result) == ["0.0"]
+
+
+def test_all_train_while_layers_are_fetched_slowly(nursery, tmp_path):
+    result = train([at("0.0", 2)], nursery, tmp_path, job=WIDE, config=LONG, returns=(Return(BACK, 3),),
+                   fetch_bytes_per_second=SLOWLY)
+    (_, recovery) = result.recoveries
+    assert recovery.returned == (BACK,) and recovery.meanwhile >= 5
+
+
+@pytest.mark.parametrize("action", ["kill", "cut", "stop"])
+def test_a_source_fails(action, nursery, tmp_path):
+    """While it gives layers, most likely; then the other one of the stage gives them all."""
+    result = train([at("0.0", 2), at("1.0", 20, "O", action)], nursery, tmp_path, job=WIDE, config=LONG,
+                   returns=(Return(BACK, 3),), fetch_bytes_per_second=SLOWLY)
+    assert dead(result) == (["0.0"] if action == "cut" else ["0.0", "1.0"])
+    assert returned(result) == ["0.0"]
+
+
+def test_a_source_dies_when_it_is_asked(nursery, tmp_path):
+    result = train([at("0.0", 2), *(at("1.0", iteration, "asked") for iteration in EVER)], nursery, tmp_path, job=WIDE,
+                   config=LONG, returns=(Return(BACK, 3),))
+    assert dead(result) == ["0.0", "1.0"] and returned(result) == ["0.0"]
+
+
+@pytest.mark.parametrize("action", ["kill", "stop", "raise"])
+@pytest.mark.parametrize("place", ["loaded", "followed"])
+def test_who_comes_in_fails_before_it_is_in(place, action, nursery, tmp_path):
+    """It is no member yet: nobody else stops. One that only fails to fetch tries again."""
+    result = train([at("0.0", 2), *(at("0.0", iteration, place, action) for iteration in range(1, 120))], nursery,
+                   tmp_path, job=WIDE, config=LONG, returns=(Return(BACK, 3),))
+    if action == "raise":
+        assert dead(result) == ["0.0"]
+    elif action == "kill":
+        assert dead(result) == ["0.0"] and returned(result) == []
+    else:  # a process that is stopped may still say what it was about to say, and be taken in
+        assert set(dead(result)) == {"0.0"}
+
+
+@pytest.mark.parametrize("worker", ["0.1", "2.0"])
+def test_another_dies_while_layers_are_fetched(worker, nursery, tmp_path):
+    """By the clock: the fetch takes about a second."""
+    def kill():
+        os.kill(nursery.pids[Worker.parse(worker)], signal.SIGKILL)
+
+    def progress(iteration, _):
+        if iteration > 3 and BACK in nursery.pids and not timers:  # born again
+            timers.append(threading.Timer(0.6, kill))
+            timers[0].start()
+
+    timers: list[threading.Timer] = []
+    result = train([at("0.0", 2)], nursery, tmp_path, job=WIDE, config=LONG, returns=(Return(BACK, 3),),
+                   fetch_bytes_per_second=SLOWLY, progress=progress)
+    assert dead(result) == ["0.0", worker] and returned(result) == ["0.0"]
+
+
+def test_two_come_in_with_layers_of_different_stages(nursery, tmp_path):
+    back = (Return(BACK, 4), Return(Worker(1, 1), 4))
+    result = train([at("0.0", 2), at("1.1", 2)], nursery, tmp_path, job=WIDE, config=LONG, returns=back,
+                   fetch_bytes_per_second=2 * SLOWLY)
+    assert sorted(returned(result)) == ["0.0", "1.1"] and result.recoveries[-1].live == 6
+
+
+@pytest.mark.parametrize("last", [14, 18, 22])
+def test_near_the_end_one_comes_in_or_does_not(last, nursery, tmp_path):
+    result = train([at("0.0", 2)], nursery, tmp_path, job=JOB, config=tiny(iterations=last), returns=(Return(BACK, 3),))
+    assert dead(result) == ["0.0"]
+
+
+def test_before_the_first_step_there_is_nothing_to_fetch(nursery, tmp_path):
+    """Two die in iteration 0; whoever is ready when it is run again, is in."""
+    result = train([at("0.0", 0, 1), at("1.1", 0, "O")], nursery, tmp_path, job=WIDE, config=LONG,
+                   returns=(Return(BACK, 0), Return(Worker(1, 1), 0)))
+    assert sorted(dead(result)) == sorted(returned(result)) == ["0.0", "1.1"]
