@@ -113,7 +113,7 @@ SUITES = {"fault-free": fault_free, "failures": failures, "uneven": uneven}
 
 
 def measure(instance: Instance, method: str, time_limit: float) -> tuple[float, float, float, str]:
-    """(gap or bubble rate, lower bound of the same, seconds, what a gap is likely due to)."""
+    """(gap or bubble rate, lower bound of the same, seconds, what a gap may be due to)."""
     began = time.monotonic()
     plan = plan_job(instance.job, instance.failed, method=method, time_limit=time_limit)  # type: ignore[arg-type]
     seconds = time.monotonic() - began

@@ -37,35 +37,42 @@ def _unit_cost(problem: Problem, stage: int, host: int) -> int:
 def _least_makespan(problem: Problem, column: int) -> tuple[int, int]:
     """Work bound: (ticks, micro-batches of the busiest) that some worker of the column must at least spend computing.
 
-    Every unit of the column runs on one of its live workers, so the largest load is at least that of the best
-    integral split. With several virtual stages or slow workers only the fractional average is taken, which is weaker.
+    Live workers run all units of their own pipelines, and those of the others are split: the largest load is at least
+    that of the best integral split. With several virtual stages only the fractional average is taken, which is weaker.
     """
     live = problem.live_by_column[column]
     stages = problem.grid.stages_of(column)
-    if len(stages) == 1:
-        total = problem.grid.total_microbatches
-        # Greedy splitting of equal units over machines of fixed speeds is optimal for the makespan.
-        cost = {host: _unit_cost(problem, stages[0], host) for host in live}
-        if len(set(cost.values())) == 1:
-            count = -(-total // len(live))
-            return count * cost[live[0]], count
-        loads = [(price, price) for price in sorted(cost.values())]
-        heapq.heapify(loads)
-        busiest = 0
-        for _ in range(total):
-            load, price = heapq.heappop(loads)
-            busiest = max(busiest, load)
-            heapq.heappush(loads, (load + price, price))
-        return busiest, 0
-    work = sum(min(_unit_cost(problem, stage, host) for host in live) * _along(problem, stage) for stage in stages)
-    return -(-work // len(live)), 0
+    if len(stages) > 1:
+        own = max(sum(_unit_cost(problem, stage, host) * _along(problem, stage, host) for stage in stages)
+                  for host in live)
+        work = sum(min(_unit_cost(problem, stage, host) for host in live) * _along(problem, stage, pipeline)
+                   for stage in stages for pipeline in range(problem.grid.pipelines))
+        return max(own, -(-work // len(live))), 0
+    cost = {host: _unit_cost(problem, stages[0], host) for host in live}
+    if len(set(cost.values())) == 1:
+        count = _busiest(problem, column)
+        return count * cost[live[0]], count
+    counts = problem.grid.microbatches
+    longest = max(counts[host] * price for host, price in cost.items())
+    # Giving each unit to the worker that is done with it first is optimal for equal units on workers of fixed speeds.
+    loads = [((counts[host] + 1) * price, price) for host, price in cost.items()]
+    heapq.heapify(loads)
+    for _ in range(problem.grid.total_microbatches - sum(counts[host] for host in live)):
+        load, price = loads[0]
+        longest = max(longest, load)
+        heapq.heapreplace(loads, (load + price, price))
+    return longest, 0
 
 
-def _along(problem: Problem, stage: int) -> int:
-    """Micro-batches of all pipelines that visit a stage in an iteration."""
-    chains = problem.grid.chains
-    chain = stage // problem.grid.depth
-    return sum(len(range(chain, count, chains)) for count in problem.grid.microbatches)
+def _busiest(problem: Problem, column: int) -> int:
+    """Micro-batches that some worker of a column must at least run, where each runs one stage."""
+    live = problem.live_by_column[column]
+    return max(-(-problem.grid.total_microbatches // len(live)), *(problem.grid.microbatches[host] for host in live))
+
+
+def _along(problem: Problem, stage: int, pipeline: int) -> int:
+    """Micro-batches of a pipeline that visit a stage in an iteration."""
+    return len(range(stage // problem.grid.depth, problem.grid.microbatches[pipeline], problem.grid.chains))
 
 
 def _round_trip(problem: Problem, stage: int) -> int:
@@ -170,8 +177,7 @@ def _chain_bound(problem: Problem, stage: int) -> int:
     column = problem.column_of[stage]
     if len(problem.grid.stages_of(column)) > 1:
         return 0
-    count = -(-problem.grid.total_microbatches // len(problem.live_by_column[column]))
-    return _chain(problem, stage, count)
+    return _chain(problem, stage, _busiest(problem, column))
 
 
 def _chain(problem: Problem, stage: int, count: int) -> int:

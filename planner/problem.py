@@ -163,8 +163,10 @@ def _stages(job: Job) -> tuple[Stage, ...]:
 def _tick(job: Job) -> Fraction:
     """The coarsest tick that holds every time exactly, or the longest op / FINEST when that is coarser."""
     time = job.time
-    values = [_exact(value) for value in (*time.forward, *time.backward_input, *time.backward_weight, *time.optimizer,
-                                          *time.all_reduce, time.transfer) if value]
+    compute = [_exact(value) for value in {*time.forward, *time.backward_input, *time.backward_weight}]
+    slowed = [value * Fraction(_per_mille(factor), 1000) for _, factor in time.slow for value in compute]
+    values = [value for value in (*compute, *slowed, *map(_exact, (*time.optimizer, *time.all_reduce, time.transfer)))
+              if value]
     return max(_common(values), max(values) / FINEST)
 
 
@@ -195,7 +197,11 @@ def _times(job: Job, grid: Grid, tick: Fraction) -> Times:
                  optimizer=tuple(sum(optimizer[stage] for stage in grid.stages_of(column))
                                  for column in range(grid.columns)),
                  transfer=ticks([time.transfer])[0],
-                 slow=tuple(Slow(worker, round(factor * 1000)) for worker, factor in time.slow))
+                 slow=tuple(Slow(worker, _per_mille(factor)) for worker, factor in time.slow))
+
+
+def _per_mille(factor: float) -> int:
+    return round(factor * 1000)
 
 
 def _memory(job: Job) -> Memory | None:

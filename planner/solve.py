@@ -30,9 +30,9 @@ LARGEST_MODEL_ALONE = 20_000
 LARGEST_BASELINE = 200_000
 """Compute ops up to which a baseline deals the micro-batches of the dead among all pipelines, not in groups."""
 STALE = 0.5
-"""Share of annealing without a better plan from which on the bound is the likelier cause of a gap."""
+"""Share of annealing without a better plan from which on more of it hardly helps."""
 FEWEST_CYCLES = 3
-"""Cooling cycles without which the plan is the likelier cause."""
+"""Cooling cycles without which the plan is the likely cause of a gap."""
 FINISH_SECONDS, FINISH_SHARE = 15e-6, 0.4
 """What is set aside to put a plan together and check it: seconds for each op, at most this share of the time."""
 SEARCH_SHARE, FIND_SHARE, PROOF_SHARE = 0.3, 0.6, 0.6
@@ -183,8 +183,9 @@ class _Effort:
         steps, stale = self._annealed.steps, self._annealed.stale
         found = f"{steps:,} orders were tried, the last {stale:.0%} of them without a better plan"
         settled = stale > STALE and self._annealed.cycles >= FEWEST_CYCLES
-        blamed = "the bound" if settled else "the plan: more time may help"
-        return f"{bound}; {found}, so the gap is likely due to {blamed}"
+        blamed = "the gap is likely the bound's, unless a better plan differs in many orders at once" if settled else \
+            "the gap is likely the plan's: more time may help"
+        return f"{bound}; {found}: {blamed}"
 
     def _solve_exactly(self, index: int, share: float) -> None:
         """Let CP-SAT work on a piece unless it is good enough already."""
