@@ -231,15 +231,17 @@ def test_training_waits_where_too_much_is_queued_until_nothing_is(team):
             assert iteration < 10_000, "nothing is bounded"
             iteration += 1
             member.run(iteration)
-        assert iteration >= QUEUE_STATES and not waited
+        assert iteration + 1 >= QUEUE_STATES and not waited  # before the first step, AdamW has no state
+        reader = threading.Thread(target=lambda: [read_frame(slow) for _ in range(iteration + 2)], daemon=True)
 
         def read() -> None:
             if not waited:
-                threading.Thread(target=lambda: [read_frame(slow) for _ in range(iteration + 2)], daemon=True).start()
+                reader.start()
             waited.append("a while")
 
         member.source.wait_for_room(read)
         assert waited and not full(member.source)
+        reader.join(SOON)
 
 
 def full(source: Source) -> bool:
