@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from planner.dealing import deal
 from planner.dense import Dense
-from planner.greedy import Policy, list_order
+from planner.greedy import Policy, in_flight, list_order
 from planner.problem import Problem
 from planner.solution import Solution
 
@@ -14,7 +14,7 @@ def one_f_one_b(problem: Problem) -> Solution:
 
     Stage v of V holds at most V - v micro-batches between F and B; a backward is never postponed or torn apart.
     """
-    return _list(problem, Policy(forward_order="oldest", eager_weights=True, in_flight=_one_f_one_b_limits(problem)))
+    return _list(problem, Policy(forward_order="oldest", eager_weights=True, in_flight=in_flight(problem)))
 
 
 def recycle(problem: Problem) -> Solution:
@@ -23,15 +23,10 @@ def recycle(problem: Problem) -> Solution:
     Re-routed micro-batches and weight gradients go into what bubbles that order leaves. A helper may have as many more
     micro-batches in flight as it runs more of them.
     """
-    return _list(problem, Policy(forward_order="oldest", guests="last", in_flight=_one_f_one_b_limits(problem)))
+    return _list(problem, Policy(forward_order="oldest", guests="last", in_flight=in_flight(problem)))
 
 
 BASELINES: Mapping[str, Callable[[Problem], Solution]] = {"1f1b": one_f_one_b, "recycle": recycle}
-
-
-def _one_f_one_b_limits(problem: Problem) -> tuple[int, ...]:
-    grid = problem.grid
-    return tuple(grid.depth - grid.original(stage) for stage in range(len(grid.stages)))
 
 
 def _list(problem: Problem, policy: Policy) -> Solution:

@@ -6,17 +6,19 @@ grows with the number of different pieces, not with the number of workers.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from planner.problem import Problem
+from schedules.pattern import Columns, columns_by_pipeline
 from schedules.schedule import Worker
 
 LARGEST_GROUP = 60_000
 """Compute ops of a group up to which it is given more helpers than it needs."""
 
-Columns = tuple[int, ...]
+Dead = Mapping[int, Columns]
+"""The columns in which each broken pipeline has no worker."""
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +43,7 @@ def decompose(problem: Problem) -> tuple[Piece, ...]:
     whole = undivided(problem)
     if problem.times.slow:
         return (whole,)
-    dead = _dead_columns(problem)
+    dead = columns_by_pipeline(set(problem.grid.workers()) - set(problem.player))
     if not dead:
         pieces = tuple(_healthy(problem, members) for members in _by_count(problem, range(problem.grid.pipelines)))
         return pieces if len(pieces) < problem.grid.pipelines else (whole,)
@@ -52,16 +54,7 @@ def decompose(problem: Problem) -> tuple[Piece, ...]:
     rest = [pipeline for pipeline in range(problem.grid.pipelines) if pipeline not in helped]
     if len(groups) == 1 and len(rest) < 2:
         return (whole,)
-    return (*_distinct(problem, groups), *([_healthy(problem, rest)] if rest else []))
-
-
-def _dead_columns(problem: Problem) -> dict[int, Columns]:
-    """The columns in which each broken pipeline has no worker."""
-    dead: dict[int, list[int]] = defaultdict(list)
-    for column, live in enumerate(problem.live_by_column):
-        for pipeline in set(range(problem.grid.pipelines)) - set(live):
-            dead[pipeline].append(column)
-    return {pipeline: tuple(columns) for pipeline, columns in sorted(dead.items())}
+    return (*_distinct(problem, dead, groups), *([_healthy(problem, rest)] if rest else []))
 
 
 def _by_count(problem: Problem, pipelines: Sequence[int]) -> list[list[int]]:
@@ -88,7 +81,7 @@ def _part(problem: Problem, pipelines: Sequence[int]) -> Problem:
     return msgspec.structs.replace(problem, grid=grid, player={role: role for role in roles}, failed=failed)
 
 
-def _groups(problem: Problem, dead: dict[int, Columns]) -> list[list[int]]:
+def _groups(problem: Problem, dead: Dead) -> list[list[int]]:
     """Broken pipelines with their helpers, as many groups as there are helpers for."""
     spare = [pipeline for pipeline in range(problem.grid.pipelines) if pipeline not in dead]
     broken = sorted(dead, key=lambda pipeline: (dead[pipeline], pipeline))
@@ -110,7 +103,7 @@ def _groups(problem: Problem, dead: dict[int, Columns]) -> list[list[int]]:
     return groups
 
 
-def _teams(dead: dict[int, Columns], broken: Sequence[int], count: int) -> list[list[int]]:
+def _teams(dead: Dead, broken: Sequence[int], count: int) -> list[list[int]]:
     """Broken pipelines in so many teams, as few different ones as can be, and different dead columns in each.
 
     Where that does not come out even, pipelines are dealt in turn: those with the same dead columns are neighbours in
@@ -133,7 +126,7 @@ def _teams(dead: dict[int, Columns], broken: Sequence[int], count: int) -> list[
     return teams
 
 
-def _helpers_needed(problem: Problem, dead: dict[int, Columns], team: Sequence[int]) -> int:
+def _helpers_needed(problem: Problem, dead: Dead, team: Sequence[int]) -> int:
     """Healthy pipelines without which a worker would get more than the busiest must run anyway."""
     count, total = problem.grid.microbatches[0], problem.grid.total_microbatches
     need = 0
@@ -145,7 +138,7 @@ def _helpers_needed(problem: Problem, dead: dict[int, Columns], team: Sequence[i
     return need
 
 
-def _helpers_wanted(problem: Problem, dead: dict[int, Columns], team: Sequence[int]) -> int:
+def _helpers_wanted(problem: Problem, dead: Dead, team: Sequence[int]) -> int:
     """Healthy pipelines with which each need run one micro-batch of others at one stage, if that is not too large."""
     count = problem.grid.microbatches[0]
     down = sum(len(dead[pipeline]) for pipeline in team)
@@ -153,10 +146,9 @@ def _helpers_wanted(problem: Problem, dead: dict[int, Columns], team: Sequence[i
     return min(down * count, LARGEST_GROUP // ops)
 
 
-def _distinct(problem: Problem, groups: Sequence[Sequence[int]]) -> list[Piece]:
+def _distinct(problem: Problem, dead: Dead, groups: Sequence[Sequence[int]]) -> list[Piece]:
     """Groups with equal problems as copies of one piece."""
     copies: dict[tuple[Columns, ...], list[tuple[int, ...]]] = defaultdict(list)
-    dead = _dead_columns(problem)
     for group in groups:
         copies[tuple(dead.get(pipeline, ()) for pipeline in group)].append(tuple(group))
     return [Piece(problem=_part(problem, members[0]), copies=tuple(members)) for members in copies.values()]

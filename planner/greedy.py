@@ -54,6 +54,12 @@ def list_order(dense: Dense, policy: Policy) -> Order:
     return _Simulation(dense, policy).run()
 
 
+def in_flight(problem: Problem, slope: float = 1.0, extra: int = 0) -> tuple[int, ...]:
+    """Limits of 1F1B, times a slope, plus more: high at early stages, whose gradients come back late."""
+    grid = problem.grid
+    return tuple(max(1, int(slope * (grid.depth - grid.original(stage))) + extra) for stage in range(len(grid.stages)))
+
+
 def lane_limits(dense: Dense, policy: Policy) -> list[list[float] | None]:
     """How many micro-batches each lane may have in flight at each stage; None: as many as fit."""
     limits = policy.in_flight

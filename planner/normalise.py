@@ -21,10 +21,9 @@ from itertools import islice
 
 import msgspec
 
-from planner.assemble import build_schedule
 from planner.bounds import lower_bound
 from planner.job import Job
-from planner.plan import Plan, plan_job
+from planner.plan import Plan, checked, collector_at_rest, plan_job, problem_for
 from planner.problem import NoPlanError, Problem, build_problem
 from planner.report import Report
 from planner.solve import Method, solve
@@ -67,21 +66,16 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def problem(self, job: Job, failed: Sequence[Worker] = ()) -> Problem:
         """The problem to solve. Raises NoPlanError."""
-        usual = self.method == "1f1b"
-        return build_problem(job, failed, backward=self.backward or ("fused" if usual else "split"),
-                             optimizer=self.optimizer or ("synchronous" if usual else "staggered"))
+        return problem_for(job, failed, self.method, self.backward, self.optimizer)
 
     def plan(self, job: Job, failed: Sequence[Worker], *, seconds: float, method: Method | None = None) -> Planned:
         """Plan within `seconds`, by another method if one is given, with nothing to compare. Raises NoPlanError."""
         began = time.monotonic()
         method = method or self.method
-        problem = self.problem(job, failed)
-        solved = solve(problem, method, began + max(0.01, seconds), self.seed, lambda _: None)
-        schedule = build_schedule(problem, solved.pieces, lower_bound=solved.lower_bound_ticks, method=method,
-                                  deadlines=solved.deadlines)
-        violations = check(schedule)
-        if violations:
-            raise AssertionError(f"the planner made a schedule that breaks a rule: {violations[0]}")
+        with collector_at_rest():
+            problem = self.problem(job, failed)
+            solved = solve(problem, method, began + max(0.01, seconds), self.seed, lambda _: None)
+            schedule = checked(problem, solved, method)
         return Planned(schedule, solved.interrupted, time.monotonic() - began)
 
     @property
@@ -100,7 +94,8 @@ class Windows:
         self._job = job
         self._options = options
         self._bound: dict[tuple[int, int], int] = {}
-        self._slow = {worker for worker, _ in job.time.slow}
+        self.slow = {worker for worker, _ in job.time.slow}
+        """Alive, and so never to leave their roles."""
         self._best: list[list[Ranked]] = []
 
     def bound(self, column: int, down: int) -> int:
@@ -115,7 +110,7 @@ class Windows:
     def candidates(self, column: int) -> list[Worker]:
         """The roles of a column that may be left empty: not those of slow workers, which are alive and play them."""
         return [role for pipeline in range(self._job.pipelines)
-                if (role := Worker(pipeline, column)) not in self._slow]
+                if (role := Worker(pipeline, column)) not in self.slow]
 
     def most(self, column: int) -> int:
         """How many roles of a column may be down at most."""
@@ -180,14 +175,13 @@ def candidates(job: Job, windows: Windows, failures: int) -> list[tuple[Worker, 
     """The sets of roles, one a pattern, among which real plans decide; the most promising first."""
     problem = build_problem(job)
     grid, classes = problem.grid, pipeline_classes(problem.grid, problem.times)
-    slow = {worker for worker, _ in job.time.slow}
     found: dict[Pattern, tuple[Worker, ...]] = {}
     for *_, counts in windows.distributions(failures):
         for holes in arrangements(job, windows, counts):
             found.setdefault(pattern_of(holes, classes), holes)
     for pattern in _few_patterns(failures, job.stages, classes):
         holes = representative(pattern, classes)
-        if dead_column(holes, grid) is None and not slow & set(holes):
+        if dead_column(holes, grid) is None and not windows.slow & set(holes):
             found.setdefault(pattern, holes)
     return list(found.values())
 

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 import msgspec
 
-from planner.assemble import build_schedule
+from planner.assemble import build_schedule, period
 from planner.interrupt import interruptible
 from planner.job import Job, require_known
-from planner.problem import build_problem
+from planner.problem import Problem, build_problem
 from planner.report import Report
-from planner.solve import Method, solve
+from planner.solve import Method, Solved, solve
 from schedules.check import check
 from schedules.memory import memory_peaks
 from schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
@@ -61,33 +61,44 @@ def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode 
     the job, NoPlanError when no schedule can exist.
     """
     began = time.monotonic()
-    backward = backward or ("fused" if method == "1f1b" else "split")
-    optimizer = optimizer or ("synchronous" if method == "1f1b" else "staggered")
     require_known(failed, job)
     tell = report or (lambda _: None)
-    with _collector_at_rest(), interruptible() as stop:
-        problem = build_problem(job, failed, backward=backward, optimizer=optimizer, roles=roles)
+    with collector_at_rest(), interruptible() as stop:
+        problem = problem_for(job, failed, method, backward, optimizer, roles)
         share = time_limit * FAULT_FREE_SHARE if failed else 0.0
         solved = solve(problem, method, began + time_limit - share, seed, tell, stop)
         fault_free = None
         if failed:
-            whole = build_problem(job, backward=backward, optimizer=optimizer)
+            whole = problem_for(job, (), method, backward, optimizer)
             healthy = solve(whole, method, time.monotonic() + share, seed, lambda _: None, stop)
-            fault_free = build_schedule(whole, healthy.pieces, lower_bound=healthy.lower_bound_ticks, method=method,
-                                        deadlines=healthy.deadlines)
+            fault_free = period(whole, healthy.pieces, healthy.deadlines)
         interrupted = stop.is_set()
-        schedule = build_schedule(problem, solved.pieces, lower_bound=solved.lower_bound_ticks, method=method,
-                                  deadlines=solved.deadlines)
-        violations = check(schedule)
-        if violations:
-            raise AssertionError(f"the planner made a schedule that breaks a rule: {violations[0]}")
+        schedule = checked(problem, solved, method)
     return Plan(schedule=schedule, solve_seconds=time.monotonic() - began, interrupted=interrupted,
                 evidence=None if schedule.status == "optimal" else solved.evidence or None,
-                fault_free_period=schedule.seconds((fault_free or schedule).period_ticks))
+                fault_free_period=schedule.seconds(fault_free or schedule.period_ticks))
+
+
+def problem_for(job: Job, failed: Sequence[Worker], method: Method, backward: BackwardMode | None,
+                optimizer: OptimizerMode | None, roles: Mapping[Worker, Worker] | None = None) -> Problem:
+    """The problem that a method is to solve, in its usual modes unless others are given. Raises NoPlanError."""
+    usual = method == "1f1b"
+    return build_problem(job, failed, backward=backward or ("fused" if usual else "split"),
+                         optimizer=optimizer or ("synchronous" if usual else "staggered"), roles=roles)
+
+
+def checked(problem: Problem, solved: Solved, method: Method) -> Schedule:
+    """The schedule of what was solved. That it passes the checker is made sure."""
+    schedule = build_schedule(problem, solved.pieces, lower_bound=solved.lower_bound_ticks, method=method,
+                              deadlines=solved.deadlines)
+    violations = check(schedule)
+    if violations:
+        raise AssertionError(f"the planner made a schedule that breaks a rule: {violations[0]}")
+    return schedule
 
 
 @contextmanager
-def _collector_at_rest() -> Iterator[None]:
+def collector_at_rest() -> Iterator[None]:
     """A large plan is millions of small objects without a cycle; looking for one takes a quarter of the time."""
     on = gc.isenabled()
     gc.disable()

@@ -13,7 +13,7 @@ from planner.baselines import BASELINES
 from planner.compiled import listing
 from planner.dealing import DEALINGS, deal
 from planner.dense import Dense, solution_period
-from planner.greedy import ForwardOrder, Guests, Policy
+from planner.greedy import ForwardOrder, Guests, Policy, in_flight
 from planner.listing import CompiledLister, Lister, lister
 from planner.problem import Problem
 from planner.solution import Solution
@@ -148,7 +148,7 @@ def _shortlist(problem: Problem) -> Iterator[tuple[int, Policy]]:
         slope, extra = limits
         yield dealing, Policy(patience=patience, forward_patience=float(slope == 2.0 and not extra),
                               make_room=room and problem.memory is not None and problem.backward == "split",
-                              in_flight=_limits(problem, slope, extra))
+                              in_flight=in_flight(problem, slope, extra))
 
 
 def _grid(problem: Problem) -> Iterator[Policy]:
@@ -162,13 +162,7 @@ def _grid(problem: Problem) -> Iterator[Policy]:
     for slope, extra, patience, (ignore, forward_patience), room in itertools.product(
             (1.0, 2.0, 1.5, 0.75, 1.25, 0.5, 3.0), (0, 1, 2), (0.0, 0.5, 1.0), modes, rooms):
         yield Policy(patience=patience, forward_patience=forward_patience, ignore_transfers=ignore, make_room=room,
-                     in_flight=_limits(problem, slope, extra))
-
-
-def _limits(problem: Problem, slope: float, extra: int) -> tuple[int, ...]:
-    """Micro-batches in flight, more at early stages, whose gradients come back late."""
-    grid = problem.grid
-    return tuple(max(1, int(slope * (grid.depth - grid.original(stage))) + extra) for stage in range(len(grid.stages)))
+                     in_flight=in_flight(problem, slope, extra))
 
 
 def _step_at_random(best: _Best, random: random.Random) -> None:
@@ -198,7 +192,7 @@ def _changed(problem: Problem, policy: Policy, random: random.Random) -> Policy:
         return msgspec.structs.replace(policy, guests=random.choice(get_args(Guests)))
     if what < 0.5 and problem.failed:
         return msgspec.structs.replace(policy, load_share=random.choice((0.0, 0.5, 1.0, 1.5, 2.0)))
-    limits = list(policy.in_flight or _limits(problem, 2.0, 0))
+    limits = list(policy.in_flight or in_flight(problem, 2.0, 0))
     first = random.randrange(stages)
     step = random.choice((-2, -1, 1, 2))
     for stage in range(first, random.randrange(first, stages) + 1):

@@ -26,6 +26,7 @@ from planner.dealing import deal
 from planner.decompose import Piece, decompose
 from planner.dense import Dense, solution_period
 from planner.greedy import Policy as ListPolicy
+from planner.greedy import in_flight
 from planner.job import Job
 from planner.listing import lister
 from planner.normalise import PlanOptions, Windows, arrangements
@@ -257,11 +258,9 @@ def _table_periods(table: Table, job: Job, options: PlanOptions) -> dict[Down, f
 
 def _recycle_policies(problem: Problem) -> Iterator[ListPolicy]:
     """List schedules in place of ReCycle's solver: in flight whatever memory holds, or as 1F1B, or twice that."""
-    depth = len(problem.grid.stages)
     for ignore in (True, False) if problem.times.transfer else (True,):
         for factor in (0, 1, 2):
-            limits = tuple(factor * (depth - stage) for stage in range(depth)) if factor else None
-            yield ListPolicy(ignore_transfers=ignore, in_flight=limits)
+            yield ListPolicy(ignore_transfers=ignore, in_flight=in_flight(problem, factor) if factor else None)
 
 
 def _round_robin(problem: Problem) -> Pieces:
