@@ -7,7 +7,7 @@ schedule, the others (`join`) are told there what they need.
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +50,8 @@ QUIET_SECONDS = 2.0
 """The launcher of another node that is silent for so long, when a run ends, is gone."""
 OUTCOME_KEY = "outcome"
 FOUNDING_KEY = "schedule"
+Ranges = Sequence[tuple[int, int]]
+"""Half-open range of layers of each stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +121,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
     RunError when failures leave no way to go on; then no process is left, and the losses of the committed iterations
     are on disk.
     """
-    device, model = _prepare(schedule, config)
+    device, model, ranges = _prepare(schedule, config)
     first = 0 if resilience.resume is None else resilience.resume.iteration
     _check_checkpoints(resilience, identity_of(config, model.layers), first)
     workers = [seat.worker for seat in schedule.seats]
@@ -130,8 +132,8 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
     codec.write(schedule, out / "schedule.json")
     with ExitStack() as stack:
         nursery = nursery or stack.enter_context(Nursery())
-        setup = _setup(schedule, config, model, device, transport, resilience, first=first, nodes=nodes, traced=traced,
-                       iterations=config.training.iterations if iterations is None else iterations)
+        setup = _setup(schedule, config, model, ranges, device, transport, resilience, first=first, nodes=nodes,
+                       traced=traced, iterations=config.training.iterations if iterations is None else iterations)
         store, opened = host_store(rendezvous)
         if announce is not None:
             announce(opened)
@@ -255,11 +257,10 @@ def _node_key(node: int) -> str:
     return f"beat/node-{node}"
 
 
-def _setup(schedule: Schedule, config: RunConfig, model: LayeredModel, device: Literal["cpu", "cuda"],
-           transport: Transport, resilience: Resilience, *, first: int, iterations: int, nodes: int,
-           traced: int) -> Setup:
+def _setup(schedule: Schedule, config: RunConfig, model: LayeredModel, ranges: Ranges,
+           device: Literal["cpu", "cuda"], transport: Transport, resilience: Resilience, *, first: int, iterations: int,
+           nodes: int, traced: int) -> Setup:
     """What the workers must know, but for the lighthouse. Shapes are found out once, here, for all of them."""
-    ranges = layer_ranges(schedule, model.layers)
     return Setup(
         config=config, first_iteration=first, iterations=iterations, traced=traced, nodes=nodes, transport=transport,
         device=device, lighthouse="", columns=tuple(stage.column for stage in schedule.grid.stages),
@@ -297,17 +298,20 @@ def _loss_file(path: Path, first: int) -> TextIO:
     return file
 
 
-def _prepare(schedule: Schedule, config: RunConfig) -> tuple[Literal["cpu", "cuda"], LayeredModel]:
-    """Check that schedule, configuration and machine fit; the kind of device to compute on, and the model there."""
+def _prepare(schedule: Schedule, config: RunConfig) -> tuple[Literal["cpu", "cuda"], LayeredModel, Ranges]:
+    """Check that schedule, configuration and machine fit.
+
+    The kind of device to compute on, the model there, and the layers of each stage.
+    """
     violations = check(schedule)
     if violations:
         raise PlacementError(f"the schedule breaks a rule: {violations[0]}")
     training = config.training
     device = choose_device(training.device)
     model = model_for(config.model, training.seed, parameter_dtype(training.dtype), torch.device(device))
-    layer_ranges(schedule, model.layers)
+    ranges = layer_ranges(schedule, model.layers)
     load_corpus(config)
-    return device, model
+    return device, model, ranges
 
 
 def _cards(device: str) -> int:

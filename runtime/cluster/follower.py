@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed import DistError
 
 from runtime.cluster.injection import InjectedError, Injector
 from runtime.cluster.orders import Fetch, Train, await_fetch
+from runtime.cluster.rendezvous import RendezvousError
 from runtime.cluster.report import Followed, Report, Unfollowed
 from runtime.cluster.sockets import Sockets, sockets_of
 from runtime.config import TrainingConfig
@@ -70,7 +70,7 @@ class Follower:
         """Begin each `Fetch` as it comes, in a thread; `store` is this thread's own."""
         def hear() -> None:
             # When node 0 is gone there is nothing to hear; the main thread finds out by itself.
-            with contextlib.suppress(DistError):
+            with contextlib.suppress(RendezvousError):
                 number = after
                 while True:
                     number += 1
@@ -272,7 +272,7 @@ class _Following:
         if first:
             print(f"worker {self._worker}, order {self.fetch.order}: {reason}", file=sys.stderr, flush=True)
             # When node 0 is gone, the main thread finds out by itself.
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RendezvousError):
                 self._tell(Unfollowed(self._worker, self.fetch.number))
 
     def _stage_of(self, layer: int) -> Stage:

@@ -14,6 +14,7 @@ from typing import Self
 import msgspec
 from torchft.coordination import LighthouseClient, LighthouseServer
 
+from runtime.errors import first_line
 from schedules.schedule import Worker
 
 HEARTBEAT_SECONDS = 0.5
@@ -67,7 +68,7 @@ class Member:
                                          world_size=1, shrink_only=False)
         except (RuntimeError, TimeoutError) as error:
             raise MembershipError(f"worker {self._worker} found no quorum within {timeout.total_seconds():.0f} s: "
-                                  f"{str(error).splitlines()[0]}") from None
+                                  f"{first_line(error)}") from None
         members = sorted(Worker.parse(participant.replica_id) for participant in answer.participants)
         return Quorum(int(answer.quorum_id), {worker: rank for rank, worker in enumerate(members)})
 

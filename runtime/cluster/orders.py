@@ -8,9 +8,8 @@ from datetime import timedelta
 
 import msgspec
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed import DistError
 
-from runtime.cluster.rendezvous import RendezvousError
+from runtime.cluster.rendezvous import asking_node_0
 from schedules.schedule import Worker
 
 PATIENCE = timedelta(days=365)
@@ -97,11 +96,9 @@ def give(store: TCPStore, order: Order) -> None:
 def await_order(store: TCPStore, number: int) -> Order:
     """Wait for an order and read it. Raises RendezvousError when node 0 is gone."""
     key = f"order/{number}"
-    try:
+    with asking_node_0():
         store.wait([key], PATIENCE)
         order: Order = msgspec.json.decode(store.get(key), type=Order)
-    except DistError as error:
-        raise RendezvousError(f"node 0 is gone: {str(error).splitlines()[0]}") from None
     return order
 
 
@@ -112,10 +109,11 @@ def give_fetch(store: TCPStore, fetch: Fetch) -> None:
 
 
 def await_fetch(store: TCPStore, number: int) -> Fetch:
-    """Wait for a fetch and read it. Raises DistError when node 0 is gone."""
+    """Wait for a fetch and read it. Raises RendezvousError when node 0 is gone."""
     key = f"fetch/{number}"
-    store.wait([key], PATIENCE)
-    return msgspec.json.decode(store.get(key), type=Fetch)
+    with asking_node_0():
+        store.wait([key], PATIENCE)
+        return msgspec.json.decode(store.get(key), type=Fetch)
 
 
 def over_key(number: int) -> str:

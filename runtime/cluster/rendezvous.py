@@ -9,11 +9,14 @@ import contextlib
 import socket
 import struct
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 
 import msgspec
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError, QueueEmptyError
+
+from runtime.errors import first_line
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(seconds=60)
@@ -40,6 +43,15 @@ class Rendezvous(msgspec.Struct, frozen=True):
         if not (colon and host and port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
             raise ValueError(f"{text!r} is no meeting point: write HOST:PORT, for example 10.0.0.1:29500")
         return cls(host, int(port))
+
+
+@contextlib.contextmanager
+def asking_node_0() -> Iterator[None]:
+    """Use the store in here. Raises RendezvousError when node 0 is gone."""
+    try:
+        yield
+    except DistError as error:
+        raise RendezvousError(f"node 0 is gone: {first_line(error)}") from None
 
 
 def host_store(rendezvous: Rendezvous | None = None) -> tuple[TCPStore, Rendezvous]:
@@ -101,4 +113,4 @@ def interface_towards(rendezvous: Rendezvous) -> str | None:
 
 
 def _reason(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) and error.strerror else str(error)).splitlines()[0]
+    return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)

@@ -2,10 +2,9 @@
 
 import msgspec
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed import DistError
 
 from runtime.cluster.orders import Factor
-from runtime.cluster.rendezvous import RendezvousError, pop
+from runtime.cluster.rendezvous import asking_node_0, pop
 from schedules.schedule import Worker
 from schedules.trace import MeasuredOp
 
@@ -118,10 +117,8 @@ Report = Ready | Started | Ran | Settled | Paused | Followed | Unfollowed | Fini
 
 def push(store: TCPStore, report: Report) -> None:
     """Tell. Raises RendezvousError when node 0 is gone."""
-    try:
+    with asking_node_0():
         store.queue_push(QUEUE, msgspec.json.encode(report).decode())
-    except DistError as error:
-        raise RendezvousError(f"node 0 is gone: {str(error).splitlines()[0]}") from None
 
 
 def next_report(store: TCPStore) -> Report | None:

@@ -15,7 +15,6 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed import DistError
 
 from runtime.cluster.follower import Follower
 from runtime.cluster.holdings import Holdings
@@ -25,7 +24,7 @@ from runtime.cluster.meeting import Meeting, Outcome
 from runtime.cluster.membership import Member, MembershipError, Quorum
 from runtime.cluster.orders import Factor, Train, turn_key
 from runtime.cluster.pulse import Pulse
-from runtime.cluster.rendezvous import RendezvousError
+from runtime.cluster.rendezvous import asking_node_0
 from runtime.cluster.report import Paused, Ran, Settled, Started, push
 from runtime.cluster.setup import Setup
 from runtime.cluster.sockets import Sockets
@@ -229,10 +228,8 @@ class Shift:
                               tuple(ops) if traced else ()))
         if self._worker == self._schedule.seats[0].worker and watches_gradients(plant.setup.config.training):
             self._steps.when_settled(self._tell_settled)
-        try:
+        with asking_node_0():
             turn = plant.store.add(turn_key(self._order.number), 0)
-        except DistError as error:
-            raise RendezvousError(f"node 0 is gone: {str(error).splitlines()[0]}") from None
         plant.injector.at(iteration, "reported")
         if turn and iteration + 1 > turn:
             raise CommunicationError(f"was to stop before iteration {turn}, and has run it")

@@ -25,6 +25,7 @@ from runtime.cluster.setup import JOIN_TIMEOUT, SETUP_KEY, Setup
 from runtime.cluster.shift import Plant, Shift
 from runtime.cluster.source import Source
 from runtime.config import ModelConfig, RunConfig
+from runtime.errors import first_line
 from runtime.model.checkpoint import load, open_checkpoint
 from runtime.model.data import load_corpus
 from runtime.model.digest import tensor_digest
@@ -46,12 +47,12 @@ def main(birth: Birth) -> int:
             raise
         except Exception as error:
             traceback.print_exc()
-            push(store, Failed(birth.worker, f"{type(error).__name__}: {_first_line(error)}"))
+            push(store, Failed(birth.worker, f"{type(error).__name__}: {first_line(error)}"))
         else:
             return 0
     except (RendezvousError, DistError) as error:
         # Without node 0 there is nobody to tell.
-        print(_first_line(error), file=sys.stderr)
+        print(first_line(error), file=sys.stderr)
     return 1
 
 
@@ -165,7 +166,3 @@ def _claim_device(kind: str, card: int | None) -> torch.device:
     assert card is not None
     torch.cuda.set_device(card)
     return torch.device("cuda", card)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or ["no reason given"])[0]

@@ -20,6 +20,7 @@ from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNC
 
 from runtime.cluster.membership import Quorum
 from runtime.config import ConfigError
+from runtime.errors import first_line
 from runtime.replay.bulletin import Bulletin
 from runtime.replay.talks import TALKS
 from schedules.schedule import Worker
@@ -213,7 +214,7 @@ def _speaking_of(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise CommunicationError(f"{what} failed: {(str(error).splitlines() or ['no reason given'])[0]}") from error
+        raise CommunicationError(f"{what} failed: {first_line(error)}") from error
     finally:
         TALKS.end()
 
@@ -228,5 +229,3 @@ def choose_transport(wanted: str, device: str, workers: int, cards: int) -> Tran
         raise ConfigError(f"training.backend is 'nccl', which needs a GPU for each worker; here are {cards} for "
                          f"{workers} workers")
     return "nccl" if able and wanted != "gloo" else "gloo"
-
-

@@ -1,13 +1,17 @@
 """Runs small enough for tests, and the judge of their numbers."""
 
 import functools
+import json
+import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from planner.job import Job
+from planner.job import Job, parse_job
 from planner.plan import plan_job
+from runtime.cluster.rendezvous import host_store
 from runtime.config import RunConfig, parse_run_config
 from runtime.launch import RunResult
 from runtime.model.parameters import load_parameters
@@ -15,6 +19,8 @@ from runtime.reference import ReferenceResult, reference_run
 from schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
 
 ITERATIONS = 20
+ROOT = Path(__file__).parents[2]
+"""Where the packages are."""
 
 
 def tiny(**training: object) -> RunConfig:
@@ -46,6 +52,71 @@ def assert_same_numbers(result: RunResult, reference: ReferenceResult, tolerance
     assert parameters.keys() == reference.parameters.keys()
     for name, theirs in reference.parameters.items():
         torch.testing.assert_close(parameters[name], theirs, rtol=0, atol=tolerance)
+
+
+def tiny_text(pipelines: int, iterations: int) -> str:
+    """A job file of two stages that trains like `tiny`."""
+    return f"""
+        pipelines = {pipelines}
+        stages = 2
+        microbatches = 2
+        [time]
+        forward = 1
+        backward_input = 1
+        backward_weight = 1
+        [model]
+        blocks = 2
+        width = 16
+        heads = 2
+        context = 16
+        dropout = 0.1
+        [training]
+        batch = 1
+        dtype = "float64"
+        device = "cpu"
+        iterations = {iterations}
+        """
+
+
+def judge_of_text(text: str) -> ReferenceResult:
+    """What training by a job file must give."""
+    job = parse_job(text)
+    config = parse_run_config(job.model, job.training)
+    return judge(config, job.microbatches, config.training.iterations)
+
+
+def command_environment() -> dict[str, str]:
+    """For commands that are run elsewhere, and share this machine."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def losses_in(out: Path) -> list[float]:
+    """Those that a run has written, so far."""
+    path = out / "losses.jsonl"
+    return [json.loads(line)["loss"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    store, opened = host_store()
+    del store
+    return opened.port
+
+
+def wait_until_gone(pids: Sequence[int]) -> None:
+    """Wait a moment until processes have ended."""
+    deadline = time.monotonic() + 5
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, "workers are still there"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs: one that waits for its parent to notice does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def log_of(out: Path) -> str:

@@ -18,7 +18,15 @@ from schedules.codec import read
 from schedules.schedule import OpKind, Worker
 from schedules.trace import read_trace
 from tests.jobs import grid
-from tests.runtime.running import assert_same_numbers, judge, log_of, schedule_for, tiny
+from tests.runtime.running import (
+    assert_same_numbers,
+    free_port,
+    judge,
+    log_of,
+    schedule_for,
+    tiny,
+    wait_until_gone,
+)
 
 JOB = grid(2, 2, 2, more="optimizer = 1")
 
@@ -200,24 +208,3 @@ class Joining:
             join(rendezvous, node=1, nodes=2, out=out, nursery=nursery)
         except Exception as error:
             self.error = error
-
-
-def free_port() -> int:
-    store, opened = host_store()
-    del store
-    return opened.port
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 5
-    while any(alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, "workers are still there"
-        time.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    """Whether the process runs: one that waits for its parent to notice does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

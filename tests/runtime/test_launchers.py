@@ -1,40 +1,15 @@
 """Processes started one by one by others: what they are told, and that training by torchrun gives the same numbers."""
 
-import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from planner.job import parse_job
 from runtime.cluster.launchers import Launched, Machine, launched, to_open
 from runtime.cluster.rendezvous import Rendezvous
-from runtime.config import parse_run_config
-from tests.runtime.running import judge
+from tests.runtime.running import command_environment, judge_of_text, losses_in, tiny_text
 
-ROOT = Path(__file__).parents[2]
-JOB = """
-    pipelines = 2
-    stages = 2
-    microbatches = 2
-    [time]
-    forward = 1
-    backward_input = 1
-    backward_weight = 1
-    [model]
-    blocks = 2
-    width = 16
-    heads = 2
-    context = 16
-    dropout = 0.1
-    [training]
-    batch = 1
-    dtype = "float64"
-    device = "cpu"
-    iterations = 8
-    """
+JOB = tiny_text(pipelines=2, iterations=8)
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "host",
             "MASTER_PORT": "1234", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
@@ -80,10 +55,7 @@ def test_torchrun_trains_as_one_process_does_also_when_a_worker_dies(tmp_path):
                "train", str(tmp_path / "job.toml"), "--out", str(out), "--method", "greedy", "--kill", "1.1@3",
                "--heartbeat-timeout", "30"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path,
-                          env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+                          env=command_environment())
     assert done.returncode == 0, done.stderr
     assert "worker 1.1 was killed by SIGKILL" in done.stderr
-    job = parse_job(JOB)
-    losses = [json.loads(line)["loss"] for line in (out / "losses.jsonl").read_text().splitlines()]
-    expected = judge(parse_run_config(job.model, job.training), job.microbatches, 8).losses
-    assert losses == pytest.approx(expected, rel=0, abs=1e-9)
+    assert losses_in(out) == pytest.approx(judge_of_text(JOB).losses, rel=0, abs=1e-9)

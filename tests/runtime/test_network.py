@@ -1,7 +1,6 @@
 """Nodes with addresses of their own, in Linux network namespaces joined by a bridge, one of which is cut off."""
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -13,32 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from planner.job import parse_job
-from runtime.config import parse_run_config
-from tests.runtime.running import judge
+from tests.runtime.running import command_environment, judge_of_text, losses_in, tiny_text
 
-ROOT = Path(__file__).parents[2]
 NODES = 3
-JOB = """
-    pipelines = 3
-    stages = 2
-    microbatches = 2
-    [time]
-    forward = 1
-    backward_input = 1
-    backward_weight = 1
-    [model]
-    blocks = 2
-    width = 16
-    heads = 2
-    context = 16
-    dropout = 0.1
-    [training]
-    batch = 1
-    dtype = "float64"
-    device = "cpu"
-    iterations = 30
-    """
+JOB = tiny_text(pipelines=3, iterations=30)
 CUT_AFTER = 4
 """Iterations committed before a node is cut off."""
 
@@ -105,7 +82,7 @@ def nodes(network: Network, folder: Path, options: Sequence[str]) -> Iterator[li
             started.append(subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                 stderr=(folder / f"node{node}.log").open("wb"), cwd=folder,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}))
+                env=command_environment()))
         yield started
     finally:
         for process in started:
@@ -113,16 +90,11 @@ def nodes(network: Network, folder: Path, options: Sequence[str]) -> Iterator[li
             process.wait(20)
 
 
-def losses(folder: Path) -> list[float]:
-    path = folder / "out0" / "losses.jsonl"
-    return [json.loads(line)["loss"] for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def test_a_node_that_is_cut_off_is_given_up_and_the_others_go_on(network, tmp_path):
     (tmp_path / "job.toml").write_text(JOB)
     with nodes(network, tmp_path, ["--method", "greedy", "--heartbeat-timeout", "3"]) as processes:
         deadline = time.monotonic() + 150
-        while len(losses(tmp_path)) < CUT_AFTER:
+        while len(losses_in(tmp_path / "out0")) < CUT_AFTER:
             assert processes[0].poll() is None and time.monotonic() < deadline, (tmp_path / "node0.log").read_text()
             time.sleep(0.005)
         network.cut(2)
@@ -130,6 +102,4 @@ def test_a_node_that_is_cut_off_is_given_up_and_the_others_go_on(network, tmp_pa
         assert processes[1].wait(30) == 0, (tmp_path / "node1.log").read_text()
     said = (tmp_path / "node0.log").read_text()
     assert "worker 2.0" in said and "worker 2.1" in said and "runs on 4 workers" in said
-    job = parse_job(JOB)
-    expected = judge(parse_run_config(job.model, job.training), job.microbatches, 30).losses
-    assert losses(tmp_path) == pytest.approx(expected, rel=0, abs=1e-9)
+    assert losses_in(tmp_path / "out0") == pytest.approx(judge_of_text(JOB).losses, rel=0, abs=1e-9)
