@@ -4,10 +4,11 @@
 
 Trains a small GPT in float64, again and again, until so many workers have died or lost their connections: by SIGKILL,
 SIGSTOP, an exception, a broken connection, or by just ending; before any op, between the staggered optimizer steps, in
-the middle of a recovery, several at once, or at any time by the clock. Runs differ in whether gradients are clipped
-and roles move. When a stage has no worker left, training goes on from the last checkpoint. Prints how long recoveries
-took and the largest deviation of any loss and any parameter from the same training in one process. Exit status 1 when
-that is above 1e-9, or when anything else goes wrong.
+the middle of a recovery, while layers are fetched, several at once, or at any time by the clock. Runs differ in whether
+gradients are clipped and roles move, and in how fast layers can be fetched. When a stage has no worker left, training
+goes on from the last checkpoint. Prints how long recoveries took and the largest deviation of any loss and any
+parameter from the same training in one process. Exit status 1 when that is above 1e-9, or when anything else goes
+wrong.
 """
 
 import argparse
@@ -51,6 +52,11 @@ STALL_SECONDS = 60.0
 ACTIONS: dict[Action, int] = {"kill": 6, "stop": 1, "raise": 2, "cut": 3, "exit": 1}
 """How often each is drawn."""
 IN_RECOVERY: tuple[Place, ...] = ("ordered", "met", "moved")
+FETCH_BYTES_PER_SECOND = (None, 400e3)
+"""As fast as it goes, or so slowly that it lasts for many iterations."""
+IN_FETCH: tuple[Place, ...] = ("asked", "loaded")
+IN_FETCH_SPAN = 6
+"""Iterations: one of them may be where a fetch begins."""
 REASONS = ("SIGKILL", "stopped answering", "InjectedError", "exit status 3")
 """What is said of a worker that was lost on purpose."""
 SURVIVED = ("has no live worker left", "no worker is left", "leave no live worker")
@@ -108,7 +114,9 @@ class Tally:
         middle, worst = (statistics.median(seconds), seconds[-1]) if seconds else (0.0, 0.0)
         back = sum(len(one.returned) for one in self.recoveries)
         causes = ", ".join(f"{count} {reason}" for reason, count in self.reasons.most_common())
-        return (f"{self.runs} runs, {self.kills} kills ({causes}), {back} returns, {self.lost} times a stage was lost\n"
+        meanwhile = sum(one.meanwhile for one in self.recoveries)
+        return (f"{self.runs} runs, {self.kills} kills ({causes}), {back} returns ({meanwhile} iterations while "
+                f"layers were fetched), {self.lost} times a stage was lost\n"
                 f"recovery: median {middle * 1e3:.0f} ms, worst {worst * 1e3:.0f} ms\n"
                 f"largest deviation {self.deviation:.3g}")
 
@@ -127,6 +135,10 @@ def failures(setting: Setting, rng: random.Random, first: int) -> tuple[list[Inj
         if rng.random() < 0.4:
             worker, place = rng.choice(workers), rng.choice(IN_RECOVERY)
             injections += [Injection(worker, iteration, place, _action(rng)) for iteration in (at, at + 1)]
+        if rng.random() < 0.3:
+            worker, place, action = rng.choice(workers), rng.choice(IN_FETCH), _action(rng)
+            injections += [Injection(worker, iteration, place, action)
+                           for iteration in range(at, min(at + IN_FETCH_SPAN, setting.iterations))]
         returns += [Return(worker, at + rng.randint(1, 4)) for worker in workers]
     return injections, returns
 
@@ -224,7 +236,8 @@ def train_through(setting: Setting, rng: random.Random, nursery: Nursery, out: P
         resilience = Resilience(
             scheduler=scheduler(setting), heartbeat_timeout_seconds=setting.heartbeat_timeout_seconds,
             checkpoints=out / "checkpoints", checkpoint_every=7, resume=resume, injections=tuple(injections),
-            returns=tuple(returns))
+            returns=tuple(returns),
+            fetch_bytes_per_second=rng.choice(FETCH_BYTES_PER_SECOND))
         try:
             with storming(nursery, rng, storm_seconds) as storm:
                 run(whole, setting.config, out=out, nursery=nursery, resilience=resilience, tell=tell,
