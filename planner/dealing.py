@@ -1,6 +1,7 @@
 """Who runs the micro-batches of a dead worker: dealing them to its peers before anything is timed."""
 
 import heapq
+from collections import Counter
 from collections.abc import Mapping
 from typing import Literal, get_args
 
@@ -43,11 +44,14 @@ def _round_robin(live: tuple[int, ...], orphans: list[Unit]) -> dict[Unit, int]:
 def _spread(problem: Problem, orphans: Mapping[int, list[Unit]]) -> dict[Unit, int]:
     """Each to the peer whose pipeline helps least so far, at whatever stage, while that peer has time for it.
 
+    Pipelines that need help themselves come last: their micro-batches wait for helpers, and their workers had better
+    have time to spare.
+
     A peer has time for more than its share where the bound is set by another stage. The stages with the least to spare
     choose first.
     """
     bound = lower_bound(problem)
-    helps = [0] * problem.grid.pipelines
+    helps = [lost * count for lost, count in zip(_lost(problem), problem.grid.microbatches, strict=True)]
     hosts: dict[Unit, int] = {}
     for stage in sorted(orphans, key=lambda stage: -window_bound(problem, problem.column_of[stage])):
         price = _prices(problem, stage)
@@ -63,6 +67,12 @@ def _spread(problem: Problem, orphans: Mapping[int, list[Unit]]) -> dict[Unit, i
     return hosts
 
 
+def _lost(problem: Problem) -> list[int]:
+    """How many workers each pipeline has lost."""
+    here = Counter(pipeline for live in problem.live_by_column for pipeline in live)
+    return [problem.grid.columns - here[pipeline] for pipeline in range(problem.grid.pipelines)]
+
+
 def _prices(problem: Problem, stage: int) -> dict[int, int]:
     """What a micro-batch takes on each worker of a stage, in ticks."""
     live = problem.live_by_column[problem.column_of[stage]]
@@ -70,8 +80,9 @@ def _prices(problem: Problem, stage: int) -> dict[int, int]:
 
 
 def _least_loaded(problem: Problem, stage: int, orphans: list[Unit]) -> dict[Unit, int]:
-    """Each to the peer that would be done first with all its work."""
-    live, price = problem.live_by_column[problem.column_of[stage]], _prices(problem, stage)
+    """Each to the peer that would be done first with all its work; of equal ones, whose pipeline is whole."""
+    price, lost = _prices(problem, stage), _lost(problem)
+    live = sorted(price, key=lambda host: (lost[host], host))
     loads = [(price[host] * (problem.grid.microbatches[host] + 1), index, host) for index, host in enumerate(live)]
     heapq.heapify(loads)
     hosts = {}
