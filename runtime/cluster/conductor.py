@@ -232,8 +232,9 @@ class Conductor:
         plan = self._intake.take()
         plan = None if untouched else plan
         schedule = self._cast(untouched) if plan is None else plan.schedule
-        moves = () if untouched or plan else plan_moves(self._needs(schedule), self._holds, self._ranges)
-        self._meanwhile = 0 if plan is None else first - plan.began
+        fetch = 0 if plan is None else plan.fetch
+        moves = () if untouched or fetch else plan_moves(self._needs(schedule), self._holds, self._ranges)
+        self._meanwhile = first - plan.began if plan is not None and fetch else 0
         founding = self.number == 0 and not self._lost
         live = {seat.worker for seat in schedule.seats}
         self._returning |= live - self._members
@@ -241,8 +242,7 @@ class Conductor:
         self._phase, self._playing = "training", schedule
         self._ledger.begin(self.number + 1, live)
         self._give(Train(number=self.number + 1, first_iteration=first, schedule=msgspec.Raw(codec.encode(schedule)),
-                         moves=moves, fetch=0 if plan is None else plan.fetch,
-                         factor=self._ledger.factor, founding=founding))
+                         moves=moves, fetch=fetch, factor=self._ledger.factor, founding=founding))
 
     def _cast(self, untouched: bool) -> Schedule:
         """The schedule for those who take part from here on, where nobody has fetched layers for it.

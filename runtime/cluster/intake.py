@@ -10,9 +10,10 @@ from runtime.cluster.moves import Holders
 from runtime.cluster.orders import Fetch, Move, give_fetch
 from schedules.schedule import Schedule, Worker
 
-FIRST_PAUSE_SECONDS = 0.5
-LONGEST_PAUSE_SECONDS = 60.0
+PAUSE_SECONDS = 0.5
 """Between two fetches of which the first came to nothing."""
+FAILURES = 3
+"""Fetches that come to nothing, one after the other, before layers are moved while all wait."""
 
 
 @dataclass(slots=True)
@@ -23,7 +24,7 @@ class Plan:
     order: int
     """The one that is being followed."""
     fetch: int
-    """Its number."""
+    """Its number; 0: the layers are moved after the turn."""
     waits_for: set[Worker]
     """Those who do not have their layers yet."""
     began: int
@@ -42,7 +43,7 @@ class Intake:
         self._store = store
         self._number = 0
         self._plan: Plan | None = None
-        self._pause = FIRST_PAUSE_SECONDS
+        self._failures = 0
         self._not_before = 0.0
 
     @property
@@ -60,8 +61,11 @@ class Intake:
         """Have the targets of the moves get their layers from the sources.
 
         `needs` and `holds` are the stages of each worker after and before; `iteration` is the first that is not
-        committed.
+        committed. Where that has failed too often, the plan is complete as it is, and nothing is fetched.
         """
+        if self._failures >= FAILURES:
+            self._plan = Plan(schedule, order, 0, set(), iteration)
+            return
         targets, sources = ({getattr(move, end) for move in moves} for end in ("target", "source"))
         self._plan = Plan(schedule, order, self._number + 1, targets, iteration)
         self._tell(Fetch(
@@ -74,15 +78,13 @@ class Intake:
         """A target has its layers."""
         if self._plan is not None and self._plan.fetch == fetch:
             self._plan.waits_for.discard(worker)
-            if self.complete:
-                self._pause = FIRST_PAUSE_SECONDS
 
     def unfollowed(self, fetch: int) -> None:
         """A target cannot get its layers, for whatever reason: try again later."""
         if self._plan is not None and self._plan.fetch == fetch:
             self._cancel(self._plan)
-            self._not_before = time.monotonic() + self._pause
-            self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+            self._not_before = time.monotonic() + PAUSE_SECONDS
+            self._failures += 1
 
     def lost(self, worker: Worker) -> None:
         """A worker is gone."""
@@ -92,7 +94,10 @@ class Intake:
     def take(self) -> Plan | None:
         """The plan, if it is complete; there is none any more. For the next order, with which all fetches end."""
         plan, self._plan, self._not_before = self._plan, None, 0.0
-        return None if plan is None or plan.waits_for else plan
+        if plan is None or plan.waits_for:
+            return None
+        self._failures = 0
+        return plan
 
     def _cancel(self, plan: Plan) -> None:
         self._plan = None

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from runtime.cluster.conductor import Conductor
-from runtime.cluster.intake import FIRST_PAUSE_SECONDS
+from runtime.cluster.intake import FAILURES, PAUSE_SECONDS
 from runtime.cluster.ledger import Ledger
 from runtime.cluster.orders import Move, Train, await_fetch, await_order, over_key, turn_key
 from runtime.cluster.rendezvous import host_store
@@ -85,8 +85,24 @@ def test_one_that_could_not_fetch_its_layers_tries_again_later(run):
     assert not conductor.ask_for_turn()
     conductor.invite()
     assert store.add("fetches", 0) == 2, "too soon"
-    time.sleep(FIRST_PAUSE_SECONDS)
+    time.sleep(PAUSE_SECONDS)
     assert fetch(conductor, store, 3).moves
+
+
+def test_one_that_never_can_fetch_its_layers_gets_them_while_all_wait(run):
+    conductor, ledger, store = run
+    all_ran(ledger, 0)
+    conductor.ready(ready(BACK))
+    for failure in range(FAILURES):
+        conductor.unfollowed(Unfollowed(BACK, fetch(conductor, store, 1 + 2 * failure).number))
+        assert not conductor.ask_for_turn()
+        time.sleep(PAUSE_SECONDS)
+    conductor.invite()
+    assert conductor.ask_for_turn()
+    for worker in members():
+        conductor.paused(Paused(worker, 1, (worker.column,), None, None))
+    order = await_order(store, 2)
+    assert isinstance(order, Train) and order.fetch == 0 and [move.target for move in order.moves] == [BACK, BACK]
 
 
 def test_a_failure_goes_before_who_comes_back(run):

@@ -68,10 +68,10 @@ def test_a_source_dies_when_it_is_asked(nursery, tmp_path):
     assert dead(result) == ["0.0", "1.0"] and returned(result) == ["0.0"]
 
 
-@pytest.mark.parametrize("action", ["kill", "stop", "raise"])
-@pytest.mark.parametrize("place", ["loaded", "followed"])
+@pytest.mark.parametrize(("place", "action"), [
+    ("loaded", "kill"), ("loaded", "stop"), ("loaded", "raise"), ("followed", "kill")])
 def test_who_comes_in_fails_before_it_is_in(place, action, nursery, tmp_path):
-    """It is no member yet: nobody else stops. One that only fails to fetch tries again."""
+    """It is no member yet: nobody else stops. One that only fails to fetch tries again, and then all wait for it."""
     result = train([at("0.0", 2), *(at("0.0", iteration, place, action) for iteration in range(1, 120))], nursery,
                    tmp_path, job=WIDE, config=LONG, returns=(Return(BACK, 3),))
     if action == "raise":
