@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,9 +15,28 @@ OPS_PER_SLICE = 3_000_000
 STEPS_PER_OP, OPS_PER_CYCLE = 60, 80_000_000
 """Steps of the first cooling cycles for each op, and the ops that each may time; the next are twice as long."""
 FEWEST_STEPS = 2_000
-SETTINGS = ((0.15, 0.05, 3.0), (0.3, 0.1, 10.0), (0.3, 0.1, 30.0))
-"""Of the cycles in turn: temperatures at the begin and the end, in mean op lengths, and the weight of what all windows
-together exceed. None is the best on all jobs; a large weight leads out of plateaus where many windows are longest."""
+FOREVER = 2**61
+"""Ticks beyond those of any plan."""
+
+
+class Setting(NamedTuple):
+    """Of one cooling cycle."""
+
+    hot: float
+    """Temperature in the beginning, in mean op lengths"""
+    cold: float
+    """and in the end."""
+    pull: float
+    """Weight of what all windows together exceed: a large one leads out of plateaus where many are the longest."""
+    begin: float = 0.0
+    """Only the part of the plan from here"""
+    end: float = 1.0
+    """to here changes, in shares of it: how it fills and drains takes more heat than the rest could bear."""
+
+
+SETTINGS = (Setting(0.15, 0.05, 3.0), Setting(1.0, 0.1, 3.0, end=0.3), Setting(1.0, 0.1, 3.0, begin=0.7),
+            Setting(0.3, 0.1, 10.0), Setting(0.3, 0.1, 30.0))
+"""Of the cycles in turn: none is the best on all jobs. The first one must be of the whole plan."""
 SPARE = 8
 """Units that a worker may run beyond those of the busiest one at the start."""
 
@@ -110,9 +129,12 @@ class Annealer:
         self._chosen = self._setting(self.cycles)
 
     def _setting(self, cycle: int) -> Any:
-        hot, cold, pull = SETTINGS[cycle % len(SETTINGS)]
-        return self._kernel.Chosen(hot=hot * self._scale, cold=cold * self._scale, pull=pull, goal=self._goal,
-                                   scale=self._scale, shifts=self._shifts)
+        setting = SETTINGS[cycle % len(SETTINGS)]
+        base, span = (int(self._scratch.counts[which]) for which in (self._kernel.BASE, self._kernel.SPAN))
+        return self._kernel.Chosen(hot=setting.hot * self._scale, cold=setting.cold * self._scale, pull=setting.pull,
+                                   goal=self._goal, scale=self._scale, shifts=self._shifts,
+                                   low=int(base + setting.begin * span) if setting.begin > 0 else -FOREVER,
+                                   high=int(base + setting.end * span) if setting.end < 1 else FOREVER)
 
     def run(self) -> None:
         """One slice of steps."""

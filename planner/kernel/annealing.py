@@ -133,6 +133,10 @@ class Chosen(NamedTuple):
     """Mean ticks of an op."""
     shifts: int
     """One in so many steps shifts a deadline; 0: none."""
+    low: int
+    """Only ops that start at this tick or later"""
+    high: int
+    """and before this one change their places."""
 
 
 GROUP = 6
@@ -433,9 +437,9 @@ def _critical_lane(state, fixed, orders, clock, chosen):
 
 
 @njit(cache=True, nogil=True)
-def _critical_path(state, fixed, orders, late, op):
-    """Follow what keeps an op from starting later: (op, last) with `op` a random one of the path whose worker's next
-    op is what it awaits, -1 for none; `last` where the path ends.
+def _critical_path(state, fixed, orders, late, op, low, high):
+    """Follow what keeps an op from starting later: (op, last) with `op` a random one of the path, from `low` to `high`,
+    whose worker's next op is what it awaits, -1 for none; `last` where the path ends.
     """
     unit, taker, weight, transfer = fixed.unit, fixed.taker, fixed.weight, fixed.transfer
     lane, length, sequence, count, place = orders.lane, orders.length, orders.sequence, orders.size, orders.place
@@ -455,7 +459,7 @@ def _critical_path(state, fixed, orders, late, op):
         if own < 0 and other < 0:
             return chosen, op
         if other < 0 or (own >= 0 and _below(state, 2) == 0):
-            if own != other:
+            if own != other and low <= late[op] < high:
                 arcs += 1
                 if _below(state, arcs) == 0:
                     chosen = op
@@ -505,6 +509,13 @@ def _trade(fixed, orders, unit, other):
         orders.place[op], orders.place[twin] = twin_place, place
         orders.length[op], orders.length[twin] = orders.length[twin], orders.length[op]
     orders.lane[unit], orders.lane[other] = other_lane, lane
+
+
+@njit(cache=True, nogil=True)
+def _within(fixed, clock, chosen, unit):
+    """Whether some op of a unit may change its place."""
+    first, last = unit * fixed.kinds, (unit + 1) * fixed.kinds - 1
+    return clock.late[first] < chosen.high and clock.late[last] >= chosen.low
 
 
 @njit(cache=True, nogil=True)
@@ -590,7 +601,7 @@ def _groups(state, fixed, orders, clock, chosen):
     """Two neighbouring groups of a lane: (lane, begin, middle, end); lane -1 where they must not change places."""
     if _below(state, 5):
         lane = _critical_lane(state, fixed, orders, clock, chosen)
-        op, _ = _critical_path(state, fixed, orders, clock.late, orders.sequence[lane, 0])
+        op, _ = _critical_path(state, fixed, orders, clock.late, orders.sequence[lane, 0], chosen.low, chosen.high)
         if op < 0:
             return -1, 0, 0, 0
         middle = orders.place[op] + 1
@@ -598,6 +609,8 @@ def _groups(state, fixed, orders, clock, chosen):
             middle += _below(state, 3) - 1
     else:
         op = _below(state, orders.length.shape[0])
+        if clock.late[op] < chosen.low or clock.late[op] >= chosen.high:
+            return -1, 0, 0, 0
         middle = orders.place[op]
     lane = orders.lane[fixed.unit[op]]
     begin, end = middle - _size(state), middle + _size(state)
@@ -661,7 +674,7 @@ def _copy_clock(source, target):
 def _shift(state, fixed, orders, clock, trial, scratch, chosen, cost, allowance):
     """Shift the deadline of a group on a critical path, or that of the group whose window it fills; the new cost."""
     lane = _critical_lane(state, fixed, orders, clock, chosen)
-    _, last = _critical_path(state, fixed, orders, clock.late, orders.sequence[lane, 0])
+    _, last = _critical_path(state, fixed, orders, clock.late, orders.sequence[lane, 0], 0, 0)
     group, other = fixed.group[lane], fixed.group[orders.lane[fixed.unit[last]]]
     ticks = 1 + _below(state, 1 + int(chosen.scale))
     if _below(state, 2) == 0:
@@ -711,7 +724,7 @@ def anneal(fixed, orders, best, record, clock, trial, scratch, state, chosen, be
         elif dice < 2:
             unit = fixed.free[_below(state, fixed.free.shape[0])]
             other = _partner(state, fixed, orders, unit)
-            if other < 0:
+            if other < 0 or not _within(fixed, clock, chosen, unit):
                 continue
             _trade(fixed, orders, unit, other)
             fits = True
@@ -720,7 +733,7 @@ def anneal(fixed, orders, best, record, clock, trial, scratch, state, chosen, be
         elif dice < 3:
             unit = fixed.free[_below(state, fixed.free.shape[0])]
             target = _other_lane(state, fixed, orders, unit)
-            if target < 0:
+            if target < 0 or not _within(fixed, clock, chosen, unit):
                 continue
             old = orders.lane[unit]
             _places_at(fixed, orders, clock.late, unit, target, places)
