@@ -96,6 +96,7 @@ class Conductor:
         self._pending: list[tuple[Worker, str]] = []
         self._returning: set[Worker] = set()
         self._began = 0.0
+        self._given = 0.0
         self.number = 0
         """Of the last order."""
         self.recoveries: list[Recovery] = []
@@ -136,6 +137,7 @@ class Conductor:
         if self._phase == "left" or not was_member:
             return
         self._pending.append((worker, reason))
+        since = max(since, self._given)  # what happened to it before held up nobody
         self._began = min(self._began or since, since)
         if self._phase == "training":
             self._end_order()
@@ -301,5 +303,5 @@ class Conductor:
     def _give(self, order: Train | Finish | Leave) -> None:
         if self.number:
             self._end_order()
-        self.number, self._over = order.number, False
+        self.number, self._over, self._given = order.number, False, time.monotonic()
         give(self._store, order)
