@@ -13,8 +13,8 @@ from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
 JOB = grid(2, 2, 2, more="optimizer = 1")
 WIDE = grid(3, 2, 2, more="optimizer = 1")
 CONFIG = tiny(iterations=6)
-LONG = tiny(iterations=120)
-"""Long enough for a worker to be back before the end."""
+LONG = tiny(iterations=200)
+"""Long enough for a worker to be back before the end, also on a busy machine."""
 TIMEOUT_SECONDS = 1.0
 
 

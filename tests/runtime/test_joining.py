@@ -12,7 +12,7 @@ from runtime.cluster.nursery import Nursery
 from schedules.schedule import Worker
 from tests.runtime.failing import JOB, LONG, WIDE, at, dead, returned, train
 from tests.runtime.running import tiny
-from tests.runtime.test_steps import OFTEN, RARELY, SPIKY
+from tests.runtime.test_steps import OFTEN, RARELY, SAME, SPIKY
 
 BACK = Worker(0, 0)
 SLOWLY = 100e3
@@ -29,7 +29,8 @@ EVER = range(3, LONG.training.iterations)
     ({"optimizer": "sgd", "learning_rate": 0.1}, "split", "staggered"),
 ])
 def test_the_numbers_are_the_same_in_every_mode(training, backward, optimizer, nursery, tmp_path):
-    result = train([at("0.0", 2)], nursery, tmp_path, job=WIDE, config=tiny(iterations=120, **training),
+    config = tiny(iterations=LONG.training.iterations, **SAME, **training)
+    result = train([at("0.0", 2)], nursery, tmp_path, job=WIDE, config=config,
                    modes=(backward, optimizer), returns=(Return(BACK, 3),))
     assert dead(result) == returned(result) == ["0.0"]
     assert result.recoveries[-1].meanwhile
@@ -38,7 +39,7 @@ def test_the_numbers_are_the_same_in_every_mode(training, backward, optimizer, n
 def test_steps_that_are_not_made_are_not_made_by_who_follows_either(tmp_path, monkeypatch):
     (tmp_path / "spiky_model.py").write_text(SPIKY)
     monkeypatch.chdir(tmp_path)
-    plain = tiny(iterations=120, skip_nonfinite=True, clip_norm=OFTEN)
+    plain = tiny(iterations=LONG.training.iterations, skip_nonfinite=True, clip_norm=OFTEN)
     config = replace(plain, model=replace(plain.model, name="spiky_model:SpikyGPT"))
     with Nursery() as nursery:
         result = train([at("0.0", 2)], nursery, tmp_path, job=WIDE, config=config, returns=(Return(BACK, 3),),

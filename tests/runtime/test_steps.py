@@ -3,6 +3,7 @@
 import math
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from runtime.reference import reference_run
 from tests.jobs import grid
 from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
 
-RARELY, OFTEN = 2.0, 1.5
+SAME = {"text": str(Path(__file__).parents[2] / "LICENSE"), "seed": 51}
+"""The same gradients whichever Python this is: the text that is read where none is given is that of its library."""
+RARELY, OFTEN = 1.7, 1.25
 """Norms that one iteration of the tiny model exceeds, and that every other does."""
 
 
@@ -126,7 +129,7 @@ def test_no_guess_for_a_while_after_a_wrong_one() -> None:
 @pytest.mark.parametrize("clip_norm", [1e-3, OFTEN, RARELY, 1e3])
 def test_clipping_equals_the_reference(mode, failed, clip_norm, nursery: Nursery, tmp_path) -> None:
     job = grid(3, 3, 2, more="optimizer = 1")
-    config = tiny(clip_norm=clip_norm)
+    config = tiny(clip_norm=clip_norm, **SAME)
     result = run(schedule_for(job, failed, optimizer=mode), config, out=tmp_path, nursery=nursery)
     assert_same_numbers(result, judge(config, job.microbatches))
 
@@ -140,7 +143,7 @@ def test_rarely_is_rarely(monkeypatch) -> None:
         return factors[-1]
 
     monkeypatch.setattr("runtime.reference.clip_factor", spy)
-    reference_run(tiny(clip_norm=RARELY), (2, 2, 2), 20)
+    reference_run(tiny(clip_norm=RARELY, **SAME), (2, 2, 2), 20)
     clipped = [iteration for iteration, factor in enumerate(factors) if factor != 1.0]
     assert len(clipped) == 1 and CALM <= clipped[0] < 20 - 2 * CALM
 
