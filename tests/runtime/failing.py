@@ -15,7 +15,8 @@ WIDE = grid(3, 2, 2, more="optimizer = 1")
 CONFIG = tiny(iterations=6)
 LONG = tiny(iterations=200)
 """Long enough for a worker to be back before the end, also on a busy machine."""
-TIMEOUT_SECONDS = 1.0
+TIMEOUT_SECONDS = 2.5
+"""Without a heartbeat; shorter, and a busy machine loses workers that are well."""
 
 
 def planned(job: Job, backward: BackwardMode = "split", optimizer: OptimizerMode = "staggered") -> Scheduler:
