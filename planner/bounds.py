@@ -45,8 +45,9 @@ def _least_makespan(problem: Problem, column: int) -> tuple[int, int]:
     if len(stages) > 1:
         own = max(sum(_unit_cost(problem, stage, host) * _along(problem, stage, host) for stage in stages)
                   for host in live)
-        work = sum(min(_unit_cost(problem, stage, host) for host in live) * _along(problem, stage, pipeline)
-                   for stage in stages for pipeline in range(problem.grid.pipelines))
+        work = sum(min(_unit_cost(problem, stage, host) for host in live)
+                   * sum(_along(problem, stage, pipeline) for pipeline in range(problem.grid.pipelines))
+                   for stage in stages)
         return max(own, -(-work // len(live))), 0
     cost = {host: _unit_cost(problem, stages[0], host) for host in live}
     if len(set(cost.values())) == 1:
