@@ -2,7 +2,7 @@
 
 import heapq
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 from planner.bounds import lower_bound, window_bound
@@ -28,11 +28,12 @@ def deal(problem: Problem, dealing: Dealing) -> dict[Unit, int]:
         if homeless:
             # By micro-batch, so that the orphans of several pipelines share their helpers evenly over time.
             orphans[stage] = sorted(homeless, key=lambda unit: (unit.microbatch, unit.pipeline))
+    lost = _lost(problem)
     if dealing == "spread":
-        return hosts | _spread(problem, orphans)
+        return hosts | _spread(problem, orphans, lost)
     for stage, units in orphans.items():
         live = problem.live_by_column[problem.column_of[stage]]
-        hosts |= _round_robin(live, units) if dealing == "round-robin" else _least_loaded(problem, stage, units)
+        hosts |= _round_robin(live, units) if dealing == "round-robin" else _least_loaded(problem, stage, units, lost)
     return hosts
 
 
@@ -41,7 +42,7 @@ def _round_robin(live: tuple[int, ...], orphans: list[Unit]) -> dict[Unit, int]:
     return {unit: live[index % len(live)] for index, unit in enumerate(orphans)}
 
 
-def _spread(problem: Problem, orphans: Mapping[int, list[Unit]]) -> dict[Unit, int]:
+def _spread(problem: Problem, orphans: Mapping[int, list[Unit]], lost: Sequence[int]) -> dict[Unit, int]:
     """Each to the peer whose pipeline helps least so far, at whatever stage, while that peer has time for it.
 
     Pipelines that need help themselves come last: their micro-batches wait for helpers, and their workers had better
@@ -51,7 +52,7 @@ def _spread(problem: Problem, orphans: Mapping[int, list[Unit]]) -> dict[Unit, i
     choose first.
     """
     bound = lower_bound(problem)
-    helps = [lost * count for lost, count in zip(_lost(problem), problem.grid.microbatches, strict=True)]
+    helps = [gone * count for gone, count in zip(lost, problem.grid.microbatches, strict=True)]
     hosts: dict[Unit, int] = {}
     for stage in sorted(orphans, key=lambda stage: -window_bound(problem, problem.column_of[stage])):
         price = _prices(problem, stage)
@@ -79,9 +80,9 @@ def _prices(problem: Problem, stage: int) -> dict[int, int]:
     return {host: sum(problem.cost(kind, stage, host) for kind in problem.kinds) for host in live}
 
 
-def _least_loaded(problem: Problem, stage: int, orphans: list[Unit]) -> dict[Unit, int]:
+def _least_loaded(problem: Problem, stage: int, orphans: list[Unit], lost: Sequence[int]) -> dict[Unit, int]:
     """Each to the peer that would be done first with all its work; of equal ones, whose pipeline is whole."""
-    price, lost = _prices(problem, stage), _lost(problem)
+    price = _prices(problem, stage)
     live = sorted(price, key=lambda host: (lost[host], host))
     loads = [(price[host] * (problem.grid.microbatches[host] + 1), index, host) for index, host in enumerate(live)]
     heapq.heapify(loads)

@@ -48,13 +48,13 @@ def polish(kernel: ModuleType, problems: Sequence[Problem], solutions: Sequence[
     with ThreadPoolExecutor(CHAINS - 1) as others:
         while not stop.is_set() and time.monotonic() + slowest < deadline and crew.period > goal:
             began = time.monotonic()
-            first, *rest = crew.tasks(goal)
-            if cycles is not None and first.piece.cycles >= cycles:
+            first, *rest = crew.chains(goal)
+            if cycles is not None and first.cycles >= cycles:
                 break
-            running = [others.submit(task.run) for task in rest]
+            running = [others.submit(chain.run) for chain in rest]
             first.run()
-            for task in running:
-                task.result()
+            for chain in running:
+                chain.result()
             crew.settle()
             slowest = max(slowest, time.monotonic() - began)
             if crew.period < told:
@@ -115,17 +115,6 @@ class _Piece:
             self.period, self.better = best.period, self.rounds
 
 
-class _Task(msgspec.Struct, frozen=True):
-    """A slice of one chain."""
-
-    piece: _Piece
-    chain: Annealer
-
-    def run(self) -> None:
-        """Anneal."""
-        self.chain.run()
-
-
 class _Crew:
     """The pieces, which must all keep the same deadlines.
 
@@ -161,14 +150,14 @@ class _Crew:
         """Of the whole."""
         return max(piece.period for piece in self.pieces)
 
-    def tasks(self, goal: int) -> list[_Task]:
-        """What to do next: the longest piece, and beside it the next one if that is nearly as long."""
+    def chains(self, goal: int) -> list[Annealer]:
+        """What to anneal next: the longest piece, and beside it the next one if that is nearly as long."""
         order = sorted(self.pieces, key=lambda piece: (-piece.period, piece.rounds))
         self._busy = order[:1]
         if len(order) > 1 and 2 * order[1].period > order[0].period + goal:
             self._busy = order[:CHAINS]
-            return [_Task(piece, piece.chain(0)) for piece in self._busy]
-        return [_Task(order[0], order[0].chain(number)) for number in range(CHAINS)]
+            return [piece.chain(0) for piece in self._busy]
+        return [order[0].chain(number) for number in range(CHAINS)]
 
     def settle(self) -> None:
         """After a round."""

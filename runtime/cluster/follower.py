@@ -12,6 +12,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -57,11 +58,8 @@ class Follower:
     def __init__(self, worker: Worker, build: Build, tell: Callable[[Report], None], injector: Injector,
                  training: TrainingConfig, device: torch.device) -> None:
         self._worker = worker
-        self._build = build
-        self._tell = tell
-        self._injector = injector
-        self._training = training
-        self._device = device
+        self._follow = partial(_Following, worker=worker, build=build, tell=tell, injector=injector, training=training,
+                               device=device)
         self._lock = threading.Lock()
         self._followings: dict[int, _Following] = {}
         """By the order during which they are: who has not begun an order may hear of a fetch in it already."""
@@ -84,8 +82,7 @@ class Follower:
             if fetch.order in self._followings:
                 self._followings.pop(fetch.order).close()
             if any(move.target == self._worker for move in fetch.moves):
-                self._followings[fetch.order] = _Following(fetch, self._worker, self._build, self._tell, self._injector,
-                                                           self._training, self._device)
+                self._followings[fetch.order] = self._follow(fetch)
 
     def take(self, order: Train, require: Callable[[], None]) -> dict[int, Fetched]:
         """The stages that were fetched for an order, as they are when it begins; nothing where none were.

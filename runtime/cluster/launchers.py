@@ -12,6 +12,7 @@ from datetime import timedelta
 from torch.distributed import DistError
 
 from runtime.cluster.rendezvous import Rendezvous, RendezvousError, connect_store
+from runtime.errors import first_line
 
 DEFAULT_PORT = 29500
 """torch's own; only where MASTER_PORT is not set."""
@@ -85,7 +86,7 @@ def announce(here: Launched, opened: Rendezvous) -> None:
         try:
             connect_store(here.master).set(_key(here), str(opened))
         except DistError as error:
-            raise RendezvousError(f"torchrun at {here.master} is gone: {str(error).splitlines()[0]}") from None
+            raise RendezvousError(f"torchrun at {here.master} is gone: {first_line(error)}") from None
 
 
 def find(here: Launched, timeout: timedelta) -> Rendezvous:
@@ -99,7 +100,7 @@ def find(here: Launched, timeout: timedelta) -> Rendezvous:
         return Rendezvous.parse(store.get(_key(here)).decode())
     except (DistError, ValueError) as error:
         raise RendezvousError(f"node 0 has not said to torchrun at {here.master} where it is: "
-                              f"{str(error).splitlines()[0]}") from None
+                              f"{first_line(error)}") from None
 
 
 def to_open(here: Launched) -> Rendezvous | None:
