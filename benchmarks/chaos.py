@@ -32,20 +32,20 @@ from pathlib import Path
 import torch
 
 from benchmarks.jobs import uniform_job
-from planner.job import Job
+from planner.job.file import Job
 from planner.normalise import PlanOptions, normal_form
 from planner.plan import plan_job
-from runtime.cluster.conductor import NoScheduleError, Recovery, RunError, Scheduler
-from runtime.cluster.crew import Return
-from runtime.cluster.injection import Action, Injection, Place
-from runtime.cluster.nursery import Nursery
 from runtime.config import RunConfig, parse_run_config
+from runtime.coordinator.coordinator import NoScheduleError, Recovery, RunError, Scheduler
 from runtime.launch import Resilience, run
 from runtime.model.checkpoint import latest
 from runtime.model.parameters import load_parameters
-from runtime.reference import ReferenceResult, reference_run
-from schedules.relabel import relabel
+from runtime.processes.fork_server import Nursery
+from runtime.processes.process_manager import Return
+from runtime.protocol.failure_injection import Action, Injection, Place
+from runtime.tools.reference import ReferenceResult, reference_run
 from schedules.schedule import Schedule, Worker
+from schedules.tables.relabel import relabel
 
 TOLERANCE = 1e-9
 STALL_SECONDS = 60.0

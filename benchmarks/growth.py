@@ -5,7 +5,7 @@
 Micro-batches: 32 a pipeline; F = I = W = 10, transfer 1, optimizer 5, room for 2 S micro-batches. For each size and
 number of failures (each in another pipeline, stages in turn), every plan in a process of its own and checked:
 
-- pieces: different groups of pipelines, which are what is planned (see `planner.decompose`), and their ops;
+- pieces: different groups of pipelines, which are what is planned (see `planner.model.decompose`), and their ops;
 - first: seconds to a plan by the list scheduler with no time to search;
 - gap after the time limit, seconds until then, and the peak memory of the process.
 """
@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.jobs import uniform_job
-from planner.bounds import lower_bound
-from planner.decompose import decompose
+from planner.model.bounds import lower_bound
+from planner.model.decompose import decompose
+from planner.model.problem import build_problem
 from planner.plan import plan_job
-from planner.problem import build_problem
 from schedules.schedule import Worker
 
 MICROBATCHES = 32

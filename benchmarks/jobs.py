@@ -3,8 +3,8 @@
 import argparse
 from typing import Any
 
-from planner.job import Job, parse_job
-from planner.jobtext import job_text
+from planner.job.file import Job, parse_job
+from planner.job.text import job_text
 
 
 def uniform_text(pipelines: int, stages: int, microbatches: int, *, op: float = 10, optimizer: float = 5,

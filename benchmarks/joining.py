@@ -22,12 +22,12 @@ from pathlib import Path
 from benchmarks.jobs import uniform_job
 from benchmarks.sleeping import MODEL, TRAINING, sleeping
 from planner.plan import plan_job
-from runtime.cluster.conductor import Recovery
-from runtime.cluster.crew import Return
-from runtime.cluster.injection import Injection
-from runtime.cluster.nursery import Nursery
 from runtime.config import parse_run_config
+from runtime.coordinator.coordinator import Recovery
 from runtime.launch import Resilience, run
+from runtime.processes.fork_server import Nursery
+from runtime.processes.process_manager import Return
+from runtime.protocol.failure_injection import Injection
 from schedules.schedule import Schedule, Worker
 
 OP_SECONDS = 0.03

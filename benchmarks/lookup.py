@@ -19,12 +19,12 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from benchmarks.jobs import uniform_text
-from planner.job import parse_job
+from planner.job.file import parse_job
 from planner.normalise import PlanOptions
-from planner.tables import build_table
+from planner.tables.build import build_table
 from schedules.check import check
-from schedules.pattern import dead_column
-from schedules.table import Table
+from schedules.tables.pattern import dead_column
+from schedules.tables.table import Table
 
 
 def milliseconds(times: list[float]) -> dict[str, float]:

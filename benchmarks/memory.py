@@ -30,7 +30,7 @@ from runtime.model.data import Microbatch, load_corpus
 from runtime.model.layers import model_for, parameter_dtype, split_layers
 from runtime.model.optimizer import build_optimizer
 from runtime.model.stage import Stage, boundaries
-from runtime.profile import profile
+from runtime.tools.profile import profile
 
 STAGES = 2
 ROW = 8

@@ -29,13 +29,13 @@ from torch import Tensor, distributed, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from planner.job import parse_job
+from planner.job.file import parse_job
 from planner.plan import plan_job
-from runtime.cluster.nursery import Nursery
 from runtime.config import RunConfig, parse_run_config
 from runtime.launch import run
 from runtime.model.data import Microbatch, load_corpus
 from runtime.model.layers import model_for, parameter_dtype, split_layers
+from runtime.processes.fork_server import Nursery
 from schedules.schedule import OpKind, Schedule
 from schedules.torchcsv import write_order
 

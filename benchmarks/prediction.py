@@ -22,13 +22,13 @@ import torch
 
 from benchmarks.jobs import gpt_job
 from cli.profile import job_tables
-from planner.job import parse_job
-from planner.jobtext import job_text
+from planner.job.file import parse_job
+from planner.job.text import job_text
 from planner.plan import plan_job
 from runtime.config import parse_run_config
 from runtime.launch import run
 from runtime.model.layers import split_layers
-from runtime.profile import Profile, profile
+from runtime.tools.profile import Profile, profile
 
 LIMIT = 0.10
 CALM = 0.05

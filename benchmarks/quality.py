@@ -20,7 +20,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from planner.job import Job, parse_job
+from planner.job.file import Job, parse_job
 from planner.plan import plan_job
 from schedules.schedule import Worker
 

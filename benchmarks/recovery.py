@@ -13,14 +13,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from planner.job import Job, parse_job
+from planner.job.file import Job, parse_job
 from planner.plan import plan_job
-from runtime.cluster.conductor import Recovery
-from runtime.cluster.crew import Return
-from runtime.cluster.injection import Injection, Place
-from runtime.cluster.nursery import Nursery
 from runtime.config import parse_run_config
+from runtime.coordinator.coordinator import Recovery
 from runtime.launch import Resilience, run
+from runtime.processes.fork_server import Nursery
+from runtime.processes.process_manager import Return
+from runtime.protocol.failure_injection import Injection, Place
 from schedules.schedule import Schedule, Worker
 
 LIMIT_SECONDS = 1.0

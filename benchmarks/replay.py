@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.sleeping import MODEL, TRAINING, sleeping
-from planner.job import Job, parse_job
+from planner.job.file import Job, parse_job
 from planner.plan import plan_job
 from runtime.config import parse_run_config
 from runtime.launch import run

@@ -30,14 +30,14 @@ from rich.table import Table
 
 from benchmarks.replay import sleeping_job
 from benchmarks.sleeping import MODEL, TRAINING, sleeping
-from planner.job import Job
+from planner.job.file import Job
 from planner.plan import plan_job
-from runtime.cluster.conductor import RunError
-from runtime.cluster.crew import Return
-from runtime.cluster.injection import Injection
 from runtime.config import parse_run_config
+from runtime.coordinator.coordinator import RunError
 from runtime.launch import Resilience, RunResult, run
 from runtime.model.checkpoint import latest
+from runtime.processes.process_manager import Return
+from runtime.protocol.failure_injection import Injection
 from schedules.schedule import Schedule, Worker
 
 CHECKPOINT_EVERY = 5

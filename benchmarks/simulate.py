@@ -22,7 +22,7 @@ from planner.fleet.generate import PRESETS, Failures, for_workers_of, generate
 from planner.fleet.policies import POLICIES
 from planner.fleet.simulation import compare, over_seeds
 from planner.fleet.speeds import Speeds
-from planner.job import Job
+from planner.job.file import Job
 from planner.plan import plan_job
 from schedules.schedule import Worker
 from schedules.timing import Noise, replay

@@ -16,7 +16,7 @@ from torch import Tensor
 from runtime.config import RunConfig, parse_run_config
 from runtime.model.layers import model_for, parameter_dtype
 from runtime.model.stage import Microbatch, Stage
-from runtime.profile import timed
+from runtime.tools.profile import timed
 
 
 def middle_stage(config: RunConfig, device: torch.device) -> Stage:

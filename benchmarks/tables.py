@@ -19,10 +19,10 @@ from rich.progress import Progress
 from rich.table import Table as Grid
 
 from benchmarks.jobs import uniform_text
-from planner.job import parse_job
+from planner.job.file import parse_job
 from planner.normalise import PlanOptions
-from planner.tables import Built, build_table
-from schedules.table import Table
+from planner.tables.build import Built, build_table
+from schedules.tables.table import Table
 
 
 def build(options: argparse.Namespace, folder: Path) -> Built:

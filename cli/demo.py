@@ -14,11 +14,11 @@ from rich.table import Table
 
 from cli.console import duration, err, out, print_json, refuse
 from cli.timeline import timeline
-from planner.job import Job, StageMemory, read_job
+from planner.job.file import Job, StageMemory, read_job
 from planner.plan import Plan, plan_job
 from runtime.config import ConfigError, RunConfig, parse_run_config
 from runtime.launch import RunError, RunResult, run
-from runtime.reference import reference_run
+from runtime.tools.reference import reference_run
 from schedules.schedule import Schedule, Worker
 
 JOBS = Path(__file__).parent / "jobs"

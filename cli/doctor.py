@@ -16,7 +16,7 @@ from rich.text import Text
 
 from cli.console import duration, err, loading, out, print_json
 from cli.version import version
-from planner.job import read_job
+from planner.job.file import read_job
 
 PACKAGES = ("torch", "torchft", "ortools", "numba", "numpy", "networkx", "msgspec", "rich", "typer")
 SEARCH_SECONDS = 2.0
@@ -121,7 +121,7 @@ def _backends() -> Iterator[Finding]:
 
 
 def _compiled() -> Finding:
-    from planner.compiled import annealing, listing
+    from planner.search.compiled import annealing, listing
 
     with loading():
         compiled = annealing() is not None and listing() is not None
@@ -135,7 +135,7 @@ def _self_test() -> Iterator[Finding]:
     """Plan, check and look up in this process, while two others start, meet and talk."""
     try:
         with loading():
-            from runtime.greeting import Greeters, GreetingError
+            from runtime.tools.self_test import Greeters, GreetingError
     except ImportError as error:
         yield Finding("self-test", "two processes", "failed", f"runtime cannot be imported: {_line(error)}")
         yield from _planning()
@@ -186,8 +186,8 @@ def _plan_and_check() -> str:
 
 def _look_up() -> str:
     from schedules.schedule import Worker
-    from schedules.table import Table as Schedules
-    from schedules.table import library, library_names
+    from schedules.tables.table import Table as Schedules
+    from schedules.tables.table import library, library_names
 
     name = library_names()[0]
     folder = library(name)

@@ -22,14 +22,14 @@ from cli.console import (
 )
 from cli.moves import move_lines
 from cli.plan import Failed, Json, OutFile
-from planner.job import JobError, parse_job
+from planner.job.file import JobError, parse_job
+from planner.model.problem import NoPlanError
 from planner.normalise import PlanOptions
-from planner.problem import NoPlanError
 from schedules.check import check
 from schedules.codec import encode
 from schedules.schedule import Schedule, Worker
-from schedules.table import Table, library, library_names
-from schedules.tablefile import TableError
+from schedules.tables.file import TableError
+from schedules.tables.table import Table, library, library_names
 
 PLAN_SECONDS = 10.0
 """At most, for a failure set that is not in the table."""

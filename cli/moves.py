@@ -1,7 +1,7 @@
 """Which workers take over other roles, for a reader."""
 
-from schedules.relabel import layers_to_load
 from schedules.schedule import Schedule
+from schedules.tables.relabel import layers_to_load
 
 
 def move_lines(schedule: Schedule) -> list[str]:

@@ -7,11 +7,11 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from cli.console import duration, err, is_there, near, out, print_json, refuse, require_writable, write_or_refuse
-from planner.estimate import MACHINES, Cluster, Machine, Shape, estimate
-from planner.job import JobError, parse_job
-from planner.jobtext import job_text
-from planner.presets import preset, preset_names
-from planner.tracetimes import TraceError, job_tables, read_ranges, stage_times
+from planner.job.estimate import MACHINES, Cluster, Machine, Shape, estimate
+from planner.job.file import JobError, parse_job
+from planner.job.presets import preset, preset_names
+from planner.job.text import job_text
+from planner.job.trace_times import TraceError, job_tables, read_ranges, stage_times
 
 T = TypeVar("T")
 MOST = 2**31

@@ -1,8 +1,8 @@
 """Which of several processes `slipstream train` is: by its options, or by what a launcher has told it."""
 
 from cli.console import refuse
-from runtime.cluster.launchers import Launched, launched
-from runtime.cluster.rendezvous import Rendezvous
+from runtime.processes.launchers import Launched, launched
+from runtime.protocol.rendezvous import Rendezvous
 
 
 def part(nodes: int | None, node: int | None, rendezvous: str | None) -> Launched:

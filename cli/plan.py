@@ -24,13 +24,13 @@ from cli.console import (
 )
 from cli.moves import move_lines
 from cli.timeline import timeline
-from planner.foreign import judge_order
-from planner.job import Job, JobError, read_job
+from planner.job.file import Job, JobError, read_job
+from planner.judge import judge_order
+from planner.model.problem import NoPlanError
 from planner.normalise import PlanOptions, normalised
 from planner.plan import Plan, plan_job
-from planner.problem import NoPlanError
-from planner.report import Report
-from planner.solve import METHODS, Method
+from planner.progress import Report
+from planner.search.solve import METHODS, Method
 from schedules.codec import encode
 from schedules.schedule import BackwardMode, OptimizerMode, Worker
 from schedules.torchcsv import MAX_BYTES, TorchCsvError, read_order

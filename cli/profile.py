@@ -9,11 +9,11 @@ import typer
 
 from cli.console import duration, err, loading, out, print_json, refuse, require_writable, write_or_refuse
 from cli.plan import read_job_or_refuse
-from planner.job import Job, placement
-from planner.jobtext import job_text, rounded
+from planner.job.file import Job, placement
+from planner.job.text import job_text, rounded
 
 if TYPE_CHECKING:
-    from runtime.profile import Profile
+    from runtime.tools.profile import Profile
 
 DEFAULT = Path(__file__).parent / "jobs" / "small-gpt.toml"
 KIB = 1024
@@ -40,8 +40,8 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
 
         from runtime.config import ConfigError, parse_run_config
         from runtime.model.layers import model_for, parameter_dtype, split_layers
-        from runtime.profile import ProfileError
-        from runtime.profile import profile as measure
+        from runtime.tools.profile import ProfileError
+        from runtime.tools.profile import profile as measure
 
     wanted = read_job_or_refuse(job)
     try:

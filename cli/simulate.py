@@ -26,6 +26,7 @@ from cli.console import (
 )
 from cli.plan import JobFile, Json, read_job_or_refuse
 from cli.simulation_page import page, verdict, worker_hours
+from planner.fleet.availability import Trace, fit
 from planner.fleet.costs import Costs, costs_for
 from planner.fleet.generate import PRESETS, Failures, for_workers_of, generate
 from planner.fleet.policies import POLICIES
@@ -33,11 +34,10 @@ from planner.fleet.policy import Cause, Policy
 from planner.fleet.reading import TraceFileError, read_trace
 from planner.fleet.simulation import Floats, Result, compare, over_seeds
 from planner.fleet.speeds import Speeds
-from planner.fleet.trace import Trace, fit
-from planner.job import Job
-from planner.problem import NoPlanError
-from schedules.table import Table, library
-from schedules.tablefile import TableError
+from planner.job.file import Job
+from planner.model.problem import NoPlanError
+from schedules.tables.file import TableError
+from schedules.tables.table import Table, library
 
 DEFAULT_PRESET = "llama-3"
 

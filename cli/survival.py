@@ -4,14 +4,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from cli.console import is_there, parse_workers, refuse
-from planner.job import Job
+from planner.job.file import Job
+from planner.model.problem import NoPlanError
 from planner.normalise import PlanOptions
-from planner.problem import NoPlanError
-from runtime.cluster.conductor import NoScheduleError, Scheduler
+from runtime.coordinator.coordinator import NoScheduleError, Scheduler
 from runtime.model.checkpoint import MANIFEST, Checkpoint, CheckpointError, latest, open_checkpoint
 from schedules.schedule import Grid, Schedule, Worker
-from schedules.table import Table
-from schedules.tablefile import TableError
+from schedules.tables.file import TableError
+from schedules.tables.table import Table
 
 ON_THE_SPOT_SECONDS = 10.0
 """At most, to plan for failures that no table covers."""

@@ -11,15 +11,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cli.console import answer_no, duration, err, out, print_json, refuse
 from cli.plan import Backward, How, JobFile, Json, Optimizer, Seed, require_choice
-from planner.job import JobError, parse_job, read_job_text
+from planner.job.file import JobError, parse_job, read_job_text
+from planner.model.problem import NoPlanError
 from planner.normalise import PlanOptions
-from planner.pool import PoolError
-from planner.problem import NoPlanError
-from planner.solve import METHODS, Method
-from planner.tables import Built, build_table
-from planner.tables import Progress as Tell
+from planner.search.solve import METHODS, Method
+from planner.tables.build import Built, build_table
+from planner.tables.build import Progress as Tell
+from planner.tables.process_pool import PoolError
 from schedules.schedule import BackwardMode, OptimizerMode
-from schedules.tablefile import READABLE_INDEX, TableError
+from schedules.tables.file import READABLE_INDEX, TableError
 
 MaxFailures = Annotated[int, typer.Option("--max-failures", metavar="K", min=0, help=(
     "One schedule for each number of failures up to this."))]

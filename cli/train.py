@@ -24,15 +24,15 @@ from cli.plan import (
     read_job_or_refuse,
 )
 from cli.survival import events, find_checkpoint, look_up, read_table, require_fit, scheduler, way_on
-from planner.job import Job
-from runtime.cluster.crew import Return
-from runtime.cluster.injection import Injection
-from runtime.cluster.launchers import announce, find, to_open
-from runtime.cluster.rendezvous import RendezvousError
-from runtime.cluster.setup import JOIN_TIMEOUT
+from planner.job.file import Job
 from runtime.config import ConfigError, RunConfig, parse_run_config
 from runtime.launch import Resilience, RunError, RunResult, join, run
 from runtime.model.checkpoint import CheckpointError
+from runtime.processes.launchers import announce, find, to_open
+from runtime.processes.process_manager import Return
+from runtime.protocol.failure_injection import Injection
+from runtime.protocol.rendezvous import RendezvousError
+from runtime.protocol.setup import JOIN_TIMEOUT
 from runtime.replay.placement import PlacementError
 from schedules.check import check
 from schedules.schedule import Schedule

@@ -8,23 +8,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from planner.foreign import Judged as Judged
-    from planner.foreign import judge_order as judge_order
-    from planner.job import Job as Job
-    from planner.job import JobError as JobError
-    from planner.job import parse_job as parse_job
-    from planner.job import read_job as read_job
+    from planner.job.file import Job as Job
+    from planner.job.file import JobError as JobError
+    from planner.job.file import parse_job as parse_job
+    from planner.job.file import read_job as read_job
+    from planner.judge import Judged as Judged
+    from planner.judge import judge_order as judge_order
+    from planner.model.problem import NoPlanError as NoPlanError
     from planner.normalise import PlanOptions as PlanOptions
     from planner.normalise import normalised as normalised
     from planner.plan import Plan as Plan
     from planner.plan import plan_job as plan_job
-    from planner.problem import NoPlanError as NoPlanError
 
 _HOMES = {
-    "Job": "job", "JobError": "job", "parse_job": "job", "read_job": "job",
-    "NoPlanError": "problem", "Plan": "plan", "plan_job": "plan",
+    "Job": "job.file", "JobError": "job.file", "parse_job": "job.file", "read_job": "job.file",
+    "NoPlanError": "model.problem", "Plan": "plan", "plan_job": "plan",
     "PlanOptions": "normalise", "normalised": "normalise",
-    "Judged": "foreign", "judge_order": "foreign",
+    "Judged": "judge", "judge_order": "judge",
 }
 """Public names, and the module that each lives in."""
 

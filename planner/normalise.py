@@ -8,8 +8,8 @@ the number is given; which F roles are down is a choice. It is made in three ste
 2. which pipelines they belong to: spread or stacked (`arrangements`);
 3. real plans of the best few candidates decide. On small grids every pattern is a candidate.
 
-The result, the *normal form*, depends on the number of failures alone. `schedules.relabel` then chooses who plays
-which role, at the fewest layers to load.
+The result, the *normal form*, depends on the number of failures alone. `schedules.tables.relabel` then chooses who
+plays which role, at the fewest layers to load.
 
 The idea, failure normalisation by dynamic programming, is that of ReCycle (SOSP 2024, arXiv 2405.14009).
 """
@@ -21,16 +21,16 @@ from itertools import islice
 
 import msgspec
 
-from planner.bounds import lower_bound
-from planner.job import Job
+from planner.job.file import Job
+from planner.model.bounds import lower_bound
+from planner.model.problem import NoPlanError, Problem, build_problem
 from planner.plan import Plan, checked, collector_at_rest, plan_job, problem_for
-from planner.problem import NoPlanError, Problem, build_problem
-from planner.report import Report
-from planner.solve import Method, solve
+from planner.progress import Report
+from planner.search.solve import Method, solve
 from schedules.check import check
-from schedules.pattern import Pattern, dead_column, pattern_of, patterns, pipeline_classes, representative
-from schedules.relabel import relabel
 from schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
+from schedules.tables.pattern import Pattern, dead_column, pattern_of, patterns, pipeline_classes, representative
+from schedules.tables.relabel import relabel
 
 EXHAUSTIVE = 60
 """Up to so many patterns of a number of failures, all are planned."""

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 import msgspec
 
-from planner.assemble import build_schedule, period
 from planner.interrupt import interruptible
-from planner.job import Job, require_known
-from planner.problem import Problem, build_problem
-from planner.report import Report
-from planner.solve import Method, Solved, solve
+from planner.job.file import Job, require_known
+from planner.model.assemble import build_schedule, period
+from planner.model.problem import Problem, build_problem
+from planner.progress import Report
+from planner.search.solve import Method, Solved, solve
 from schedules.check import check
 from schedules.memory import memory_peaks
 from schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker

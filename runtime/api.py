@@ -6,7 +6,7 @@ from runtime.model.data import Data, Microbatch
 from runtime.model.layers import LayeredModel
 from runtime.model.seeds import derive_seed, seeded
 from runtime.model.split import weight_work
-from runtime.reference import ReferenceResult, reference_run
+from runtime.tools.reference import ReferenceResult, reference_run
 
 __all__ = [
     "ConfigError",

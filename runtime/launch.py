@@ -19,19 +19,12 @@ from msgspec.structs import replace
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
-from runtime.cluster.conductor import Conductor, Recovery, Scheduler
-from runtime.cluster.conductor import RunError as RunError
-from runtime.cluster.crew import Crew, Hands, Return, next_command
-from runtime.cluster.injection import Injection
-from runtime.cluster.launchers import ALONE, Machine
-from runtime.cluster.ledger import Ledger
-from runtime.cluster.membership import Lighthouse
-from runtime.cluster.nursery import Nursery, NurseryError
-from runtime.cluster.rendezvous import Rendezvous, RendezvousError, connect_store, host_store
-from runtime.cluster.report import Ended, Left, push
-from runtime.cluster.setup import JOIN_TIMEOUT, SETUP_KEY, Form, Setup
-from runtime.cluster.watch import POLL_SECONDS, LossLog, Progress, Tell, Watch
 from runtime.config import ConfigError, RunConfig
+from runtime.coordinator.commit_log import Ledger
+from runtime.coordinator.coordinator import Conductor, Recovery, Scheduler
+from runtime.coordinator.coordinator import RunError as RunError
+from runtime.coordinator.event_loop import POLL_SECONDS, LossLog, Progress, Tell, Watch
+from runtime.coordinator.membership import Lighthouse
 from runtime.device import choose_device
 from runtime.model.checkpoint import Checkpoint, CheckpointError, identity_of, latest, open_checkpoint
 from runtime.model.clipping import watches_gradients
@@ -39,7 +32,14 @@ from runtime.model.data import load_corpus
 from runtime.model.digest import combined_digest
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
 from runtime.model.stage import boundaries
-from runtime.replay.comm import Transport, choose_transport
+from runtime.processes.fork_server import Nursery, NurseryError
+from runtime.processes.launchers import ALONE, Machine
+from runtime.processes.process_manager import Crew, Hands, Return, next_command
+from runtime.protocol.failure_injection import Injection
+from runtime.protocol.rendezvous import Rendezvous, RendezvousError, connect_store, host_store
+from runtime.protocol.reports import Ended, Left, push
+from runtime.protocol.setup import JOIN_TIMEOUT, SETUP_KEY, Form, Setup
+from runtime.replay.communication import Transport, choose_transport
 from runtime.replay.placement import PlacementError, deal_to_nodes, layer_ranges
 from schedules import codec
 from schedules.check import check

@@ -7,13 +7,13 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from planner.assemble import build_schedule
-from planner.dealing import deal
-from planner.dense import Dense, solution_period
-from planner.greedy import Policy, list_order
-from planner.job import Job
-from planner.problem import Problem, build_problem
-from planner.solution import Solution
+from planner.job.file import Job
+from planner.model.arrays import Dense, solution_period
+from planner.model.assemble import build_schedule
+from planner.model.problem import Problem, build_problem
+from planner.model.solution import Solution
+from planner.search.assignment import deal
+from planner.search.list_scheduler import Policy, list_order
 from schedules.graph import op_key, producers
 from schedules.schedule import (
     COMPUTE_KINDS,

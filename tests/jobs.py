@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from planner.job import Job, parse_job
+from planner.job.file import Job, parse_job
 from schedules.schedule import Worker
 
 

@@ -12,7 +12,7 @@ import math
 import msgspec
 import numpy as np
 
-from planner.fleet.trace import Change, Trace
+from planner.fleet.availability import Change, Trace
 
 
 class Failures(msgspec.Struct, frozen=True, kw_only=True):

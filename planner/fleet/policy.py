@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import ClassVar, NamedTuple
 
+from planner.fleet.availability import Change
 from planner.fleet.costs import Costs
 from planner.fleet.speeds import Speeds
-from planner.fleet.trace import Change
 
 
 class Cause(StrEnum):

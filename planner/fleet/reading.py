@@ -20,7 +20,7 @@ from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 
-from planner.fleet.trace import Change, Trace
+from planner.fleet.availability import Change, Trace
 from schedules.files import read_at_most
 
 MAX_BYTES = 64 * 2**20

@@ -6,11 +6,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from planner.fleet.availability import Trace
 from planner.fleet.costs import Costs
 from planner.fleet.policies import POLICIES
 from planner.fleet.policy import Cause, Phase, Policy, Setting
 from planner.fleet.speeds import Speeds
-from planner.fleet.trace import Trace
 
 Floats = npt.NDArray[np.float64]
 Tell = Callable[[int, int], None]

@@ -5,7 +5,7 @@ costs nothing: what a plan depends on is how many workers of each stage are down
 a few arrangements over pipelines (`planner.normalise.arrangements`), by the list schedulers, within a short time; with
 a table, the periods of its entries are taken where they fit.
 
-Jobs of more than `LARGE` ops are planned piece by piece (`planner.decompose`), each different piece once, and the
+Jobs of more than `LARGE` ops are planned piece by piece (`planner.model.decompose`), each different piece once, and the
 period is taken to be that of the slowest piece. Pieces meet at the all-reduces only; where their workers end at unlike
 times, the assembled schedule can be a little longer.
 """
@@ -18,24 +18,24 @@ from functools import cached_property
 
 import msgspec
 
-from planner import assemble
-from planner.baselines import one_f_one_b
-from planner.bounds import lower_bound
-from planner.compiled import listing
-from planner.dealing import deal
-from planner.decompose import Piece, decompose
-from planner.dense import Dense, solution_period
-from planner.greedy import Policy as ListPolicy
-from planner.greedy import in_flight
-from planner.job import Job
-from planner.listing import lister
+from planner.job.file import Job
+from planner.model import assemble
+from planner.model.arrays import Dense, solution_period
+from planner.model.bounds import lower_bound
+from planner.model.decompose import Piece, decompose
+from planner.model.problem import Problem
+from planner.model.solution import Solution
 from planner.normalise import PlanOptions, Windows, arrangements
-from planner.problem import Problem
-from planner.solution import Solution
-from planner.solve import solve
-from schedules.pattern import Pattern, pattern_of, pipeline_classes
+from planner.search.assignment import deal
+from planner.search.baselines import one_f_one_b
+from planner.search.compiled import listing
+from planner.search.compiled_lister import lister
+from planner.search.list_scheduler import Policy as ListPolicy
+from planner.search.list_scheduler import in_flight
+from planner.search.solve import solve
 from schedules.schedule import BackwardMode, OptimizerMode
-from schedules.table import Table
+from schedules.tables.pattern import Pattern, pattern_of, pipeline_classes
+from schedules.tables.table import Table
 
 Down = tuple[int, ...]
 """Workers down, by column (stage)."""

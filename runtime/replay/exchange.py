@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from runtime.model.stage import Boundary
-from runtime.replay.comm import Arriving, Epoch, Outgoing
+from runtime.replay.communication import Arriving, Epoch, Outgoing
 from schedules.graph import Transfer, programs_of, transfers
 from schedules.schedule import Schedule, Worker
 

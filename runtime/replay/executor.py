@@ -8,7 +8,7 @@ from torch import Tensor
 from runtime.model.data import Microbatch
 from runtime.model.stage import Stage
 from runtime.model.steps import Steps
-from runtime.replay.comm import Epoch
+from runtime.replay.communication import Epoch
 from runtime.replay.exchange import Exchange, Parcel, ParcelKind
 from runtime.replay.recorder import Recorder
 from schedules.schedule import Op, OpKind, Schedule, Worker

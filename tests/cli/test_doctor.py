@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import cli.doctor
 from cli.app import app
-from runtime.greeting import Greeters, GreetingError
+from runtime.tools.self_test import Greeters, GreetingError
 from schedules.check import Violation
 
 

@@ -5,9 +5,9 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.app import app
-from planner.job import parse_job, read_job
+from planner.job.file import parse_job, read_job
+from planner.job.presets import preset, preset_names
 from planner.plan import plan_job
-from planner.presets import preset, preset_names
 from schedules import codec
 from tests.jobs import grid
 

@@ -9,11 +9,11 @@ from typer.testing import CliRunner
 
 from cli.app import app
 from cli.profile import job_tables
-from planner.job import Job, parse_job, read_job
-from planner.jobtext import job_text
+from planner.job.file import Job, parse_job, read_job
+from planner.job.text import job_text
 from planner.plan import plan_job
 from runtime.config import parse_run_config
-from runtime.profile import Profile, StageProfile
+from runtime.tools.profile import Profile, StageProfile
 
 JOB = """
 name = "tiny \\"quoted\\" é"

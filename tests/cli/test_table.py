@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.app import app
-from schedules.table import Table
+from schedules.tables.table import Table
 
 JOB = """
 pipelines = 3

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.app import app
-from planner.job import parse_job
-from runtime.cluster.rendezvous import host_store
+from planner.job.file import parse_job
+from runtime.protocol.rendezvous import host_store
 from schedules import codec
 from schedules.schedule import Worker
 from tests.jobs import grid

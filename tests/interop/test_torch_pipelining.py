@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given, settings
 
-from planner.foreign import judge_order
-from planner.job import JobError, parse_job
+from planner.job.file import JobError, parse_job
+from planner.job.trace_times import TraceError, read_ranges, stage_times
+from planner.judge import judge_order
 from planner.plan import plan_job
-from planner.tracetimes import TraceError, read_ranges, stage_times
 from schedules.check import check
 from schedules.graph import op_key
 from schedules.schedule import COMPUTE_KINDS, OpKind, Worker

@@ -5,12 +5,12 @@ from itertools import combinations, product
 import msgspec
 import pytest
 
+from planner.model.problem import NoPlanError, build_problem
 from planner.normalise import PlanOptions, Windows, candidates, normal_form, normalised
 from planner.plan import plan_job
-from planner.problem import NoPlanError, build_problem
 from schedules.check import check
-from schedules.pattern import dead_column, pattern_of, pipeline_classes
 from schedules.schedule import Worker
+from schedules.tables.pattern import dead_column, pattern_of, pipeline_classes
 from tests.jobs import grid
 
 GREEDY = PlanOptions(method="greedy", time_limit=60)

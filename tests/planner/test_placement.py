@@ -2,7 +2,7 @@
 
 import pytest
 
-from planner.job import JobError, parse_job
+from planner.job.file import JobError, parse_job
 from planner.plan import plan_job
 from schedules import codec
 from schedules.schedule import OpKind, Worker

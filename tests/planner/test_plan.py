@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.assemble import build_schedule
-from planner.bounds import lower_bound
-from planner.dealing import DEALINGS, deal
-from planner.dense import Dense, solution_period
-from planner.greedy import Policy, list_order
-from planner.job import JobError
+from planner.job.file import JobError
+from planner.model.arrays import Dense, solution_period
+from planner.model.assemble import build_schedule
+from planner.model.bounds import lower_bound
+from planner.model.problem import NoPlanError, build_problem
 from planner.plan import plan_job
-from planner.problem import NoPlanError, build_problem
+from planner.search.assignment import DEALINGS, deal
+from planner.search.list_scheduler import Policy, list_order
 from schedules.check import check
 from schedules.codec import encode
 from schedules.schedule import OpKind, Worker

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import cli
-from planner.job import Job, parse_job, read_job
+from planner.job.file import Job, parse_job, read_job
 from planner.plan import Plan, plan_job
 from schedules.schedule import Worker
 

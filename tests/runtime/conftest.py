@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from runtime.cluster.nursery import Nursery
+from runtime.processes.fork_server import Nursery
 
 torch.set_num_threads(1)
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from planner.job import Job
-from runtime.cluster.conductor import Scheduler
-from runtime.cluster.injection import Action, Injection, Place
+from planner.job.file import Job
+from runtime.coordinator.coordinator import Scheduler
 from runtime.launch import Resilience, RunResult, run
+from runtime.protocol.failure_injection import Action, Injection, Place
 from schedules.schedule import BackwardMode, OptimizerMode, Worker
 from tests.jobs import grid
 from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny

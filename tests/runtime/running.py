@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from planner.job import Job, parse_job
+from planner.job.file import Job, parse_job
 from planner.plan import plan_job
-from runtime.cluster.rendezvous import host_store
 from runtime.config import RunConfig, parse_run_config
 from runtime.launch import RunResult
 from runtime.model.parameters import load_parameters
-from runtime.reference import ReferenceResult, reference_run
+from runtime.protocol.rendezvous import host_store
+from runtime.tools.reference import ReferenceResult, reference_run
 from schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
 
 ITERATIONS = 20

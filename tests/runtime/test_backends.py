@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from planner.job import parse_job
-from runtime.cluster.injection import Injection
+from planner.job.file import parse_job
 from runtime.config import RunConfig, parse_run_config
 from runtime.launch import Resilience, run
+from runtime.protocol.failure_injection import Injection
 from schedules.schedule import Schedule, Worker
 from tests.runtime.running import assert_same_numbers, judge, schedule_for
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from runtime.cluster.crew import Return
-from runtime.cluster.injection import Injection
 from runtime.launch import Resilience, run
+from runtime.processes.process_manager import Return
+from runtime.protocol.failure_injection import Injection
 from schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import planned

@@ -7,12 +7,12 @@ import threading
 import pytest
 from msgspec.structs import replace
 
-from runtime.cluster.crew import Return
-from runtime.cluster.nursery import Nursery
+from runtime.processes.fork_server import Nursery
+from runtime.processes.process_manager import Return
 from schedules.schedule import Worker
 from tests.runtime.failing import JOB, LONG, WIDE, at, dead, returned, train
+from tests.runtime.model.test_steps import OFTEN, RARELY, SAME, SPIKY
 from tests.runtime.running import tiny
-from tests.runtime.test_steps import OFTEN, RARELY, SAME, SPIKY
 
 BACK = Worker(0, 0)
 SLOWLY = 100e3

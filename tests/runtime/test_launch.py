@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from runtime.cluster.nursery import Nursery
-from runtime.cluster.rendezvous import Rendezvous, RendezvousError, host_store
 from runtime.config import ConfigError
 from runtime.launch import RunError, join, run
+from runtime.processes.fork_server import Nursery
+from runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store
 from runtime.replay.placement import PlacementError
 from schedules.codec import read
 from schedules.schedule import OpKind, Worker

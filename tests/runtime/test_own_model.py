@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from planner.job import parse_job
-from runtime.cluster.nursery import Nursery
+from planner.job.file import parse_job
 from runtime.config import ConfigError, parse_run_config
 from runtime.launch import run
 from runtime.model.data import Microbatch, load_corpus
 from runtime.model.layers import model_for
 from runtime.model.stage import Stage
+from runtime.processes.fork_server import Nursery
 from tests.runtime.running import assert_same_numbers, judge, schedule_for
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "own-model.md"

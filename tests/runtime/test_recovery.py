@@ -9,15 +9,15 @@ import pytest
 
 from planner.normalise import PlanOptions, normal_form
 from runtime import launch
-from runtime.cluster.conductor import NoScheduleError, RunError
-from runtime.cluster.crew import Return
-from runtime.cluster.membership import Lighthouse
-from runtime.cluster.nursery import Nursery
-from runtime.cluster.rendezvous import Rendezvous, host_store
+from runtime.coordinator.coordinator import NoScheduleError, RunError
+from runtime.coordinator.membership import Lighthouse
 from runtime.launch import Resilience, join, run
 from runtime.model.checkpoint import latest
-from schedules.relabel import relabel
+from runtime.processes.fork_server import Nursery
+from runtime.processes.process_manager import Return
+from runtime.protocol.rendezvous import Rendezvous, host_store
 from schedules.schedule import Worker
+from schedules.tables.relabel import relabel
 from tests.runtime.failing import CONFIG, JOB, LONG, TIMEOUT_SECONDS, WIDE, at, dead, planned, returned, train
 from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
 

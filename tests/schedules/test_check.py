@@ -5,8 +5,8 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from planner.assemble import build_schedule
-from planner.problem import build_problem
+from planner.model.assemble import build_schedule
+from planner.model.problem import build_problem
 from schedules.check import MAX_VIOLATIONS, check
 from schedules.grid import render_grid
 from schedules.schedule import Memory, Op, OpKind, Seat, Worker

@@ -7,10 +7,10 @@ micro-batches, stage times and memory are not published.
 
 import msgspec
 
+from planner.fleet.availability import Trace
 from planner.fleet.reading import from_counts
 from planner.fleet.speeds import Speeds
-from planner.fleet.trace import Trace
-from planner.job import Job, StageTimes
+from planner.job.file import Job, StageTimes
 
 SOURCE = "ReCycle (SOSP 2024, arXiv 2405.14009), digitised from the authors' talk and poster"
 PIPELINES, STAGES = 6, 4

@@ -2,7 +2,7 @@
 
 from planner.fleet.figures.figure import Cell, Figure, Series, Tell, band
 from planner.fleet.speeds import Speeds, spread
-from planner.job import Job, StageTimes
+from planner.job.file import Job, StageTimes
 
 GPUS = (96, 192, 384, 768, 1536)
 SHARES = (0.01, 0.05, 0.10)

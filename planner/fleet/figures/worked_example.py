@@ -1,9 +1,9 @@
 """The worked example: 3 pipelines x 4 stages x 6 micro-batches, worker 1.2 dead, the ideas switched on one by one."""
 
 from planner.fleet.figures.figure import Cell, Figure, Series, Tell
-from planner.job import Job, StageMemory, StageTimes
+from planner.job.file import Job, StageMemory, StageTimes
 from planner.plan import Plan, plan_job
-from planner.solve import Method
+from planner.search.solve import Method
 from schedules.schedule import BackwardMode, OptimizerMode, Worker
 
 DEAD = (Worker(1, 2),)

@@ -8,9 +8,9 @@ from functools import lru_cache
 from itertools import accumulate, combinations
 from typing import NamedTuple
 
+from planner.fleet.availability import Change
 from planner.fleet.policy import Cause, Phase, Policy, Setting
-from planner.fleet.trace import Change
-from planner.job import Job
+from planner.job.file import Job
 
 PIECES = 8
 """Layers that a stage is taken to consist of, where the job does not say."""

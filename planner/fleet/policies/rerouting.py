@@ -3,9 +3,9 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 
+from planner.fleet.availability import Change
 from planner.fleet.policy import Cause, Phase, Policy, Setting
 from planner.fleet.speeds import Down
-from planner.fleet.trace import Change
 
 
 class Rerouting(Policy):

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
+from planner.fleet.availability import Change
 from planner.fleet.policy import Cause, Phase, Policy, Setting
-from planner.fleet.trace import Change
 
 
 class Spares(Policy):

@@ -3,8 +3,8 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 
+from planner.fleet.availability import Change
 from planner.fleet.policy import Cause, Phase, Policy, Setting
-from planner.fleet.trace import Change
 
 
 class _Yardstick(Policy):

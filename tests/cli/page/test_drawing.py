@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from planner.job import parse_job
+from planner.job.file import parse_job
 from schedules.schedule import Grid, OpKind, ProgramOp, Seat, Stage, Worker
 from tests.cli.page.pages import write_page
 from tests.generate import planned

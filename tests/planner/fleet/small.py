@@ -1,10 +1,10 @@
 """Small jobs and traces with numbers that can be checked by hand."""
 
+from planner.fleet.availability import Change, Trace
 from planner.fleet.costs import Costs
 from planner.fleet.policy import Setting
 from planner.fleet.speeds import Speeds
-from planner.fleet.trace import Change, Trace
-from planner.job import parse_job
+from planner.job.file import parse_job
 
 COSTS = Costs(parameters=1e9, switch_seconds=2.0, load_seconds=3.0, restart_seconds=50.0, checkpoint_seconds=10.0,
               oobleck_seconds=7.0, bamboo_seconds=20.0)

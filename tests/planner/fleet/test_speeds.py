@@ -9,8 +9,8 @@ from planner.fleet.figures.failures import steady
 from planner.fleet.speeds import Speeds, spread
 from planner.normalise import PlanOptions, normal_form
 from planner.plan import plan_job
-from planner.tables import build_table
-from schedules.table import Table
+from planner.tables.build import build_table
+from schedules.tables.table import Table
 from tests.planner.fleet.small import job
 
 OPTIONS = PlanOptions(method="greedy", time_limit=0.5)

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
+from planner.fleet.availability import Change, Trace, fit
 from planner.fleet.generate import PRESETS, Failures, for_workers_of, generate
 from planner.fleet.reading import TraceFileError, from_counts, parse_trace, read_trace
-from planner.fleet.trace import Change, Trace, fit
 
 SAMPLES = """
 2021-12-11, 10:00:00, 4

@@ -1,0 +1,33 @@
+"""Job files to start from: published measurements as files, and estimates for models whose shapes are public."""
+
+from pathlib import Path
+
+from planner.job.estimate import MACHINES, Cluster, Shape, estimate
+from planner.job.text import job_text
+from schedules.tables.table import LIBRARY, library_names
+
+MEASURED = Path(__file__).parent
+ESTIMATED = {
+    "llama-3-8b": (
+        Shape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, gated=True, sequence=8192, vocabulary=128_256),
+        Cluster(machine=MACHINES["h100"], pipelines=8, stages=4, microbatches=16, tensor_parallel=2, efficiency=0.45)),
+    "llama-3-70b": (
+        Shape(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, gated=True, sequence=8192, vocabulary=128_256),
+        Cluster(machine=MACHINES["h100"], pipelines=8, stages=16, microbatches=32, tensor_parallel=8, efficiency=0.45)),
+}
+"""Shapes of Llama 3 (Grattafiori et al. 2024, arXiv 2407.21783, table 3); the clusters are examples."""
+
+
+def preset_names() -> tuple[str, ...]:
+    """All presets, sorted."""
+    return tuple(sorted({*library_names(), *(path.stem for path in MEASURED.glob("*.toml")), *ESTIMATED}))
+
+
+def preset(name: str) -> str:
+    """The text of a preset's job file. Raises KeyError for unknown names."""
+    if name in ESTIMATED:
+        return job_text(*estimate(name, *ESTIMATED[name]))
+    for path in (MEASURED / f"{name}.toml", LIBRARY / name / "job.toml"):
+        if name in preset_names() and path.exists():
+            return path.read_text()
+    raise KeyError(name)

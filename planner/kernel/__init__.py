@@ -1,1 +1,0 @@
-"""Inner loops compiled to machine code by numba; `planner.compiled` says whether they are ready."""

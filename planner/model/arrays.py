@@ -1,0 +1,151 @@
+"""The problem as flat lists of integers, for loops that run over all ops many times.
+
+An op is a code: unit x number of kinds + index of its kind. Units are numbered by pipeline, micro-batch and stage, so
+that the unit at the next stage is the next number. An *order* lists all op codes so that each comes after what it waits
+for and workers run theirs in that order; memory on a worker changes only at the ends of its own ops, so it depends on
+the order alone, and start times may be chosen freely once an order is known to fit.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from planner.model.problem import Problem, Unit
+from planner.model.solution import Solution
+from schedules.graph import OpKey
+from schedules.schedule import OpKind
+
+Order = Sequence[int]
+
+
+class Dense:
+    """A problem with chosen hosts. Lists are indexed by unit, by op code or by lane (a live role)."""
+
+    def __init__(self, problem: Problem, hosts: Mapping[Unit, int]) -> None:
+        self.problem = problem
+        self.hosts = hosts
+        self.units = list(problem.units())
+        self.kinds = len(problem.kinds)
+        self.depth = problem.grid.depth
+        self.roles = list(problem.player)
+        index = {role: lane for lane, role in enumerate(self.roles)}
+        host = [hosts[unit] for unit in self.units]
+        self.stage = [unit.stage for unit in self.units]
+        self.place = [stage % self.depth for stage in self.stage]
+        """Of each unit's stage in its chain."""
+        self.lane = [index[problem.role(unit.stage, where)] for unit, where in zip(self.units, host, strict=True)]
+        self.length = [problem.cost(kind, unit.stage, where) for unit, where in zip(self.units, host, strict=True)
+                       for kind in problem.kinds]
+        self.hop = self._hops(host)
+        self.column = [role.column for role in self.roles]
+        self.tail = [problem.tail(column) for column in range(problem.grid.columns)]
+
+    def _hops(self, host: Sequence[int]) -> list[int]:
+        """For each unit, ticks between its worker and that of the same micro-batch at the next stage."""
+        problem = self.problem
+        if not problem.times.transfer:
+            return [0] * len(self.units)
+        return [0 if problem.grid.is_last(stage) else problem.hop(stage, host[unit], stage + 1, host[unit + 1])
+                for unit, stage in enumerate(self.stage)]
+
+    def starts(self, solution: Solution) -> list[int]:
+        """Start ticks by op code, of a solution with the same hosts."""
+        kinds = self.problem.kinds
+        return [solution.starts[kind, *unit] for unit in self.units for kind in kinds]
+
+    def order(self, solution: Solution) -> Order:
+        """The order that a solution with the same hosts keeps."""
+        index = {unit: number for number, unit in enumerate(self.units)}
+        place = {kind: number for number, kind in enumerate(self.problem.kinds)}
+        codes = [index[Unit(*key[1:])] * self.kinds + place[key[0]] for key in solution.starts]
+        start = self.starts(solution)
+        return sorted(codes, key=lambda op: (start[op], start[op] + self.length[op]))
+
+    def earliest(self, order: Order) -> list[int]:
+        """Start ticks by op code: every op as early as the order allows."""
+        start = [0] * len(self.length)
+        free = [0] * len(self.roles)
+        kinds, last, place, lane, hop, length = self.kinds, self.depth - 1, self.place, self.lane, self.hop, self.length
+        for op in order:
+            unit, kind = divmod(op, kinds)
+            worker = lane[unit]
+            begin = free[worker]
+            if kind == 0:
+                if place[unit]:
+                    before = op - kinds
+                    begin = max(begin, start[before] + length[before] + hop[unit - 1])
+            elif kind == 2 or place[unit] == last:
+                begin = max(begin, start[op - 1] + length[op - 1])
+            else:
+                before = op + kinds
+                begin = max(begin, start[before] + length[before] + hop[unit])
+            start[op] = begin
+            free[worker] = begin + length[op]
+        return start
+
+    def latest(self, order: Order, deadline: Sequence[int]) -> list[int]:
+        """Start ticks by op code: every op as late as the order and the deadline of its column allow."""
+        start = [0] * len(self.length)
+        free = [deadline[column] for column in self.column]
+        kinds, last, place, lane, hop, length = self.kinds, self.depth - 1, self.place, self.lane, self.hop, self.length
+        for op in reversed(order):
+            unit, kind = divmod(op, kinds)
+            worker = lane[unit]
+            end = free[worker]
+            if kind == 0:
+                after = op + 1 if place[unit] == last else op + kinds
+                end = min(end, start[after] - hop[unit])
+            elif kind == 1:
+                if place[unit]:
+                    end = min(end, start[op - kinds] - hop[unit - 1])
+                if kinds == 3:
+                    end = min(end, start[op + 1])
+            start[op] = free[worker] = end - length[op]
+        return start
+
+    def ends(self, start: Sequence[int]) -> list[int]:
+        """When the last op of each column ends, and of those that reduce gradients together with it."""
+        last = [min(start, default=0)] * self.problem.grid.columns
+        group = [self.problem.tied[column] for column in self.column]
+        for unit, lane in enumerate(self.lane):
+            op = (unit + 1) * self.kinds - 1
+            tied = group[lane]
+            last[tied] = max(last[tied], start[op] + self.length[op])
+        return [last[tied] for tied in self.problem.tied]
+
+    def period(self, start: Sequence[int], last: Sequence[int] | None = None) -> int:
+        """The period that these starts give; `last`: the ends of the columns, where other pieces count, too."""
+        last = self.ends(start) if last is None else last
+        problem = self.problem
+        if problem.optimizer == "synchronous":
+            steps = zip(last, self.tail, problem.times.optimizer, strict=True)
+            return max(max(end + tail, max(last) + step) for end, tail, step in steps) - min(start)
+        first: dict[int, int] = {}
+        for unit, lane in enumerate(self.lane):
+            begin = start[unit * self.kinds]
+            if begin < first.get(lane, begin + 1):
+                first[lane] = begin
+        return max(last[self.column[lane]] + self.tail[self.column[lane]] - begin for lane, begin in first.items())
+
+    def timed(self, order: Order) -> tuple[int, list[int]]:
+        """The best period of an order, and start ticks for it.
+
+        Staggered: first as early as possible, then as late as the columns' ends allow, which shortens their windows.
+        """
+        start = self.earliest(order)
+        if self.problem.optimizer == "staggered":
+            start = self.latest(order, self.ends(start))
+        return self.period(start), start
+
+    def solution(self, order: Order, start: Sequence[int]) -> Solution:
+        """Decisions in the planner's own words."""
+        kinds: tuple[OpKind, ...] = self.problem.kinds
+        starts: dict[OpKey, int] = {}
+        for op in order:
+            unit, kind = divmod(op, self.kinds)
+            starts[kinds[kind], *self.units[unit]] = start[op]
+        return Solution(hosts=self.hosts, starts=starts)
+
+
+def solution_period(problem: Problem, solution: Solution) -> int:
+    """The period in ticks that a solution gives."""
+    dense = Dense(problem, solution.hosts)
+    return dense.period(dense.starts(solution))

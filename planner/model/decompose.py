@@ -1,0 +1,154 @@
+"""Solve what is equal once: pipelines that share no micro-batches meet only at the all-reduce.
+
+A broken pipeline needs some peers to help it, and the rest of the pipelines are whole. So a job falls into pieces:
+groups of broken pipelines and their helpers, and single healthy pipelines. Equal pieces share one plan, and planning
+grows with the number of different pieces, not with the number of workers.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from planner.model.problem import Problem
+from schedules.schedule import Worker
+from schedules.tables.pattern import Columns, columns_by_pipeline
+
+LARGEST_GROUP = 60_000
+"""Compute ops of a group up to which it is given more helpers than it needs."""
+
+Dead = Mapping[int, Columns]
+"""The columns in which each broken pipeline has no worker."""
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """A smaller problem, and where it stands in the whole one, perhaps several times."""
+
+    problem: Problem
+    copies: tuple[tuple[int, ...], ...]
+    """For each copy, the pipeline of the whole problem that each pipeline of the small one stands for."""
+
+
+def undivided(problem: Problem) -> Piece:
+    """The whole problem as one piece."""
+    return Piece(problem=problem, copies=(tuple(range(problem.grid.pipelines)),))
+
+
+def decompose(problem: Problem) -> tuple[Piece, ...]:
+    """Pieces that together are the problem; groups of broken pipelines first. Just one where nothing can be gained.
+
+    Exact for healthy pipelines, which may run equal plans without lengthening any window. For broken ones it decides
+    who helps whom: never so that a worker gets more micro-batches than the busiest must anyway.
+    """
+    whole = undivided(problem)
+    if problem.times.slow:
+        return (whole,)
+    dead = columns_by_pipeline(set(problem.grid.workers()) - set(problem.player))
+    if not dead:
+        pieces = tuple(_healthy(problem, members) for members in _by_count(problem, range(problem.grid.pipelines)))
+        return pieces if len(pieces) < problem.grid.pipelines else (whole,)
+    if len(set(problem.grid.microbatches)) > 1:
+        return (whole,)
+    groups = _groups(problem, dead)
+    helped = {pipeline for group in groups for pipeline in group}
+    rest = [pipeline for pipeline in range(problem.grid.pipelines) if pipeline not in helped]
+    if len(groups) == 1 and len(rest) < 2:
+        return (whole,)
+    return (*_distinct(problem, dead, groups), *([_healthy(problem, rest)] if rest else []))
+
+
+def _by_count(problem: Problem, pipelines: Sequence[int]) -> list[list[int]]:
+    """Pipelines with as many micro-batches as each other."""
+    kinds: dict[int, list[int]] = defaultdict(list)
+    for pipeline in pipelines:
+        kinds[problem.grid.microbatches[pipeline]].append(pipeline)
+    return list(kinds.values())
+
+
+def _healthy(problem: Problem, members: Sequence[int]) -> Piece:
+    """One whole pipeline that stands for all members."""
+    return Piece(problem=_part(problem, members[:1]), copies=tuple((pipeline,) for pipeline in members))
+
+
+def _part(problem: Problem, pipelines: Sequence[int]) -> Problem:
+    """The problem of some pipelines alone, numbered anew in their order."""
+    grid = msgspec.structs.replace(problem.grid, pipelines=len(pipelines),
+                                   microbatches=tuple(problem.grid.microbatches[pipeline] for pipeline in pipelines))
+    live = [set(pipelines) for pipelines in problem.live_by_column]
+    roles = [Worker(index, column) for index, pipeline in enumerate(pipelines)
+             for column in range(grid.columns) if pipeline in live[column]]
+    failed = frozenset(grid.workers()) - frozenset(roles)
+    return msgspec.structs.replace(problem, grid=grid, player={role: role for role in roles}, failed=failed)
+
+
+def _groups(problem: Problem, dead: Dead) -> list[list[int]]:
+    """Broken pipelines with their helpers, as many groups as there are helpers for."""
+    spare = [pipeline for pipeline in range(problem.grid.pipelines) if pipeline not in dead]
+    broken = sorted(dead, key=lambda pipeline: (dead[pipeline], pipeline))
+    for count in range(len(broken), 0, -1):
+        teams = _teams(dead, broken, count)
+        needs = [_helpers_needed(problem, dead, team) for team in teams]
+        if count == 1 or sum(needs) <= len(spare):
+            break
+    if count == 1:
+        needs = [min(len(spare), max(needs[0], _helpers_wanted(problem, dead, teams[0])))]
+    else:
+        more = (len(spare) - sum(needs)) // count
+        needs = [max(need, min(need + more, _helpers_wanted(problem, dead, team)))
+                 for need, team in zip(needs, teams, strict=True)]
+    groups = []
+    for need, team in zip(needs, teams, strict=True):
+        groups.append([*team, *spare[:need]])
+        spare = spare[need:]
+    return groups
+
+
+def _teams(dead: Dead, broken: Sequence[int], count: int) -> list[list[int]]:
+    """Broken pipelines in so many teams, as few different ones as can be, and different dead columns in each.
+
+    Where that does not come out even, pipelines are dealt in turn: those with the same dead columns are neighbours in
+    the order given, and so land in different teams as well.
+    """
+    left: dict[Columns, list[int]] = defaultdict(list)
+    for pipeline in broken:
+        left[dead[pipeline]].append(pipeline)
+    teams: list[list[int]] = []
+    while len(teams) < count:
+        size = -(-sum(map(len, left.values())) // (count - len(teams)))
+        most = sorted(left, key=lambda columns: -len(left[columns]))[:size]
+        if len(most) < size or not left[most[-1]]:
+            return [list(broken[index::count]) for index in range(count)]
+        times = min(len(left[most[-1]]), count - len(teams))
+        for _ in range(times):
+            if -(-sum(map(len, left.values())) // (count - len(teams))) != size:
+                break
+            teams.append([left[columns].pop() for columns in most])
+    return teams
+
+
+def _helpers_needed(problem: Problem, dead: Dead, team: Sequence[int]) -> int:
+    """Healthy pipelines without which a worker would get more than the busiest must run anyway."""
+    count, total = problem.grid.microbatches[0], problem.grid.total_microbatches
+    need = 0
+    for column, live in enumerate(problem.live_by_column):
+        down = sum(column in dead[pipeline] for pipeline in team)
+        extra = -(-total // len(live)) - count
+        if down:
+            need = max(need, -(-down * count // extra) - (len(team) - down))
+    return need
+
+
+def _helpers_wanted(problem: Problem, dead: Dead, team: Sequence[int]) -> int:
+    """Healthy pipelines with which each need run one micro-batch of others at one stage, if that is not too large."""
+    count = problem.grid.microbatches[0]
+    down = sum(len(dead[pipeline]) for pipeline in team)
+    ops = count * problem.grid.depth * len(problem.kinds)
+    return min(down * count, LARGEST_GROUP // ops)
+
+
+def _distinct(problem: Problem, dead: Dead, groups: Sequence[Sequence[int]]) -> list[Piece]:
+    """Groups with equal problems as copies of one piece."""
+    copies: dict[tuple[Columns, ...], list[tuple[int, ...]]] = defaultdict(list)
+    for group in groups:
+        copies[tuple(dead.get(pipeline, ()) for pipeline in group)].append(tuple(group))
+    return [Piece(problem=_part(problem, members[0]), copies=tuple(members)) for members in copies.values()]

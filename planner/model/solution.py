@@ -1,0 +1,20 @@
+"""What a scheduler decides."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from planner.model.problem import Unit
+from schedules.graph import OpKey
+
+
+class Solution(msgspec.Struct, frozen=True, kw_only=True):
+    """Hosts and start times of the compute ops. All-reduces and optimizer steps follow from them (`assemble`)."""
+
+    hosts: Mapping[Unit, int]
+    """The pipeline whose worker runs each unit."""
+    starts: Mapping[OpKey, int]
+    """Start tick of each compute op (kind, stage, pipeline, microbatch).
+
+    Ops without duration may share an instant: they then run in the order of this mapping.
+    """

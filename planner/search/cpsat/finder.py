@@ -1,0 +1,44 @@
+"""CP-SAT looking for a plan of its own, beside whatever else looks for one."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+from types import TracebackType
+
+from planner.model.problem import Problem
+from planner.model.solution import Solution
+
+POLL_SECONDS = 0.05
+
+
+class Finder:
+    """Looks for a plan of at most `longest` ticks until the deadline; a context, at whose end it is over."""
+
+    def __init__(self, problem: Problem, longest: int, *, lower_bound: int, deadline: float, seed: int) -> None:
+        self.problem = problem
+        self.deadline = deadline
+        self._longest, self._lower_bound, self._seed = longest, lower_bound, seed
+        self._enough = threading.Event()
+        self._pool = ThreadPoolExecutor(max_workers=1)
+        self._running = self._pool.submit(self._find)
+
+    def _find(self) -> Solution | None:
+        from planner.search.cpsat.model import find  # the solver takes a third of a second to load
+
+        return find(self.problem, self._longest, lower_bound=self._lower_bound, deadline=self.deadline,
+                    seed=self._seed, stop=self._enough)
+
+    def result(self, stop: threading.Event, *, wanted: bool) -> Solution | None:
+        """What it has found, at the deadline or before; at once where that is not wanted, or when told to stop."""
+        while not self._running.done():
+            if stop.is_set() or not wanted:
+                self._enough.set()
+            wait([self._running], timeout=POLL_SECONDS)
+        return self._running.result()
+
+    def __enter__(self) -> "Finder":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._enough.set()
+        self._pool.shutdown()

@@ -1,0 +1,61 @@
+"""Decision variables of the CP-SAT model."""
+
+from collections.abc import Iterator
+
+from ortools.sat.python.cp_model import BoolVarT, CpModel, IntervalVar, IntVar, LinearExprT
+
+from planner.model.problem import Problem, Unit
+from schedules.graph import OpKey
+from schedules.schedule import OpKind, Worker
+
+
+class Variables:
+    """One start per op, one literal per possible host of a re-routed unit, a window per column, and the period."""
+
+    def __init__(self, model: CpModel, problem: Problem, horizon: int) -> None:
+        self.horizon = horizon
+        self.units = tuple(problem.units())
+        self.hosts: dict[Unit, tuple[int, ...]] = {unit: problem.hosts(unit.stage, unit.pipeline)
+                                                   for unit in self.units}
+        self.on: dict[tuple[Unit, int], BoolVarT] = {}
+        self.start: dict[OpKey, IntVar] = {}
+        self.end: dict[OpKey, IntVar | LinearExprT] = {}
+        self.runs: dict[Worker, list[tuple[OpKind, Unit, int, IntervalVar]]] = {role: [] for role in problem.player}
+        for unit in self.units:
+            self._add_unit(model, problem, unit)
+        columns = range(problem.grid.columns)
+        self.first = [model.new_int_var(0, horizon, f"R{column}") for column in columns]
+        self.last = [model.new_int_var(0, horizon, f"E{column}") for column in columns]
+        self.period = model.new_int_var(0, 2 * horizon, "period")
+
+    def _add_unit(self, model: CpModel, problem: Problem, unit: Unit) -> None:
+        hosts = self.hosts[unit]
+        name = f"{unit.pipeline}.{unit.microbatch}@{unit.stage}"
+        if len(hosts) > 1:
+            for host in hosts:
+                self.on[unit, host] = model.new_bool_var(f"on {name} {host}")
+            model.add_exactly_one(self.on[unit, host] for host in hosts)
+        for kind in problem.kinds:
+            key = (kind, *unit)
+            start = self.start[key] = model.new_int_var(0, self.horizon, f"{kind} {name}")
+            costs = {host: problem.cost(kind, unit.stage, host) for host in hosts}
+            if len(set(costs.values())) == 1:
+                end: IntVar | LinearExprT = start + costs[hosts[0]]
+            else:
+                end = model.new_int_var(0, self.horizon, f"end {kind} {name}")
+            self.end[key] = end
+            for host in hosts:
+                label = f"{kind} {name} {host}"
+                if len(hosts) == 1:
+                    interval = model.new_fixed_size_interval_var(start, costs[host], label)
+                elif isinstance(end, IntVar):
+                    interval = model.new_optional_interval_var(start, costs[host], end, self.on[unit, host], label)
+                else:
+                    interval = model.new_optional_fixed_size_interval_var(start, costs[host], self.on[unit, host],
+                                                                          label)
+                self.runs[problem.role(unit.stage, host)].append((kind, unit, host, interval))
+
+    def literals(self, unit: Unit) -> Iterator[tuple[int, BoolVarT | None]]:
+        """Each possible host with the literal that chooses it, None where there is no choice."""
+        for host in self.hosts[unit]:
+            yield host, self.on.get((unit, host))

@@ -1,1 +1,0 @@
-"""Who takes part: processes on nodes, orders from the first of them, and what happens when one dies or comes back."""

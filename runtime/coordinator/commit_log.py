@@ -1,0 +1,136 @@
+"""What the workers of a run report, put together: iterations, losses, times, digests.
+
+Here it is decided which iterations are committed: those that every member of an order has stepped, and of which it is
+known how (`runtime.model.clipping`). Whoever has not stepped one can then only follow, and whoever has stepped the next
+can go back by one.
+"""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+
+from runtime.protocol.orders import Factor
+from runtime.protocol.reports import Finished, Ran
+from schedules.schedule import Worker
+from schedules.trace import MeasuredIteration, MeasuredOp, Trace
+
+
+class LedgerError(RuntimeError):
+    """Reports that must not be: workers that disagree, or a loss that is not finite. The message is one line."""
+
+
+class Ledger:
+    """Collects reports in the order in which they come.
+
+    Parameters
+    ----------
+    job
+        Its name, for the trace.
+    first_iteration
+        Where the run begins: the iterations before it are committed.
+    skips
+        An iteration whose loss is not finite is nothing bad, it made no step; its loss is nan.
+    validates
+        Steps depend on the gradients of all stages: an iteration is committed when its factor is known, too.
+    """
+
+    def __init__(self, job: str, *, first_iteration: int = 0, skips: bool = False, validates: bool = False) -> None:
+        self._job = job
+        self._first = first_iteration
+        self._skips = skips
+        self._validates = validates
+        self._order = 0
+        self._members: frozenset[Worker] = frozenset()
+        self._open: dict[int, dict[Worker, Ran]] = defaultdict(dict)
+        self._factors: dict[int, float | None] = {}
+        self._windows: list[float] = []
+        self._traced: dict[int, MeasuredIteration] = {}
+        self.losses: list[float] = []
+        """Of the committed iterations of this run."""
+        self.digests: dict[str, str] = {}
+        """Of the parameters of those who have finished, by name."""
+
+    @property
+    def next_iteration(self) -> int:
+        """One after the last committed iteration."""
+        return self._first + len(self.losses)
+
+    @property
+    def furthest(self) -> int:
+        """The last iteration that any member has reported."""
+        return max(self._open, default=self.next_iteration - 1)
+
+    @property
+    def factor(self) -> Factor | None:
+        """Of the last committed iteration."""
+        last = self.next_iteration - 1
+        return Factor(last, self._factors[last]) if last in self._factors else None
+
+    def begin(self, order: int, members: Collection[Worker]) -> None:
+        """From here on these workers run; what others have begun and not committed never happened."""
+        self._order = order
+        self._members = frozenset(members)
+        self._open.clear()
+        self.digests.clear()
+        self._factors = {one: factor for one, factor in self._factors.items() if one < self.next_iteration}
+
+    def ran(self, report: Ran) -> Iterator[tuple[int, float]]:
+        """Enter an iteration of a worker; the iterations, with their losses, that are now committed.
+
+        Raises LedgerError when the loss is not finite.
+        """
+        if report.order != self._order:
+            return
+        if report.loss is None and not self._skips:
+            raise LedgerError(f"the loss of iteration {report.iteration} is not finite: try a smaller "
+                              "training.learning_rate")
+        self._open[report.iteration][report.worker] = report
+        yield from self._commit_all()
+
+    def settled(self, order: int, factor: Factor) -> Iterator[tuple[int, float]]:
+        """Enter how an iteration was stepped; the iterations that are now committed."""
+        if order != self._order:
+            return
+        self._factors[factor.iteration] = factor.factor
+        self._factors.pop(factor.iteration - 2, None)
+        yield from self._commit_all()
+
+    def finished(self, report: Finished) -> None:
+        """Enter the end of a worker. Raises LedgerError when its parameters differ from those of its peers."""
+        for name, digest in report.digests.items():
+            if self.digests.setdefault(name, digest) != digest:
+                raise LedgerError(f"worker {report.worker} ends with another parameter {name} than its peers")
+
+    def measured_period_seconds(self) -> float | None:
+        """Median over iterations of the longest busy window of any worker; the first one warms up and counts not."""
+        windows = self._windows[1:] or self._windows
+        return statistics.median(windows) if windows else None
+
+    def trace(self) -> Trace:
+        """The ops of the iterations that were traced."""
+        return Trace(job=self._job, iterations=tuple(self._traced.values()))
+
+    def _commit_all(self) -> Iterator[tuple[int, float]]:
+        while True:
+            iteration = self.next_iteration
+            known = not self._validates or iteration in self._factors
+            if not known or len(self._open.get(iteration, ())) < max(1, len(self._members)):
+                return
+            self._commit(iteration, [part for _, part in sorted(self._open.pop(iteration).items())])
+            yield iteration, self.losses[-1]
+
+    def _commit(self, iteration: int, parts: list[Ran]) -> None:
+        # Summed in the order of the workers, so that the loss does not depend on whose report came first.
+        self.losses.append(sum(math.nan if part.loss is None else part.loss for part in parts))
+        self._windows.append(max(part.window_seconds for part in parts))
+        if all(part.ops for part in parts):
+            self._traced[iteration] = MeasuredIteration(iteration,
+                                                        _from_start([op for part in parts for op in part.ops]))
+
+
+def _from_start(ops: list[MeasuredOp]) -> tuple[MeasuredOp, ...]:
+    """The ops in seconds from the start of the first of them."""
+    start = min(op.start_seconds for op in ops)
+    return tuple(MeasuredOp(op.worker, op.kind, op.stage, op.pipeline, op.microbatch, op.start_seconds - start,
+                            op.end_seconds - start) for op in ops)

@@ -1,0 +1,39 @@
+"""Which layers move from whom to whom when roles change."""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+
+from runtime.protocol.orders import Move
+from schedules.schedule import Worker
+
+Holders = Mapping[Worker, Collection[int]]
+"""The stages of each worker."""
+
+
+def orphaned(holds: Holders, ranges: Sequence[tuple[int, int]]) -> list[int]:
+    """The stages whose layers nobody holds."""
+    held = {layer for mine in holds.values() for layer in _layers(mine, ranges)}
+    return [stage for stage, layers in enumerate(ranges) if not held.issuperset(range(*layers))]
+
+
+def plan_moves(needs: Holders, holds: Holders, ranges: Sequence[tuple[int, int]]) -> tuple[Move, ...]:
+    """One move for each layer that a worker needs and lacks, dealt to those that hold it so that all send alike.
+
+    Every stage that is needed must be held by someone (`orphaned`).
+    """
+    sent: Counter[Worker] = Counter()
+    holders: dict[int, list[Worker]] = defaultdict(list)
+    for worker, mine in holds.items():
+        for layer in _layers(mine, ranges):
+            holders[layer].append(worker)
+    moves = []
+    for target, needed in sorted(needs.items()):
+        for layer in sorted(_layers(needed, ranges) - _layers(holds.get(target, ()), ranges)):
+            source = min(holders[layer], key=lambda worker: (sent[worker], worker))
+            sent[source] += 1
+            moves.append(Move(target, source, layer))
+    return tuple(moves)
+
+
+def _layers(stages: Collection[int], ranges: Sequence[tuple[int, int]]) -> set[int]:
+    return {layer for stage in stages for layer in range(*ranges[stage])}

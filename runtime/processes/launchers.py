@@ -1,0 +1,121 @@
+"""Starting by torchrun, srun, mpirun or by variables set by hand: who am I, how many are we, where do we meet.
+
+Whatever starts the processes, each becomes a *node* of `runtime.launch`, with its share of the workers: as many
+processes as workers, one each. So the process that the launcher knows survives its worker, and can start it again.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed import DistError
+
+from runtime.errors import first_line
+from runtime.protocol.rendezvous import Rendezvous, RendezvousError, connect_store
+
+DEFAULT_PORT = 29500
+"""torch's own; only where MASTER_PORT is not set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A process among those of its machine, which share its GPUs."""
+
+    rank: int = 0
+    processes: int = 1
+
+
+ALONE = Machine()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """What a launcher, or whoever started it by hand, has told this process; by default, that it is alone."""
+
+    node: int = 0
+    nodes: int = 1
+    machine: Machine = ALONE
+    master: Rendezvous | None = None
+    """Node 0's address. At its port node 0 listens itself, unless `agent` has it already; None: there are no others.
+    """
+    agent: bool = False
+    """Whether torchrun's store is there, and says where node 0 listens."""
+    attempt: str = "0"
+    """Which of torchrun's attempts to run this is."""
+
+
+_FAMILIES = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+)
+"""Variables of torchrun and those who write its names by hand, of srun, and of mpirun (Open MPI)."""
+
+
+def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
+    """What the environment says; None where it names no process, or one alone.
+
+    Raises ValueError that names the variable that is missing or makes no sense.
+    """
+    for rank, size, local_rank, local_size in _FAMILIES:
+        if rank not in environment or size not in environment:
+            continue
+        nodes = _number(environment, size, 1, 2**20)
+        if nodes == 1:
+            continue
+        host = environment.get("MASTER_ADDR")
+        if not host:
+            raise ValueError(f"{rank} and {size} say that this is one of {nodes} processes: set MASTER_ADDR to the "
+                             "address of the first one, or say --nodes 1")
+        master = Rendezvous(host, _number(environment, "MASTER_PORT", 1, 2**16 - 1, DEFAULT_PORT))
+        index = _number(environment, local_rank, 0, nodes - 1, 0)
+        # srun's "4(x2),3" has a number a machine; what counts is whether GPUs must be shared.
+        beside = max(index + 1, int((environment.get(local_size, "1").split("(")[0].split(",")[0]) or 1))
+        return Launched(node=_number(environment, rank, 0, nodes - 1), nodes=nodes,
+                        machine=Machine(rank=index, processes=beside), master=master,
+                        agent=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+                        attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return None
+
+
+def announce(here: Launched, opened: Rendezvous) -> None:
+    """Node 0 tells the others where it listens. Raises RendezvousError."""
+    if here.agent:
+        assert here.master is not None
+        try:
+            connect_store(here.master).set(_key(here), str(opened))
+        except DistError as error:
+            raise RendezvousError(f"torchrun at {here.master} is gone: {first_line(error)}") from None
+
+
+def find(here: Launched, timeout: timedelta) -> Rendezvous:
+    """Where node 0 listens, once it does. Raises RendezvousError."""
+    assert here.master is not None
+    if not here.agent:
+        return here.master
+    store = connect_store(here.master, timeout)
+    try:
+        store.wait([_key(here)], timeout)
+        return Rendezvous.parse(store.get(_key(here)).decode())
+    except (DistError, ValueError) as error:
+        raise RendezvousError(f"node 0 has not said to torchrun at {here.master} where it is: "
+                              f"{first_line(error)}") from None
+
+
+def to_open(here: Launched) -> Rendezvous | None:
+    """Where node 0 listens: at its own address, at a port that is free where the agent has its; None: on loopback."""
+    return None if here.master is None else Rendezvous(here.master.host, 0 if here.agent else here.master.port)
+
+
+def _key(here: Launched) -> str:
+    return f"slipstream/{here.attempt}"
+
+
+def _number(environment: Mapping[str, str], name: str, least: int, most: int, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not (text.isascii() and text.isdecimal() and least <= int(text) <= most):
+        raise ValueError(f"{name} is {text!r}; expected a whole number from {least} to {most}")
+    return int(text)

@@ -1,0 +1,72 @@
+"""What all workers of a run must know besides the schedule, as JSON in the store."""
+
+from datetime import timedelta
+from typing import Literal
+
+import msgspec
+import torch
+
+from runtime.config import RunConfig
+from runtime.model.stage import Boundary
+from runtime.protocol.failure_injection import Injection
+from runtime.replay.communication import Transport
+
+SETUP_KEY = "setup"
+JOIN_TIMEOUT = timedelta(minutes=10)
+"""For all workers to be there: on several machines, people start them."""
+
+
+class Form(msgspec.Struct, frozen=True, array_like=True):
+    """A `runtime.model.stage.Boundary` as JSON: shape and dtype of what a stage takes, and of what it gives."""
+
+    input_shape: tuple[int, ...]
+    input_dtype: str
+    output_shape: tuple[int, ...]
+    output_dtype: str
+
+    @classmethod
+    def of(cls, boundary: Boundary) -> "Form":
+        """Write a boundary."""
+        return cls(boundary.input_shape, str(boundary.input_dtype), boundary.output_shape, str(boundary.output_dtype))
+
+    def boundary(self) -> Boundary:
+        """Read it again."""
+        return Boundary(self.input_shape, _dtype(self.input_dtype), self.output_shape, _dtype(self.output_dtype))
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """What all workers of a run must know besides the schedule."""
+
+    config: RunConfig
+    first_iteration: int
+    iterations: int
+    """One after the last."""
+    traced: int
+    """How many iterations, the last ones, report when their ops ran."""
+    nodes: int
+    transport: Transport
+    device: Literal["cpu", "cuda"]
+    lighthouse: str
+    columns: tuple[int, ...]
+    """Of the worker that holds each stage."""
+    ranges: tuple[tuple[int, int], ...]
+    """Half-open range of layers of each stage."""
+    forms: tuple[Form, ...]
+    """Of each stage."""
+    loss_scale: float
+    heartbeat_timeout_seconds: float
+    resume: str | None = None
+    """Folder of the checkpoint to start from."""
+    checkpoints: str | None = None
+    """Folder to save checkpoints in."""
+    fetch_bytes_per_second: float | None = None
+    """How fast a layer goes to each worker that fetches it while all train, at most."""
+    checkpoint_every: int = 0
+    """Iterations from one checkpoint to the next; 0: none."""
+    injections: tuple[Injection, ...] = ()
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -1,0 +1,394 @@
+"""Measures a model's stages on this machine: seconds of each op, bytes of what is held, transfers and all-reduces.
+
+Stages are measured by processes that run at the same time, as many as the machine will run workers (on CPUs: as many
+as have cores of their own), since workers share caches and memory. Ops are the runtime's own (`Stage`,
+`StageOptimizer`, `Epoch`), timed over a few micro-batches in a row; the median of the rounds counts.
+"""
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from runtime.config import RunConfig
+from runtime.coordinator.membership import Quorum
+from runtime.device import choose_device
+from runtime.model.clipping import watches_gradients
+from runtime.model.data import Data, Microbatch, load_corpus
+from runtime.model.layers import LayeredModel, model_for, parameter_dtype
+from runtime.model.optimizer import StageOptimizer, build_optimizer
+from runtime.model.stage import Boundary, Stage, boundaries
+from runtime.processes.children import ChildError, Children
+from runtime.protocol.rendezvous import Rendezvous, connect_store, host_store, interface_towards
+from runtime.replay.communication import Epoch, Transport, choose_transport
+from schedules.schedule import Worker
+
+ROW = 4
+"""Micro-batches run in a row: as in a run, each op finds caches filled by others."""
+TIMEOUT_SECONDS = 600.0
+MAX_TEAM = 4
+"""Processes that measure an all-reduce at most; more of one machine would measure its memory."""
+
+
+class ProfileError(RuntimeError):
+    """A measurement that failed. The message is one line."""
+
+
+class StageProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage: seconds of its ops for one micro-batch, bytes of what it holds."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    optimizer: float
+    all_reduce: float = 0.0
+    activation_bytes: int
+    """For a micro-batch, from F to I."""
+    stash_bytes: int
+    """For a micro-batch, from I to W."""
+    static_bytes: int
+    """Parameters, gradients, optimizer state, and the copies by which a step is undone."""
+    undo_bytes: int
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """All stages of a job on this machine."""
+
+    stages: tuple[StageProfile, ...]
+    transfer: float
+    """Seconds that the largest activation takes between two workers here."""
+    device: str
+    device_bytes: int
+    """Memory of a GPU, or of this machine."""
+    processes: int
+    """How many measured at the same time."""
+    team: int
+    """How many took part in an all-reduce."""
+    transport: str
+    waiting: float
+    """Share of the time in which a measuring process had to wait for others of this machine; on CPUs, about 0 is right.
+    """
+
+
+class _Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What a measuring process is told."""
+
+    config: RunConfig
+    ranges: tuple[tuple[int, int], ...]
+    microbatches: int
+    rank: int
+    computing: int
+    talking: int
+    team: int
+    device: str
+    cards: int
+    transport: Transport
+    rendezvous: Rendezvous
+    rounds: int
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    stages: dict[int, StageProfile]
+    all_reduce: list[float]
+    transfer: float
+    waiting: float
+
+
+def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int, workers: int, microbatches: int,
+            rounds: int = 7) -> Profile:
+    """Measure the stages that hold these ranges of layers.
+
+    `workers` of the whole job and the `copies` of each stage in it decide how many processes measure at a time,
+    `microbatches` of all pipelines the scale of the loss. Raises ConfigError and ProfileError.
+    """
+    device = choose_device(config.training.device)
+    cards = torch.cuda.device_count() if device == "cuda" else 0
+    room = cards or max(1, (os.cpu_count() or 1) // config.training.threads)
+    computing = min(workers, room, len(ranges) * copies)
+    team = min(copies, MAX_TEAM)
+    talking = max(team, 2 if workers > 1 else 1)
+    transport = choose_transport(config.training.backend, device, talking, cards)
+    store, opened = host_store()
+    tasks = [_Task(config=config, ranges=tuple(ranges), microbatches=microbatches, rank=rank, computing=computing,
+                   talking=talking, team=team, device=device, cards=cards, transport=transport, rendezvous=opened,
+                   rounds=rounds) for rank in range(max(computing, talking))]
+    answers = _ask(tasks)
+    del store
+    measured: dict[int, StageProfile] = {}
+    for answer in reversed(answers):  # those who are first to have a stage count: the others repeat it
+        measured |= answer.stages
+    stages = tuple(msgspec.structs.replace(measured[index], all_reduce=answers[0].all_reduce[index])
+                   for index in range(len(ranges)))
+    memory = torch.cuda.mem_get_info(0)[1] if cards else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Profile(stages=stages, transfer=answers[0].transfer, device=device, device_bytes=memory,
+                   processes=computing, team=team, transport=transport,
+                   waiting=max(answer.waiting for answer in answers))
+
+
+def _ask(tasks: Sequence[_Task]) -> list[_Answer]:
+    """Run one process a task, all at a time; none is left at the end."""
+    with Children("runtime.tools.profile", tasks) as children:
+        try:
+            return [msgspec.json.decode(answer, type=_Answer) for answer in children.answers(TIMEOUT_SECONDS)]
+        except ChildError as error:
+            raise ProfileError(f"measuring failed: {error}") from None
+        except TimeoutError:
+            raise ProfileError(f"measuring took more than {TIMEOUT_SECONDS:.0f} s") from None
+
+
+class _Prober:
+    """One measuring process."""
+
+    def __init__(self, task: _Task) -> None:
+        self._task = task
+        self._device = torch.device("cuda", task.rank % task.cards) if task.cards else torch.device("cpu")
+        if task.cards:
+            torch.cuda.set_device(self._device)
+        training = task.config.training
+        torch.set_num_threads(training.threads)
+        self._model: LayeredModel = model_for(task.config.model, training.seed, parameter_dtype(training.dtype),
+                                              self._device)
+        self._boundaries = boundaries(self._model, task.ranges, task.config)
+        self._data = load_corpus(task.config)
+
+    def answer(self, store: TCPStore) -> _Answer:
+        """Compute at the same time as the others; then talk to them."""
+        task, stages, waiting = self._task, {}, 0.0
+        if task.rank < task.computing:
+            mine = [index % len(task.ranges) for index in range(task.rank, max(len(task.ranges), task.rank + 1),
+                                                                task.computing)]
+            benches = {index: self._bench(index) for index in mine}
+            memory = {index: bench.memory() for index, bench in benches.items()}
+            for bench in benches.values():
+                bench.round()
+            self._meet(store, "warm", task.computing)
+            began, ran = time.perf_counter(), time.thread_time()
+            for index, bench in benches.items():
+                rounds = [bench.round() for _ in range(task.rounds)]
+                medians = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+                stages[index] = StageProfile(**medians, **memory[index])  # type: ignore[arg-type]
+            if self._device.type == "cpu":  # the thread that waits for a GPU is not the one that computes
+                waiting = 1 - (time.thread_time() - ran) / (time.perf_counter() - began)
+            # Whoever is done first keeps the machine busy for the others.
+            store.add("measured", 1)
+            while store.add("measured", 0) < task.computing:
+                bench.round()
+        self._meet(store, "measured by all", max(task.computing, task.talking))
+        all_reduce, transfer = [0.0] * len(task.ranges), 0.0
+        if task.talking > 1 and task.rank < task.talking:
+            all_reduce, transfer = self._talk(store)
+        self._meet(store, "end", max(task.computing, task.talking))
+        return _Answer(stages, all_reduce, transfer, waiting)
+
+    def _bench(self, index: int) -> "_Bench":
+        ranges = self._task.ranges
+        stage = Stage(index, ranges[index], self._model, first=index == 0, last=index == len(ranges) - 1,
+                      loss_scale=1 / self._task.microbatches, config=self._task.config)
+        return _Bench(stage, self._boundaries[index], self._task.config, self._data, self._device)
+
+    def _talk(self, store: TCPStore) -> tuple[list[float], float]:
+        """Seconds of the all-reduce of each stage, and of a transfer of the largest activation."""
+        task = self._task
+        everyone = [Worker(rank, 0) for rank in range(task.talking)]
+        me, team = everyone[task.rank], everyone[:task.team]
+        epoch = Epoch(Quorum(1, {worker: rank for rank, worker in enumerate(everyone)}), me,
+                      {0: team} if me in team else {}, transport=task.transport, device=self._device,
+                      store=store)
+        largest = max(self._boundaries[:-1], key=_output_bytes, default=self._boundaries[-1])
+        transfer = self._median(lambda: _ping_pong(epoch, task.rank, everyone, largest, self._device) / 2)
+        all_reduce = []
+        for layers in task.ranges:
+            gradients = self._gradients(layers)
+            all_reduce.append(self._median(lambda: self._timed(
+                lambda: epoch.sum_over_stage(0, gradients))))  # noqa: B023  # called within the loop
+        epoch.settle()
+        epoch.drop()
+        return all_reduce, transfer
+
+    def _gradients(self, layers: tuple[int, int]) -> list[Tensor]:
+        sizes: dict[torch.dtype, int] = {}
+        for layer in range(*layers):
+            with torch.device("meta"):
+                module = self._model.build(layer)
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+        return [torch.zeros(size, dtype=dtype, device=self._device) for dtype, size in sizes.items()]
+
+    def _median(self, measure: Callable[[], float]) -> float:
+        measure()
+        return statistics.median([measure() for _ in range(self._task.rounds)])
+
+    def _timed(self, call: Callable[[], object]) -> float:
+        return timed(call, self._device)
+
+    @staticmethod
+    def _meet(store: TCPStore, what: str, count: int) -> None:
+        store.add(what, 1)
+        while store.add(what, 0) < count:
+            time.sleep(0.002)
+
+
+class _Bench:
+    """A stage under test."""
+
+    def __init__(self, stage: Stage, boundary: Boundary, config: RunConfig, data: Data, device: torch.device) -> None:
+        self._stage = stage
+        self._boundary = boundary
+        self._config = config
+        self._data = data
+        self._device = device
+        self._optimizer: StageOptimizer = build_optimizer(stage.modules, config.training)
+        self._rounds = 0
+
+    def round(self) -> dict[str, float]:
+        """Seconds of each op, mean over a row of micro-batches, then of an optimizer step."""
+        stage, row = self._stage, [Microbatch(self._rounds, 0, index) for index in range(ROW)]
+        self._rounds += 1
+        gradient = None if stage.last else 1e-3 * self._random(self._boundary.output_shape,
+                                                               self._boundary.output_dtype)
+        return {
+            "forward": self._timed(self._forward, row) / ROW,
+            "backward_input": self._timed(lambda one: stage.backward_input(one, gradient), row) / ROW,
+            "backward_weight": self._timed(stage.backward_weight, row) / ROW,
+            "optimizer": self._timed(lambda _: self._step(), row[:1]),
+        }
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that a micro-batch takes before and after I, and that the stage takes always."""
+        stage, microbatch = self._stage, Microbatch(0, 1, 0)
+        gradient = None if stage.last else self._random(self._boundary.output_shape, self._boundary.output_dtype)
+        with _Living([*stage.parameters().values(), *stage.gradients()]) as living:
+            self._forward(microbatch, living)
+            activation = living.bytes()
+            if gradient is not None:
+                living.watch(gradient)
+            stage.backward_input(microbatch, gradient)
+            del gradient
+            stash = living.bytes()
+            stage.backward_weight(microbatch)
+        for _ in range(2):  # state appears with the first step, and is first copied by the second
+            self._step()
+        undo, state = self._optimizer.undo_bytes(), self._optimizer.layer_state
+        held = sum(tensor.nbytes for layer in range(*stage.layers) for tensor in state(layer).values())
+        gradients = sum(flat.nbytes for flat in stage.gradients())
+        return {"activation_bytes": activation, "stash_bytes": stash, "undo_bytes": undo,
+                "static_bytes": held + gradients + undo}
+
+    def _forward(self, microbatch: Microbatch, living: "_Living | None" = None) -> None:
+        stage, training = self._stage, self._config.training
+        value = target = None
+        if stage.first or stage.last:
+            value, target = (half.to(self._device)
+                             for half in self._data.batch(microbatch, training.batch, self._config.model.context))
+        if not stage.first:
+            value = self._random(self._boundary.input_shape, self._boundary.input_dtype)
+        assert value is not None
+        if living is not None:
+            living.watch(value)
+        stage.forward(microbatch, value, target if stage.last else None, split=True)
+
+    def _step(self) -> None:
+        if watches_gradients(self._config.training):
+            self._optimizer.squares()
+        self._optimizer.step(self._rounds)
+        self._rounds += 1
+        self._stage.zero_gradients()
+
+    def _random(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.full(tuple(shape), 0.5, dtype=dtype, device=self._device)
+
+    def _timed(self, call: Callable[[Microbatch], object], row: Sequence[Microbatch]) -> float:
+        def run() -> None:
+            for microbatch in row:
+                call(microbatch)
+
+        return timed(run, self._device)
+
+
+class _Living(TorchDispatchMode):
+    """Sees every tensor that is made, and can tell how many bytes of them are still alive."""
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                self.watch(tensor)
+        return made
+
+    def watch(self, tensor: Tensor) -> None:
+        """Count this one, too."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._known:
+            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._seen[storage._cdata] = (reference, storage.nbytes())
+
+    def bytes(self) -> int:
+        """Of the tensors that are alive."""
+        alive = 0
+        for reference, size in self._seen.values():
+            alive += 0 if reference.expired() else size  # type: ignore[no-untyped-call]
+        return alive
+
+
+def timed(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds that a call takes, with all that it gives the device to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _ping_pong(epoch: Epoch, rank: int, everyone: Sequence[Worker], boundary: Boundary, device: torch.device) -> float:
+    """Seconds there and back, between the first two."""
+    if rank > 1:
+        return 0.0
+    tensor = torch.zeros(boundary.output_shape, dtype=boundary.output_dtype, device=device)
+    peer = everyone[1 - rank]
+
+    def receive() -> None:
+        epoch.receive(boundary.output_shape, boundary.output_dtype, peer, 1).take()
+
+    def send() -> None:
+        epoch.send(tensor, peer, 1).wait()
+
+    def both() -> None:
+        for step in (send, receive) if rank == 0 else (receive, send):
+            step()
+
+    return timed(both, device)
+
+
+def _output_bytes(boundary: Boundary) -> int:
+    return torch.Size(boundary.output_shape).numel() * boundary.output_dtype.itemsize
+
+
+def main() -> None:
+    """Measure as told by the first argument, and answer in JSON."""
+    task = msgspec.json.decode(sys.argv[1], type=_Task)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(task.rendezvous) or "")
+    store = connect_store(task.rendezvous)
+    sys.stdout.write(msgspec.json.encode(_Prober(task).answer(store)).decode())
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Can two processes of this machine train together? They meet as workers do, and exchange a tensor and a sum."""
+
+import os
+import sys
+import time
+from contextlib import ExitStack
+from datetime import timedelta
+
+import msgspec
+import torch
+
+from runtime.coordinator.membership import Lighthouse, Member
+from runtime.processes.children import ChildError, Children
+from runtime.protocol.rendezvous import LOOPBACK, Rendezvous, connect_store, host_store, interface_towards
+from runtime.replay.communication import Epoch
+from schedules.schedule import Worker
+
+WORKERS = (Worker(0, 0), Worker(1, 0))
+NUMBERS = 2**18
+"""Of float32 in the tensor that goes to and fro: 1 MiB."""
+ROUNDS = 8
+
+
+class GreetingError(RuntimeError):
+    """The two did not come together, or got other numbers than were sent. The message is one line."""
+
+
+class Greeting(msgspec.Struct, frozen=True):
+    """How it went: seconds to meet and to make the groups, and of a transfer of 1 MiB."""
+
+    meeting_seconds: float
+    transfer_seconds: float
+
+
+class _Task(msgspec.Struct, frozen=True):
+    worker: Worker
+    lighthouse: str
+    rendezvous: Rendezvous
+
+
+class Greeters:
+    """Two processes, started when this is made and ended when it is closed."""
+
+    def __init__(self) -> None:
+        with ExitStack() as stack:
+            lighthouse = Lighthouse(LOOPBACK, len(WORKERS))
+            stack.callback(lighthouse.close)
+            self._store, opened = host_store()
+            tasks = [_Task(worker, lighthouse.url, opened) for worker in WORKERS]
+            self._children = stack.enter_context(Children("runtime.tools.self_test", tasks, apart=True))
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> "Greeters":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def wait(self, timeout: float) -> Greeting:
+        """What the second of them measured. Raises GreetingError."""
+        try:
+            return msgspec.json.decode(self._children.answers(timeout)[1], type=Greeting)
+        except ChildError as error:
+            raise GreetingError(str(error)) from None
+        except TimeoutError:
+            raise GreetingError(f"two processes did not meet and talk within {timeout:.0f} s") from None
+
+
+def _greet(task: _Task) -> Greeting:
+    """One side: the first worker sends, the second sends back one more."""
+    began = time.perf_counter()
+    with Member(task.lighthouse, task.worker) as member:
+        quorum = member.join(timedelta(seconds=30))
+        store = connect_store(task.rendezvous)
+        epoch = Epoch(quorum, task.worker, {0: WORKERS}, transport="gloo", device=torch.device("cpu"), store=store)
+        met = time.perf_counter()
+        (peer,) = (worker for worker in WORKERS if worker != task.worker)
+        ball = torch.arange(NUMBERS, dtype=torch.float32)
+        for _ in range(ROUNDS):
+            if task.worker == WORKERS[0]:
+                epoch.send(ball, peer, 1).wait()
+                ball = epoch.receive((NUMBERS,), torch.float32, peer, 1).take()
+            else:
+                ball = epoch.receive((NUMBERS,), torch.float32, peer, 1).take() + 1
+                epoch.send(ball, peer, 1).wait()
+        seconds = (time.perf_counter() - met) / (2 * ROUNDS)
+        epoch.sum_over_stage(0, [ball])
+        if not torch.equal(ball, 2 * (torch.arange(NUMBERS, dtype=torch.float32) + ROUNDS)):
+            raise GreetingError("gloo gave other numbers than were sent")
+        epoch.settle()
+        epoch.drop()
+    return Greeting(met - began, seconds)
+
+
+def main() -> None:
+    """Greet as told by the first argument, and answer in JSON."""
+    task = msgspec.json.decode(sys.argv[1], type=_Task)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(task.rendezvous) or "")
+    sys.stdout.write(msgspec.json.encode(_greet(task)).decode())
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""When a worker writes checkpoints, and of which layers."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from runtime.model.checkpoint import CheckpointError, Saving, identity_of, save
+from runtime.protocol.orders import Finish
+from runtime.protocol.reports import Note, push
+from runtime.protocol.setup import Setup
+from runtime.worker.stage_store import Holdings
+from schedules.schedule import Worker
+
+
+class Keeper:
+    """Saves what is committed, every few iterations and at the end; one worker of each stage does.
+
+    A checkpoint that cannot be written ends no training: the launcher is told, and the earlier ones stay.
+    """
+
+    def __init__(self, setup: Setup, layers: int, store: TCPStore, worker: Worker) -> None:
+        self._folder = None if setup.checkpoints is None else Path(setup.checkpoints)
+        self._every = setup.checkpoint_every
+        self._first = setup.first_iteration
+        self._identity = identity_of(setup.config, layers)
+        self._store = store
+        self._worker = worker
+        self._saving: Saving | None = None
+
+    def due(self, iteration: int) -> bool:
+        """Whether the state before an iteration is to be saved."""
+        return self._folder is not None and self._every > 0 and iteration > self._first \
+            and iteration % self._every == 0
+
+    def save(self, iteration: int, states: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Begin to save layers as they are before an iteration; returns once they are copied."""
+        self._wait()
+        if self._folder is not None and states:
+            self._saving = save(self._folder, iteration, states, self._identity)
+
+    def save_last(self, order: Finish, holdings: Holdings) -> None:
+        """Save, to the end, the layers that an order gives to this worker."""
+        layers = [layer for layer, worker in order.writers if worker == self._worker]
+        self.save(order.first_iteration, {layer: holdings.layer_state(layer) for layer in layers})
+        self._wait()
+
+    def _wait(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            try:
+                saving.wait()
+            except CheckpointError as error:
+                push(self._store, Note(self._worker, str(error)))

@@ -1,0 +1,210 @@
+"""A schedule planned for some failed workers, made to fit others: who plays which role, at the least cost.
+
+Roles that nobody plays are *holes*. A schedule's holes can be moved in two ways that leave its period alone:
+
+- interchangeable pipelines swap numbers: no worker changes;
+- a live worker takes over another role. Within its column it already holds the parameters; in another column it must
+  load the layers it lacks from a peer.
+
+The least number of layers to load follows from the holes and failures of each column alone, and any renumbering of
+pipelines attains it. So the renumbering first maximises how many holes fall on failed workers, which leaves the fewest
+roles to change hands, and then the vacant roles are filled from the workers that stand in holes.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from schedules.schedule import Grid, OpKind, Program, Schedule, Seat, Worker
+from schedules.tables.pattern import Columns, columns_by_pipeline, pipeline_classes
+
+A = TypeVar("A", bound=Hashable)
+B = TypeVar("B", bound=Hashable)
+
+
+def preload() -> None:
+    """Import now what `relabel` needs: a tenth of a second, which a plan need not wait for and a recovery must not."""
+    import networkx  # noqa: F401
+
+
+def layers_to_load(grid: Grid, worker: Worker, role: Worker) -> int:
+    """How many model layers a worker must load before it can play a role; 0 where it holds them all.
+
+    A stage counts as one layer where the job does not say how many it has.
+    """
+    return 0 if worker.column == role.column else len(_layers(grid, role.column) - _layers(grid, worker.column))
+
+
+def _layers(grid: Grid, column: int) -> set[object]:
+    held: set[object] = set()
+    for index in grid.stages_of(column):
+        layers = grid.stages[index].layers
+        held |= {("stage", grid.original(index))} if layers is None else set(range(*layers))
+    return held
+
+
+def relabel(schedule: Schedule, failed: Iterable[Worker]) -> Schedule | None:
+    """The same schedule for other failed workers, as many as it has holes; None where roles cannot be filled.
+
+    That is so when a column has no live worker left to load its parameters from, or when a worker is faster than
+    others and its role would go to a slower one. The result passes `schedules.check` when `schedule` does, and has
+    the same period. Every worker of `schedule` must play its own role. Raises ValueError when the numbers differ.
+    """
+    down = tuple(sorted(set(failed)))
+    if len(down) != len(schedule.failed):
+        raise ValueError(f"{len(down)} failed workers for a schedule with {len(schedule.failed)} holes")
+    if any(seat.worker != seat.role for seat in schedule.seats):
+        raise ValueError("a schedule with moved workers cannot be relabelled again")
+    if set(range(schedule.grid.columns)) != {worker.column for worker in set(schedule.grid.workers()) - set(down)}:
+        return None
+    renumbered = _renumber(schedule, down)
+    holes = {Worker(renumbered[hole.pipeline], hole.column) for hole in schedule.failed}
+    moves = _fill(schedule, holes, set(down))
+    if moves is None:
+        return None
+    players = {role: role for role in schedule.grid.workers() if role not in holes and role not in moves} | moves
+    return _rebuilt(schedule, down, renumbered, players)
+
+
+# --- Which pipeline is which ------------------------------------------------------------------------------------------
+
+
+def _renumber(schedule: Schedule, failed: Sequence[Worker]) -> dict[int, int]:
+    """New pipeline numbers, within their classes, such that as many holes as possible fall on failed workers."""
+    holes, lost = columns_by_pipeline(schedule.failed), columns_by_pipeline(failed)
+    members: dict[int, list[int]] = defaultdict(list)
+    for pipeline, kind in enumerate(pipeline_classes(schedule.grid, schedule.times)):
+        members[kind].append(pipeline)
+    numbers: dict[int, int] = {}
+    for pipelines in members.values():
+        numbers |= _match(pipelines, holes, lost)
+    return numbers
+
+
+def _match(pipelines: Sequence[int], holes: Mapping[int, Columns], lost: Mapping[int, Columns]) -> dict[int, int]:
+    """The new number of each pipeline of one class. Equal patterns first (that is never a loss), then by overlap."""
+    sources, targets = defaultdict(list), defaultdict(list)
+    numbers = {}
+    for pipeline in pipelines:
+        if holes.get(pipeline) == lost.get(pipeline):
+            numbers[pipeline] = pipeline
+        else:
+            sources[holes.get(pipeline, ())].append(pipeline)
+            targets[lost.get(pipeline, ())].append(pipeline)
+    pairs = [(columns, columns, min(len(sources[columns]), len(targets[columns])))
+             for columns in sorted(set(sources) & set(targets))]
+    supply = Counter({columns: len(rest) for columns, rest in sources.items()})
+    demand = Counter({columns: len(rest) for columns, rest in targets.items()})
+    for columns, _, count in pairs:
+        supply[columns] -= count
+        demand[columns] -= count
+    rest = transport(supply, demand, lambda hole, gone: -len(set(hole) & set(gone)))
+    assert rest is not None
+    for hole, gone, count in [*pairs, *rest]:
+        for _ in range(count):
+            numbers[sources[hole].pop(0)] = targets[gone].pop(0)
+    return numbers
+
+
+# --- Who plays what ---------------------------------------------------------------------------------------------------
+
+
+def _fill(schedule: Schedule, holes: set[Worker], failed: set[Worker]) -> dict[Worker, Worker] | None:
+    """The new player of every role whose own worker is down: one of the live workers that stand in holes.
+
+    At the fewest layers to load. A worker takes a role only if it is as fast as the one it was planned for.
+    """
+    speed = schedule.times.per_mille_of
+    vacant, idle = defaultdict(list), defaultdict(list)
+    for role in sorted(failed - holes):
+        vacant[role.column, speed.get(role, 1000)].append(role)
+    for worker in sorted(holes - failed):
+        idle[worker.column, speed.get(worker, 1000)].append(worker)
+
+    def cost(have: tuple[int, int], want: tuple[int, int]) -> int | None:
+        return None if have[1] > want[1] else layers_to_load(schedule.grid, Worker(0, have[0]), Worker(0, want[0]))
+
+    pairs = transport({kind: len(workers) for kind, workers in idle.items()},
+                      {kind: len(roles) for kind, roles in vacant.items()}, cost)
+    if pairs is None:
+        return None
+    return {vacant[want].pop(0): idle[have].pop(0) for have, want, count in pairs for _ in range(count)}
+
+
+def transport(supply: Mapping[A, int], demand: Mapping[B, int],
+              cost: Callable[[A, B], int | None]) -> list[tuple[A, B, int]] | None:
+    """Bring every unit of supply to a unit of demand (as many in all) at the least total cost.
+
+    `cost` None forbids a pair. Returns (from, to, how many), sorted by the order of the mappings; None where it cannot
+    be done. A min-cost flow over kinds, so that its size does not grow with the number of workers.
+    """
+    have = [(kind, count) for kind, count in supply.items() if count]
+    want = [(kind, count) for kind, count in demand.items() if count]
+    if not have and not want:
+        return []
+    import networkx as nx  # see `preload`
+
+    graph: nx.DiGraph[tuple[str, int]] = nx.DiGraph()
+    for left, (_, count) in enumerate(have):
+        graph.add_node(("have", left), demand=-count)
+    for right, (_, count) in enumerate(want):
+        graph.add_node(("want", right), demand=count)
+    for left, (a, _) in enumerate(have):
+        for right, (b, _) in enumerate(want):
+            if (price := cost(a, b)) is not None:
+                graph.add_edge(("have", left), ("want", right), weight=price)
+    try:
+        flow = nx.min_cost_flow(graph)
+    except nx.NetworkXUnfeasible:
+        return None
+    return [(a, b, count) for left, (a, _) in enumerate(have) for right, (b, _) in enumerate(want)
+            if (count := flow[("have", left)].get(("want", right), 0))]
+
+
+# --- The schedule -----------------------------------------------------------------------------------------------------
+
+
+def _rebuilt(schedule: Schedule, failed: tuple[Worker, ...], numbers: Mapping[int, int],
+             players: Mapping[Worker, Worker]) -> Schedule:
+    """The schedule under new pipeline numbers and players, in canonical form."""
+    seats = sorted(_seats(schedule, numbers, players), key=lambda seat: seat.worker)
+    order: dict[int, int] = {}
+    seats = [Seat(seat.worker, seat.role, order.setdefault(seat.program, len(order))) for seat in seats]
+    programs = tuple(renamed(schedule.programs[index], numbers) for index in order)
+    bound = _bound(schedule, players)
+    return msgspec.structs.replace(schedule, failed=failed, seats=tuple(seats), programs=programs,
+                                   lower_bound_ticks=bound,
+                                   status="optimal" if bound == schedule.period_ticks else "feasible")
+
+
+def _seats(schedule: Schedule, numbers: Mapping[int, int], players: Mapping[Worker, Worker]) -> Iterable[Seat]:
+    for seat in schedule.seats:
+        role = Worker(numbers[seat.role.pipeline], seat.role.column)
+        yield Seat(players[role], role, seat.program)
+
+
+def renamed(program: Program, numbers: Mapping[int, int]) -> Program:
+    """A program with the pipelines of its re-routed micro-batches renumbered; the same object where none changes."""
+    if all(op.pipeline is None or numbers[op.pipeline] == op.pipeline for op in program):
+        return program
+    return tuple(op if op.pipeline is None else
+                 type(op)(op.kind, op.stage, op.microbatch, op.start_ticks, numbers[op.pipeline]) for op in program)
+
+
+def _bound(schedule: Schedule, players: Mapping[Worker, Worker]) -> int:
+    """The proven bound with these players: where some are faster than planned, it falls by the largest such factor.
+
+    A schedule of the faster job with every time stretched by that factor is one of the planned job.
+    """
+    speed = schedule.times.per_mille_of
+    pairs = {(role, player) for role, player in players.items() if speed.get(role, 1000) != speed.get(player, 1000)}
+    bound = schedule.lower_bound_ticks
+    for role, player in pairs:
+        for stage in schedule.grid.stages_of(role.column):
+            for kind in (OpKind.F, OpKind.I, OpKind.W):
+                planned, real = (schedule.times.duration_ticks(kind, stage, who) for who in (role, player))
+                if real:
+                    bound = min(bound, -(-schedule.lower_bound_ticks * real // planned))
+    return bound

@@ -1,0 +1,175 @@
+"""A table of schedules: which failures it covers, and the schedule for a given set of failed workers.
+
+    table = Table.load(folder)
+    table.verify()                       # optional: check every schedule now, rather than at its first use
+    found = table.lookup({Worker(1, 2)})
+
+Needs no solver: what is not in the table is not planned here.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from schedules.check import check
+from schedules.codec import validate
+from schedules.schedule import Schedule, Seat, Worker
+from schedules.tables.file import (
+    ENTRIES,
+    ENTRY_KIND,
+    INDEX,
+    JOB,
+    MAX_PROGRAMS_BYTES,
+    PROGRAMS,
+    PROGRAMS_KIND,
+    Basis,
+    Entry,
+    EntryDocument,
+    Index,
+    Programs,
+    Row,
+    TableError,
+    entry_file,
+    read_index,
+    read_verified,
+    restore,
+    unpack,
+)
+from schedules.tables.pattern import count_key, pattern_key, pattern_of, pipeline_classes
+from schedules.tables.relabel import layers_to_load, preload, relabel
+
+LIBRARY = Path(__file__).parents[1] / "library"
+"""Tables that come with Slipstream, one folder each."""
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """A schedule for the failures asked for, and the entry it was made from."""
+
+    key: str
+    schedule: Schedule
+
+    @property
+    def moves(self) -> tuple[Seat, ...]:
+        """The workers that play a role other than their own; those of another column must load parameters."""
+        return self.schedule.moves
+
+    @property
+    def layers_to_load(self) -> int:
+        """Model layers to load in all (a stage counts as one where the job does not say)."""
+        return sum(layers_to_load(self.schedule.grid, seat.worker, seat.role) for seat in self.moves)
+
+
+class Table:
+    """A table in memory, its digests verified."""
+
+    def __init__(self, folder: Path, index: Index, programs: Programs, entries: Mapping[str, Entry]) -> None:
+        self.folder = folder
+        self.index = index
+        self._programs = programs.programs
+        self._entries = entries
+        self._classes = pipeline_classes(index.basis.grid, index.basis.times)
+        self._checked: dict[str, Schedule] = {}
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Read a table. Raises TableError, one line, when a file of it is missing, malformed or changed."""
+        preload()
+        index = read_index(folder)
+        _validate_basis(index.basis, folder / INDEX)
+        entries = {row.key: _read_entry(folder, row) for row in index.entries if row.sha256 is not None}
+        path = folder / PROGRAMS
+        packed = read_verified(path, index.programs_sha256, MAX_PROGRAMS_BYTES)
+        programs = PROGRAMS_KIND.decode(unpack(packed, str(path)), str(path))
+        return cls(folder, index, programs, entries)
+
+    @property
+    def basis(self) -> Basis:
+        """The job and the options of all entries."""
+        return self.index.basis
+
+    def rows(self) -> tuple[Row, ...]:
+        """The index: one row an entry, counts first."""
+        return self.index.entries
+
+    def job_text(self) -> bytes:
+        """The job file that the table was made from. Raises TableError."""
+        return read_verified(self.folder / JOB, self.index.job_sha256)
+
+    @property
+    def program_texts(self) -> tuple[msgspec.Raw, ...]:
+        """Every program of the table, as JSON text."""
+        return self._programs
+
+    def stored(self, key: str) -> Entry:
+        """An entry as it is stored. Raises KeyError for an unknown key, or one without a plan."""
+        return self._entries[key]
+
+    def entry(self, key: str) -> Schedule:
+        """The stored schedule of an entry, checked. Raises TableError, and KeyError for an unknown key."""
+        if key not in self._checked:
+            self._checked[key] = self._check(self._entries[key])
+        return self._checked[key]
+
+    def verify(self) -> None:
+        """Check every schedule now, so that no later lookup has to. Raises TableError."""
+        for key in self._entries:
+            self.entry(key)
+
+    def lookup(self, failed: Iterable[Worker]) -> Found | None:
+        """The schedule with the shortest period for exactly these failed workers; None where the table has none.
+
+        Of an exact pattern and a normalised count of equal period it takes the pattern, which moves no worker. The
+        schedule is valid because the stored one is and `relabel` keeps every rule; at the first use of an entry the
+        checker is asked about the stored one. Raises ValueError for a worker outside the grid, TableError for an
+        entry that cannot be used.
+        """
+        down = set(failed)
+        for worker in sorted(down - set(self.basis.grid.workers())):
+            raise ValueError(f"the job has no worker {worker}; its grid is {self.basis.grid.pipelines} pipelines x "
+                             f"{self.basis.grid.columns} stages")
+        keys = [pattern_key(pattern_of(down, self._classes), self._classes), count_key(len(down))]
+        known = sorted((key for key in keys if key in self._entries), key=lambda key: self._entries[key].period_ticks)
+        for key in known:
+            schedule = relabel(self.entry(key), down)
+            if schedule is not None:
+                return Found(key=key, schedule=schedule)
+        return None
+
+    def _check(self, entry: Entry) -> Schedule:
+        schedule = restore(entry, self.basis, self._programs)
+        violations = check(schedule)
+        if violations:
+            raise TableError(f"{self.folder / entry_file(entry.key)}: the schedule breaks a rule: {violations[0]}")
+        return schedule
+
+
+def library_names() -> tuple[str, ...]:
+    """The names of the tables that come with Slipstream."""
+    return tuple(sorted(path.parent.name for path in LIBRARY.glob(f"*/{INDEX}")))
+
+
+def library(name: str) -> Path | None:
+    """The folder of a table that comes with Slipstream; None for an unknown name."""
+    return LIBRARY / name if name in library_names() else None
+
+
+def _validate_basis(basis: Basis, path: Path) -> None:
+    empty = Schedule(job=basis.job, tick_seconds=basis.tick_seconds, grid=basis.grid, times=basis.times,
+                     memory=basis.memory, backward=basis.backward, optimizer=basis.optimizer, failed=(), seats=(),
+                     programs=(), period_ticks=0, lower_bound_ticks=0, status="optimal", method=basis.method)
+    try:
+        validate(empty)
+    except ValueError as error:
+        raise TableError(f"{path}: {str(error)[:300]}") from None
+
+
+def _read_entry(folder: Path, row: Row) -> EntryDocument:
+    path = folder / entry_file(row.key)
+    if path.parent != folder / ENTRIES:
+        raise TableError(f"{folder / INDEX}: {row.key[:80]!r} is no key of an entry")
+    entry = ENTRY_KIND.decode(read_verified(path, row.sha256), str(path))
+    if (entry.key, entry.failed, len(entry.failed)) != (row.key, row.failed, row.failures):
+        raise TableError(f"{path}: holds entry {entry.key[:80]!r}, not the one that the index names")
+    return entry

@@ -1,0 +1,63 @@
+"""Estimates against figures that were measured."""
+
+import tomllib
+
+import pytest
+
+from planner.job.estimate import MACHINES, Cluster, Shape, estimate
+from planner.job.file import parse_job
+from planner.job.presets import preset, preset_names
+from planner.job.text import job_text
+from planner.plan import plan_job
+
+
+def gpt(layers, hidden, heads, vocabulary=50_304):
+    return Shape(layers=layers, hidden=hidden, heads=heads, sequence=1024, vocabulary=vocabulary)
+
+
+def cluster(stages, **more):
+    return Cluster(**{"machine": MACHINES["a100"], "pipelines": 4, "stages": stages, "microbatches": 16,
+                      "efficiency": 0.55, **more})
+
+
+@pytest.mark.parametrize(("name", "shape", "stages", "size"), [
+    ("gpt-6.2b", gpt(32, 4096, 32), 8, 3), ("gpt-14.6b", gpt(48, 5120, 40), 16, 1),
+    ("gpt-28.3b", gpt(64, 6144, 48), 32, 1)])
+def test_stage_times_are_near_those_published(name, shape, stages, size):
+    """Zero Bubble (Qi et al. 2023) on A100s, micro-batches of 3, 1 and 1: a share of 55 % of the peak explains all."""
+    tables, _ = estimate(name, shape, cluster(stages, microbatch_size=size))
+    middle = stages // 2
+    layers = tables["placement"]["layers"][middle] / (shape.layers / stages)
+    published = tomllib.loads(preset(name))["time"]
+    assert tables["time"]["forward"][middle] / layers == pytest.approx(published["forward"], rel=0.08)
+    assert tables["time"]["backward_input"][middle] / layers == pytest.approx(published["backward_input"], rel=0.12)
+    assert published["backward_weight"] < tables["time"]["backward_weight"][middle] / layers
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_presets_are_jobs(name):
+    job = parse_job(preset(name))
+    assert job.name == name and job.layers is not None and job.memory is not None
+
+
+def test_sizes_of_llama_3():
+    sizes = [float(preset(name).split("measured: ")[1].split(" billion")[0]) for name in ("llama-3-8b", "llama-3-70b")]
+    assert sizes == [pytest.approx(8.03, abs=0.01), pytest.approx(70.6, abs=0.1)]
+
+
+def test_the_head_takes_layers_from_the_last_stage():
+    tables, remarks = estimate("job", gpt(24, 1024, 16, vocabulary=128_000), cluster(4))
+    counts = tables["placement"]["layers"]
+    assert sum(counts) == 24 and counts[-1] < min(counts[:-1])
+    assert tables["time"]["backward_input"][0] == 0 < tables["time"]["backward_input"][1]
+    assert plan_job(parse_job(job_text(tables, remarks)), method="greedy").schedule.gap < 1
+
+
+@pytest.mark.parametrize(("shape", "stages", "says"), [
+    (gpt(4, 1024, 16), 5, "5 stages for 4 layers"),
+    (gpt(4, 1000, 16), 2, "expected each to divide the one before"),
+    (gpt(80, 8192, 64), 2, "stage 0 needs .* GB on each GPU, a100 has 80"),
+])
+def test_what_cannot_be_is_refused(shape, stages, says):
+    with pytest.raises(ValueError, match=says):
+        estimate("job", shape, cluster(stages))

@@ -1,0 +1,89 @@
+"""Job files: what is right is read exactly, what is wrong is named in one line."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.job.file import JobError, parse_job, read_job
+from schedules.schedule import Worker
+
+TIME = "[time]\nforward = 0.0297\nbackward_input = 0.0294\nbackward_weight = 0.0199\n"
+GOOD = "name = 'gpt'\npipelines = 2\nstages = 3\nmicrobatches = 4\n" + TIME
+
+
+def test_scalars_are_spread_over_stages():
+    job = parse_job(GOOD + "optimizer = 0.01\ntransfer = 0.0005\n[memory]\ncapacity = 8.0\n")
+    assert job.time.forward == (0.0297,) * 3 and job.time.optimizer == (0.01,) * 3
+    assert job.microbatches == (4, 4) and job.time.all_reduce == (0.0,) * 3
+    assert job.memory is not None and job.memory.activation == (1.0,) * 3 and job.memory.weight_stash == (0.0,) * 3
+
+
+def test_lists_give_each_stage_and_pipeline_its_own():
+    job = parse_job("pipelines = 2\nstages = 2\nmicrobatches = [3, 5]\n"
+                    "[time]\nforward = [1, 2]\nbackward_input = [0, 2]\nbackward_weight = [3, 2]\n")
+    assert job.microbatches == (3, 5) and job.time.backward_input == (0.0, 2.0)
+
+
+@pytest.mark.parametrize(("order", "columns"), [
+    ("'linear'", (0, 0, 1, 1, 2, 2)), ("'interleaved'", (0, 1, 2, 0, 1, 2)), ("'v'", (0, 1, 2, 2, 1, 0)),
+    ("[0, 2, 1, 1, 2, 0]", (0, 2, 1, 1, 2, 0))])
+def test_placements(order, columns):
+    assert parse_job(f"{GOOD}[placement]\nchunks = 2\norder = {order}\n").columns == columns
+
+
+def test_slow_workers_and_tables_of_the_runtime_are_kept():
+    job = parse_job(GOOD + "slow = {'1.2' = 1.5}\n[model]\nwidth = 8\n[training]\niterations = 2\n")
+    assert job.time.slow == ((Worker(1, 2), 1.5),)
+    assert job.model == {"width": 8} and job.training == {"iterations": 2}
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    (GOOD.replace("pipelines = 2", "pipelines = 0"), "pipelines is 0; expected a whole number"),
+    (GOOD.replace("pipelines = 2", "pipelines = true"), "pipelines is True"),
+    (GOOD.replace("pipelines = 2\n", ""), "key 'pipelines' is missing"),
+    (GOOD.replace("stages = 3", "stages = 99999999"), "stages is 99999999"),
+    (GOOD.replace("microbatches = 4", "microbatches = [4]"), "microbatches has 1 values; expected 2, one a pipeline"),
+    (GOOD.replace("0.0297", "[1, 2]"), "time.forward has 2 values; expected 3"),
+    (GOOD.replace("0.0297", "-1"), "time.forward is -1; expected a finite number of at least 0"),
+    (GOOD.replace("0.0297", "nan"), "time.forward is nan"),
+    (GOOD.replace("0.0297", "'fast'"), "time.forward is 'fast'"),
+    (GOOD.replace("forward", "forwards", 1), "key 'time.forward' is missing"),
+    (GOOD + "backward = 3\n", "unknown key 'time.backward'"),
+    ("color = 1\n" + GOOD, "unknown key 'color'; known"),
+    ("microbatchs = 1\n" + GOOD, "unknown key 'microbatchs'; did you mean 'microbatches'?"),
+    (GOOD + "[memory]\nactivation = 1\n", "key 'memory.capacity' is missing"),
+    (GOOD + "[placement]\norder = 'zigzag'\n", "placement.order is 'zigzag'; expected one of linear"),
+    (GOOD + "[placement]\norder = [0, 1, 1]\n", "placement.order is [0, 1, 1]"),
+    (GOOD + "slow = {'7.0' = 2}\n", "time.slow: the job has no worker 7.0"),
+    (GOOD + "slow = {'x' = 2}\n", "time.slow: 'x' is no worker"),
+    (GOOD + "slow = 2\n", "time.slow is 2"),
+    ("model = 3\n" + GOOD, "model is 3; expected a table"),
+    ("time = 3\npipelines = 1\nstages = 1\nmicrobatches = 1\n", "time is 3; expected a table"),
+    (GOOD.replace("0.0297", "0").replace("0.0294", "0").replace("0.0199", "0"), "every op takes 0 seconds"),
+    ("name = [", "not readable as TOML"),
+    ("name = 1" + "0" * 5000, "not readable as TOML"),
+    ("name = ''\n" + GOOD[GOOD.index("\n"):], "name is ''"),
+])
+def test_bad_jobs_are_refused_in_one_line(text, says):
+    with pytest.raises(JobError, match=r"^job\.toml: ") as refused:
+        parse_job(text, "job.toml")
+    assert says in str(refused.value) and "\n" not in str(refused.value)
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_read_or_refused(text):
+    with pytest.raises(JobError):
+        parse_job(text)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"#" * (2**20 + 1)])
+def test_unreadable_files_are_refused(tmp_path, content):
+    path = tmp_path / "job.toml"
+    path.write_bytes(content)
+    with pytest.raises(JobError, match=r"job\.toml"):
+        read_job(path)
+
+
+def test_missing_files_are_refused(tmp_path):
+    with pytest.raises(JobError, match=r"none.toml: cannot be read: No such file"):
+        read_job(tmp_path / "none.toml")

@@ -1,0 +1,125 @@
+"""The true optimum of tiny problems, by enumeration: the planner's judge, sharing none of its code but the problem."""
+
+import itertools
+from collections import defaultdict
+
+from planner.model.problem import Problem, Unit
+from schedules.schedule import OpKind, Worker
+
+
+def optimal_period(problem: Problem) -> int:
+    """The smallest period over every choice of hosts and every order of ops on every worker.
+
+    Once hosts and orders are fixed, the rules are bounds on differences of start times, and the least period for which
+    they have a solution is found by bisection. Memory depends on a worker's order alone.
+    """
+    units = list(problem.units())
+    best = sum(max(problem.cost(kind, unit.stage, host) for host in problem.hosts(unit.stage, unit.pipeline))
+               for unit in units for kind in problem.kinds)
+    best += 2 * len(units) * problem.times.transfer + sum(map(problem.tail, range(problem.grid.columns)))
+    for choice in itertools.product(*(problem.hosts(unit.stage, unit.pipeline) for unit in units)):
+        hosts = dict(zip(units, choice, strict=True))
+        orders = [_orders(problem, role, [unit for unit in units if problem.role(unit.stage, hosts[unit]) == role])
+                  for role in problem.player]
+        for sequences in itertools.product(*orders):
+            best = _shorten(problem, hosts, sequences, best)
+    return best
+
+
+def _orders(problem: Problem, role: Worker, units: list[Unit]):
+    """Every order of a worker's ops in which each unit's own ops follow each other and memory is never exceeded."""
+    labels = [unit for unit in units for _ in problem.kinds]
+    found = []
+    for labelled in set(itertools.permutations(labels)):
+        done: dict[Unit, int] = defaultdict(int)
+        sequence = []
+        for unit in labelled:
+            sequence.append((problem.kinds[done[unit]], unit))
+            done[unit] += 1
+        if _fits(problem, role, sequence):
+            found.append(sequence)
+    return found
+
+
+def _fits(problem: Problem, role: Worker, sequence) -> bool:
+    if problem.memory is None:
+        return True
+    used = 0
+    for kind, unit in sequence:
+        if kind is OpKind.F:
+            used += problem.activation(unit.stage)
+        elif kind is OpKind.W:
+            used -= problem.stash(unit.stage)
+        else:
+            used += problem.stash(unit.stage) - problem.activation(unit.stage)
+        if used > problem.memory.capacity[role.column]:
+            return False
+    return True
+
+
+def _shorten(problem: Problem, hosts, sequences, best: int) -> int:
+    """The least period of these orders if it is below `best`, else `best`."""
+    low, high = 0, best
+    while low < high:
+        middle = (low + high) // 2
+        if _possible(problem, hosts, sequences, middle):
+            high = middle
+        else:
+            low = middle + 1
+    return high
+
+
+def _possible(problem: Problem, hosts, sequences, period: int) -> bool:
+    """Whether start times exist: longest paths over `start[b] >= start[a] + weight`, no circle of which may grow."""
+    edges = []
+    ends = defaultdict(list)
+    for sequence in sequences:
+        for before, after in itertools.pairwise(sequence):
+            edges.append((before, after, _cost(problem, hosts, before)))
+        for op in sequence:
+            ends[problem.tied[problem.column_of[op[1].stage]]].append(op)
+            for source in _sources(problem, op):
+                hop = problem.hop(source[1].stage, hosts[source[1]], op[1].stage, hosts[op[1]])
+                edges.append((source, op, _cost(problem, hosts, source) + hop))
+    for sequence in sequences:
+        if sequence:
+            column = problem.column_of[sequence[0][1].stage]
+            edges += _window(problem, hosts, sequence, ends, column, period)
+    value = dict.fromkeys((op for sequence in sequences for op in sequence), 0)
+    if problem.optimizer == "synchronous":
+        value["begin"] = 0
+        edges += [("begin", op, 0) for op in list(value) if op != "begin"]
+    for _ in range(len(value) + 1):
+        changed = False
+        for source, target, weight in edges:
+            if value[source] + weight > value[target]:
+                value[target] = value[source] + weight
+                changed = True
+        if not changed:
+            return value.get("begin", 0) == 0 or problem.optimizer == "staggered"
+    return False
+
+
+def _window(problem, hosts, sequence, ends, column, period):
+    """Every op of the column ends at least A + O before the worker's window (or the whole period) is over."""
+    if problem.optimizer == "staggered":
+        return [(op, sequence[0], _cost(problem, hosts, op) + problem.tail(column) - period)
+                for op in ends[problem.tied[column]]]
+    found = []
+    for other, ops in ends.items():
+        tail = max(problem.tail(other), max(problem.times.optimizer))
+        found += [(op, "begin", _cost(problem, hosts, op) + tail - period) for op in ops]
+    return found
+
+
+def _cost(problem: Problem, hosts, op) -> int:
+    return problem.cost(op[0], op[1].stage, hosts[op[1]])
+
+
+def _sources(problem: Problem, op):
+    kind, unit = op
+    path = problem.grid.path(unit.microbatch)
+    if kind is OpKind.F and unit.stage > path[0]:
+        yield OpKind.F, unit._replace(stage=unit.stage - 1)
+    elif kind is problem.gradient_kind and unit.stage < path[-1]:
+        yield kind, unit._replace(stage=unit.stage + 1)

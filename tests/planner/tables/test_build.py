@@ -1,0 +1,220 @@
+"""Building tables: complete, the same whoever finishes first, and going on where it was stopped."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import combinations
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from planner.job.file import parse_job
+from planner.normalise import PlanOptions
+from planner.tables.build import Planner, all_tasks, basis_of, build_table
+from planner.tables.folder import PARTS, decode_part, encode_part
+from planner.tables.process_pool import PoolError, run_all
+from schedules.check import check
+from schedules.schedule import Worker
+from schedules.tables.file import TableError
+from schedules.tables.pattern import dead_column, pattern_key, pattern_of, pipeline_classes
+from schedules.tables.table import Table
+
+JOB = b"""
+pipelines = 3
+stages = 2
+microbatches = 3
+[time]
+forward = 2
+backward_input = 2
+backward_weight = 2
+optimizer = 1
+transfer = 1
+[memory]
+capacity = 3
+"""
+OPTIONS = PlanOptions(method="greedy", time_limit=30)
+
+
+def build(folder, *, text=JOB, options=OPTIONS, **more):
+    return build_table(parse_job(text.decode()), text, folder, options, **{"max_failures": 2, **more})
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory):
+    """A table of all counts and patterns of up to three failures."""
+    folder = tmp_path_factory.mktemp("exact")
+    return folder, build(folder, max_failures=3, exact=True, jobs=2)
+
+
+def test_every_failure_set_is_found_and_valid(exact):
+    folder, _ = exact
+    table = Table.load(folder)
+    table.verify()
+    grid = table.basis.grid
+    classes = pipeline_classes(grid, table.basis.times)
+    for size in range(4):
+        for failed in combinations(grid.workers(), size):
+            found = table.lookup(failed)
+            if dead_column(failed, grid) is not None:
+                assert found is None
+                continue
+            assert found is not None and check(found.schedule) == [] and found.schedule.failed == failed
+            pattern = table.entry(pattern_key(pattern_of(failed, classes), classes)) if size else None
+            count = table.entry(f"count-{size}")
+            assert found.schedule.period_ticks == min(count.period_ticks, (pattern or count).period_ticks)
+            assert found.key.startswith("count") or not found.moves
+    assert table.lookup(list(grid.workers())[:4]) is None  # four failures are not in the table
+
+
+def test_rows_say_what_each_entry_gives(exact):
+    folder, built = exact
+    rows = {row.key: row for row in built.index.entries}
+    assert [row.failures for row in built.index.entries] == [0, 1, 2, 3, *[1] * 2, *[2] * 4, *[3] * 6]
+    assert rows["count-0"].throughput == 1 and rows["count-2"].fault_scaled == pytest.approx(4 / 6)
+    dead = rows["pattern-0+0+0"]
+    assert dead.status == "no plan" and dead.period is None
+    assert "stage 0 has no live worker" in dead.reason and dead.sha256 is None
+    readable = (folder / "index.md").read_text()
+    assert "no plan: stage 0 has no live worker" in readable and "pattern-0,1" in readable and "66.67%" in readable
+    assert built.report() == {"entries": 16, "seconds": round(built.seconds, 3), "worst_gap": built.worst_gap,
+                              "bytes": sum(len(data) for data in contents(folder).values()), "planned": 16,
+                              "no_plan": 2}
+
+
+def test_programs_are_stored_once(exact):
+    table = Table.load(exact[0])
+    texts = [bytes(text) for text in table.program_texts]
+    assert len(texts) == len(set(texts)) < sum(len(table.entry(row.key).seats) for row in table.rows() if row.sha256)
+
+
+def test_one_process_or_two_the_bytes_are_the_same(tmp_path):
+    build(tmp_path / "one", jobs=1)
+    build(tmp_path / "two", jobs=2)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+def test_a_larger_table_keeps_what_is_there(tmp_path):
+    build(tmp_path / "table", max_failures=1)
+    assert build(tmp_path / "table", max_failures=1).planned == 0
+    assert build(tmp_path / "table", max_failures=2).planned == 1
+    build(tmp_path / "whole", max_failures=2)
+    assert contents(tmp_path / "table") == contents(tmp_path / "whole")
+    assert build(tmp_path / "table", max_failures=1).planned == 0  # and a smaller one drops the rest
+    assert Table.load(tmp_path / "table").lookup([Worker(0, 0), Worker(1, 1)]) is None
+    assert len(list((tmp_path / "table" / "entries").iterdir())) == 2
+
+
+BUILD = """
+import sys
+from pathlib import Path
+from tests.planner.tables.test_build import build
+build(Path(sys.argv[1]), max_failures=3, exact=True)
+"""
+
+
+def killed_halfway(folder):
+    """Start a build in a process of its own and SIGKILL it when some entries are there."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))}
+    process = subprocess.Popen([sys.executable, "-c", BUILD, folder], env=environment, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while process.poll() is None and len(list((folder / PARTS).glob("*.gz"))) < 4 and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.kill()
+    process.wait(timeout=30)
+
+
+def test_a_killed_build_goes_on_where_it_stopped(exact, tmp_path):
+    killed_halfway(tmp_path)
+    kept = {path.name: path.read_bytes() for path in (tmp_path / PARTS).glob("*.gz")}
+    assert 4 <= len(kept) < 16
+    with pytest.raises(TableError, match=r"index\.json: cannot be read"):
+        Table.load(tmp_path)
+    assert build(tmp_path, max_failures=3, exact=True).planned == 16 - len(kept)
+    assert contents(tmp_path) == contents(exact[0])
+
+
+@pytest.mark.parametrize(("text", "options", "says"), [
+    (JOB.replace(b"forward = 2", b"forward = 4"), OPTIONS, "its times differ"),
+    (JOB, msgspec.structs.replace(OPTIONS, method="cp-sat"), "its method is greedy, not cp-sat"),
+    (JOB, msgspec.structs.replace(OPTIONS, backward="fused"), "its backward is split, not fused"),
+    (JOB, msgspec.structs.replace(OPTIONS, time_limit=3.0), r"its time_limit is 30\.0, not 3\.0"),
+])
+def test_another_job_or_other_options_are_refused(exact, tmp_path, text, options, says):
+    with pytest.raises(TableError, match=f"index.json: of another job or other options: {says}"):
+        build(exact[0], text=text, options=options)
+    job = parse_job(JOB.decode())
+    task = all_tasks(job, 1, exact=False)[1]
+    part = Planner(job, OPTIONS, basis_of(job, OPTIONS))(task)
+    (tmp_path / PARTS).mkdir()
+    (tmp_path / PARTS / "count-1.json.gz").write_bytes(encode_part(part))
+    with pytest.raises(TableError, match=f"count-1.json.gz: of another job or other options: {says}"):
+        build(tmp_path, text=text, options=options)
+
+
+def test_a_damaged_part_is_refused(tmp_path):
+    job = parse_job(JOB.decode())
+    part = Planner(job, OPTIONS, basis_of(job, OPTIONS))(all_tasks(job, 1, exact=False)[1])
+    data = encode_part(part)
+    assert decode_part(data, "part") == msgspec.structs.replace(part, sha256=decode_part(data, "part").sha256)
+    file = tmp_path / PARTS / "count-1.json.gz"
+    file.parent.mkdir()
+    forged = msgspec.structs.replace(part, entry=msgspec.structs.replace(part.entry, period_ticks=1))
+    for damaged, says in ((data[:-20], "truncated"), (b"x" + data, "not readable as gzip"),
+                          (encode_with(forged, decode_part(data, "part").sha256), "its digest does not match")):
+        file.write_bytes(damaged)
+        with pytest.raises(TableError, match=f"count-1.json.gz: .*{says}"):
+            build(tmp_path)
+    file.write_bytes(data)
+    file.rename(file.with_name("count-2.json.gz"))
+    with pytest.raises(TableError, match=r"count-2\.json\.gz: holds entry 'count-1'"):
+        build(tmp_path)
+
+
+def encode_with(part, sha256):
+    from schedules.tables.file import pack
+    return pack(msgspec.json.encode(msgspec.structs.replace(part, sha256=sha256)))
+
+
+def test_too_many_patterns_are_refused_at_once():
+    job = parse_job(JOB.replace(b"stages = 2", b"stages = 60").decode())
+    with pytest.raises(TableError, match="more than 20000 patterns of up to 5 failures"):
+        all_tasks(job, 5, exact=True)
+    with pytest.raises(TableError, match="the job has only 6 workers"):
+        all_tasks(parse_job(JOB.decode()), 7, exact=False)
+
+
+def test_index_is_json_that_anything_can_read(exact):
+    index = json.loads((exact[0] / "index.json").read_text())
+    assert index["format"] == "slipstream.table" and index["entries"][1]["key"] == "count-1"
+    assert (exact[0] / "job.toml").read_bytes() == JOB
+
+
+# --- The pool ---------------------------------------------------------------------------------------------------------
+
+
+def _double(task):
+    if task == 13:
+        raise ValueError("unlucky")
+    if task == 666:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 2 * task
+
+
+def test_pool_gives_all_results():
+    assert sorted(run_all(_double, range(7), 2)) == [(task, 2 * task) for task in range(7)]
+    assert list(run_all(_double, [], 2)) == []
+
+
+def test_pool_tells_of_failures_and_deaths():
+    with pytest.raises(PoolError, match=r"13: Traceback.*\n(.*\n)*ValueError: unlucky"):
+        list(run_all(_double, [1, 13], 1))
+    with pytest.raises(PoolError, match="666: its process died"):
+        list(run_all(_double, [666], 1))

@@ -1,0 +1,276 @@
+"""Checkpoints: whole or not at all, on any grid, and nothing foreign or damaged is taken for one."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from runtime.config import RunConfig
+from runtime.model import checkpoint
+from runtime.model.checkpoint import KEEP, CheckpointError, identity_of, latest, load, save
+from runtime.model.data import Microbatch, load_corpus
+from runtime.model.layers import model_for
+from runtime.model.optimizer import StageOptimizer, build_optimizer
+from runtime.model.stage import Stage
+from runtime.model.tensorfile import DTYPES, TensorFileError, read_tensors, write_tensors
+from runtime.tools.reference import reference_run
+from tests.runtime.running import tiny
+
+IDENTITY = identity_of(tiny(), 4)
+State = dict[int, dict[str, Tensor]]
+
+
+def states(seed: int = 0, size: int = 50) -> State:
+    generator = torch.Generator().manual_seed(seed)
+    return {layer: {"model.weight": torch.randn(size, generator=generator),
+                    "optimizer.step.weight": torch.tensor(float(layer))} for layer in range(4)}
+
+
+def share(state: State, *layers: int) -> State:
+    return {layer: state[layer] for layer in layers}
+
+
+def assert_same(left: State, right: State) -> None:
+    assert left.keys() == right.keys()
+    for layer, state in left.items():
+        assert state.keys() == right[layer].keys()
+        assert all(torch.equal(tensor, right[layer][name]) and tensor.dtype == right[layer][name].dtype
+                   for name, tensor in state.items())
+
+
+def write(folder: Path, iteration: int, state: State) -> None:
+    """By two workers."""
+    for layers in ((0, 2), (1, 3)):
+        save(folder, iteration, share(state, *layers), IDENTITY).wait()
+
+
+def test_there_and_back(tmp_path) -> None:
+    assert latest(tmp_path) is None and latest(tmp_path / "none") is None
+    state = states()
+    first = save(tmp_path, 10, share(state, 0, 2), IDENTITY)
+    first.wait()
+    assert first.done() and latest(tmp_path) is None, "half of one is none"
+    save(tmp_path, 10, share(state, 1, 3), IDENTITY).wait()
+    found = latest(tmp_path, IDENTITY)
+    assert found is not None and found.iteration == 10
+    assert_same(load(found, range(4)), state)
+    assert_same(load(found, [2]), share(state, 2))
+    assert {path.name for path in tmp_path.iterdir()} == {"iteration-10"}
+    save(tmp_path, 10, share(state, 1), IDENTITY).wait()  # again, by a worker that came late
+
+
+def test_saving_does_not_see_later_steps(tmp_path) -> None:
+    state = states()
+    expected = {layer: {name: tensor.clone() for name, tensor in tensors.items()} for layer, tensors in state.items()}
+    saving = save(tmp_path, 1, state, IDENTITY)
+    for tensors in state.values():
+        for tensor in tensors.values():
+            tensor.zero_()
+    saving.wait()
+    found = latest(tmp_path)
+    assert found is not None
+    assert_same(load(found, range(4)), expected)
+
+
+def test_many_workers_at_once(tmp_path) -> None:
+    for iteration in range(8):
+        for saving in [save(tmp_path, iteration, share(states(iteration), layer), IDENTITY) for layer in range(4)]:
+            saving.wait()
+        found = latest(tmp_path)
+        assert found is not None and found.iteration == iteration
+        assert_same(load(found, range(4)), states(iteration))
+    assert len(list(tmp_path.iterdir())) == KEEP
+
+
+def test_a_layer_saved_anew_replaces_the_first(tmp_path) -> None:
+    """The first try ended with a failure; the iteration ran again and gave numbers that differ in the last bits."""
+    save(tmp_path, 10, share(states(1), 0, 1, 2), IDENTITY).wait()
+    write(tmp_path, 10, states(2))
+    found = latest(tmp_path)
+    assert found is not None
+    assert_same(load(found, range(4)), states(2))
+
+
+def test_killed_in_the_middle_of_a_save(tmp_path) -> None:
+    write(tmp_path, 10, states())
+    script = ("import sys; from pathlib import Path; from tests.runtime.model.test_checkpoint import *\n"
+              f"big = states(size=4_000_000)\nwhile True: save(Path({str(tmp_path)!r}), 20, share(big, 0, 1, 2), "
+              "IDENTITY).wait()")
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3],
+                               env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])})
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob(".saving-20/.layer-*")) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait(10)
+    assert list(tmp_path.glob(".saving-20/*"))
+    found = latest(tmp_path, IDENTITY)
+    assert found is not None and found.iteration == 10
+    assert_same(load(found, range(4)), states())
+    write(tmp_path, 30, states(3))
+    assert {path.name for path in tmp_path.iterdir()} == {"iteration-10", "iteration-30"}
+
+
+def test_a_full_disk_loses_nothing(tmp_path) -> None:
+    write(tmp_path, 10, states())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        saving = save(tmp_path, 20, states(size=50_000), IDENTITY)
+        with pytest.raises(CheckpointError, match=r"iteration 20 cannot be written: .*; earlier ones are untouched"):
+            saving.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.glob(".saving-20/*")), "it takes no room"
+    found = latest(tmp_path)
+    assert found is not None and found.iteration == 10
+    write(tmp_path, 20, states(2))
+
+
+def test_no_space_left_on_device(tmp_path, monkeypatch) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(CheckpointError, match="No space left on device") as caught:
+            save(tmp_path, 1, states(), IDENTITY).wait()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"model": {"width": 32}}, "of another job: its model.width is 16, here it is 32"),
+    ({"training": {"seed": 1}}, "its training.seed is 0, here it is 1"),
+    ({"training": {"dtype": "float32"}}, "its parameters is 'float64', here it is 'float32'"),
+])
+def test_a_foreign_checkpoint_is_refused(change, message, tmp_path) -> None:
+    write(tmp_path, 10, states())
+    config = tiny()
+    other = RunConfig(model=replace(config.model, **change.get("model", {})),
+                      training=replace(config.training, **change.get("training", {})))
+    with pytest.raises(CheckpointError, match=message):
+        latest(tmp_path, identity_of(other, 4))
+    save(tmp_path, 20, share(states(), 0, 1), identity_of(other, 4)).wait()
+    with pytest.raises(CheckpointError, match="of another job"):
+        save(tmp_path, 20, share(states(), 2, 3), IDENTITY).wait()
+
+
+def test_what_may_change_between_runs() -> None:
+    assert identity_of(tiny(learning_rate=0.5, iterations=7, backend="gloo", text="x", clip_norm=1.0), 4) == IDENTITY
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(("damage", "message"), [
+    (lambda path: flip(next(path.glob("layer-0002-*"))), "layer-0002.*its bytes are not those that were written"),
+    (lambda path: next(path.glob("layer-0001-*")).write_bytes(b"short"), "layer-0001.*5 bytes; expected"),
+    (lambda path: next(path.glob("layer-0000-*")).unlink(), "layer-0000.*cannot be read: No such file"),
+    (lambda path: (path / "manifest.json").write_text("{"), "manifest.json: no readable checkpoint"),
+    (lambda path: (path / "manifest.json").write_text('{"format": "other"}'), "no Slipstream checkpoint"),
+    (lambda path: edit(path, lambda manifest: manifest["layers"].pop()), "does not name each layer"),
+    (lambda path: edit(path, lambda manifest: manifest["layers"][1].update(file="../../x.safetensors")), "no readable"),
+    (lambda path: edit(path, lambda manifest: manifest.update(version=2)), "format version 2; this Slipstream reads 1"),
+])
+def test_damage_is_named_in_one_line(damage, message, tmp_path) -> None:
+    write(tmp_path, 10, states())
+    damage(tmp_path / "iteration-10")
+    with pytest.raises(CheckpointError, match=message) as caught:
+        found = latest(tmp_path, IDENTITY)
+        assert found is not None
+        load(found, range(4))
+    assert "\n" not in str(caught.value)
+
+
+def edit(path: Path, change) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    change(manifest)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_training_goes_on_from_it_on_another_grid(tmp_path) -> None:
+    """Two stages train and save; one stage loads all layers and ends where an undisturbed run does."""
+    config = tiny()
+    model = model_for(config.model, 0, torch.float64, torch.device("cpu"))
+    identity = identity_of(config, model.layers)
+
+    def stages(*ranges: tuple[int, int]) -> list[tuple[Stage, StageOptimizer]]:
+        made = [Stage(index, layers, model, first=index == 0, last=index == len(ranges) - 1, loss_scale=1.0,
+                      config=config) for index, layers in enumerate(ranges)]
+        return [(stage, build_optimizer(stage.modules, config.training)) for stage in made]
+
+    before = stages((0, 2), (2, 4))
+    for iteration in range(3):
+        iterate(config, before, iteration)
+    for stage, optimizer in before:
+        save(tmp_path, 3, {layer: optimizer.layer_state(layer) for layer in range(*stage.layers)}, identity).wait()
+    found = latest(tmp_path, identity)
+    assert found is not None and found.iteration == 3
+    [(stage, optimizer)] = after = stages((0, 4))
+    for layer, state in load(found, range(4)).items():
+        optimizer.load_layer_state(layer, state)
+    for iteration in range(3, 6):
+        iterate(config, after, iteration)
+    for name, expected in reference_run(config, [1], 6).parameters.items():
+        torch.testing.assert_close(stage.parameters()[name].detach(), expected, rtol=0, atol=1e-12)
+
+
+def iterate(config: RunConfig, stages: list[tuple[Stage, StageOptimizer]], iteration: int) -> None:
+    microbatch = Microbatch(iteration, 0, 0)
+    value, target = load_corpus(config).batch(microbatch, config.training.batch, config.model.context)
+    for stage, _ in stages:
+        value = stage.forward(microbatch, value, target if stage.last else None, split=True)
+    gradient = None
+    for stage, optimizer in reversed(stages):
+        gradient = stage.backward(microbatch, gradient)
+        optimizer.step(iteration)
+        stage.zero_gradients()
+
+
+def test_every_dtype_and_shape(tmp_path) -> None:
+    tensors = {name: torch.ones(2, 3).to(dtype) for name, dtype in DTYPES.items()}
+    tensors |= {"scalar": torch.tensor(3.0), "empty": torch.empty(0, 4), "transposed": torch.randn(3, 2).t()}
+    write_tensors(tmp_path / "file", tensors)
+    back = read_tensors(tmp_path / "file")
+    assert all(torch.equal(back[name], tensor) and back[name].dtype == tensor.dtype for name, tensor in tensors.items())
+
+
+def test_others_read_and_write_the_same_format(tmp_path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    tensors = states()[1]
+    write_tensors(tmp_path / "ours", tensors)
+    assert_same({0: safetensors.load_file(tmp_path / "ours")}, {0: tensors})
+    safetensors.save_file(tensors, tmp_path / "theirs", {"made": "elsewhere"})
+    assert_same({0: read_tensors(tmp_path / "theirs")}, {0: tensors})
+
+
+@pytest.mark.parametrize("data", [
+    b"", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0{}x", b"\x02\0\0\0\0\0\0\0[]", b"\x02\0\0\0\0\0\0\0{",
+    *(len(header).to_bytes(8, "little") + header + b"12345678" for header in (
+        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}',
+        b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}',
+        b'{"a":{"dtype":"PY","shape":[8],"data_offsets":[0,8]}}',
+        b'{"a":{"dtype":"U8","shape":[-8],"data_offsets":[0,8]}}',
+        b'{"a":{"dtype":"U8","shape":[4611686018427387904,4],"data_offsets":[0,8]}}', b"[" * 10_000)),
+])
+def test_no_tensors(data, tmp_path) -> None:
+    (tmp_path / "file").write_bytes(data)
+    with pytest.raises(TensorFileError) as caught:
+        read_tensors(tmp_path / "file")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_parameters_alone() -> None:
+    assert checkpoint.parameters_of(states()[0]).keys() == {"weight"}

@@ -1,0 +1,296 @@
+"""Stages run op by op, in any legal order and on any hosts, against the plain single-process run."""
+
+import random
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from runtime.config import RunConfig, parse_run_config
+from runtime.model.data import Corpus, Microbatch, load_corpus
+from runtime.model.digest import parameter_digest
+from runtime.model.layers import model_for, parameter_dtype, split_layers
+from runtime.model.optimizer import build_optimizer
+from runtime.model.stage import Boundary, Stage, boundaries
+from runtime.tools.reference import reference_run
+
+CPU = torch.device("cpu")
+MODEL = {"blocks": 2, "width": 16, "heads": 2, "context": 8, "dropout": 0.2}
+CONFIG = parse_run_config(MODEL, {"batch": 2, "dtype": "float64", "learning_rate": 0.01})
+PARTITIONS = [[(0, 4)], [(0, 1), (1, 4)], [(0, 2), (2, 3), (3, 4)], split_layers(4, 4)]
+
+
+def build_stages(config: RunConfig, partition: list[tuple[int, int]], total: int,
+                 device: torch.device = CPU) -> list[Stage]:
+    training = config.training
+    model = model_for(config.model, training.seed, parameter_dtype(training.dtype), device)
+    last = len(partition) - 1
+    return [Stage(index, layers, model, first=index == 0, last=index == last, loss_scale=1 / total, config=config)
+            for index, layers in enumerate(partition)]
+
+
+class Cluster:
+    """Workers of a pipelines x stages grid in one process; ops run in a random order that obeys the rules."""
+
+    def __init__(self, config: RunConfig, partition: list[tuple[int, int]], counts: list[int], split: bool,
+                 seed: int, device: torch.device = CPU) -> None:
+        self.config, self.counts, self.split, self.device = config, counts, split, device
+        self.random = random.Random(seed)
+        self.stages = len(partition)
+        self.workers = [build_stages(config, partition, sum(counts), device) for _ in counts]
+        self.optimizers = [[build_optimizer(stage.modules, config.training) for stage in row]
+                           for row in self.workers]
+        self.corpus: Corpus = load_corpus(config)
+
+    def iterate(self, iteration: int) -> float:
+        """One iteration; each micro-batch is run at each stage by a worker drawn at random."""
+        microbatches = [Microbatch(iteration, pipeline, index) for pipeline, count in enumerate(self.counts)
+                        for index in range(count)]
+        host = {key: self.random.choice(self.workers)[key[1]] for key in product(microbatches, range(self.stages))}
+        tensors: dict[tuple[str, Microbatch, int], Tensor | None] = {}
+        for kind, microbatch, stage in self.order(microbatches):
+            self.run(kind, microbatch, stage, host[microbatch, stage], tensors)
+        assert all(stage.in_flight() == 0 for row in self.workers for stage in row)
+        return self.finish(iteration)
+
+    def order(self, microbatches: list[Microbatch]) -> Iterator[tuple[str, Microbatch, int]]:
+        last = self.stages - 1
+        waiting = [("F", microbatch, 0) for microbatch in microbatches]
+        while waiting:
+            kind, microbatch, stage = op = waiting.pop(self.random.randrange(len(waiting)))
+            yield op
+            if kind == "F":
+                waiting.append(("F", microbatch, stage + 1) if stage < last else ("I", microbatch, last))
+            elif kind == "I":
+                waiting += [("W", microbatch, stage)] * self.split
+                waiting += [("I", microbatch, stage - 1)] * (stage > 0)
+
+    def run(self, kind: str, microbatch: Microbatch, index: int, stage: Stage,
+            tensors: dict[tuple[str, Microbatch, int], Tensor | None]) -> None:
+        if kind == "F":
+            tokens, targets = (half.to(self.device) for half in self.corpus.batch(
+                microbatch, self.config.training.batch, self.config.model.context))
+            value = tokens if stage.first else tensors.pop(("F", microbatch, index - 1))
+            assert value is not None
+            target = targets if stage.last else None
+            tensors["F", microbatch, index] = stage.forward(microbatch, value, target, split=self.split)
+        elif kind == "W":
+            stage.backward_weight(microbatch)
+        else:
+            backward = stage.backward_input if self.split else stage.backward
+            tensors["I", microbatch, index] = backward(microbatch, tensors.pop(("I", microbatch, index + 1), None))
+
+    def finish(self, iteration: int) -> float:
+        """A and O of every stage; the iteration's loss."""
+        for peers, optimizers in zip(zip(*self.workers, strict=True), zip(*self.optimizers, strict=True), strict=True):
+            for flats in zip(*(peer.gradients() for peer in peers), strict=True):
+                total = torch.stack(flats).sum(0)
+                for flat in flats:
+                    flat.copy_(total)
+            for peer, optimizer in zip(peers, optimizers, strict=True):
+                optimizer.step(iteration)
+                peer.zero_gradients()
+        return sum(row[-1].take_loss().item() for row in self.workers)
+
+    def parameters(self, pipeline: int) -> dict[str, Tensor]:
+        return {name: parameter for stage in self.workers[pipeline] for name, parameter in stage.parameters().items()}
+
+
+def assert_reproduces(config: RunConfig, cluster: Cluster, iterations: int = 3, tolerance: float = 1e-9) -> None:
+    expected = reference_run(config, cluster.counts, iterations, cluster.device)
+    losses = [cluster.iterate(iteration) for iteration in range(iterations)]
+    assert losses == pytest.approx(expected.losses, rel=0, abs=tolerance)
+    digests = set()
+    for pipeline in range(len(cluster.counts)):
+        parameters = cluster.parameters(pipeline)
+        assert parameters.keys() == expected.parameters.keys()
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(parameter.detach().cpu(), expected.parameters[name], rtol=0, atol=tolerance)
+        digests.add(parameter_digest(parameters))
+    assert len(digests) == 1, "peers disagree"
+
+
+@settings(max_examples=25, deadline=None)
+@given(partition=st.sampled_from(PARTITIONS), split=st.booleans(), seed=st.integers(0, 2**32),
+       counts=st.lists(st.integers(1, 3), min_size=1, max_size=3), optimizer=st.sampled_from(["adamw", "sgd"]))
+def test_any_order_on_any_hosts_equals_the_reference(partition: list[tuple[int, int]], split: bool, seed: int,
+                                                     counts: list[int], optimizer: str) -> None:
+    config = parse_run_config(MODEL, {"batch": 2, "dtype": "float64", "learning_rate": 0.01, "momentum": 0.5,
+                                      "optimizer": optimizer})
+    assert_reproduces(config, Cluster(config, partition, counts, split, seed))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("split", [False, True])
+def test_on_a_gpu(split: bool) -> None:
+    assert_reproduces(CONFIG, Cluster(CONFIG, PARTITIONS[2], [2, 1], split, 0, torch.device("cuda")))
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_in_order_it_is_the_reference_bit_for_bit(split: bool) -> None:
+    [only] = build_stages(CONFIG, [(0, 4)], 3)
+    optimizer = build_optimizer(only.modules, CONFIG.training)
+    corpus = load_corpus(CONFIG)
+    for iteration in range(3):
+        for microbatch in (Microbatch(iteration, pipeline, 0) for pipeline in range(3)):
+            tokens, targets = corpus.batch(microbatch, 2, 8)
+            assert only.forward(microbatch, tokens, targets, split=split) is None
+            assert only.backward(microbatch, None) is None
+        optimizer.step(iteration)
+        only.zero_gradients()
+    assert only.digest() == reference_run(CONFIG, [1, 1, 1], 3).digest
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_bf16_stays_close_to_float32(split: bool) -> None:
+    configs = [parse_run_config({**MODEL, "dropout": 0.0}, {"batch": 2}, dtype=dtype) for dtype in ("bf16", "float32")]
+    cluster = Cluster(configs[0], PARTITIONS[2], [2, 1], split, 0)
+    assert_reproduces(configs[0], cluster, tolerance=2e-3)
+    assert all(parameter.dtype is torch.float32 for parameter in cluster.parameters(0).values())
+    plain, rounded = (reference_run(config, [2, 1], 3).losses for config in (configs[1], configs[0]))
+    assert rounded != plain
+    assert rounded == pytest.approx(plain, rel=0.01)
+
+
+def middle(config: RunConfig = CONFIG) -> tuple[Stage, Tensor, Tensor]:
+    """A stage of one block, an activation for it and a gradient."""
+    stage = build_stages(config, PARTITIONS[2], 4)[1]
+    generator = torch.Generator().manual_seed(0)
+    value, gradient = (torch.randn(2, 8, 16, dtype=torch.float64, generator=generator) for _ in range(2))
+    return stage, value, gradient
+
+
+def test_i_leaves_every_linear_weight_to_w() -> None:
+    stage, value, gradient = middle()
+    microbatch = Microbatch(0, 0, 0)
+    stage.forward(microbatch, value, split=True)
+    stage.backward_input(microbatch, gradient)
+    linears = [module for module in stage.modules[2].modules() if isinstance(module, nn.Linear)]
+    assert len(linears) == 4
+    for linear in linears:
+        for parameter in (linear.weight, linear.bias):
+            assert parameter.grad is not None and not parameter.grad.any()
+    deferred = sum(parameter.numel() for linear in linears for parameter in linear.parameters())
+    assert deferred > 0.95 * sum(flat.numel() for flat in stage.gradients())
+    stage.backward_weight(microbatch)
+    assert all(linear.weight.grad is not None and linear.weight.grad.any() for linear in linears)
+
+
+def test_i_frees_what_w_does_not_need() -> None:
+    """Of a block's activations the inputs of its four products stay until W; the rest goes with I."""
+    stage, value, gradient = middle()
+    stored: dict[str, list[StorageWeakRef]] = {}
+
+    def watch(name: str, tensor: Tensor) -> None:
+        stored.setdefault(name, []).append(StorageWeakRef(tensor.untyped_storage()))
+
+    for name, module in stage.modules[2].named_modules():
+        module.register_forward_hook(lambda module, args, output, name=name: watch(name, output))
+    microbatch = Microbatch(0, 0, 0)
+    stage.forward(microbatch, value, split=True)
+    assert not stored["up"][0].expired()
+    stage.backward_input(microbatch, gradient)
+    alive = {name for name, storages in stored.items() if not all(storage.expired() for storage in storages)}
+    assert alive == {"attention_norm", "mlp_norm"}
+    stage.backward_weight(microbatch)
+    assert all(storage.expired() for storages in stored.values() for storage in storages)
+
+
+def test_stage_0_leaves_the_whole_backward_to_w() -> None:
+    stage = build_stages(CONFIG, PARTITIONS[2], 4)[0]
+    microbatch = Microbatch(0, 0, 0)
+    output = stage.forward(microbatch, torch.zeros(2, 8, dtype=torch.int64), split=True)
+    assert output is not None and not output.requires_grad
+    assert stage.backward_input(microbatch, torch.ones_like(output)) is None
+    assert not stage.gradients()[0].any()
+    stage.backward_weight(microbatch)
+    assert stage.gradients()[0].any()
+
+
+def test_in_flight_counts_from_f_to_w() -> None:
+    stage, value, gradient = middle()
+    left, right = Microbatch(0, 0, 0), Microbatch(0, 1, 0)
+    counts = []
+    for step in (lambda: stage.forward(left, value, split=True), lambda: stage.forward(right, value, split=True),
+                 lambda: stage.backward_input(left, gradient), lambda: stage.backward(right, gradient),
+                 lambda: stage.backward_weight(left)):
+        step()
+        counts.append(stage.in_flight())
+    assert counts == [1, 2, 2, 1, 0]
+
+
+def test_discard_forgets_an_iteration() -> None:
+    *_, stage = build_stages(CONFIG, PARTITIONS[1], 2)
+    value, target = torch.ones(2, 8, 16, dtype=torch.float64), torch.zeros(2, 8, dtype=torch.int64)
+    for index in range(3):
+        stage.forward(Microbatch(0, 0, index), value, target, split=True)
+    stage.backward_input(Microbatch(0, 0, 0), None)
+    stage.backward(Microbatch(0, 0, 1), None)
+    stage.discard()
+    assert stage.in_flight() == 0 and not stage.gradients()[0].any() and stage.take_loss() == 0
+    stage.forward(Microbatch(0, 0, 0), value, target, split=True)
+
+
+def test_losses_are_taken_once() -> None:
+    *_, stage = build_stages(CONFIG, PARTITIONS[1], 2)
+    value, target = torch.ones(2, 8, 16, dtype=torch.float64), torch.zeros(2, 8, dtype=torch.int64)
+    for index in range(2):
+        stage.forward(Microbatch(0, 0, index), value, target, split=False)
+    loss = stage.take_loss()
+    assert loss.dtype is torch.float64 and 4 < loss.item() < 8
+    assert stage.take_loss() == 0
+
+
+def test_gradients_are_one_flat_tensor() -> None:
+    stage, value, gradient = middle()
+    stage.forward(Microbatch(0, 0, 0), value, split=True)
+    stage.backward(Microbatch(0, 0, 0), gradient)
+    [flat] = stage.gradients()
+    grads = [parameter.grad for parameter in stage.parameters().values()]
+    assert torch.equal(flat, torch.cat([grad.flatten() for grad in grads if grad is not None]))
+    flat.zero_()
+    assert not any(grad is None or grad.any() for grad in grads)
+
+
+def test_who_runs_a_microbatch_does_not_matter() -> None:
+    """The same micro-batch run by two workers gives the same numbers: nothing depends on who, or when."""
+    (stage, value, gradient), (other, _, _) = middle(), middle()
+    other.forward(Microbatch(0, 0, 1), value, split=False)
+    outputs = [worker.forward(Microbatch(3, 1, 2), value, split=True) for worker in (stage, other)]
+    gradients = [worker.backward_input(Microbatch(3, 1, 2), gradient) for worker in (other, stage)]
+    assert outputs[0] is not None and outputs[1] is not None and torch.equal(outputs[0], outputs[1])
+    assert gradients[0] is not None and gradients[1] is not None and torch.equal(gradients[0], gradients[1])
+    elsewhere = stage.forward(Microbatch(3, 2, 2), value, split=True)
+    assert elsewhere is not None and not torch.equal(elsewhere, outputs[0]), "dropout does not depend on the pipeline"
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("float64", torch.float64), ("float32", torch.float32),
+                                                 ("bf16", torch.float32)])
+def test_boundaries_are_what_stages_give(dtype: str, expected: torch.dtype) -> None:
+    config = parse_run_config(MODEL, {"batch": 2, "dtype": dtype})
+    stages = build_stages(config, PARTITIONS[2], 1)
+    found = boundaries(model_for(config.model, 0, parameter_dtype(config.training.dtype), CPU), PARTITIONS[2], config)
+    assert found == [stage.boundary() for stage in stages]
+    assert found[0] == Boundary((2, 8), torch.int64, (2, 8, 16), expected)
+    assert found[2].output_shape == (2, 8, 256)
+    value: Tensor | None = torch.zeros(2, 8, dtype=torch.int64)
+    for stage, boundary in zip(stages[:-1], found, strict=False):
+        assert value is not None and (value.shape, value.dtype) == (boundary.input_shape, boundary.input_dtype)
+        value = stage.forward(Microbatch(0, 0, 0), value, split=True)
+        assert value is not None and (value.shape, value.dtype) == (boundary.output_shape, boundary.output_dtype)
+
+
+def test_layers_move_between_workers() -> None:
+    stages, others = build_stages(CONFIG, PARTITIONS[2], 1), build_stages(CONFIG, PARTITIONS[0], 1)
+    for parameter in others[0].parameters().values():
+        nn.init.zeros_(parameter)
+    for stage in stages:
+        for layer in range(*stage.layers):
+            others[0].load_layer_state(layer, stage.layer_state(layer))
+    merged = {name: parameter for stage in stages for name, parameter in stage.parameters().items()}
+    assert others[0].digest() == parameter_digest(merged)

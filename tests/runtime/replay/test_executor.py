@@ -1,0 +1,169 @@
+"""One worker in this process, and the order in which several exchange tensors."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from runtime.coordinator.membership import Quorum
+from runtime.model.data import load_corpus
+from runtime.model.layers import model_for, parameter_dtype
+from runtime.model.optimizer import build_optimizer
+from runtime.model.stage import Boundary, Stage
+from runtime.model.steps import Steps
+from runtime.protocol.rendezvous import host_store
+from runtime.replay.communication import Epoch
+from runtime.replay.exchange import LOOKAHEAD, Exchange, Parcel
+from runtime.replay.executor import Executor
+from runtime.replay.placement import PlacementError, deal_to_nodes, layer_ranges, team
+from runtime.replay.recorder import Recorder
+from schedules.graph import op_key, producers
+from schedules.schedule import OpKind, Schedule, Worker
+from tests.generate import schedules
+from tests.jobs import grid
+from tests.runtime.running import judge, schedule_for, tiny
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("backward", ["split", "fused"])
+def test_a_lone_worker_runs_its_program_as_it_stands(backward):
+    job, config, worker = grid(1, 1, 3), tiny(), Worker(0, 0)
+    schedule = schedule_for(job, backward=backward)
+    store, _ = host_store()
+    epoch = Epoch(Quorum(1, {worker: 0}), worker, {0: [worker]}, transport="gloo", device=CPU, store=store)
+    model = model_for(config.model, config.training.seed, parameter_dtype("float64"), CPU)
+    stage = Stage(0, (0, model.layers), model, first=True, last=True, loss_scale=1 / 3, config=config)
+    recorder = Recorder(CPU, 0.0)
+    executor = Executor(schedule, worker, stages={0: stage}, epoch=epoch, recorder=recorder,
+                        steps=Steps({0: stage}, {0: build_optimizer(stage.modules, config.training)}, config.training,
+                                    speaks_for=[0], layers=stage.layers[1], share=None, staggered=True),
+                        exchange=Exchange(schedule, worker, epoch, [stage.boundary()], range(3)),
+                        feed=partial(load_corpus(config).batch, batch=1, context=16))
+    losses = [executor.run(iteration) for iteration in range(3)]
+    assert losses == pytest.approx(judge(config, (3,), 3).losses, abs=1e-12)
+    program = [(op.kind, op.stage, op.pipeline, op.microbatch) for op in schedule.ops(worker)]
+    assert [(op.kind, op.stage, op.pipeline, op.microbatch) for op in recorder.take()] == program * 3
+    assert stage.in_flight() == 0
+    epoch.drop()
+    del store
+
+
+class Wire:
+    """Carries nothing, but remembers: transfers are matched by their order on each pair of workers, as NCCL does."""
+
+    def __init__(self, worker: Worker, log: list[tuple[Worker, str, Worker, int]], *, ordered: bool = True) -> None:
+        self.ordered = ordered
+        self._worker = worker
+        self._log = log
+
+    def send(self, tensor: torch.Tensor, target: Worker, tag: int) -> "Sent":
+        self._log.append((self._worker, "to", target, tag))
+        return Sent()
+
+    def receive(self, shape: object, dtype: object, source: Worker, tag: int) -> "Sent":
+        self._log.append((self._worker, "from", source, tag))
+        return Sent()
+
+
+class Sent:
+    def wait(self) -> None: ...
+
+    def take(self) -> torch.Tensor:
+        return torch.zeros(1)
+
+
+def run_program(schedule: Schedule, worker: Worker, iterations: int, *,
+                ordered: bool = True) -> list[tuple[Worker, str, Worker, int]]:
+    """The transfers of a worker, in the order in which it issues them."""
+    log: list[tuple[Worker, str, Worker, int]] = []
+    boundaries = [Boundary((1,), torch.float32, (1,), torch.float32)] * len(schedule.grid.stages)
+    wire = Wire(worker, log, ordered=ordered)
+    exchange = Exchange(schedule, worker, wire, boundaries, range(iterations))  # type: ignore[arg-type]
+    grid = schedule.grid
+    for iteration in range(iterations):
+        for op in schedule.ops(worker):
+            if op.kind is OpKind.F:
+                pass_on(exchange, iteration, op, "activation", not grid.is_first(op.stage),
+                        None if grid.is_last(op.stage) else op.stage + 1)
+            elif op.kind in (OpKind.I, OpKind.B):
+                pass_on(exchange, iteration, op, "gradient", not grid.is_last(op.stage),
+                        None if grid.is_first(op.stage) else op.stage - 1)
+        exchange.end_iteration()
+    exchange.flush()
+    return log
+
+
+def pass_on(exchange, iteration, op, kind, takes, gives):
+    if takes:
+        exchange.take(iteration, Parcel(kind, op.stage, op.pipeline, op.microbatch))
+    if gives is not None:
+        exchange.give(iteration, Parcel(kind, gives, op.pipeline, op.microbatch), torch.zeros(1))
+
+
+@settings(max_examples=40)
+@given(schedules())
+def test_all_workers_follow_one_order_of_transfers(schedule):
+    """So they cannot wait for each other in a circle, even one transfer at a time."""
+    iterations = 2
+    logs = {seat.worker: run_program(schedule, seat.worker, iterations) for seat in schedule.seats}
+    sent = sum(way == "to" for log in logs.values() for _, way, _, _ in log)
+    assert sent == sum(way == "from" for log in logs.values() for _, way, _, _ in log)
+    assert sent == iterations * crossings(schedule)
+    for worker, log in logs.items():
+        tags = [tag for _, _, _, tag in log]
+        assert tags == sorted(set(tags)) * iterations
+        for _, way, other, tag in log:
+            assert (other, "from" if way == "to" else "to", worker, tag) in logs[other]
+
+
+def crossings(schedule: Schedule) -> int:
+    """Dependencies between workers, counted without the graph that the runtime uses."""
+    host = {op_key(op): op.worker for op in schedule.all_ops() if op.kind not in (OpKind.A, OpKind.O)}
+    return sum(host[key] != host[producer] for key in host for producer in producers(key, schedule.grid.depth)
+               if producer in host)
+
+
+@settings(max_examples=20)
+@given(schedules())
+def test_receives_may_go_ahead_of_sends_and_stay_the_same_transfers(schedule):
+    for seat in schedule.seats:
+        strict, ahead = (run_program(schedule, seat.worker, 2, ordered=ordered) for ordered in (True, False))
+        for way in ("to", "from"):
+            assert [one for one in ahead if one[1] == way] == [one for one in strict if one[1] == way]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_receives_are_posted_ahead_but_not_without_bound(ordered):
+    log: list[tuple[Worker, str, Worker, int]] = []
+    worker = Worker(0, 1)
+    schedule = schedule_for(grid(1, 2, 12))
+    boundaries = [Boundary((1,), torch.float32, (1,), torch.float32)] * 2
+    wire = Wire(worker, log, ordered=ordered)
+    exchange = Exchange(schedule, worker, wire, boundaries, range(1))  # type: ignore[arg-type]
+    exchange.take(0, Parcel("activation", 1, 0, 0))
+    assert 1 <= len(log) <= 1 + LOOKAHEAD
+    assert ordered or len(log) == 1 + LOOKAHEAD
+
+
+def test_layers_of_stages():
+    assert layer_ranges(schedule_for(grid(1, 2, 1)), 6) == [(0, 3), (3, 6)]
+    own = schedule_for(grid(1, 2, 1, more="[placement]\nlayers = [1, 5]"))
+    assert layer_ranges(own, 6) == [(0, 1), (1, 6)]
+    with pytest.raises(PlacementError, match="the schedule's stages hold 6 layers; the model has 7"):
+        layer_ranges(own, 7)
+    with pytest.raises(PlacementError, match="gives layers 1 to 1 to stage 1; expected some layers"):
+        layer_ranges(schedule_for(grid(1, 2, 1, more="[placement]\nlayers = [1, 0]")), 1)
+
+
+def test_teams_are_the_live_workers_of_a_stage():
+    schedule = schedule_for(grid(3, 2, 2), ["1.1"])
+    assert team(schedule, 0) == [Worker(0, 0), Worker(1, 0), Worker(2, 0)]
+    assert team(schedule, 1) == [Worker(0, 1), Worker(2, 1)]
+
+
+def test_workers_are_dealt_to_nodes_in_order():
+    workers = [Worker(0, column) for column in range(5)]
+    assert deal_to_nodes(workers, 2) == [workers[:2], workers[2:]]
+    assert deal_to_nodes(workers[:1], 3) == [[], [], workers[:1]]

@@ -1,0 +1,214 @@
+"""Tables as files: looked up without a solver, refused in one line when changed, cut or hostile."""
+
+import gzip
+import json
+import shutil
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.job.file import parse_job
+from planner.normalise import PlanOptions
+from planner.tables.build import Planner, all_tasks, basis_of
+from planner.tables.folder import TableFolder
+from schedules.check import check
+from schedules.codec import decode, encode
+from schedules.schedule import Worker
+from schedules.tables import file as tablefile
+from schedules.tables.file import TableError, digest, encode_document, read_index, sealed
+from schedules.tables.pattern import dead_column
+from schedules.tables.table import Table, library, library_names
+
+JOB = """
+pipelines = 3
+stages = 3
+microbatches = [3, 2, 3]
+[time]
+forward = 2
+backward_input = 2
+backward_weight = 2
+optimizer = 1
+transfer = 1
+slow = {"1.0" = 1.5}
+"""
+OPTIONS = PlanOptions(method="greedy", time_limit=0.5)
+FAILURES = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A table with an entry for each count and pattern of up to two failures, and for each count up to three."""
+    path = tmp_path_factory.mktemp("table")
+    job = parse_job(JOB)
+    basis = basis_of(job, OPTIONS)
+    home = TableFolder(path, basis)
+    home.open()
+    plan = Planner(job, OPTIONS, basis)
+    tasks = [*all_tasks(job, FAILURES, exact=False), *all_tasks(job, 2, exact=True)[3:]]
+    for task in tasks:
+        home.keep(plan(task))
+    home.publish([task.key for task in tasks], JOB.encode(), max_failures=FAILURES, exact=False)
+    return path
+
+
+@pytest.fixture(scope="module")
+def table(folder):
+    return Table.load(folder)
+
+
+WORKERS = [Worker(pipeline, column) for pipeline in range(3) for column in range(3)]
+
+
+@settings(max_examples=150)
+@given(failed=st.sets(st.sampled_from(WORKERS), max_size=FAILURES))
+def test_looked_up_schedules_are_valid_and_of_the_entrys_period(table, failed):
+    found = table.lookup(failed)
+    if dead_column(failed, table.basis.grid) is not None:
+        assert found is None
+        return
+    assert found is not None and check(found.schedule) == []
+    entry = table.entry(found.key)
+    assert set(found.schedule.failed) == failed and found.schedule.period_ticks == entry.period_ticks
+    assert decode(encode(found.schedule)) == found.schedule
+    assert {seat.worker for seat in found.moves} <= set(WORKERS) - failed
+    assert found.layers_to_load <= len(found.moves)
+
+
+def test_lookup_is_deterministic(folder, table):
+    again = Table.load(folder)
+    again.verify()
+    failed = [Worker(2, 1), Worker(0, 1)]
+    assert again.lookup(failed) == table.lookup(failed[::-1])
+
+
+def test_unknown_workers_are_refused(table):
+    with pytest.raises(ValueError, match=r"the job has no worker 3\.0; its grid is 3 pipelines x 3 stages"):
+        table.lookup([Worker(3, 0)])
+
+
+def test_looking_up_needs_no_solver(folder):
+    """The runtime may import this package alone."""
+    code = ("import sys; from pathlib import Path; from schedules.tables.table import Table; "
+            f"from schedules.schedule import Worker; "
+            f"print(Table.load(Path({str(folder)!r})).lookup([Worker(0, 1)]).key); "
+            "print([name for name in sys.modules if name.split('.')[0] in ('ortools', 'torch', 'planner', 'scipy')])")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True,
+                            env={"PYTHONPATH": ":".join(path or "." for path in sys.path)})
+    key, modules = result.stdout.split("\n")[:2]
+    assert key.startswith(("pattern-", "count-")) and modules == "[]"
+
+
+# --- Files that are not as they should be -----------------------------------------------------------------------------
+
+
+def broken(folder, tmp_path, name, change):
+    copy = tmp_path / "table"
+    shutil.copytree(folder, copy)
+    path = copy / name
+    path.write_bytes(change(path.read_bytes()))
+    return copy
+
+
+@pytest.mark.parametrize(("name", "change", "says"), [
+    ("index.json", lambda data: data[:200], r"index\.json: no readable table"),
+    ("index.json", lambda data: b"", r"index\.json: no readable table"),
+    ("index.json", lambda data: b"[" * 10**5, r"index\.json: no readable table"),
+    ("index.json", lambda data: data.replace(b'"version":1', b'"version":7', 1), r"table format version 7; this"),
+    ("index.json", lambda data: data.replace(b"slipstream.table", b"slipstream.chair"), r"no Slipstream table"),
+    ("index.json", lambda data: data.replace(b'"failures":1', b'"failures":2', 1), r"index\.json: changed since"),
+    ("entries/count-1.json", lambda data: data.replace(b"1", b"2", 1), r"count-1\.json: not as the index describes"),
+    ("programs.json.gz", lambda data: data[:-9], r"programs\.json\.gz: not as the index describes"),
+])
+def test_changed_files_are_refused_in_one_line(folder, tmp_path, name, change, says):
+    with pytest.raises(TableError, match=says) as error:
+        Table.load(broken(folder, tmp_path, name, change))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["index.json", "programs.json.gz", "entries/count-1.json"])
+def test_missing_files_are_named(folder, tmp_path, name):
+    copy = broken(folder, tmp_path, name, bytes)
+    (copy / name).unlink()
+    with pytest.raises(TableError, match=f"{name}: cannot be read: No such file"):
+        Table.load(copy)
+
+
+def forged(folder, tmp_path, **changes):
+    """A table by somebody who can compute digests: files replaced, the index made to fit."""
+    copy = broken(folder, tmp_path, "index.json", bytes)
+    index = read_index(copy)
+    rows = {row.key: row for row in index.entries}
+    for key, change in changes.items():
+        if key == "programs":
+            (copy / "programs.json.gz").write_bytes(change)
+            index = msgspec.structs.replace(index, programs_sha256=digest(change))
+        elif key == "basis":
+            index = msgspec.structs.replace(index, basis=msgspec.structs.replace(index.basis, **change))
+        else:
+            name = key.replace("_", "-")
+            path = copy / "entries" / f"{name}.json"
+            path.write_bytes(change(path.read_bytes()))
+            rows[name] = msgspec.structs.replace(rows[name], sha256=digest(path.read_bytes()))
+    index = sealed(msgspec.structs.replace(index, entries=tuple(rows.values())))
+    (copy / "index.json").write_bytes(encode_document(index))
+    return copy
+
+
+def changed(**fields):
+    def change(data):
+        return json.dumps(json.loads(data) | fields).encode()
+    return change
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"count_1": changed(period_ticks=1, lower_bound_ticks=0)}, "the schedule breaks a rule: period"),
+    ({"count_1": changed(seats=[[0]] * 8)}, "the schedule breaks a rule"),
+    ({"count_1": changed(seats=[[10**6]] * 8)}, "entry count-1: not readable"),
+    ({"count_1": changed(seats=[[-1]] * 8)}, "Expected `int` >= 0"),
+    ({"count_1": changed(seats=[])}, "entry count-1: not readable"),
+    ({"count_1": changed(key="count-2")}, "count-1.json: holds entry 'count-2'"),
+    ({"count_1": changed(failed=[[7, 7]])}, "count-1.json: holds entry 'count-1', not the one"),
+    ({"count_1": lambda data: data.replace(b'"key"', b'"key":"count-1","key"', 1)}, "'key' is given twice"),
+    ({"programs": gzip.compress(b'{"format":"slipstream.programs","version":1,"programs":[[["F"]]]}')}, "not readable"),
+    ({"programs": b"no gzip"}, "programs.json.gz: not readable as gzip"),
+    ({"programs": gzip.compress(b'{"format":"slipstream.programs","version":1}')}, "programs.json.gz: no readable"),
+    ({"basis": {"tick_seconds": -1.0}}, "index.json: tick_seconds is -1.0"),
+])
+def test_forged_tables_are_refused_in_one_line(folder, tmp_path, changes, says):
+    with pytest.raises(TableError, match=says) as error:
+        Table.load(forged(folder, tmp_path, **changes)).entry("count-1")
+    assert "\n" not in str(error.value)
+
+
+def test_a_bomb_is_not_unpacked(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(tablefile, "MAX_PROGRAMS_BYTES", 10**5)
+    with pytest.raises(TableError, match="unpacks to more than 100000 bytes"):
+        Table.load(forged(folder, tmp_path, programs=gzip.compress(b" " * 10**7)))
+
+
+def test_keys_cannot_leave_the_folder(folder, tmp_path):
+    copy = broken(folder, tmp_path, "index.json", bytes)
+    index = read_index(copy)
+    rows = (msgspec.structs.replace(index.entries[0], key="../../count-0"), *index.entries[1:])
+    (copy / "index.json").write_bytes(encode_document(sealed(msgspec.structs.replace(index, entries=rows))))
+    with pytest.raises(TableError, match="is no key of an entry"):
+        Table.load(copy)
+
+
+# --- The tables that come with Slipstream -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", library_names())
+def test_library_tables_are_whole(name):
+    path = library(name)
+    assert path is not None and library("nonsense") is None
+    table = Table.load(path)
+    table.verify()
+    assert parse_job(table.job_text().decode()).pipelines == table.basis.grid.pipelines
+    assert [row.key for row in table.rows()][:3] == ["count-0", "count-1", "count-2"]
+    found = table.lookup([Worker(1, 2), Worker(3, 2)])
+    assert found is not None and check(found.schedule) == []
