@@ -19,7 +19,7 @@ def test_a_copy_of_an_installation_uses_the_machine_code_that_came_with_it(tmp_p
     root = Path(compiled.__file__).parents[2]
     for room in ("planner", "schedules"):
         shutil.copytree(root / room, tmp_path / room, ignore=shutil.ignore_patterns("library"))
-    source = tmp_path / "planner" / "kernel" / "annealing.py"
+    source = tmp_path / "planner" / "search" / "kernel" / "annealing.py"
     os.utime(source)  # newer than its machine code
     answer = subprocess.run([sys.executable, "-c", ASK], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)},
                             capture_output=True, text=True, timeout=60, check=True)
