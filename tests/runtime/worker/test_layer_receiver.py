@@ -7,15 +7,14 @@ import threading
 
 import pytest
 import torch
-from runtime.protocol.orders import Fetch, Move, Train
-from runtime.protocol.reports import Followed, Unfollowed
 
 from runtime.config import TrainingConfig
 from runtime.model.layers import model_for, parameter_dtype
 from runtime.model.optimizer import StageOptimizer, build_optimizer
 from runtime.model.stage import Stage
 from runtime.protocol.failure_injection import Injector
-from runtime.protocol.rendezvous import host_store
+from runtime.protocol.to_coordinator import Followed, Unfollowed
+from runtime.protocol.to_worker import Fetch, Move, Train
 from runtime.replay.communication import CommunicationError
 from runtime.worker.layer_frames import Ask, Even, FrameError, State, Step, read_frame, write_frame
 from runtime.worker.layer_receiver import Follower
@@ -70,9 +69,8 @@ class Team:
     def __init__(self, training: TrainingConfig, bytes_per_second: float | None = None) -> None:
         self.members = {LEFT: Member(training, bytes_per_second), RIGHT: Member(training, bytes_per_second)}
         self.told: queue.Queue = queue.Queue()
-        self.store, _ = host_store()
         self.follower = Follower(COMER, lambda _: build(training, seed=1), self.told.put,
-                                 Injector((), COMER, self.store), training, CPU)
+                                 Injector((), lambda _: None), training, CPU)
 
     def fetch(self, number: int = 1, order: int = 1, right: tuple[str, int] | None = None) -> None:
         """Have layers 0 and 2 come from the left, 1 from the right."""
