@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -107,7 +108,7 @@ class EventLoop:
         self._processes.connect(self._send_to_agent)
         server = await serve(listener, self._heard)
         loop, descriptor = asyncio.get_running_loop(), self._processes.fileno()
-        loop.add_reader(descriptor, self._put, self._take_ends)
+        loop.add_reader(descriptor, self._read_ends)
         loop.call_later(self._monitor.interval_seconds, self._look)
         error: str | None = "node 0 ended the run"
         try:
@@ -238,9 +239,13 @@ class EventLoop:
                 if worker in self._monitor:
                     self._lose(worker, f"worker {worker} is gone with node {peer}")
 
-    def _take_ends(self) -> None:
-        for ended in self._processes.poll():
-            self._process_ended(ended)
+    def _read_ends(self) -> None:
+        try:
+            for ended in self._processes.poll():
+                self._put(partial(self._process_ended, ended))
+        except NurseryError as error:
+            asyncio.get_running_loop().remove_reader(self._processes.fileno())
+            self._put(partial(_fail, error))
 
     def _process_ended(self, ended: Ended) -> None:
         """First what a worker said, then that it is gone: one that ends by itself has told why."""
@@ -295,3 +300,7 @@ class EventLoop:
 
     def _log_of(self, worker: Worker) -> Path:
         return self._run.out / "logs" / f"worker-{worker}.log"
+
+
+def _fail(error: Exception) -> None:
+    raise error
