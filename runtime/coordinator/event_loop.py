@@ -26,6 +26,7 @@ from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.server import Connection, serve
 from runtime.processes.fork_server import NurseryError
 from runtime.processes.process_manager import ProcessManager
+from runtime.protocol.channel import frame
 from runtime.protocol.failure_injection import Injection
 from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import (
@@ -96,6 +97,8 @@ class EventLoop:
         self._injected: dict[int, float] = {}
         """When each failure on purpose happened."""
         self._corpora: dict[str, Worker] = {}
+        self._last_sent: tuple[msgspec.Struct | None, bytes] = None, b""
+        """An order, with its schedule, goes to all workers in the same bytes."""
         self.notes: list[str] = []
 
     @property
@@ -128,7 +131,7 @@ class EventLoop:
     async def _say_goodbye(self, error: str | None) -> None:
         """Tell the agents of the other nodes how the run has ended, and wait a moment until they have heard."""
         for agent in self._agents.values():
-            agent.send(RunEnded(error))
+            agent.send(frame(RunEnded(error)))
         with suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_SECONDS):
                 while not all(agent.closed for agent in self._agents.values()):
@@ -150,12 +153,14 @@ class EventLoop:
         asyncio.get_running_loop().call_later(self._monitor.interval_seconds, self._look)
 
     def _send(self, worker: Worker, message: msgspec.Struct) -> None:
+        if message is not self._last_sent[0]:
+            self._last_sent = message, frame(message)
         if worker in self._workers:
-            self._workers[worker].send(message)
+            self._workers[worker].send(self._last_sent[1])
 
     def _send_to_agent(self, node: int, message: ToNodeAgent) -> None:
         if node in self._agents:
-            self._agents[node].send(message)
+            self._agents[node].send(frame(message))
 
     def _handle(self, connection: Connection, message: ToCoordinator) -> None:
         """What a peer says."""
@@ -173,9 +178,9 @@ class EventLoop:
             connection.close()
             return
         self._workers[worker] = connection
-        connection.send(replace(self._run.setup, injections=tuple(
+        connection.send(frame(replace(self._run.setup, injections=tuple(
             (index, one) for index, one in enumerate(self._run.injections)
-            if one.worker == worker and index not in self._injected)))
+            if one.worker == worker and index not in self._injected))))
 
     def _handle_worker(self, worker: Worker, message: ToCoordinator) -> None:
         coordinator = self._coordinator
@@ -219,8 +224,8 @@ class EventLoop:
                 setup, shares, known = self._run.setup, self._run.shares, 0 < node < self._run.setup.nodes
                 if known:
                     self._agents[node] = connection
-                connection.send(NodeSetup(tuple(map(len, shares)), setup.device, setup.transport,
-                                          tuple(shares[node]) if known else ()))
+                connection.send(frame(NodeSetup(tuple(map(len, shares)), setup.device, setup.transport,
+                                                tuple(shares[node]) if known else ())))
             case Ended():
                 self._process_ended(message)
 

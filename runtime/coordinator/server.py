@@ -5,10 +5,8 @@ import socket
 from collections.abc import Callable
 from typing import cast
 
-import msgspec
-
 from runtime.protocol import to_coordinator
-from runtime.protocol.channel import Frames, ProtocolError, frame, keep_alive
+from runtime.protocol.channel import Frames, ProtocolError, keep_alive
 from runtime.protocol.to_coordinator import JoinNode, JoinWorker, ToCoordinator
 from schedules.schedule import Worker
 
@@ -57,10 +55,10 @@ class Connection(asyncio.Protocol):
         """Whether the peer is gone."""
         return self._transport is None
 
-    def send(self, message: msgspec.Struct) -> None:
-        """Send; nothing happens where the peer is gone."""
+    def send(self, data: bytes) -> None:
+        """Send a frame; nothing happens where the peer is gone."""
         if self._transport is not None:
-            self._transport.write(frame(message))
+            self._transport.write(data)
 
     def close(self) -> None:
         """Cut it off, after what was sent to it."""

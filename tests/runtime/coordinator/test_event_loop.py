@@ -141,7 +141,8 @@ class World:
         self.processes, self.log = Processes(), CommitLog("job")
         self._losses = LossFile(out / "losses.jsonl", 0, None)
         self.events = EventLoop(
-            Run(schedule=schedule_for(JOB), scheduler=scheduler, setup=setup, shares=[WORKERS] * setup.nodes, injections=(), out=out),
+            Run(schedule=schedule_for(JOB), scheduler=scheduler, setup=setup, shares=[WORKERS] * setup.nodes,
+                injections=(), out=out),
             self.log, self._losses, self.processes)
         self.talkers, self.address = {}, None
 

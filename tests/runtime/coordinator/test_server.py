@@ -89,9 +89,9 @@ def test_what_is_sent_before_closing_arrives():
         writer.write(frame(JoinWorker(WORKER)))
         await until(lambda: heard)
         connection = heard[0][0]
-        connection.send(Leave())
+        connection.send(frame(Leave()))
         connection.close()
-        connection.send(Leave())
+        connection.send(frame(Leave()))
         return await reader.read()
 
     assert play(script) == frame(Leave())
