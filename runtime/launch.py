@@ -128,7 +128,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
     dealt = deal_to_nodes(workers, nodes)
     gpus = gpu_share([len(share) for share in dealt], 0, local)
     transport = choose_transport(config.training.backend, device, gpus.workers, _cards(device))
-    _clear(out, "parameters/layer-*.pt", "logs/worker-*.log", "trace.json")
+    _clear(out, "parameters/layer-*.*", "logs/worker-*.log", "trace.json")
     codec.write(schedule, out / "schedule.json")
     with ExitStack() as stack:
         nursery = nursery or stack.enter_context(Nursery())
@@ -183,7 +183,7 @@ def join(rendezvous: Rendezvous, *, node: int, nodes: int, out: Path, nursery: N
     cards = _cards(setup.device)
     if setup.device == "cuda" and (cards == 0 or (setup.transport == "nccl" and cards < gpus.workers)):
         raise ConfigError(f"node {node} has {cards} GPUs for {gpus.workers} workers; {setup.transport} needs more")
-    _clear(out, "parameters/layer-*.pt")  # the folder may be shared with node 0, whose workers have logs there
+    _clear(out, "parameters/layer-*.*")  # the folder may be shared with node 0, whose workers have logs there
     with ExitStack() as stack:
         nursery = nursery or stack.enter_context(Nursery())
         hands = Hands(nursery, rendezvous, here, cards, out, gpus.first)

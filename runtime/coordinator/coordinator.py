@@ -244,7 +244,9 @@ class Conductor:
         self._phase, self._playing = "training", schedule
         self._ledger.begin(self.number + 1, live)
         self._give(Train(number=self.number + 1, first_iteration=first, schedule=msgspec.Raw(codec.encode(schedule)),
-                         moves=moves, fetch=fetch, factor=self._ledger.factor, founding=founding))
+                         moves=moves, fetch=fetch, addresses=tuple(
+                             (source, self._addresses[source]) for source in sorted({one.source for one in moves})),
+                         factor=self._ledger.factor, founding=founding))
 
     def _cast(self, untouched: bool) -> Schedule:
         """The schedule for those who take part from here on, where nobody has fetched layers for it.

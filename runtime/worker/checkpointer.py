@@ -10,7 +10,7 @@ from runtime.model.checkpoint import CheckpointError, Saving, identity_of, save
 from runtime.protocol.orders import Finish
 from runtime.protocol.reports import Note, push
 from runtime.protocol.setup import Setup
-from runtime.worker.stage_store import Holdings
+from runtime.worker.stage_store import StageStore
 from schedules.schedule import Worker
 
 
@@ -40,7 +40,7 @@ class Keeper:
         if self._folder is not None and states:
             self._saving = save(self._folder, iteration, states, self._identity)
 
-    def save_last(self, order: Finish, holdings: Holdings) -> None:
+    def save_last(self, order: Finish, holdings: StageStore) -> None:
         """Save, to the end, the layers that an order gives to this worker."""
         layers = [layer for layer, worker in order.writers if worker == self._worker]
         self.save(order.first_iteration, {layer: holdings.layer_state(layer) for layer in layers})

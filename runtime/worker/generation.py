@@ -34,12 +34,11 @@ from runtime.replay.recorder import Recorder
 from runtime.replay.stuck_calls import OPEN_CALLS
 from runtime.worker.checkpointer import Keeper
 from runtime.worker.heartbeat import Pulse
-from runtime.worker.layer_receiver import Follower
-from runtime.worker.layer_sender import Source
-from runtime.worker.layer_transfer import exchange_layers
+from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, senders_for
+from runtime.worker.layer_sender import LayerSender
 from runtime.worker.meeting import Meeting, Outcome
 from runtime.worker.sockets import Sockets
-from runtime.worker.stage_store import Holdings
+from runtime.worker.stage_store import StageStore
 from schedules.schedule import OpKind, Schedule, Worker
 
 LOOK_SECONDS = 0.05
@@ -60,12 +59,12 @@ class Plant:
     corpus: Data
     boundaries: Sequence[Boundary]
     """Of all stages."""
-    holdings: Holdings
+    holdings: StageStore
     pulse: Pulse
     injector: Injector
     keeper: Keeper
-    source: Source
-    follower: Follower
+    source: LayerSender
+    follower: LayerReceiver
 
     def lasting_sockets(self) -> Sockets:
         """Those that outlive an order."""
@@ -159,19 +158,24 @@ class Shift:
     def _needed(self) -> tuple[int, ...]:
         return self._schedule.grid.stages_of(self._schedule.seat_of[self._worker].role.column)
 
-    def _take_layers(self, epoch: Communicator) -> None:
+    def _take_layers(self) -> None:
         order, plant = self._order, self._plant
         plant.injector.at(order.first_iteration, "met")
         if order.first_iteration == plant.setup.first_iteration:
             plant.holdings.add_initial(self._needed())
-        plant.holdings.adopt(plant.follower.take(order, self._meeting.require))
-        states = exchange_layers(epoch, self._worker, order.moves, plant.holdings.layer_state)
-        plant.holdings.replace(self._needed(), states)
+        stages = tuple(index for index in self._needed() if index not in plant.holdings.stages)
+        senders = senders_for(self._worker, order.moves, order.addresses)
+        plant.follower.begin(LayerFetch(0, order.number, stages, senders, follow=False))
+        receivers = {move.target for move in order.moves if move.source == self._worker}
+        plant.source.give(order.number, order.first_iteration - 1, len(receivers), plant.holdings,
+                          self._meeting.require)
+        plant.holdings.adopt(plant.follower.take(order.number, order.fetch, self._meeting.require))
+        plant.holdings.keep(self._needed())
         plant.injector.at(order.first_iteration, "moved")
 
     def _iterate(self, epoch: Communicator) -> None:
         order, plant, setup = self._order, self._plant, self._plant.setup
-        self._take_layers(epoch)
+        self._take_layers()
         recorder = Recorder(plant.device, epoch.clock_offset() if setup.nodes > 1 else 0.0)
         stages, training = plant.holdings.stages, setup.config.training
         iterations = range(order.first_iteration, setup.iterations)

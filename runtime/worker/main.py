@@ -1,9 +1,10 @@
 """One worker's process: it builds its layers, and follows the orders of the launcher until it may leave."""
 
+import contextlib
 import os
 import sys
+import threading
 import traceback
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,17 +24,18 @@ from runtime.model.parameters import save_layer
 from runtime.model.stage import Stage
 from runtime.processes.worker_start import Birth
 from runtime.protocol.failure_injection import Injector
-from runtime.protocol.orders import FETCHES_KEY, Finish, Leave, Train, await_order
+from runtime.protocol.orders import FETCHES_KEY, Finish, Leave, Train, await_fetch, await_order
 from runtime.protocol.rendezvous import RendezvousError, address_towards, connect_store, interface_towards
-from runtime.protocol.reports import Failed, Finished, Ready, push
+from runtime.protocol.reports import Failed, Finished, Followed, Ready, Unfollowed, push
 from runtime.protocol.setup import JOIN_TIMEOUT, SETUP_KEY, Setup
 from runtime.worker.checkpointer import Keeper
 from runtime.worker.generation import Plant, Shift
 from runtime.worker.heartbeat import Pulse
-from runtime.worker.layer_receiver import Follower
-from runtime.worker.layer_sender import Source
-from runtime.worker.stage_store import Holdings
+from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents, senders_for
+from runtime.worker.layer_sender import LayerSender
+from runtime.worker.stage_store import StageStore
 from schedules.codec import decode
+from schedules.schedule import Worker
 
 
 def main(birth: Birth) -> int:
@@ -78,16 +80,18 @@ class _Worker:
         torch.set_num_threads(training.threads)
         model = model_for(setup.config.model, training.seed, parameter_dtype(training.dtype), device)
         self._model = model
-        self._holdings = Holdings(self._build, self._restore)
+        self._holdings = StageStore(self._build, self._restore)
         injector = Injector(setup.injections, birth.worker, pulse.store)
-        follower = Follower(birth.worker, self._holdings.fresh, partial(push, pulse.store), injector, training, device)
-        follower.listen(connect_store(birth.rendezvous), store.add(FETCHES_KEY, 0))
+        follower = LayerReceiver(self._holdings.fresh, training, device,
+                                 _FetchReports(birth.worker, pulse.store, injector))
+        threading.Thread(target=_hear_fetches, daemon=True, name="fetches", args=(
+            birth.worker, connect_store(birth.rendezvous), store.add(FETCHES_KEY, 0), follower)).start()
         self._plant = Plant(
             worker=birth.worker, store=store, setup=setup, device=device,
             layers=model.layers, corpus=load_corpus(setup.config), holdings=self._holdings, pulse=pulse,
             boundaries=[form.boundary() for form in setup.forms],
             injector=injector, keeper=Keeper(setup, model.layers, store, birth.worker), follower=follower,
-            source=Source(address_towards(birth.rendezvous), setup.fetch_bytes_per_second))
+            source=LayerSender(address_towards(birth.rendezvous), setup.fetch_bytes_per_second))
         self._shift: Shift | None = None
 
     def live(self) -> None:
@@ -118,7 +122,7 @@ class _Worker:
                         print(f"worker {self._worker} was given up by the others, in order {number}", file=sys.stderr)
                         break
                     else:
-                        self._plant.follower.drop(order)
+                        self._plant.follower.drop(order.number)
         if founder is not None:
             founder.close()
 
@@ -128,7 +132,7 @@ class _Worker:
             self._shift.end()
             if not isinstance(order, Leave):
                 self._shift.go_back(order.first_iteration - 1, order.factor)
-                self._plant.source.ordered(order.number, order.first_iteration - 1)
+                self._plant.source.generation_begins(order.number, order.first_iteration - 1)
             self._shift = None
 
     def _build(self, index: int) -> tuple[Stage, StageOptimizer]:
@@ -158,6 +162,40 @@ class _Worker:
         digests = {name: tensor_digest(name, parameter) for stage in stages
                    for name, parameter in stage.parameters().items()}
         push(self._store, Finished(self._worker, order.number, digests))
+
+
+class _FetchReports(ReceiverEvents):
+    """Tells the launcher how fetches go."""
+
+    def __init__(self, worker: Worker, store: TCPStore, injector: Injector) -> None:
+        self._worker = worker
+        self._store = store
+        self._injector = injector
+
+    def loaded(self, iteration: int) -> None:
+        self._injector.at(iteration, "loaded")
+
+    def up_to_date(self, fetch: LayerFetch) -> None:
+        self._injector.at(fetch.generation, "followed")
+        push(self._store, Followed(self._worker, fetch.number))
+
+    def failed(self, fetch: LayerFetch) -> None:
+        # When node 0 is gone, the main thread finds out by itself.
+        with contextlib.suppress(RendezvousError):
+            push(self._store, Unfollowed(self._worker, fetch.number))
+
+
+def _hear_fetches(worker: Worker, store: TCPStore, after: int, receiver: LayerReceiver) -> None:
+    """Begin each `Fetch` as it comes; `store` is this thread's own."""
+    # When node 0 is gone there is nothing to hear; the main thread finds out by itself.
+    with contextlib.suppress(RendezvousError):
+        number = after
+        while True:
+            number += 1
+            fetch = await_fetch(store, number)
+            stages = next((stages for one, stages in fetch.needs if one == worker), ())
+            senders = senders_for(worker, fetch.moves, fetch.addresses)
+            receiver.begin(LayerFetch(fetch.number, fetch.order, stages, senders, follow=True))
 
 
 def _claim_device(kind: str, card: int | None) -> torch.device:

@@ -69,7 +69,8 @@ def test_plans_and_trains_and_says_how_it_went(job, tmp_path):
     assert answer["losses"][-1] < answer["losses"][0]
     assert "iteration      3  loss" in done.stderr
     assert codec.read(tmp_path / "out" / "schedule.json").failed == (Worker(1, 0),)
-    assert {path.name for path in (tmp_path / "out" / "parameters").iterdir()} == {f"layer-000{n}.pt" for n in range(4)}
+    assert {path.name for path in (tmp_path / "out" / "parameters").iterdir()} == {
+        f"layer-000{layer}.safetensors" for layer in range(4)}
 
     again = train(job, "--schedule", tmp_path / "out" / "schedule.json", "--dtype", "float64", "--iterations", 2,
                   "--out", tmp_path / "again")

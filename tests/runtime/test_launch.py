@@ -78,7 +78,7 @@ def test_no_iterations_leave_the_initial_parameters(nursery, tmp_path):
 
 def test_a_run_forgets_the_one_before(nursery, tmp_path):
     (tmp_path / "parameters").mkdir()
-    (tmp_path / "parameters" / "layer-0099.pt").write_bytes(b"old")
+    (tmp_path / "parameters" / "layer-0099.safetensors").write_bytes(b"old")
     result = run(schedule_for(JOB), tiny(), out=tmp_path, nursery=nursery)
     assert_same_numbers(result, judge(tiny(), JOB.microbatches))
 
