@@ -21,7 +21,7 @@ from torch import Tensor
 from runtime.config import TrainingConfig
 from runtime.model.optimizer import StageOptimizer, build_optimizer
 from runtime.model.stage import Stage
-from runtime.protocol.orders import Move
+from runtime.protocol.to_worker import Move
 from runtime.replay.communication import TIMEOUT, CommunicationError
 from runtime.worker.layer_messages import (
     GenerationBegins,

@@ -45,11 +45,12 @@ def _layers(grid: Grid, column: int) -> set[object]:
     return held
 
 
-def relabel(schedule: Schedule, failed: Iterable[Worker]) -> Schedule | None:
+def relabel(schedule: Schedule, failed: Iterable[Worker], *, held_elsewhere: bool = False) -> Schedule | None:
     """The same schedule for other failed workers, as many as it has holes; None where roles cannot be filled.
 
-    That is so when a column has no live worker left to load its parameters from, or when a worker is faster than
-    others and its role would go to a slower one. The result passes `schedules.check` when `schedule` does, and has
+    That is so when a column has no live worker left to load its parameters from, unless they are `held_elsewhere`: by
+    workers of other columns, whose roles have moved before; or when a worker is faster than others and its role would
+    go to a slower one. The result passes `schedules.check` when `schedule` does, and has
     the same period. Every worker of `schedule` must play its own role. Raises ValueError when the numbers differ.
     """
     down = tuple(sorted(set(failed)))
@@ -57,7 +58,8 @@ def relabel(schedule: Schedule, failed: Iterable[Worker]) -> Schedule | None:
         raise ValueError(f"{len(down)} failed workers for a schedule with {len(schedule.failed)} holes")
     if any(seat.worker != seat.role for seat in schedule.seats):
         raise ValueError("a schedule with moved workers cannot be relabelled again")
-    if set(range(schedule.grid.columns)) != {worker.column for worker in set(schedule.grid.workers()) - set(down)}:
+    live = {worker.column for worker in set(schedule.grid.workers()) - set(down)}
+    if not held_elsewhere and live != set(range(schedule.grid.columns)):
         return None
     renumbered = _renumber(schedule, down)
     holes = {Worker(renumbered[hole.pipeline], hole.column) for hole in schedule.failed}

@@ -14,7 +14,7 @@ from runtime.config import TrainingConfig
 from runtime.model.layers import model_for, parameter_dtype
 from runtime.model.optimizer import StageOptimizer, build_optimizer
 from runtime.model.stage import Stage
-from runtime.protocol.orders import Move
+from runtime.protocol.to_worker import Move
 from runtime.replay.communication import CommunicationError
 from runtime.worker.layer_messages import (
     BLOB_BYTES,
