@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 
 from runtime.config import ModelConfig, RunConfig
@@ -55,8 +56,10 @@ LOOK_SECONDS = 0.02
 """While a generation should come to its end."""
 
 
-def main(spec: WorkerSpec) -> int:
-    """Run one worker to its end; its exit status. What goes wrong is reported to the coordinator."""
+def main(task: bytes) -> int:
+    """Run one worker, as a `WorkerSpec` says, to its end; its exit status. What goes wrong is told to the coordinator.
+    """
+    spec = msgspec.json.decode(task, type=WorkerSpec)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(spec.coordinator) or "")
     try:
         channel = Channel(spec.coordinator, JoinWorker(spec.worker), to_worker.decode, CONNECT_SECONDS)
