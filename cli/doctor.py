@@ -18,7 +18,7 @@ from cli.console import duration, err, loading, out, print_json
 from cli.version import version
 from planner.job.file import read_job
 
-PACKAGES = ("torch", "ortools", "numba", "numpy", "networkx", "msgspec", "rich", "typer")
+PACKAGES = ("torch", "safetensors", "ortools", "numba", "numpy", "networkx", "msgspec", "rich", "typer")
 SEARCH_SECONDS = 2.0
 GREETING_SECONDS = 60.0
 """On a busy machine; a quiet one takes a few, most of it to import torch."""
