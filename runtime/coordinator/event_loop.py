@@ -248,7 +248,7 @@ class EventLoop:
         try:
             for ended in self._processes.poll():
                 self._put(partial(self._process_ended, ended))
-        except NurseryError as error:
+        except ForkServerError as error:
             asyncio.get_running_loop().remove_reader(self._processes.fileno())
             self._put(partial(_fail, error))
 
