@@ -11,8 +11,8 @@ from itertools import count
 from typing import Any
 
 from schedules.graph import op_key, producers
+from schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
 from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
-from schedules.trace import TICK_SECONDS, MeasuredIteration, placed_ops
 
 Event = dict[str, Any]
 Programs = Mapping[Worker, Sequence[Op]]
