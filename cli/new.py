@@ -6,7 +6,9 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from cli.console import duration, err, is_there, near, out, print_json, refuse, require_writable, write_or_refuse
+from cli.shared.console import duration, err, near, out, print_json, refuse
+from cli.shared.inputs import is_there, require_writable, write_or_refuse
+from cli.shared.options import Json
 from planner.job.estimate import GPUS, GpuSpec, Layout, ModelShape, estimate
 from planner.job.file import JobError, parse_job
 from planner.job.presets import preset, preset_names
@@ -44,7 +46,6 @@ Transfer = Annotated[float, typer.Option("--transfer", metavar="SEC", min=0.0, m
 Name = Annotated[str | None, typer.Option("--name", help="The job's name.")]
 OutFile = Annotated[Path, typer.Option("--out", metavar="FILE", help="The job file to write.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite it if it is there.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def new(preset_name: Preset = None, trace: Traces = None, pattern: Pattern = None, layers: Layers = None,

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.console import duration, err, loading, out, print_json, refuse, require_writable, write_or_refuse
-from cli.plan import read_job_or_refuse
+from cli.shared.console import duration, err, out, print_json, refuse
+from cli.shared.inputs import read_job_or_refuse, require_writable, write_or_refuse
+from cli.shared.interrupts import importing
 from planner.job.file import Job, placement_table
 from planner.job.writer import job_text, rounded
 
@@ -35,7 +36,7 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
     Writes a complete job file, to be planned and trained. Transfers and all-reduces are measured within this machine.
     """
     require_writable(out_file)
-    with loading():
+    with importing():
         import torch
 
         from runtime.config import ConfigError, parse_run_config

@@ -12,20 +12,11 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 
-from cli.console import (
-    answer_no,
-    err,
-    heeding,
-    is_there,
-    near,
-    out,
-    print_json,
-    refuse,
-    require_writable,
-    write_or_refuse,
-)
-from cli.plan import JobFile, Json, read_job_or_refuse
-from cli.simulation_page import page, verdict, worker_hours
+from cli.drawing.simulation_report import page, verdict, worker_hours
+from cli.shared.console import answer_no, err, near, out, print_json, refuse
+from cli.shared.inputs import is_there, read_job_or_refuse, require_writable, write_or_refuse
+from cli.shared.interrupts import checking_interrupts
+from cli.shared.options import JobFile, Json
 from planner.fleet.availability_trace import AvailabilityTrace, fit_to_job
 from planner.fleet.costs import Costs, costs_for
 from planner.fleet.policies import POLICIES
@@ -185,16 +176,17 @@ def _throughputs(job: Job, samples: float, folder: Path | None, describe: Callab
 @contextmanager
 def _progress() -> Iterator[tuple[Callable[[int, int], None], Callable[[str], None]]]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with heeding() as heed, Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+    with (checking_interrupts() as check_interrupt,
+          Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar):
         task = bar.add_task("simulating", total=None)
 
         def tell(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total, description="simulating")
-            heed()
+            check_interrupt()
 
         def describe(text: str) -> None:
             bar.update(task, description=text)
-            heed()
+            check_interrupt()
 
         yield tell, describe
 

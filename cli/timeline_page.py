@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from cli.legend import COLOURS, NAMES
-from cli.summary import measured_period, summary
+from cli.drawing.op_colours import COLOURS, NAMES
+from cli.shared.schedule_summary import measured_period, summary
 from schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
 from schedules.schedule import Op, OpKind, Schedule, Worker
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.app import COMMANDS, load
-from cli.svg import drawing
+from cli.drawing.svg_timeline import drawing
 from planner import Job, parse_job, plan_job
 from schedules.schedule import Worker
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from cli.app import app
 from cli.profile import job_tables
 from planner.job.file import Job, parse_job, read_job
-from planner.job.text import job_text
+from planner.job.writer import job_text
 from planner.plan import plan_job
 from runtime.config import parse_run_config
 from runtime.tools.profile import Profile, StageProfile

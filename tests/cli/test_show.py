@@ -10,9 +10,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cli.app import app
-from cli.perfetto import perfetto_trace
-from cli.svg import drawing
-from cli.timeline import MAX_ROWS, timeline
+from cli.drawing.perfetto import perfetto_trace
+from cli.drawing.svg_timeline import drawing
+from cli.drawing.text_timeline import MAX_ROWS, timeline
 from schedules.codec import write
 from schedules.measured_trace import MeasuredTrace, write_measured_trace
 from schedules.schedule import Memory, OpKind, Worker

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.app import app
-from cli.simulation_page import COLOURS
+from cli.drawing.simulation_report import COLOURS
 from planner.fleet.policies import POLICIES
 
 JOB = """

@@ -1,12 +1,12 @@
-"""Which of several processes `slipstream train` is: by its options, or by what a launcher has told it."""
+"""Which node of a run this process is: from the options of `slipstream train`, or from the launcher's environment."""
 
-from cli.console import refuse
+from cli.shared.console import refuse
 from runtime.processes.launchers import Launched, launched
 from runtime.protocol.rendezvous import Rendezvous
 
 
-def part(nodes: int | None, node: int | None, rendezvous: str | None) -> Launched:
-    """What this process is; exits 2 when options or environment make no sense. Options count more."""
+def launched_as(nodes: int | None, node: int | None, rendezvous: str | None) -> Launched:
+    """Which node this process is. Options have precedence. Exits 2 when options or environment make no sense."""
     if nodes is None and node is None and rendezvous is None:
         try:
             return launched() or Launched()

@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Group
 from rich.text import Text
 
-from cli.legend import COLOURS, NAMES
+from cli.drawing.op_colours import COLOURS, NAMES
 from schedules.equal import equal_pipelines
 from schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
 from schedules.schedule import Op, OpKind, Schedule, Worker

@@ -1,11 +1,11 @@
-"""Which workers take over other roles, for a reader."""
+"""Which workers take over another role, as text."""
 
 from schedules.schedule import Schedule
 from schedules.tables.relabel import layers_to_load
 
 
-def move_lines(schedule: Schedule) -> list[str]:
-    """One line a worker that plays another role than its own; empty where all keep theirs."""
+def role_change_lines(schedule: Schedule) -> list[str]:
+    """One line for each worker that plays a role other than its own; empty where all keep theirs."""
     lines = []
     for seat in schedule.moves:
         loads = layers_to_load(schedule.grid, seat.worker, seat.role)

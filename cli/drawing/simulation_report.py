@@ -5,7 +5,7 @@ from html import escape
 
 import numpy as np
 
-from cli.chart import Line, bars, steps
+from cli.drawing.svg_chart import Line, bars, steps
 from planner.fleet.policies import POLICIES
 from planner.fleet.policy import Cause
 from planner.fleet.simulation import Comparison, PolicyRun

@@ -3,7 +3,8 @@
 from contextlib import suppress
 from pathlib import Path
 
-from cli.console import is_there, parse_workers, refuse
+from cli.shared.console import refuse
+from cli.shared.inputs import is_there, parse_workers
 from planner.job.file import Job
 from planner.model.problem import NoPlanError
 from planner.normalise import PlanOptions

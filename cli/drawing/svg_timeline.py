@@ -7,7 +7,7 @@ lighter shade the second stage (third, ...) of a worker that holds several.
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
-from cli.legend import COLOURS, NAMES
+from cli.drawing.op_colours import COLOURS, NAMES
 from schedules.schedule import Op, OpKind, Schedule, Worker
 
 ROW, GAP, PIPELINE_GAP = 20, 3, 12
