@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from schedules.graph import op_key, producers
+from schedules.precedence import op_key, producers
 from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
 from schedules.trace import TICK_SECONDS, MeasuredIteration, placed_ops
 
