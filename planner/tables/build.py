@@ -78,7 +78,7 @@ def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *
         finished = home.open()
         todo = [task for task in tasks if task.key not in finished]
         progress(len(tasks) - len(todo), len(tasks))
-        # Costliest first, so that the processes end together; and the largest number of failures teaches `Windows` all.
+        # Costliest first, so that the processes end together.
         todo.sort(key=lambda task: (task.failed is not None, -task.failures))
         with closing(run_all(Planner(job, options, basis), todo, jobs)) as results:
             for done, (_, part) in enumerate(results, 1):
