@@ -51,7 +51,7 @@ def _lines(axes: Axes, figure: Figure) -> None:
                       label=one.name)
             continue
         colour = next(colours)
-        axes.plot(x, _floats(one.values), linestyle="--" if one.yardstick else "-", color=colour, label=one.name,
+        axes.plot(x, _floats(one.values), linestyle="--" if one.is_reference else "-", color=colour, label=one.name,
                   linewidth=1.5 if number else 4)  # the first is seen where others lie on it
         if one.low:
             axes.fill_between(x, _floats(one.low), _floats(one.high), color=colour, alpha=0.13, linewidth=0)

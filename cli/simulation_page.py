@@ -8,7 +8,7 @@ import numpy as np
 from cli.chart import Line, bars, steps
 from planner.fleet.policies import POLICIES
 from planner.fleet.policy import Cause
-from planner.fleet.simulation import Result, Run
+from planner.fleet.simulation import Comparison, PolicyRun
 
 BINS = 480
 """Throughput is averaged over so many equal parts of the trace at most."""
@@ -33,7 +33,7 @@ table { border-collapse: collapse; width: 100%; font-size: .88rem; font-variant-
 th, td { padding: .3rem .5rem; border-bottom: 1px solid #e5e8eb; text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } thead th { border-bottom: 2px solid #1b1f23; white-space: normal;
        vertical-align: bottom; font-weight: 600; }
-tr.yardstick { color: #57606a; font-style: italic; }
+tr.reference { color: #57606a; font-style: italic; }
 .legend { margin: .3rem 0; } .legend label { display: inline-block; margin: 0 1rem .2rem 0; cursor: pointer; }
 .swatch { display: inline-block; width: 1.1em; height: .7em; margin-right: .35em; border-radius: 2px; }
 dt { font-weight: 600; margin-top: .5rem; } dd { margin: 0; color: #3d444b; font-size: .92rem; }
@@ -48,7 +48,7 @@ document.querySelectorAll('.legend input').forEach(box => box.addEventListener('
 """
 
 
-def page(result: Result, *, job: str, grid: str, notes: Sequence[str]) -> bytes:
+def page(result: Comparison, *, job: str, grid: str, notes: Sequence[str]) -> bytes:
     """The whole report. `job` and `grid` name what was simulated, `notes` what was taken for granted besides."""
     hours = result.trace.length_seconds / 3600
     parts = [f"<h1>{escape(job)}: what failures cost</h1>",
@@ -71,36 +71,36 @@ def page(result: Result, *, job: str, grid: str, notes: Sequence[str]) -> bytes:
             f"<body>\n{body}\n<script>{SCRIPT}</script>\n</body></html>\n").encode()
 
 
-def verdict(result: Result) -> str:
+def verdict(result: Comparison) -> str:
     """The answer in a sentence: the first policy against the others that could be run."""
-    real = {name: run.throughput for name, run in result.runs.items() if not POLICIES[name].yardstick}
+    real = {name: run.throughput for name, run in result.runs.items() if not POLICIES[name].is_reference}
     if not real:
-        return "only yardsticks were asked for"
+        return "only reference lines were asked for"
     first, *others = real
     text = f"{first} trains {real[first]:.4g} samples a second on average"
     ratios = [f"{real[first] / real[name]:.2f}x {name}" if real[name] else f"{name} trains none" for name in others]
     return f"{text}: {', '.join(ratios)}." if ratios else f"{text}."
 
 
-def worker_hours(result: Result, run: Run) -> float | None:
+def worker_hours(result: Comparison, run: PolicyRun) -> float | None:
     """Hours of live workers for 1,000 samples; None where none was trained."""
     return result.trace.mean_live / run.throughput / 3.6 if run.throughput else None
 
 
-def _table(result: Result) -> str:
+def _table(result: Comparison) -> str:
     best = max((run.throughput for run in _real(result).values()), default=0.0)
     rows = []
     for name, run in result.runs.items():
         spent = worker_hours(result, run)
-        yardstick = POLICIES[name].yardstick
-        rows.append((yardstick, (name, f"{run.throughput:.4g}", f"{run.throughput / best:.1%}" if best else "-",
-                                 f"{run.whole_rate:.4g}", f"{spent:.4g}" if spent else "-",
-                                 "" if yardstick else str(run.switches))))
+        reference = POLICIES[name].is_reference
+        rows.append((reference, (name, f"{run.throughput:.4g}", f"{run.throughput / best:.1%}" if best else "-",
+                                 f"{run.fault_free_rate:.4g}", f"{spent:.4g}" if spent else "-",
+                                 "" if reference else str(run.switches))))
     head = ("policy", "samples / s", "of the best", "when whole", "worker-hours / 1,000 samples", "switches")
     return _grid(head, rows)
 
 
-def _lost_table(result: Result) -> str:
+def _lost_table(result: Comparison) -> str:
     lost = {name: run.lost(result.best_rate) for name, run in _real(result).items()}
     shown = [cause for cause in Cause if any(row[cause] > 1 for row in lost.values())]
     rows = [(False, (name, *(f"{max(0.0, row[cause]) / 3600:.2f}" for cause in shown),
@@ -109,32 +109,32 @@ def _lost_table(result: Result) -> str:
 
 
 def _grid(head: Sequence[str], rows: Sequence[tuple[bool, Sequence[str]]]) -> str:
-    """A table; a row that is marked stands for a yardstick."""
+    """A table; a row that is marked is a reference line."""
     names = "".join(f"<th>{escape(text)}</th>" for text in head)
-    body = "".join(f"<tr{' class=yardstick' if marked else ''}>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+    body = "".join(f"<tr{' class=reference' if marked else ''}>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
                    + "</tr>" for marked, cells in rows)
     return f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _real(result: Result) -> dict[str, Run]:
-    return {name: run for name, run in result.runs.items() if not POLICIES[name].yardstick}
+def _real(result: Comparison) -> dict[str, PolicyRun]:
+    return {name: run for name, run in result.runs.items() if not POLICIES[name].is_reference}
 
 
-def _hours(result: Result) -> tuple[str, float]:
+def _hours(result: Comparison) -> tuple[str, float]:
     """Unit of the time axis, and its seconds."""
     return ("days", 86400.0) if result.trace.length_seconds > 5 * 86400 else ("hours", 3600.0)
 
 
-def _throughput(result: Result) -> str:
+def _throughput(result: Comparison) -> str:
     unit, seconds = _hours(result)
     edges = np.linspace(0.0, result.trace.length_seconds, BINS + 1)
     first = next(iter(result.runs))
-    lines = [Line(name, COLOURS[name], run.binned(edges).tolist(), POLICIES[name].yardstick, name == first)
+    lines = [Line(name, COLOURS[name], run.binned(edges).tolist(), POLICIES[name].is_reference, name == first)
              for name, run in result.runs.items()]
     return steps((edges / seconds).tolist(), lines[::-1], x=unit, y="samples per second")
 
 
-def _live(result: Result) -> str:
+def _live(result: Comparison) -> str:
     unit, seconds = _hours(result)
     points = list(result.trace.counts())
     points = [point for point in points if point[0] < result.trace.length_seconds]
@@ -143,7 +143,7 @@ def _live(result: Result) -> str:
     return steps(edges, [line], x=unit, y="live workers", top=float(result.trace.places))
 
 
-def _legend(result: Result) -> str:
+def _legend(result: Comparison) -> str:
     labels = (f'<label><input type="checkbox" checked value="{escape(name)}"> {_swatch(COLOURS[name])}{escape(name)}'
               "</label>" for name in result.runs)
     return f'<div class="legend">{"".join(labels)}</div>'
@@ -153,7 +153,7 @@ def _swatch(colour: str) -> str:
     return f'<span class="swatch" style="background:{colour}"></span>'
 
 
-def _causes(result: Result) -> str:
+def _causes(result: Comparison) -> str:
     rows = {name: {cause.value: value / 3600 for cause, value in run.lost(result.best_rate).items()}
             for name, run in _real(result).items()}
     used: Mapping[str, str] = {cause.value: CAUSE_COLOURS[cause] for cause in Cause}
@@ -164,8 +164,8 @@ def _causes(result: Result) -> str:
     return f'<div class="legend">{labels}</div>{chart}'
 
 
-def _assumptions(result: Result, notes: Sequence[str]) -> str:
-    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(kind.title)}. Assumes: {escape(kind.assumes)}.</dd>"
+def _assumptions(result: Comparison, notes: Sequence[str]) -> str:
+    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(kind.title)}. Assumes: {escape(kind.assumptions)}.</dd>"
                     for name, kind in POLICIES.items() if name in result.runs)
     listed = "".join(f"<li>{escape(note)}</li>" for note in (*result.trace.notes, *notes))
     return f"<dl>{items}</dl><ul>{listed}</ul>"

@@ -1,7 +1,7 @@
-"""Which machines of a fleet are alive, over time.
+"""Availability traces: which machines of a fleet are alive, over time.
 
-A fleet has numbered *places*; at any time a machine stands in a place or none does. A trace says who is there at the
-beginning and what changes when. Times are seconds from the beginning.
+A fleet has numbered *places*. At any time a place holds one machine or none. A trace says which places hold a machine
+at the beginning, and what changes when. Times are seconds from the beginning.
 """
 
 import random
@@ -12,15 +12,17 @@ import msgspec
 
 
 class Change(msgspec.Struct, frozen=True):
-    """At one instant, these places lost their machine and those got one; ascending, no place in both."""
+    """What changes at one instant. Both lists are ascending, and no place is in both."""
 
     seconds: float
     removed: tuple[int, ...] = ()
+    """Places that lost their machine."""
     added: tuple[int, ...] = ()
+    """Places that got one."""
 
 
-class Trace(msgspec.Struct, frozen=True, kw_only=True):
-    """The life of a fleet; changes in the order of time, at most one an instant."""
+class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
+    """When the machines of a fleet come and go. Changes are in the order of time, at most one an instant."""
 
     name: str
     places: int
@@ -29,10 +31,10 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     changes: tuple[Change, ...]
     length_seconds: float
     notes: tuple[str, ...] = ()
-    """What had to be mended or assumed, one line each, for the reader of a result."""
+    """What was corrected or assumed when the trace was made, one line each."""
 
     def counts(self) -> Iterator[tuple[float, int]]:
-        """(seconds, machines alive from then on), beginning at 0."""
+        """Pairs (seconds, machines alive from then on). The first is at 0."""
         alive = len(self.live)
         yield 0.0, alive
         for change in self.changes:
@@ -41,7 +43,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def removals(self) -> int:
-        """Machines lost."""
+        """How many machines are lost in all."""
         return sum(len(change.removed) for change in self.changes)
 
     @property
@@ -53,16 +55,16 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def seconds_between_failures(self) -> float:
-        """Mean time from one instant with removals to the next; the whole length when there is at most one."""
+        """Mean time between instants with removals; the length of the trace where there is at most one."""
         return self.length_seconds / max(1, sum(bool(change.removed) for change in self.changes))
 
 
-def fit(trace: Trace, workers: int, seed: int = 0) -> Trace:
-    """The trace as it meets a job of so many workers, whose places it then numbers 0 to workers - 1.
+def fit_to_job(trace: AvailabilityTrace, workers: int, seed: int = 0) -> AvailabilityTrace:
+    """The trace for a job of so many workers, with places 0 to workers - 1.
 
-    A job smaller than the fleet runs on places drawn at random from it, so that it sees the fleet's rate of failures
-    a machine and its share of machines alive. In a job larger than the fleet each place of the trace stands for
-    several workers next to each other, which fail together. Raises ValueError for a trace without places.
+    A job smaller than the fleet gets places drawn at random. So it sees the fleet's failure rate per machine, and the
+    same share of machines alive. For a job larger than the fleet, each place of the trace stands for several
+    neighbouring workers, which fail together. Raises ValueError for a trace without places.
     """
     if trace.places < 1 or workers < 1:
         raise ValueError(f"a trace of {trace.places} places cannot be fitted to {workers} workers")

@@ -5,10 +5,11 @@ import numpy as np
 from planner.fleet.costs import costs_for
 from planner.fleet.figures import published
 from planner.fleet.figures.failures import assumptions
-from planner.fleet.figures.figure import Cell, Figure, Series, Tell
+from planner.fleet.figures.figure import Cell, Figure, Series
 from planner.fleet.policies import POLICIES
-from planner.fleet.simulation import over_seeds
-from planner.fleet.speeds import Speeds
+from planner.fleet.simulation import throughputs_over_traces
+from planner.fleet.throughput import Throughputs
+from planner.progress import Progress
 
 SEEDS = 5
 """Draws of which workers leave; averaged."""
@@ -18,21 +19,21 @@ RATIOS = {"6.7B": "oobleck", "350M": "bamboo"}
 
 def averages(model: str, microbatches: int) -> dict[str, float]:
     """Mean samples per second by policy."""
-    speeds = Speeds(published.published_job(model, microbatches))
+    throughputs = Throughputs(published.published_job(model, microbatches))
     costs = costs_for(published.PARAMETERS[model], published.STAGES)
     traces = [published.published_trace(seed) for seed in range(SEEDS)]
-    return {name: float(np.mean(values)) for name, values in
-            over_seeds(list(POLICIES.values()), speeds, costs, traces).items()}
+    by_policy = throughputs_over_traces(list(POLICIES.values()), throughputs, costs, traces)
+    return {name: float(np.mean(values)) for name, values in by_policy.items()}
 
 
-def reproduce(tell: Tell) -> Figure:
-    """All policies; the range is over the number of micro-batches."""
+def reproduce(progress: Progress) -> Figure:
+    """All policies. The range is over the number of micro-batches."""
     found: dict[str, list[dict[str, float]]] = {model: [] for model in MODELS}
     total = len(MODELS) * len(published.MICROBATCHES)
     for index, model in enumerate(MODELS):
         for number, microbatches in enumerate(published.MICROBATCHES):
             found[model].append(averages(model, microbatches))
-            tell(index * len(published.MICROBATCHES) + number + 1, total)
+            progress(index * len(published.MICROBATCHES) + number + 1, total)
     nominal = published.MICROBATCHES.index(published.NOMINAL)
     rows: list[tuple[Cell, ...]] = []
     for model in MODELS:
@@ -42,7 +43,7 @@ def reproduce(tell: Tell) -> Figure:
             rows.append((model, name, there, round(values[nominal], 3), round(min(values), 3), round(max(values), 3)))
     return Figure(
         name="trace", title="Average over the published trace, 6 x 4 A100", kind="bars", x_label="",
-         y_label="average throughput / fault-free 1F1B", x=tuple(POLICIES),
+        y_label="average throughput / fault-free 1F1B", x=tuple(POLICIES),
         series=tuple(one for model in MODELS for one in _series(model, found[model], nominal)),
         header=("model", "policy", "published", f"simulated, {published.NOMINAL} micro-batches", "least", "most"),
         rows=tuple(rows), findings=_findings(found),

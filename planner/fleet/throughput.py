@@ -1,13 +1,13 @@
-"""Steady-state throughput of the schedules that policies run, in samples per second; each is planned once and kept.
+"""Steady-state throughput of the schedules that policies run, in samples per second. Each schedule is planned once.
 
-Workers of a stage hold the same parameters, and pipelines are interchangeable, so that swapping roles within a stage
-costs nothing: what a plan depends on is how many workers of each stage are down (`Down`). It is planned in the best of
-a few arrangements over pipelines (`planner.normalise.arrangements`), by the list schedulers, within a short time; with
-a table, the periods of its entries are taken where they fit.
+Workers of a stage hold the same parameters, and pipelines are interchangeable, so swapping roles within a stage costs
+nothing. A plan therefore depends only on how many workers of each stage are down (`DownByStage`). The list schedulers
+plan a few arrangements of them over pipelines (`planner.normalise.arrangements`) within a short time, and the best
+counts. With a table, the periods of its entries are used where they fit.
 
-Jobs of more than `LARGE` ops are planned piece by piece (`planner.model.decompose`), each different piece once, and the
-period is taken to be that of the slowest piece. Pieces meet at the all-reduces only; where their workers end at unlike
-times, the assembled schedule can be a little longer.
+Jobs of more than `LARGE` ops are planned piece by piece (`planner.model.decompose`), each different piece once. Their
+period is taken to be that of the slowest piece. Pieces meet at the all-reduces only; where their workers end at
+different times, the assembled schedule can be a little longer.
 """
 
 import math
@@ -37,24 +37,22 @@ from schedules.schedule import BackwardMode, OptimizerMode
 from schedules.tables.pattern import Pattern, pattern_of, pipeline_classes
 from schedules.tables.table import Table
 
-Down = tuple[int, ...]
-"""Workers down, by column (stage)."""
+DownByStage = tuple[int, ...]
+"""How many workers of each stage (column) are down."""
 Pieces = Sequence[tuple[Piece, Solution]]
-Tell = Callable[[str], None]
-"""Called with what is being planned."""
 
 PLAN_SECONDS = 0.2
-"""At most, for one arrangement of failures; most need a hundredth."""
+"""Time limit for one arrangement of failures; most need a hundredth of it."""
 LARGE = 30_000
-"""Compute ops of a job beyond which it is planned piece by piece."""
+"""A job of more compute ops is planned piece by piece."""
 
 
-class Speeds:
-    """Throughput by schedule, for one job. All methods give samples per second, 0.0 where no plan exists."""
+class Throughputs:
+    """Throughputs of one job by schedule, in samples per second; 0.0 where no plan exists."""
 
     def __init__(self, job: Job, *, samples_per_microbatch: float = 1.0, table: Table | None = None,
-                 plan_seconds: float = PLAN_SECONDS, tell: Tell = lambda _: None) -> None:
-        """Take the job's workers as equally fast.
+                 plan_seconds: float = PLAN_SECONDS, announce: Callable[[str], None] = lambda _: None) -> None:
+        """All workers count as equally fast. `announce` is called with one line before each plan.
 
         Raises NoPlanError when no schedule can run the job, ValueError when the table is of another one.
         """
@@ -66,37 +64,38 @@ class Speeds:
         problem = self._options.problem(self.job)
         self._tick_seconds = problem.tick_seconds
         self._classes = pipeline_classes(problem.grid, problem.times)
-        self._tell = tell
-        self._planned: dict[Down, float] = {}
-        self._target: dict[int, Down | None] = {}
+        self._announce = announce
+        self._planned: dict[DownByStage, float] = {}
+        self._normal_form: dict[int, DownByStage | None] = {}
         self._pieces: dict[Hashable, int] = {}
-        self._round_robin: dict[tuple[Down, BackwardMode, OptimizerMode], float] = {}
-        self._usual: dict[int, float] = {}
+        self._round_robin: dict[tuple[DownByStage, BackwardMode, OptimizerMode], float] = {}
+        self._one_f_one_b: dict[int, float] = {}
         self._table = _table_periods(table, self.job, self._options) if table is not None else {}
 
     # --- This planner -------------------------------------------------------------------------------------------------
 
-    def planned(self, down: Down) -> float:
-        """This planner's schedule for so many workers down by stage."""
+    def planned(self, down: DownByStage) -> float:
+        """By this planner's schedule, with so many workers of each stage down."""
         if down not in self._planned:
             self._planned[down] = self.samples / self._planned_period(down)
         return self._planned[down]
 
-    def target(self, failures: int) -> Down | None:
-        """Where normalisation puts this many failures: the best of the dynamic programme's distributions, as planned.
+    def normal_form(self, failures: int) -> DownByStage | None:
+        """How failure normalisation spreads this many failures: the best, once planned, of its distributions.
 
-        None when some stage would have no live worker.
+        None where some stage would have no live worker.
         """
-        if failures not in self._target:
-            self._target[failures] = self._best_distribution(failures)
-        return self._target[failures]
+        if failures not in self._normal_form:
+            self._normal_form[failures] = self._best_distribution(failures)
+        return self._normal_form[failures]
 
-    def _best_distribution(self, failures: int) -> Down | None:
+    def _best_distribution(self, failures: int) -> DownByStage | None:
         if failures > self.workers - self.job.stages:
             return None
-        kept = [down for down in self._table if sum(down) == failures]
-        ranked = self._windows_of(self._enough(failures)).distributions(failures)
-        choices = dict.fromkeys([*kept, *(counts for *_, counts in ranked), spread(failures, self.job.stages)])
+        in_table = [down for down in self._table if sum(down) == failures]
+        ranked = self._windows_of(self._affected_part(failures)).distributions(failures)
+        even = spread_over_stages(failures, self.job.stages)
+        choices = dict.fromkeys([*in_table, *(counts for *_, counts in ranked), even])
         most = self.samples / (ranked[0][0] * self._tick_seconds) if ranked else math.inf
         best, rate = None, 0.0
         for down in choices:
@@ -106,8 +105,8 @@ class Speeds:
                 break  # none of any distribution is faster
         return best
 
-    def _planned_period(self, down: Down) -> float:
-        self._tell(f"planning {'+'.join(map(str, down))} workers down by stage")
+    def _planned_period(self, down: DownByStage) -> float:
+        self._announce(f"planning {'+'.join(map(str, down))} workers down by stage")
         if down in self._table:
             return self._table[down]
         if any(count >= self.job.pipelines for count in down):
@@ -117,13 +116,13 @@ class Speeds:
             best = min(best, self._period_of(problem, self._search) * problem.tick_seconds)
             if best <= lower_bound(problem) * problem.tick_seconds:
                 return best
-        # Where time ran out before, ReCycle's rule may have been luckier: its schedules are open to this planner, too.
+        # Where time ran out, ReCycle's rule may have done better: its schedules are open to this planner, too.
         return min(best, self.samples / self.round_robin(down))
 
-    def _enough(self, failures: int) -> Job:
-        """As many of the job's pipelines as have a part in the failures: more are whole and alike, and change nothing.
+    def _affected_part(self, failures: int) -> Job:
+        """The job with only as many pipelines as failures can affect; the others are equal, and change nothing.
 
-        With f (M + 1) of them, a micro-batch more for each of the helpers takes up all work of f broken ones.
+        With f (M + 1) pipelines, one more micro-batch for each helper is all the work of f broken ones.
         """
         count = self.job.microbatches[0]
         enough = failures * (count + 1) + 1
@@ -135,13 +134,13 @@ class Speeds:
         return self._windows.setdefault(job.pipelines, Windows(job, self._options))
 
     def _search(self, problem: Problem) -> Pieces:
-        """By the list schedulers, for a short time."""
+        """Plan with the list schedulers, for a short time."""
         deadline = time.monotonic() + self._options.time_limit
-        # An event of its own, so that Ctrl-C ends the whole simulation and not this search.
+        # With an event that is never set, so that Ctrl-C ends the whole simulation and not only this search.
         return solve(problem, "greedy", deadline, 0, lambda _: None, threading.Event()).pieces
 
     def _period_of(self, problem: Problem, solver: Callable[[Problem], Pieces]) -> int:
-        """The period in ticks: of the assembled schedule, or for a large job of the slowest piece."""
+        """The period in ticks: of the assembled schedule; for a large job, of the slowest piece."""
         if problem.operations <= LARGE:
             return assemble.period(problem, solver(problem))
         return max(self._piece_period(piece.problem, solver) for piece in decompose(problem))
@@ -152,13 +151,13 @@ class Speeds:
             self._pieces[key] = assemble.period(problem, solver(problem))
         return self._pieces[key]
 
-    def _problems(self, down: Down, options: PlanOptions) -> Sequence[Problem]:
-        """One for each arrangement over pipelines that differs by more than the pipelines' numbers.
+    def _problems(self, down: DownByStage, options: PlanOptions) -> Sequence[Problem]:
+        """One problem for each arrangement of the failures over pipelines, up to the numbering of the pipelines.
 
-        For a large job, the one in the smallest pieces first; of several, none with huge pieces.
+        For a large job those in the smallest pieces come first, and only the first may have pieces that are large.
         """
         distinct: dict[Pattern, Problem] = {}
-        job = self._enough(sum(down))
+        job = self._affected_part(sum(down))
         for failed in arrangements(job, self._windows_of(job), down) if any(down) else [()]:
             pattern = pattern_of(failed, self._classes)
             if pattern not in distinct:
@@ -172,25 +171,25 @@ class Speeds:
 
     # --- ReCycle ------------------------------------------------------------------------------------------------------
 
-    def recycle(self, down: Down) -> float:
-        """ReCycle as published: 1F1B while no worker is down; else orphans dealt round-robin, split and staggered.
+    def recycle(self, down: DownByStage) -> float:
+        """By ReCycle as published: 1F1B while no worker is down; else split and staggered, re-routed round-robin.
 
-        Healthy workers keep to 1F1B, so that it is never faster than that. The published solver is replaced by list
-        schedules, of which the best counts.
+        Healthy workers keep to 1F1B, so it is never faster than that. The best of some list schedules stands in for
+        the published solver.
         """
-        whole = self.usual(self.job.pipelines)
+        whole = self.one_f_one_b(self.job.pipelines)
         return min(whole, self.round_robin(down)) if any(down) else whole
 
-    def round_robin(self, down: Down, backward: BackwardMode = "split",
+    def round_robin(self, down: DownByStage, backward: BackwardMode = "split",
                     optimizer: OptimizerMode = "staggered") -> float:
-        """The best of some list schedules with orphans dealt round-robin; fused: with the memory of 1F1B."""
+        """By the best of some list schedules with re-routing round-robin; fused: with the memory of 1F1B."""
         key = (down, backward, optimizer)
         if key not in self._round_robin:
-            self._tell(f"planning ReCycle with {'+'.join(map(str, down))} workers down by stage")
+            self._announce(f"planning ReCycle with {'+'.join(map(str, down))} workers down by stage")
             self._round_robin[key] = self.samples / self._round_robin_period(*key)
         return self._round_robin[key]
 
-    def _round_robin_period(self, down: Down, backward: BackwardMode, optimizer: OptimizerMode) -> float:
+    def _round_robin_period(self, down: DownByStage, backward: BackwardMode, optimizer: OptimizerMode) -> float:
         if any(count >= self.job.pipelines for count in down):
             return math.inf
         options = msgspec.structs.replace(self._options, backward=backward, optimizer=optimizer)
@@ -203,15 +202,15 @@ class Speeds:
 
     # --- Whole pipelines under 1F1B -----------------------------------------------------------------------------------
 
-    def usual(self, pipelines: int) -> float:
-        """1F1B (fused, synchronous) on so many whole pipelines, which share the global batch as evenly as they can."""
+    def one_f_one_b(self, pipelines: int) -> float:
+        """By 1F1B (fused, synchronous) on so many pipelines, which divide the global batch as evenly as possible."""
         if pipelines < 1:
             return 0.0
-        if pipelines not in self._usual:
-            self._usual[pipelines] = self.samples / self._usual_period(pipelines)
-        return self._usual[pipelines]
+        if pipelines not in self._one_f_one_b:
+            self._one_f_one_b[pipelines] = self.samples / self._one_f_one_b_period(pipelines)
+        return self._one_f_one_b[pipelines]
 
-    def _usual_period(self, pipelines: int) -> float:
+    def _one_f_one_b_period(self, pipelines: int) -> float:
         total = sum(self.job.microbatches)
         counts = self.job.microbatches if pipelines == self.job.pipelines else \
             tuple(total * (index + 1) // pipelines - total * index // pipelines for index in range(pipelines))
@@ -220,15 +219,15 @@ class Speeds:
         problem = PlanOptions(method="1f1b").problem(job)
         return solution_period(problem, one_f_one_b(problem)) * problem.tick_seconds
 
-    # --- Yardsticks ---------------------------------------------------------------------------------------------------
+    # --- Reference ---------------------------------------------------------------------------------------------------
 
     @cached_property
-    def whole(self) -> float:
-        """The fastest known with all workers alive."""
-        return max(self.planned((0,) * self.job.stages), self.usual(self.job.pipelines))
+    def fault_free(self) -> float:
+        """The fastest of these with all workers alive."""
+        return max(self.planned((0,) * self.job.stages), self.one_f_one_b(self.job.pipelines))
 
-    def limit(self, live: int) -> float:
-        """No synchronous training is faster on so many workers: the iteration's work, spread evenly, then one step."""
+    def work_conserving(self, live: int) -> float:
+        """An upper bound for synchronous training: the work spread evenly over live workers, then one step."""
         if live < 1:
             return 0.0
         clock, depth = self.job.time, self.job.depth
@@ -238,17 +237,17 @@ class Speeds:
         return self.samples / (work * sum(self.job.microbatches) / live + step)
 
 
-def spread(failures: int, stages: int) -> Down:
-    """One failure a stage, then two, and so on; the last stages first, which have the least to wait for."""
+def spread_over_stages(failures: int, stages: int) -> DownByStage:
+    """Failures by stage: one a stage, then two, and so on; the last stages first, which wait least for others."""
     return tuple(failures // stages + (stage >= stages - failures % stages) for stage in range(stages))
 
 
-def _table_periods(table: Table, job: Job, options: PlanOptions) -> dict[Down, float]:
-    """The best period, in seconds, by workers down in each stage."""
+def _table_periods(table: Table, job: Job, options: PlanOptions) -> dict[DownByStage, float]:
+    """The shortest period in the table, in seconds, by workers down in each stage."""
     problem, basis = options.problem(job), table.basis
     if (basis.grid, basis.times, basis.tick_seconds) != (problem.grid, problem.times, problem.tick_seconds):
         raise ValueError(f"{table.folder}: a table of another job: its grid or times differ")
-    periods: dict[Down, float] = {}
+    periods: dict[DownByStage, float] = {}
     for row in table.rows():
         if row.period is not None:
             down = tuple(sum(role.column == column for role in row.failed) for column in range(job.stages))
@@ -257,7 +256,7 @@ def _table_periods(table: Table, job: Job, options: PlanOptions) -> dict[Down, f
 
 
 def _recycle_policies(problem: Problem) -> Iterator[ListPolicy]:
-    """List schedules in place of ReCycle's solver: in flight whatever memory holds, or as 1F1B, or twice that."""
+    """List schedules in place of ReCycle's solver: micro-batches in flight as memory allows, as 1F1B, or twice that."""
     for ignore in (True, False) if problem.times.transfer else (True,):
         for factor in (0, 1, 2):
             yield ListPolicy(ignore_transfers=ignore, in_flight=in_flight(problem, factor) if factor else None)

@@ -1,15 +1,17 @@
-"""Trace files of two forms, told apart by their first line.
+"""Availability trace files. There are two forms; the first line says which one a file has.
 
     2021-12-11, 11:11:30, 55        availability: date, time, machines alive
     60000,add,node19                events: milliseconds, add or remove, the machine's name
 
-Real recordings are dirty, and this is what is done about it. Times that run backwards (clocks are set, collectors
-race): lines are sorted by time, equal times keep their order, of two counts at one instant the last holds. Holes (no
-sample for more than `HOLE` times the usual step): the last count is taken to hold. A removal of a machine that is not
-there, or an addition of one that is: ignored. All of these are counted in the trace's notes. Whatever cannot be read
-is refused, with the number of its line. Blank lines, and what follows a #, are skipped.
+Recordings have errors, which are corrected as follows and counted in the trace's notes:
 
-Availability says how many machines leave, not which; these are drawn at random, with a seed.
+- Times run backwards: lines are sorted by time, lines of equal time keep their order, and of two counts at one instant
+  the last is used.
+- Samples are missing for more than `MISSING_AFTER` times the usual step: the last count is taken to hold.
+- A machine is removed that is not there, or added although it is there: the line is ignored.
+
+A line that cannot be read is refused with its number. Blank lines, and what follows a #, are skipped. The availability
+form says how many machines leave, not which ones; these are drawn at random, with a seed.
 """
 
 import random
@@ -20,43 +22,43 @@ from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 
-from planner.fleet.availability import Change, Trace
+from planner.fleet.availability_trace import AvailabilityTrace, Change
 from schedules.files import read_at_most
 
 MAX_BYTES = 64 * 2**20
 MAX_PLACES = 2**20
 MAX_SECONDS = 100 * 365 * 86400.0
-HOLE = 20
-"""Samples further apart than so many times the median step are told of as a hole."""
+MISSING_AFTER = 20
+"""Samples further apart than so many times the median step: some are missing."""
 
 _SAMPLE = re.compile(r"(\d{4}-\d{2}-\d{2})\s*,\s*(\d{2}:\d{2}:\d{2})\s*,\s*(\d{1,9})")
 _EVENT = re.compile(r"(\d{1,18})\s*,\s*(add|remove)\s*,\s*(\S.*)")
 _FORMS = "expected `YYYY-MM-DD, HH:MM:SS, COUNT` (availability) or `MILLISECONDS,add|remove,NAME` (events)"
 
 Line = tuple[int, str]
-"""Number and text."""
+"""(number, text)"""
 
 
 class TraceFileError(ValueError):
-    """A trace file that cannot be used. The message is one line."""
+    """The trace file cannot be used. The message is one line."""
 
 
-def read_trace(path: Path, seed: int = 0) -> Trace:
-    """Read a trace file of either form; `seed` draws which machines leave where the file does not say.
+def read_availability_trace(path: Path, seed: int = 0) -> AvailabilityTrace:
+    """Read a trace file of either form. `seed` is for drawing which machines leave, where the file does not say.
 
-    Raises TraceFileError.
+    Raises TraceFileError, whose message names the file and the line.
     """
     data = read_at_most(path, MAX_BYTES, TraceFileError)
     try:
-        return parse_trace(data.decode("utf-8-sig"), path.stem, seed)
+        return parse_availability_trace(data.decode("utf-8-sig"), path.stem, seed)
     except UnicodeDecodeError:
         raise TraceFileError(f"{path}: not UTF-8 text; {_FORMS}") from None
     except TraceFileError as error:
         raise TraceFileError(f"{path}: {error}") from None
 
 
-def parse_trace(text: str, name: str = "trace", seed: int = 0) -> Trace:
-    """Read a trace from text. Raises TraceFileError that names the line."""
+def parse_availability_trace(text: str, name: str = "trace", seed: int = 0) -> AvailabilityTrace:
+    """Read a trace from text. Raises TraceFileError, whose message names the line."""
     lines = [(number, line) for number, raw in enumerate(text.splitlines(), 1) if (line := raw.split("#")[0].strip())]
     if not lines:
         raise TraceFileError(f"no lines; {_FORMS}")
@@ -68,33 +70,33 @@ def parse_trace(text: str, name: str = "trace", seed: int = 0) -> Trace:
 
 
 def from_counts(counts: Sequence[tuple[float, int]], length_seconds: float, name: str, seed: int = 0,
-                notes: Sequence[str] = ()) -> Trace:
-    """A trace from (seconds, machines alive from then on), ascending, the first at 0.
+                notes: Sequence[str] = ()) -> AvailabilityTrace:
+    """A trace from pairs (seconds, machines alive from then on), ascending, the first at 0.
 
-    Machines that leave are drawn at random from those alive, machines that come from the places that are free.
+    Which machines leave is drawn at random from those alive, and where new ones go from the places that are free.
     """
     places = max(count for _, count in counts)
     choice = random.Random(seed)
     live = set(range(places)) if counts[0][1] == places else set(choice.sample(range(places), counts[0][1]))
     first, changes = tuple(sorted(live)), []
     for seconds, count in counts[1:]:
-        more = count - len(live)
-        if more < 0:
-            removed = tuple(sorted(choice.sample(sorted(live), -more)))
+        difference = count - len(live)
+        if difference < 0:
+            removed = tuple(sorted(choice.sample(sorted(live), -difference)))
             live -= set(removed)
             changes.append(Change(seconds, removed=removed))
-        elif more > 0:
-            added = tuple(sorted(choice.sample(sorted(set(range(places)) - live), more)))
+        elif difference > 0:
+            added = tuple(sorted(choice.sample(sorted(set(range(places)) - live), difference)))
             live |= set(added)
             changes.append(Change(seconds, added=added))
-    return Trace(name=name, places=places, live=first, changes=tuple(changes), length_seconds=length_seconds,
-                 notes=tuple(notes))
+    return AvailabilityTrace(name=name, places=places, live=first, changes=tuple(changes),
+                             length_seconds=length_seconds, notes=tuple(notes))
 
 
 # --- Availability -----------------------------------------------------------------------------------------------------
 
 
-def _from_samples(lines: Sequence[Line], name: str, seed: int) -> Trace:
+def _from_samples(lines: Sequence[Line], name: str, seed: int) -> AvailabilityTrace:
     samples: list[tuple[float, int]] = []
     for number, line in lines:
         found = _SAMPLE.fullmatch(line)
@@ -114,24 +116,25 @@ def _from_samples(lines: Sequence[Line], name: str, seed: int) -> Trace:
     _require_length(length, lines[-1][0])
     if not max(counts.values()):
         raise TraceFileError("no machine is ever alive")
-    notes += _holes(sorted(counts))
+    notes += _missing_samples(sorted(counts))
     notes.append("which machines leave is drawn at random: the file says how many")
     return from_counts(sorted(counts.items()), length, name, seed, notes)
 
 
-def _holes(times: Sequence[float]) -> list[str]:
+def _missing_samples(times: Sequence[float]) -> list[str]:
     steps = [after - before for before, after in pairwise(times)]
     usual = statistics.median(steps)
-    holes = [step for step in steps if step > HOLE * usual]
-    if not holes:
+    missing = [step for step in steps if step > MISSING_AFTER * usual]
+    if not missing:
         return []
-    return [f"{len(holes)} holes without samples, {sum(holes) / 3600:.1f} h in all: the last count is taken to hold"]
+    return [f"{len(missing)} holes without samples, {sum(missing) / 3600:.1f} h in all: the last count is taken to "
+            "hold"]
 
 
 # --- Events -----------------------------------------------------------------------------------------------------------
 
 
-def _from_events(lines: Sequence[Line], name: str) -> Trace:
+def _from_events(lines: Sequence[Line], name: str) -> AvailabilityTrace:
     events: list[tuple[float, str, str]] = []
     for number, line in lines:
         found = _EVENT.fullmatch(line)
@@ -141,16 +144,16 @@ def _from_events(lines: Sequence[Line], name: str) -> Trace:
     notes = _sort(events, lambda event: event[0])
     begin = events[0][0]
     _require_length(events[-1][0] - begin, lines[-1][0])
-    fleet = _Fleet()
+    places = _MachinePlaces()
     for seconds, what, machine in events:
-        fleet.note(seconds - begin, what, machine)
-    if fleet.ignored:
-        notes.append(f"{fleet.ignored} events ignored: additions of machines that were there, removals of others")
-    return fleet.trace(name, events[-1][0] - begin, notes)
+        places.record(seconds - begin, what, machine)
+    if places.ignored:
+        notes.append(f"{places.ignored} events ignored: additions of machines that were there, removals of others")
+    return places.trace(name, events[-1][0] - begin, notes)
 
 
-class _Fleet:
-    """Machines by name, each in the lowest place that was free when it came."""
+class _MachinePlaces:
+    """Gives each machine a place by its name: the lowest one that is free when it is added."""
 
     def __init__(self) -> None:
         self.ignored = 0
@@ -159,16 +162,16 @@ class _Fleet:
         self._places = 0
         self._changes: dict[float, tuple[set[int], set[int]]] = {}
 
-    def note(self, seconds: float, what: str, machine: str) -> None:
-        """One event."""
+    def record(self, seconds: float, what: str, machine: str) -> None:
+        """Record one event: `what` is add or remove."""
         if (what == "add") == (machine in self._place):
             self.ignored += 1
             return
         removed, added = self._changes.setdefault(seconds, (set(), set()))
         if what == "add":
-            place = self._take()
+            place = self._free_place()
             self._place[machine] = place
-            # Where one machine follows another within an instant, the place has lost what it held all the same.
+            # A place that is freed and taken at one instant stays in both sets: it has lost what it held.
             added.add(place)
         else:
             place = self._place.pop(machine)
@@ -178,19 +181,19 @@ class _Fleet:
             else:
                 removed.add(place)
 
-    def _take(self) -> int:
+    def _free_place(self) -> int:
         if self._free:
             self._free.sort(reverse=True)
             return self._free.pop()
         self._places += 1
         return self._places - 1
 
-    def trace(self, name: str, length_seconds: float, notes: Sequence[str]) -> Trace:
-        """All that was noted."""
+    def trace(self, name: str, length_seconds: float, notes: Sequence[str]) -> AvailabilityTrace:
+        """The trace of all recorded events."""
         changes = []
         for seconds, (removed, added) in self._changes.items():
             if removed & added:
-                # The newcomer is not the one who left: first gone, then there, an instant later.
+                # The new machine has nothing of the one that left, so it comes an instant later.
                 changes.append(Change(seconds, tuple(sorted(removed)), tuple(sorted(added - removed))))
                 changes.append(Change(seconds + 1e-3, (), tuple(sorted(removed & added))))
             elif removed or added:
@@ -198,18 +201,18 @@ class _Fleet:
         live: tuple[int, ...] = ()
         if changes and changes[0].seconds == 0:
             live = changes.pop(0).added
-        return Trace(name=name, places=self._places, live=live, changes=tuple(changes),
-                     length_seconds=length_seconds, notes=tuple(notes))
+        return AvailabilityTrace(name=name, places=self._places, live=live, changes=tuple(changes),
+                                 length_seconds=length_seconds, notes=tuple(notes))
 
 
 # --- Both -------------------------------------------------------------------------------------------------------------
 
 
 def _sort(rows: list, time: Callable[..., float]) -> list[str]:  # type: ignore[type-arg]
-    """Sort rows by time; a note where that changed something."""
-    back = sum(time(after) < time(before) for before, after in pairwise(rows))
+    """Sort rows by time. Returns a note where that changed their order."""
+    backwards = sum(time(after) < time(before) for before, after in pairwise(rows))
     rows.sort(key=time)
-    return [f"time ran backwards {back} times: lines are sorted by it"] if back else []
+    return [f"time ran backwards {backwards} times: lines are sorted by it"] if backwards else []
 
 
 def _require_length(seconds: float, number: int) -> None:
