@@ -9,8 +9,8 @@ from cli.console import duration, out, print_json, refuse
 from schedules.check import Violation
 from schedules.check import check as violations_of
 from schedules.codec import ScheduleError, read
-from schedules.grid import render_grid
 from schedules.schedule import Schedule
+from schedules.text_excerpt import render_excerpt
 
 MAX_GRIDS = 3
 """Violations drawn per file; the others are named."""
@@ -73,6 +73,6 @@ def _print(file: Path, schedule: Schedule, violations: list[Violation]) -> None:
     drawn = 0
     for violation in violations:
         out.print(f"  {violation}", markup=False, highlight=False, soft_wrap=True)
-        if drawn < MAX_GRIDS and (grid := render_grid(schedule, violation.op, violation.worker)):
+        if drawn < MAX_GRIDS and (grid := render_excerpt(schedule, violation.op, violation.worker)):
             out.print(grid, style="dim", markup=False, highlight=False, no_wrap=True, crop=False, overflow="ignore")
             drawn += 1

@@ -7,11 +7,11 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from cli.console import duration, err, is_there, near, out, print_json, refuse, require_writable, write_or_refuse
-from planner.job.estimate import MACHINES, Cluster, Machine, Shape, estimate
+from planner.job.estimate import GPUS, GpuSpec, Layout, ModelShape, estimate
 from planner.job.file import JobError, parse_job
 from planner.job.presets import preset, preset_names
-from planner.job.text import job_text
-from planner.job.trace_times import TraceError, job_tables, read_ranges, stage_times
+from planner.job.profiler_trace import ProfilerTraceError, job_tables, read_ranges, stage_times
+from planner.job.writer import job_text
 
 T = TypeVar("T")
 MOST = 2**31
@@ -31,7 +31,7 @@ Ffn = Annotated[int | None, typer.Option("--ffn", min=1, max=2**24, help="Width 
 Gated = Annotated[bool, typer.Option("--gated", help="Three feed-forward matrices (SwiGLU), not two.")]
 Sequence = Annotated[int | None, typer.Option("--sequence", min=1, max=2**24, help="Tokens a sequence.")]
 Vocabulary = Annotated[int | None, typer.Option("--vocabulary", min=1, max=2**24, help="Size of its vocabulary.")]
-Gpu = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help=f"One of {', '.join(MACHINES)}.")]
+Gpu = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help=f"One of {', '.join(GPUS)}.")]
 Peak = Annotated[float | None, typer.Option("--peak-tflops", min=0.001, max=1e6, help="Peak of another GPU, bf16.")]
 Efficiency = Annotated[float, typer.Option("--efficiency", min=0.01, max=1.0, help="Share of the peak reached.")]
 TensorParallel = Annotated[int, typer.Option("--tensor-parallel", min=1, max=1024, help="GPUs that are one worker.")]
@@ -73,17 +73,17 @@ def new(preset_name: Preset = None, trace: Traces = None, pattern: Pattern = Non
         files = trace or [_ask("Which trace file?", None, Path)]
         text = _from_trace(files, pattern, name, pipelines, microbatches, transfer)
     else:
-        shape = Shape(
+        shape = ModelShape(
             layers=layers or _count("Layers?", 32), hidden=hidden or _count("Width (hidden size)?", 4096),
             heads=heads or _count("Heads?", 32), sequence=sequence or _count("Tokens a sequence?", 4096),
             vocabulary=vocabulary or _count("Vocabulary?", 128_000), kv_heads=kv_heads, ffn=ffn, gated=gated)
-        cluster = Cluster(
-            machine=_machine(gpu, peak_tflops), pipelines=pipelines or _count("Pipelines (replicas)?", 4),
+        layout = Layout(
+            gpu=_gpu_spec(gpu, peak_tflops), pipelines=pipelines or _count("Pipelines (replicas)?", 4),
             stages=stages or _count("Stages (workers a pipeline)?", 8), efficiency=efficiency,
             microbatches=microbatches or _count("Micro-batches a pipeline, an iteration?", 32),
             microbatch_size=microbatch_size, tensor_parallel=tensor_parallel)
         try:
-            text = job_text(*estimate(name or "my-model", shape, cluster))
+            text = job_text(*estimate(name or "my-model", shape, layout))
         except ValueError as error:
             refuse(error)
     _finish(text, out_file, json)
@@ -114,7 +114,7 @@ def _from_trace(files: list[Path], pattern: str | None, name: str | None, pipeli
     source = ", ".join(map(str, files))
     try:
         times, seen, whole = stage_times([one for file in files for one in read_ranges(file, pattern)], source)
-    except TraceError as error:
+    except ProfilerTraceError as error:
         refuse(error)
     tables = job_tables(name or files[0].name.split(".")[0], times, transfer=transfer,
                         pipelines=pipelines or _count("Pipelines (replicas)?", 1),
@@ -127,16 +127,16 @@ def _from_trace(files: list[Path], pattern: str | None, name: str | None, pipeli
     return job_text(tables, {"": [f"Stage times from {source}."], "time": remarks})
 
 
-def _machine(gpu: str | None, peak_tflops: float | None) -> Machine:
+def _gpu_spec(gpu: str | None, peak_tflops: float | None) -> GpuSpec:
     if gpu is None and peak_tflops is None:
-        gpu = _ask(f"GPU ({', '.join(MACHINES)})?", "h100", str)
-    if gpu is not None and gpu not in MACHINES:
-        refuse(f"--gpu {gpu}: expected one of {', '.join(MACHINES)}; for others, --peak-tflops")
-    machine = MACHINES[gpu or "h100"]
+        gpu = _ask(f"GPU ({', '.join(GPUS)})?", "h100", str)
+    if gpu is not None and gpu not in GPUS:
+        refuse(f"--gpu {gpu}: expected one of {', '.join(GPUS)}; for others, --peak-tflops")
+    known = GPUS[gpu or "h100"]
     if peak_tflops is None:
-        return machine
-    return Machine(name=f"{peak_tflops:g}-TFLOP/s GPU", flops=peak_tflops * 1e12, memory_bytes=machine.memory_bytes,
-                   memory_bandwidth=machine.memory_bandwidth, network=machine.network)
+        return known
+    return GpuSpec(name=f"{peak_tflops:g}-TFLOP/s GPU", flops=peak_tflops * 1e12, memory_bytes=known.memory_bytes,
+                   memory_bandwidth=known.memory_bandwidth, network=known.network)
 
 
 def _count(question: str, default: int) -> int:

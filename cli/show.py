@@ -16,8 +16,8 @@ from cli.svg import drawing
 from cli.timeline import measured_timeline, timeline
 from cli.timeline_page import Shown, timeline_page
 from schedules.check import check
+from schedules.measured_trace import MeasuredIteration, MeasuredTrace, MeasuredTraceError, read_measured_trace
 from schedules.schedule import Schedule
-from schedules.trace import MeasuredIteration, Trace, TraceError, read_trace
 
 Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Schedule files.")]
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help=(
@@ -112,11 +112,11 @@ def _print(given: Given, iterations: Sequence[MeasuredIteration], console: Conso
         console.print(measured_timeline(schedule, last, console.width))
 
 
-def _read_measured(path: Path, given: Given) -> Trace:
+def _read_measured(path: Path, given: Given) -> MeasuredTrace:
     """The trace in a file; exits 2 where it cannot be read or is not of this schedule's workers."""
     try:
-        trace = read_trace(path)
-    except TraceError as error:
+        trace = read_measured_trace(path)
+    except MeasuredTraceError as error:
         refuse(error)
     for iteration in trace.iterations:
         for op in iteration.ops:

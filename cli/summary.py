@@ -1,9 +1,9 @@
 """What a schedule comes to, in numbers and in one line."""
 
 from cli.console import duration
+from schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
 from schedules.memory import memory_peaks
 from schedules.schedule import Schedule, period_ticks
-from schedules.trace import TICK_SECONDS, MeasuredIteration, placed_ops
 
 
 def bubble_share(schedule: Schedule) -> float:

@@ -14,9 +14,9 @@ from cli.plan import Backward, How, JobFile, Json, Optimizer, Seed, require_choi
 from planner.job.file import JobError, parse_job, read_job_text
 from planner.model.problem import NoPlanError
 from planner.normalise import PlanOptions
+from planner.progress import ProgressCallback
 from planner.search.solve import METHODS, Method
-from planner.tables.build import Built, build_table
-from planner.tables.build import Progress as Tell
+from planner.tables.build import BuiltTable, build_table
 from planner.tables.process_pool import PoolError
 from schedules.schedule import BackwardMode, OptimizerMode
 from schedules.tables.file import READABLE_INDEX, TableError
@@ -70,7 +70,7 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
 
 
 @contextmanager
-def _progress() -> Iterator[Tell]:
+def _progress() -> Iterator[ProgressCallback]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TimeRemainingColumn())
     with Progress(*columns, console=err) as bar:
@@ -78,7 +78,7 @@ def _progress() -> Iterator[Tell]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _print(built: Built, folder: Path) -> None:
+def _print(built: BuiltTable, folder: Path) -> None:
     text = (folder / READABLE_INDEX).read_text().partition("\n\n")[2]
     out.print(text, markup=False, highlight=False, soft_wrap=True)
     out.print(f"{len(built.index.entries)} entries, {built.planned} planned now, in {duration(built.seconds)}; worst "

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from cli.legend import COLOURS, NAMES
 from schedules.equal import equal_pipelines
+from schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
 from schedules.schedule import Op, OpKind, Schedule, Worker
-from schedules.trace import TICK_SECONDS, MeasuredIteration, placed_ops
 
 FULL_ROWS = 32
 """Up to so many workers, every one has its row; above, pipelines that run the same programs are drawn once."""

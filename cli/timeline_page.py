@@ -15,8 +15,8 @@ import msgspec
 
 from cli.legend import COLOURS, NAMES
 from cli.summary import measured_period, summary
+from schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
 from schedules.schedule import Op, OpKind, Schedule, Worker
-from schedules.trace import TICK_SECONDS, MeasuredIteration, placed_ops
 
 SCRIPTS = ("model.js", "paint.js", "rows.js", "words.js", "view.js")
 MAX_OPS = 1_000_000

@@ -5,5 +5,5 @@ from collections.abc import Callable
 Report = Callable[[str], None]
 """Called with one line whenever a better plan is found."""
 
-Progress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 """Called with (parts finished, parts in all) by work that is done in parts."""

@@ -43,8 +43,8 @@ from runtime.replay.communication import Transport, choose_transport
 from runtime.replay.placement import PlacementError, deal_to_nodes, layer_ranges
 from schedules import codec
 from schedules.check import check
+from schedules.measured_trace import MeasuredTrace, write_measured_trace
 from schedules.schedule import Schedule
-from schedules.trace import Trace, write_trace
 
 QUIET_SECONDS = 2.0
 """The launcher of another node that is silent for so long, when a run ends, is gone."""
@@ -71,7 +71,7 @@ class RunResult:
     recoveries: tuple[Recovery, ...]
     notes: tuple[str, ...]
     """What went wrong and was survived besides, such as checkpoints that could not be written."""
-    trace: Trace
+    trace: MeasuredTrace
     out: Path
 
 
@@ -155,7 +155,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         with _telling_others(store, watch, nodes), _processes(nursery, hands):
             watch.until_left()
     trace = ledger.trace()
-    write_trace(trace, out / "trace.json")
+    write_measured_trace(trace, out / "trace.json")
     return RunResult(first_iteration=first, losses=tuple(ledger.losses),
                      parameter_digest=combined_digest(ledger.digests), trace=trace, out=out,
                      measured_period_seconds=ledger.measured_period_seconds(),

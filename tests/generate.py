@@ -14,6 +14,7 @@ from planner.model.problem import Problem, build_problem
 from planner.model.solution import Solution
 from planner.search.assignment import deal
 from planner.search.list_scheduler import Policy, list_order
+from schedules.measured_trace import MeasuredIteration, MeasuredOp
 from schedules.precedence import op_key, producers
 from schedules.schedule import (
     COMPUTE_KINDS,
@@ -24,12 +25,11 @@ from schedules.schedule import (
     ProgramOp,
     Schedule,
     Seat,
-    Stage,
     Times,
+    VirtualStage,
     Worker,
     period_ticks,
 )
-from schedules.trace import MeasuredIteration, MeasuredOp
 from tests.jobs import failures, jobs
 
 
@@ -317,7 +317,7 @@ def by_hand(lines: Mapping[str, str], *, columns: tuple[int, ...] = (0, 1), micr
     """
     width = max(columns) + 1
     grid = Grid(pipelines=2, columns=width, microbatches=(microbatches,) * 2,
-                stages=tuple(Stage(column=column) for column in columns))
+                stages=tuple(VirtualStage(column=column) for column in columns))
     per_stage = (time,) * len(columns)
     times = Times(forward=per_stage, backward_input=per_stage, backward_weight=per_stage, all_reduce=per_stage,
                   optimizer=(time,) * width, transfer=0)

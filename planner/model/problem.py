@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from planner.job.file import Job
-from schedules.schedule import BackwardMode, Grid, Memory, OpKind, OptimizerMode, Slow, Stage, Times, Worker
+from schedules.schedule import BackwardMode, Grid, Memory, OpKind, OptimizerMode, Slow, Times, VirtualStage, Worker
 
 FINEST = 10**6
 """The longest op has at most this many ticks; finer times are rounded to it."""
@@ -151,12 +151,12 @@ def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backward
     return problem
 
 
-def _stages(job: Job) -> tuple[Stage, ...]:
+def _stages(job: Job) -> tuple[VirtualStage, ...]:
     if job.layers is None:
-        return tuple(Stage(column=column) for column in job.columns)
+        return tuple(VirtualStage(column=column) for column in job.columns)
     depth = len(job.layers) // job.chains
     ends = [sum(job.layers[index // depth * depth:index + 1]) for index in range(len(job.layers))]
-    return tuple(Stage(column=column, layers=(end - count, end))
+    return tuple(VirtualStage(column=column, layers=(end - count, end))
                  for column, count, end in zip(job.columns, job.layers, ends, strict=True))
 
 

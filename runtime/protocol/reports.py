@@ -5,8 +5,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from runtime.protocol.orders import Factor
 from runtime.protocol.rendezvous import asking_node_0, pop
+from schedules.measured_trace import MeasuredOp
 from schedules.schedule import Worker
-from schedules.trace import MeasuredOp
 
 QUEUE = "reports"
 

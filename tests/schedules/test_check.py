@@ -8,8 +8,8 @@ from msgspec.structs import replace
 from planner.model.assemble import build_schedule
 from planner.model.problem import build_problem
 from schedules.check import MAX_VIOLATIONS, check
-from schedules.grid import render_grid
 from schedules.schedule import Memory, Op, OpKind, Seat, Worker
+from schedules.text_excerpt import render_excerpt
 from tests.generate import BROKEN, HEALTHY, by_hand, list_schedule
 from tests.jobs import grid
 
@@ -170,7 +170,7 @@ def test_violations_are_bounded():
 def test_grid_marks_the_op():
     schedule = edited(HEALTHY, "0.0", "W0@4", "W0@5")
     violation = next(violation for violation in check(schedule) if violation.rule == "one-at-a-time")
-    lines = render_grid(schedule, violation.op).splitlines()
+    lines = render_excerpt(schedule, violation.op).splitlines()
     assert lines[1].startswith(">   0.0 |F0---F1---     I0---     I1---W1---A----O----")
     assert lines[2].index("^^^^^") == lines[1].index("I1---")
     assert "1.0" not in "".join(lines)
@@ -179,8 +179,8 @@ def test_grid_marks_the_op():
 def test_grid_of_absurd_times_is_bounded():
     schedule = by_hand(HEALTHY)
     far = Op(OpKind.F, 0, 0, 0, Worker(0, 0), 2**52, 2**53)
-    assert len(render_grid(schedule, far)) < 2000
-    assert render_grid(schedule, None, Worker(7, 7)) == ""
+    assert len(render_excerpt(schedule, far)) < 2000
+    assert render_excerpt(schedule, None, Worker(7, 7)) == ""
 
 
 def test_linear_time():

@@ -1,26 +1,26 @@
-"""Job files, written: tables of plain data, with a remark above each, and times with as many digits as they deserve."""
+"""Writes job files: tables of plain data, with a comment above each, and times rounded to a common step."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 DIGITS = 4
-"""Of the longest time of a job; finer ones say nothing, and slow the planner down."""
+"""Digits of the longest time of a job. Finer times are below what is measured, and slow the planner down."""
 
 
-def job_text(tables: Mapping[str, Any], remarks: Mapping[str, Sequence[str]]) -> str:
-    """A job file."""
-    lines = [f"# {line}" for line in remarks.get("", ())]
+def job_text(tables: Mapping[str, Any], comments: Mapping[str, Sequence[str]]) -> str:
+    """A job file. `comments`: the lines above each table by its name; "" for those at the top of the file."""
+    lines = [f"# {line}" for line in comments.get("", ())]
     lines += [f"{key} = {_toml(value)}" for key, value in tables.items() if not isinstance(value, dict)]
     for name, table in tables.items():
         if isinstance(table, dict) and table:
-            lines += ["", *(f"# {line}" for line in remarks.get(name, ())), f"[{name}]"]
+            lines += ["", *(f"# {line}" for line in comments.get(name, ())), f"[{name}]"]
             lines += [f"{_key(key)} = {_toml(value)}" for key, value in table.items()]
     return "\n".join(lines) + "\n"
 
 
 def rounded(seconds: Sequence[float], longest: float | None = None) -> list[float]:
-    """To a common step, so that ticks stay coarse: DIGITS digits of the longest (default: of these)."""
+    """Times rounded to a common step, so that ticks stay coarse: `DIGITS` digits of the longest (default: of these)."""
     longest = max(seconds) if longest is None else longest
     if not longest:
         return [0.0] * len(seconds)
@@ -33,7 +33,7 @@ def _key(key: str) -> str:
 
 
 def _toml(value: Any) -> str:
-    """A value in TOML; what a job file's tables hold."""
+    """A value of a job file's table, in TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

@@ -1,7 +1,7 @@
-"""Stage times out of Chrome traces: of the PyTorch profiler, of Slipstream, and any whose names can be told apart.
+"""Stage times from Chrome traces: of the PyTorch profiler, of Slipstream, or of other tools by a name pattern.
 
-Read are complete events (`"ph": "X"`) of micro-batches' ops. torch.distributed.pipelining names them `PP:2F0`,
-Slipstream `F 0.3` with the stage among the arguments; for others the caller gives a pattern.
+Complete events (`"ph": "X"`) of micro-batches' ops are read. torch.distributed.pipelining names them `PP:2F0`, and
+Slipstream `F 0.3` with the stage among the arguments. For other tools the caller gives a pattern.
 """
 
 import gzip
@@ -15,18 +15,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from planner.job.text import rounded
+from planner.job.writer import rounded
 from schedules.schedule import OpKind
 
 MAX_BYTES = 2**30
 PYTORCH = r"PP:(?P<stage>\d+)(?P<kind>[FIBW])(?P<microbatch>\d+)"
 OURS = re.compile(r"([FIBW]) (\d+\.\d+)")
 GPU = "gpu_user_annotation"
-"""Category under which the PyTorch profiler repeats ranges as the GPU ran them."""
+"""The category under which the PyTorch profiler repeats ranges with their times on the GPU."""
 
 
-class TraceError(ValueError):
-    """A trace that gives no stage times. The message is one line."""
+class ProfilerTraceError(ValueError):
+    """No stage times can be read from the trace. The message is one line."""
 
 
 class _Event(msgspec.Struct, frozen=True, gc=False):
@@ -37,11 +37,11 @@ class _Event(msgspec.Struct, frozen=True, gc=False):
     args: dict[str, Any] | None = None
 
 
-class _Trace(msgspec.Struct, frozen=True):
+class _ChromeTrace(msgspec.Struct, frozen=True):
     traceEvents: list[_Event]  # noqa: N815 - its name in the file
 
 
-class Range(NamedTuple):
+class OpRange(NamedTuple):
     """One run of an op."""
 
     kind: OpKind
@@ -50,11 +50,12 @@ class Range(NamedTuple):
     seconds: float
 
 
-def read_ranges(path: Path, pattern: str | None = None) -> list[Range]:
-    """The runs of ops in a trace, `.json` or `.json.gz`.
+def read_ranges(path: Path, pattern: str | None = None) -> list[OpRange]:
+    """The runs of ops in a trace file, `.json` or `.json.gz`.
 
-    `pattern` is a regular expression for the whole name, with groups `kind` (F, I, W or B), `stage` and, if there is
-    one, `microbatch`. Where the profiler repeats ranges as the GPU ran them, those count. Raises TraceError.
+    `pattern` is a regular expression for an op's whole name, with groups `kind` (F, I, W or B), `stage` and optionally
+    `microbatch`. Where the trace has ranges with their times on the GPU, only these are read. Raises
+    ProfilerTraceError.
     """
     wanted = _compiled(pattern or PYTORCH)
     events = _events(path)
@@ -63,16 +64,17 @@ def read_ranges(path: Path, pattern: str | None = None) -> list[Range]:
              if event.ph == "X" and event.dur > 0 and (not on_gpu or event.cat == GPU)]
     ranges = [one for one in found if one is not None]
     if not ranges:
-        raise TraceError(f"{path}: no op of a micro-batch among its {len(events)} events; names such as PP:2F0 are "
-                         "known, others need --pattern")
+        raise ProfilerTraceError(f"{path}: no op of a micro-batch among its {len(events)} events; names such as PP:2F0 "
+                                 "are known, others need --pattern")
     return ranges
 
 
-def stage_times(ranges: Iterable[Range], source: str) -> tuple[dict[str, list[float]], int | None, bool]:
-    """Median seconds of each stage's ops, as the `[time]` table has them; micro-batches, where names tell.
+def stage_times(ranges: Iterable[OpRange], source: str) -> tuple[dict[str, list[float]], int | None, bool]:
+    """(times, micro-batches, whether backwards were whole) of a trace; `source` names it in errors.
 
-    The first run of each op is left out where there are others: it warms up. The last value says whether backwards
-    were only seen whole, so that half of each is taken for I and half for W. Raises TraceError where a stage lacks ops.
+    Times are median seconds for each stage, as in the `[time]` table. The first run of each op, which warms up, is
+    left out where there are others. The number of micro-batches is None where names do not tell it. Where the trace has
+    whole backwards only, half of each is taken for I and half for W. Raises ProfilerTraceError where a stage lacks ops.
     """
     seconds: dict[tuple[OpKind, int], list[float]] = defaultdict(list)
     microbatches: dict[int, set[str]] = defaultdict(set)
@@ -86,8 +88,8 @@ def stage_times(ranges: Iterable[Range], source: str) -> tuple[dict[str, list[fl
     for stage in range(stages):
         for kind in (OpKind.F, OpKind.B if whole else OpKind.W):
             if (kind, stage) not in median:
-                raise TraceError(f"{source}: no {kind} of stage {stage}, but ops of stage {stages - 1}; give the "
-                                 "traces of all ranks")
+                raise ProfilerTraceError(f"{source}: no {kind} of stage {stage}, but ops of stage {stages - 1}; give "
+                                         "the traces of all ranks")
     forward = [median[OpKind.F, stage] for stage in range(stages)]
     if whole:
         backward_input = [median[OpKind.B, stage] / 2 for stage in range(stages)]
@@ -104,7 +106,7 @@ def stage_times(ranges: Iterable[Range], source: str) -> tuple[dict[str, list[fl
 
 def job_tables(name: str, times: Mapping[str, Sequence[float]], *, pipelines: int, microbatches: int,
                transfer: float) -> dict[str, Any]:
-    """The tables of a job file with these stage times, a stage a worker."""
+    """The tables of a job file with these stage times, one stage on each worker."""
     return {"name": name, "pipelines": pipelines, "stages": len(times["forward"]), "microbatches": microbatches,
             "time": {**{key: list(values) for key, values in times.items()}, "transfer": transfer}}
 
@@ -114,29 +116,29 @@ def _events(path: Path) -> list[_Event]:
         with (gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as file:
             data = file.read(MAX_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise TraceError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise ProfilerTraceError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(data) > MAX_BYTES:
-        raise TraceError(f"{path}: more than {MAX_BYTES} bytes")
+        raise ProfilerTraceError(f"{path}: more than {MAX_BYTES} bytes")
     try:
         if data.lstrip()[:1] == b"[":
             return msgspec.json.decode(data, type=list[_Event])
-        return msgspec.json.decode(data, type=_Trace).traceEvents
+        return msgspec.json.decode(data, type=_ChromeTrace).traceEvents
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: no Chrome trace: {error}") from None
+        raise ProfilerTraceError(f"{path}: no Chrome trace: {error}") from None
 
 
-def _range(event: _Event, wanted: re.Pattern[str]) -> Range | None:
+def _range(event: _Event, wanted: re.Pattern[str]) -> OpRange | None:
     if not isinstance(event.name, str):
         return None
     seconds = event.dur / 1e6
     match = wanted.fullmatch(event.name)
     if match:
         groups = match.groupdict()
-        return Range(OpKind(groups["kind"]), int(groups["stage"]), groups.get("microbatch"), seconds)
+        return OpRange(OpKind(groups["kind"]), int(groups["stage"]), groups.get("microbatch"), seconds)
     ours = OURS.fullmatch(event.name)
     stage = (event.args or {}).get("stage")
     if ours and isinstance(stage, int) and 0 <= stage < 2**17:
-        return Range(OpKind(ours[1]), stage, ours[2].partition(".")[2], seconds)
+        return OpRange(OpKind(ours[1]), stage, ours[2].partition(".")[2], seconds)
     return None
 
 
@@ -144,7 +146,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise TraceError(f"pattern {pattern!r}: no regular expression: {error}") from None
+        raise ProfilerTraceError(f"pattern {pattern!r}: no regular expression: {error}") from None
     if not {"kind", "stage"} <= set(compiled.groupindex):
-        raise TraceError(f"pattern {pattern!r}: expected groups (?P<kind>[FIBW]) and (?P<stage>\\d+)")
+        raise ProfilerTraceError(f"pattern {pattern!r}: expected groups (?P<kind>[FIBW]) and (?P<stage>\\d+)")
     return compiled

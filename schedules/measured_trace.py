@@ -1,4 +1,4 @@
-"""Measured traces: when each op of some iterations really ran. Written by the runtime, shown beside the plan."""
+"""Measured traces: when each op of some iterations really ran. Written by the runtime, read by `slipstream show`."""
 
 import math
 from collections import defaultdict
@@ -15,15 +15,15 @@ VERSION = 1
 MAX_FILE_BYTES = 64 * 2**20
 MAX_SECONDS = 1e9
 TICK_SECONDS = 1e-9
-"""The tick of measured ops, where they are treated like planned ones."""
+"""The length of a tick where measured ops are treated like planned ones."""
 
 
-class TraceError(DocumentError):
-    """A trace file that cannot be read. The message is one line."""
+class MeasuredTraceError(DocumentError):
+    """The trace file cannot be read. The message is one line."""
 
 
 class MeasuredOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
-    """`[worker, kind, stage, pipeline, microbatch, start_seconds, end_seconds]`: an op as it ran, half-open.
+    """An op as it ran: `[worker, kind, stage, pipeline, microbatch, start_seconds, end_seconds]`, half-open.
 
     `stage` is None for O; `pipeline` and `microbatch` are None for A and O.
     """
@@ -38,13 +38,13 @@ class MeasuredOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
 
 
 class MeasuredIteration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """`[iteration, ops]`: all ops of all workers, in seconds on one clock from the start of the iteration."""
+    """`[iteration, ops]`: the ops of all workers. Times are on one clock, from the start of the iteration."""
 
     iteration: int
     ops: tuple[MeasuredOp, ...]
 
 
-class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class MeasuredTrace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a run measured, iteration by iteration."""
 
     format: str = FORMAT
@@ -53,36 +53,36 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     iterations: tuple[MeasuredIteration, ...]
 
 
-_KIND = DocumentKind(name="trace", format=FORMAT, version=VERSION, content=Trace, bulk=("iterations",),
-                     max_bytes=MAX_FILE_BYTES, error=TraceError)
+_KIND = DocumentKind(name="trace", format=FORMAT, version=VERSION, content=MeasuredTrace, bulk=("iterations",),
+                     max_bytes=MAX_FILE_BYTES, error=MeasuredTraceError)
 
 
-def decode_trace(data: bytes, source: str = "trace") -> Trace:
-    """Read a trace; `source` names it in errors. Raises TraceError, whose message is one line."""
+def decode_measured_trace(data: bytes, source: str = "trace") -> MeasuredTrace:
+    """Read a trace; `source` names it in errors. Raises MeasuredTraceError, whose message is one line."""
     trace = _KIND.decode(data, source)
     for iteration in trace.iterations:
         for op in iteration.ops:
             if not (math.isfinite(op.start_seconds) and 0 <= op.start_seconds <= op.end_seconds <= MAX_SECONDS):
-                raise TraceError(f"{source}: iteration {iteration.iteration}: {op.kind} on {op.worker} runs from "
-                                 f"{op.start_seconds} s to {op.end_seconds} s; expected 0 <= start <= end")
+                raise MeasuredTraceError(f"{source}: iteration {iteration.iteration}: {op.kind} on {op.worker} runs "
+                                         f"from {op.start_seconds} s to {op.end_seconds} s; expected 0 <= start <= end")
             if min(op.worker) < 0:
-                raise TraceError(f"{source}: iteration {iteration.iteration}: there is no worker {op.worker}")
+                raise MeasuredTraceError(f"{source}: iteration {iteration.iteration}: there is no worker {op.worker}")
     return trace
 
 
-def encode_trace(trace: Trace) -> bytes:
+def encode_measured_trace(trace: MeasuredTrace) -> bytes:
     """Canonical JSON, one line, newline at the end."""
     return msgspec.json.encode(trace) + b"\n"
 
 
-def read_trace(path: Path) -> Trace:
-    """Read a trace file. Raises TraceError."""
-    return decode_trace(_KIND.read_bytes(path), str(path))
+def read_measured_trace(path: Path) -> MeasuredTrace:
+    """Read a trace file. Raises MeasuredTraceError."""
+    return decode_measured_trace(_KIND.read_bytes(path), str(path))
 
 
-def write_trace(trace: Trace, path: Path) -> None:
+def write_measured_trace(trace: MeasuredTrace, path: Path) -> None:
     """Write a trace file, whole or not at all. Raises OSError."""
-    write_atomically(path, encode_trace(trace))
+    write_atomically(path, encode_measured_trace(trace))
 
 
 def placed_ops(iteration: MeasuredIteration) -> dict[Worker, list[Op]]:

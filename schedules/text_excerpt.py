@@ -1,4 +1,4 @@
-"""The worker x time grid around one op, as plain text: what a message about a violation shows."""
+"""An excerpt of a schedule as plain text: the ops around one op, shown with a violation."""
 
 from collections.abc import Iterable
 from statistics import median_low
@@ -8,11 +8,11 @@ from schedules.schedule import Op, OpKind, Schedule, Worker
 MAX_ROWS = 12
 MAX_COLUMNS = 96
 OP_CHARACTERS = 5
-"""As wide is a typical op drawn."""
+"""Width of an op of median length."""
 
 
-def render_grid(schedule: Schedule, op: Op | None, worker: Worker | None = None) -> str:
-    """The ops around `op`, which is marked, or else the end of what `worker` runs; empty when there is neither.
+def render_excerpt(schedule: Schedule, op: Op | None, worker: Worker | None = None) -> str:
+    """The ops around `op`, which is marked; without an op, the end of the program of `worker`. Empty without both.
 
     At most MAX_ROWS workers: that of the op, those of its pipeline, and for A its peers. At most MAX_COLUMNS wide.
     """
@@ -38,7 +38,7 @@ def render_grid(schedule: Schedule, op: Op | None, worker: Worker | None = None)
 
 
 def _rows(schedule: Schedule, op: Op | None, worker: Worker) -> list[Worker]:
-    """The workers worth showing, nearest first in choice, in grid order in the result."""
+    """The workers to show: the nearest to `worker`, in the order of the grid."""
     role = schedule.seat_of[worker].role
     pipelines = {role.pipeline} | ({op.pipeline} if op is not None else set())
     together = op is not None and op.kind is OpKind.A
@@ -49,7 +49,10 @@ def _rows(schedule: Schedule, op: Op | None, worker: Worker) -> list[Worker]:
 
 
 def _line(ops: Iterable[Op], marked: Op | None, own: int, first: int, ticks: int) -> str:
-    """One worker's ops, each as wide as it is long: `F3--`, re-routed `F1.3`. The marked one is drawn last."""
+    """One worker's ops, each with a width in proportion to its length: `F3--`, re-routed `F1.3`.
+
+    The marked op is drawn last, over others.
+    """
     cells = [" "] * MAX_COLUMNS
     for op in sorted(ops, key=lambda op: op == marked):
         label = _label(op, own)
@@ -60,7 +63,7 @@ def _line(ops: Iterable[Op], marked: Op | None, own: int, first: int, ticks: int
 
 
 def _visible(op: Op, first: int, ticks: int) -> range:
-    """The characters of an op, at least one, as far as they are on the grid."""
+    """The columns of an op: at least one, and none outside the excerpt."""
     begin = _column(op.start_ticks, first, ticks)
     end = max(begin + 1, _column(op.end_ticks, first, ticks))
     return range(max(begin, 0), min(end, MAX_COLUMNS))

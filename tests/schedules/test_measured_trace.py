@@ -1,28 +1,28 @@
 import pytest
 
-from schedules.schedule import OpKind, Worker
-from schedules.trace import (
+from schedules.measured_trace import (
     MeasuredIteration,
     MeasuredOp,
-    Trace,
-    TraceError,
-    decode_trace,
-    encode_trace,
+    MeasuredTrace,
+    MeasuredTraceError,
+    decode_measured_trace,
+    encode_measured_trace,
     placed_ops,
-    read_trace,
-    write_trace,
+    read_measured_trace,
+    write_measured_trace,
 )
+from schedules.schedule import OpKind, Worker
 
 OPS = (MeasuredOp(Worker(0, 1), OpKind.O, None, None, None, 0.5, 0.75),
        MeasuredOp(Worker(0, 1), OpKind.F, 1, 0, 3, 0.125, 0.25),
        MeasuredOp(Worker(0, 0), OpKind.F, 0, 0, 3, 0.0, 0.125))
-TRACE = Trace(job="j", iterations=(MeasuredIteration(0, OPS), MeasuredIteration(1, ())))
+TRACE = MeasuredTrace(job="j", iterations=(MeasuredIteration(0, OPS), MeasuredIteration(1, ())))
 
 
 def test_round_trip(tmp_path):
-    write_trace(TRACE, tmp_path / "trace.json")
-    assert read_trace(tmp_path / "trace.json") == TRACE
-    assert encode_trace(TRACE).startswith(
+    write_measured_trace(TRACE, tmp_path / "trace.json")
+    assert read_measured_trace(tmp_path / "trace.json") == TRACE
+    assert encode_measured_trace(TRACE).startswith(
         b'{"format":"slipstream.trace","version":1,"job":"j","iterations":[[0,[[[0,1],"O",null,null,null,0.5,0.75],')
 
 
@@ -45,20 +45,20 @@ def test_placed_in_order_of_start():
     (b'"O"', b'"Z"', "no readable trace"),
 ])
 def test_refused(old, new, reason):
-    data = encode_trace(TRACE)
+    data = encode_measured_trace(TRACE)
     assert old in data
-    with pytest.raises(TraceError) as caught:
-        decode_trace(data.replace(old, new, 1), "trace.json")
+    with pytest.raises(MeasuredTraceError) as caught:
+        decode_measured_trace(data.replace(old, new, 1), "trace.json")
     assert reason in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_truncated_anywhere():
-    data = encode_trace(TRACE)
+    data = encode_measured_trace(TRACE)
     for length in range(len(data) - 1):
-        with pytest.raises(TraceError):
-            decode_trace(data[:length])
+        with pytest.raises(MeasuredTraceError):
+            decode_measured_trace(data[:length])
 
 
 def test_missing(tmp_path):
-    with pytest.raises(TraceError, match="cannot be read"):
-        read_trace(tmp_path / "none.json")
+    with pytest.raises(MeasuredTraceError, match="cannot be read"):
+        read_measured_trace(tmp_path / "none.json")
