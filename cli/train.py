@@ -82,7 +82,7 @@ def train(job: JobFile,
     config = _config(wanted, job, dtype=dtype, seed=seed, iterations=iterations)
     if here.node > 0:
         with _refusals():
-            join(find(here, JOIN_TIMEOUT), node=here.node, nodes=here.nodes, out=folder, machine=here.machine)
+            join(find(here, JOIN_TIMEOUT), node=here.node, nodes=here.nodes, out=folder, local=here.local)
         if json:
             print_json({"node": here.node})
         return
@@ -107,7 +107,7 @@ def train(job: JobFile,
         injections=tuple(Injection(worker, at, KILL_PLACE) for worker, at in kills),
         returns=tuple(Return(worker, at) for worker, at in returns))
     with _refusals(job, folder), _progress(config.training.iterations) as (tell, say):
-        result = run(chosen, config, out=folder, nodes=here.nodes, rendezvous=to_open(here), machine=here.machine,
+        result = run(chosen, config, out=folder, nodes=here.nodes, rendezvous=to_open(here), local=here.local,
                      announce=partial(announce, here), progress=tell, tell=say, resilience=resilience)
     if json:
         print_json(report(result))

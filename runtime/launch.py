@@ -33,7 +33,7 @@ from runtime.model.digest import combined_digest
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
 from runtime.model.stage import boundaries
 from runtime.processes.fork_server import Nursery, NurseryError
-from runtime.processes.launchers import ALONE, Machine
+from runtime.processes.launchers import ALONE, LocalProcess, gpu_share
 from runtime.processes.process_manager import Crew, Hands, Return, next_command
 from runtime.protocol.failure_injection import Injection
 from runtime.protocol.rendezvous import Rendezvous, RendezvousError, connect_store, host_store
@@ -106,15 +106,15 @@ class Resilience:
 
 def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | None = None, nodes: int = 1,
         rendezvous: Rendezvous | None = None, announce: Callable[[Rendezvous], None] | None = None,
-        machine: Machine = ALONE, traced: int = 3, nursery: Nursery | None = None,
+        local: LocalProcess = ALONE, traced: int = 3, nursery: Nursery | None = None,
         progress: Progress | None = None, tell: Tell | None = None,
         resilience: Resilience = Resilience()) -> RunResult:
     """Train by a schedule, from the first iteration or a checkpoint; on node 0 when there are several.
 
     Writes `schedule.json`, `losses.jsonl` (line by line as iterations are committed), `trace.json`, `parameters/` and
     `logs/` into `out`. The trace holds the last `traced` iterations. A `nursery` may serve several runs, one after the
-    other. `announce` is called with the meeting point once it is open; `machine` says how many such processes share
-    this machine.
+    other. `announce` is called with the meeting point once it is open; `local` says which of the
+    processes that share this machine this is.
 
     Raises ConfigError or PlacementError when schedule, configuration and machine do not fit, CheckpointError when the
     checkpoint does not, OSError when `out` cannot be written, RendezvousError when `rendezvous` cannot be opened, and
@@ -126,8 +126,8 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
     _check_checkpoints(resilience, identity_of(config, model.layers), first)
     workers = [seat.worker for seat in schedule.seats]
     dealt = deal_to_nodes(workers, nodes)
-    transport = choose_transport(config.training.backend, device, max(len(dealt[0]), 1) * machine.processes,
-                                 _cards(device))
+    gpus = gpu_share([len(share) for share in dealt], 0, local)
+    transport = choose_transport(config.training.backend, device, gpus.workers, _cards(device))
     _clear(out, "parameters/layer-*.pt", "logs/worker-*.log", "trace.json")
     codec.write(schedule, out / "schedule.json")
     with ExitStack() as stack:
@@ -145,7 +145,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         conductor = Conductor(schedule, resilience.scheduler, store, ledger, ranges=setup.ranges,
                               iterations=range(first, max(first, setup.iterations)))
         losses = stack.enter_context(_loss_file(out / "losses.jsonl", first))
-        hands = Hands(nursery, opened, dealt[0], _cards(device), out, machine)
+        hands = Hands(nursery, opened, dealt[0], _cards(device), out, gpus.first)
         crew = Crew(hands, store, {worker: node for node, share in enumerate(dealt) for worker in share},
                     resilience.returns, [worker for worker in schedule.grid.workers() if worker not in workers])
         watch = Watch(conductor, ledger, store, crew, out, LossLog(losses, progress),
@@ -164,7 +164,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
 
 
 def join(rendezvous: Rendezvous, *, node: int, nodes: int, out: Path, nursery: Nursery | None = None,
-         machine: Machine = ALONE) -> None:
+         local: LocalProcess = ALONE) -> None:
     """Take part in the run that node 0 leads, with this node's share of the workers.
 
     Into `out` go the logs of its workers, and the parameters of layers that they write. Raises RendezvousError when
@@ -178,14 +178,15 @@ def join(rendezvous: Rendezvous, *, node: int, nodes: int, out: Path, nursery: N
         raise RendezvousError(f"node 0 at {rendezvous} told nothing of a run: {error}") from None
     if setup.nodes != nodes:
         raise ConfigError(f"--nodes is {nodes} here and {setup.nodes} at node 0; expected the same")
-    here = deal_to_nodes([seat.worker for seat in schedule.seats], nodes)[node]
+    dealt = deal_to_nodes([seat.worker for seat in schedule.seats], nodes)
+    here, gpus = dealt[node], gpu_share([len(share) for share in dealt], node, local)
     cards = _cards(setup.device)
-    if setup.device == "cuda" and (cards == 0 or (setup.transport == "nccl" and cards < len(here) * machine.processes)):
-        raise ConfigError(f"node {node} has {cards} GPUs for its {len(here)} workers; {setup.transport} needs more")
+    if setup.device == "cuda" and (cards == 0 or (setup.transport == "nccl" and cards < gpus.workers)):
+        raise ConfigError(f"node {node} has {cards} GPUs for {gpus.workers} workers; {setup.transport} needs more")
     _clear(out, "parameters/layer-*.pt")  # the folder may be shared with node 0, whose workers have logs there
     with ExitStack() as stack:
         nursery = nursery or stack.enter_context(Nursery())
-        hands = Hands(nursery, rendezvous, here, cards, out, machine)
+        hands = Hands(nursery, rendezvous, here, cards, out, gpus.first)
         try:
             with _processes(nursery, hands):
                 outcome = _follow(store, node, hands)

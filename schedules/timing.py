@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from schedules.graph import Collective, OpKey, op_graph, op_key, producers, programs_of, topological_order
+from schedules.graph import Collective, op_graph, programs_of, topological_order
+from schedules.precedence import OpKey, op_key, producers
 from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
 
 Floats = npt.NDArray[np.float64]

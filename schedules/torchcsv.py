@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from schedules.graph import Transfer, op_key, programs_of, transfers
+from schedules.graph import Transfer, programs_of, transfers
+from schedules.precedence import op_key
 from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
 
 MAX_BYTES = 64 * 2**20

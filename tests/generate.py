@@ -14,8 +14,8 @@ from planner.model.problem import Problem, build_problem
 from planner.model.solution import Solution
 from planner.search.assignment import deal
 from planner.search.list_scheduler import Policy, list_order
-from schedules.graph import op_key, producers
 from schedules.measured_trace import MeasuredIteration, MeasuredOp
+from schedules.precedence import op_key, producers
 from schedules.schedule import (
     COMPUTE_KINDS,
     Grid,

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from schedules.graph import op_key, producers
 from schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
+from schedules.precedence import op_key, producers
 from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
 
 Event = dict[str, Any]

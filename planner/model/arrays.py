@@ -7,13 +7,124 @@ the order alone, and start times may be chosen freely once an order is known to 
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from planner.model.problem import Problem, Unit
 from planner.model.solution import Solution
-from schedules.graph import OpKey
+from schedules.precedence import RULES, OpKey
 from schedules.schedule import OpKind
 
+Ints = NDArray[np.int64]
 Order = Sequence[int]
+
+
+class Arcs(NamedTuple):
+    """Precedence arcs, compressed: those of op i have the numbers start[i] to start[i + 1]."""
+
+    start: Ints
+    """[ops + 1]"""
+    op: Ints
+    """[arc] the op at the other end"""
+    tensor: Ints
+    """[arc] 1 where the later op takes a tensor from the earlier one: between two workers it needs `transfer` ticks"""
+    hop: Ints
+    """[arc] ticks that the tensor needs under the present assignment: 0 within a worker"""
+
+
+class Ops(NamedTuple):
+    """The ops of a problem under an assignment. A worker is named by its row: its number among the live roles."""
+
+    kinds: int
+    """Ops of a unit: op = unit * kinds + kind."""
+    depth: int
+    """Stages of a chain."""
+    transfer: int
+    """Ticks of a tensor between two workers."""
+    unit: Ints
+    """[op]"""
+    stage: Ints
+    """[unit]"""
+    position: Ints
+    """[unit] of its stage in its chain"""
+    worker: Ints
+    """[unit] row of the worker that runs it"""
+    duration: Ints
+    """[op] ticks on that worker"""
+    predecessors: Arcs
+    """What each op waits for; ops of one worker in turn are no arcs."""
+    successors: Arcs
+    """What waits for each op."""
+
+
+class ProblemArrays:
+    """A problem with an assignment as arrays, made once and read by all that time, order or improve its ops."""
+
+    def __init__(self, problem: Problem, hosts: Mapping[Unit, int]) -> None:
+        self.problem = problem
+        self.hosts = hosts
+        """The assignment: the pipeline whose worker runs each unit."""
+        self.units = list(problem.units())
+        self.workers = list(problem.player)
+        """The role of each row."""
+        self.column = ints([role.column for role in self.workers])
+        """[row]"""
+        self.ops = self._ops()
+
+    def _ops(self) -> Ops:
+        problem, kinds, depth = self.problem, len(self.problem.kinds), self.problem.grid.depth
+        stage = ints([unit.stage for unit in self.units])
+        host = ints([self.hosts[unit] for unit in self.units])
+        rows = np.full((problem.grid.pipelines, problem.grid.columns), -1, dtype=np.int64)
+        rows[[role.pipeline for role in self.workers], self.column] = range(len(self.workers))
+        worker = rows[host, ints(problem.column_of)[stage]]
+        position = stage % depth
+        predecessors, successors = _arcs(problem, position, worker)
+        return Ops(kinds=kinds, depth=depth, transfer=problem.times.transfer,
+                   unit=np.arange(len(self.units) * kinds, dtype=np.int64) // kinds, stage=stage, position=position,
+                   worker=worker, duration=_durations(problem, stage, host), predecessors=predecessors,
+                   successors=successors)
+
+
+def ints(values: Sequence[Any]) -> Ints:
+    """As an array of 64-bit integers."""
+    return np.array(values, dtype=np.int64)
+
+
+def _durations(problem: Problem, stage: Ints, host: Ints) -> Ints:
+    """[op] ticks. Every different (stage, host) is asked for once."""
+    pairs, inverse = np.unique(stage * problem.grid.pipelines + host, return_inverse=True)
+    costs = [[problem.cost(kind, *divmod(pair, problem.grid.pipelines)) for kind in problem.kinds]
+             for pair in pairs.tolist()]
+    return ints(costs)[inverse].ravel()
+
+
+def _arcs(problem: Problem, position: Ints, worker: Ints) -> tuple[Arcs, Arcs]:
+    """`RULES` for every unit: what each op waits for, and what waits for it."""
+    kinds, depth = problem.kinds, problem.grid.depth
+    units = np.arange(len(position), dtype=np.int64)
+    ops, awaited, tensors = [], [], []
+    for rule in RULES:
+        if rule.kind in kinds and rule.awaited in kinds:
+            where = rule.positions(depth)
+            waiting = units[(position >= where.start) & (position < where.stop)]
+            ops.append(waiting * len(kinds) + kinds.index(rule.kind))
+            awaited.append((waiting + rule.step) * len(kinds) + kinds.index(rule.awaited))
+            tensors.append(np.full(len(waiting), rule.tensor is not None, dtype=np.int64))
+    later, earlier, tensor = map(np.concatenate, (ops, awaited, tensors))
+    hop = tensor * (worker[later // len(kinds)] != worker[earlier // len(kinds)]) * problem.times.transfer
+    count = len(position) * len(kinds)
+    return _compressed(count, later, earlier, tensor, hop), _compressed(count, earlier, later, tensor, hop)
+
+
+def _compressed(count: int, own: Ints, other: Ints, tensor: Ints, hop: Ints) -> Arcs:
+    """Arcs by the op at their one end, those of an op in the order of the rules."""
+    order = np.argsort(own, kind="stable")
+    start = np.zeros(count + 1, dtype=np.int64)
+    np.cumsum(np.bincount(own, minlength=count), out=start[1:])
+    return Arcs(start=start, op=other[order], tensor=tensor[order], hop=hop[order])
 
 
 class Dense:

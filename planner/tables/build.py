@@ -77,7 +77,7 @@ def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *
         finished = table_folder.reopen()
         missing = [task for task in tasks if task.key not in finished]
         progress(len(tasks) - len(missing), len(tasks))
-        # Most expensive first, so that the processes end together. The largest number of failures fills `Windows`.
+        # Most expensive first, so that the processes end together.
         missing.sort(key=lambda task: (task.failed is not None, -task.failures))
         with closing(run_all(EntryPlanner(job, options, basis), missing, jobs)) as results:
             for done, (_, part) in enumerate(results, 1):

@@ -6,7 +6,7 @@ copies, one of the parameters and one of the optimizer's state: computing backwa
 2024) needs no copy but is not exact in floating point, and then a worker that undid a step would drift from its peers.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from runtime.config import ConfigError, TrainingConfig
 from runtime.model.references import is_reference, load_reference
+from runtime.torch_private import copy_all
 
 Groups = list[dict[str, Any]]
 """Parameter groups as torch.optim takes them."""
@@ -100,7 +101,7 @@ class StageOptimizer:
         """Put parameters and state back, bit for bit, to before the open step; gradients stay as they are."""
         assert self.open_iteration is not None, "no step is open"
         with torch.no_grad():
-            _copy([copy for _, copy in self._saved], [live for live, _ in self._saved])
+            copy_all([copy for _, copy in self._saved], [live for live, _ in self._saved])
         for parameter in list(self._state):
             before = self._slots.get(parameter)
             if before is None:
@@ -191,12 +192,7 @@ class StageOptimizer:
         copies = {id(tensor): copy for tensor, copy in self._saved}
         self._saved = [(tensor, copies.get(id(tensor), torch.empty_like(tensor))) for tensor in live]
         with torch.no_grad():
-            _copy(live, [copy for _, copy in self._saved])
-
-
-def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    if sources:
-        torch._foreach_copy_(list(targets), list(sources))
+            copy_all(live, [copy for _, copy in self._saved])
 
 
 def _require_equal_shapes(layer: int, ours: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from runtime.torch_private import has_gradient_hooks, run_backward
 
 WeightWork = deque[Callable[[], None]]
 """What W has to run, in the order in which I left it."""
@@ -59,7 +60,7 @@ def backward_input(output: Tensor, gradient: Tensor | None, work: WeightWork) ->
     if gradient is None:
         gradient = torch.ones_like(output)
     with deferring(work):
-        _engine_run_backward((output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        run_backward(output, gradient)
 
 
 def backward_weight(work: WeightWork) -> None:
@@ -129,8 +130,7 @@ def _deferrable(product: _Product) -> bool:
 def _trained(tensor: Tensor) -> bool:
     """Whether a gradient may be added to `tensor.grad` behind autograd's back."""
     return (isinstance(tensor, torch.nn.Parameter) and tensor.is_leaf and tensor.requires_grad
-            and not tensor.is_complex() and not tensor._backward_hooks
-            and not tensor._post_accumulate_grad_hooks)
+            and not tensor.is_complex() and not has_gradient_hooks(tensor))
 
 
 def _autocast(tensor: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.func import functional_call
 
 from runtime.config import RunConfig
@@ -19,6 +18,7 @@ from runtime.model.digest import parameter_digest
 from runtime.model.layers import LayeredModel, autocast, layer_randomness
 from runtime.model.seeds import GENERATORS
 from runtime.model.split import WeightWork, backward_input, backward_weight, deferring
+from runtime.torch_private import FakeTensorMode, unset_fake_temporarily
 
 
 class Boundary(NamedTuple):

@@ -5,9 +5,11 @@ processes as workers, one each. So the process that the launcher knows survives 
 """
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 from torch.distributed import DistError
 
@@ -19,14 +21,32 @@ DEFAULT_PORT = 29500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """A process among those of its machine, which share its GPUs."""
+class LocalProcess:
+    """Which of the processes of its machine, which share the GPUs, this one is."""
 
     rank: int = 0
     processes: int = 1
 
 
-ALONE = Machine()
+ALONE = LocalProcess()
+
+
+class GpuShare(NamedTuple):
+    """The GPUs of a machine that one process may use."""
+
+    first: int
+    """Those before it belong to the workers of other processes."""
+    workers: int
+    """Of all processes of the machine: as many GPUs are needed for each worker to have one of its own."""
+
+
+def gpu_share(shares: Sequence[int], node: int, local: LocalProcess) -> GpuShare:
+    """Which GPUs the workers of a node take; `shares` is the number of workers of each node.
+
+    The processes of a machine are taken to be neighbours in rank, as torchrun, srun and mpirun start them by default.
+    """
+    first = max(0, node - local.rank)
+    return GpuShare(sum(shares[first:node]), sum(shares[first:first + local.processes]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +55,7 @@ class Launched:
 
     node: int = 0
     nodes: int = 1
-    machine: Machine = ALONE
+    local: LocalProcess = ALONE
     master: Rendezvous | None = None
     """Node 0's address. At its port node 0 listens itself, unless `agent` has it already; None: there are no others.
     """
@@ -45,6 +65,9 @@ class Launched:
     """Which of torchrun's attempts to run this is."""
 
 
+_MOST = 2**20
+"""Processes of a run."""
+_SLURM_COUNT = re.compile(r"([0-9]{1,7})(?:\(x([0-9]{1,5})\))?")
 _FAMILIES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
@@ -61,7 +84,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
     for rank, size, local_rank, local_size in _FAMILIES:
         if rank not in environment or size not in environment:
             continue
-        nodes = _number(environment, size, 1, 2**20)
+        nodes = _number(environment, size, 1, _MOST)
         if nodes == 1:
             continue
         host = environment.get("MASTER_ADDR")
@@ -70,10 +93,9 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
                              "address of the first one, or say --nodes 1")
         master = Rendezvous(host, _number(environment, "MASTER_PORT", 1, 2**16 - 1, DEFAULT_PORT))
         index = _number(environment, local_rank, 0, nodes - 1, 0)
-        # srun's "4(x2),3" has a number a machine; what counts is whether GPUs must be shared.
-        beside = max(index + 1, int((environment.get(local_size, "1").split("(")[0].split(",")[0]) or 1))
+        beside = max(index + 1, _local_size(environment, local_size))
         return Launched(node=_number(environment, rank, 0, nodes - 1), nodes=nodes,
-                        machine=Machine(rank=index, processes=beside), master=master,
+                        local=LocalProcess(rank=index, processes=beside), master=master,
                         agent=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
                         attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return None
@@ -112,10 +134,23 @@ def _key(here: Launched) -> str:
     return f"slipstream/{here.attempt}"
 
 
+def _local_size(environment: Mapping[str, str], name: str) -> int:
+    """How many processes this machine has; srun has one text for all machines, `4(x2),3` for 4, 4 and 3."""
+    if not name.startswith("SLURM"):
+        return _number(environment, name, 1, _MOST, 1)
+    text = environment.get(name, "1")
+    parts = [_SLURM_COUNT.fullmatch(part) for part in text.split(",")]
+    sizes = [size for part in parts if part for size in [int(part[1])] * int(part[2] or 1)]
+    if not all(parts) or 0 in sizes:
+        raise ValueError(f"{name} is {text!r}; expected the number of processes of each machine, such as '4(x2),3'")
+    machine = _number(environment, "SLURM_NODEID", 0, len(sizes) - 1, 0)
+    return sizes[machine]
+
+
 def _number(environment: Mapping[str, str], name: str, least: int, most: int, default: int | None = None) -> int:
     text = environment.get(name)
     if text is None and default is not None:
         return default
-    if text is None or not (text.isascii() and text.isdecimal() and least <= int(text) <= most):
+    if text is None or not (text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most):
         raise ValueError(f"{name} is {text!r}; expected a whole number from {least} to {most}")
     return int(text)

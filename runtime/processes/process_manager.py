@@ -7,7 +7,6 @@ import msgspec
 from torch._C._distributed_c10d import TCPStore
 
 from runtime.processes.fork_server import Nursery
-from runtime.processes.launchers import ALONE, Machine
 from runtime.processes.worker_start import Birth
 from runtime.protocol.rendezvous import Rendezvous, pop
 from runtime.protocol.reports import Ended
@@ -41,10 +40,10 @@ class Hands:
     """Starts and ends worker processes on this machine, cards dealt in turn."""
 
     def __init__(self, nursery: Nursery, rendezvous: Rendezvous, workers: Sequence[Worker], cards: int,
-                 out: Path, machine: Machine = ALONE) -> None:
+                 out: Path, first_card: int = 0) -> None:
         self._nursery = nursery
         self._rendezvous = rendezvous
-        self._cards = {worker: (machine.rank * len(workers) + index) % cards if cards else None
+        self._cards = {worker: (first_card + index) % cards if cards else None
                        for index, worker in enumerate(workers)}
         self._out = out
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from runtime.model.stage import Boundary
-from runtime.replay.communication import Arriving, Epoch, Outgoing
+from runtime.replay.communication import Arriving, Communicator, Outgoing
 from schedules.graph import Transfer, programs_of, transfers
-from schedules.schedule import Schedule, Worker
+from schedules.schedule import Schedule
 
 LOOKAHEAD = 4
 """Receives posted before an op needs them: enough to overlap with computing, few enough to take little memory."""
@@ -37,11 +37,11 @@ class Exchange:
     else it takes two more messages.
     """
 
-    def __init__(self, schedule: Schedule, worker: Worker, epoch: Epoch, boundaries: Sequence[Boundary],
+    def __init__(self, schedule: Schedule, communicator: Communicator, boundaries: Sequence[Boundary],
                  iterations: range) -> None:
         everyone = transfers(schedule, programs_of(schedule))
-        self._worker = worker
-        self._epoch = epoch
+        self._worker = worker = communicator.worker
+        self._communicator = communicator
         self._boundaries = boundaries
         self._iterations = iterations
         self._mine = [(tag, transfer) for tag, transfer in enumerate(everyone)
@@ -50,7 +50,7 @@ class Exchange:
                                              for place, (_, transfer) in enumerate(self._mine)}
         self._issued = 0
         """Transfers, in this order; with `_ahead`, receives only."""
-        self._ahead = None if epoch.ordered else [place for place, (_, transfer) in enumerate(self._mine)
+        self._ahead = None if communicator.ordered else [place for place, (_, transfer) in enumerate(self._mine)
                                                   if transfer.target == worker]
         # By the number of the transfer, counted over all iterations: those of two iterations may be under way.
         self._arriving: dict[int, Arriving] = {}
@@ -85,7 +85,7 @@ class Exchange:
     def give_blank(self, iteration: int, parcel: Parcel) -> None:
         """Pass on an empty tensor, for an op that is not run. Raises CommunicationError."""
         shape, dtype = self._form(parcel.kind, parcel.stage)
-        self.give(iteration, parcel, torch.zeros(shape, dtype=dtype, device=self._epoch.device))
+        self.give(iteration, parcel, torch.zeros(shape, dtype=dtype, device=self._communicator.device))
 
     def one_more(self) -> None:
         """There will be one more iteration than was said."""
@@ -133,10 +133,10 @@ class Exchange:
     def _issue(self, number: int) -> None:
         tag, transfer = self._transfer(number)
         if transfer.source == self._worker:
-            self._leaving.append(self._epoch.send(self._ready.pop(number), transfer.target, tag))
+            self._leaving.append(self._communicator.send(self._ready.pop(number), transfer.target, tag))
         else:
             shape, dtype = self._form(transfer.kind, transfer.stage)
-            self._arriving[number] = self._epoch.receive(shape, dtype, transfer.source, tag)
+            self._arriving[number] = self._communicator.receive(shape, dtype, transfer.source, tag)
 
     def _transfer(self, number: int) -> tuple[int, Transfer]:
         """Its tag, and what it is."""

@@ -8,10 +8,10 @@ from torch import Tensor
 from runtime.model.data import Microbatch
 from runtime.model.stage import Stage
 from runtime.model.steps import Steps
-from runtime.replay.communication import Epoch
+from runtime.replay.communication import Communicator
 from runtime.replay.exchange import Exchange, Parcel, ParcelKind
 from runtime.replay.recorder import Recorder
-from schedules.schedule import Op, OpKind, Schedule, Worker
+from schedules.schedule import Op, OpKind, Schedule
 
 
 class Feed(Protocol):
@@ -35,15 +35,14 @@ def _open_gate(iteration: int, place: int, kind: OpKind) -> None:
 class Executor:
     """One live worker of a schedule, with the stages it holds and their optimizer steps."""
 
-    def __init__(self, schedule: Schedule, worker: Worker, *, stages: Mapping[int, Stage],
-                 steps: Steps, epoch: Epoch, exchange: Exchange, feed: Feed, recorder: Recorder,
-                 gate: Gate = _open_gate) -> None:
-        self._program = schedule.ops(worker)
+    def __init__(self, schedule: Schedule, *, stages: Mapping[int, Stage], steps: Steps, communicator: Communicator,
+                 exchange: Exchange, feed: Feed, recorder: Recorder, gate: Gate = _open_gate) -> None:
+        self._program = schedule.ops(communicator.worker)
         self._split = schedule.backward == "split"
         self._original = schedule.grid.original
         self._stages = stages
         self._steps = steps
-        self._epoch = epoch
+        self._communicator = communicator
         self._exchange = exchange
         self._feed = feed
         self._recorder = recorder
@@ -82,7 +81,7 @@ class Executor:
         self._void_rounds += 1
         self._exchange.one_more()
         self._exchange.end_iteration()
-        self._recorder.take()
+        self._recorder.begin_again()
         for stage in self._stages.values():
             stage.discard()
         self._steps.void = False
@@ -126,7 +125,7 @@ class Executor:
     def _all_reduce(self, op: Op) -> None:
         stage = self._stage(op)
         with self._recorder.timing(op):
-            self._epoch.sum_over_stage(self._original(stage.index), stage.gradients())
+            self._communicator.sum_over_stage(self._original(stage.index), stage.gradients())
 
     def _step(self, op: Op) -> None:
         with self._recorder.timing(op):

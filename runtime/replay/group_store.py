@@ -9,14 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
+
+from runtime.torch_private import Store
 
 FIRST_PAUSE_SECONDS = 0.0005
 LONGEST_PAUSE_SECONDS = 0.005
 
 
-class Bulletin(Store):
+class GroupStore(Store):
     """One group's keys.
 
     Parameters

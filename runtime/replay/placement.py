@@ -36,7 +36,7 @@ def layer_ranges(schedule: Schedule, layers: int) -> list[tuple[int, int]]:
     return given * grid.chains
 
 
-def team(schedule: Schedule, stage: int) -> list[Worker]:
+def reduce_group(schedule: Schedule, stage: int) -> list[Worker]:
     """The live workers that hold a stage or a copy of it, sorted: they have the same parameters and sum gradients."""
     grid = schedule.grid
     columns = {other.column for index, other in enumerate(grid.stages) if grid.original(index) == grid.original(stage)}

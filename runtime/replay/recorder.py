@@ -7,7 +7,7 @@ from time import perf_counter
 import torch
 
 from schedules.measured_trace import MeasuredOp
-from schedules.schedule import Op
+from schedules.schedule import Op, OpKind
 
 Stamp = float | torch.cuda.Event
 
@@ -15,31 +15,62 @@ Stamp = float | torch.cuda.Event
 class Recorder:
     """Takes the times of ops: by the host's clock on a CPU, by events in the stream on a GPU, which runs behind it.
 
+    An iteration must not be reported before its step is done, so the host waits once an iteration, for the end of the
+    last O. Only where ops are traced does it wait once more, to read both clocks at one moment.
+
     `offset_seconds` is what this machine's perf_counter lacks to the shared clock.
     """
 
     def __init__(self, device: torch.device, offset_seconds: float) -> None:
         self._on_gpu = device.type == "cuda"
         self._offset_seconds = offset_seconds
+        self._traced = False
+        self._start: Stamp | None = None
+        self._end: Stamp | None = None
         self._ops: list[tuple[Op, Stamp, Stamp]] = []
-        self._base = self._read_base()
+        self._base: tuple[torch.cuda.Event | None, float] = None, 0.0
+
+    def begin(self, *, traced: bool) -> None:
+        """An iteration begins, or begins anew; nothing is known of it. `traced`: whether `ops` will be asked for."""
+        self._traced = traced
+        self._start = self._end = None
+        self._ops = []
+        if traced and self._on_gpu:
+            # Anew each iteration: distances between events lose digits.
+            event = _event()
+            event.synchronize()
+            self._base = event, perf_counter()
+
+    def begin_again(self) -> None:
+        """The iteration is run once more."""
+        self.begin(traced=self._traced)
 
     @contextmanager
     def timing(self, op: Op) -> Iterator[None]:
         """Record what is done in here as the running of `op`."""
-        start = self._stamp()
+        start = self._stamp() if self._traced or self._start is None else None
+        self._start = self._start or start
         yield
-        self._ops.append((op, start, self._stamp()))
+        if self._traced or op.kind is OpKind.O:
+            self._end = self._stamp()
+        if self._traced:
+            assert start is not None and self._end is not None
+            self._ops.append((op, start, self._end))
 
-    def take(self) -> list[MeasuredOp]:
-        """The ops recorded since the last call, in shared seconds; on a GPU, waits until they have run."""
-        if self._on_gpu:
-            torch.cuda.synchronize()
-        ops = [MeasuredOp(op.worker, op.kind, op.stage, op.pipeline, op.microbatch, self._seconds(start),
-                          self._seconds(end)) for op, start, end in self._ops]
-        self._ops = []
-        self._base = self._read_base()
-        return ops
+    def window_seconds(self) -> float:
+        """From the start of the first op to the end of the last O; waits until a GPU is there."""
+        assert self._start is not None and self._end is not None, "an iteration has an op, and ends with an O"
+        if isinstance(self._end, float):
+            assert isinstance(self._start, float)
+            return self._end - self._start
+        self._end.synchronize()
+        assert not isinstance(self._start, float)
+        return float(self._start.elapsed_time(self._end)) / 1e3
+
+    def ops(self) -> tuple[MeasuredOp, ...]:
+        """The ops of a traced iteration, in shared seconds; call `window_seconds` before."""
+        return tuple(MeasuredOp(op.worker, op.kind, op.stage, op.pipeline, op.microbatch, self._seconds(start),
+                                self._seconds(end)) for op, start, end in self._ops)
 
     def _stamp(self) -> Stamp:
         return _event() if self._on_gpu else perf_counter()
@@ -50,14 +81,6 @@ class Recorder:
         event, seconds = self._base
         assert event is not None
         return seconds + float(event.elapsed_time(stamp)) / 1e3 + self._offset_seconds
-
-    def _read_base(self) -> tuple[torch.cuda.Event | None, float]:
-        """An event and the host's time of it. Read anew each iteration: distances between events lose digits."""
-        if not self._on_gpu:
-            return None, 0.0
-        event = _event()
-        event.synchronize()
-        return event, perf_counter()
 
 
 def _event() -> torch.cuda.Event:

@@ -8,40 +8,40 @@ import threading
 import time
 
 
-class LeftBehindError(RuntimeError):
+class AbandonedError(RuntimeError):
     """The thread came back after all, and nobody waits for it any more: it must touch nothing."""
 
 
-class Talks:
+class OpenCalls:
     """Which threads are inside a call, since when."""
 
     def __init__(self) -> None:
         self._since: dict[int, float] = {}
-        self._left: set[int] = set()
+        self._abandoned: set[int] = set()
 
     def begin(self) -> None:
         """This thread makes a call."""
         self._since[threading.get_ident()] = time.monotonic()
 
     def end(self) -> None:
-        """The call is over. Raises LeftBehindError."""
+        """The call is over. Raises AbandonedError."""
         thread = threading.get_ident()
         self._since.pop(thread, None)
-        if thread in self._left:
-            self._left.discard(thread)
-            raise LeftBehindError("nobody waits any more")
+        if thread in self._abandoned:
+            self._abandoned.discard(thread)
+            raise AbandonedError("nobody waits any more")
 
-    def leave_behind(self, thread: int, seconds: float) -> bool:
+    def abandon(self, thread: int, seconds: float) -> bool:
         """Whether a thread has been in one call for so long; then it ends with an error if it ever comes out of it."""
         began = self._since.get(thread)
         if began is None or time.monotonic() - began < seconds:
             return False
-        self._left.add(thread)
+        self._abandoned.add(thread)
         if self._since.get(thread) == began:
             return True
-        self._left.discard(thread)  # it has just come out
+        self._abandoned.discard(thread)  # it has just come out
         return False
 
 
-TALKS = Talks()
+OPEN_CALLS = OpenCalls()
 """Of this process."""

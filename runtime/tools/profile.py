@@ -2,7 +2,7 @@
 
 Stages are measured by processes that run at the same time, as many as the machine will run workers (on CPUs: as many
 as have cores of their own), since workers share caches and memory. Ops are the runtime's own (`Stage`,
-`StageOptimizer`, `Epoch`), timed over a few micro-batches in a row; the median of the rounds counts.
+`StageOptimizer`, `Communicator`), timed over a few micro-batches in a row; the median of the rounds counts.
 """
 
 import os
@@ -10,18 +10,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from runtime.config import RunConfig
-from runtime.coordinator.membership import Quorum
 from runtime.device import choose_device
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import Data, Microbatch, load_corpus
@@ -30,7 +24,8 @@ from runtime.model.optimizer import StageOptimizer, build_optimizer
 from runtime.model.stage import Boundary, Stage, boundaries
 from runtime.processes.children import ChildError, Children
 from runtime.protocol.rendezvous import Rendezvous, connect_store, host_store, interface_towards
-from runtime.replay.communication import Epoch, Transport, choose_transport
+from runtime.replay.communication import Communicator, Membership, Transport, choose_transport
+from runtime.torch_private import LivingStorages, TCPStore, TensorWatch
 from schedules.schedule import Worker
 
 ROW = 4
@@ -201,18 +196,18 @@ class _Prober:
         task = self._task
         everyone = [Worker(rank, 0) for rank in range(task.talking)]
         me, team = everyone[task.rank], everyone[:task.team]
-        epoch = Epoch(Quorum(1, {worker: rank for rank, worker in enumerate(everyone)}), me,
-                      {0: team} if me in team else {}, transport=task.transport, device=self._device,
-                      store=store)
+        membership = Membership(1, {worker: rank for rank, worker in enumerate(everyone)}, me)
+        communicator = Communicator(membership, {0: team} if me in team else {}, transport=task.transport,
+                             device=self._device, store=store)
         largest = max(self._boundaries[:-1], key=_output_bytes, default=self._boundaries[-1])
-        transfer = self._median(lambda: _ping_pong(epoch, task.rank, everyone, largest, self._device) / 2)
+        transfer = self._median(lambda: _ping_pong(communicator, task.rank, everyone, largest, self._device) / 2)
         all_reduce = []
         for layers in task.ranges:
             gradients = self._gradients(layers)
             all_reduce.append(self._median(lambda: self._timed(
-                lambda: epoch.sum_over_stage(0, gradients))))  # noqa: B023  # called within the loop
-        epoch.settle()
-        epoch.drop()
+                lambda: communicator.sum_over_stage(0, gradients))))  # noqa: B023  # called within the loop
+        communicator.wait_for_all()
+        communicator.drop()
         return all_reduce, transfer
 
     def _gradients(self, layers: tuple[int, int]) -> list[Tensor]:
@@ -268,7 +263,8 @@ class _Bench:
         """Bytes that a micro-batch takes before and after I, and that the stage takes always."""
         stage, microbatch = self._stage, Microbatch(0, 1, 0)
         gradient = None if stage.last else self._random(self._boundary.output_shape, self._boundary.output_dtype)
-        with _Living([*stage.parameters().values(), *stage.gradients()]) as living:
+        living = LivingStorages([*stage.parameters().values(), *stage.gradients()])
+        with TensorWatch(living):
             self._forward(microbatch, living)
             activation = living.bytes()
             if gradient is not None:
@@ -285,7 +281,7 @@ class _Bench:
         return {"activation_bytes": activation, "stash_bytes": stash, "undo_bytes": undo,
                 "static_bytes": held + gradients + undo}
 
-    def _forward(self, microbatch: Microbatch, living: "_Living | None" = None) -> None:
+    def _forward(self, microbatch: Microbatch, living: LivingStorages | None = None) -> None:
         stage, training = self._stage, self._config.training
         value = target = None
         if stage.first or stage.last:
@@ -316,36 +312,6 @@ class _Bench:
         return timed(run, self._device)
 
 
-class _Living(TorchDispatchMode):
-    """Sees every tensor that is made, and can tell how many bytes of them are still alive."""
-
-    def __init__(self, known: Sequence[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
-        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor):
-                self.watch(tensor)
-        return made
-
-    def watch(self, tensor: Tensor) -> None:
-        """Count this one, too."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._known:
-            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self._seen[storage._cdata] = (reference, storage.nbytes())
-
-    def bytes(self) -> int:
-        """Of the tensors that are alive."""
-        alive = 0
-        for reference, size in self._seen.values():
-            alive += 0 if reference.expired() else size  # type: ignore[no-untyped-call]
-        return alive
-
-
 def timed(call: Callable[[], object], device: torch.device) -> float:
     """Seconds that a call takes, with all that it gives the device to do."""
     if device.type == "cuda":
@@ -357,7 +323,8 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _ping_pong(epoch: Epoch, rank: int, everyone: Sequence[Worker], boundary: Boundary, device: torch.device) -> float:
+def _ping_pong(communicator: Communicator, rank: int, everyone: Sequence[Worker], boundary: Boundary,
+               device: torch.device) -> float:
     """Seconds there and back, between the first two."""
     if rank > 1:
         return 0.0
@@ -365,10 +332,10 @@ def _ping_pong(epoch: Epoch, rank: int, everyone: Sequence[Worker], boundary: Bo
     peer = everyone[1 - rank]
 
     def receive() -> None:
-        epoch.receive(boundary.output_shape, boundary.output_dtype, peer, 1).take()
+        communicator.receive(boundary.output_shape, boundary.output_dtype, peer, 1).take()
 
     def send() -> None:
-        epoch.send(tensor, peer, 1).wait()
+        communicator.send(tensor, peer, 1).wait()
 
     def both() -> None:
         for step in (send, receive) if rank == 0 else (receive, send):

@@ -12,7 +12,7 @@ import torch
 from runtime.coordinator.membership import Lighthouse, Member
 from runtime.processes.children import ChildError, Children
 from runtime.protocol.rendezvous import LOOPBACK, Rendezvous, connect_store, host_store, interface_towards
-from runtime.replay.communication import Epoch
+from runtime.replay.communication import Communicator, Membership
 from schedules.schedule import Worker
 
 WORKERS = (Worker(0, 0), Worker(1, 0))
@@ -72,23 +72,24 @@ def _greet(task: _Task) -> Greeting:
     with Member(task.lighthouse, task.worker) as member:
         quorum = member.join(timedelta(seconds=30))
         store = connect_store(task.rendezvous)
-        epoch = Epoch(quorum, task.worker, {0: WORKERS}, transport="gloo", device=torch.device("cpu"), store=store)
+        communicator = Communicator(Membership(quorum.number, quorum.ranks, task.worker), {0: WORKERS},
+                                    transport="gloo", device=torch.device("cpu"), store=store)
         met = time.perf_counter()
         (peer,) = (worker for worker in WORKERS if worker != task.worker)
         ball = torch.arange(NUMBERS, dtype=torch.float32)
         for _ in range(ROUNDS):
             if task.worker == WORKERS[0]:
-                epoch.send(ball, peer, 1).wait()
-                ball = epoch.receive((NUMBERS,), torch.float32, peer, 1).take()
+                communicator.send(ball, peer, 1).wait()
+                ball = communicator.receive((NUMBERS,), torch.float32, peer, 1).take()
             else:
-                ball = epoch.receive((NUMBERS,), torch.float32, peer, 1).take() + 1
-                epoch.send(ball, peer, 1).wait()
+                ball = communicator.receive((NUMBERS,), torch.float32, peer, 1).take() + 1
+                communicator.send(ball, peer, 1).wait()
         seconds = (time.perf_counter() - met) / (2 * ROUNDS)
-        epoch.sum_over_stage(0, [ball])
+        communicator.sum_over_stage(0, [ball])
         if not torch.equal(ball, 2 * (torch.arange(NUMBERS, dtype=torch.float32) + ROUNDS)):
             raise GreetingError("gloo gave other numbers than were sent")
-        epoch.settle()
-        epoch.drop()
+        communicator.wait_for_all()
+        communicator.drop()
     return Greeting(met - began, seconds)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from runtime.coordinator.membership import Member, MembershipError, Quorum
+from runtime.coordinator.membership import Member, MembershipError
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import Data, Microbatch
 from runtime.model.stage import Boundary
@@ -26,12 +26,12 @@ from runtime.protocol.orders import Factor, Train, turn_key
 from runtime.protocol.rendezvous import asking_node_0
 from runtime.protocol.reports import Paused, Ran, Settled, Started, push
 from runtime.protocol.setup import Setup
-from runtime.replay.communication import CommunicationError, Epoch
+from runtime.replay.communication import CommunicationError, Communicator, Membership
 from runtime.replay.exchange import Exchange
 from runtime.replay.executor import Executor
-from runtime.replay.placement import team
+from runtime.replay.placement import reduce_group
 from runtime.replay.recorder import Recorder
-from runtime.replay.stuck_calls import TALKS
+from runtime.replay.stuck_calls import OPEN_CALLS
 from runtime.worker.checkpointer import Keeper
 from runtime.worker.heartbeat import Pulse
 from runtime.worker.layer_receiver import Follower
@@ -81,7 +81,7 @@ class Shift:
         self._schedule = schedule
         self._worker = plant.worker
         self._meeting = Meeting(plant.lasting_sockets)
-        self._epoch: Epoch | None = None
+        self._epoch: Communicator | None = None
         self._steps: Steps | None = None
 
     def work(self, founder: Member | None, timeout: timedelta) -> Paused:
@@ -99,7 +99,7 @@ class Shift:
         while thread.is_alive():
             thread.join(LOOK_SECONDS)
             over = min(over, time.monotonic()) if self._meeting.over else math.inf
-            if time.monotonic() - over > STUCK_SECONDS and TALKS.leave_behind(thread.ident or 0, STUCK_SECONDS):
+            if time.monotonic() - over > STUCK_SECONDS and OPEN_CALLS.abandon(thread.ident or 0, STUCK_SECONDS):
                 self._plant.pulse.unwatch()
                 self._epoch = None  # the thread keeps it: dropping what is stuck would not return
                 return self._paused("stuck in a process group")
@@ -120,7 +120,7 @@ class Shift:
             plant.injector.at(self._order.first_iteration, "ordered")
             if founder is not None:
                 meeting.hold(lambda: founder.join(timeout))
-            self._epoch = meeting.hold(self._meet, Epoch.drop)
+            self._epoch = meeting.hold(self._meet, Communicator.drop)
             self._iterate(self._epoch)
         except (CommunicationError, MembershipError) as error:
             reason = str(error)
@@ -147,18 +147,19 @@ class Shift:
             self._steps.go_back(committed, None if factor is None else factor.factor)
         self._plant.holdings.discard()
 
-    def _meet(self) -> Epoch:
+    def _meet(self) -> Communicator:
         order, plant = self._order, self._plant
         members = sorted(seat.worker for seat in self._schedule.seats)
-        return Epoch(Quorum(order.number, {worker: rank for rank, worker in enumerate(members)}), self._worker,
-                     {self._schedule.grid.original(index): team(self._schedule, index) for index in self._needed()},
-                     transport=plant.setup.transport, device=plant.device, store=plant.store,
-                     sums=watches_gradients(plant.setup.config.training), require=self._meeting.require)
+        return Communicator(
+            Membership(order.number, {worker: rank for rank, worker in enumerate(members)}, self._worker),
+            {self._schedule.grid.original(index): reduce_group(self._schedule, index) for index in self._needed()},
+            transport=plant.setup.transport, device=plant.device, store=plant.store,
+            sums=watches_gradients(plant.setup.config.training), require=self._meeting.require)
 
     def _needed(self) -> tuple[int, ...]:
         return self._schedule.grid.stages_of(self._schedule.seat_of[self._worker].role.column)
 
-    def _take_layers(self, epoch: Epoch) -> None:
+    def _take_layers(self, epoch: Communicator) -> None:
         order, plant = self._order, self._plant
         plant.injector.at(order.first_iteration, "met")
         if order.first_iteration == plant.setup.first_iteration:
@@ -168,22 +169,23 @@ class Shift:
         plant.holdings.replace(self._needed(), states)
         plant.injector.at(order.first_iteration, "moved")
 
-    def _iterate(self, epoch: Epoch) -> None:
+    def _iterate(self, epoch: Communicator) -> None:
         order, plant, setup = self._order, self._plant, self._plant.setup
         self._take_layers(epoch)
         recorder = Recorder(plant.device, epoch.clock_offset() if setup.nodes > 1 else 0.0)
         stages, training = plant.holdings.stages, setup.config.training
         iterations = range(order.first_iteration, setup.iterations)
-        exchange = Exchange(self._schedule, self._worker, epoch, plant.boundaries, iterations)
-        first_of_team = [index for index in stages if team(self._schedule, index)[0] == self._worker]
+        exchange = Exchange(self._schedule, epoch, plant.boundaries, iterations)
+        first_of_team = [index for index in stages if reduce_group(self._schedule, index)[0] == self._worker]
         self._steps = steps = Steps(
             stages, plant.holdings.optimizers, training, layers=plant.layers, speaks_for=first_of_team,
             share=epoch.sum_over_all if watches_gradients(training) else None,
             staggered=self._schedule.optimizer == "staggered", stepped=self._pass_on)
-        executor = Executor(self._schedule, self._worker, stages=stages, steps=steps, epoch=epoch, exchange=exchange,
+        executor = Executor(self._schedule, stages=stages, steps=steps, communicator=epoch, exchange=exchange,
                             feed=self._read, recorder=recorder, gate=partial(self._gate, first_of_team))
         push(plant.store, Started(self._worker, order.number))
         for iteration in iterations:
+            recorder.begin(traced=iteration >= setup.iterations - setup.traced)
             loss = executor.run(iteration)
             plant.injector.at(iteration, "stepped")
             if self._tell(iteration, loss, recorder):
@@ -220,12 +222,10 @@ class Shift:
         When this returns, the report has arrived. So whoever steps the next iteration, for which all others must have
         begun it, knows that the reports of this one are there, even of those that have died since.
         """
-        plant, ops = self._plant, recorder.take()
+        plant = self._plant
         assert self._steps is not None
-        traced = iteration >= plant.setup.iterations - plant.setup.traced
         push(plant.store, Ran(self._worker, self._order.number, iteration, loss if abs(loss) < float("inf") else None,
-                              max(op.end_seconds for op in ops) - min(op.start_seconds for op in ops),
-                              tuple(ops) if traced else ()))
+                              recorder.window_seconds(), recorder.ops()))
         if self._worker == self._schedule.seats[0].worker and watches_gradients(plant.setup.config.training):
             self._steps.when_settled(self._tell_settled)
         with asking_node_0():

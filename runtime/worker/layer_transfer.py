@@ -9,14 +9,14 @@ from torch import Tensor
 
 from runtime.model.tensor_labels import MAX_BYTES, Label, labels_of, require_sane
 from runtime.protocol.orders import Move
-from runtime.replay.communication import CommunicationError, Epoch, Outgoing
+from runtime.replay.communication import CommunicationError, Communicator, Outgoing
 from schedules.schedule import Worker
 
 TAGS = 2**20
 """Tags from here on are of layers; those below, of activations and gradients."""
 
 
-def exchange_layers(epoch: Epoch, worker: Worker, moves: Sequence[Move],
+def exchange_layers(epoch: Communicator, worker: Worker, moves: Sequence[Move],
                     state_of: Callable[[int], Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
     """Send the layers that others lack, and receive those that `worker` lacks, from all sources at the same time.
 
@@ -39,7 +39,7 @@ def exchange_layers(epoch: Epoch, worker: Worker, moves: Sequence[Move],
     return states
 
 
-def _send(epoch: Epoch, move: Move, state: Mapping[str, Tensor]) -> list[Outgoing]:
+def _send(epoch: Communicator, move: Move, state: Mapping[str, Tensor]) -> list[Outgoing]:
     """What must live until it has arrived."""
     header = msgspec.json.encode(labels_of(state))
     parts = [(0, _bytes(struct.pack("<q", len(header)), epoch)), (1, _bytes(header, epoch)),
@@ -65,7 +65,7 @@ def _size(data: Tensor) -> int:
     return int(size)
 
 
-def _bytes(data: bytes, epoch: Epoch) -> Tensor:
+def _bytes(data: bytes, epoch: Communicator) -> Tensor:
     return torch.tensor(list(data), dtype=torch.uint8, device=epoch.device)
 
 

@@ -13,7 +13,7 @@ from planner.job.profiler_trace import ProfilerTraceError, read_ranges, stage_ti
 from planner.judge import judge_order
 from planner.plan import plan_job
 from schedules.check import check
-from schedules.graph import op_key
+from schedules.precedence import op_key
 from schedules.schedule import COMPUTE_KINDS, OpKind, Worker
 from schedules.torchcsv import TorchCsvError, read_order, write_order
 from tests.generate import schedules

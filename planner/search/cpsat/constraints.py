@@ -4,7 +4,7 @@ from ortools.sat.python.cp_model import CpModel, IntervalVar, LinearExprT
 
 from planner.model.problem import Problem, Unit
 from planner.search.cpsat.variables import Variables
-from schedules.graph import OpKey, producers
+from schedules.precedence import OpKey, producers
 from schedules.schedule import OpKind
 
 

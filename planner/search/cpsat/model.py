@@ -14,7 +14,7 @@ from planner.model.problem import Problem, Unit
 from planner.model.solution import Solution
 from planner.search.cpsat.constraints import Constraints
 from planner.search.cpsat.variables import Variables
-from schedules.graph import OpKey
+from schedules.precedence import OpKey
 from schedules.schedule import OpKind
 
 POLL_SECONDS = 0.05

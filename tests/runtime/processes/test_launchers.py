@@ -5,8 +5,10 @@ import sys
 
 import pytest
 
-from runtime.processes.launchers import Launched, Machine, launched, to_open
+from runtime.processes.launchers import GpuShare, Launched, LocalProcess, gpu_share, launched, to_open
 from runtime.protocol.rendezvous import Rendezvous
+from runtime.replay.placement import deal_to_nodes
+from schedules.schedule import Worker
 from tests.runtime.running import command_environment, judge_of_text, losses_in, tiny_text
 
 JOB = tiny_text(pipelines=2, iterations=8)
@@ -22,10 +24,10 @@ MPIRUN = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_W
     ({}, None),
     ({"RANK": "0", "WORLD_SIZE": "1"}, None),
     ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
-    (TORCHRUN, Launched(node=3, nodes=4, machine=Machine(rank=1, processes=2), master=Rendezvous("host", 1234),
+    (TORCHRUN, Launched(node=3, nodes=4, local=LocalProcess(rank=1, processes=2), master=Rendezvous("host", 1234),
                         agent=True)),
-    (SRUN, Launched(node=2, nodes=8, machine=Machine(rank=2, processes=4), master=Rendezvous("host", 29500))),
-    (MPIRUN, Launched(node=0, nodes=2, machine=Machine(), master=Rendezvous("fe80::1", 99))),
+    (SRUN, Launched(node=2, nodes=8, local=LocalProcess(rank=2, processes=4), master=Rendezvous("host", 29500))),
+    (MPIRUN, Launched(node=0, nodes=2, local=LocalProcess(), master=Rendezvous("fe80::1", 99))),
 ])
 def test_what_launchers_tell(environment, expected):
     assert launched(environment) == expected
@@ -41,11 +43,54 @@ def test_node_0_listens_at_the_master_port_unless_torchrun_does():
     ({"MASTER_ADDR": ""}, "RANK and WORLD_SIZE say that this is one of 4 processes: set MASTER_ADDR"),
     ({"RANK": "4"}, "RANK is '4'; expected a whole number from 0 to 3"),
     ({"WORLD_SIZE": "x"}, "WORLD_SIZE is 'x'"),
+    ({"LOCAL_WORLD_SIZE": "4 (x2"}, r"LOCAL_WORLD_SIZE is '4 \(x2'; expected a whole number from 1 to 1048576"),
+    ({"LOCAL_WORLD_SIZE": ""}, "LOCAL_WORLD_SIZE is ''; expected a whole number"),
+    ({"RANK": "9" * 5000}, "RANK is '99999"),
+    ({"LOCAL_RANK": "-1"}, "LOCAL_RANK is '-1'; expected a whole number from 0 to 3"),
+    ({"RANK": "\u0663"}, "RANK is '\u0663'; expected a whole number"),
     ({"MASTER_PORT": "70000"}, "MASTER_PORT is '70000'; expected a whole number from 1 to 65535"),
 ])
 def test_nonsense_is_named(changes, message):
     with pytest.raises(ValueError, match=message):
         launched({**TORCHRUN, **changes})
+
+
+@pytest.mark.parametrize(("text", "machine", "processes"), [
+    ("4(x2)", "1", 4), ("4(x2),3", "0", 4), ("4(x2),3", "2", 3), ("2,4", "1", 4), ("3", None, 3), ("4(x2),3", None, 4)])
+def test_srun_says_how_many_processes_each_machine_has(text, machine, processes):
+    more = {} if machine is None else {"SLURM_NODEID": machine}
+    told = launched({**SRUN, "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": text, **more})
+    assert told is not None and told.local == LocalProcess(rank=0, processes=processes)
+
+
+@pytest.mark.parametrize("text", ["", "four", "4(x2", "4(2)", "4,,3", "0", "4(x99999999)"])
+def test_what_srun_says_is_refused_in_one_line_where_it_makes_no_sense(text):
+    with pytest.raises(ValueError, match=r"^SLURM_STEP_TASKS_PER_NODE is ") as caught:
+        launched({**SRUN, "SLURM_STEP_TASKS_PER_NODE": text})
+    assert str(caught.value) == (f"SLURM_STEP_TASKS_PER_NODE is {text!r}; expected the number of processes of each "
+                                 "machine, such as '4(x2),3'")
+
+
+@pytest.mark.parametrize("nodes", range(1, 13))
+@pytest.mark.parametrize("machines", [1, 2, 3, 4])
+def test_no_two_workers_of_a_machine_get_the_same_gpu(machines, nodes):
+    """Processes have unequal shares: of 12 workers on 2 machines of 4 processes, 1, 2, 1, 2, ..."""
+    if nodes % machines:
+        return
+    dealt = deal_to_nodes([Worker(0, column) for column in range(12)], nodes)
+    beside = nodes // machines
+    for machine in range(machines):
+        taken, total = [], 0
+        for rank in range(beside):
+            node = machine * beside + rank
+            share = gpu_share([len(workers) for workers in dealt], node, LocalProcess(rank=rank, processes=beside))
+            taken += range(share.first, share.first + len(dealt[node]))
+            total = share.workers
+        assert sorted(taken) == list(range(total)) and total == sum(map(len, dealt[machine * beside:][:beside]))
+
+
+def test_a_process_that_launchers_told_nothing_of_takes_the_first_gpus():
+    assert gpu_share([3, 3], 1, LocalProcess()) == GpuShare(first=0, workers=3)
 
 
 def test_torchrun_trains_as_one_process_does_also_when_a_worker_dies(tmp_path):

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from runtime.config import ConfigError
-from runtime.coordinator.membership import Quorum
 from runtime.protocol.rendezvous import host_store
-from runtime.replay.communication import CommunicationError, Epoch, choose_transport
+from runtime.replay.communication import CommunicationError, Communicator, Membership, choose_transport
 from schedules.schedule import Worker
 
 WORKERS = [Worker(0, 0), Worker(0, 1), Worker(1, 1)]
@@ -16,24 +15,24 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def epochs():
+def communicators():
     """Those of three workers, in one process; the last two hold stage 1 together."""
     store, _ = host_store()
-    quorum = Quorum(1, {worker: rank for rank, worker in enumerate(WORKERS)})
+    ranks = {worker: rank for rank, worker in enumerate(WORKERS)}
 
-    def make(worker: Worker) -> Epoch:
-        teams = {0: [WORKERS[0]]} if worker.column == 0 else {1: WORKERS[1:]}
-        return Epoch(quorum, worker, teams, transport="gloo", device=CPU, store=store)
+    def make(worker: Worker) -> Communicator:
+        groups = {0: [WORKERS[0]]} if worker.column == 0 else {1: WORKERS[1:]}
+        return Communicator(Membership(1, ranks, worker), groups, transport="gloo", device=CPU, store=store)
 
     with ThreadPoolExecutor(3) as pool:
         made = list(pool.map(make, WORKERS, timeout=20))
     yield made
-    for epoch in made:
-        epoch.drop()
+    for communicator in made:
+        communicator.drop()
 
 
-def test_tags_keep_tensors_apart_whatever_the_order(epochs):
-    sender, receiver, _ = epochs
+def test_tags_keep_tensors_apart_whatever_the_order(communicators):
+    sender, receiver, _ = communicators
     arriving = [receiver.receive((2,), torch.float64, WORKERS[0], tag) for tag in (2, 0, 1)]
     leaving = [sender.send(torch.full((2,), float(tag), dtype=torch.float64), WORKERS[1], tag) for tag in (0, 1, 2)]
     assert [parcel.take()[0].item() for parcel in arriving] == [2, 0, 1]
@@ -41,8 +40,8 @@ def test_tags_keep_tensors_apart_whatever_the_order(epochs):
         parcel.wait()
 
 
-def test_two_rounds_under_one_tag_arrive_in_order(epochs):
-    sender, receiver, _ = epochs
+def test_two_rounds_under_one_tag_arrive_in_order(communicators):
+    sender, receiver, _ = communicators
     leaving = [sender.send(torch.full((1,), float(turn)), WORKERS[1], 5) for turn in range(2)]
     arriving = [receiver.receive((1,), torch.float32, WORKERS[0], 5) for _ in range(2)]
     assert [parcel.take().item() for parcel in arriving] == [0, 1]
@@ -50,31 +49,31 @@ def test_two_rounds_under_one_tag_arrive_in_order(epochs):
         parcel.wait()
 
 
-def test_what_is_sent_may_be_a_view_and_any_dtype(epochs):
-    sender, receiver, _ = epochs
+def test_what_is_sent_may_be_a_view_and_any_dtype(communicators):
+    sender, receiver, _ = communicators
     tensor = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t()
     arriving = receiver.receive((3, 2), torch.bfloat16, WORKERS[0], 0)
     sender.send(tensor, WORKERS[1], 0).wait()
     assert torch.equal(arriving.take(), tensor)
 
 
-def test_gradients_are_summed_over_the_stage_only(epochs):
+def test_gradients_are_summed_over_the_stage_only(communicators):
     tensors = [[torch.full((3,), rank + 1.0), torch.full((2,), rank + 1.0, dtype=torch.float64)] for rank in range(3)]
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda epoch, worker, mine: epoch.sum_over_stage(worker.column, mine), epochs, WORKERS, tensors,
-                      timeout=20))
+        list(pool.map(lambda one, worker, mine: one.sum_over_stage(worker.column, mine), communicators, WORKERS,
+                      tensors, timeout=20))
     assert [mine[0][0].item() for mine in tensors] == [1, 5, 5]
     assert [mine[1][0].item() for mine in tensors] == [1, 5, 5]
 
 
-def test_clocks_of_one_machine_agree(epochs):
+def test_clocks_of_one_machine_agree(communicators):
     with ThreadPoolExecutor(3) as pool:
-        offsets = list(pool.map(lambda epoch: epoch.clock_offset(), epochs, timeout=20))
+        offsets = list(pool.map(lambda communicator: communicator.clock_offset(), communicators, timeout=20))
     assert offsets[0] == 0 and all(abs(offset) < 0.05 for offset in offsets)
 
 
-def test_a_blocked_receive_ends_when_its_peer_drops_the_epoch(epochs):
-    _, receiver, peer = epochs
+def test_a_blocked_receive_ends_when_its_peer_drops_the_communicator(communicators):
+    _, receiver, peer = communicators
     arriving = receiver.receive((1,), torch.float32, WORKERS[2], 0)
     threading.Timer(0.2, peer.drop).start()
     began = time.monotonic()

@@ -6,19 +6,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from runtime.coordinator.membership import Quorum
 from runtime.model.data import load_corpus
 from runtime.model.layers import model_for, parameter_dtype
 from runtime.model.optimizer import build_optimizer
 from runtime.model.stage import Boundary, Stage
 from runtime.model.steps import Steps
 from runtime.protocol.rendezvous import host_store
-from runtime.replay.communication import Epoch
+from runtime.replay.communication import Communicator, Membership
 from runtime.replay.exchange import LOOKAHEAD, Exchange, Parcel
 from runtime.replay.executor import Executor
-from runtime.replay.placement import PlacementError, deal_to_nodes, layer_ranges, team
+from runtime.replay.placement import PlacementError, deal_to_nodes, layer_ranges, reduce_group
 from runtime.replay.recorder import Recorder
-from schedules.graph import op_key, producers
+from schedules.precedence import op_key, producers
 from schedules.schedule import OpKind, Schedule, Worker
 from tests.generate import schedules
 from tests.jobs import grid
@@ -32,21 +31,25 @@ def test_a_lone_worker_runs_its_program_as_it_stands(backward):
     job, config, worker = grid(1, 1, 3), tiny(), Worker(0, 0)
     schedule = schedule_for(job, backward=backward)
     store, _ = host_store()
-    epoch = Epoch(Quorum(1, {worker: 0}), worker, {0: [worker]}, transport="gloo", device=CPU, store=store)
+    communicator = Communicator(Membership(1, {worker: 0}, worker), {0: [worker]}, transport="gloo", device=CPU,
+                                store=store)
     model = model_for(config.model, config.training.seed, parameter_dtype("float64"), CPU)
     stage = Stage(0, (0, model.layers), model, first=True, last=True, loss_scale=1 / 3, config=config)
     recorder = Recorder(CPU, 0.0)
-    executor = Executor(schedule, worker, stages={0: stage}, epoch=epoch, recorder=recorder,
+    executor = Executor(schedule, stages={0: stage}, communicator=communicator, recorder=recorder,
                         steps=Steps({0: stage}, {0: build_optimizer(stage.modules, config.training)}, config.training,
                                     speaks_for=[0], layers=stage.layers[1], share=None, staggered=True),
-                        exchange=Exchange(schedule, worker, epoch, [stage.boundary()], range(3)),
+                        exchange=Exchange(schedule, communicator, [stage.boundary()], range(3)),
                         feed=partial(load_corpus(config).batch, batch=1, context=16))
-    losses = [executor.run(iteration) for iteration in range(3)]
+    losses = []
+    for iteration in range(3):
+        recorder.begin(traced=True)
+        losses.append(executor.run(iteration))
     assert losses == pytest.approx(judge(config, (3,), 3).losses, abs=1e-12)
     program = [(op.kind, op.stage, op.pipeline, op.microbatch) for op in schedule.ops(worker)]
-    assert [(op.kind, op.stage, op.pipeline, op.microbatch) for op in recorder.take()] == program * 3
+    assert [(op.kind, op.stage, op.pipeline, op.microbatch) for op in recorder.ops()] == program
     assert stage.in_flight() == 0
-    epoch.drop()
+    communicator.drop()
     del store
 
 
@@ -55,15 +58,15 @@ class Wire:
 
     def __init__(self, worker: Worker, log: list[tuple[Worker, str, Worker, int]], *, ordered: bool = True) -> None:
         self.ordered = ordered
-        self._worker = worker
+        self.worker = worker
         self._log = log
 
     def send(self, tensor: torch.Tensor, target: Worker, tag: int) -> "Sent":
-        self._log.append((self._worker, "to", target, tag))
+        self._log.append((self.worker, "to", target, tag))
         return Sent()
 
     def receive(self, shape: object, dtype: object, source: Worker, tag: int) -> "Sent":
-        self._log.append((self._worker, "from", source, tag))
+        self._log.append((self.worker, "from", source, tag))
         return Sent()
 
 
@@ -80,7 +83,7 @@ def run_program(schedule: Schedule, worker: Worker, iterations: int, *,
     log: list[tuple[Worker, str, Worker, int]] = []
     boundaries = [Boundary((1,), torch.float32, (1,), torch.float32)] * len(schedule.grid.stages)
     wire = Wire(worker, log, ordered=ordered)
-    exchange = Exchange(schedule, worker, wire, boundaries, range(iterations))  # type: ignore[arg-type]
+    exchange = Exchange(schedule, wire, boundaries, range(iterations))  # type: ignore[arg-type]
     grid = schedule.grid
     for iteration in range(iterations):
         for op in schedule.ops(worker):
@@ -141,7 +144,7 @@ def test_receives_are_posted_ahead_but_not_without_bound(ordered):
     schedule = schedule_for(grid(1, 2, 12))
     boundaries = [Boundary((1,), torch.float32, (1,), torch.float32)] * 2
     wire = Wire(worker, log, ordered=ordered)
-    exchange = Exchange(schedule, worker, wire, boundaries, range(1))  # type: ignore[arg-type]
+    exchange = Exchange(schedule, wire, boundaries, range(1))  # type: ignore[arg-type]
     exchange.take(0, Parcel("activation", 1, 0, 0))
     assert 1 <= len(log) <= 1 + LOOKAHEAD
     assert ordered or len(log) == 1 + LOOKAHEAD
@@ -157,10 +160,10 @@ def test_layers_of_stages():
         layer_ranges(schedule_for(grid(1, 2, 1, more="[placement]\nlayers = [1, 0]")), 1)
 
 
-def test_teams_are_the_live_workers_of_a_stage():
+def test_reduce_groups_are_the_live_workers_of_a_stage():
     schedule = schedule_for(grid(3, 2, 2), ["1.1"])
-    assert team(schedule, 0) == [Worker(0, 0), Worker(1, 0), Worker(2, 0)]
-    assert team(schedule, 1) == [Worker(0, 1), Worker(2, 1)]
+    assert reduce_group(schedule, 0) == [Worker(0, 0), Worker(1, 0), Worker(2, 0)]
+    assert reduce_group(schedule, 1) == [Worker(0, 1), Worker(2, 1)]
 
 
 def test_workers_are_dealt_to_nodes_in_order():

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.distributed import DistStoreError, HashStore
 
-from runtime.coordinator.membership import Quorum
-from runtime.replay.communication import CommunicationError, Epoch
-from runtime.replay.group_store import Bulletin
+from runtime.replay.communication import CommunicationError, Communicator, Membership
+from runtime.replay.group_store import GroupStore
 from runtime.worker.meeting import OverError
 from schedules.schedule import Worker
 
@@ -17,7 +16,7 @@ LONG = timedelta(seconds=20)
 
 def test_keys_of_two_groups_are_apart():
     store = HashStore()
-    one, other = (Bulletin(store, prefix, LONG, lambda: None) for prefix in ("one/", "other/"))
+    one, other = (GroupStore(store, prefix, LONG, lambda: None) for prefix in ("one/", "other/"))
     one.set("key", b"value")
     assert one.get("key") == b"value" and one.check(["key"]) and not other.check(["key"])
     assert [one.add("count", 2), other.add("count", 1)] == [2, 1]
@@ -25,24 +24,24 @@ def test_keys_of_two_groups_are_apart():
 
 def test_who_waits_in_vain_is_told():
     with pytest.raises(DistStoreError, match="waited in vain for a, b"):
-        Bulletin(HashStore(), "", LONG, lambda: None).wait(["a", "b"], timedelta(milliseconds=5))
+        GroupStore(HashStore(), "", LONG, lambda: None).wait(["a", "b"], timedelta(milliseconds=5))
 
 
 def test_groups_meet_over_the_store_they_are_given_and_waiting_can_be_called_off(monkeypatch):
     """A store that nobody can connect to: what meets there opens no connection to a store."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store, workers, over, raised = HashStore(), [Worker(0, 0), Worker(1, 0)], threading.Event(), []
-    epochs = {}
+    communicators = {}
 
     def require():
         if over.is_set():
             raise OverError("the order is over")
 
     def meet(worker, number=1):
-        quorum = Quorum(number, {one: rank for rank, one in enumerate(workers)})
+        membership = Membership(number, {one: rank for rank, one in enumerate(workers)}, worker)
         try:
-            epochs[worker] = Epoch(quorum, worker, {0: workers}, transport="gloo", device=torch.device("cpu"),
-                                   store=store, require=require)
+            communicators[worker] = Communicator(membership, {0: workers}, transport="gloo",
+                                                device=torch.device("cpu"), store=store, require=require)
         except CommunicationError as error:
             raised.append(error)
 
@@ -51,9 +50,9 @@ def test_groups_meet_over_the_store_they_are_given_and_waiting_can_be_called_off
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert epochs.keys() == set(workers) and not raised
-    for epoch in epochs.values():
-        epoch.drop()
+    assert communicators.keys() == set(workers) and not raised
+    for communicator in communicators.values():
+        communicator.drop()
     alone = threading.Thread(target=meet, args=(workers[0], 2))
     alone.start()
     time.sleep(0.05)

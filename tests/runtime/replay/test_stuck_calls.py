@@ -12,7 +12,7 @@ from runtime.launch import Resilience, run
 from runtime.model.gpt import GPT
 from runtime.processes.fork_server import Nursery
 from runtime.protocol.failure_injection import Injection
-from runtime.replay.stuck_calls import LeftBehindError, Talks
+from runtime.replay.stuck_calls import AbandonedError, OpenCalls
 from schedules.schedule import Worker
 from tests.runtime.failing import WIDE, planned
 from tests.runtime.running import assert_same_numbers, judge, tiny
@@ -25,21 +25,21 @@ class Stuck(GPT):
     """A GPT one of whose workers, the first to get there, never comes back from its second all-reduce."""
 
     def build(self, layer: int) -> nn.Module:
-        from torchft.process_group import ProcessGroupGloo
+        from torch.distributed import ProcessGroupGloo
 
         path, original, left = os.environ.get(FILE), ProcessGroupGloo.allreduce, [CALLS]
 
-        def allreduce(group, tensors, options):
+        def allreduce(group, tensors):
             left[0] -= 1
             if left[0] == 0:
                 try:
                     os.close(os.open(str(path), os.O_CREAT | os.O_EXCL))
                 except FileExistsError:
-                    return original(group, tensors, options)
+                    return original(group, tensors)
                 threading.Event().wait()
-            return original(group, tensors, options)
+            return original(group, tensors)
 
-        if path is not None and sys.argv[0].endswith("nursery.py") and "allreduce" not in vars(ProcessGroupGloo):
+        if path is not None and sys.argv[0].endswith("fork_server.py") and "allreduce" not in vars(ProcessGroupGloo):
             ProcessGroupGloo.allreduce = allreduce
         return GPT.build(self, layer)
 
@@ -59,34 +59,34 @@ def test_a_worker_stuck_for_good_in_its_process_group_goes_on(monkeypatch, tmp_p
 
 
 def test_who_comes_out_of_a_call_after_being_left_behind_is_stopped():
-    talks, inside, out, ended = Talks(), threading.Event(), threading.Event(), []
+    calls, inside, out, ended = OpenCalls(), threading.Event(), threading.Event(), []
 
     def call():
-        talks.begin()
+        calls.begin()
         inside.set()
         out.wait(20)
         try:
-            talks.end()
-        except LeftBehindError:
+            calls.end()
+        except AbandonedError:
             ended.append(True)
 
     thread = threading.Thread(target=call)
     thread.start()
     inside.wait(20)
-    assert not talks.leave_behind(thread.ident, 100) and not talks.leave_behind(0, 0)
-    assert talks.leave_behind(thread.ident, 0)
+    assert not calls.abandon(thread.ident, 100) and not calls.abandon(0, 0)
+    assert calls.abandon(thread.ident, 0)
     out.set()
     thread.join(20)
     assert ended == [True]
-    talks.begin()
-    talks.end()
+    calls.begin()
+    calls.end()
 
 
 def test_a_call_that_fails_says_so():
-    talks = Talks()
-    talks.begin()
-    talks.end()
-    with pytest.raises(LeftBehindError):
-        talks.begin()
-        assert talks.leave_behind(threading.get_ident(), 0)
-        talks.end()
+    calls = OpenCalls()
+    calls.begin()
+    calls.end()
+    with pytest.raises(AbandonedError):
+        calls.begin()
+        assert calls.abandon(threading.get_ident(), 0)
+        calls.end()

@@ -1,0 +1,135 @@
+"""Every use of torch that its public documentation does not cover. Nothing else in the runtime has one.
+
+Each says what it is for and what would replace it. They are checked by the tests of their callers, which is where a
+new torch version would be noticed.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+from torch.autograd.graph import _engine_run_backward
+from torch.distributed import ProcessGroupGloo, Work
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
+
+# Store, TCPStore, PrefixStore: documented as torch.distributed.Store, ..., where type checkers do not find them.
+#   Replaced by: `from torch.distributed import TCPStore`, once torch exports it in words that mypy reads.
+# FakeTensorMode, unset_fake_temporarily: shapes and dtypes of a model's activations without computing or memory.
+#   Replaced by: the documented part of torch.compiler's fake tensors, or by running layers on the meta device once all
+#   models under test allow that.
+# TorchDispatchMode, tree_leaves: every tensor that a stage makes, to measure its memory (`runtime.tools.profile`).
+#   Replaced by: torch.cuda.memory_stats on a GPU; nothing public on a CPU.
+
+
+class Group(Protocol):
+    """A process group of torch.distributed: the methods of its Backend that its type stubs leave out."""
+
+    def send(self, tensors: Sequence[Tensor], target: int, tag: int) -> Work:
+        """Start to send to a rank."""
+
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
+        """Start to receive from a rank."""
+
+    def allreduce(self, tensors: Sequence[Tensor]) -> Work:
+        """Start to sum in place."""
+
+    def abort(self) -> None:
+        """End all transfers with an error. Gloo's does so only when the last reference to the group is gone."""
+
+
+def gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> Group:
+    """A gloo process group, without torch.distributed's global state.
+
+    For: groups that are made anew for each generation and dropped whole, several of them in a process, in any thread.
+    Replaced by: torch.distributed.init_process_group and new_group, once groups need not be registered globally.
+    """
+    return cast(Group, ProcessGroupGloo(store, rank, size, timeout))
+
+
+def nccl_group(store: TCPStore, prefix: str, rank: int, size: int, timeout: timedelta) -> Group:
+    """An NCCL process group on this thread's GPU, as `gloo_group`.
+
+    NCCL's own threads use the store for as long as they live: they get a connection of their own. Calls do not block
+    the host, so that `abort` from another thread ends them.
+    """
+    from torch.distributed.distributed_c10d import ProcessGroupNCCL  # missing where torch has no CUDA
+
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(timeout.total_seconds()))
+    options = ProcessGroupNCCL.Options()
+    options.config.blocking = False
+    options._timeout = timeout
+    own = PrefixStore(prefix, TCPStore(store.host, store.port, is_master=False, wait_for_workers=False,
+                                       timeout=timeout))
+    group = ProcessGroupNCCL(own, rank, size, options)
+    group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+    return cast(Group, group)
+
+
+def run_backward(output: Tensor, gradient: Tensor) -> None:
+    """A backward that adds to `.grad`, under the modes that are active.
+
+    For: activation checkpointing, whose recomputation must see the modes that the forward saw.
+    Replaced by: torch.autograd.backward, once it no longer suspends TorchFunctionModes.
+    """
+    _engine_run_backward((output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether hooks want to see the tensor's gradient as autograd makes it. Replaced by: nothing public says."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copy tensors in one call, which on a GPU is one kernel. Replaced by: `copy_`, tensor by tensor."""
+    if sources:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
+class LivingStorages:
+    """Bytes of the storages that are still alive, of all that were shown to it.
+
+    For: what a micro-batch holds between its ops. Replaced by: weak references to storages, once they are public.
+    """
+
+    def __init__(self, ignored: Sequence[Tensor]) -> None:
+        self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
+        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def watch(self, tensor: Tensor) -> None:
+        """Count a tensor's storage, once."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._ignored:
+            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._seen[storage._cdata] = (reference, storage.nbytes())
+
+    def bytes(self) -> int:
+        """Of those that are alive."""
+        alive = 0
+        for reference, size in self._seen.values():
+            alive += 0 if reference.expired() else size  # type: ignore[no-untyped-call]
+        return alive
+
+
+class TensorWatch(TorchDispatchMode):
+    """Within it, `storages` is shown every tensor that is made."""
+
+    def __init__(self, storages: LivingStorages) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages = storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                self.storages.watch(tensor)
+        return made
