@@ -12,8 +12,9 @@ Arrays are passed one by one: taking one out of a named tuple costs as much as a
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from planner.search.kernel.jit import jit
 
 if TYPE_CHECKING:
     from planner.model.arrays import Ops
@@ -68,7 +69,7 @@ class Choices(NamedTuple):
     make_room: bool
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _push(heap: Ints, base: int, size: int, key: int) -> None:
     """Put a key on the heap that begins at `base`."""
     at = size
@@ -81,7 +82,7 @@ def _push(heap: Ints, base: int, size: int, key: int) -> None:
     heap[base + at] = key
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _pop(heap: Ints, base: int, size: int) -> int:
     """Take the least key from the heap that begins at `base`."""
     least, key = heap[base], heap[base + size - 1]
@@ -99,31 +100,31 @@ def _pop(heap: Ints, base: int, size: int) -> int:
     return least
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _add(heap: Ints, state: Ints, worker: int, which: int, key: int) -> None:
     _push(heap, state[worker, BASE + which], state[worker, SIZE + which], key)
     state[worker, SIZE + which] += 1
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _take(heap: Ints, state: Ints, worker: int, which: int) -> int:
     key = _pop(heap, state[worker, BASE + which], state[worker, SIZE + which])
     state[worker, SIZE + which] -= 1
     return key
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _first(heap: Ints, state: Ints, worker: int, which: int) -> int:
     return heap[state[worker, BASE + which]]
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _soon(heap: Ints, state: Ints, worker: int, which: int, clock: int, ticks: float) -> bool:
     """Whether something more urgent arrives within so many ticks."""
     return ticks > 0 and state[worker, SIZE + which] > 0 and _first(heap, state, worker, which) - clock < ticks
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _has_room(state: Ints, room: Ints, worker: int, which: int, stage: int) -> bool:
     """Whether an F, an I or a B of a stage may start."""
     free = state[worker, CAPACITY] - state[worker, USED]
@@ -132,7 +133,7 @@ def _has_room(state: Ints, room: Ints, worker: int, which: int, stage: int) -> b
     return room[stage, NEEDED] <= free and state[worker, SLOTS + stage] > 0
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _take_with_room(heap: Ints, state: Ints, room: Ints, stage: Ints, worker: int, which: int, mixed: bool) -> int:
     """The unit of the most urgent F, or I or B, that has room, taken from its heap; -1 for none."""
     units = stage.shape[0]
@@ -154,7 +155,7 @@ def _take_with_room(heap: Ints, state: Ints, room: Ints, stage: Ints, worker: in
     return found
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _pick(heap: Ints, state: Ints, room: Ints, stage: Ints, duration: Ints, choices: Choices, worker: int,
           clock: int) -> int:
     """The most urgent op that may run, taken from its heap; -1 for none."""
@@ -187,7 +188,7 @@ def _pick(heap: Ints, state: Ints, room: Ints, stage: Ints, duration: Ints, choi
     return -1
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _idle_workers(worker: Ints, memory: Memory, dispatch: Dispatch) -> Ints:
     """The state of all workers before the first op: empty heaps with room for all of their units, arrivals twice."""
     state = np.zeros((memory.capacity.shape[0], SLOTS + memory.room.shape[0]), np.int64)
@@ -204,7 +205,7 @@ def _idle_workers(worker: Ints, memory: Memory, dispatch: Dispatch) -> Ints:
     return state
 
 
-@njit(cache=True, nogil=True)
+@jit
 def list_order(ops: "Ops", memory: Memory, dispatch: Dispatch, first: Ints, order: Ints, done: int) -> int:
     """Fill `order` from place `done` on with the ops in the order in which they start; the place behind the last.
 

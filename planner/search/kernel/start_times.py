@@ -3,8 +3,9 @@
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from planner.search.kernel.jit import jit
 
 if TYPE_CHECKING:
     from planner.model.arrays import Ops
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 
 
-@njit(cache=True, nogil=True)
+@jit
 def earliest(ops: "Ops", order: Ints, start: Ints, free: Ints) -> None:
     """Fill `start` [op] with the earliest ticks that an order allows, and `free` [worker] with the ends of the last."""
     worker, unit, duration = ops.worker, ops.unit, ops.duration
@@ -28,7 +29,7 @@ def earliest(ops: "Ops", order: Ints, start: Ints, free: Ints) -> None:
         free[row] = begin + duration[op]
 
 
-@njit(cache=True, nogil=True)
+@jit
 def latest(ops: "Ops", order: Ints, start: Ints, free: Ints) -> None:
     """Fill `start` [op] with the latest ticks that an order and the ends of all workers, in `free` [worker], allow.
 
