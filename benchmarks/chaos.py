@@ -36,7 +36,8 @@ from planner.job.file import Job
 from planner.normalise import PlanOptions, normal_form
 from planner.plan import plan_job
 from runtime.config import RunConfig, parse_run_config
-from runtime.coordinator.coordinator import NoScheduleError, Recovery, RunError, Scheduler
+from runtime.coordinator.planning import NoScheduleError, RunError, Scheduler
+from runtime.coordinator.recovery import Recovery
 from runtime.launch import Resilience, run
 from runtime.model.checkpoint import latest
 from runtime.model.parameters import load_parameters
@@ -240,7 +241,7 @@ def train_through(setting: Setting, rng: random.Random, nursery: Nursery, out: P
             fetch_bytes_per_second=rng.choice(FETCH_BYTES_PER_SECOND))
         try:
             with storming(nursery, rng, storm_seconds) as storm:
-                run(whole, setting.config, out=out, nursery=nursery, resilience=resilience, tell=tell,
+                run(whole, setting.config, out=out, nursery=nursery, resilience=resilience, notify=tell,
                     progress=storm.progress)
         except RunError as error:
             if not any(reason in str(error) for reason in SURVIVED) or life > setting.iterations:

@@ -23,7 +23,7 @@ from benchmarks.jobs import uniform_job
 from benchmarks.sleeping import MODEL, TRAINING, sleeping
 from planner.plan import plan_job
 from runtime.config import parse_run_config
-from runtime.coordinator.coordinator import Recovery
+from runtime.coordinator.recovery import Recovery
 from runtime.launch import Resilience, run
 from runtime.processes.fork_server import Nursery
 from runtime.processes.process_manager import Return
@@ -52,7 +52,7 @@ class Clock:
         """An iteration was committed."""
         self.commits.append(time.monotonic())
 
-    def tell(self, news: Recovery | str) -> None:
+    def notify(self, news: Recovery | str) -> None:
         """Something has changed."""
         if isinstance(news, Recovery):
             self.recoveries.append(news)
@@ -72,7 +72,8 @@ def returns(count: int, width: int, bytes_per_second: float, nursery: Nursery, o
     def schedule(down: tuple[Worker, ...]) -> Schedule:
         return plan_job(job, down, method="greedy").schedule
 
-    run(schedule(()), config, out=out, nursery=nursery, progress=clock.progress, tell=clock.tell, resilience=Resilience(
+    run(schedule(()), config, out=out, nursery=nursery, progress=clock.progress, notify=clock.notify,
+        resilience=Resilience(
         scheduler=schedule, fetch_bytes_per_second=bytes_per_second,
         injections=tuple(Injection(WORKER, death) for death in deaths),
         returns=tuple(Return(WORKER, death + 2) for death in deaths)))

@@ -16,7 +16,7 @@ from pathlib import Path
 from planner.job.file import Job, parse_job
 from planner.plan import plan_job
 from runtime.config import parse_run_config
-from runtime.coordinator.coordinator import Recovery
+from runtime.coordinator.recovery import Recovery
 from runtime.launch import Resilience, run
 from runtime.processes.fork_server import Nursery
 from runtime.processes.process_manager import Return

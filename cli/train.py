@@ -108,7 +108,7 @@ def train(job: JobFile,
         returns=tuple(Return(worker, at) for worker, at in returns))
     with _refusals(job, folder), _progress(config.training.iterations) as (tell, say):
         result = run(chosen, config, out=folder, nodes=here.nodes, rendezvous=to_open(here), local=here.local,
-                     announce=partial(announce, here), progress=tell, tell=say, resilience=resilience)
+                     announce=partial(announce, here), progress=tell, notify=say, resilience=resilience)
     if json:
         print_json(report(result))
     else:

@@ -1,4 +1,4 @@
-"""What the workers of a run report, put together: iterations, losses, times, digests.
+"""Commit log: what the workers of a run report, put together into iterations, losses, times and digests.
 
 Here it is decided which iterations are committed: those that every member of an order has stepped, and of which it is
 known how (`runtime.model.clipping`). Whoever has not stepped one can then only follow, and whoever has stepped the next
@@ -10,17 +10,17 @@ import statistics
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 
-from runtime.protocol.orders import Factor
-from runtime.protocol.reports import Finished, Ran
+from runtime.protocol.to_coordinator import Finished, Ran
+from runtime.protocol.to_worker import Factor
 from schedules.measured_trace import MeasuredIteration, MeasuredOp, MeasuredTrace
 from schedules.schedule import Worker
 
 
-class LedgerError(RuntimeError):
+class CommitLogError(RuntimeError):
     """Reports that must not be: workers that disagree, or a loss that is not finite. The message is one line."""
 
 
-class Ledger:
+class CommitLog:
     """Collects reports in the order in which they come.
 
     Parameters
@@ -78,12 +78,12 @@ class Ledger:
     def ran(self, report: Ran) -> Iterator[tuple[int, float]]:
         """Enter an iteration of a worker; the iterations, with their losses, that are now committed.
 
-        Raises LedgerError when the loss is not finite.
+        Raises CommitLogError when the loss is not finite.
         """
         if report.order != self._order:
             return
         if report.loss is None and not self._skips:
-            raise LedgerError(f"the loss of iteration {report.iteration} is not finite: try a smaller "
+            raise CommitLogError(f"the loss of iteration {report.iteration} is not finite: try a smaller "
                               "training.learning_rate")
         self._open[report.iteration][report.worker] = report
         yield from self._commit_all()
@@ -97,10 +97,10 @@ class Ledger:
         yield from self._commit_all()
 
     def finished(self, report: Finished) -> None:
-        """Enter the end of a worker. Raises LedgerError when its parameters differ from those of its peers."""
+        """Enter the end of a worker. Raises CommitLogError when its parameters differ from those of its peers."""
         for name, digest in report.digests.items():
             if self.digests.setdefault(name, digest) != digest:
-                raise LedgerError(f"worker {report.worker} ends with another parameter {name} than its peers")
+                raise CommitLogError(f"worker {report.worker} ends with another parameter {name} than its peers")
 
     def measured_period_seconds(self) -> float | None:
         """Median over iterations of the longest busy window of any worker; the first one warms up and counts not."""

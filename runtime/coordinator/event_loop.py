@@ -1,208 +1,297 @@
-"""Node 0's ears: it hears what all workers report, and whose heart has stopped."""
+"""Coordinator event loop: handles messages of workers, missed heartbeats, ends of processes, and planned schedules.
 
-import json
-import math
+One thread, by asyncio. All that happens becomes an event in one queue, and one place handles them in turn; nothing in
+here waits for anything else.
+"""
+
+import asyncio
 import signal
+import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
 
-from torch._C._distributed_c10d import TCPStore
+import msgspec
+from msgspec.structs import replace
 
-from runtime.coordinator.commit_log import Ledger, LedgerError
-from runtime.coordinator.coordinator import Conductor, Recovery, RunError
+from runtime.coordinator.commit_log import CommitLog, CommitLogError
+from runtime.coordinator.coordinator import Coordinator
+from runtime.coordinator.heartbeat_monitor import HeartbeatMonitor
+from runtime.coordinator.loss_file import LossFile
+from runtime.coordinator.planning import RunError, Scheduler, ScheduleService
+from runtime.coordinator.recovery import Recovery
+from runtime.coordinator.server import Connection, serve
 from runtime.processes.fork_server import NurseryError
-from runtime.processes.process_manager import Crew
-from runtime.protocol.failure_injection import Injection, injected_key
-from runtime.protocol.reports import (
+from runtime.processes.process_manager import ProcessManager
+from runtime.protocol.failure_injection import Injection
+from runtime.protocol.setup import Setup
+from runtime.protocol.to_coordinator import (
     Ended,
     Failed,
     Finished,
     Followed,
-    Left,
+    Heartbeat,
+    Injected,
+    JoinNode,
+    JoinWorker,
     Note,
     Paused,
     Ran,
     Ready,
-    Report,
     Settled,
     Started,
+    ToCoordinator,
     Unfollowed,
-    next_report,
 )
-from runtime.worker.heartbeat import beat_key
-from schedules.schedule import Worker
+from runtime.protocol.to_node_agent import NodeSetup, RunEnded, ToNodeAgent
+from schedules.schedule import Schedule, Worker
 
-POLL_SECONDS = 0.02
+LAST_WORDS_SECONDS = 1.0
+"""After the end of a process, for what it said before to arrive."""
+GOODBYE_SECONDS = 2.0
+"""For the agents of other nodes to hear of the end of the run."""
+LOOK_SECONDS = 0.005
 
-Tell = Callable[[Recovery | str], None]
+Notify = Callable[[Recovery | str], None]
 """Called with a recovery, or with something that went wrong and was survived; `str` of it is one line for people."""
-Progress = Callable[[int, float], None]
-"""Called with the number and the loss of each iteration that is committed, in order."""
 
 
-class LossLog:
-    """Losses, as iterations commit: into the file and to whoever looks on."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What the event loop is to see through."""
 
-    def __init__(self, file: TextIO, progress: Progress | None) -> None:
-        self._file = file
-        self._progress = progress
-
-    def write(self, iteration: int, loss: float) -> None:
-        """Enter the next iteration. Raises OSError."""
-        self._file.write(json.dumps({"iteration": iteration, "loss": loss if math.isfinite(loss) else None}) + "\n")
-        self._file.flush()
-        if self._progress is not None:
-            self._progress(iteration, loss)
-
-
-class Hearts:
-    """When each worker's heart was last seen to beat, by this machine's clock."""
-
-    def __init__(self, store: TCPStore, timeout_seconds: float) -> None:
-        self._store = store
-        self._timeout = timeout_seconds
-        self._interval = timeout_seconds / 10
-        self._looked = time.monotonic()
-        self._last: dict[Worker, tuple[int, float]] = {}
-
-    def add(self, worker: Worker) -> None:
-        """Watch a worker that has begun to beat."""
-        self._last[worker] = -1, time.monotonic()
-
-    def remove(self, worker: Worker) -> None:
-        """Watch it no more."""
-        self._last.pop(worker, None)
-
-    def stopped(self) -> list[tuple[Worker, float]]:
-        """Those that have not beaten for too long, each with the time of its last beat."""
-        now = time.monotonic()
-        gap = now - self._looked
-        if gap < self._interval or not self._last:
-            return []
-        workers = sorted(self._last)
-        counts = [int(count) for count in self._store.multi_get([beat_key(worker) for worker in workers])]
-        # While this process did not get to look, as when it was stopped itself, nobody can be blamed.
-        excuse = gap if gap > 3 * self._interval else 0.0
-        for worker, count in zip(workers, counts, strict=True):
-            before, seen = self._last[worker]
-            self._last[worker] = (count, now if count != before else seen + excuse)
-        self._looked = now
-        return [(worker, seen) for worker, (_, seen) in self._last.items() if now - seen > self._timeout]
+    schedule: Schedule
+    scheduler: Scheduler | None
+    setup: Setup
+    shares: Sequence[Sequence[Worker]]
+    """The workers of each node that are there from the start."""
+    injections: Sequence[Injection]
+    out: Path
+    notify: Notify = field(default=lambda _: None)
 
 
-class Watch:
-    """Hears all reports and passes them on, until the workers have left or cannot go on."""
+class EventLoop:
+    """Serves one run, until the workers have left or cannot go on."""
 
-    def __init__(self, conductor: Conductor, ledger: Ledger, store: TCPStore, crew: Crew, out: Path, log: LossLog, *,
-                 heartbeat_timeout_seconds: float, injections: tuple[Injection, ...] = (),
-                 tell: Tell | None = None) -> None:
-        self.left: set[int] = set()
-        """Other nodes that know of the end."""
-        self.notes: list[str] = []
-        self._conductor = conductor
-        self._ledger = ledger
-        self._store = store
-        self._crew = crew
-        self._out = out
+    def __init__(self, run: Run, log: CommitLog, losses: LossFile, processes: ProcessManager) -> None:
+        self._run = run
         self._log = log
-        self._hearts = Hearts(store, heartbeat_timeout_seconds)
-        self._injections = injections
-        self._tell = tell or (lambda _: None)
+        self._losses = losses
+        self._processes = processes
+        self._monitor = HeartbeatMonitor(run.setup.heartbeat_timeout_seconds)
+        self._events: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
+        schedules = None if run.scheduler is None else ScheduleService(
+            run.scheduler, lambda: self._events.put_nowait(lambda: None))
+        setup = run.setup
+        self._coordinator = Coordinator(run.schedule, schedules, self._send, log, ranges=setup.ranges,
+                                        iterations=range(setup.first_iteration,
+                                                         max(setup.first_iteration, setup.iterations)))
+        self._workers: dict[Worker, Connection] = {}
+        self._agents: dict[int, Connection] = {}
+        self._ended: dict[Worker, Ended] = {}
+        """Processes that have ended, as long as what they said may still arrive."""
+        self._injected: dict[int, float] = {}
+        """When each failure on purpose happened."""
         self._corpora: dict[str, Worker] = {}
+        self.notes: list[str] = []
 
-    def until_left(self) -> None:
+    @property
+    def recoveries(self) -> Sequence[Recovery]:
+        """All changes of the workers that take part."""
+        return self._coordinator.recoveries
+
+    async def serve(self, listener: socket.socket) -> None:
         """Return when all is done. Raises RunError when there is no way to go on."""
+        self._processes.connect(self._send_to_agent)
+        server = await serve(listener, self._heard)
+        loop, descriptor = asyncio.get_running_loop(), self._processes.fileno()
+        loop.add_reader(descriptor, self._put, self._take_ends)
+        loop.call_later(self._monitor.interval_seconds, self._look)
+        error: str | None = "node 0 ended the run"
         try:
-            while not self._conductor.left:
-                self.listen(POLL_SECONDS)
-        except (LedgerError, NurseryError, RunError) as error:
-            raise RunError(f"{error}; {self._ledger.next_iteration} iterations are committed, their losses are in "
-                           f"{self._out / 'losses.jsonl'}") from None
+            while not self._coordinator.left:
+                (await self._events.get())()
+                self._coordinator.advance()
+            error = None
+        except (CommitLogError, NurseryError, RunError) as reason:
+            error = (f"{reason}; {self._log.next_iteration} iterations are committed, their losses are in "
+                     f"{self._run.out / 'losses.jsonl'}")
+            raise RunError(error) from None
+        finally:
+            loop.remove_reader(descriptor)
+            server.close()
+            await self._say_goodbye(error)
 
-    def listen(self, seconds: float) -> None:
-        """Hear what there is to hear; without news from processes here, after that long. Raises RunError."""
-        ended = self._crew.poll(seconds)
-        # First what they said, then that they are gone: those who end by themselves have told why.
-        self._hear_all()
-        self._conductor.invite()
-        if self._conductor.ask_for_turn():
-            self._hear_all()
-            self._conductor.check_turn()
-        for end in ended:
-            self._hear(end)
-        for worker, seen in self._hearts.stopped():
-            self._lose(worker, f"worker {worker} stopped answering", seen)
-            self._crew.expel(worker)
+    async def _say_goodbye(self, error: str | None) -> None:
+        """Tell the agents of the other nodes how the run has ended, and wait a moment until they have heard."""
+        for agent in self._agents.values():
+            agent.send(RunEnded(error))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE_SECONDS):
+                while not all(agent.closed for agent in self._agents.values()):
+                    await asyncio.sleep(LOOK_SECONDS)
+        for connection in (*self._workers.values(), *self._agents.values()):
+            connection.close()
 
-    def _hear_all(self) -> None:
-        while (report := next_report(self._store)) is not None:
-            self._hear(report)
+    def _put(self, event: Callable[[], None]) -> None:
+        self._events.put_nowait(event)
 
-    def listen_for_leaving(self) -> None:
-        """Hear which other nodes know of the end; nothing else matters any more."""
-        while (report := next_report(self._store)) is not None:
-            if isinstance(report, Left):
-                self.left.add(report.node)
+    def _heard(self, connection: Connection, message: ToCoordinator | None) -> None:
+        if message is None:
+            self._put(lambda: self._disconnected(connection))
+        else:
+            self._put(lambda: self._handle(connection, message))
 
-    def _hear(self, report: Report) -> None:
-        match report:
+    def _look(self) -> None:
+        self._put(self._give_up_silent)
+        asyncio.get_running_loop().call_later(self._monitor.interval_seconds, self._look)
+
+    def _send(self, worker: Worker, message: msgspec.Struct) -> None:
+        if worker in self._workers:
+            self._workers[worker].send(message)
+
+    def _send_to_agent(self, node: int, message: ToNodeAgent) -> None:
+        if node in self._agents:
+            self._agents[node].send(message)
+
+    def _handle(self, connection: Connection, message: ToCoordinator) -> None:
+        """What a peer says."""
+        peer = connection.peer
+        if isinstance(peer, int):
+            self._handle_agent(connection, peer, message)
+        elif isinstance(message, JoinWorker):
+            self._welcome(connection, message.worker)
+        elif peer is not None and self._workers.get(peer) is connection:
+            self._monitor.heard(peer)
+            self._handle_worker(peer, message)
+
+    def _welcome(self, connection: Connection, worker: Worker) -> None:
+        if worker in self._workers:  # a stranger: a process is started anew only once its end has been handled
+            connection.close()
+            return
+        self._workers[worker] = connection
+        connection.send(replace(self._run.setup, injections=tuple(
+            (index, one) for index, one in enumerate(self._run.injections)
+            if one.worker == worker and index not in self._injected)))
+
+    def _handle_worker(self, worker: Worker, message: ToCoordinator) -> None:
+        coordinator = self._coordinator
+        match message:
+            case Heartbeat():
+                pass
             case Ran():
-                self._commit(self._ledger.ran(report))
+                self._commit(self._log.ran(message))
+                coordinator.ran(message)
             case Settled():
-                self._commit(self._ledger.settled(report.order, report.factor))
+                self._commit(self._log.settled(message.order, message.factor))
             case Started():
-                recovery = self._conductor.started(report)
+                recovery = coordinator.started(message)
                 if recovery is not None:
-                    self._tell(recovery)
+                    self._run.notify(recovery)
             case Paused():
-                if report.settled is not None:
-                    self._commit(self._ledger.settled(report.order, report.settled))
-                self._conductor.paused(report)
+                if message.settled is not None:
+                    self._commit(self._log.settled(message.order, message.settled))
+                coordinator.paused(message)
             case Followed():
-                self._conductor.followed(report)
+                coordinator.followed(message)
             case Unfollowed():
-                self._conductor.unfollowed(report)
+                coordinator.unfollowed(message)
             case Finished():
-                self._conductor.finished(report)
+                coordinator.finished(message)
             case Ready():
-                self._compare_corpus(report)
-                self._hearts.add(report.worker)
-                self._conductor.ready(report)
+                self._compare_corpus(message)
+                self._monitor.add(worker)
+                coordinator.ready(message)
             case Note():
-                self.notes.append(report.text)
-                self._tell(report.text)
-            case Left():
-                self.left.add(report.node)
+                self.notes.append(message.text)
+                self._run.notify(message.text)
+            case Injected():
+                self._injected[message.index] = message.at
             case Failed():
-                log = self._out / "logs" / f"worker-{report.worker}.log"
-                self._lose(report.worker, f"worker {report.worker} failed: {report.reason} (see {log})")
+                self._lose(worker, f"worker {worker} failed: {message.reason} (see {self._log_of(worker)})")
+
+    def _handle_agent(self, connection: Connection, node: int, message: ToCoordinator) -> None:
+        match message:
+            case JoinNode():
+                setup, shares, known = self._run.setup, self._run.shares, 0 < node < self._run.setup.nodes
+                if known:
+                    self._agents[node] = connection
+                connection.send(NodeSetup(tuple(map(len, shares)), setup.device, setup.transport,
+                                          tuple(shares[node]) if known else ()))
             case Ended():
-                self._lose(report.worker, self._describe(report))
-                self._crew.buried(report.worker, self._conductor.number)
+                self._process_ended(message)
+
+    def _disconnected(self, connection: Connection) -> None:
+        """All that a peer said has been handled, and it will say nothing more."""
+        peer = connection.peer
+        if isinstance(peer, Worker):
+            if self._workers.get(peer) is connection:
+                del self._workers[peer]
+                if peer in self._ended:
+                    self._bury(self._ended.pop(peer))
+        elif peer is not None and self._agents.get(peer) is connection:
+            del self._agents[peer]
+            for worker in self._processes.workers_of(peer):
+                # An agent that has lost the coordinator, or has died, ends its workers.
+                if worker in self._monitor:
+                    self._lose(worker, f"worker {worker} is gone with node {peer}")
+
+    def _take_ends(self) -> None:
+        for ended in self._processes.poll():
+            self._process_ended(ended)
+
+    def _process_ended(self, ended: Ended) -> None:
+        """First what a worker said, then that it is gone: one that ends by itself has told why."""
+        if ended.worker in self._workers:
+            self._ended[ended.worker] = ended
+            asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._put, lambda: self._wait_no_more(ended))
+        else:
+            self._bury(ended)
+
+    def _wait_no_more(self, ended: Ended) -> None:
+        if self._ended.get(ended.worker) is ended:
+            self._bury(self._ended.pop(ended.worker))
+
+    def _bury(self, ended: Ended) -> None:
+        """A process has ended, and all that it said has been handled."""
+        self._lose(ended.worker, self._describe(ended))
+        self._processes.ended(ended.worker)
+
+    def _give_up_silent(self) -> None:
+        for worker, heard in self._monitor.missed():
+            self._lose(worker, f"worker {worker} stopped answering", heard)
+            self._processes.kill(worker)
 
     def _commit(self, committed: Iterator[tuple[int, float]]) -> None:
         for iteration, loss in committed:
-            self._log.write(iteration, loss)
-            self._crew.committed(iteration, self._conductor.number)
+            self._losses.write(iteration, loss)
+            self._processes.committed(iteration)
 
-    def _lose(self, worker: Worker, reason: str, since: float | None = None) -> None:
-        self._hearts.remove(worker)
-        if self._conductor.left:
-            return
-        injected = [float(self._store.get(injected_key(index))) for index, one in enumerate(self._injections)
-                    if one.worker == worker and self._store.check([injected_key(index)])]
-        self._conductor.lost(worker, reason, max([*injected, since or 0.0]) or time.monotonic())
+    def _lose(self, worker: Worker, reason: str, since: float = 0.0) -> None:
+        """Count a worker as lost; nothing more is said to it."""
+        self._monitor.remove(worker)
+        connection = self._workers.pop(worker, None)
+        if connection is not None:
+            connection.close()
+        ended = self._ended.pop(worker, None)
+        if ended is not None:
+            self._put(lambda: self._bury(ended))
+        if not self._coordinator.left:
+            injected = [at for index, at in self._injected.items() if self._run.injections[index].worker == worker]
+            self._coordinator.lost(worker, reason, max([since, *injected]) or time.monotonic())
 
     def _compare_corpus(self, report: Ready) -> None:
         self._corpora.setdefault(report.corpus, report.worker)
         if len(self._corpora) > 1:
-            raise LedgerError(f"workers {' and '.join(map(str, self._corpora.values()))} read different texts; give "
-                              "every node the same training.text")
+            raise CommitLogError(f"workers {' and '.join(map(str, self._corpora.values()))} read different texts; give "
+                                 "every node the same training.text")
 
     def _describe(self, ended: Ended) -> str:
         if ended.status < 0:
             return f"worker {ended.worker} was killed by {signal.Signals(-ended.status).name}"
-        log = self._out / "logs" / f"worker-{ended.worker}.log"
-        return f"worker {ended.worker} ended with exit status {ended.status} (see {log})"
+        return f"worker {ended.worker} ended with exit status {ended.status} (see {self._log_of(ended.worker)})"
+
+    def _log_of(self, worker: Worker) -> Path:
+        return self._run.out / "logs" / f"worker-{worker}.log"

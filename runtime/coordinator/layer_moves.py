@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
-from runtime.protocol.orders import Move
+from runtime.protocol.to_worker import Move
 from schedules.schedule import Worker
 
 Holders = Mapping[Worker, Collection[int]]

@@ -19,8 +19,8 @@ from typing import Self
 import msgspec
 
 from runtime.processes.children import environment
-from runtime.processes.worker_start import Birth
-from runtime.protocol.reports import Ended
+from runtime.processes.worker_start import WorkerSpec
+from runtime.protocol.to_coordinator import Ended
 from schedules.schedule import Worker
 
 PR_SET_PDEATHSIG = 1
@@ -64,12 +64,12 @@ class Nursery:
         self._selector.register(self._process.stdout, selectors.EVENT_READ)
         self._alive: set[Worker] = set()
         self.pids: dict[Worker, int] = {}
-        """Of the workers whose birth has been reported."""
+        """Of the workers whose start has been reported."""
 
-    def fork(self, birth: Birth) -> None:
+    def fork(self, spec: WorkerSpec) -> None:
         """Start a worker. Raises NurseryError."""
-        self._alive.add(birth.worker)
-        self._ask(birth)
+        self._alive.add(spec.worker)
+        self._ask(spec)
 
     def kill(self, worker: Worker) -> None:
         """Kill a worker, even one that is stopped; nothing happens where it has ended. Raises NurseryError."""
@@ -88,6 +88,11 @@ class Nursery:
         except NurseryError:  # then they have gone with it
             self._alive.clear()
             self.pids.clear()
+
+    def fileno(self) -> int:
+        """For a selector: readable when `poll` has something to tell."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
 
     def poll(self, seconds: float) -> list[Ended]:
         """The workers that have ended, waiting at most that long for some news. Raises NurseryError."""
@@ -123,7 +128,7 @@ class Nursery:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, request: Birth | Kill | KillAll) -> None:
+    def _ask(self, request: WorkerSpec | Kill | KillAll) -> None:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(msgspec.json.encode(request) + b"\n")
@@ -150,7 +155,7 @@ class _Lines:
 class _Server:
     """The nursery's side: one thread, so that forking is safe."""
 
-    def __init__(self, work: Callable[[Birth], int]) -> None:
+    def __init__(self, work: Callable[[WorkerSpec], int]) -> None:
         self._work = work
         self._asked = _Lines(0)
         self._selector = selectors.DefaultSelector()
@@ -173,8 +178,8 @@ class _Server:
 
     def _answer(self) -> None:
         for line in self._asked.read():
-            request = msgspec.json.decode(line, type=Birth | Kill | KillAll)
-            if isinstance(request, Birth):
+            request = msgspec.json.decode(line, type=WorkerSpec | Kill | KillAll)
+            if isinstance(request, WorkerSpec):
                 self._fork(request)
             elif isinstance(request, Kill):
                 self._kill(request.worker)
@@ -191,32 +196,32 @@ class _Server:
             if self._selector.get_key(watch).data == worker:
                 os.kill(pid, signal.SIGKILL)
 
-    def _fork(self, birth: Birth) -> None:
+    def _fork(self, spec: WorkerSpec) -> None:
         watch, life = os.pipe()
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._become_worker(birth, parent)
+            self._become_worker(spec, parent)
         # With the only other end in the worker, the pipe closes when it dies, however it dies.
         os.close(life)
         self._alive[watch] = pid
-        self._selector.register(watch, selectors.EVENT_READ, birth.worker)
-        _tell(Born(birth.worker, pid))
+        self._selector.register(watch, selectors.EVENT_READ, spec.worker)
+        _tell(Born(spec.worker, pid))
 
-    def _become_worker(self, birth: Birth, parent: int) -> None:
+    def _become_worker(self, spec: WorkerSpec, parent: int) -> None:
         status = 1
         try:
             _die_with(parent)
             for descriptor in self._alive:
                 os.close(descriptor)
-            birth.log.parent.mkdir(parents=True, exist_ok=True)
-            for path, descriptor in ((Path(os.devnull), 0), (birth.log, 1)):
-                fresh = 0 if birth.after else os.O_TRUNC  # one that comes back writes below what it wrote before
+            spec.log.parent.mkdir(parents=True, exist_ok=True)
+            for path, descriptor in ((Path(os.devnull), 0), (spec.log, 1)):
+                fresh = 0 if spec.restarted else os.O_TRUNC  # one that comes back writes below what it wrote before
                 opened = os.open(path, os.O_RDWR | os.O_CREAT | fresh | os.O_APPEND, 0o666)
                 os.dup2(opened, descriptor)
                 os.close(opened)
             os.dup2(1, 2)
-            status = self._work(birth)
+            status = self._work(spec)
         except BaseException:
             traceback.print_exc()
         finally:

@@ -1,16 +1,19 @@
 """The processes of a run's workers, on all nodes: which node has which, who is killed, who comes back, and when."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-from torch._C._distributed_c10d import TCPStore
 
 from runtime.processes.fork_server import Nursery
-from runtime.processes.worker_start import Birth
-from runtime.protocol.rendezvous import Rendezvous, pop
-from runtime.protocol.reports import Ended
+from runtime.processes.worker_start import WorkerSpec
+from runtime.protocol.rendezvous import Rendezvous
+from runtime.protocol.to_coordinator import Ended
+from runtime.protocol.to_node_agent import KillWorker, StartWorker, ToNodeAgent
 from schedules.schedule import Worker
+
+SendToAgent = Callable[[int, ToNodeAgent], None]
+"""Sends a message to the agent of a node; nothing happens where that is not there."""
 
 
 class Return(msgspec.Struct, frozen=True):
@@ -20,102 +23,108 @@ class Return(msgspec.Struct, frozen=True):
     iteration: int
 
 
-class Fork(msgspec.Struct, frozen=True, tag=True):
-    """For the launcher of another node: start a worker."""
+class NodeProcesses:
+    """Starts and ends the worker processes of this node; GPUs are dealt in turn, from `first_card` on."""
 
-    worker: Worker
-    after: int
-
-
-class Expel(msgspec.Struct, frozen=True, tag=True):
-    """For the launcher of another node: kill a worker."""
-
-    worker: Worker
-
-
-Command = Fork | Expel
-
-
-class Hands:
-    """Starts and ends worker processes on this machine, cards dealt in turn."""
-
-    def __init__(self, nursery: Nursery, rendezvous: Rendezvous, workers: Sequence[Worker], cards: int,
+    def __init__(self, fork_server: Nursery, coordinator: Rendezvous, workers: Sequence[Worker], cards: int,
                  out: Path, first_card: int = 0) -> None:
-        self._nursery = nursery
-        self._rendezvous = rendezvous
-        self._cards = {worker: (first_card + index) % cards if cards else None
-                       for index, worker in enumerate(workers)}
+        self._fork_server = fork_server
+        self._coordinator = coordinator
+        self._cards = cards
+        self._first_card = first_card
+        self._places = {worker: index for index, worker in enumerate(workers)}
         self._out = out
 
-    def start(self) -> None:
-        """Start all workers that are to be here. Raises NurseryError."""
-        for worker in self._cards:
-            self.do(Fork(worker, 0))
+    def start_all(self) -> None:
+        """Start all workers that are to be here from the start. Raises NurseryError."""
+        for worker in tuple(self._places):
+            self.do(StartWorker(worker, restarted=False))
 
-    def do(self, command: Command) -> None:
-        """Follow a command. Raises NurseryError."""
-        if isinstance(command, Expel):
-            self._nursery.kill(command.worker)
-        elif not self._nursery.lives(command.worker):
-            self._nursery.fork(Birth(command.worker, self._rendezvous, self._cards.get(command.worker),
-                                     str(self._out), command.after))
+    def do(self, command: StartWorker | KillWorker) -> None:
+        """Do what the coordinator says. Raises NurseryError."""
+        if isinstance(command, KillWorker):
+            self._fork_server.kill(command.worker)
+        elif not self._fork_server.lives(command.worker):
+            self._fork_server.fork(WorkerSpec(command.worker, self._coordinator, self.card(command.worker),
+                                              str(self._out), command.restarted))
 
-    def poll(self, seconds: float) -> list[Ended]:
+    def card(self, worker: Worker) -> int | None:
+        """The GPU of a worker; None where there are none."""
+        place = self._places.setdefault(worker, len(self._places))
+        return (self._first_card + place) % self._cards if self._cards else None
+
+    def fileno(self) -> int:
+        """For a selector: readable when `poll` has something to tell."""
+        return self._fork_server.fileno()
+
+    def poll(self) -> list[Ended]:
         """The workers here that have ended. Raises NurseryError."""
-        return self._nursery.poll(seconds)
+        return self._fork_server.poll(0)
 
 
-class Crew:
-    """Node 0's hold on all processes."""
+class ProcessManager:
+    """Node 0's hold on all processes.
 
-    def __init__(self, hands: Hands, store: TCPStore, nodes: Mapping[Worker, int],
-                 returns: Sequence[Return] = (), absent: Sequence[Worker] = ()) -> None:
-        self._hands = hands
-        self._store = store
+    Parameters
+    ----------
+    nodes
+        Where each worker is; those that are not there from the start are on node 0.
+    returns
+        Who is to be started again.
+    absent
+        Who is not there from the start.
+    """
+
+    def __init__(self, local: NodeProcesses, nodes: Mapping[Worker, int], returns: Sequence[Return] = (),
+                 absent: Sequence[Worker] = ()) -> None:
+        self._local = local
         self._nodes = nodes
         self._later = list(returns)
         self._due: set[Worker] = set()
         self._dead = set(absent)
+        self._send: SendToAgent = lambda *_: None
 
-    def poll(self, seconds: float) -> list[Ended]:
-        """The workers of node 0 that have ended, waiting so long for news. Raises NurseryError."""
-        return self._hands.poll(seconds)
+    def connect(self, send: SendToAgent) -> None:
+        """From now on, reach the agents of other nodes."""
+        self._send = send
 
-    def expel(self, worker: Worker) -> None:
+    def fileno(self) -> int:
+        """For a selector: readable when `poll` has something to tell."""
+        return self._local.fileno()
+
+    def poll(self) -> list[Ended]:
+        """The workers of node 0 that have ended. Raises NurseryError."""
+        return self._local.poll()
+
+    def workers_of(self, node: int) -> list[Worker]:
+        """Those that are on a node."""
+        return [worker for worker, place in self._nodes.items() if place == node]
+
+    def kill(self, worker: Worker) -> None:
         """Kill a worker's process, wherever it is. Raises NurseryError."""
-        self._do(Expel(worker))
+        self._do(KillWorker(worker))
 
-    def buried(self, worker: Worker, after: int) -> None:
+    def ended(self, worker: Worker) -> None:
         """A process has ended; start it anew if that is due. Raises NurseryError."""
         self._dead.add(worker)
-        self._bring_back(after)
+        self._bring_back()
 
-    def committed(self, iteration: int, after: int) -> None:
+    def committed(self, iteration: int) -> None:
         """The iteration after this one begins. Raises NurseryError."""
         for one in [one for one in self._later if one.iteration <= iteration + 1]:
             self._later.remove(one)
             self._due.add(one.worker)
-        self._bring_back(after)
+        self._bring_back()
 
-    def _bring_back(self, after: int) -> None:
+    def _bring_back(self) -> None:
         for worker in sorted(self._due & self._dead):
             self._due.remove(worker)
             self._dead.remove(worker)
-            self._do(Fork(worker, after))
+            self._do(StartWorker(worker))
 
-    def _do(self, command: Command) -> None:
+    def _do(self, command: StartWorker | KillWorker) -> None:
         node = self._nodes.get(command.worker, 0)
         if node == 0:
-            self._hands.do(command)
+            self._local.do(command)
         else:
-            self._store.queue_push(_queue(node), msgspec.json.encode(command).decode())
-
-
-def next_command(store: TCPStore, node: int) -> Command | None:
-    """The next thing that node 0 wants done on another node; None when there is nothing."""
-    message = pop(store, _queue(node))
-    return None if message is None else msgspec.json.decode(message, type=Command)
-
-
-def _queue(node: int) -> str:
-    return f"node/{node}/commands"
+            self._send(node, command)

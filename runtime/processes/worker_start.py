@@ -1,4 +1,4 @@
-"""What a worker's process is told when it is forked."""
+"""What a worker's process is told when it is started."""
 
 from pathlib import Path
 
@@ -8,17 +8,18 @@ from runtime.protocol.rendezvous import Rendezvous
 from schedules.schedule import Worker
 
 
-class Birth(msgspec.Struct, frozen=True, tag=True):
-    """A worker to be forked."""
+class WorkerSpec(msgspec.Struct, frozen=True, tag=True):
+    """A worker to be started."""
 
     worker: Worker
-    rendezvous: Rendezvous
+    coordinator: Rendezvous
+    """Where the coordinator listens."""
     card: int | None
     """The GPU it computes on; None on a CPU."""
     out: str
     """The run's folder: parameters go to `parameters/`, whatever the process prints to `logs/`."""
-    after: int = 0
-    """The last order (`runtime.protocol.orders`) given before it was born."""
+    restarted: bool = False
+    """Whether the run has been going on without it."""
 
     @property
     def log(self) -> Path:

@@ -1,20 +1,18 @@
 """Failures on purpose: a worker that kills or stops itself, or raises, at a given place. For tests and rehearsals.
 
 Places are met in this order in every iteration: the ops of the program by their number, `A` and `O` before the first
-op of that kind, `stepped` after the last op, `reported` after the launcher has been told. When a worker takes an order
-that starts in that iteration: `ordered` before it meets the others, `met` before layers move, `moved` after.
+op of that kind, `stepped` after the last op, `reported` after the coordinator has been told. When a worker takes an
+order that starts in that iteration: `ordered` before it meets the others, `met` before layers move, `moved` after.
 Where layers move while all train: `asked` at a source, before the step of an iteration whose state it is to give;
 `loaded` at the target, when it has a layer of it; `followed` at the target, when it has all, with the order's number.
 """
 
 import os
 import signal
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import msgspec
-from torch._C._distributed_c10d import TCPStore
 
 from schedules.schedule import Worker
 
@@ -36,18 +34,20 @@ class InjectedError(RuntimeError):
     """The exception that an injection raises."""
 
 
-def injected_key(index: int) -> str:
-    """Holds when an injection happened, by the clock that all processes of a machine share (time.monotonic)."""
-    return f"injected/{index}"
-
-
 class Injector:
-    """A worker's own failures to come."""
+    """A worker's own failures to come.
 
-    def __init__(self, injections: Sequence[Injection], worker: Worker, store: TCPStore) -> None:
-        self._store = store
-        self._mine = {(one.iteration, one.place): (index, one.action) for index, one in enumerate(injections)
-                      if one.worker == worker and not store.check([injected_key(index)])}
+    Parameters
+    ----------
+    injections
+        Each with its index among all failures of the run.
+    announce
+        Called with an index just before that failure: it must return only when the coordinator will hear of it.
+    """
+
+    def __init__(self, injections: Iterable[tuple[int, Injection]], announce: Callable[[int], None]) -> None:
+        self._announce = announce
+        self._mine = {(one.iteration, one.place): (index, one.action) for index, one in injections}
         self.cut: Callable[[], None] = lambda: None
         """Breaks the worker's connections."""
 
@@ -59,7 +59,7 @@ class Injector:
         if found is None:
             return
         index, action = found
-        self._store.set(injected_key(index), str(time.monotonic()))
+        self._announce(index)
         if action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif action == "stop":

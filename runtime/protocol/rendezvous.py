@@ -1,25 +1,21 @@
-"""Where the processes of a run meet: one key-value store, hosted by node 0.
-
-It holds what every worker must know (the schedule, the configuration, the lighthouse's address), carries the workers'
-reports back to the launcher, and lets process groups find each other. Everything in it is JSON, never pickle. Whoever
-can reach its port can join the run: it listens on the address it is given and nowhere else, loopback by default.
-"""
+"""Where the coordinator listens, and torch's key-value store, through which process groups find each other."""
 
 import contextlib
 import socket
 import struct
 import sys
-from collections.abc import Iterator
 from datetime import timedelta
 
 import msgspec
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed import DistError, QueueEmptyError
+from torch.distributed import DistError
 
 from runtime.errors import first_line
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(seconds=60)
+BACKLOG = 4096
+"""Connections that may wait to be accepted: all workers come at once."""
 
 
 class RendezvousError(RuntimeError):
@@ -27,7 +23,7 @@ class RendezvousError(RuntimeError):
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
-    """The address of the store."""
+    """An address to meet at."""
 
     host: str
     port: int
@@ -45,44 +41,37 @@ class Rendezvous(msgspec.Struct, frozen=True):
         return cls(host, int(port))
 
 
-@contextlib.contextmanager
-def asking_node_0() -> Iterator[None]:
-    """Use the store in here. Raises RendezvousError when node 0 is gone."""
-    try:
-        yield
-    except DistError as error:
-        raise RendezvousError(f"node 0 is gone: {first_line(error)}") from None
+def listen(rendezvous: Rendezvous | None = None) -> tuple[socket.socket, Rendezvous]:
+    """Open the coordinator's listening socket, on a free port of loopback unless told otherwise.
 
-
-def host_store(rendezvous: Rendezvous | None = None) -> tuple[TCPStore, Rendezvous]:
-    """Open the store, on a free port of this machine's loopback unless told otherwise. Raises RendezvousError."""
+    Raises RendezvousError.
+    """
     wanted = rendezvous or Rendezvous(LOOPBACK, 0)
     family = socket.AF_INET6 if ":" in wanted.host else socket.AF_INET
     try:
-        listener = socket.create_server((wanted.host, wanted.port), family=family)
-        opened = Rendezvous(wanted.host, listener.getsockname()[1])
+        listener = socket.create_server((wanted.host, wanted.port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise RendezvousError(f"cannot open the meeting point {wanted}: {_reason(error)}") from None
+    return listener, Rendezvous(wanted.host, listener.getsockname()[1])
+
+
+def host_store(rendezvous: Rendezvous | None = None) -> tuple[TCPStore, Rendezvous]:
+    """Open torch's key-value store, on a free port of loopback unless told otherwise. Raises RendezvousError."""
+    listener, opened = listen(rendezvous)
+    try:
         return TCPStore(opened.host, opened.port, is_master=True, wait_for_workers=False, timeout=TIMEOUT,
                         master_listen_fd=listener.detach()), opened
-    except (OSError, DistError) as error:
-        raise RendezvousError(f"cannot open the meeting point {wanted}: {_reason(error)}") from None
+    except DistError as error:
+        raise RendezvousError(f"cannot open the meeting point {opened}: {_reason(error)}") from None
 
 
 def connect_store(rendezvous: Rendezvous, timeout: timedelta = TIMEOUT) -> TCPStore:
-    """Reach the store that node 0 hosts, waiting for it to open. Raises RendezvousError."""
+    """Reach a key-value store, waiting for it to open. Raises RendezvousError."""
     try:
         return TCPStore(rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=timeout)
     except DistError as error:
         raise RendezvousError(f"cannot reach the meeting point {rendezvous} within {timeout.total_seconds():.0f} s: "
                               f"{_reason(error)}") from None
-
-
-def pop(store: TCPStore, queue: str) -> bytes | None:
-    """The next message of a queue, None when there is none."""
-    try:
-        message: bytes = store.queue_pop(queue, False)
-    except QueueEmptyError:
-        return None
-    return message
 
 
 def address_towards(rendezvous: Rendezvous) -> str:

@@ -1,4 +1,4 @@
-"""What all workers of a run must know besides the schedule, as JSON in the store."""
+"""What a worker must know before its first order."""
 
 from datetime import timedelta
 from typing import Literal
@@ -9,9 +9,9 @@ import torch
 from runtime.config import RunConfig
 from runtime.model.stage import Boundary
 from runtime.protocol.failure_injection import Injection
+from runtime.protocol.rendezvous import Rendezvous
 from runtime.replay.communication import Transport
 
-SETUP_KEY = "setup"
 JOIN_TIMEOUT = timedelta(minutes=10)
 """For all workers to be there: on several machines, people start them."""
 
@@ -34,8 +34,8 @@ class Form(msgspec.Struct, frozen=True, array_like=True):
         return Boundary(self.input_shape, _dtype(self.input_dtype), self.output_shape, _dtype(self.output_dtype))
 
 
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What all workers of a run must know besides the schedule."""
+class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The answer to `JoinWorker`: what a worker must know besides the schedule. It prepares, and is `Ready`."""
 
     config: RunConfig
     first_iteration: int
@@ -46,7 +46,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     nodes: int
     transport: Transport
     device: Literal["cpu", "cuda"]
-    lighthouse: str
+    store: Rendezvous
+    """torch's key-value store, where process groups find each other."""
     columns: tuple[int, ...]
     """Of the worker that holds each stage."""
     ranges: tuple[tuple[int, int], ...]
@@ -63,7 +64,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """How fast a layer goes to each worker that fetches it while all train, at most."""
     checkpoint_every: int = 0
     """Iterations from one checkpoint to the next; 0: none."""
-    injections: tuple[Injection, ...] = ()
+    injections: tuple[tuple[int, Injection], ...] = ()
+    """This worker's failures on purpose that have not happened yet, by their index among all."""
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -4,14 +4,12 @@ import os
 import sys
 import time
 from contextlib import ExitStack
-from datetime import timedelta
 
 import msgspec
 import torch
 
-from runtime.coordinator.membership import Lighthouse, Member
 from runtime.processes.children import ChildError, Children
-from runtime.protocol.rendezvous import LOOPBACK, Rendezvous, connect_store, host_store, interface_towards
+from runtime.protocol.rendezvous import Rendezvous, connect_store, host_store, interface_towards
 from runtime.replay.communication import Communicator, Membership
 from schedules.schedule import Worker
 
@@ -34,7 +32,6 @@ class Greeting(msgspec.Struct, frozen=True):
 
 class _Task(msgspec.Struct, frozen=True):
     worker: Worker
-    lighthouse: str
     rendezvous: Rendezvous
 
 
@@ -43,10 +40,8 @@ class Greeters:
 
     def __init__(self) -> None:
         with ExitStack() as stack:
-            lighthouse = Lighthouse(LOOPBACK, len(WORKERS))
-            stack.callback(lighthouse.close)
             self._store, opened = host_store()
-            tasks = [_Task(worker, lighthouse.url, opened) for worker in WORKERS]
+            tasks = [_Task(worker, opened) for worker in WORKERS]
             self._children = stack.enter_context(Children("runtime.tools.self_test", tasks, apart=True))
             self._stack = stack.pop_all()
 
@@ -69,27 +64,25 @@ class Greeters:
 def _greet(task: _Task) -> Greeting:
     """One side: the first worker sends, the second sends back one more."""
     began = time.perf_counter()
-    with Member(task.lighthouse, task.worker) as member:
-        quorum = member.join(timedelta(seconds=30))
-        store = connect_store(task.rendezvous)
-        communicator = Communicator(Membership(quorum.number, quorum.ranks, task.worker), {0: WORKERS},
-                                    transport="gloo", device=torch.device("cpu"), store=store)
-        met = time.perf_counter()
-        (peer,) = (worker for worker in WORKERS if worker != task.worker)
-        ball = torch.arange(NUMBERS, dtype=torch.float32)
-        for _ in range(ROUNDS):
-            if task.worker == WORKERS[0]:
-                communicator.send(ball, peer, 1).wait()
-                ball = communicator.receive((NUMBERS,), torch.float32, peer, 1).take()
-            else:
-                ball = communicator.receive((NUMBERS,), torch.float32, peer, 1).take() + 1
-                communicator.send(ball, peer, 1).wait()
-        seconds = (time.perf_counter() - met) / (2 * ROUNDS)
-        communicator.sum_over_stage(0, [ball])
-        if not torch.equal(ball, 2 * (torch.arange(NUMBERS, dtype=torch.float32) + ROUNDS)):
-            raise GreetingError("gloo gave other numbers than were sent")
-        communicator.wait_for_all()
-        communicator.drop()
+    store = connect_store(task.rendezvous)
+    membership = Membership(1, {worker: rank for rank, worker in enumerate(WORKERS)}, task.worker)
+    communicator = Communicator(membership, {0: WORKERS}, transport="gloo", device=torch.device("cpu"), store=store)
+    met = time.perf_counter()
+    (peer,) = (worker for worker in WORKERS if worker != task.worker)
+    ball = torch.arange(NUMBERS, dtype=torch.float32)
+    for _ in range(ROUNDS):
+        if task.worker == WORKERS[0]:
+            communicator.send(ball, peer, 1).wait()
+            ball = communicator.receive((NUMBERS,), torch.float32, peer, 1).take()
+        else:
+            ball = communicator.receive((NUMBERS,), torch.float32, peer, 1).take() + 1
+            communicator.send(ball, peer, 1).wait()
+    seconds = (time.perf_counter() - met) / (2 * ROUNDS)
+    communicator.sum_over_stage(0, [ball])
+    if not torch.equal(ball, 2 * (torch.arange(NUMBERS, dtype=torch.float32) + ROUNDS)):
+        raise GreetingError("gloo gave other numbers than were sent")
+    communicator.wait_for_all()
+    communicator.drop()
     return Greeting(met - began, seconds)
 
 

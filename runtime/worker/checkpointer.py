@@ -1,32 +1,30 @@
-"""When a worker writes checkpoints, and of which layers."""
+"""Checkpointer: when a worker writes checkpoints, and of which layers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 
 from runtime.model.checkpoint import CheckpointError, Saving, identity_of, save
-from runtime.protocol.orders import Finish
-from runtime.protocol.reports import Note, push
 from runtime.protocol.setup import Setup
+from runtime.protocol.to_worker import Finish
 from runtime.worker.stage_store import Holdings
 from schedules.schedule import Worker
 
 
-class Keeper:
+class Checkpointer:
     """Saves what is committed, every few iterations and at the end; one worker of each stage does.
 
-    A checkpoint that cannot be written ends no training: the launcher is told, and the earlier ones stay.
+    A checkpoint that cannot be written ends no training: `notify` is called with the reason, and the earlier ones stay.
     """
 
-    def __init__(self, setup: Setup, layers: int, store: TCPStore, worker: Worker) -> None:
+    def __init__(self, setup: Setup, layers: int, worker: Worker, notify: Callable[[str], None]) -> None:
         self._folder = None if setup.checkpoints is None else Path(setup.checkpoints)
         self._every = setup.checkpoint_every
         self._first = setup.first_iteration
         self._identity = identity_of(setup.config, layers)
-        self._store = store
         self._worker = worker
+        self._notify = notify
         self._saving: Saving | None = None
 
     def due(self, iteration: int) -> bool:
@@ -40,10 +38,10 @@ class Keeper:
         if self._folder is not None and states:
             self._saving = save(self._folder, iteration, states, self._identity)
 
-    def save_last(self, order: Finish, holdings: Holdings) -> None:
+    def save_last(self, order: Finish, stage_store: Holdings) -> None:
         """Save, to the end, the layers that an order gives to this worker."""
         layers = [layer for layer, worker in order.writers if worker == self._worker]
-        self.save(order.first_iteration, {layer: holdings.layer_state(layer) for layer in layers})
+        self.save(order.first_iteration, {layer: stage_store.layer_state(layer) for layer in layers})
         self._wait()
 
     def _wait(self) -> None:
@@ -52,4 +50,4 @@ class Keeper:
             try:
                 saving.wait()
             except CheckpointError as error:
-                push(self._store, Note(self._worker, str(error)))
+                self._notify(str(error))

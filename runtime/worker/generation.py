@@ -1,58 +1,61 @@
-"""One worker's part in one order: it meets the others, takes the layers it lacks, and runs iterations.
+"""A generation: one worker's part in one order for training. It meets the others, takes the layers it lacks, and runs.
 
-A shift ends when the order does: because all iterations are done, because it was told to stop before the next one, or
-because something broke. In all cases `go_back` leaves exactly the iterations that are committed.
+It ends when the order does: because all iterations are done, because it was told to stop before the next one, or
+because something broke. In all cases `leave` leaves exactly the iterations that are committed.
 """
 
-import math
+import queue
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from runtime.coordinator.membership import Member, MembershipError
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import Data, Microbatch
 from runtime.model.stage import Boundary
 from runtime.model.steps import Steps
+from runtime.protocol.channel import Channel
 from runtime.protocol.failure_injection import Injector
-from runtime.protocol.orders import Factor, Train, turn_key
-from runtime.protocol.rendezvous import asking_node_0
-from runtime.protocol.reports import Paused, Ran, Settled, Started, push
+from runtime.protocol.rendezvous import RendezvousError
 from runtime.protocol.setup import Setup
+from runtime.protocol.to_coordinator import Paused, Ran, Settled, Started
+from runtime.protocol.to_worker import Acknowledged, Factor, Order, ToWorker, Train
 from runtime.replay.communication import CommunicationError, Communicator, Membership
 from runtime.replay.exchange import Exchange
 from runtime.replay.executor import Executor
 from runtime.replay.placement import reduce_group
 from runtime.replay.recorder import Recorder
 from runtime.replay.stuck_calls import OPEN_CALLS
-from runtime.worker.checkpointer import Keeper
-from runtime.worker.heartbeat import Pulse
+from runtime.worker.checkpointer import Checkpointer
+from runtime.worker.connections import Connections
 from runtime.worker.layer_receiver import Follower
 from runtime.worker.layer_sender import Source
 from runtime.worker.layer_transfer import exchange_layers
-from runtime.worker.meeting import Meeting, Outcome
 from runtime.worker.sockets import Sockets
 from runtime.worker.stage_store import Holdings
 from schedules.schedule import OpKind, Schedule, Worker
 
-LOOK_SECONDS = 0.05
 STUCK_SECONDS = 1.0
 """Once connections are cut, calls into a process group return in milliseconds, or never."""
+MEETING_SECONDS = 0.1
+"""Making a process group can block where nothing can be cut yet: on a peer that died before it connected."""
+ANSWER_SECONDS = 600.0
+"""The coordinator acknowledges an iteration in a millisecond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plant:
+class WorkerContext:
     """What a worker has from order to order."""
 
     worker: Worker
+    channel: Channel[ToWorker]
     store: TCPStore
+    """Where process groups find each other."""
     setup: Setup
     device: torch.device
     layers: int
@@ -60,10 +63,9 @@ class Plant:
     corpus: Data
     boundaries: Sequence[Boundary]
     """Of all stages."""
-    holdings: Holdings
-    pulse: Pulse
+    stage_store: Holdings
     injector: Injector
-    keeper: Keeper
+    checkpointer: Checkpointer
     source: Source
     follower: Follower
 
@@ -72,174 +74,197 @@ class Plant:
         return self.source.sockets() | self.follower.sockets()
 
 
-class Shift:
-    """Follows one order to its end."""
+class Generation:
+    """Follows one order for training.
 
-    def __init__(self, plant: Plant, order: Train, schedule: Schedule) -> None:
-        self._plant = plant
+    `run` is for a thread of its own, which computes, and makes and closes the connections. The main thread calls
+    `end`, `acknowledged` and `abandon_if_stuck`, which return at once.
+    """
+
+    def __init__(self, context: WorkerContext, order: Train, schedule: Schedule) -> None:
+        self._context = context
         self._order = order
         self._schedule = schedule
-        self._worker = plant.worker
-        self._meeting = Meeting(plant.lasting_sockets)
-        self._epoch: Communicator | None = None
+        self._worker = context.worker
+        self._connections = Connections(context.lasting_sockets)
+        self._acknowledged: queue.SimpleQueue[Acknowledged] = queue.SimpleQueue()
+        self._communicator: Communicator | None = None
         self._steps: Steps | None = None
+        self._thread: threading.Thread | None = None
+        self._over = threading.Event()
+        """The next order has come: nobody reads from the connections any more."""
+        self._ended_at: float | None = None
+        self._paused = False
 
-    def work(self, founder: Member | None, timeout: timedelta) -> Paused:
-        """Do what the order says; how it ended. Raises RendezvousError, and what goes wrong within this worker.
+    @property
+    def number(self) -> int:
+        """Of the order."""
+        return self._order.number
 
-        After an end as planned the connections stay open until `end`: others may still read from them. All is done in a
-        thread, which is left behind where it is stuck in a process group after the order is over
-        (`runtime.replay.stuck_calls`).
-        """
-        outcomes: list[Outcome[Paused]] = []
-        thread = threading.Thread(target=lambda: outcomes.append(Outcome(lambda: self._work(founder, timeout))),
-                                  daemon=True, name="shift")
-        thread.start()
-        over = math.inf
-        while thread.is_alive():
-            thread.join(LOOK_SECONDS)
-            over = min(over, time.monotonic()) if self._meeting.over else math.inf
-            if time.monotonic() - over > STUCK_SECONDS and OPEN_CALLS.abandon(thread.ident or 0, STUCK_SECONDS):
-                self._plant.pulse.unwatch()
-                self._epoch = None  # the thread keeps it: dropping what is stuck would not return
-                return self._paused("stuck in a process group")
-        (outcome,) = outcomes
-        if outcome.error is not None:
-            raise outcome.error
-        assert outcome.value is not None
-        return outcome.value
-
-    def _work(self, founder: Member | None, timeout: timedelta) -> Paused:
-        plant, meeting = self._plant, self._meeting
-        if plant.device.type == "cuda":
-            torch.cuda.set_device(plant.device)  # of each thread its own
-        plant.injector.cut = meeting.cut
-        reason = None
-        try:
-            plant.pulse.watch(self._order.number, meeting.end)
-            plant.injector.at(self._order.first_iteration, "ordered")
-            if founder is not None:
-                meeting.hold(lambda: founder.join(timeout))
-            self._epoch = meeting.hold(self._meet, Communicator.drop)
-            self._iterate(self._epoch)
-        except (CommunicationError, MembershipError) as error:
-            reason = str(error)
-            self.end()
-        return self._paused(reason)
-
-    def _paused(self, reason: str | None) -> Paused:
-        settled = None if self._steps is None or self._steps.settled is None else Factor(*self._steps.settled)
-        return Paused(self._worker, self._order.number, tuple(sorted(self._plant.holdings.stages)), settled, reason)
+    @property
+    def ending(self) -> bool:
+        """Whether the order has ended, and this has not said yet that it has stopped."""
+        return self._ended_at is not None and not self._paused
 
     def end(self) -> None:
-        """Close all connections; peers that wait for this worker are released."""
-        self._plant.pulse.unwatch()
-        epoch, self._epoch = self._epoch, None
-        if epoch is not None:
-            dropping = threading.Thread(target=epoch.drop, daemon=True, name="drop")
-            dropping.start()
-            dropping.join(STUCK_SECONDS)
+        """The order has ended: break the connections, so that `run` stops whatever it waits for."""
+        self._ended_at = time.monotonic()
+        self._connections.end()
 
-    def go_back(self, committed: int, factor: Factor | None) -> None:
-        """Keep the iterations up to `committed`, and nothing of any later one."""
+    def acknowledged(self, message: Acknowledged) -> None:
+        """The coordinator has a report."""
+        self._acknowledged.put(message)
+
+    def abandon_if_stuck(self) -> None:
+        """Where the thread is stuck in a process group after the order has ended, leave it behind, and go on without.
+
+        See `runtime.replay.stuck_calls`. If it ever comes out, it ends.
+        """
+        assert self._ended_at is not None
+        if self._thread is None:
+            return
+        patience = MEETING_SECONDS if self._communicator is None else STUCK_SECONDS
+        if time.monotonic() - self._ended_at > patience and OPEN_CALLS.abandon(self._thread.ident or 0, patience):
+            self._thread = None
+            self._connections.release()
+            self._communicator = None  # the thread keeps it: dropping what is stuck would not return
+            self._say_paused("stuck in a process group")
+
+    def run(self) -> None:
+        """Do what the order says, and say how it ended; then close the connections, once nobody reads from them.
+
+        Raises RendezvousError, AbandonedError, and what goes wrong within this worker.
+        """
+        self._thread = threading.current_thread()
+        self._context.injector.cut = self._connections.cut
+        reason = None
+        try:
+            self._context.injector.at(self._order.first_iteration, "ordered")
+            self._connections.require()
+            self._communicator = self._meet()
+            self._connections.made()
+            self._iterate(self._communicator)
+        except CommunicationError as error:
+            reason = str(error)
+        self._say_paused(reason)
+        if reason is None:
+            self._over.wait()  # for as long as the others take; when the coordinator is gone, the process ends
+        self._connections.release()
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.drop()
+
+    def leave(self, order: Order) -> None:
+        """The next order has come: close the connections, and keep the iterations that are committed, no later one."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(STUCK_SECONDS)  # it may be stuck for good
         if self._steps is not None:
+            committed, factor = order.first_iteration - 1, order.factor
             assert factor is None or factor.iteration == committed
             self._steps.go_back(committed, None if factor is None else factor.factor)
-        self._plant.holdings.discard()
+        self._context.stage_store.discard()
+
+    def _say_paused(self, reason: str | None) -> None:
+        self._paused = True
+        settled = None if self._steps is None or self._steps.settled is None else Factor(*self._steps.settled)
+        self._context.channel.send(Paused(self._worker, self.number, tuple(sorted(self._context.stage_store.stages)),
+                                          settled, reason))
 
     def _meet(self) -> Communicator:
-        order, plant = self._order, self._plant
+        order, context = self._order, self._context
         members = sorted(seat.worker for seat in self._schedule.seats)
         return Communicator(
             Membership(order.number, {worker: rank for rank, worker in enumerate(members)}, self._worker),
             {self._schedule.grid.original(index): reduce_group(self._schedule, index) for index in self._needed()},
-            transport=plant.setup.transport, device=plant.device, store=plant.store,
-            sums=watches_gradients(plant.setup.config.training), require=self._meeting.require)
+            transport=context.setup.transport, device=context.device, store=context.store,
+            sums=watches_gradients(context.setup.config.training), require=self._connections.require)
 
     def _needed(self) -> tuple[int, ...]:
         return self._schedule.grid.stages_of(self._schedule.seat_of[self._worker].role.column)
 
-    def _take_layers(self, epoch: Communicator) -> None:
-        order, plant = self._order, self._plant
-        plant.injector.at(order.first_iteration, "met")
-        if order.first_iteration == plant.setup.first_iteration:
-            plant.holdings.add_initial(self._needed())
-        plant.holdings.adopt(plant.follower.take(order, self._meeting.require))
-        states = exchange_layers(epoch, self._worker, order.moves, plant.holdings.layer_state)
-        plant.holdings.replace(self._needed(), states)
-        plant.injector.at(order.first_iteration, "moved")
+    def _take_layers(self, communicator: Communicator) -> None:
+        order, context = self._order, self._context
+        context.injector.at(order.first_iteration, "met")
+        if order.first_iteration == context.setup.first_iteration:
+            context.stage_store.add_initial(self._needed())
+        context.stage_store.adopt(context.follower.take(order, self._connections.require))
+        states = exchange_layers(communicator, self._worker, order.moves, context.stage_store.layer_state)
+        context.stage_store.replace(self._needed(), states)
+        context.injector.at(order.first_iteration, "moved")
 
-    def _iterate(self, epoch: Communicator) -> None:
-        order, plant, setup = self._order, self._plant, self._plant.setup
-        self._take_layers(epoch)
-        recorder = Recorder(plant.device, epoch.clock_offset() if setup.nodes > 1 else 0.0)
-        stages, training = plant.holdings.stages, setup.config.training
+    def _iterate(self, communicator: Communicator) -> None:
+        order, context, setup = self._order, self._context, self._context.setup
+        self._take_layers(communicator)
+        recorder = Recorder(context.device, communicator.clock_offset() if setup.nodes > 1 else 0.0)
+        stages, training = context.stage_store.stages, setup.config.training
         iterations = range(order.first_iteration, setup.iterations)
-        exchange = Exchange(self._schedule, epoch, plant.boundaries, iterations)
-        first_of_team = [index for index in stages if reduce_group(self._schedule, index)[0] == self._worker]
+        exchange = Exchange(self._schedule, communicator, context.boundaries, iterations)
+        first_of_group = [index for index in stages if reduce_group(self._schedule, index)[0] == self._worker]
         self._steps = steps = Steps(
-            stages, plant.holdings.optimizers, training, layers=plant.layers, speaks_for=first_of_team,
-            share=epoch.sum_over_all if watches_gradients(training) else None,
+            stages, context.stage_store.optimizers, training, layers=context.layers, speaks_for=first_of_group,
+            share=communicator.sum_over_all if watches_gradients(training) else None,
             staggered=self._schedule.optimizer == "staggered", stepped=self._pass_on)
-        executor = Executor(self._schedule, stages=stages, steps=steps, communicator=epoch, exchange=exchange,
-                            feed=self._read, recorder=recorder, gate=partial(self._gate, first_of_team))
-        push(plant.store, Started(self._worker, order.number))
+        executor = Executor(self._schedule, stages=stages, steps=steps, communicator=communicator, exchange=exchange,
+                            feed=self._read, recorder=recorder, gate=partial(self._gate, first_of_group))
+        context.channel.send(Started(self._worker, order.number))
         for iteration in iterations:
             recorder.begin(traced=iteration >= setup.iterations - setup.traced)
             loss = executor.run(iteration)
-            plant.injector.at(iteration, "stepped")
-            if self._tell(iteration, loss, recorder):
+            context.injector.at(iteration, "stepped")
+            if self._report(iteration, loss, recorder):
                 break
         steps.settle()
         exchange.flush()
 
-    def _gate(self, first_of_team: Sequence[int], iteration: int, place: int, kind: OpKind) -> None:
+    def _gate(self, first_of_group: Sequence[int], iteration: int, place: int, kind: OpKind) -> None:
         """Before each op: stop when the order is over; before O: copy what this step would overwrite, for those who
         are to have it."""
-        plant = self._plant
-        self._meeting.require()
-        plant.injector.at(iteration, place)
+        context = self._context
+        self._connections.require()
+        context.injector.at(iteration, place)
         if kind is OpKind.A:
-            plant.injector.at(iteration, "A")
+            context.injector.at(iteration, "A")
         elif kind is OpKind.O:
-            plant.injector.at(iteration, "O")
-            if plant.keeper.due(iteration):
+            context.injector.at(iteration, "O")
+            if context.checkpointer.due(iteration):
                 # Whoever is about to step an iteration knows that all have stepped the one before.
-                plant.keeper.save(iteration, {
-                    layer: plant.holdings.layer_state(layer) for index in first_of_team
-                    for layer in range(*plant.holdings.stages[index].layers)})
-            plant.source.wait_for_room(self._meeting.require)
-            if plant.source.asked:
-                plant.injector.at(iteration, "asked")
-                plant.source.before_step(iteration, plant.holdings)
+                context.checkpointer.save(iteration, {
+                    layer: context.stage_store.layer_state(layer) for index in first_of_group
+                    for layer in range(*context.stage_store.stages[index].layers)})
+            context.source.wait_for_room(self._connections.require)
+            if context.source.asked:
+                context.injector.at(iteration, "asked")
+                context.source.before_step(iteration, context.stage_store)
 
     def _pass_on(self, iteration: int) -> None:
-        self._plant.source.stepped(iteration, self._plant.holdings)
+        self._context.source.stepped(iteration, self._context.stage_store)
 
-    def _tell(self, iteration: int, loss: float, recorder: Recorder) -> bool:
-        """Report an iteration; whether to stop before the next one. Raises CommunicationError when it is too late to.
+    def _report(self, iteration: int, loss: float, recorder: Recorder) -> bool:
+        """Report an iteration; whether to stop before the next one.
 
         When this returns, the report has arrived. So whoever steps the next iteration, for which all others must have
         begun it, knows that the reports of this one are there, even of those that have died since.
         """
-        plant = self._plant
+        context, number = self._context, self.number
         assert self._steps is not None
-        push(plant.store, Ran(self._worker, self._order.number, iteration, loss if abs(loss) < float("inf") else None,
-                              recorder.window_seconds(), recorder.ops()))
-        if self._worker == self._schedule.seats[0].worker and watches_gradients(plant.setup.config.training):
-            self._steps.when_settled(self._tell_settled)
-        with asking_node_0():
-            turn = plant.store.add(turn_key(self._order.number), 0)
-        plant.injector.at(iteration, "reported")
-        if turn and iteration + 1 > turn:
-            raise CommunicationError(f"was to stop before iteration {turn}, and has run it")
-        return turn == iteration + 1
+        context.channel.send(Ran(self._worker, number, iteration, loss if abs(loss) < float("inf") else None,
+                                 recorder.window_seconds(), recorder.ops()))
+        if self._worker == self._schedule.seats[0].worker and watches_gradients(context.setup.config.training):
+            self._steps.when_settled(self._report_settled)
+        try:
+            answer = self._acknowledged.get(timeout=ANSWER_SECONDS)
+        except queue.Empty:
+            raise RendezvousError(f"node 0 has not answered within {ANSWER_SECONDS:.0f} s") from None
+        assert answer.iteration == iteration
+        context.injector.at(iteration, "reported")
+        return answer.stop
 
-    def _tell_settled(self) -> None:
+    def _report_settled(self) -> None:
         assert self._steps is not None and self._steps.settled is not None
-        push(self._plant.store, Settled(self._order.number, Factor(*self._steps.settled)))
+        self._context.channel.send(Settled(self.number, Factor(*self._steps.settled)))
 
     def _read(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        config, device = self._plant.setup.config, self._plant.device
-        tokens, targets = self._plant.corpus.batch(microbatch, config.training.batch, config.model.context)
+        config, device = self._context.setup.config, self._context.device
+        tokens, targets = self._context.corpus.batch(microbatch, config.training.batch, config.model.context)
         return tokens.to(device), targets.to(device)

@@ -17,15 +17,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 
 from runtime.config import TrainingConfig
 from runtime.model.optimizer import StageOptimizer, build_optimizer
 from runtime.model.stage import Stage
 from runtime.protocol.failure_injection import InjectedError, Injector
-from runtime.protocol.orders import Fetch, Train, await_fetch
 from runtime.protocol.rendezvous import RendezvousError
-from runtime.protocol.reports import Followed, Report, Unfollowed
+from runtime.protocol.to_coordinator import Followed, Unfollowed
+from runtime.protocol.to_worker import Fetch, Train
 from runtime.replay.communication import TIMEOUT, CommunicationError
 from runtime.worker.layer_frames import Ask, Even, FrameError, Mark, State, Step, Subject, read_frame, write_frame
 from runtime.worker.sockets import Sockets, sockets_of
@@ -34,6 +33,7 @@ from schedules.schedule import Worker
 CONNECT_SECONDS = 10.0
 LOOK_SECONDS = 0.005
 Build = Callable[[int], tuple[Stage, StageOptimizer]]
+Tell = Callable[[Followed | Unfollowed], None]
 
 
 class Fetched(NamedTuple):
@@ -55,7 +55,7 @@ class Follower:
         Called from other threads.
     """
 
-    def __init__(self, worker: Worker, build: Build, tell: Callable[[Report], None], injector: Injector,
+    def __init__(self, worker: Worker, build: Build, tell: Tell, injector: Injector,
                  training: TrainingConfig, device: torch.device) -> None:
         self._worker = worker
         self._follow = partial(_Following, worker=worker, build=build, tell=tell, injector=injector, training=training,
@@ -63,18 +63,6 @@ class Follower:
         self._lock = threading.Lock()
         self._followings: dict[int, _Following] = {}
         """By the order during which they are: who has not begun an order may hear of a fetch in it already."""
-
-    def listen(self, store: TCPStore, after: int) -> None:
-        """Begin each `Fetch` as it comes, in a thread; `store` is this thread's own."""
-        def hear() -> None:
-            # When node 0 is gone there is nothing to hear; the main thread finds out by itself.
-            with contextlib.suppress(RendezvousError):
-                number = after
-                while True:
-                    number += 1
-                    self.begin(await_fetch(store, number))
-
-        threading.Thread(target=hear, daemon=True, name="fetches").start()
 
     def begin(self, fetch: Fetch) -> None:
         """Drop what is being fetched in the same order, and fetch this."""
@@ -118,7 +106,7 @@ class Follower:
 class _Following:
     """One fetch: a thread builds the stages, then one for each source applies what that says."""
 
-    def __init__(self, fetch: Fetch, worker: Worker, build: Build, tell: Callable[[Report], None], injector: Injector,
+    def __init__(self, fetch: Fetch, worker: Worker, build: Build, tell: Tell, injector: Injector,
                  training: TrainingConfig, device: torch.device) -> None:
         self.fetch = fetch
         self._worker = worker

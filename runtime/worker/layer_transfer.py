@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from runtime.model.tensor_labels import MAX_BYTES, Label, labels_of, require_sane
-from runtime.protocol.orders import Move
+from runtime.protocol.to_worker import Move
 from runtime.replay.communication import CommunicationError, Communicator, Outgoing
 from schedules.schedule import Worker
 

@@ -1,18 +1,18 @@
-"""One worker's process: it builds its layers, and follows the orders of the launcher until it may leave."""
+"""One worker's process: it builds its layers, and follows the coordinator's orders until it may leave."""
 
 import os
+import selectors
+import socket
 import sys
+import threading
+import time
 import traceback
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import torch
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed import DistError
 
 from runtime.config import ModelConfig, RunConfig
-from runtime.coordinator.membership import Member
 from runtime.errors import first_line
 from runtime.model.checkpoint import load, open_checkpoint
 from runtime.model.data import load_corpus
@@ -21,36 +21,43 @@ from runtime.model.layers import model_for, parameter_dtype
 from runtime.model.optimizer import StageOptimizer, build_optimizer
 from runtime.model.parameters import save_layer
 from runtime.model.stage import Stage
-from runtime.processes.worker_start import Birth
+from runtime.processes.worker_start import WorkerSpec
+from runtime.protocol import to_worker
+from runtime.protocol.channel import Channel
 from runtime.protocol.failure_injection import Injector
-from runtime.protocol.orders import FETCHES_KEY, Finish, Leave, Train, await_order
 from runtime.protocol.rendezvous import RendezvousError, address_towards, connect_store, interface_towards
-from runtime.protocol.reports import Failed, Finished, Ready, push
-from runtime.protocol.setup import JOIN_TIMEOUT, SETUP_KEY, Setup
-from runtime.worker.checkpointer import Keeper
-from runtime.worker.generation import Plant, Shift
-from runtime.worker.heartbeat import Pulse
+from runtime.protocol.setup import Setup
+from runtime.protocol.to_coordinator import Failed, Finished, Heartbeat, Injected, JoinWorker, Note, Ready
+from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, Leave, Order, ToWorker, Train
+from runtime.replay.stuck_calls import AbandonedError
+from runtime.worker.checkpointer import Checkpointer
+from runtime.worker.generation import Generation, WorkerContext
 from runtime.worker.layer_receiver import Follower
 from runtime.worker.layer_sender import Source
 from runtime.worker.stage_store import Holdings
 from schedules.codec import decode
 
+CONNECT_SECONDS = 60.0
+HEARTBEATS_PER_TIMEOUT = 5
+LOOK_SECONDS = 0.02
+"""While a generation should come to its end."""
 
-def main(birth: Birth) -> int:
-    """Run one worker to its end; its exit status. What goes wrong is reported to the launcher."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(birth.rendezvous) or "")
+
+def main(spec: WorkerSpec) -> int:
+    """Run one worker to its end; its exit status. What goes wrong is reported to the coordinator."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(spec.coordinator) or "")
     try:
-        store = connect_store(birth.rendezvous)
+        channel = Channel(spec.coordinator, JoinWorker(spec.worker), to_worker.decode, CONNECT_SECONDS)
         try:
-            _Worker(birth, store).live()
-        except (RendezvousError, DistError):
+            return _Worker(spec, channel).serve()
+        except RendezvousError:
             raise
         except Exception as error:
             traceback.print_exc()
-            push(store, Failed(birth.worker, f"{type(error).__name__}: {first_line(error)}"))
-        else:
-            return 0
-    except (RendezvousError, DistError) as error:
+            channel.send(Failed(spec.worker, f"{type(error).__name__}: {first_line(error)}"))
+        finally:
+            channel.close()
+    except RendezvousError as error:
         # Without node 0 there is nobody to tell.
         print(first_line(error), file=sys.stderr)
     return 1
@@ -65,71 +72,122 @@ def warm_up() -> None:
 
 
 class _Worker:
-    """One worker's part in one run."""
+    """One worker's part in one run. Its main thread reads the channel, sends heartbeats, and never computes."""
 
-    def __init__(self, birth: Birth, store: TCPStore) -> None:
-        self._birth = birth
-        self._worker = birth.worker
-        self._store = store
-        self._setup = setup = msgspec.json.decode(store.get(SETUP_KEY), type=Setup)
-        pulse = Pulse(birth.rendezvous, birth.worker, after=birth.after,
-                      timeout_seconds=setup.heartbeat_timeout_seconds)
-        training, device = setup.config.training, _claim_device(setup.device, birth.card)
+    def __init__(self, spec: WorkerSpec, channel: Channel[ToWorker]) -> None:
+        self._spec = spec
+        self._worker = spec.worker
+        self._channel = channel
+        self._setup = setup = channel.wait_for(Setup)
+        training, device = setup.config.training, _claim_device(setup.device, spec.card)
         torch.set_num_threads(training.threads)
         model = model_for(setup.config.model, training.seed, parameter_dtype(training.dtype), device)
         self._model = model
-        self._holdings = Holdings(self._build, self._restore)
-        injector = Injector(setup.injections, birth.worker, pulse.store)
-        follower = Follower(birth.worker, self._holdings.fresh, partial(push, pulse.store), injector, training, device)
-        follower.listen(connect_store(birth.rendezvous), store.add(FETCHES_KEY, 0))
-        self._plant = Plant(
-            worker=birth.worker, store=store, setup=setup, device=device,
-            layers=model.layers, corpus=load_corpus(setup.config), holdings=self._holdings, pulse=pulse,
-            boundaries=[form.boundary() for form in setup.forms],
-            injector=injector, keeper=Keeper(setup, model.layers, store, birth.worker), follower=follower,
-            source=Source(address_towards(birth.rendezvous), setup.fetch_bytes_per_second))
-        self._shift: Shift | None = None
+        self._stage_store = Holdings(self._build, self._restore)
+        injector = Injector(setup.injections,
+                            lambda index: channel.send(Injected(spec.worker, index, time.monotonic())))
+        self._context = WorkerContext(
+            worker=spec.worker, channel=channel, store=connect_store(setup.store), setup=setup, device=device,
+            layers=model.layers, corpus=load_corpus(setup.config), stage_store=self._stage_store,
+            boundaries=[form.boundary() for form in setup.forms], injector=injector,
+            checkpointer=Checkpointer(setup, model.layers, spec.worker,
+                                      lambda text: channel.send(Note(spec.worker, text))),
+            follower=Follower(spec.worker, self._stage_store.fresh, channel.send, injector, training, device),
+            source=Source(address_towards(spec.coordinator), setup.fetch_bytes_per_second))
+        self._generation: Generation | None = None
+        self._finishing = threading.Lock()
+        self._error: BaseException | None = None
+        self._waker, self._woken = socket.socketpair()
 
-    def live(self) -> None:
-        """Follow orders. Raises whatever goes wrong within this worker."""
-        if self._birth.after:
+    def serve(self) -> int:
+        """Do what the coordinator says until this worker may leave; the exit status.
+
+        Raises RendezvousError when node 0 is gone, and whatever goes wrong within this worker.
+        """
+        if self._spec.restarted:
             # It will most likely play its own role: what takes time is done while the others train.
-            self._holdings.prepare(index for index, column in enumerate(self._setup.columns)
-                                   if column == self._worker.column)
-        push(self._store, Ready(self._worker, self._plant.corpus.digest, self._plant.source.address))
-        founder = Member(self._setup.lighthouse, self._worker) if self._birth.after == 0 else None
-        number, taken_in = self._birth.after, False
-        while True:
-            number += 1
-            order = await_order(self._store, number)
-            self._end_shift(order)
-            match order:
-                case Leave():
-                    break
-                case Finish():
-                    self._finish(order)
-                case Train():
-                    schedule = decode(bytes(order.schedule))
-                    if self._worker in schedule.seat_of:
-                        taken_in = True
-                        self._shift = Shift(self._plant, order, schedule)
-                        push(self._store, self._shift.work(founder if order.founding else None, JOIN_TIMEOUT))
-                    elif taken_in:
-                        print(f"worker {self._worker} was given up by the others, in order {number}", file=sys.stderr)
-                        break
-                    else:
-                        self._plant.follower.drop(order)
-        if founder is not None:
-            founder.close()
+            self._stage_store.prepare(index for index, column in enumerate(self._setup.columns)
+                                      if column == self._worker.column)
+        interval = self._setup.heartbeat_timeout_seconds / HEARTBEATS_PER_TIMEOUT
+        self._channel.send(Ready(self._worker, self._context.corpus.digest, self._context.source.address))
+        beat = time.monotonic() + interval
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._channel, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            while True:
+                ending = self._generation is not None and self._generation.ending
+                pause = max(0.0, beat - time.monotonic())
+                ready = selector.select(min(pause, LOOK_SECONDS) if ending else pause)
+                if self._error is not None:
+                    raise self._error
+                for message in self._channel.read() if any(key.fileobj is self._channel for key, _ in ready) else ():
+                    if isinstance(message, Leave):
+                        return 0
+                    self._handle(message)
+                if time.monotonic() >= beat:
+                    self._channel.send(Heartbeat())
+                    beat = time.monotonic() + interval
+                if self._generation is not None and self._generation.ending:
+                    self._generation.abandon_if_stuck()
 
-    def _end_shift(self, order: Train | Finish | Leave) -> None:
+    def _handle(self, message: ToWorker) -> None:
+        generation = self._generation
+        match message:
+            case Train():
+                schedule = decode(bytes(message.schedule))
+                if self._worker in schedule.seat_of:
+                    self._generation = next_one = Generation(self._context, message, schedule)
+                    self._begin(f"generation {message.number}", lambda: self._train(message, next_one, generation))
+                else:
+                    self._context.follower.drop(message)
+            case Finish():
+                self._generation = None
+                self._begin("finish", lambda: self._finish(message, generation))
+            case EndOrder() if generation is not None and generation.number == message.order:
+                generation.end()
+            case Acknowledged() if generation is not None and generation.number == message.order:
+                generation.acknowledged(message)
+            case Fetch():
+                self._context.follower.begin(message)
+
+    def _begin(self, name: str, work: Callable[[], None]) -> None:
+        """Do something that takes its time in a thread; what goes wrong there ends the main thread."""
+        def run() -> None:
+            try:
+                if self._context.device.type == "cuda":
+                    torch.cuda.set_device(self._context.device)  # of each thread its own
+                work()
+            except AbandonedError:
+                pass
+            except BaseException as error:
+                self._error = error
+                self._waker.send(b"!")
+
+        threading.Thread(target=run, daemon=True, name=name).start()
+
+    def _train(self, order: Train, generation: Generation, previous: Generation | None) -> None:
+        self._leave(previous, order)
+        generation.run()
+
+    def _leave(self, previous: Generation | None, order: Order) -> None:
         """Let go of the connections, which others may have read from until now, and forget what was not committed."""
-        if self._shift is not None:
-            self._shift.end()
-            if not isinstance(order, Leave):
-                self._shift.go_back(order.first_iteration - 1, order.factor)
-                self._plant.source.ordered(order.number, order.first_iteration - 1)
-            self._shift = None
+        if previous is not None:
+            previous.leave(order)
+            self._context.source.ordered(order.number, order.first_iteration - 1)
+
+    def _finish(self, order: Finish, previous: Generation | None) -> None:
+        """Write some layers; tell the digests of all, which must agree between peers."""
+        with self._finishing:
+            self._leave(previous, order)
+            stages = self._stage_store.stages.values()
+            for layer, worker in order.writers:
+                if worker == self._worker:
+                    stage = next(stage for stage in stages if layer in range(*stage.layers))
+                    save_layer(Path(self._spec.out), layer, stage.layer_state(layer))
+            self._context.checkpointer.save_last(order, self._stage_store)
+            digests = {name: tensor_digest(name, parameter) for stage in stages
+                       for name, parameter in stage.parameters().items()}
+            self._channel.send(Finished(self._worker, order.number, digests))
 
     def _build(self, index: int) -> tuple[Stage, StageOptimizer]:
         setup = self._setup
@@ -146,18 +204,6 @@ class _Worker:
         if self._setup.resume is not None:
             for layer, state in load(open_checkpoint(Path(self._setup.resume)), range(*stage.layers)).items():
                 optimizer.load_layer_state(layer, state)
-
-    def _finish(self, order: Finish) -> None:
-        """Write some layers; tell the digests of all, which must agree between peers."""
-        stages = self._holdings.stages.values()
-        for layer, worker in order.writers:
-            if worker == self._worker:
-                stage = next(stage for stage in stages if layer in range(*stage.layers))
-                save_layer(Path(self._birth.out), layer, stage.layer_state(layer))
-        self._plant.keeper.save_last(order, self._holdings)
-        digests = {name: tensor_digest(name, parameter) for stage in stages
-                   for name, parameter in stage.parameters().items()}
-        push(self._store, Finished(self._worker, order.number, digests))
 
 
 def _claim_device(kind: str, card: int | None) -> torch.device:

@@ -46,19 +46,22 @@ def _layers(grid: Grid, column: int) -> set[object]:
     return held
 
 
-def relabel(schedule: Schedule, failed: Iterable[Worker]) -> Schedule | None:
+def relabel(schedule: Schedule, failed: Iterable[Worker], *, held_elsewhere: bool = False) -> Schedule | None:
     """The same schedule for other failed workers, as many as it has empty roles; None where that is impossible.
 
-    It is impossible where a column has no live worker left to load its parameters from, and where the role of a fast
-    worker would go to a slower one. The result passes `schedules.check` if `schedule` does, and has the same period.
-    In `schedule` every worker must play its own role. Raises ValueError where it does not, or the numbers differ.
+    It is impossible where a column has no live worker left to load its parameters from, unless they are
+    `held_elsewhere`: by workers of other columns, whose roles have moved before. It is also impossible where the role
+    of a fast worker would go to a slower one. The result passes `schedules.check` if `schedule` does, and has the same
+    period. In `schedule` every worker must play its own role. Raises ValueError where it does not, or the numbers
+    differ.
     """
     down = tuple(sorted(set(failed)))
     if len(down) != len(schedule.failed):
         raise ValueError(f"{len(down)} failed workers for a schedule with {len(schedule.failed)} empty roles")
     if any(seat.worker != seat.role for seat in schedule.seats):
         raise ValueError("a schedule with moved workers cannot be relabelled again")
-    if set(range(schedule.grid.columns)) != {worker.column for worker in set(schedule.grid.workers()) - set(down)}:
+    live = {worker.column for worker in set(schedule.grid.workers()) - set(down)}
+    if not held_elsewhere and live != set(range(schedule.grid.columns)):
         return None
     renumbered = _renumber(schedule, down)
     empty = {Worker(renumbered[role.pipeline], role.column) for role in schedule.failed}

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from planner.job.file import Job
-from runtime.coordinator.coordinator import Scheduler
+from runtime.coordinator.planning import Scheduler
 from runtime.launch import Resilience, RunResult, run
 from runtime.protocol.failure_injection import Action, Injection, Place
 from schedules.schedule import BackwardMode, OptimizerMode, Worker

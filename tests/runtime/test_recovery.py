@@ -3,14 +3,14 @@
 import os
 import signal
 import threading
+import time
 from itertools import chain
 
 import pytest
+from cli.survival import scheduler
 
 from planner.normalise import PlanOptions, normal_form
-from runtime import launch
-from runtime.coordinator.coordinator import NoScheduleError, RunError
-from runtime.coordinator.membership import Lighthouse
+from runtime.coordinator.planning import NoScheduleError, RunError
 from runtime.launch import Resilience, join, run
 from runtime.model.checkpoint import latest
 from runtime.processes.fork_server import Nursery
@@ -18,8 +18,10 @@ from runtime.processes.process_manager import Return
 from runtime.protocol.rendezvous import Rendezvous, host_store
 from schedules.schedule import Worker
 from schedules.tables.relabel import relabel
-from tests.runtime.failing import CONFIG, JOB, LONG, TIMEOUT_SECONDS, WIDE, at, dead, planned, returned, train
+from tests.runtime.failing import JOB, LONG, TIMEOUT_SECONDS, WIDE, at, dead, planned, returned, train
 from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
+
+PLANNING_SECONDS = 3.0
 
 
 @pytest.mark.parametrize("kills", [
@@ -108,6 +110,45 @@ def test_roles_move_after_failures_and_back(nursery, tmp_path):
     assert any(seat.role.column != seat.worker.column for seat in chain(*(one.moves for one in used)))
 
 
+def test_all_workers_of_a_stage_die_after_one_of_another_stage_has_taken_over_there(nursery, tmp_path):
+    """It holds the stage's layers: the others take them from it, by a schedule that is planned on the spot."""
+    options = PlanOptions(method="greedy", time_limit=1)
+    on_the_spot = scheduler(WIDE, planned(WIDE)(()), None)
+
+    def table(down):
+        found = relabel(normal_form(WIDE, len(down), options).schedule, down) if len(down) <= 2 else None
+        return found or on_the_spot(down)
+
+    result = train([at("0.0", 2, 3), at("1.0", 4, "stepped"), at("2.0", 7, 1)], nursery, tmp_path, job=WIDE,
+                   config=tiny(iterations=10), scheduler=table)
+    assert dead(result) == ["0.0", "1.0", "2.0"] and result.recoveries[-1].live == 3
+
+
+def test_whoever_dies_or_hangs_while_a_schedule_is_planned_is_noticed_at_once(tmp_path):
+    """Planning blocks nothing: neither news of processes nor heartbeats, for the lack of which nobody is given up."""
+    noticed = {}
+
+    def gone(fork_server, name, number):
+        os.kill(fork_server.pids[Worker.parse(name)], number)
+        began = time.monotonic()
+        while Worker.parse(name) in fork_server.pids and time.monotonic() < began + 2 * PLANNING_SECONDS:
+            time.sleep(0.01)
+        noticed[name] = time.monotonic() - began
+
+    def slow(down):
+        if len(down) == 1:
+            gone(own, "1.1", signal.SIGKILL)
+            gone(own, "2.0", signal.SIGSTOP)
+            time.sleep(PLANNING_SECONDS)
+        return planned(WIDE)(down)
+
+    with Nursery() as own:
+        result = train([at("0.0", 2)], own, tmp_path, job=WIDE, scheduler=lambda down: slow(down) if down else
+                       planned(WIDE)(()), heartbeat_timeout_seconds=1.0)
+    assert noticed["1.1"] < 1.0 and noticed["2.0"] < 3.0
+    assert dead(result) == ["0.0", "1.1", "2.0"] and len(result.recoveries) == 1
+
+
 def test_a_whole_node_dies(nursery, tmp_path):
     store, rendezvous = host_store()
     del store
@@ -172,24 +213,3 @@ def test_one_comes_back_after_the_checkpoint_of_the_start_is_gone(nursery, tmp_p
     result = run(schedule_for(JOB), LONG, out=tmp_path, nursery=nursery, resilience=given)
     assert not first.path.exists()
     assert dead(result) == returned(result) == ["0.0"]
-
-
-def test_the_lighthouse_may_go_once_all_have_met(nursery, tmp_path, monkeypatch):
-    opened = []
-
-    class Kept(Lighthouse):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            opened.append(self)
-
-        def close(self):
-            if self in opened:
-                opened.remove(self)
-                super().close()
-
-    monkeypatch.setattr(launch, "Lighthouse", Kept)
-    given = Resilience(scheduler=planned(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS, injections=(at("0.0", 3),))
-    result = run(schedule_for(JOB), CONFIG, out=tmp_path, nursery=nursery, resilience=given,
-                 progress=lambda *_: [one.close() for one in list(opened)])
-    assert dead(result) == ["0.0"]
-    assert_same_numbers(result, judge(CONFIG, JOB.microbatches, 6))

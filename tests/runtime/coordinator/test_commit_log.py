@@ -2,9 +2,9 @@ from itertools import permutations
 
 import pytest
 
-from runtime.coordinator.commit_log import Ledger, LedgerError
-from runtime.protocol.orders import Factor
-from runtime.protocol.reports import Finished, Ran
+from runtime.coordinator.commit_log import CommitLog, CommitLogError
+from runtime.protocol.to_coordinator import Finished, Ran
+from runtime.protocol.to_worker import Factor
 from tests.jobs import grid
 from tests.runtime.running import schedule_for
 
@@ -12,8 +12,8 @@ SCHEDULE = schedule_for(grid(3, 1, 1))
 WORKERS = [seat.worker for seat in SCHEDULE.seats]
 
 
-def begun(**options) -> Ledger:
-    ledger = Ledger("job", **options)
+def begun(**options) -> CommitLog:
+    ledger = CommitLog("job", **options)
     ledger.begin(1, WORKERS)
     return ledger
 
@@ -38,7 +38,7 @@ def test_an_iteration_is_committed_by_all_and_in_order():
 def test_peers_must_end_with_the_same_parameters():
     ledger = begun()
     ledger.finished(Finished(WORKERS[0], 1, {"0.weight": "a"}))
-    with pytest.raises(LedgerError, match=r"worker 1\.0 ends with another parameter 0\.weight than its peers"):
+    with pytest.raises(CommitLogError, match=r"worker 1\.0 ends with another parameter 0\.weight than its peers"):
         ledger.finished(Finished(WORKERS[1], 1, {"0.weight": "b"}))
 
 

@@ -1,15 +1,16 @@
-"""What node 0 decides, told by hand what workers report."""
+"""What the coordinator decides, told by hand what workers report."""
 
 import time
+from collections import defaultdict
 
 import pytest
 
-from runtime.coordinator.commit_log import Ledger
-from runtime.coordinator.coordinator import Conductor
+from runtime.coordinator.commit_log import CommitLog
+from runtime.coordinator.coordinator import Coordinator
 from runtime.coordinator.join_planning import FAILURES, PAUSE_SECONDS
-from runtime.protocol.orders import Move, Train, await_fetch, await_order, over_key, turn_key
-from runtime.protocol.rendezvous import host_store
-from runtime.protocol.reports import Followed, Paused, Ran, Ready, Unfollowed
+from runtime.coordinator.planning import NoScheduleError, RunError
+from runtime.protocol.to_coordinator import Followed, Paused, Ran, Ready, Unfollowed
+from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Move, Train
 from schedules.codec import decode
 from schedules.schedule import Worker
 from tests.jobs import grid
@@ -17,121 +18,199 @@ from tests.runtime.running import schedule_for
 
 JOB = grid(2, 2, 2)
 BACK = Worker(1, 1)
+MEMBERS = [Worker(0, 0), Worker(0, 1), Worker(1, 0)]
+WIDE = grid(3, 2, 2)
+WIDE_MEMBERS = [*MEMBERS, Worker(2, 0), Worker(2, 1)]
+
+
+class Planner:
+    """Answers at once, or when it is told to; like `ScheduleService`, it is busy with one question at a time."""
+
+    def __init__(self, job) -> None:
+        self.job = job
+        self.slow = False
+        self.asked: list[tuple[Worker, ...]] = []
+        self._answers = {}
+
+    def get(self, down):
+        if down not in self._answers:
+            if self.slow:
+                self.asked += [] if self.asked else [down]
+                return None
+            self.answer(down)
+        answer = self._answers[down]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def answer(self, down, error=None):
+        self.asked = []
+        self._answers[down] = error or schedule_for(self.job, list(map(str, down)))
+
+    def forget(self):
+        self._answers.clear()
+
+
+class Run:
+    """A run in which 1.1 is down and the others train."""
+
+    def __init__(self, job=JOB) -> None:
+        self.log, self.planner = CommitLog("job"), Planner(job)
+        self.sent = defaultdict(list)
+        self.coordinator = Coordinator(schedule_for(job, [str(BACK)]), self.planner,
+                                       lambda worker, message: self.sent[worker].append(message), self.log,
+                                       iterations=range(100), ranges=[(0, 2), (2, 4)])
+        for worker in MEMBERS if job is JOB else WIDE_MEMBERS:
+            self.coordinator.ready(ready(worker))
+        assert self.coordinator.number == 1
+
+    def last(self, kind, worker=MEMBERS[0]):
+        return next((message for message in reversed(self.sent[worker]) if isinstance(message, kind)), None)
+
+    def ran(self, iteration, workers=MEMBERS):
+        """Whether each of them is told to stop."""
+        for worker in workers:
+            list(self.log.ran(Ran(worker, 1, iteration, 0.0, 1.0)))
+            self.coordinator.ran(Ran(worker, 1, iteration, 0.0, 1.0))
+            self.coordinator.advance()
+        return [self.last(Acknowledged, worker).stop for worker in workers]
+
+    def paused(self, workers=MEMBERS):
+        for worker in workers:
+            self.coordinator.paused(Paused(worker, self.coordinator.number, (worker.column,), None, None))
+
+    def followed(self, fetch):
+        self.coordinator.followed(Followed(BACK, fetch))
+        self.coordinator.advance()
 
 
 @pytest.fixture
 def run():
-    """The conductor of a run in which 1.1 is down and the others train, its ledger and its store."""
-    store, rendezvous = host_store()
-    ledger = Ledger("job")
-    conductor = Conductor(schedule_for(JOB, [str(BACK)]), lambda down: schedule_for(JOB, list(map(str, down))), store,
-                          ledger, iterations=range(100), ranges=[(0, 2), (2, 4)])
-    for worker in members():
-        conductor.ready(ready(worker))
-    assert conductor.number == 1
-    yield conductor, ledger, store
-    del rendezvous
+    return Run()
 
 
 def ready(worker):
     return Ready(worker, "corpus", ("127.0.0.1", 1 + 10 * worker.pipeline + worker.column))
 
 
-def fetch(conductor, store, number=1):
-    """Have the one who comes back fetch its layers."""
-    conductor.invite()
-    return await_fetch(store, number)
-
-
-def members():
-    return [Worker(0, 0), Worker(0, 1), Worker(1, 0)]
-
-
-def all_ran(ledger, iteration, workers=None):
-    for worker in workers or members():
-        list(ledger.ran(Ran(worker, 1, iteration, 0.0, 1.0)))
-
-
 def test_one_that_comes_back_fetches_its_layers_and_is_taken_in_at_a_turn(run):
-    conductor, ledger, store = run
-    all_ran(ledger, 0)
-    conductor.ready(ready(BACK))
-    told = fetch(conductor, store)
-    assert told.order == 1 and told.needs == ((BACK, (1,)),)
+    run.ran(0)
+    run.coordinator.ready(ready(BACK))
+    told = run.last(Fetch)
+    assert told == run.last(Fetch, BACK) and told.order == 1 and told.needs == ((BACK, (1,)),)
     assert told.moves == (Move(BACK, Worker(0, 1), 2), Move(BACK, Worker(0, 1), 3))
     assert told.addresses == ((Worker(0, 1), ("127.0.0.1", 2)),)
-    assert not conductor.ask_for_turn()
-    all_ran(ledger, 1)
-    conductor.followed(Followed(BACK, 1))
-    assert conductor.ask_for_turn() and not conductor.ask_for_turn()
-    conductor.check_turn()
-    assert store.add(turn_key(1), 0) == 4 and not store.check([over_key(1)])
-    for iteration in (2, 3):
-        all_ran(ledger, iteration)
-    for worker in members():
-        conductor.paused(Paused(worker, 1, (worker.column,), None, None))
-    order = await_order(store, 2)
-    assert isinstance(order, Train) and order.first_iteration == 4 and order.fetch == 1 and order.moves == ()
+    assert run.ran(1) == [False] * 3
+    run.followed(1)
+    assert run.ran(2) == [True] * 3 and run.last(EndOrder) is None
+    run.paused()
+    order = run.last(Train)
+    assert order == run.last(Train, BACK)
+    assert order.number == 2 and order.first_iteration == 3 and order.fetch == 1 and order.moves == ()
+
+
+def test_all_stop_at_the_same_turn_whoever_has_reported_before_it_was_agreed_on(run):
+    """A member that is ahead has begun the next iteration: all run that one, and stop before the one after it."""
+    run.ran(0)
+    run.coordinator.ready(ready(BACK))
+    run.ran(1, MEMBERS[:1])
+    run.followed(1)
+    assert run.ran(1, MEMBERS[1:]) == [False] * 2
+    assert run.ran(2, MEMBERS[1:]) == [True] * 2 and run.ran(2, MEMBERS[:1]) == [True]
+    run.paused()
+    assert run.last(Train).first_iteration == 3
 
 
 def test_one_that_could_not_fetch_its_layers_tries_again_later(run):
-    conductor, ledger, store = run
-    all_ran(ledger, 0)
-    conductor.ready(ready(BACK))
-    fetch(conductor, store)
-    conductor.unfollowed(Unfollowed(BACK, 1))
-    assert await_fetch(store, 2).moves == ()  # who has begun it, ends it
-    conductor.followed(Followed(BACK, 1))  # told before it heard of that
-    assert not conductor.ask_for_turn()
-    conductor.invite()
-    assert store.add("fetches", 0) == 2, "too soon"
+    run.ran(0)
+    run.coordinator.ready(ready(BACK))
+    run.coordinator.unfollowed(Unfollowed(BACK, 1))
+    assert run.last(Fetch).number == 2 and run.last(Fetch).moves == ()  # who has begun it, ends it
+    run.followed(1)  # told before it heard of that
+    assert run.ran(1) == run.ran(2) == [False] * 3
+    assert run.last(Fetch).number == 2, "too soon"
     time.sleep(PAUSE_SECONDS)
-    assert fetch(conductor, store, 3).moves
+    run.coordinator.advance()
+    assert run.last(Fetch).number == 3 and run.last(Fetch).moves
 
 
 def test_one_that_never_can_fetch_its_layers_gets_them_while_all_wait(run):
-    conductor, ledger, store = run
-    all_ran(ledger, 0)
-    conductor.ready(ready(BACK))
-    for failure in range(FAILURES):
-        conductor.unfollowed(Unfollowed(BACK, fetch(conductor, store, 1 + 2 * failure).number))
-        assert not conductor.ask_for_turn()
+    run.ran(0)
+    run.coordinator.ready(ready(BACK))
+    for _ in range(FAILURES):
+        run.coordinator.unfollowed(Unfollowed(BACK, run.last(Fetch).number))
         time.sleep(PAUSE_SECONDS)
-    conductor.invite()
-    assert conductor.ask_for_turn()
-    for worker in members():
-        conductor.paused(Paused(worker, 1, (worker.column,), None, None))
-    order = await_order(store, 2)
-    assert isinstance(order, Train) and order.fetch == 0 and [move.target for move in order.moves] == [BACK, BACK]
+        run.coordinator.advance()
+    assert run.ran(1) == [True] * 3
+    run.paused()
+    order = run.last(Train)
+    assert order.number == 2 and order.fetch == 0 and [move.target for move in order.moves] == [BACK, BACK]
 
 
 def test_a_failure_goes_before_who_comes_back(run):
     """Nobody waits for its layers: it stays outside, and fetches anew."""
-    conductor, ledger, store = run
-    all_ran(ledger, 0)
-    conductor.ready(ready(BACK))
-    fetch(conductor, store)
-    conductor.lost(Worker(1, 0), "killed", 1.0)
-    for worker in (Worker(0, 0), Worker(0, 1)):
-        conductor.paused(Paused(worker, 1, (worker.column,), None, None))
-    order = await_order(store, 2)
-    assert isinstance(order, Train) and order.fetch == 0 and order.moves == ()
-    assert [seat.worker for seat in decode(bytes(order.schedule)).seats] == [Worker(0, 0), Worker(0, 1)]
-    assert await_fetch(store, 2).moves == () and fetch(conductor, store, 3).order == 2
+    run.ran(0)
+    run.coordinator.ready(ready(BACK))
+    run.coordinator.lost(Worker(1, 0), "killed", 1.0)
+    assert run.last(EndOrder) == EndOrder(1) and run.last(EndOrder, BACK) is None
+    run.paused(MEMBERS[:2])
+    order = run.last(Train)
+    assert order.number == 2 and order.fetch == 0 and order.moves == ()
+    assert [seat.worker for seat in decode(bytes(order.schedule)).seats] == MEMBERS[:2]
+    run.coordinator.advance()
+    assert run.last(Fetch).number == 3 and run.last(Fetch).order == 2 and run.last(Fetch).moves
 
 
-def test_a_turn_that_came_too_late_for_one_ends_the_order(run):
-    """Reports lie unheard while node 0 is busy: a member may have looked for a turn, found none, and gone on into it.
+def test_another_death_while_a_schedule_is_planned_is_planned_for():
+    """The first answer is of no use when it comes; nobody is told of it."""
+    run = Run(WIDE)
+    run.ran(0, WIDE_MEMBERS)
+    run.planner.slow = True
+    one, other, *others = WIDE_MEMBERS
+    run.coordinator.lost(one, "killed", 1.0)
+    run.paused([other, *others])
+    assert run.planner.asked == [(one, BACK)] and run.last(Train, other).number == 1
+    run.coordinator.lost(other, "killed", 2.0)
+    run.planner.answer((one, BACK))
+    run.coordinator.advance()
+    assert run.planner.asked == [(one, other, BACK)] and run.last(Train, others[0]).number == 1
+    run.planner.answer((one, other, BACK))
+    run.coordinator.advance()
+    order = run.last(Train, others[0])
+    assert order.number == 2 and [seat.worker for seat in decode(bytes(order.schedule)).seats] == others
 
-    The others stop there and wait for it, and it for them.
-    """
-    conductor, ledger, store = run
-    all_ran(ledger, 0)
-    conductor.ready(ready(BACK))
-    fetch(conductor, store)
-    conductor.followed(Followed(BACK, 1))
-    assert conductor.ask_for_turn()
-    all_ran(ledger, 1)
-    all_ran(ledger, 2, [Worker(0, 0)])  # told before the turn, heard after it
-    conductor.check_turn()
-    assert store.check([over_key(1)])
+
+def test_a_worker_that_is_lost_while_a_schedule_is_planned_may_have_been_the_last(run):
+    run.ran(0)
+    run.planner.slow = True
+    run.coordinator.lost(Worker(1, 0), "killed", 1.0)
+    run.paused(MEMBERS[:2])
+    with pytest.raises(RunError, match="stage 1 has no live worker left: killed, too"):
+        run.coordinator.lost(Worker(0, 1), "killed, too", 2.0)
+
+
+def test_who_is_ready_while_a_schedule_is_planned_comes_in_later(run):
+    """Nobody waits for its layers."""
+    run.ran(0)
+    run.planner.slow = True
+    run.coordinator.lost(Worker(1, 0), "killed", 1.0)
+    run.paused(MEMBERS[:2])
+    first = (Worker(1, 0), BACK)
+    run.coordinator.ready(ready(Worker(1, 0)))
+    assert run.planner.asked == [first] and run.last(Train).number == 1
+    run.planner.answer(first)
+    run.coordinator.advance()
+    assert run.last(Train).number == 2 and run.coordinator.number == 2
+    assert run.planner.asked == []
+    run.coordinator.advance()
+    assert run.last(Fetch).order == 2 and run.last(Fetch).moves
+
+
+def test_no_schedule_is_told_when_the_answer_comes(run):
+    run.ran(0)
+    run.planner.slow = True
+    run.coordinator.lost(Worker(1, 0), "killed", 1.0)
+    run.paused(MEMBERS[:2])
+    run.planner.answer((Worker(1, 0), BACK), NoScheduleError("the table has none"))
+    with pytest.raises(RunError, match=r"^killed, and the table has none$"):
+        run.coordinator.advance()

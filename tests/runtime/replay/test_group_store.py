@@ -4,11 +4,11 @@ from datetime import timedelta
 
 import pytest
 import torch
+from runtime.worker.meeting import OverError
 from torch.distributed import DistStoreError, HashStore
 
 from runtime.replay.communication import CommunicationError, Communicator, Membership
 from runtime.replay.group_store import GroupStore
-from runtime.worker.meeting import OverError
 from schedules.schedule import Worker
 
 LONG = timedelta(seconds=20)

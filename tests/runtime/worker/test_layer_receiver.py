@@ -7,15 +7,15 @@ import threading
 
 import pytest
 import torch
+from runtime.protocol.orders import Fetch, Move, Train
+from runtime.protocol.reports import Followed, Unfollowed
 
 from runtime.config import TrainingConfig
 from runtime.model.layers import model_for, parameter_dtype
 from runtime.model.optimizer import StageOptimizer, build_optimizer
 from runtime.model.stage import Stage
 from runtime.protocol.failure_injection import Injector
-from runtime.protocol.orders import Fetch, Move, Train
 from runtime.protocol.rendezvous import host_store
-from runtime.protocol.reports import Followed, Unfollowed
 from runtime.replay.communication import CommunicationError
 from runtime.worker.layer_frames import Ask, Even, FrameError, State, Step, read_frame, write_frame
 from runtime.worker.layer_receiver import Follower

@@ -1,0 +1,44 @@
+"""Heartbeat monitor: when each worker was last heard of, by this machine's clock."""
+
+import time
+
+from schedules.schedule import Worker
+
+LOOKS_PER_TIMEOUT = 10
+
+
+class HeartbeatMonitor:
+    """Tells who has said nothing for longer than the timeout. Whatever a worker says counts as a heartbeat."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout = timeout_seconds
+        self.interval_seconds = timeout_seconds / LOOKS_PER_TIMEOUT
+        """From one call of `missed` to the next."""
+        self._looked = time.monotonic()
+        self._heard: dict[Worker, float] = {}
+
+    def add(self, worker: Worker) -> None:
+        """Watch a worker from now on."""
+        self._heard[worker] = time.monotonic()
+
+    def remove(self, worker: Worker) -> None:
+        """Watch it no more."""
+        self._heard.pop(worker, None)
+
+    def __contains__(self, worker: Worker) -> bool:
+        """Whether a worker is watched."""
+        return worker in self._heard
+
+    def heard(self, worker: Worker) -> None:
+        """A worker has said something."""
+        if worker in self._heard:
+            self._heard[worker] = time.monotonic()
+
+    def missed(self) -> list[tuple[Worker, float]]:
+        """Those that were silent for too long, each with the time when it was last heard of."""
+        now = time.monotonic()
+        gap, self._looked = now - self._looked, now
+        if gap > 3 * self.interval_seconds:
+            # This process did not get to listen, as when it was stopped itself: nobody can be blamed.
+            self._heard = {worker: heard + gap for worker, heard in self._heard.items()}
+        return [(worker, heard) for worker, heard in self._heard.items() if now - heard > self._timeout]

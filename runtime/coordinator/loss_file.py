@@ -1,0 +1,45 @@
+"""The file of losses, line by line as iterations are committed."""
+
+import json
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+Progress = Callable[[int, float], None]
+"""Called with the number and the loss of each iteration that is committed, in order."""
+
+
+class LossFile:
+    """Losses, into the file and to whoever looks on. Raises OSError.
+
+    Lines of iterations before `first` that an earlier run left in the file stay.
+    """
+
+    def __init__(self, path: Path, first: int, progress: Progress | None) -> None:
+        kept = []
+        if first and path.exists():
+            for line in path.read_text().splitlines():
+                with suppress(msgspec.DecodeError, KeyError, TypeError):
+                    if msgspec.json.decode(line)["iteration"] < first:
+                        kept.append(line + "\n")
+        self._progress = progress
+        self._file = path.open("w")
+        self._file.writelines(kept)
+        self._file.flush()
+
+    def write(self, iteration: int, loss: float) -> None:
+        """Enter the next iteration."""
+        self._file.write(json.dumps({"iteration": iteration, "loss": loss if math.isfinite(loss) else None}) + "\n")
+        self._file.flush()
+        if self._progress is not None:
+            self._progress(iteration, loss)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()

@@ -1,0 +1,75 @@
+"""The schedules for those who live: looked up or planned in a thread, since that may take seconds."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+from schedules.schedule import Schedule, Worker
+
+
+class RunError(RuntimeError):
+    """A run that ended before its last iteration. The message is one line."""
+
+
+class NoScheduleError(RuntimeError):
+    """There is no schedule for these failures. The message is one line."""
+
+
+Scheduler = Callable[[tuple[Worker, ...]], Schedule]
+"""The schedule to use when these workers are down, of the same job as the first one. Raises NoScheduleError.
+
+Called from a thread of its own, once at a time."""
+
+
+class ScheduleService:
+    """Asks a `Scheduler` for one schedule at a time, and keeps the answers until `forget`.
+
+    Parameters
+    ----------
+    scheduler
+        What to ask.
+    answered
+        Called on the event loop whenever there is an answer.
+    """
+
+    def __init__(self, scheduler: Scheduler, answered: Callable[[], None]) -> None:
+        self._scheduler = scheduler
+        self._answered = answered
+        self._answers: dict[tuple[Worker, ...], Schedule | BaseException] = {}
+        self._asked: tuple[Worker, ...] | None = None
+        """What the thread is busy with."""
+
+    def get(self, down: tuple[Worker, ...]) -> Schedule | None:
+        """The schedule for these failures; None: it is not there yet, ask again when `answered` has been called.
+
+        Raises what the scheduler has raised. While another answer is on its way, nothing new is asked.
+        """
+        answer = self._answers.get(down)
+        if isinstance(answer, BaseException):
+            raise answer
+        if answer is None and self._asked is None:
+            self._ask(down)
+        return answer
+
+    def forget(self) -> None:
+        """Drop all answers."""
+        self._answers.clear()
+
+    def _ask(self, down: tuple[Worker, ...]) -> None:
+        self._asked, loop = down, asyncio.get_running_loop()
+
+        def work() -> None:
+            answer: Schedule | BaseException
+            try:
+                answer = self._scheduler(down)
+            except BaseException as error:
+                answer = error
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._take, down, answer)
+
+        # A daemon, unlike the threads of asyncio.to_thread: a run that ends does not wait for it.
+        threading.Thread(target=work, daemon=True, name="planning").start()
+
+    def _take(self, down: tuple[Worker, ...], answer: Schedule | BaseException) -> None:
+        self._answers[down], self._asked = answer, None
+        self._answered()

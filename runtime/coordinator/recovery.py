@@ -1,0 +1,69 @@
+"""Recoveries: changes of the workers that take part, and how long each took."""
+
+import time
+from collections.abc import Collection
+
+import msgspec
+
+from schedules.schedule import Worker
+
+
+class Recovery(msgspec.Struct, frozen=True, kw_only=True):
+    """A change of the workers that take part."""
+
+    iteration: int
+    """The first one that ran with the new workers."""
+    dead: tuple[Worker, ...]
+    returned: tuple[Worker, ...]
+    reasons: tuple[str, ...]
+    """Of each death."""
+    live: int
+    """Workers that take part from then on."""
+    seconds: float
+    """From the first death, or from the turn, until the first worker began its first op."""
+    meanwhile: int = 0
+    """Iterations that were committed while layers were fetched for it."""
+
+    def __str__(self) -> str:
+        back = [f"worker {worker} is back" for worker in self.returned]
+        causes = ", ".join([*self.reasons, *back]) or "a connection broke"
+        return f"{causes}: iteration {self.iteration} runs on {self.live} workers, {self.seconds:.2f} s later"
+
+
+class RecoveryClock:
+    """Collects what belongs to one recovery, which may take several orders, from its begin to its end."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._ordered = 0.0
+        self._dead: list[tuple[Worker, str]] = []
+        self._returned: set[Worker] = set()
+        self._meanwhile = 0
+
+    def lost(self, worker: Worker, reason: str, since: float) -> None:
+        """A member is gone, since a time by time.monotonic; what happened before the last order held up nobody."""
+        since = max(since, self._ordered)
+        self._began = since if self._began is None else min(self._began, since)
+        self._dead.append((worker, reason))
+        self._returned.discard(worker)
+
+    def begin(self) -> None:
+        """Members stop, unless they have before."""
+        if self._began is None:
+            self._began = time.monotonic()
+
+    def ordered(self, returned: Collection[Worker], meanwhile: int) -> None:
+        """An order is given, with workers that come in."""
+        self._returned.update(returned)
+        self._meanwhile, self._ordered = meanwhile, time.monotonic()
+
+    def end(self, iteration: int, live: int) -> Recovery | None:
+        """A member runs its first op; None where that ends no recovery."""
+        if self._began is None:
+            return None
+        recovery = Recovery(
+            iteration=iteration, dead=tuple(worker for worker, _ in self._dead), live=live,
+            returned=tuple(sorted(self._returned)), reasons=tuple(reason for _, reason in self._dead),
+            seconds=time.monotonic() - self._began, meanwhile=self._meanwhile)
+        self._began, self._dead, self._returned = None, [], set()
+        return recovery

@@ -1,0 +1,180 @@
+"""One TCP connection to the coordinator: messages in JSON, each behind its length in 4 bytes, little-endian."""
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar, get_args
+
+import msgspec
+
+from runtime.errors import first_line
+from runtime.protocol.rendezvous import Rendezvous, RendezvousError
+
+MAX_BYTES = 2**28
+"""Of a message; a schedule is the largest."""
+RETRY_SECONDS = 0.05
+"""Between two attempts to connect."""
+SILENT_SECONDS = 60
+"""A peer whose machine acknowledges nothing for so long is gone (Linux)."""
+CLOSE_SECONDS = 1.0
+_LENGTH = struct.Struct("<I")
+_READ_BYTES = 2**18
+T = TypeVar("T")
+M = TypeVar("M")
+
+
+class ProtocolError(ValueError):
+    """A peer sent what no peer may send. The message is one line."""
+
+
+class Decoder(Generic[T]):
+    """Reads the messages of one union.
+
+    Made at import and used once for each type, before any thread starts: msgspec crashes where two threads decode a
+    type for the first time at once.
+    """
+
+    def __init__(self, union: object) -> None:
+        self._decoder: msgspec.json.Decoder[T] = msgspec.json.Decoder(union)
+        for kind in get_args(union):
+            with contextlib.suppress(msgspec.ValidationError):
+                self._decoder.decode(f'{{"type":"{kind.__name__}"}}')
+
+    def __call__(self, body: bytes) -> T:
+        """Read one message. Raises ProtocolError."""
+        try:
+            return self._decoder.decode(body)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(first_line(error)) from None
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """A message as it is sent."""
+    body = msgspec.json.encode(message)
+    if len(body) > MAX_BYTES:
+        raise ProtocolError(f"a message of {len(body)} bytes is too long")
+    return _LENGTH.pack(len(body)) + body
+
+
+class Frames:
+    """Cuts a stream of bytes into messages."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The messages that are complete with these bytes. Raises ProtocolError where one would be too long."""
+        self._rest += data
+        found, place = [], 0
+        while len(self._rest) - place >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self._rest, place)
+            if size > MAX_BYTES:
+                raise ProtocolError(f"a peer sent a message of {size} bytes")
+            end = place + _LENGTH.size + size
+            if len(self._rest) < end:
+                break
+            found.append(bytes(self._rest[place + _LENGTH.size:end]))
+            place = end
+        del self._rest[:place]
+        return found
+
+
+class Channel(Generic[T]):
+    """A worker's or node agent's end of its connection to the coordinator. One thread reads, any thread may send.
+
+    Connects when it is made, waiting up to `timeout_seconds` for the coordinator to listen, and sends `hello`. Raises
+    RendezvousError.
+    """
+
+    def __init__(self, address: Rendezvous, hello: msgspec.Struct, decode: Callable[[bytes], T],
+                 timeout_seconds: float) -> None:
+        self._decode = decode
+        self._frames = Frames()
+        self._sending = threading.Lock()
+        self._socket = _connect(address, timeout_seconds)
+        self._early: list[T] = []
+        self.send(hello)
+
+    def fileno(self) -> int:
+        """For a selector."""
+        return self._socket.fileno()
+
+    @property
+    def pending(self) -> bool:
+        """Whether `read` returns at once, whatever a selector says."""
+        return bool(self._early)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send; on this machine the message has arrived when this returns. Raises RendezvousError."""
+        data = frame(message)
+        try:
+            with self._sending:
+                self._socket.sendall(data)
+        except OSError as error:
+            raise _gone(error) from None
+
+    def read(self) -> list[T]:
+        """Wait until something comes; the messages that are complete with it. Raises RendezvousError at the end."""
+        if self._early:
+            early, self._early = self._early, []
+            return early
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except OSError as error:
+            raise _gone(error) from None
+        if not data:
+            raise _gone("it ended, or has given this process up")
+        try:
+            return [self._decode(body) for body in self._frames.feed(data)]
+        except ProtocolError as error:
+            raise RendezvousError(f"node 0 sent what makes no sense: {error}") from None
+
+    def wait_for(self, kind: type[M]) -> M:
+        """The coordinator's first message. Raises RendezvousError."""
+        while not self._early:
+            self._early = self.read()
+        first = self._early.pop(0)
+        if not isinstance(first, kind):
+            raise RendezvousError(f"node 0 sent what makes no sense: {type(first).__name__} first")
+        return first
+
+    def close(self) -> None:
+        """Close the connection, once what was sent has arrived."""
+        with contextlib.suppress(OSError):
+            self._socket.settimeout(CLOSE_SECONDS)
+            self._socket.shutdown(socket.SHUT_WR)
+            while self._socket.recv(_READ_BYTES):  # else the system would drop what is on its way
+                pass
+        self._socket.close()
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Send small messages at once, and notice where the other machine is gone."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_SECONDS)
+
+
+def _connect(address: Rendezvous, timeout_seconds: float) -> socket.socket:
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            connection = socket.create_connection((address.host, address.port),
+                                                  max(RETRY_SECONDS, deadline - time.monotonic()))
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RendezvousError(f"cannot reach the meeting point {address} within {timeout_seconds:.0f} s: "
+                                      f"{error.strerror or first_line(error)}") from None
+            time.sleep(RETRY_SECONDS)
+            continue
+        connection.settimeout(None)
+        keep_alive(connection)
+        return connection
+
+
+def _gone(reason: OSError | str) -> RendezvousError:
+    told = reason if isinstance(reason, str) else reason.strerror or first_line(reason)
+    return RendezvousError(f"node 0 is gone: {told}")

@@ -1,0 +1,146 @@
+"""What workers and node agents say to the coordinator."""
+
+import msgspec
+
+from runtime.protocol.channel import Decoder
+from runtime.protocol.to_worker import Factor
+from schedules.measured_trace import MeasuredOp
+from schedules.schedule import Worker
+
+
+class JoinWorker(msgspec.Struct, frozen=True, tag=True):
+    """A worker's first message. The coordinator answers with the `Setup`."""
+
+    worker: Worker
+
+
+class JoinNode(msgspec.Struct, frozen=True, tag=True):
+    """A node agent's first message. The coordinator answers with the `NodeSetup`."""
+
+    node: int
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """A worker lives. Sent a few times in each heartbeat timeout; whoever says nothing for longer is given up."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """A worker has built what it needs, sends heartbeats, and waits for an order.
+
+    The coordinator takes it into the first order, or has it fetch layers while the others train.
+    """
+
+    worker: Worker
+    corpus: str
+    """Digest of the text it will read: the same for all, or the run ends."""
+    address: tuple[str, int]
+    """Where others may get layers from it."""
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """A worker has met the others, has its layers, and begins its first op. The first of them ends a recovery."""
+
+    worker: Worker
+    order: int
+
+
+class Ran(msgspec.Struct, frozen=True, tag=True):
+    """A worker has stepped its optimizer, and waits for `Acknowledged`.
+
+    The coordinator commits the iteration when all members have said so.
+    """
+
+    worker: Worker
+    order: int
+    iteration: int
+    loss: float | None
+    """Its part of the mean loss; None when that is not finite, which JSON cannot say."""
+    window_seconds: float
+    """From the start of its first op to the end of its O."""
+    ops: tuple[MeasuredOp, ...] = ()
+    """When its ops ran, on the shared clock, in the iterations that are traced."""
+
+
+class Settled(msgspec.Struct, frozen=True, tag=True):
+    """Where steps depend on all gradients: how all made the step of an iteration. The first member says so."""
+
+    order: int
+    factor: Factor
+
+
+class Paused(msgspec.Struct, frozen=True, tag=True):
+    """A worker has stopped: as it was told to, or because it lost a peer. When all have, the next order is given."""
+
+    worker: Worker
+    order: int
+    stages: tuple[int, ...]
+    """Those whose layers it holds."""
+    settled: Factor | None
+    """Of the last iteration of which it knows."""
+    reason: str | None
+    """What it ran into, which ends the order for all; None when it stopped as told."""
+
+
+class Followed(msgspec.Struct, frozen=True, tag=True):
+    """A worker has the layers of a fetch, and keeps up with their sources. When all have, a turn is agreed on."""
+
+    worker: Worker
+    fetch: int
+
+
+class Unfollowed(msgspec.Struct, frozen=True, tag=True):
+    """A worker cannot get the layers of a fetch; the coordinator plans another one."""
+
+    worker: Worker
+    fetch: int
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """A worker has written what `Finish` told it to. When all have, they may leave."""
+
+    worker: Worker
+    order: int
+    digests: dict[str, str]
+    """Of each of its parameters, by name; those who hold the same ones must agree."""
+
+
+class Note(msgspec.Struct, frozen=True, tag=True):
+    """Something that people should know, and that training survives."""
+
+    worker: Worker
+    text: str
+
+
+class Injected(msgspec.Struct, frozen=True, tag=True):
+    """A worker is about to fail on purpose (`failure_injection`); it happens once in a run."""
+
+    worker: Worker
+    index: int
+    at: float
+    """By the clock that all processes of a machine share (time.monotonic)."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A worker gives up through an error of its own, and ends. The coordinator counts it as lost."""
+
+    worker: Worker
+    reason: str
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """A worker's process is gone: its node agent says so, and node 0's fork server.
+
+    The coordinator counts it as lost, once it has read all that the worker had said.
+    """
+
+    worker: Worker
+    status: int
+    """As in subprocess, the exit code or minus the signal."""
+
+
+FromWorker = (JoinWorker | Heartbeat | Ready | Started | Ran | Settled | Paused | Followed | Unfollowed | Finished
+              | Note | Injected | Failed)
+FromNodeAgent = JoinNode | Ended
+ToCoordinator = FromWorker | FromNodeAgent
+
+decode: Decoder[ToCoordinator] = Decoder(ToCoordinator)

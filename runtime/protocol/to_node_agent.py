@@ -1,0 +1,46 @@
+"""What the coordinator says to the node agents: the launchers of the other nodes (`runtime.launch.join`)."""
+
+from typing import Literal
+
+import msgspec
+
+from runtime.protocol.channel import Decoder
+from runtime.replay.communication import Transport
+from schedules.schedule import Worker
+
+
+class NodeSetup(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `JoinNode`: what to start. The agent checks that it fits its machine, and starts the workers."""
+
+    shares: tuple[int, ...]
+    """The number of workers of each node that are there from the start."""
+    device: Literal["cpu", "cuda"]
+    transport: Transport
+    workers: tuple[Worker, ...]
+    """Those of this node."""
+
+
+class StartWorker(msgspec.Struct, frozen=True, tag=True):
+    """When a dead worker is to come back: start its process, unless it lives."""
+
+    worker: Worker
+    restarted: bool = True
+    """Whether the run has been going on without it."""
+
+
+class KillWorker(msgspec.Struct, frozen=True, tag=True):
+    """When a worker has been given up: kill its process, if it lives."""
+
+    worker: Worker
+
+
+class RunEnded(msgspec.Struct, frozen=True, tag=True):
+    """When the run is over: the agent ends its workers, closes the connection, and ends itself as told here."""
+
+    error: str | None
+    """None: all iterations are done."""
+
+
+ToNodeAgent = NodeSetup | StartWorker | KillWorker | RunEnded
+
+decode: Decoder[ToNodeAgent] = Decoder(ToNodeAgent)

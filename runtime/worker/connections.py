@@ -1,0 +1,53 @@
+"""A generation's connections, and their end: what the main thread must be able to break, whatever waits on them."""
+
+import threading
+from collections.abc import Callable
+
+from runtime.replay.communication import CommunicationError
+from runtime.worker.sockets import Sockets, cut, open_sockets
+
+
+class OrderEndedError(CommunicationError):
+    """The order has ended while it was being followed."""
+
+
+class Connections:
+    """The sockets that this process opens from when this is made until `made`, cut from any thread.
+
+    `spared` are sockets that others have opened meanwhile.
+    """
+
+    def __init__(self, spared: Callable[[], Sockets] = frozenset) -> None:
+        self._spared = spared
+        self._before = open_sockets()
+        self._made: Sockets | None = None
+        self._lock = threading.Lock()
+        self._released = False
+        self.ended = False
+        """Whether `end` was called."""
+
+    def made(self) -> None:
+        """All connections are there; sockets that are opened from now on are others'. Raises OrderEndedError."""
+        self._made = open_sockets() - self._before
+        self.require()
+
+    def end(self) -> None:
+        """The order has ended: cut them, unless they are released."""
+        self.ended = True
+        with self._lock:
+            if not self._released:
+                self.cut()
+
+    def cut(self) -> None:
+        """Break the connections, as a network may."""
+        cut((open_sockets() - self._before if self._made is None else self._made) - self._spared())
+
+    def release(self) -> None:
+        """They are about to be closed: nothing is cut from now on, nor is being cut."""
+        with self._lock:
+            self._released = True
+
+    def require(self) -> None:
+        """Raises OrderEndedError once the order has ended."""
+        if self.ended:
+            raise OrderEndedError("the order is over")
