@@ -110,7 +110,9 @@ def _train(folder: Path, short: bool) -> dict[str, object]:
                 f"without {ABSENT}": _run(broken, config, folder / "without", f"without {ABSENT}")}
         with err.status("the same in one plain process"):
             reference = reference_run(config, job.microbatches, config.training.iterations)
-    except (ConfigError, RunError, OSError) as error:
+    except OSError as error:
+        refuse(f"{error.filename or folder}: cannot be used: {error.strerror}")
+    except (ConfigError, RunError) as error:
         refuse(error)
     losses = {name: result.losses for name, result in runs.items()} | {"one process": tuple(reference.losses)}
     digits = min(agreeing_digits(losses["one process"], series) for series in losses.values())

@@ -67,7 +67,7 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
 def _progress() -> Iterator[ProgressCallback]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TimeRemainingColumn())
-    with Progress(*columns, console=err) as bar:
+    with Progress(*columns, console=err, disable=not err.is_terminal) as bar:
         task = bar.add_task("planning", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

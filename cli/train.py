@@ -166,7 +166,9 @@ def _refusals(job: Path | None = None, folder: Path | None = None) -> Iterator[N
     """Ends the program with one line when a run cannot begin (exit 2), fails (1), or is interrupted (130)."""
     try:
         yield
-    except (ConfigError, PlacementError, RendezvousError, CheckpointError) as error:
+    except PlacementError as error:
+        refuse(f"{error}; see [placement] and [model] of {job}" if job else error)
+    except (ConfigError, RendezvousError, CheckpointError) as error:
         refuse(error)
     except OSError as error:
         refuse(f"{error.filename or '--out'}: cannot be used: {error.strerror}")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -16,7 +15,6 @@ from planner.job.file import parse_job
 from planner.normalise import PlanOptions
 from planner.tables.build import EntryPlanner, all_tasks, basis_of, build_table
 from planner.tables.folder import PARTS, decode_part, encode_part
-from planner.tables.process_pool import PoolError, run_all
 from schedules.check import check
 from schedules.schedule import Worker
 from schedules.tables.file import TableError
@@ -195,26 +193,3 @@ def test_index_is_json_that_anything_can_read(exact):
     index = json.loads((exact[0] / "index.json").read_text())
     assert index["format"] == "slipstream.table" and index["entries"][1]["key"] == "count-1"
     assert (exact[0] / "job.toml").read_bytes() == JOB
-
-
-# --- The pool ---------------------------------------------------------------------------------------------------------
-
-
-def _double(task):
-    if task == 13:
-        raise ValueError("unlucky")
-    if task == 666:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return 2 * task
-
-
-def test_pool_gives_all_results():
-    assert sorted(run_all(_double, range(7), 2)) == [(task, 2 * task) for task in range(7)]
-    assert list(run_all(_double, [], 2)) == []
-
-
-def test_pool_tells_of_failures_and_deaths():
-    with pytest.raises(PoolError, match=r"13: Traceback.*\n(.*\n)*ValueError: unlucky"):
-        list(run_all(_double, [1, 13], 1))
-    with pytest.raises(PoolError, match="666: its process died"):
-        list(run_all(_double, [666], 1))
