@@ -93,6 +93,7 @@ def test_what_dropping_a_replica_and_restarting_cost(tmp_path):
         trace.write_text(text.replace("\\n", "\n").replace(", 31", f", {live}"))
         done = CliRunner().invoke(app, ["simulate", str(job), "--trace", str(trace), "--parameters", "8e9", "--json",
                                         "--policy", "torchft", "--policy", "checkpoint-restart"])
+        assert done.exit_code == 0, done.output
         answer = json.loads(done.stdout)
         for row, policy in (("drop the replica", "torchft"), ("restart", "checkpoint-restart")):
             assert answer["policies"][policy] == pytest.approx(samples(row)[place], abs=0.06)
