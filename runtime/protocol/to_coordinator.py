@@ -4,8 +4,8 @@ import msgspec
 
 from runtime.protocol.channel import Decoder
 from runtime.protocol.to_worker import Factor
+from schedules.measured_trace import MeasuredOp
 from schedules.schedule import Worker
-from schedules.trace import MeasuredOp
 
 
 class JoinWorker(msgspec.Struct, frozen=True, tag=True):
