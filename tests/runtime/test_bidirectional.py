@@ -2,7 +2,7 @@
 
 import pytest
 
-from cli.survival import scheduler
+from cli.shared.train_inputs import scheduler
 from runtime.launch import Resilience, run
 from runtime.processes.process_manager import Return
 from runtime.protocol.failure_injection import Injection
