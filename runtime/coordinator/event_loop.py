@@ -32,8 +32,9 @@ from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import (
     Ended,
     Failed,
+    FetchFailed,
+    FetchUpToDate,
     Finished,
-    Followed,
     Heartbeat,
     Injected,
     JoinNode,
@@ -45,14 +46,13 @@ from runtime.protocol.to_coordinator import (
     Settled,
     Started,
     ToCoordinator,
-    Unfollowed,
 )
 from runtime.protocol.to_node_agent import NodeSetup, RunEnded, ToNodeAgent
 from schedules.schedule import Schedule, Worker
 
-LAST_WORDS_SECONDS = 1.0
+DRAIN_SECONDS = 1.0
 """After the end of a process, for what it said before to arrive."""
-GOODBYE_SECONDS = 2.0
+ANNOUNCE_SECONDS = 2.0
 """For the agents of other nodes to hear of the end of the run."""
 LOOK_SECONDS = 0.005
 
@@ -126,14 +126,14 @@ class EventLoop:
         finally:
             loop.remove_reader(descriptor)
             server.close()
-            await self._say_goodbye(error)
+            await self._announce_end(error)
 
-    async def _say_goodbye(self, error: str | None) -> None:
+    async def _announce_end(self, error: str | None) -> None:
         """Tell the agents of the other nodes how the run has ended, and wait a moment until they have heard."""
         for agent in self._agents.values():
             agent.send(frame(RunEnded(error)))
         with suppress(TimeoutError):
-            async with asyncio.timeout(GOODBYE_SECONDS):
+            async with asyncio.timeout(ANNOUNCE_SECONDS):
                 while not all(agent.closed for agent in self._agents.values()):
                     await asyncio.sleep(LOOK_SECONDS)
         for connection in (*self._workers.values(), *self._agents.values()):
@@ -168,12 +168,12 @@ class EventLoop:
         if isinstance(peer, int):
             self._handle_agent(connection, peer, message)
         elif isinstance(message, JoinWorker):
-            self._welcome(connection, message.worker)
+            self._admit(connection, message.worker)
         elif peer is not None and self._workers.get(peer) is connection:
             self._monitor.heard(peer)
             self._handle_worker(peer, message)
 
-    def _welcome(self, connection: Connection, worker: Worker) -> None:
+    def _admit(self, connection: Connection, worker: Worker) -> None:
         if worker in self._workers:  # a stranger: a process is started anew only once its end has been handled
             connection.close()
             return
@@ -200,10 +200,10 @@ class EventLoop:
                 if message.settled is not None:
                     self._commit(self._log.settled(message.order, message.settled))
                 coordinator.paused(message)
-            case Followed():
-                coordinator.followed(message)
-            case Unfollowed():
-                coordinator.unfollowed(message)
+            case FetchUpToDate():
+                coordinator.fetch_up_to_date(message)
+            case FetchFailed():
+                coordinator.fetch_failed(message)
             case Finished():
                 coordinator.finished(message)
             case Ready():
@@ -236,7 +236,7 @@ class EventLoop:
             if self._workers.get(peer) is connection:
                 del self._workers[peer]
                 if peer in self._ended:
-                    self._bury(self._ended.pop(peer))
+                    self._handle_end(self._ended.pop(peer))
         elif peer is not None and self._agents.get(peer) is connection:
             del self._agents[peer]
             for worker in self._processes.workers_of(peer):
@@ -256,15 +256,15 @@ class EventLoop:
         """First what a worker said, then that it is gone: one that ends by itself has told why."""
         if ended.worker in self._workers:
             self._ended[ended.worker] = ended
-            asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._put, lambda: self._wait_no_more(ended))
+            asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._put, lambda: self._wait_no_more(ended))
         else:
-            self._bury(ended)
+            self._handle_end(ended)
 
     def _wait_no_more(self, ended: Ended) -> None:
         if self._ended.get(ended.worker) is ended:
-            self._bury(self._ended.pop(ended.worker))
+            self._handle_end(self._ended.pop(ended.worker))
 
-    def _bury(self, ended: Ended) -> None:
+    def _handle_end(self, ended: Ended) -> None:
         """A process has ended, and all that it said has been handled."""
         self._lose(ended.worker, self._describe(ended))
         self._processes.ended(ended.worker)
@@ -287,7 +287,7 @@ class EventLoop:
             connection.close()
         ended = self._ended.pop(worker, None)
         if ended is not None:
-            self._put(lambda: self._bury(ended))
+            self._put(lambda: self._handle_end(ended))
         if not self._coordinator.left:
             injected = [at for index, at in self._injected.items() if self._run.injections[index].worker == worker]
             self._coordinator.lost(worker, reason, max([since, *injected]) or time.monotonic())
