@@ -96,6 +96,7 @@ class EventLoop:
         """Processes that have ended, as long as what they said may still arrive."""
         self._injected: dict[int, float] = {}
         """When each failure on purpose happened."""
+        self._known = frozenset(run.schedule.grid.workers())
         self._corpora: dict[str, Worker] = {}
         self._last_sent: tuple[msgspec.Struct | None, bytes] = None, b""
         """An order, with its schedule, goes to all workers in the same bytes."""
@@ -174,8 +175,8 @@ class EventLoop:
             self._handle_worker(peer, message)
 
     def _admit(self, connection: Connection, worker: Worker) -> None:
-        if worker in self._workers:  # a stranger: a process is started anew only once its end has been handled
-            connection.close()
+        if worker in self._workers or worker not in self._known:
+            connection.close()  # a stranger: a process is started anew only once its end has been handled
             return
         self._workers[worker] = connection
         connection.send(frame(replace(self._run.setup, injections=tuple(

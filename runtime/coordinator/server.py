@@ -7,7 +7,7 @@ from typing import cast
 
 from runtime.protocol import to_coordinator
 from runtime.protocol.channel import Frames, ProtocolError, keep_alive
-from runtime.protocol.to_coordinator import JoinNode, JoinWorker, ToCoordinator
+from runtime.protocol.to_coordinator import FromNodeAgent, FromWorker, JoinNode, JoinWorker, ToCoordinator
 from schedules.schedule import Worker
 
 HELLO_SECONDS = 10.0
@@ -75,7 +75,16 @@ class Connection(asyncio.Protocol):
                 raise ProtocolError("the first message must say who speaks")
             assert self._hello is not None
             self._hello.cancel()
+        elif not _may_say(self.peer, message):
+            raise ProtocolError(f"{self.peer} speaks for another")
         self._heard(self, message)
+
+
+def _may_say(peer: Worker | int, message: ToCoordinator) -> bool:
+    """Whether a message is one of a worker about itself, or one of a node agent."""
+    if isinstance(peer, int):
+        return isinstance(message, FromNodeAgent)
+    return isinstance(message, FromWorker) and getattr(message, "worker", peer) == peer
 
 
 async def serve(listener: socket.socket, heard: Heard) -> asyncio.Server:
