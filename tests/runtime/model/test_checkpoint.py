@@ -22,7 +22,7 @@ from runtime.model.data import Microbatch, load_corpus
 from runtime.model.layers import model_for
 from runtime.model.optimizer import StageOptimizer, build_optimizer
 from runtime.model.parameters import layer_path, load_layer, load_parameters, save_layer
-from runtime.model.stage import Stage
+from runtime.model.stage import StageModule
 from runtime.model.tensor_codec import TensorError, decode, encode, read_tensors, write_tensors
 from runtime.tools.reference import reference_run
 from tests.runtime.running import tiny
@@ -208,8 +208,8 @@ def test_training_goes_on_from_it_on_another_grid(tmp_path) -> None:
     model = model_for(config.model, 0, torch.float64, torch.device("cpu"))
     identity = identity_of(config, model.layers)
 
-    def stages(*ranges: tuple[int, int]) -> list[tuple[Stage, StageOptimizer]]:
-        made = [Stage(index, layers, model, first=index == 0, last=index == len(ranges) - 1, loss_scale=1.0,
+    def stages(*ranges: tuple[int, int]) -> list[tuple[StageModule, StageOptimizer]]:
+        made = [StageModule(index, layers, model, first=index == 0, last=index == len(ranges) - 1, loss_scale=1.0,
                       config=config) for index, layers in enumerate(ranges)]
         return [(stage, build_optimizer(stage.modules, config.training)) for stage in made]
 
@@ -229,7 +229,7 @@ def test_training_goes_on_from_it_on_another_grid(tmp_path) -> None:
         torch.testing.assert_close(stage.parameters()[name].detach(), expected, rtol=0, atol=1e-12)
 
 
-def iterate(config: RunConfig, stages: list[tuple[Stage, StageOptimizer]], iteration: int) -> None:
+def iterate(config: RunConfig, stages: list[tuple[StageModule, StageOptimizer]], iteration: int) -> None:
     microbatch = Microbatch(iteration, 0, 0)
     value, target = load_corpus(config).batch(microbatch, config.training.batch, config.model.context)
     for stage, _ in stages:

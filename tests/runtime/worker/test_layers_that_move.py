@@ -13,7 +13,7 @@ import torch
 from runtime.config import TrainingConfig
 from runtime.model.layers import model_for, parameter_dtype
 from runtime.model.optimizer import StageOptimizer, build_optimizer
-from runtime.model.stage import Stage
+from runtime.model.stage import StageModule
 from runtime.protocol.to_worker import Move
 from runtime.replay.communication import CommunicationError
 from runtime.worker.layer_messages import (
@@ -39,10 +39,10 @@ SOON = 10.0
 CONFIGS = {"adamw": {}, "sgd": {"optimizer": "sgd"}, "momentum": {"optimizer": "sgd", "momentum": 0.9}}
 
 
-def build(training: TrainingConfig, seed: int = 0) -> tuple[Stage, StageOptimizer]:
+def build(training: TrainingConfig, seed: int = 0) -> tuple[StageModule, StageOptimizer]:
     config = tiny()
     model = model_for(config.model, seed, parameter_dtype("float64"), CPU)
-    stage = Stage(0, LAYERS, model, first=True, last=False, loss_scale=1.0, config=config)
+    stage = StageModule(0, LAYERS, model, first=True, last=False, loss_scale=1.0, config=config)
     return stage, build_optimizer(stage.modules, training)
 
 
