@@ -267,13 +267,25 @@ def test_every_dtype_shape_and_layout(tmp_path) -> None:
     tensors = unusual()
     write_tensors(tmp_path / "file", tensors)
     assert_equal(read_tensors(tmp_path / "file"), tensors)
-    assert_equal(decode(encode(tensors)), tensors)
-    assert decode(encode({})) == {}
+    assert_equal(decode(b"".join(encode(tensors))), tensors)
+    assert decode(b"".join(encode({}))) == {}
+
+
+def test_tensors_of_the_cpu_are_not_copied_to_be_sent() -> None:
+    tensor = torch.zeros(4)
+    _, piece = encode({"a": tensor})
+    tensor += 1
+    assert bytes(piece) == tensor.numpy().tobytes()
+
+
+def test_dtypes_that_are_rare_are_sent_too() -> None:
+    tensors = {"a": torch.tensor([1 + 2j, 3]), "b": torch.ones(3)}
+    assert_equal(decode(b"".join(encode(tensors))), tensors)
 
 
 def test_what_is_read_may_be_changed(tmp_path) -> None:
     write_tensors(tmp_path / "file", {"a": torch.ones(3)})
-    for one in (read_tensors(tmp_path / "file"), decode(encode({"a": torch.ones(3)}))):
+    for one in (read_tensors(tmp_path / "file"), decode(b"".join(encode({"a": torch.ones(3)})))):
         one["a"].zero_()
     assert read_tensors(tmp_path / "file")["a"].sum() == 3
 
