@@ -29,7 +29,7 @@ from runtime.config import RunConfig, parse_run_config
 from runtime.model.data import Microbatch, load_corpus
 from runtime.model.layers import model_for, parameter_dtype, split_layers
 from runtime.model.optimizer import build_optimizer
-from runtime.model.stage import Stage, boundaries
+from runtime.model.stage import StageModule, boundaries
 from runtime.tools.profile import profile
 
 STAGES = 2
@@ -69,7 +69,7 @@ def measure(config: RunConfig, index: int) -> dict[str, int]:
     corpus = load_corpus(config)
     _warm_up(config)
     before = resident_bytes()
-    stage = Stage(index, ranges[index], model, first=index == 0, last=index == STAGES - 1, loss_scale=1.0,
+    stage = StageModule(index, ranges[index], model, first=index == 0, last=index == STAGES - 1, loss_scale=1.0,
                   config=config)
 
     def forward(microbatch: Microbatch) -> None:
@@ -102,7 +102,7 @@ def _warm_up(config: RunConfig) -> None:
     """Have torch load what it loads when it is first used."""
     model = model_for(parse_run_config({"blocks": 1, "width": 8, "heads": 1, "context": 4}, {}).model, 0,
                       torch.float32, torch.device("cpu"))
-    stage = Stage(0, (0, model.layers), model, first=True, last=True, loss_scale=1.0, config=config)
+    stage = StageModule(0, (0, model.layers), model, first=True, last=True, loss_scale=1.0, config=config)
     tokens = torch.zeros(1, 4, dtype=torch.long)
     microbatch = Microbatch(0, 0, 0)
     stage.forward(microbatch, tokens, tokens, split=True)

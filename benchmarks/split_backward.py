@@ -15,16 +15,16 @@ from torch import Tensor
 
 from runtime.config import RunConfig, parse_run_config
 from runtime.model.layers import model_for, parameter_dtype
-from runtime.model.stage import Microbatch, Stage
+from runtime.model.stage import Microbatch, StageModule
 from runtime.tools.profile import timed
 
 
-def middle_stage(config: RunConfig, device: torch.device) -> Stage:
+def middle_stage(config: RunConfig, device: torch.device) -> StageModule:
     model = model_for(config.model, 0, parameter_dtype(config.training.dtype), device)
-    return Stage(1, (1, 2), model, first=False, last=False, loss_scale=1.0, config=config)
+    return StageModule(1, (1, 2), model, first=False, last=False, loss_scale=1.0, config=config)
 
 
-def measure(stage: Stage, value: Tensor, gradient: Tensor, repeats: int) -> dict[str, float]:
+def measure(stage: StageModule, value: Tensor, gradient: Tensor, repeats: int) -> dict[str, float]:
     """Milliseconds of each op, the median, split and fused runs taking turns."""
     times: dict[str, list[float]] = {}
     device = value.device

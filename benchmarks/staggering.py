@@ -29,7 +29,7 @@ from runtime.config import parse_run_config
 from runtime.launch import run
 from runtime.model.gpt import GPT
 from runtime.model.optimizer import StageOptimizer
-from runtime.model.stage import Stage
+from runtime.model.stage import StageModule
 from schedules.schedule import OptimizerMode
 
 UNIT = "STAGGERING_UNIT_SECONDS"
@@ -46,9 +46,9 @@ def _sleep_in_ops() -> None:
 
         return call
 
-    Stage.forward = slept(Stage.forward, 1)  # type: ignore[method-assign]
-    Stage.backward_input = slept(Stage.backward_input, 1)  # type: ignore[method-assign]
-    Stage.backward_weight = slept(Stage.backward_weight, 1)  # type: ignore[method-assign]
+    StageModule.forward = slept(StageModule.forward, 1)  # type: ignore[method-assign]
+    StageModule.backward_input = slept(StageModule.backward_input, 1)  # type: ignore[method-assign]
+    StageModule.backward_weight = slept(StageModule.backward_weight, 1)  # type: ignore[method-assign]
     StageOptimizer.step = slept(StageOptimizer.step, 3)  # type: ignore[method-assign]
 
 
@@ -56,7 +56,7 @@ class Sleepers(GPT):
     """A tiny GPT whose workers sleep."""
 
     def build(self, layer: int) -> nn.Module:
-        if Stage.forward.__name__ == "forward":
+        if StageModule.forward.__name__ == "forward":
             _sleep_in_ops()
         return GPT.build(self, layer)
 

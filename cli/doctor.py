@@ -22,7 +22,7 @@ from planner.job.file import read_job
 
 PACKAGES = ("torch", "safetensors", "ortools", "numba", "numpy", "networkx", "msgspec", "rich", "typer")
 SEARCH_SECONDS = 2.0
-GREETING_SECONDS = 60.0
+SELF_TEST_SECONDS = 60.0
 """On a busy machine; a quiet one takes a few, most of it to import torch."""
 EXAMPLE = Path(__file__).parent / "jobs" / "worked-example.toml"
 PERIOD = 30.0
@@ -136,20 +136,20 @@ def _self_test() -> Iterator[Finding]:
     """Plan, check and look up in this process, while two others start, meet and talk."""
     try:
         with importing():
-            from runtime.tools.self_test import Greeters, GreetingError
+            from runtime.tools.self_test import SelfTest, SelfTestError
     except ImportError as error:
         yield Finding("self-test", "two processes", "failed", f"runtime cannot be imported: {_line(error)}")
         yield from _planning()
         return
     try:
-        with Greeters() as greeters:
+        with SelfTest() as self_test:
             began = time.perf_counter()
             yield from _planning()
-            greeting = greeters.wait(GREETING_SECONDS)
+            result = self_test.wait(SELF_TEST_SECONDS)
         yield Finding("self-test", "two processes", "ok",
-                      f"met in {duration(greeting.meeting_seconds)}, and sent 1 MiB over gloo in "
-                      f"{duration(greeting.transfer_seconds)}", time.perf_counter() - began)
-    except (GreetingError, OSError, RuntimeError) as error:
+                      f"met in {duration(result.meeting_seconds)}, and sent 1 MiB over gloo in "
+                      f"{duration(result.transfer_seconds)}", time.perf_counter() - began)
+    except (SelfTestError, OSError, RuntimeError) as error:
         yield Finding("self-test", "two processes", "failed", _line(error))
 
 

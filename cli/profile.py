@@ -109,7 +109,7 @@ def comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
     return {
         "": [f"Measured by `slipstream profile` on {measured.device}, {measured.processes} processes at a time."],
         "time": ["Seconds, one value a stage: medians, for one micro-batch.",
-                 f"transfer: one activation; all_reduce: {measured.team} of {copies}; both {talk}.",
+                 f"transfer: one activation; all_reduce: {measured.reduce_group} of {copies}; both {talk}.",
                  "Between machines, put in what your network takes."],
         "memory": [f"KiB. capacity: what {where}, has beyond what is held always.",
                    f"Held always, in MiB a stage: {static};",

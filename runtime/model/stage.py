@@ -38,7 +38,7 @@ class _Held(NamedTuple):
     work: WeightWork | None
 
 
-class Stage:
+class StageModule:
     """A range of a model's layers, run op by op.
 
     Micro-batches may be run in any order; their tensors are kept under the micro-batch's name. Tensors given to a

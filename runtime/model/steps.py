@@ -18,9 +18,9 @@ from typing import Protocol
 from runtime.config import TrainingConfig
 from runtime.model.clipping import clip_factor, watches_gradients
 from runtime.model.optimizer import StageOptimizer
-from runtime.model.stage import Stage
+from runtime.model.stage import StageModule
 
-CALM = 4
+UNCLIPPED = 4
 """Iterations without clipping after which guessing pays again: a wrong guess costs less than one iteration."""
 
 
@@ -56,9 +56,9 @@ class Steps:
         by.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], optimizers: Mapping[int, StageOptimizer], config: TrainingConfig, *,
-                 speaks_for: Sequence[int], layers: int, share: Share | None, staggered: bool,
-                 stepped: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(self, stages: Mapping[int, StageModule], optimizers: Mapping[int, StageOptimizer],
+                 config: TrainingConfig, *, speaks_for: Sequence[int], layers: int, share: Share | None,
+                 staggered: bool, stepped: Callable[[int], None] = lambda _: None) -> None:
         assert (share is not None) == watches_gradients(config)
         self._stages = stages
         self._optimizers = optimizers
@@ -68,7 +68,7 @@ class Steps:
         self._share = share
         self._staggered = staggered
         self._stepped = stepped
-        self._calm = CALM
+        self._unclipped = UNCLIPPED
         self._sums: Sums | None = None
         self._iteration = 0
         self._others_guess = False
@@ -88,7 +88,7 @@ class Steps:
             return
         squares = {index: optimizer.squares() for index, optimizer in self._optimizers.items()}
         self._sums = self._share(self._contribution(squares))
-        self._others_guess = self._staggered and self._calm >= CALM
+        self._others_guess = self._staggered and self._unclipped >= UNCLIPPED
         mine = [square for stage in squares.values() for square in stage.values()]
         # What this worker holds may already be too much: then the guess is known to be wrong.
         self._guessed = self._others_guess and clip_factor(mine, self._config) == 1.0
@@ -126,7 +126,7 @@ class Steps:
             optimizer.commit()
         self._sums = None
         self.void = False
-        self._calm = CALM  # as with a worker that joins now: all must guess alike
+        self._unclipped = UNCLIPPED  # as with a worker that joins now: all must guess alike
 
     def _conclude(self, factor: float | None) -> None:
         right = self._guessed and factor == 1.0
@@ -137,7 +137,7 @@ class Steps:
             self._step(self._iteration, factor)
         self._sums = None
         self.settled = self._iteration, factor
-        self._calm = self._calm + 1 if factor == 1.0 else 0
+        self._unclipped = self._unclipped + 1 if factor == 1.0 else 0
         self.void = self._others_guess and factor != 1.0
         self._end(factor)
 

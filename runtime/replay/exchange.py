@@ -1,4 +1,4 @@
-"""What ops hand to ops: on the same worker through a shelf, between workers in an order that cannot deadlock."""
+"""What ops hand to ops: on the same worker directly, between workers in an order that cannot deadlock."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -15,23 +15,23 @@ LOOKAHEAD = 4
 """Receives posted before an op needs them: enough to overlap with computing, few enough to take little memory."""
 
 
-ParcelKind = Literal["activation", "gradient"]
+TensorKind = Literal["activation", "gradient"]
 
 
-class Parcel(NamedTuple):
+class TensorName(NamedTuple):
     """An activation on its way into the F of `stage`, or a gradient into its I or B."""
 
-    kind: ParcelKind
+    kind: TensorKind
     stage: int
     pipeline: int
     microbatch: int
 
 
 class Exchange:
-    """The parcels of one worker, for `iterations` rounds of the same schedule.
+    """What one worker takes and gives, in `iterations` rounds of the same schedule.
 
     A worker issues its transfers in the order of `schedules.graph.transfers`. That order extends the order of the ops:
-    what must be sent before a parcel can arrive has been produced by the time the parcel is needed, on every worker.
+    what must be sent before a tensor can arrive has been produced by the time that is needed, on every worker.
     So nobody waits in a circle, even where transfers run strictly one after the other, as on one NCCL communicator.
     Where they do not, over gloo, receives are posted ahead of sends: what finds its receive posted travels at once,
     else it takes two more messages.
@@ -46,8 +46,8 @@ class Exchange:
         self._iterations = iterations
         self._mine = [(tag, transfer) for tag, transfer in enumerate(everyone)
                       if worker in (transfer.source, transfer.target)]
-        self._place: Mapping[Parcel, int] = {_parcel(transfer): place
-                                             for place, (_, transfer) in enumerate(self._mine)}
+        self._place: Mapping[TensorName, int] = {_name(transfer): place
+                                                 for place, (_, transfer) in enumerate(self._mine)}
         self._issued = 0
         """Transfers, in this order; with `_ahead`, receives only."""
         self._ahead = None if communicator.ordered else [place for place, (_, transfer) in enumerate(self._mine)
@@ -55,15 +55,15 @@ class Exchange:
         # By the number of the transfer, counted over all iterations: those of two iterations may be under way.
         self._arriving: dict[int, Arriving] = {}
         self._ready: dict[int, Tensor] = {}
-        self._shelf: dict[Parcel, Tensor] = {}
+        self._local: dict[TensorName, Tensor] = {}
         self._leaving: list[Outgoing] = []
         self._left_before: list[Outgoing] = []
 
-    def give(self, iteration: int, parcel: Parcel, tensor: Tensor) -> None:
+    def give(self, iteration: int, name: TensorName, tensor: Tensor) -> None:
         """Pass on what an op produced; a send goes on while the worker computes. Raises CommunicationError."""
-        number = self._number(iteration, parcel)
+        number = self._number(iteration, name)
         if number is None:
-            self._shelf[parcel] = tensor
+            self._local[name] = tensor
             return
         self._ready[number] = tensor
         if self._ahead is None:
@@ -72,20 +72,20 @@ class Exchange:
             self._issue(number)
             self._look_ahead()
 
-    def take(self, iteration: int, parcel: Parcel) -> Tensor:
+    def take(self, iteration: int, name: TensorName) -> Tensor:
         """Wait for what an op needs. Raises CommunicationError."""
-        number = self._number(iteration, parcel)
+        number = self._number(iteration, name)
         if number is None:
-            return self._shelf.pop(parcel)
+            return self._local.pop(name)
         self._issue_through(number)
         tensor = self._arriving.pop(number).take()
         self._look_ahead()
         return tensor
 
-    def give_blank(self, iteration: int, parcel: Parcel) -> None:
+    def give_empty(self, iteration: int, name: TensorName) -> None:
         """Pass on an empty tensor, for an op that is not run. Raises CommunicationError."""
-        shape, dtype = self._form(parcel.kind, parcel.stage)
-        self.give(iteration, parcel, torch.zeros(shape, dtype=dtype, device=self._communicator.device))
+        shape, dtype = self._form(name.kind, name.stage)
+        self.give(iteration, name, torch.zeros(shape, dtype=dtype, device=self._communicator.device))
 
     def one_more(self) -> None:
         """There will be one more iteration than was said."""
@@ -105,8 +105,8 @@ class Exchange:
         self.end_iteration()
         self.end_iteration()
 
-    def _number(self, iteration: int, parcel: Parcel) -> int | None:
-        place = self._place.get(parcel)
+    def _number(self, iteration: int, name: TensorName) -> int | None:
+        place = self._place.get(name)
         return None if place is None else (iteration - self._iterations.start) * len(self._mine) + place
 
     def _issue_through(self, number: int) -> None:
@@ -142,12 +142,12 @@ class Exchange:
         """Its tag, and what it is."""
         return self._mine[number % len(self._mine)]
 
-    def _form(self, kind: ParcelKind, stage: int) -> tuple[tuple[int, ...], torch.dtype]:
+    def _form(self, kind: TensorKind, stage: int) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of what the ops of a stage take."""
         boundary = self._boundaries[stage]
         return (boundary.input_shape, boundary.input_dtype) if kind == "activation" \
             else (boundary.output_shape, boundary.output_dtype)
 
 
-def _parcel(transfer: Transfer) -> Parcel:
-    return Parcel(transfer.kind, transfer.stage, transfer.pipeline, transfer.microbatch)
+def _name(transfer: Transfer) -> TensorName:
+    return TensorName(transfer.kind, transfer.stage, transfer.pipeline, transfer.microbatch)

@@ -6,10 +6,10 @@ from typing import Protocol
 from torch import Tensor
 
 from runtime.model.data import Microbatch
-from runtime.model.stage import Stage
+from runtime.model.stage import StageModule
 from runtime.model.steps import Steps
 from runtime.replay.communication import Communicator
-from runtime.replay.exchange import Exchange, Parcel, ParcelKind
+from runtime.replay.exchange import Exchange, TensorKind, TensorName
 from runtime.replay.recorder import Recorder
 from schedules.schedule import Op, OpKind, Schedule
 
@@ -21,22 +21,23 @@ class Feed(Protocol):
         """Tokens and targets, each [B, T], on the device that computes."""
 
 
-class Gate(Protocol):
+class BeforeOp(Protocol):
     """Asked before each op."""
 
     def __call__(self, iteration: int, place: int, kind: OpKind) -> None:
         """Raises what shall end the iteration before the `place`-th op of the program."""
 
 
-def _open_gate(iteration: int, place: int, kind: OpKind) -> None:
+def _nothing(iteration: int, place: int, kind: OpKind) -> None:
     """Lets everything pass."""
 
 
 class Executor:
     """One live worker of a schedule, with the stages it holds and their optimizer steps."""
 
-    def __init__(self, schedule: Schedule, *, stages: Mapping[int, Stage], steps: Steps, communicator: Communicator,
-                 exchange: Exchange, feed: Feed, recorder: Recorder, gate: Gate = _open_gate) -> None:
+    def __init__(self, schedule: Schedule, *, stages: Mapping[int, StageModule], steps: Steps,
+                 communicator: Communicator, exchange: Exchange, feed: Feed, recorder: Recorder,
+                 before_op: BeforeOp = _nothing) -> None:
         self._program = schedule.ops(communicator.worker)
         self._split = schedule.backward == "split"
         self._original = schedule.grid.original
@@ -46,7 +47,7 @@ class Executor:
         self._exchange = exchange
         self._feed = feed
         self._recorder = recorder
-        self._gate = gate
+        self._before_op = before_op
         self._iteration = 0
         self._void_rounds = 0
         self._handlers: Mapping[OpKind, Callable[[Op], None]] = {
@@ -56,7 +57,7 @@ class Executor:
     def run(self, iteration: int) -> float:
         """Run one iteration: this worker's part of the mean loss (0 off the last stage).
 
-        Raises CommunicationError, and whatever the gate raises.
+        Raises CommunicationError, and whatever `before_op` raises.
         """
         self._iteration = iteration
         while not self._run_program():
@@ -67,14 +68,14 @@ class Executor:
     def _run_program(self) -> bool:
         """False when the iteration turned out to rest on a wrong guess of the step before (`runtime.model.steps`)."""
         for place, op in enumerate(self._program):
-            self._gate(self._iteration, place, op.kind)
+            self._before_op(self._iteration, place, op.kind)
             if op.kind is OpKind.F:
                 self._steps.poll()
             elif op.kind is not OpKind.O:
                 self._steps.settle()
             elif self._steps.void:
                 return False
-            (self._pass_blank if self._steps.void else self._handlers[op.kind])(op)
+            (self._pass_empty if self._steps.void else self._handlers[op.kind])(op)
         return True
 
     def _forget_round(self) -> None:
@@ -86,16 +87,16 @@ class Executor:
             stage.discard()
         self._steps.void = False
 
-    def _pass_blank(self, op: Op) -> None:
+    def _pass_empty(self, op: Op) -> None:
         """An op that is void: take and give what it would, compute nothing."""
         if op.kind in (OpKind.F, OpKind.I, OpKind.B):
             stage, forward = self._stage(op), op.kind is OpKind.F
             source, target, step = (stage.first, stage.last, 1) if forward else (stage.last, stage.first, -1)
-            kind: ParcelKind = "activation" if forward else "gradient"
+            kind: TensorKind = "activation" if forward else "gradient"
             if not source:
                 self._take(kind, op)
             if not target:
-                self._exchange.give_blank(self._round, self._parcel(kind, op, stage.index + step))
+                self._exchange.give_empty(self._round, self._name(kind, op, stage.index + step))
 
     def _forward(self, op: Op) -> None:
         stage, microbatch = self._stage(op), self._microbatch(op)
@@ -131,7 +132,7 @@ class Executor:
         with self._recorder.timing(op):
             self._steps.step(self._iteration)
 
-    def _stage(self, op: Op) -> Stage:
+    def _stage(self, op: Op) -> StageModule:
         assert op.stage is not None
         return self._stages[op.stage]
 
@@ -139,16 +140,16 @@ class Executor:
         assert op.pipeline is not None and op.microbatch is not None
         return Microbatch(self._iteration, op.pipeline, op.microbatch)
 
-    def _take(self, kind: ParcelKind, op: Op) -> Tensor:
+    def _take(self, kind: TensorKind, op: Op) -> Tensor:
         assert op.stage is not None
-        return self._exchange.take(self._round, self._parcel(kind, op, op.stage))
+        return self._exchange.take(self._round, self._name(kind, op, op.stage))
 
-    def _give(self, kind: ParcelKind, op: Op, stage: int, tensor: Tensor) -> None:
-        self._exchange.give(self._round, self._parcel(kind, op, stage), tensor)
+    def _give(self, kind: TensorKind, op: Op, stage: int, tensor: Tensor) -> None:
+        self._exchange.give(self._round, self._name(kind, op, stage), tensor)
 
-    def _parcel(self, kind: ParcelKind, op: Op, stage: int) -> Parcel:
+    def _name(self, kind: TensorKind, op: Op, stage: int) -> TensorName:
         assert op.pipeline is not None and op.microbatch is not None
-        return Parcel(kind, stage, op.pipeline, op.microbatch)
+        return TensorName(kind, stage, op.pipeline, op.microbatch)
 
     @property
     def _round(self) -> int:

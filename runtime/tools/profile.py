@@ -1,7 +1,7 @@
 """Measures a model's stages on this machine: seconds of each op, bytes of what is held, transfers and all-reduces.
 
 Stages are measured by processes that run at the same time, as many as the machine will run workers (on CPUs: as many
-as have cores of their own), since workers share caches and memory. Ops are the runtime's own (`Stage`,
+as have cores of their own), since workers share caches and memory. Ops are the runtime's own (`StageModule`,
 `StageOptimizer`, `Communicator`), timed over a few micro-batches in a row; the median of the rounds counts.
 """
 
@@ -20,7 +20,7 @@ from runtime.model.clipping import watches_gradients
 from runtime.model.data import Data, Microbatch, load_corpus
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
 from runtime.model.optimizer import StageOptimizer, build_optimizer
-from runtime.model.stage import Boundary, Stage, boundaries
+from runtime.model.stage import Boundary, StageModule, boundaries
 from runtime.processes.children import ChildError, Children
 from runtime.protocol.rendezvous import Rendezvous, connect_store, host_store, interface_towards
 from runtime.replay.communication import Communicator, Membership, Transport, choose_transport
@@ -30,7 +30,7 @@ from schedules.schedule import Worker
 ROW = 4
 """Micro-batches run in a row: as in a run, each op finds caches filled by others."""
 TIMEOUT_SECONDS = 600.0
-MAX_TEAM = 4
+MAX_REDUCE_GROUP = 4
 """Processes that measure an all-reduce at most; more of one machine would measure its memory."""
 
 
@@ -66,7 +66,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of a GPU, or of this machine."""
     processes: int
     """How many measured at the same time."""
-    team: int
+    reduce_group: int
     """How many took part in an all-reduce."""
     transport: str
     waiting: float
@@ -82,8 +82,8 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True):
     microbatches: int
     rank: int
     computing: int
-    talking: int
-    team: int
+    communicating: int
+    reduce_group: int
     device: str
     cards: int
     transport: Transport
@@ -109,13 +109,14 @@ def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int
     cards = torch.cuda.device_count() if device == "cuda" else 0
     room = cards or max(1, (os.cpu_count() or 1) // config.training.threads)
     computing = min(workers, room, len(ranges) * copies)
-    team = min(copies, MAX_TEAM)
-    talking = max(team, 2 if workers > 1 else 1)
-    transport = choose_transport(config.training.backend, device, talking, cards)
+    reduce_group = min(copies, MAX_REDUCE_GROUP)
+    communicating = max(reduce_group, 2 if workers > 1 else 1)
+    transport = choose_transport(config.training.backend, device, communicating, cards)
     store, opened = host_store()
     tasks = [_Task(config=config, ranges=tuple(ranges), microbatches=microbatches, rank=rank, computing=computing,
-                   talking=talking, team=team, device=device, cards=cards, transport=transport, rendezvous=opened,
-                   rounds=rounds) for rank in range(max(computing, talking))]
+                   communicating=communicating, reduce_group=reduce_group, device=device, cards=cards,
+                   transport=transport, rendezvous=opened, rounds=rounds)
+             for rank in range(max(computing, communicating))]
     answers = _ask(tasks)
     del store
     measured: dict[int, StageProfile] = {}
@@ -125,7 +126,7 @@ def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int
                    for index in range(len(ranges)))
     memory = torch.cuda.mem_get_info(0)[1] if cards else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Profile(stages=stages, transfer=answers[0].transfer, device=device, device_bytes=memory,
-                   processes=computing, team=team, transport=transport,
+                   processes=computing, reduce_group=reduce_group, transport=transport,
                    waiting=max(answer.waiting for answer in answers))
 
 
@@ -140,7 +141,7 @@ def _ask(tasks: Sequence[_Task]) -> list[_Answer]:
             raise ProfileError(f"measuring took more than {TIMEOUT_SECONDS:.0f} s") from None
 
 
-class _Prober:
+class _Measurer:
     """One measuring process."""
 
     def __init__(self, task: _Task) -> None:
@@ -177,27 +178,27 @@ class _Prober:
             store.add("measured", 1)
             while store.add("measured", 0) < task.computing:
                 bench.round()
-        self._meet(store, "measured by all", max(task.computing, task.talking))
+        self._meet(store, "measured by all", max(task.computing, task.communicating))
         all_reduce, transfer = [0.0] * len(task.ranges), 0.0
-        if task.talking > 1 and task.rank < task.talking:
-            all_reduce, transfer = self._talk(store)
-        self._meet(store, "end", max(task.computing, task.talking))
+        if task.communicating > 1 and task.rank < task.communicating:
+            all_reduce, transfer = self._communicate(store)
+        self._meet(store, "end", max(task.computing, task.communicating))
         return _Answer(stages, all_reduce, transfer, waiting)
 
     def _bench(self, index: int) -> "_Bench":
         ranges = self._task.ranges
-        stage = Stage(index, ranges[index], self._model, first=index == 0, last=index == len(ranges) - 1,
+        stage = StageModule(index, ranges[index], self._model, first=index == 0, last=index == len(ranges) - 1,
                       loss_scale=1 / self._task.microbatches, config=self._task.config)
         return _Bench(stage, self._boundaries[index], self._task.config, self._data, self._device)
 
-    def _talk(self, store: TCPStore) -> tuple[list[float], float]:
+    def _communicate(self, store: TCPStore) -> tuple[list[float], float]:
         """Seconds of the all-reduce of each stage, and of a transfer of the largest activation."""
         task = self._task
-        everyone = [Worker(rank, 0) for rank in range(task.talking)]
-        me, team = everyone[task.rank], everyone[:task.team]
+        everyone = [Worker(rank, 0) for rank in range(task.communicating)]
+        me, reduce_group = everyone[task.rank], everyone[:task.reduce_group]
         membership = Membership(1, {worker: rank for rank, worker in enumerate(everyone)}, me)
-        communicator = Communicator(membership, {0: team} if me in team else {}, transport=task.transport,
-                             device=self._device, store=store)
+        communicator = Communicator(membership, {0: reduce_group} if me in reduce_group else {},
+                                    transport=task.transport, device=self._device, store=store)
         largest = max(self._boundaries[:-1], key=_output_bytes, default=self._boundaries[-1])
         transfer = self._median(lambda: _ping_pong(communicator, task.rank, everyone, largest, self._device) / 2)
         all_reduce = []
@@ -236,7 +237,8 @@ class _Prober:
 class _Bench:
     """A stage under test."""
 
-    def __init__(self, stage: Stage, boundary: Boundary, config: RunConfig, data: Data, device: torch.device) -> None:
+    def __init__(self, stage: StageModule, boundary: Boundary, config: RunConfig, data: Data,
+                 device: torch.device) -> None:
         self._stage = stage
         self._boundary = boundary
         self._config = config
@@ -352,4 +354,4 @@ def measure(data: bytes) -> bytes:
     task = msgspec.json.decode(data, type=_Task)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(task.rendezvous) or "")
     store = connect_store(task.rendezvous)
-    return msgspec.json.encode(_Prober(task).answer(store))
+    return msgspec.json.encode(_Measurer(task).answer(store))

@@ -18,11 +18,11 @@ NUMBERS = 2**18
 ROUNDS = 8
 
 
-class GreetingError(RuntimeError):
+class SelfTestError(RuntimeError):
     """The two did not come together, or got other numbers than were sent. The message is one line."""
 
 
-class Greeting(msgspec.Struct, frozen=True):
+class SelfTestResult(msgspec.Struct, frozen=True):
     """How it went: seconds to meet and to make the groups, and of a transfer of 1 MiB."""
 
     meeting_seconds: float
@@ -34,7 +34,7 @@ class _Task(msgspec.Struct, frozen=True):
     rendezvous: Rendezvous
 
 
-class Greeters:
+class SelfTest:
     """Two processes, started when this is made and ended when it is closed."""
 
     def __init__(self) -> None:
@@ -44,23 +44,23 @@ class Greeters:
             self._children = stack.enter_context(Children("runtime.tools.self_test:meet", tasks))
             self._stack = stack.pop_all()
 
-    def __enter__(self) -> "Greeters":
+    def __enter__(self) -> "SelfTest":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def wait(self, timeout: float) -> Greeting:
-        """What the second of them measured. Raises GreetingError."""
+    def wait(self, timeout: float) -> SelfTestResult:
+        """What the second of them measured. Raises SelfTestError."""
         try:
-            return msgspec.json.decode(self._children.answers(timeout)[1], type=Greeting)
+            return msgspec.json.decode(self._children.answers(timeout)[1], type=SelfTestResult)
         except ChildError as error:
-            raise GreetingError(str(error)) from None
+            raise SelfTestError(str(error)) from None
         except TimeoutError:
-            raise GreetingError(f"two processes did not meet and talk within {timeout:.0f} s") from None
+            raise SelfTestError(f"two processes did not meet and talk within {timeout:.0f} s") from None
 
 
-def _greet(task: _Task) -> Greeting:
+def _exchange(task: _Task) -> SelfTestResult:
     """One side: the first worker sends, the second sends back one more."""
     began = time.perf_counter()
     store = connect_store(task.rendezvous)
@@ -68,25 +68,25 @@ def _greet(task: _Task) -> Greeting:
     communicator = Communicator(membership, {0: WORKERS}, transport="gloo", device=torch.device("cpu"), store=store)
     met = time.perf_counter()
     (peer,) = (worker for worker in WORKERS if worker != task.worker)
-    ball = torch.arange(NUMBERS, dtype=torch.float32)
+    tensor = torch.arange(NUMBERS, dtype=torch.float32)
     for _ in range(ROUNDS):
         if task.worker == WORKERS[0]:
-            communicator.send(ball, peer, 1).wait()
-            ball = communicator.receive((NUMBERS,), torch.float32, peer, 1).take()
+            communicator.send(tensor, peer, 1).wait()
+            tensor = communicator.receive((NUMBERS,), torch.float32, peer, 1).take()
         else:
-            ball = communicator.receive((NUMBERS,), torch.float32, peer, 1).take() + 1
-            communicator.send(ball, peer, 1).wait()
+            tensor = communicator.receive((NUMBERS,), torch.float32, peer, 1).take() + 1
+            communicator.send(tensor, peer, 1).wait()
     seconds = (time.perf_counter() - met) / (2 * ROUNDS)
-    communicator.sum_over_stage(0, [ball])
-    if not torch.equal(ball, 2 * (torch.arange(NUMBERS, dtype=torch.float32) + ROUNDS)):
-        raise GreetingError("gloo gave other numbers than were sent")
+    communicator.sum_over_stage(0, [tensor])
+    if not torch.equal(tensor, 2 * (torch.arange(NUMBERS, dtype=torch.float32) + ROUNDS)):
+        raise SelfTestError("gloo gave other numbers than were sent")
     communicator.wait_for_all()
     communicator.drop()
-    return Greeting(met - began, seconds)
+    return SelfTestResult(met - began, seconds)
 
 
 def meet(data: bytes) -> bytes:
     """One of the two processes."""
     task = msgspec.json.decode(data, type=_Task)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(task.rendezvous) or "")
-    return msgspec.json.encode(_greet(task))
+    return msgspec.json.encode(_exchange(task))

@@ -214,7 +214,7 @@ class Generation:
             share=communicator.sum_over_all if watches_gradients(training) else None,
             staggered=self._schedule.optimizer == "staggered", stepped=self._pass_on)
         executor = Executor(self._schedule, stages=stages, steps=steps, communicator=communicator, exchange=exchange,
-                            feed=self._read, recorder=recorder, gate=partial(self._gate, first_of_group))
+                            feed=self._read, recorder=recorder, before_op=partial(self._before_op, first_of_group))
         context.channel.send(Started(self._worker, order.number))
         for iteration in iterations:
             recorder.begin(traced=iteration >= setup.iterations - setup.traced)
@@ -225,7 +225,7 @@ class Generation:
         steps.settle()
         exchange.flush()
 
-    def _gate(self, first_of_group: Sequence[int], iteration: int, place: int, kind: OpKind) -> None:
+    def _before_op(self, first_of_group: Sequence[int], iteration: int, place: int, kind: OpKind) -> None:
         """Before each op: stop when the order is over; before O: copy what this step would overwrite, for those who
         are to have it."""
         context = self._context

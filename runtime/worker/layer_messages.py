@@ -19,7 +19,7 @@ MAX_HEADER_BYTES = 2**16
 MAX_BLOB_BYTES = 2**36
 """No tensor is larger."""
 BLOB_BYTES = 2**24
-"""Small tensors are sent together up to so many: encoding copies, and more at once would hold up other threads."""
+"""Small tensors are sent together up to so many: reading copies, and more at once would lie in memory twice."""
 _HEADER_LENGTH = struct.Struct("<I")
 _BLOB_LENGTH = struct.Struct("<Q")
 
@@ -89,18 +89,18 @@ class Stream(Protocol):
         """So many bytes; fewer at the end of the connection."""
 
 
-def pack(message: Message, tensors: Mapping[str, Tensor] | None = None) -> Iterator[bytes]:
+def pack(message: Message, tensors: Mapping[str, Tensor] | None = None) -> Iterator[bytes | memoryview]:
     """The bytes of a message, piece by piece; tensors of any device.
 
-    Each piece is encoded when it is asked for, so that no more than one lies in memory twice.
+    Pieces may be the tensors' own memory, which must not change until they have been sent.
     """
     batches = _batches(tensors or {})
     header = _ENCODER.encode(_Header(message, len(batches)))
     yield _HEADER_LENGTH.pack(len(header)) + header
     for batch in batches:
-        blob = encode(batch)
-        yield _BLOB_LENGTH.pack(len(blob))
-        yield blob
+        pieces = encode(batch)
+        yield _BLOB_LENGTH.pack(sum(map(len, pieces)))
+        yield from pieces
 
 
 def read_message(stream: Stream) -> tuple[Message, dict[str, Tensor]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from runtime.config import TrainingConfig
 from runtime.model.optimizer import StageOptimizer, build_optimizer
-from runtime.model.stage import Stage
+from runtime.model.stage import StageModule
 from runtime.protocol.to_worker import Move
 from runtime.replay.communication import TIMEOUT, CommunicationError
 from runtime.worker.layer_messages import (
@@ -39,7 +39,7 @@ from schedules.schedule import Worker
 
 CONNECT_SECONDS = 10.0
 POLL_SECONDS = 0.002
-Build = Callable[[int], tuple[Stage, StageOptimizer]]
+Build = Callable[[int], tuple[StageModule, StageOptimizer]]
 Address = tuple[str, int]
 
 
@@ -78,7 +78,7 @@ def senders_for(worker: Worker, moves: Iterable[Move], addresses: Iterable[tuple
 class Fetched(NamedTuple):
     """A stage whose layers have come, all or those that were lacked."""
 
-    stage: Stage
+    stage: StageModule
     optimizer: StageOptimizer
     layers: frozenset[int]
 
@@ -166,7 +166,7 @@ class _Transfer:
         self._training = training
         self._device = device
         self._events = events
-        self._stages: dict[int, tuple[Stage, StageOptimizer]] = {}
+        self._stages: dict[int, tuple[StageModule, StageOptimizer]] = {}
         self._own: dict[int, StageOptimizer] = {}
         """Of each layer."""
         self._changed = threading.Condition()
@@ -308,6 +308,6 @@ class _Transfer:
             print(f"generation {self.fetch.generation}: {reason}", file=sys.stderr, flush=True)
             self._events.failed(self.fetch)
 
-    def _stage_of(self, layer: int) -> Stage:
+    def _stage_of(self, layer: int) -> StageModule:
         """Where copies of a stage are needed, one is fetched, and the others are copied from it."""
         return next(stage for stage, _ in self._stages.values() if layer in stage.modules)

@@ -159,7 +159,7 @@ class _Receiver:
         self.queue: deque[tuple[Message, Mapping[str, Tensor]]] = deque()
         self.queued_bytes = 0
         self.most_bytes = math.inf
-        self.pieces: Iterator[bytes] = iter(())
+        self.pieces: Iterator[bytes | memoryview] = iter(())
         """Those left of the message that is being sent."""
         self.piece = memoryview(b"")
         """What is left of the one that is being sent."""
@@ -332,7 +332,7 @@ class _Server:
         if not receiver.piece:
             receiver.piece = memoryview(self._next_piece(receiver))
 
-    def _next_piece(self, receiver: _Receiver) -> bytes:
+    def _next_piece(self, receiver: _Receiver) -> bytes | memoryview:
         """What is to be sent next; nothing where all has gone."""
         while True:
             piece = next(receiver.pieces, None)

@@ -22,7 +22,7 @@ from runtime.model.digest import tensor_digest
 from runtime.model.layers import model_for, parameter_dtype
 from runtime.model.optimizer import StageOptimizer, build_optimizer
 from runtime.model.parameters import save_layer
-from runtime.model.stage import Stage
+from runtime.model.stage import StageModule
 from runtime.processes.worker_start import WorkerSpec
 from runtime.protocol import to_worker
 from runtime.protocol.channel import Channel
@@ -82,7 +82,7 @@ def warm_up() -> None:
     """Spend once, before workers are forked, the time that each would: torch imports much when first used."""
     config = RunConfig(model=ModelConfig(blocks=1, width=2, heads=1, context=2))
     model = model_for(config.model, 0, torch.float32, torch.device("cpu"))
-    stage = Stage(0, (0, model.layers), model, first=True, last=True, loss_scale=1.0, config=config)
+    stage = StageModule(0, (0, model.layers), model, first=True, last=True, loss_scale=1.0, config=config)
     build_optimizer(stage.modules, config.training)
 
 
@@ -205,14 +205,14 @@ class _Worker:
                        for name, parameter in stage.parameters().items()}
             self._channel.send(Finished(self._worker, order.number, digests))
 
-    def _build(self, index: int) -> tuple[Stage, StageOptimizer]:
+    def _build(self, index: int) -> tuple[StageModule, StageOptimizer]:
         setup = self._setup
         start, end = setup.ranges[index]
-        stage = Stage(index, (start, end), self._model, first=start == 0, last=end == self._model.layers,
+        stage = StageModule(index, (start, end), self._model, first=start == 0, last=end == self._model.layers,
                       loss_scale=setup.loss_scale, config=setup.config)
         return stage, build_optimizer(stage.modules, setup.config.training)
 
-    def _restore(self, stage: Stage, optimizer: StageOptimizer) -> None:
+    def _restore(self, stage: StageModule, optimizer: StageOptimizer) -> None:
         """A stage is built as it is before iteration 0; where this run goes on from a checkpoint, that is read.
 
         Only before the first iteration: later the checkpoint may be gone, swept away by newer ones.

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import Tensor
 
 from runtime.model.optimizer import StageOptimizer
-from runtime.model.stage import Stage
+from runtime.model.stage import StageModule
 from runtime.worker.layer_receiver import Fetched
 
-Build = Callable[[int], tuple[Stage, StageOptimizer]]
+Build = Callable[[int], tuple[StageModule, StageOptimizer]]
 """Makes a stage."""
-Restore = Callable[[Stage, StageOptimizer], None]
+Restore = Callable[[StageModule, StageOptimizer], None]
 """Brings a stage to where it was before the first iteration."""
 
 
@@ -20,9 +20,9 @@ class StageStore:
     def __init__(self, build: Build, restore: Restore) -> None:
         self._build = build
         self._restore = restore
-        self.stages: dict[int, Stage] = {}
+        self.stages: dict[int, StageModule] = {}
         self.optimizers: dict[int, StageOptimizer] = {}
-        self._prepared: dict[int, tuple[Stage, StageOptimizer]] = {}
+        self._prepared: dict[int, tuple[StageModule, StageOptimizer]] = {}
 
     def prepare(self, stages: Iterable[int]) -> None:
         """Build stages that are likely to be needed soon."""
@@ -37,7 +37,7 @@ class StageStore:
                 self._restore(stage, optimizer)
                 self.stages[index], self.optimizers[index] = stage, optimizer
 
-    def fresh(self, index: int) -> tuple[Stage, StageOptimizer]:
+    def fresh(self, index: int) -> tuple[StageModule, StageOptimizer]:
         """A stage that is not held, prepared or built. May be called from another thread."""
         return self._prepared.pop(index, None) or self._build(index)
 

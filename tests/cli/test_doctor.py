@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import cli.doctor
 from cli.app import app
-from runtime.tools.self_test import Greeters, GreetingError
+from runtime.tools.self_test import SelfTest, SelfTestError
 from schedules.check import Violation
 from tests.runtime.running import wait_until_gone
 
@@ -52,21 +52,21 @@ def test_a_broken_planner_is_told(monkeypatch):
     assert found.status == "failed" and "worker 0.0 holds too much" in found.detail
 
 
-def test_greeters_that_never_meet_are_ended():
-    with Greeters() as greeters:
+def test_processes_that_never_meet_are_ended():
+    with SelfTest() as self_test:
         began = time.monotonic()
-        with pytest.raises(GreetingError, match=r"within 0 s"):
-            greeters.wait(0.1)
-        pids = list(greeters._children.fork_server.pids.values())
+        with pytest.raises(SelfTestError, match=r"within 0 s"):
+            self_test.wait(0.1)
+        pids = list(self_test._children.fork_server.pids.values())
     assert time.monotonic() - began < 20
     wait_until_gone(pids)
 
 
-def test_a_greeter_that_dies_is_named():
-    with Greeters() as greeters:
-        greeters._children.fork_server.kill("0")
-        with pytest.raises(GreetingError, match="ended with status -9"):
-            greeters.wait(30)
+def test_a_process_that_dies_is_named():
+    with SelfTest() as self_test:
+        self_test._children.fork_server.kill("0")
+        with pytest.raises(SelfTestError, match="ended with status -9"):
+            self_test.wait(30)
 
 
 def test_help_does_not_wait_for_torch():

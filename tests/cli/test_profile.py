@@ -98,8 +98,8 @@ def measured(job: Job) -> Profile:
     """What could be measured of any job."""
     stage = StageProfile(forward=0.1, backward_input=0.1, backward_weight=0.1, optimizer=0.1, activation_bytes=2048,
                          stash_bytes=1024, static_bytes=2**20, undo_bytes=2**19)
-    return Profile(stages=(stage,) * job.depth, transfer=0.01, device="cpu", device_bytes=2**30, processes=1, team=2,
-                   transport="gloo", waiting=0.0)
+    return Profile(stages=(stage,) * job.depth, transfer=0.01, device="cpu", device_bytes=2**30, processes=1,
+                   reduce_group=2, transport="gloo", waiting=0.0)
 
 
 @pytest.mark.parametrize("placement", [

@@ -12,7 +12,7 @@ from runtime.config import ConfigError, parse_run_config
 from runtime.launch import run
 from runtime.model.data import Microbatch, load_corpus
 from runtime.model.layers import model_for
-from runtime.model.stage import Stage
+from runtime.model.stage import StageModule
 from runtime.processes.fork_server import ForkServer
 from tests.runtime.running import assert_same_numbers, judge, schedule_for
 
@@ -63,7 +63,7 @@ def test_w_gets_every_linear_layer(kind, here, transformers) -> None:
     if kind == "gpt2":
         build = model.build
         model.build = lambda layer: gpt2_block() if layer == 1 else build(layer)
-    stage = Stage(1, (1, 2), model, first=False, last=False, loss_scale=1.0, config=config)
+    stage = StageModule(1, (1, 2), model, first=False, last=False, loss_scale=1.0, config=config)
     value, gradient = (torch.randn(2, 8, 32, dtype=torch.float64) for _ in range(2))
     microbatch = Microbatch(0, 0, 0)
     stage.forward(microbatch, value, split=True)

@@ -22,7 +22,7 @@ from runtime.model.data import Microbatch, load_corpus
 from runtime.model.layers import model_for
 from runtime.model.optimizer import StageOptimizer, build_optimizer
 from runtime.model.parameters import layer_path, load_layer, load_parameters, save_layer
-from runtime.model.stage import Stage
+from runtime.model.stage import StageModule
 from runtime.model.tensor_codec import TensorError, decode, encode, read_tensors, write_tensors
 from runtime.tools.reference import reference_run
 from tests.runtime.running import tiny
@@ -208,8 +208,8 @@ def test_training_goes_on_from_it_on_another_grid(tmp_path) -> None:
     model = model_for(config.model, 0, torch.float64, torch.device("cpu"))
     identity = identity_of(config, model.layers)
 
-    def stages(*ranges: tuple[int, int]) -> list[tuple[Stage, StageOptimizer]]:
-        made = [Stage(index, layers, model, first=index == 0, last=index == len(ranges) - 1, loss_scale=1.0,
+    def stages(*ranges: tuple[int, int]) -> list[tuple[StageModule, StageOptimizer]]:
+        made = [StageModule(index, layers, model, first=index == 0, last=index == len(ranges) - 1, loss_scale=1.0,
                       config=config) for index, layers in enumerate(ranges)]
         return [(stage, build_optimizer(stage.modules, config.training)) for stage in made]
 
@@ -229,7 +229,7 @@ def test_training_goes_on_from_it_on_another_grid(tmp_path) -> None:
         torch.testing.assert_close(stage.parameters()[name].detach(), expected, rtol=0, atol=1e-12)
 
 
-def iterate(config: RunConfig, stages: list[tuple[Stage, StageOptimizer]], iteration: int) -> None:
+def iterate(config: RunConfig, stages: list[tuple[StageModule, StageOptimizer]], iteration: int) -> None:
     microbatch = Microbatch(iteration, 0, 0)
     value, target = load_corpus(config).batch(microbatch, config.training.batch, config.model.context)
     for stage, _ in stages:
@@ -267,13 +267,25 @@ def test_every_dtype_shape_and_layout(tmp_path) -> None:
     tensors = unusual()
     write_tensors(tmp_path / "file", tensors)
     assert_equal(read_tensors(tmp_path / "file"), tensors)
-    assert_equal(decode(encode(tensors)), tensors)
-    assert decode(encode({})) == {}
+    assert_equal(decode(b"".join(encode(tensors))), tensors)
+    assert decode(b"".join(encode({}))) == {}
+
+
+def test_tensors_of_the_cpu_are_not_copied_to_be_sent() -> None:
+    tensor = torch.zeros(4)
+    _, piece = encode({"a": tensor})
+    tensor += 1
+    assert bytes(piece) == tensor.numpy().tobytes()
+
+
+def test_dtypes_that_are_rare_are_sent_too() -> None:
+    tensors = {"a": torch.tensor([1 + 2j, 3]), "b": torch.ones(3)}
+    assert_equal(decode(b"".join(encode(tensors))), tensors)
 
 
 def test_what_is_read_may_be_changed(tmp_path) -> None:
     write_tensors(tmp_path / "file", {"a": torch.ones(3)})
-    for one in (read_tensors(tmp_path / "file"), decode(encode({"a": torch.ones(3)}))):
+    for one in (read_tensors(tmp_path / "file"), decode(b"".join(encode({"a": torch.ones(3)})))):
         one["a"].zero_()
     assert read_tensors(tmp_path / "file")["a"].sum() == 3
 

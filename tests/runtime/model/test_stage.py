@@ -16,7 +16,7 @@ from runtime.model.data import Corpus, Microbatch, load_corpus
 from runtime.model.digest import parameter_digest
 from runtime.model.layers import model_for, parameter_dtype, split_layers
 from runtime.model.optimizer import build_optimizer
-from runtime.model.stage import Boundary, Stage, boundaries
+from runtime.model.stage import Boundary, StageModule, boundaries
 from runtime.tools.reference import reference_run
 
 CPU = torch.device("cpu")
@@ -26,11 +26,11 @@ PARTITIONS = [[(0, 4)], [(0, 1), (1, 4)], [(0, 2), (2, 3), (3, 4)], split_layers
 
 
 def build_stages(config: RunConfig, partition: list[tuple[int, int]], total: int,
-                 device: torch.device = CPU) -> list[Stage]:
+                 device: torch.device = CPU) -> list[StageModule]:
     training = config.training
     model = model_for(config.model, training.seed, parameter_dtype(training.dtype), device)
     last = len(partition) - 1
-    return [Stage(index, layers, model, first=index == 0, last=index == last, loss_scale=1 / total, config=config)
+    return [StageModule(index, layers, model, first=index == 0, last=index == last, loss_scale=1 / total, config=config)
             for index, layers in enumerate(partition)]
 
 
@@ -70,7 +70,7 @@ class Cluster:
                 waiting += [("W", microbatch, stage)] * self.split
                 waiting += [("I", microbatch, stage - 1)] * (stage > 0)
 
-    def run(self, kind: str, microbatch: Microbatch, index: int, stage: Stage,
+    def run(self, kind: str, microbatch: Microbatch, index: int, stage: StageModule,
             tensors: dict[tuple[str, Microbatch, int], Tensor | None]) -> None:
         if kind == "F":
             tokens, targets = (half.to(self.device) for half in self.corpus.batch(
@@ -157,7 +157,7 @@ def test_bf16_stays_close_to_float32(split: bool) -> None:
     assert rounded == pytest.approx(plain, rel=0.01)
 
 
-def middle(config: RunConfig = CONFIG) -> tuple[Stage, Tensor, Tensor]:
+def middle(config: RunConfig = CONFIG) -> tuple[StageModule, Tensor, Tensor]:
     """A stage of one block, an activation for it and a gradient."""
     stage = build_stages(config, PARTITIONS[2], 4)[1]
     generator = torch.Generator().manual_seed(0)

@@ -14,7 +14,7 @@ from runtime.config import TrainingConfig
 from runtime.launch import run
 from runtime.model.clipping import clip_factor
 from runtime.model.optimizer import StageOptimizer
-from runtime.model.steps import CALM, Steps
+from runtime.model.steps import UNCLIPPED, Steps
 from runtime.processes.fork_server import ForkServer
 from runtime.tools.reference import reference_run
 from tests.jobs import grid
@@ -113,7 +113,7 @@ def test_who_knows_that_the_guess_is_wrong_waits(gradient, weight) -> None:
 def test_no_guess_for_a_while_after_a_wrong_one() -> None:
     pair = Pair(CLIPPED)
     guessed = []
-    for iteration in range(2 * CALM):
+    for iteration in range(2 * UNCLIPPED):
         pair.wires.open = iteration > 0
         gradient = 4.5 if iteration < 2 else 0.0
         pair.wires.given.append([0.0, gradient**2])  # for the first, that of the second, in case it waits
@@ -121,7 +121,7 @@ def test_no_guess_for_a_while_after_a_wrong_one() -> None:
         guessed.append(len(pair.settled) == 2 * iteration)
         pair.settle()
         assert all(steps.void == (iteration == 0) for steps in pair.workers)
-    assert guessed == [True, *[False] * (CALM + 1), *[True] * (CALM - 2)]
+    assert guessed == [True, *[False] * (UNCLIPPED + 1), *[True] * (UNCLIPPED - 2)]
 
 
 @pytest.mark.parametrize("mode", ["staggered", "synchronous"])
@@ -145,7 +145,7 @@ def test_rarely_is_rarely(monkeypatch) -> None:
     monkeypatch.setattr("runtime.tools.reference.clip_factor", spy)
     reference_run(tiny(clip_norm=RARELY, **SAME), (2, 2, 2), 20)
     clipped = [iteration for iteration, factor in enumerate(factors) if factor != 1.0]
-    assert len(clipped) == 1 and CALM <= clipped[0] < 20 - 2 * CALM
+    assert len(clipped) == 1 and UNCLIPPED <= clipped[0] < 20 - 2 * UNCLIPPED
 
 
 SPIKY = textwrap.dedent("""

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from runtime.model.data import load_corpus
 from runtime.model.layers import model_for, parameter_dtype
 from runtime.model.optimizer import build_optimizer
-from runtime.model.stage import Boundary, Stage
+from runtime.model.stage import Boundary, StageModule
 from runtime.model.steps import Steps
 from runtime.protocol.rendezvous import host_store
 from runtime.replay.communication import Communicator, Membership
-from runtime.replay.exchange import LOOKAHEAD, Exchange, Parcel
+from runtime.replay.exchange import LOOKAHEAD, Exchange, TensorName
 from runtime.replay.executor import Executor
 from runtime.replay.placement import PlacementError, deal_to_nodes, layer_ranges, reduce_group
 from runtime.replay.recorder import Recorder
@@ -34,7 +34,7 @@ def test_a_lone_worker_runs_its_program_as_it_stands(backward):
     communicator = Communicator(Membership(1, {worker: 0}, worker), {0: [worker]}, transport="gloo", device=CPU,
                                 store=store)
     model = model_for(config.model, config.training.seed, parameter_dtype("float64"), CPU)
-    stage = Stage(0, (0, model.layers), model, first=True, last=True, loss_scale=1 / 3, config=config)
+    stage = StageModule(0, (0, model.layers), model, first=True, last=True, loss_scale=1 / 3, config=config)
     recorder = Recorder(CPU, 0.0)
     executor = Executor(schedule, stages={0: stage}, communicator=communicator, recorder=recorder,
                         steps=Steps({0: stage}, {0: build_optimizer(stage.modules, config.training)}, config.training,
@@ -100,9 +100,9 @@ def run_program(schedule: Schedule, worker: Worker, iterations: int, *,
 
 def pass_on(exchange, iteration, op, kind, takes, gives):
     if takes:
-        exchange.take(iteration, Parcel(kind, op.stage, op.pipeline, op.microbatch))
+        exchange.take(iteration, TensorName(kind, op.stage, op.pipeline, op.microbatch))
     if gives is not None:
-        exchange.give(iteration, Parcel(kind, gives, op.pipeline, op.microbatch), torch.zeros(1))
+        exchange.give(iteration, TensorName(kind, gives, op.pipeline, op.microbatch), torch.zeros(1))
 
 
 @settings(max_examples=40)
@@ -145,7 +145,7 @@ def test_receives_are_posted_ahead_but_not_without_bound(ordered):
     boundaries = [Boundary((1,), torch.float32, (1,), torch.float32)] * 2
     wire = Wire(worker, log, ordered=ordered)
     exchange = Exchange(schedule, wire, boundaries, range(1))  # type: ignore[arg-type]
-    exchange.take(0, Parcel("activation", 1, 0, 0))
+    exchange.take(0, TensorName("activation", 1, 0, 0))
     assert 1 <= len(log) <= 1 + LOOKAHEAD
     assert ordered or len(log) == 1 + LOOKAHEAD
 
