@@ -11,11 +11,12 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cli.shared.console import answer_no, duration, err, out, print_json, refuse
+from cli.shared.failure_schedules import scheduler
 from cli.shared.inputs import parse_workers, read_job_or_refuse, read_schedule_or_refuse
 from cli.shared.launch_options import launched_as
 from cli.shared.options import Backward, Failed, JobFile, MethodName, Optimizer, TimeLimit
 from cli.shared.planning import make_plan, plan_options
-from cli.shared.train_inputs import events, find_checkpoint, how_to_resume, look_up, read_table, require_fit, scheduler
+from cli.shared.train_inputs import events, find_checkpoint, how_to_resume, look_up, read_table, require_fit
 from planner.job.file import Job
 from runtime.config import ConfigError, RunConfig, parse_run_config
 from runtime.launch import Resilience, RunError, RunResult, join, run

@@ -1,4 +1,4 @@
-"""What `slipstream train` reads besides the job: tables, checkpoints, events; and the schedules after failures."""
+"""What `slipstream train` reads besides the job: tables, checkpoints and events."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -6,17 +6,10 @@ from pathlib import Path
 from cli.shared.console import refuse
 from cli.shared.inputs import is_there, parse_workers
 from planner.job.file import Job
-from planner.model.problem import NoPlanError
-from planner.normalise import PlanOptions, normal_form
-from runtime.coordinator.planning import NoScheduleError, Scheduler
 from runtime.model.checkpoint import MANIFEST, Checkpoint, CheckpointError, latest, open_checkpoint
 from schedules.schedule import Grid, Schedule, Worker
 from schedules.tables.file import TableError
-from schedules.tables.relabel import relabel
 from schedules.tables.table import Table
-
-ON_THE_SPOT_SECONDS = 10.0
-"""Time limit of planning for failures that no table covers."""
 
 
 def require_fit(path: Path, grid: Grid, job: Job) -> None:
@@ -49,39 +42,6 @@ def look_up(table: Table | None, down: tuple[Worker, ...]) -> Schedule | None:
     except ValueError as error:  # also TableError
         refuse(error)
     return None if found is None else found.schedule
-
-
-def scheduler(job: Job, first: Schedule, table: Table | None) -> Scheduler:
-    """A function that gives the schedule after failures: from the table, or planned by the list schedulers."""
-    def schedule(down: tuple[Worker, ...]) -> Schedule:
-        try:
-            found = None if table is None else table.lookup(down)
-            if found is not None and found.schedule.grid == first.grid:
-                return found.schedule
-            options = PlanOptions(backward=first.backward, optimizer=first.optimizer, method="greedy",
-                                  time_limit=ON_THE_SPOT_SECONDS)
-            if empty_columns(job, down):
-                # One of another stage, which may have taken over there before, holds its layers: roles must move.
-                return _with_moves(job, down, options)
-            return options.plan(job, down, seconds=ON_THE_SPOT_SECONDS).schedule
-        except (TableError, NoPlanError) as error:
-            raise NoScheduleError(str(error)) from None
-
-    return schedule
-
-
-def empty_columns(job: Job, down: tuple[Worker, ...]) -> set[int]:
-    """The columns none of whose own workers is left."""
-    return {column for column in range(job.stages)
-            if all(Worker(pipeline, column) in down for pipeline in range(job.pipelines))}
-
-
-def _with_moves(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule:
-    """A schedule for as many failures, spread over the stages, in which live workers move. Raises NoScheduleError."""
-    found = relabel(normal_form(job, len(down), options).schedule, down, held_elsewhere=True)
-    if found is None:
-        raise NoScheduleError(f"no live worker can take over the roles of {', '.join(map(str, down))}")
-    return found
 
 
 def find_checkpoint(folder: Path) -> Checkpoint:
