@@ -41,7 +41,7 @@ from runtime.coordinator.recovery import Recovery
 from runtime.launch import Resilience, run
 from runtime.model.checkpoint import latest
 from runtime.model.parameters import load_parameters
-from runtime.processes.fork_server import Nursery
+from runtime.processes.fork_server import ForkServer
 from runtime.processes.process_manager import Return
 from runtime.protocol.failure_injection import Action, Injection, Place
 from runtime.tools.reference import ReferenceResult, reference_run
@@ -170,9 +170,9 @@ def scheduler(setting: Setting) -> Scheduler:
 class Storm(threading.Thread):
     """Kills or stops workers by the clock; ends this process when nothing is committed any more."""
 
-    def __init__(self, nursery: Nursery, rng: random.Random, seconds: float) -> None:
+    def __init__(self, fork_server: ForkServer, rng: random.Random, seconds: float) -> None:
         super().__init__(daemon=True)
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._rng = rng
         self._seconds = seconds
         self._over = threading.Event()
@@ -191,7 +191,7 @@ class Storm(threading.Thread):
                 self.stalled = True
                 os.kill(os.getpid(), signal.SIGINT)
                 return
-            pids = sorted(self._nursery.pids.items())
+            pids = sorted(self._fork_server.pids.items())
             if pids:
                 what = signal.SIGSTOP if self._rng.random() < 0.2 else signal.SIGKILL
                 try:
@@ -206,9 +206,9 @@ class Storm(threading.Thread):
 
 
 @contextmanager
-def storming(nursery: Nursery, rng: random.Random, seconds: float) -> Iterator[Storm]:
+def storming(fork_server: ForkServer, rng: random.Random, seconds: float) -> Iterator[Storm]:
     """A storm for as long as the context lasts."""
-    storm = Storm(nursery, rng, seconds)
+    storm = Storm(fork_server, rng, seconds)
     storm.start()
     try:
         yield storm
@@ -220,7 +220,7 @@ def storming(nursery: Nursery, rng: random.Random, seconds: float) -> Iterator[S
         storm.stop()
 
 
-def train_through(setting: Setting, rng: random.Random, nursery: Nursery, out: Path, tally: Tally, *,
+def train_through(setting: Setting, rng: random.Random, fork_server: ForkServer, out: Path, tally: Tally, *,
                   storm_seconds: float = 3.0) -> None:
     """One training to its end, whatever happens; enters what happened. Raises ChaosError."""
     reference = judge(setting.config, setting.job.microbatches, setting.iterations)
@@ -240,8 +240,8 @@ def train_through(setting: Setting, rng: random.Random, nursery: Nursery, out: P
             returns=tuple(returns),
             fetch_bytes_per_second=rng.choice(FETCH_BYTES_PER_SECOND))
         try:
-            with storming(nursery, rng, storm_seconds) as storm:
-                run(whole, setting.config, out=out, nursery=nursery, resilience=resilience, notify=tell,
+            with storming(fork_server, rng, storm_seconds) as storm:
+                run(whole, setting.config, out=out, fork_server=fork_server, resilience=resilience, notify=tell,
                     progress=storm.progress)
         except RunError as error:
             if not any(reason in str(error) for reason in SURVIVED) or life > setting.iterations:
@@ -303,10 +303,10 @@ def main() -> None:
     tally, rng = Tally(), random.Random(options.seed)
     made = itertools.cycle(settings(options.grid, options.iterations))
     try:
-        with Nursery() as nursery:
+        with ForkServer() as fork_server:
             while tally.kills < options.kills:
                 with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-                    train_through(next(made), rng, nursery, Path(folder), tally)
+                    train_through(next(made), rng, fork_server, Path(folder), tally)
                 print(tally.report(), flush=True)
     except ChaosError as error:
         print(tally.report())

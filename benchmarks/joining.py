@@ -25,7 +25,7 @@ from planner.plan import plan_job
 from runtime.config import parse_run_config
 from runtime.coordinator.recovery import Recovery
 from runtime.launch import Resilience, run
-from runtime.processes.fork_server import Nursery
+from runtime.processes.fork_server import ForkServer
 from runtime.processes.process_manager import Return
 from runtime.protocol.failure_injection import Injection
 from schedules.schedule import Schedule, Worker
@@ -62,7 +62,7 @@ class Clock:
         return max(later - earlier for earlier, later in pairwise(self.commits[start:end]))
 
 
-def returns(count: int, width: int, bytes_per_second: float, nursery: Nursery, out: Path) -> Clock:
+def returns(count: int, width: int, bytes_per_second: float, fork_server: ForkServer, out: Path) -> Clock:
     """A worker dies and comes back so many times."""
     job = uniform_job(3, STAGES, 2, op=1, optimizer=0, transfer=0)
     config = parse_run_config({**MODEL, "width": width, "blocks": STAGES * LAYERS_A_STAGE},
@@ -72,7 +72,7 @@ def returns(count: int, width: int, bytes_per_second: float, nursery: Nursery, o
     def schedule(down: tuple[Worker, ...]) -> Schedule:
         return plan_job(job, down, method="greedy").schedule
 
-    run(schedule(()), config, out=out, nursery=nursery, progress=clock.progress, notify=clock.notify,
+    run(schedule(()), config, out=out, fork_server=fork_server, progress=clock.progress, notify=clock.notify,
         resilience=Resilience(
         scheduler=schedule, fetch_bytes_per_second=bytes_per_second,
         injections=tuple(Injection(WORKER, death) for death in deaths),
@@ -87,8 +87,8 @@ def main() -> None:
     parser.add_argument("--returns", type=int, default=5)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, sleeping(*(OP_SECONDS / LAYERS_A_STAGE,) * 3, 0.0), \
-            Nursery() as nursery:
-        clock = returns(options.returns, options.width, options.megabytes_per_second * 1e6, nursery, Path(folder))
+            ForkServer() as fork_server:
+        clock = returns(options.returns, options.width, options.megabytes_per_second * 1e6, fork_server, Path(folder))
     back = [one for one in clock.recoveries if one.returned]
     state_bytes = LAYERS_A_STAGE * options.width**2 * 4 * 3
     # From the third iteration after the death on: the worker is started in the second.

@@ -35,7 +35,7 @@ from runtime.config import RunConfig, parse_run_config
 from runtime.launch import run
 from runtime.model.data import Microbatch, load_corpus
 from runtime.model.layers import model_for, parameter_dtype, split_layers
-from runtime.processes.fork_server import Nursery
+from runtime.processes.fork_server import ForkServer
 from schedules.schedule import OpKind, Schedule
 from schedules.torchcsv import write_order
 
@@ -96,16 +96,16 @@ def settings(stages: int, microbatches: int, width: int, iterations: int) -> lis
             Setting("split", plan_job(job, optimizer="synchronous", method="greedy").schedule, config, ("table",))]
 
 
-def ours(setting: Setting, nursery: Nursery) -> Cost:
+def ours(setting: Setting, fork_server: ForkServer) -> Cost:
     """Costs of an iteration here."""
     ends: list[tuple[float, float]] = []
 
     def note(iteration: int, _: float) -> None:
         if iteration in (WARM_UP, setting.config.training.iterations - 1):
-            ends.append((time.perf_counter(), sum(map(cpu_seconds, nursery.pids.values()))))
+            ends.append((time.perf_counter(), sum(map(cpu_seconds, fork_server.pids.values()))))
 
     with tempfile.TemporaryDirectory() as folder:
-        run(setting.schedule, setting.config, out=Path(folder), traced=0, nursery=nursery,
+        run(setting.schedule, setting.config, out=Path(folder), traced=0, fork_server=fork_server,
             progress=note)
     (began, ran), (ended, ran_then) = ends
     iterations = setting.config.training.iterations - 1 - WARM_UP
@@ -188,9 +188,9 @@ def compare(setting: Setting, repeats: int) -> list[Outcome]:
     """All runs of a setting, in turns."""
     here: list[Cost] = []
     there: dict[Rival, list[Cost]] = {rival: [] for rival in setting.rivals}
-    with Nursery() as nursery:
+    with ForkServer() as fork_server:
         for _ in range(repeats):
-            here.append(ours(setting, nursery))
+            here.append(ours(setting, fork_server))
             for rival, costs in there.items():
                 costs.append(torchs(setting, rival))
     return [Outcome(setting.name, rival, least(here, setting.ops), least(costs, setting.ops))

@@ -18,7 +18,7 @@ from planner.plan import plan_job
 from runtime.config import parse_run_config
 from runtime.coordinator.recovery import Recovery
 from runtime.launch import Resilience, run
-from runtime.processes.fork_server import Nursery
+from runtime.processes.fork_server import ForkServer
 from runtime.processes.process_manager import Return
 from runtime.protocol.failure_injection import Injection, Place
 from schedules.schedule import Schedule, Worker
@@ -31,7 +31,8 @@ A_RUN = 5
 """Kills in one run."""
 
 
-def recoveries(job: Job, rng: random.Random, nursery: Nursery, heartbeat_timeout_seconds: float) -> list[Recovery]:
+def recoveries(job: Job, rng: random.Random, fork_server: ForkServer,
+               heartbeat_timeout_seconds: float) -> list[Recovery]:
     """Those of one run, of the deaths alone."""
     workers = [Worker(pipeline, column) for pipeline in range(job.pipelines) for column in range(job.stages)]
     killed = [(rng.choice(workers), GAP * (number + 1)) for number in range(A_RUN)]
@@ -42,7 +43,7 @@ def recoveries(job: Job, rng: random.Random, nursery: Nursery, heartbeat_timeout
         return plan_job(job, down, method="greedy").schedule
 
     with tempfile.TemporaryDirectory() as folder:
-        result = run(schedule(()), config, out=Path(folder), nursery=nursery, resilience=Resilience(
+        result = run(schedule(()), config, out=Path(folder), fork_server=fork_server, resilience=Resilience(
             scheduler=schedule, heartbeat_timeout_seconds=heartbeat_timeout_seconds,
             injections=tuple(Injection(worker, at, rng.choice(PLACES)) for worker, at in killed),
             returns=tuple(Return(worker, at + 1) for worker, at in killed)))
@@ -59,9 +60,9 @@ def main() -> None:
     job = parse_job(f"pipelines = {pipelines}\nstages = {stages}\nmicrobatches = 2\n[time]\nforward = 1\n"
                     "backward_input = 1\nbackward_weight = 1\noptimizer = 1\n")
     rng, seconds = random.Random(1), list[float]()
-    with Nursery() as nursery:
+    with ForkServer() as fork_server:
         while len(seconds) < options.kills:
-            seconds += [one.seconds for one in recoveries(job, rng, nursery, options.heartbeat_timeout)]
+            seconds += [one.seconds for one in recoveries(job, rng, fork_server, options.heartbeat_timeout)]
     median = statistics.median(seconds)
     print(f"{len(seconds)} kills: from SIGKILL to the first op that is run again, median {median * 1e3:.0f} ms, "
           f"worst {max(seconds) * 1e3:.0f} ms")

@@ -20,7 +20,7 @@ from cli.shared.options import Json
 from cli.shared.version import version
 from planner.job.file import read_job
 
-PACKAGES = ("torch", "torchft", "ortools", "numba", "numpy", "networkx", "msgspec", "rich", "typer")
+PACKAGES = ("torch", "safetensors", "ortools", "numba", "numpy", "networkx", "msgspec", "rich", "typer")
 SEARCH_SECONDS = 2.0
 GREETING_SECONDS = 60.0
 """On a busy machine; a quiet one takes a few, most of it to import torch."""

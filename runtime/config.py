@@ -4,7 +4,7 @@ A `RunConfig` travels to worker processes as JSON (`to_json`, `from_json`).
 """
 
 import difflib
-import math
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
@@ -24,6 +24,8 @@ Text = Annotated[str, Meta(min_length=1, max_length=4096, description="a text of
 Reference = Annotated[str, Meta(pattern=r"^[\w.]+:[\w.]+$", max_length=4096, description=(
     "the name of a function, as 'module:function'"))]
 
+_PLACE = re.compile(r" - at `\$\.(\w+)")
+"""Where msgspec says which key is wrong."""
 _Table = TypeVar("_Table", bound=msgspec.Struct)
 
 
@@ -50,6 +52,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Width of the MLP's hidden layer, in multiples of `width`."""
     dropout: Fraction = 0.0
     """Probability with which an activation is dropped."""
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ValueError(f"model.width is {self.width}; expected a multiple of model.heads, {self.heads}")
 
 
 class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -118,42 +124,39 @@ def parse_run_config(model: Mapping[str, object], training: Mapping[str, object]
     ConfigError naming the key, its value and what was expected.
     """
     given = {key: value for key, value in overrides.items() if value is not None}
-    config = RunConfig(model=_table("model", model, ModelConfig),
-                       training=_table("training", {**training, **given}, TrainingConfig))
-    if config.model.width % config.model.heads:
-        raise ConfigError(f"model.width is {config.model.width}; expected a multiple of model.heads, "
-                          f"{config.model.heads}")
-    return config
+    return RunConfig(model=_table("model", model, ModelConfig),
+                     training=_table("training", {**training, **given}, TrainingConfig))
 
 
 def _table(name: str, values: Mapping[str, object], kind: type[_Table]) -> _Table:
-    types = {field.name: field.type for field in msgspec.structs.fields(kind)}
-    checked = {}
-    for key, value in values.items():
-        if key not in types:
-            near = difflib.get_close_matches(key, types, 1)
-            hint = f"did you mean {name}.{near[0]}?" if near else f"known: {', '.join(types)}"
-            raise ConfigError(f"unknown key {name}.{key}; {hint}")
-        checked[key] = _value(f"{name}.{key}", value, types[key])
-    return kind(**checked)
-
-
-def _value(key: str, value: object, kind: Any) -> object:
-    numbers = value if isinstance(value, list | tuple) else (value,)
     try:
-        if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
-            raise msgspec.ValidationError
-        return msgspec.convert(value, kind)
-    except (msgspec.ValidationError, OverflowError):
-        shown = repr(value)
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        raise ConfigError(f"{key} is {shown}; expected {_expected(kind)}") from None
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(name, values, kind, str(error))) from None
+
+
+def _explain(name: str, values: Mapping[str, object], kind: type[msgspec.Struct], error: str) -> str:
+    """msgspec's message, in the job file's words."""
+    types = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    unknown = next((key for key in values if key not in types), None)
+    if unknown is not None:
+        near = difflib.get_close_matches(unknown, types, 1)
+        hint = f"did you mean {name}.{near[0]}?" if near else f"known: {', '.join(types)}"
+        return f"unknown key {name}.{unknown}; {hint}"
+    place = _PLACE.search(error)
+    if place is None:  # what `__post_init__` says
+        return error.removesuffix(" - at `$`")
+    shown = repr(values[place[1]])
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return f"{name}.{place[1]} is {shown}; expected {_expected(types[place[1]])}"
 
 
 def _expected(kind: Any) -> str:
     """What a field takes, in words."""
     for meta in getattr(kind, "__metadata__", ()):
         return str(meta.description)
+    if kind is bool:
+        return "true or false"
     options = get_args(kind)
     if options and all(isinstance(option, str) for option in options):
         return "one of " + ", ".join(repr(option) for option in options)

@@ -29,7 +29,7 @@ from runtime.model.data import load_corpus
 from runtime.model.digest import combined_digest
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
 from runtime.model.stage import boundaries
-from runtime.processes.fork_server import Nursery, NurseryError
+from runtime.processes.fork_server import ForkServer, ForkServerError
 from runtime.processes.launchers import ALONE, LocalProcess, gpu_share
 from runtime.processes.process_manager import NodeProcesses, ProcessManager, Return
 from runtime.protocol import to_node_agent
@@ -96,15 +96,15 @@ class Resilience:
 
 def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | None = None, nodes: int = 1,
         rendezvous: Rendezvous | None = None, announce: Callable[[Rendezvous], None] | None = None,
-        local: LocalProcess = ALONE, traced: int = 3, nursery: Nursery | None = None,
+        local: LocalProcess = ALONE, traced: int = 3, fork_server: ForkServer | None = None,
         progress: Progress | None = None, notify: Notify | None = None,
         resilience: Resilience = Resilience()) -> RunResult:
     """Train by a schedule, from the first iteration or a checkpoint; on node 0 when there are several.
 
     Writes `schedule.json`, `losses.jsonl` (line by line as iterations are committed), `trace.json`, `parameters/` and
-    `logs/` into `out`. The trace holds the last `traced` iterations. A `nursery` may serve several runs, one after the
-    other. `announce` is called with the meeting point once it is open; `local` says which of the
-    processes that share this machine this is.
+    `logs/` into `out`. The trace holds the last `traced` iterations. A `fork_server` may serve several runs, one
+    after the other. `announce` is called with the meeting point once it is open; `local` says which of the processes
+    that share this machine this is.
 
     Raises ConfigError or PlacementError when schedule, configuration and machine do not fit, CheckpointError when the
     checkpoint does not, OSError when `out` cannot be written, RendezvousError when `rendezvous` cannot be opened, and
@@ -118,10 +118,10 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
     dealt = deal_to_nodes(workers, nodes)
     gpus = gpu_share([len(share) for share in dealt], 0, local)
     transport = choose_transport(config.training.backend, device, gpus.workers, _gpus(device))
-    _clear(out, "parameters/layer-*.pt", "logs/worker-*.log", "trace.json")
+    _clear(out, "parameters/layer-*.*", "logs/worker-*.log", "trace.json")
     codec.write(schedule, out / "schedule.json")
     with ExitStack() as stack:
-        nursery = nursery or stack.enter_context(Nursery())
+        fork_server = fork_server or stack.enter_context(ForkServer())
         listener, opened = listen(rendezvous)
         stack.callback(listener.close)
         store, store_address = host_store(Rendezvous(opened.host, 0))
@@ -132,7 +132,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
                        iterations=config.training.iterations if iterations is None else iterations)
         log = CommitLog(schedule.job, first_iteration=first, skips=config.training.skip_nonfinite,
                         validates=watches_gradients(config.training))
-        processes = NodeProcesses(nursery, opened, dealt[0], _gpus(device), out, gpus.first)
+        processes = NodeProcesses(fork_server, opened, dealt[0], _gpus(device), out, gpus.first)
         manager = ProcessManager(processes, {worker: node for node, share in enumerate(dealt) for worker in share},
                                  resilience.returns,
                                  [worker for worker in schedule.grid.workers() if worker not in workers])
@@ -140,7 +140,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
             Run(schedule=schedule, scheduler=resilience.scheduler, setup=setup, shares=dealt,
                 injections=resilience.injections, out=out, notify=notify or (lambda _: None)),
             log, stack.enter_context(LossFile(out / "losses.jsonl", first, progress)), manager)
-        with _running(nursery, processes):
+        with _running(fork_server, processes):
             asyncio.run(events.serve(listener))
         del store
     trace = log.trace()
@@ -151,7 +151,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
                      recoveries=tuple(events.recoveries), notes=tuple(events.notes))
 
 
-def join(rendezvous: Rendezvous, *, node: int, nodes: int, out: Path, nursery: Nursery | None = None,
+def join(rendezvous: Rendezvous, *, node: int, nodes: int, out: Path, fork_server: ForkServer | None = None,
          local: LocalProcess = ALONE) -> None:
     """Take part in the run that node 0 leads, with this node's share of the workers.
 
@@ -167,11 +167,11 @@ def join(rendezvous: Rendezvous, *, node: int, nodes: int, out: Path, nursery: N
         cards, gpus = _gpus(setup.device), gpu_share(setup.shares, node, local)
         if setup.device == "cuda" and (cards == 0 or (setup.transport == "nccl" and cards < gpus.workers)):
             raise ConfigError(f"node {node} has {cards} GPUs for {gpus.workers} workers; {setup.transport} needs more")
-        _clear(out, "parameters/layer-*.pt")  # the folder may be shared with node 0, whose workers have logs there
+        _clear(out, "parameters/layer-*.*")  # the folder may be shared with node 0, whose workers have logs there
         with ExitStack() as stack:
-            nursery = nursery or stack.enter_context(Nursery())
-            processes = NodeProcesses(nursery, rendezvous, setup.workers, cards, out, gpus.first)
-            with _running(nursery, processes):
+            fork_server = fork_server or stack.enter_context(ForkServer())
+            processes = NodeProcesses(fork_server, rendezvous, setup.workers, cards, out, gpus.first)
+            with _running(fork_server, processes):
                 error = _serve_coordinator(channel, processes, setup.workers)
     if error is not None:
         raise RunError(error)
@@ -181,7 +181,7 @@ def _serve_coordinator(channel: Channel[ToNodeAgent], processes: NodeProcesses,
                        workers: Sequence[Worker]) -> str | None:
     """Node agent: do what the coordinator says and tell it which workers here end, until the run has.
 
-    How it ended: None, or why it failed. Raises RunError when node 0 is gone, NurseryError when the workers are.
+    How it ended: None, or why it failed. Raises RunError when node 0 is gone, ForkServerError when the workers are.
     """
     with selectors.DefaultSelector() as selector:
         selector.register(channel, selectors.EVENT_READ)
@@ -200,7 +200,7 @@ def _serve_coordinator(channel: Channel[ToNodeAgent], processes: NodeProcesses,
                             processes.do(message)
         except RendezvousError as error:
             raise RunError(str(error)) from None
-        except NurseryError:
+        except ForkServerError:
             with suppress(RendezvousError):  # node 0 would miss them anyway, but later
                 for worker in workers:
                     channel.send(Ended(worker, -signal.SIGKILL))
@@ -208,15 +208,15 @@ def _serve_coordinator(channel: Channel[ToNodeAgent], processes: NodeProcesses,
 
 
 @contextmanager
-def _running(nursery: Nursery, processes: NodeProcesses) -> Iterator[None]:
+def _running(fork_server: ForkServer, processes: NodeProcesses) -> Iterator[None]:
     """Worker processes on this machine; none is left at the end. Raises RunError."""
     try:
         processes.start_all()
         yield
-    except NurseryError as error:
+    except ForkServerError as error:
         raise RunError(str(error)) from None
     finally:
-        nursery.kill_all()
+        fork_server.kill_all()
 
 
 def _setup(schedule: Schedule, config: RunConfig, model: LayeredModel, ranges: Ranges,

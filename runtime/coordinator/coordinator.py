@@ -218,7 +218,9 @@ class Coordinator:
         self._phase, self._current, self._ended = "training", schedule, False
         self.number += 1
         self._log.begin(self.number, live)
+        sources = sorted({move.source for move in moves})
         self._tell(told, Train(number=self.number, first_iteration=first, moves=moves, fetch=fetch,
+                               addresses=tuple((source, self._addresses[source]) for source in sources),
                                schedule=msgspec.Raw(codec.encode(schedule)), factor=self._log.factor))
 
     def _next_schedule(self, untouched: bool) -> Schedule | None:

@@ -23,7 +23,7 @@ from runtime.coordinator.loss_file import LossFile
 from runtime.coordinator.planning import RunError, Scheduler, ScheduleService
 from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.server import Connection, serve
-from runtime.processes.fork_server import NurseryError
+from runtime.processes.fork_server import ForkServerError
 from runtime.processes.process_manager import ProcessManager
 from runtime.protocol.failure_injection import Injection
 from runtime.protocol.setup import Setup
@@ -115,7 +115,7 @@ class EventLoop:
                 (await self._events.get())()
                 self._coordinator.advance()
             error = None
-        except (CommitLogError, NurseryError, RunError) as reason:
+        except (CommitLogError, ForkServerError, RunError) as reason:
             error = (f"{reason}; {self._log.next_iteration} iterations are committed, their losses are in "
                      f"{self._run.out / 'losses.jsonl'}")
             raise RunError(error) from None

@@ -22,7 +22,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from runtime.config import RunConfig
-from runtime.model.tensorfile import TensorFileError, Written, read_tensors, write_tensors
+from runtime.model.tensor_codec import TensorError, Written, read_tensors, write_tensors
 from schedules.document import DocumentError, DocumentKind
 from schedules.files import write_atomically
 
@@ -161,7 +161,7 @@ def _load(checkpoint: Checkpoint, layer: int) -> dict[str, Tensor]:
     path = checkpoint.path / one.file
     try:
         return read_tensors(path, Written(one.bytes, one.sha256))
-    except TensorFileError as error:
+    except TensorError as error:
         raise CheckpointError(str(error)) from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None

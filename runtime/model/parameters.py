@@ -1,35 +1,36 @@
-"""A model's parameters on disk: one file a layer, `parameters/layer-NNNN.pt`, read without unpickling code."""
+"""The parameters that a run leaves: one safetensors file a layer, `parameters/layer-NNNN.safetensors`."""
 
-import io
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from schedules.files import write_atomically
+from runtime.model.tensor_codec import read_tensors, write_tensors
+
+_SUFFIX = ".safetensors"
 
 
 def layer_path(out: Path, layer: int) -> Path:
     """Where a run's folder keeps a layer."""
-    return out / "parameters" / f"layer-{layer:04d}.pt"
+    return out / "parameters" / f"layer-{layer:04d}{_SUFFIX}"
 
 
 def save_layer(out: Path, layer: int, state: Mapping[str, Tensor]) -> None:
-    """Write a layer's state, whole or not at all. Raises OSError."""
-    buffer = io.BytesIO()
-    torch.save({name: tensor.detach().cpu() for name, tensor in state.items()}, buffer)
-    write_atomically(layer_path(out, layer), buffer.getvalue())
+    """Write a layer's parameters and buffers, whole or not at all. Raises OSError."""
+    path = layer_path(out, layer)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".draft")
+    write_tensors(draft, state)
+    draft.replace(path)
 
 
 def load_layer(out: Path, layer: int) -> dict[str, Tensor]:
-    """Read a layer's state, on the CPU. Raises OSError."""
-    state: dict[str, Tensor] = torch.load(layer_path(out, layer), map_location="cpu", weights_only=True)
-    return state
+    """Read a layer's parameters and buffers, on the CPU. Raises OSError and TensorError."""
+    return read_tensors(layer_path(out, layer))
 
 
 def load_parameters(out: Path) -> dict[str, Tensor]:
-    """All layers that a run's folder holds, by `layer.name`. Raises OSError."""
-    return {f"{layer}.{name}": tensor
-            for layer in sorted(int(path.stem.removeprefix("layer-")) for path in (out / "parameters").glob("*.pt"))
+    """All layers that a run's folder holds, by `layer.name`. Raises OSError and TensorError."""
+    found = (out / "parameters").glob(f"layer-*{_SUFFIX}")
+    return {f"{layer}.{name}": tensor for layer in sorted(int(path.stem.removeprefix("layer-")) for path in found)
             for name, tensor in load_layer(out, layer).items()}

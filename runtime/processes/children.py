@@ -1,33 +1,30 @@
-"""Child processes of this program: each runs a module on a task, answers on stdout, and complains on stderr."""
+"""Tasks run side by side, each in a process of its own, with an answer or a complaint."""
 
-import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Self
+from typing import Any, Self
 
 import msgspec
+
+from runtime.processes.fork_server import ForkServer, ForkServerError, ProcessSpec, load_target
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 0.5
 """From the first bad end on: the first to end badly may not be the one to blame, but has an error to tell."""
-Child = tuple["subprocess.Popen[bytes]", IO[bytes]]
-"""A process, and the file that it complains to."""
 
 
 class ChildError(RuntimeError):
-    """A child that ended badly: the last line it complained, or its exit status."""
+    """A process that ended badly: the last line it complained, or its exit status."""
 
 
-def environment(**more: str) -> dict[str, str]:
-    """This process's, in which a child finds the modules of this program, wherever it was started."""
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": path, **more}
+class _Task(msgspec.Struct, frozen=True):
+    target: str
+    content: str
+    answer: str
+    """The file for it."""
 
 
 class Children:
@@ -35,22 +32,20 @@ class Children:
 
     Parameters
     ----------
-    module
-        Run as `python -m MODULE TASK`, the task as JSON.
-    apart
-        In process groups of their own: Ctrl-C is for the one who waits for them.
+    target
+        `module:function`: takes the task as JSON, gives the answer as bytes.
     """
 
-    def __init__(self, module: str, tasks: Sequence[msgspec.Struct], *, apart: bool = False) -> None:
-        self.processes: list[Child] = []
+    def __init__(self, target: str, tasks: Sequence[msgspec.Struct]) -> None:
+        self._names = [str(number) for number in range(len(tasks))]
+        self._status: dict[str, int] = {}
         with ExitStack() as stack:
-            for task in tasks:
-                errors = stack.enter_context(tempfile.TemporaryFile())
-                process = subprocess.Popen(
-                    [sys.executable, "-m", module, msgspec.json.encode(task).decode()], stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE, stderr=errors, env=environment(), process_group=0 if apart else None)
-                stack.callback(_end, process)
-                self.processes.append((process, errors))
+            self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-")))
+            self.fork_server = stack.enter_context(ForkServer())
+            for name, task in zip(self._names, tasks, strict=True):
+                content = msgspec.json.encode(task).decode()
+                wrapped = msgspec.json.encode(_Task(target, content, str(self._answer(name)))).decode()
+                self.fork_server.start(ProcessSpec(name, f"{__name__}:run", wrapped, str(self._log(name))))
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -64,26 +59,39 @@ class Children:
         self._stack.close()
 
     def answers(self, timeout: float) -> list[bytes]:
-        """What each has said, an answer being smaller than a pipe's buffer. Raises ChildError and TimeoutError."""
-        deadline = time.monotonic() + timeout
-        while any(process.poll() is None for process, _ in self.processes):
-            if any(process.poll() for process, _ in self.processes):
-                time.sleep(GRACE_SECONDS)
-                break
-            if time.monotonic() > deadline:
-                raise TimeoutError
-            time.sleep(POLL_SECONDS)
-        for process, errors in self.processes:
-            if process.poll():
-                errors.seek(0)
-                lines = errors.read().decode(errors="replace").strip().splitlines()
-                raise ChildError(lines[-1] if lines else f"a process ended with status {process.returncode}")
-        return [process.stdout.read() for process, _ in self.processes if process.stdout is not None]
+        """What each has said. Raises ChildError and TimeoutError."""
+        try:
+            deadline = time.monotonic() + timeout
+            while not any(self._status.values()) and any(map(self.fork_server.lives, self._names)):
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+                self._poll(POLL_SECONDS)
+            if any(self._status.values()):
+                deadline = time.monotonic() + GRACE_SECONDS
+                while time.monotonic() < deadline:
+                    self._poll(POLL_SECONDS)
+        except ForkServerError as error:
+            raise ChildError(str(error)) from None
+        for name in self._names:
+            if self._status.get(name):
+                lines = self._log(name).read_text(errors="replace").strip().splitlines()
+                raise ChildError(lines[-1] if lines else f"a process ended with status {self._status[name]}")
+        return [self._answer(name).read_bytes() for name in self._names]
+
+    def _poll(self, seconds: float) -> None:
+        for ended in self.fork_server.poll(seconds):
+            self._status[ended.name] = ended.status
+
+    def _answer(self, name: str) -> Path:
+        return self._folder / f"answer-{name}"
+
+    def _log(self, name: str) -> Path:
+        return self._folder / f"log-{name}"
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    if process.poll() is None:
-        process.kill()
-    process.wait(10)
-    assert process.stdout is not None
-    process.stdout.close()
+def run(data: bytes) -> int:
+    """One process: do the task, and leave the answer."""
+    task = msgspec.json.decode(data, type=_Task)
+    target: Callable[[bytes], Any] = load_target(task.target)
+    Path(task.answer).write_bytes(target(task.content.encode()))
+    return 0

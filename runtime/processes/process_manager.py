@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from runtime.processes.fork_server import Nursery
+from runtime.processes.fork_server import ForkServer
 from runtime.processes.worker_start import WorkerSpec
 from runtime.protocol.rendezvous import Rendezvous
 from runtime.protocol.to_coordinator import Ended
@@ -26,7 +26,7 @@ class Return(msgspec.Struct, frozen=True):
 class NodeProcesses:
     """Starts and ends the worker processes of this node; GPUs are dealt in turn, from `first_card` on."""
 
-    def __init__(self, fork_server: Nursery, coordinator: Rendezvous, workers: Sequence[Worker], cards: int,
+    def __init__(self, fork_server: ForkServer, coordinator: Rendezvous, workers: Sequence[Worker], cards: int,
                  out: Path, first_card: int = 0) -> None:
         self._fork_server = fork_server
         self._coordinator = coordinator
@@ -36,17 +36,17 @@ class NodeProcesses:
         self._out = out
 
     def start_all(self) -> None:
-        """Start all workers that are to be here from the start. Raises NurseryError."""
+        """Start all workers that are to be here from the start. Raises ForkServerError."""
         for worker in tuple(self._places):
             self.do(StartWorker(worker, restarted=False))
 
     def do(self, command: StartWorker | KillWorker) -> None:
-        """Do what the coordinator says. Raises NurseryError."""
+        """Do what the coordinator says. Raises ForkServerError."""
         if isinstance(command, KillWorker):
-            self._fork_server.kill(command.worker)
-        elif not self._fork_server.lives(command.worker):
-            self._fork_server.fork(WorkerSpec(command.worker, self._coordinator, self.card(command.worker),
-                                              str(self._out), command.restarted))
+            self._fork_server.kill(str(command.worker))
+        elif not self._fork_server.lives(str(command.worker)):
+            self._fork_server.start(WorkerSpec(command.worker, self._coordinator, self.card(command.worker),
+                                               str(self._out), command.restarted).process())
 
     def card(self, worker: Worker) -> int | None:
         """The GPU of a worker; None where there are none."""
@@ -58,8 +58,8 @@ class NodeProcesses:
         return self._fork_server.fileno()
 
     def poll(self) -> list[Ended]:
-        """The workers here that have ended. Raises NurseryError."""
-        return self._fork_server.poll(0)
+        """The workers here that have ended. Raises ForkServerError."""
+        return [Ended(Worker.parse(one.name), one.status) for one in self._fork_server.poll(0)]
 
 
 class ProcessManager:
@@ -93,7 +93,7 @@ class ProcessManager:
         return self._local.fileno()
 
     def poll(self) -> list[Ended]:
-        """The workers of node 0 that have ended. Raises NurseryError."""
+        """The workers of node 0 that have ended. Raises ForkServerError."""
         return self._local.poll()
 
     def workers_of(self, node: int) -> list[Worker]:
@@ -101,16 +101,16 @@ class ProcessManager:
         return [worker for worker, place in self._nodes.items() if place == node]
 
     def kill(self, worker: Worker) -> None:
-        """Kill a worker's process, wherever it is. Raises NurseryError."""
+        """Kill a worker's process, wherever it is. Raises ForkServerError."""
         self._do(KillWorker(worker))
 
     def ended(self, worker: Worker) -> None:
-        """A process has ended; start it anew if that is due. Raises NurseryError."""
+        """A process has ended; start it anew if that is due. Raises ForkServerError."""
         self._dead.add(worker)
         self._bring_back()
 
     def committed(self, iteration: int) -> None:
-        """The iteration after this one begins. Raises NurseryError."""
+        """The iteration after this one begins. Raises ForkServerError."""
         for one in [one for one in self._later if one.iteration <= iteration + 1]:
             self._later.remove(one)
             self._due.add(one.worker)

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import msgspec
 
+from runtime.processes.fork_server import ProcessSpec
 from runtime.protocol.rendezvous import Rendezvous
 from schedules.schedule import Worker
 
 
-class WorkerSpec(msgspec.Struct, frozen=True, tag=True):
+class WorkerSpec(msgspec.Struct, frozen=True):
     """A worker to be started."""
 
     worker: Worker
@@ -20,6 +21,11 @@ class WorkerSpec(msgspec.Struct, frozen=True, tag=True):
     """The run's folder: parameters go to `parameters/`, whatever the process prints to `logs/`."""
     restarted: bool = False
     """Whether the run has been going on without it."""
+
+    def process(self) -> ProcessSpec:
+        """What the fork server is told; one that comes back writes below what it wrote before."""
+        return ProcessSpec(str(self.worker), "runtime.worker.main:main", msgspec.json.encode(self).decode(),
+                           str(self.log), append=self.restarted)
 
     @property
     def log(self) -> Path:

@@ -7,10 +7,10 @@ import sys
 from datetime import timedelta
 
 import msgspec
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
 from runtime.errors import first_line
+from runtime.torch_private import TCPStore
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(seconds=60)

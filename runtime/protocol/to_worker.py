@@ -40,6 +40,8 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     schedule: msgspec.Raw
     moves: tuple[Move, ...] = ()
     """Made before the first op, while all wait."""
+    addresses: tuple[tuple[Worker, tuple[str, int]], ...] = ()
+    """Where each of their sources listens (`runtime.worker.layer_sender`)."""
     fetch: int = 0
     """The `Fetch` that gave those who need them their layers before; 0: none."""
     factor: Factor | None = None

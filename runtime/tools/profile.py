@@ -7,7 +7,6 @@ as have cores of their own), since workers share caches and memory. Ops are the 
 
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -132,7 +131,7 @@ def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int
 
 def _ask(tasks: Sequence[_Task]) -> list[_Answer]:
     """Run one process a task, all at a time; none is left at the end."""
-    with Children("runtime.tools.profile", tasks) as children:
+    with Children("runtime.tools.profile:measure", tasks) as children:
         try:
             return [msgspec.json.decode(answer, type=_Answer) for answer in children.answers(TIMEOUT_SECONDS)]
         except ChildError as error:
@@ -348,14 +347,9 @@ def _output_bytes(boundary: Boundary) -> int:
     return torch.Size(boundary.output_shape).numel() * boundary.output_dtype.itemsize
 
 
-def main() -> None:
-    """Measure as told by the first argument, and answer in JSON."""
-    task = msgspec.json.decode(sys.argv[1], type=_Task)
+def measure(data: bytes) -> bytes:
+    """One measuring process."""
+    task = msgspec.json.decode(data, type=_Task)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(task.rendezvous) or "")
     store = connect_store(task.rendezvous)
-    sys.stdout.write(msgspec.json.encode(_Prober(task).answer(store)).decode())
-    sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()
+    return msgspec.json.encode(_Prober(task).answer(store))

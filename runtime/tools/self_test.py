@@ -1,7 +1,6 @@
 """Can two processes of this machine train together? They meet as workers do, and exchange a tensor and a sum."""
 
 import os
-import sys
 import time
 from contextlib import ExitStack
 
@@ -42,7 +41,7 @@ class Greeters:
         with ExitStack() as stack:
             self._store, opened = host_store()
             tasks = [_Task(worker, opened) for worker in WORKERS]
-            self._children = stack.enter_context(Children("runtime.tools.self_test", tasks, apart=True))
+            self._children = stack.enter_context(Children("runtime.tools.self_test:meet", tasks))
             self._stack = stack.pop_all()
 
     def __enter__(self) -> "Greeters":
@@ -86,13 +85,8 @@ def _greet(task: _Task) -> Greeting:
     return Greeting(met - began, seconds)
 
 
-def main() -> None:
-    """Greet as told by the first argument, and answer in JSON."""
-    task = msgspec.json.decode(sys.argv[1], type=_Task)
+def meet(data: bytes) -> bytes:
+    """One of the two processes."""
+    task = msgspec.json.decode(data, type=_Task)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(task.rendezvous) or "")
-    sys.stdout.write(msgspec.json.encode(_greet(task)).decode())
-    sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()
+    return msgspec.json.encode(_greet(task))

@@ -8,7 +8,7 @@ from torch import Tensor
 from runtime.model.checkpoint import CheckpointError, Saving, identity_of, save
 from runtime.protocol.setup import Setup
 from runtime.protocol.to_worker import Finish
-from runtime.worker.stage_store import Holdings
+from runtime.worker.stage_store import StageStore
 from schedules.schedule import Worker
 
 
@@ -38,7 +38,7 @@ class Checkpointer:
         if self._folder is not None and states:
             self._saving = save(self._folder, iteration, states, self._identity)
 
-    def save_last(self, order: Finish, stage_store: Holdings) -> None:
+    def save_last(self, order: Finish, stage_store: StageStore) -> None:
         """Save, to the end, the layers that an order gives to this worker."""
         layers = [layer for layer, worker in order.writers if worker == self._worker]
         self.save(order.first_iteration, {layer: stage_store.layer_state(layer) for layer in layers})

@@ -13,7 +13,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import Data, Microbatch
@@ -31,13 +30,13 @@ from runtime.replay.executor import Executor
 from runtime.replay.placement import reduce_group
 from runtime.replay.recorder import Recorder
 from runtime.replay.stuck_calls import OPEN_CALLS
+from runtime.torch_private import TCPStore
 from runtime.worker.checkpointer import Checkpointer
 from runtime.worker.connections import Connections
-from runtime.worker.layer_receiver import Follower
-from runtime.worker.layer_sender import Source
-from runtime.worker.layer_transfer import exchange_layers
+from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, senders_for
+from runtime.worker.layer_sender import LayerSender
 from runtime.worker.sockets import Sockets
-from runtime.worker.stage_store import Holdings
+from runtime.worker.stage_store import StageStore
 from schedules.schedule import OpKind, Schedule, Worker
 
 STUCK_SECONDS = 1.0
@@ -63,15 +62,15 @@ class WorkerContext:
     corpus: Data
     boundaries: Sequence[Boundary]
     """Of all stages."""
-    stage_store: Holdings
+    stage_store: StageStore
     injector: Injector
     checkpointer: Checkpointer
-    source: Source
-    follower: Follower
+    layer_sender: LayerSender
+    layer_receiver: LayerReceiver
 
     def lasting_sockets(self) -> Sockets:
         """Those that outlive an order."""
-        return self.source.sockets() | self.follower.sockets()
+        return self.layer_sender.sockets() | self.layer_receiver.sockets()
 
 
 class Generation:
@@ -183,19 +182,28 @@ class Generation:
     def _needed(self) -> tuple[int, ...]:
         return self._schedule.grid.stages_of(self._schedule.seat_of[self._worker].role.column)
 
-    def _take_layers(self, communicator: Communicator) -> None:
+    def _take_layers(self) -> None:
         order, context = self._order, self._context
         context.injector.at(order.first_iteration, "met")
         if order.first_iteration == context.setup.first_iteration:
             context.stage_store.add_initial(self._needed())
-        context.stage_store.adopt(context.follower.take(order, self._connections.require))
-        states = exchange_layers(communicator, self._worker, order.moves, context.stage_store.layer_state)
-        context.stage_store.replace(self._needed(), states)
+        self._move_layers()
         context.injector.at(order.first_iteration, "moved")
+
+    def _move_layers(self) -> None:
+        """Take over the layers that have been fetched for this order, or are moved now, while all wait; drop others."""
+        order, context, require = self._order, self._context, self._connections.require
+        stages = tuple(index for index in self._needed() if index not in context.stage_store.stages)
+        senders = senders_for(self._worker, order.moves, order.addresses)
+        context.layer_receiver.begin(LayerFetch(0, order.number, stages, senders, follow=False))
+        receivers = {move.target for move in order.moves if move.source == self._worker}
+        context.layer_sender.give(order.number, order.first_iteration - 1, len(receivers), context.stage_store, require)
+        context.stage_store.adopt(context.layer_receiver.take(order.number, order.fetch, require))
+        context.stage_store.keep(self._needed())
 
     def _iterate(self, communicator: Communicator) -> None:
         order, context, setup = self._order, self._context, self._context.setup
-        self._take_layers(communicator)
+        self._take_layers()
         recorder = Recorder(context.device, communicator.clock_offset() if setup.nodes > 1 else 0.0)
         stages, training = context.stage_store.stages, setup.config.training
         iterations = range(order.first_iteration, setup.iterations)
@@ -232,13 +240,13 @@ class Generation:
                 context.checkpointer.save(iteration, {
                     layer: context.stage_store.layer_state(layer) for index in first_of_group
                     for layer in range(*context.stage_store.stages[index].layers)})
-            context.source.wait_for_room(self._connections.require)
-            if context.source.asked:
+            context.layer_sender.wait_for_room(self._connections.require)
+            if context.layer_sender.asked:
                 context.injector.at(iteration, "asked")
-                context.source.before_step(iteration, context.stage_store)
+                context.layer_sender.before_step(iteration, context.stage_store)
 
     def _pass_on(self, iteration: int) -> None:
-        self._context.source.stepped(iteration, self._context.stage_store)
+        self._context.layer_sender.stepped(iteration, self._context.stage_store)
 
     def _report(self, iteration: int, loss: float, recorder: Recorder) -> bool:
         """Report an iteration; whether to stop before the next one.

@@ -1,9 +1,10 @@
-"""Getting layers while training goes on: for a worker that comes in, and for one whose role will move.
+"""Getting layers from other workers: while all wait, or while training goes on.
 
-The layers come from several live workers side by side, each with its optimizer's state as it was before some step; then
-come the gradients of that step and of each one after it, and the follower makes the same steps with an optimizer of its
-own for each layer: elementwise as they are, they end in the same bits. At the order that takes the follower in, every
-source says at which committed iteration it is, and a follower that was one step further goes back as all do.
+The layers come from several live workers side by side, each with its optimizer's state. Where training goes on, that is
+the state before some step; then come the gradients of that step and of each one after it, and the receiver makes the
+same steps with an optimizer of its own for each layer: elementwise as they are, they end in the same bits. As the
+generation begins that the layers are for, every sender says at which committed iteration it is, and a receiver that was
+one step further goes back as all do. Where all wait, the senders say so right after the state.
 """
 
 import contextlib
@@ -11,8 +12,7 @@ import socket
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -21,19 +21,58 @@ from torch import Tensor
 from runtime.config import TrainingConfig
 from runtime.model.optimizer import StageOptimizer, build_optimizer
 from runtime.model.stage import Stage
-from runtime.protocol.failure_injection import InjectedError, Injector
-from runtime.protocol.rendezvous import RendezvousError
-from runtime.protocol.to_coordinator import Followed, Unfollowed
-from runtime.protocol.to_worker import Fetch, Train
+from runtime.protocol.to_worker import Move
 from runtime.replay.communication import TIMEOUT, CommunicationError
-from runtime.worker.layer_frames import Ask, Even, FrameError, Mark, State, Step, Subject, read_frame, write_frame
+from runtime.worker.layer_messages import (
+    GenerationBegins,
+    LayerGradients,
+    LayerRequest,
+    LayerState,
+    Message,
+    MessageError,
+    UpToDate,
+    pack,
+    read_message,
+)
 from runtime.worker.sockets import Sockets, sockets_of
 from schedules.schedule import Worker
 
 CONNECT_SECONDS = 10.0
-LOOK_SECONDS = 0.005
+POLL_SECONDS = 0.002
 Build = Callable[[int], tuple[Stage, StageOptimizer]]
-Tell = Callable[[Followed | Unfollowed], None]
+Address = tuple[str, int]
+
+
+class Sender(NamedTuple):
+    """Where some layers come from."""
+
+    address: Address
+    layers: tuple[int, ...]
+
+
+class LayerFetch(NamedTuple):
+    """What one worker is to get."""
+
+    number: int
+    """As the coordinator counts those made while training goes on."""
+    generation: int
+    """Taken in as it begins where all wait, else by one after it."""
+    stages: tuple[int, ...]
+    """Those to be built; a layer of several of them is fetched once."""
+    senders: Mapping[Worker, Sender]
+    follow: bool
+    """Whether the senders train meanwhile."""
+
+
+def senders_for(worker: Worker, moves: Iterable[Move], addresses: Iterable[tuple[Worker, Address]]
+                ) -> dict[Worker, Sender]:
+    """Where the layers come from that some moves bring to a worker; `addresses` are those of all their sources."""
+    at = dict(addresses)
+    layers: dict[Worker, list[int]] = defaultdict(list)
+    for move in moves:
+        if move.target == worker:
+            layers[move.source].append(move.layer)
+    return {source: Sender(at[source], tuple(mine)) for source, mine in layers.items()}
 
 
 class Fetched(NamedTuple):
@@ -44,104 +83,114 @@ class Fetched(NamedTuple):
     layers: frozenset[int]
 
 
-class Follower:
-    """One worker's; follows what the last `Fetch` says that concerns it.
+class ReceiverEvents:
+    """What a receiver tells of a fetch made while training goes on, from threads of its own. By default, to nobody."""
+
+    def loaded(self, iteration: int) -> None:
+        """A layer has come, as before this iteration's step. May raise what shall end the fetch."""
+
+    def up_to_date(self, fetch: LayerFetch) -> None:
+        """All layers are here, and follow their senders; told once."""
+
+    def failed(self, fetch: LayerFetch) -> None:
+        """The layers cannot be had; told once."""
+
+
+class LayerReceiver:
+    """One worker's; gets what the last `LayerFetch` of a generation says.
 
     Parameters
     ----------
     build
         Makes a stage, while training goes on.
-    tell
-        Called from other threads.
     """
 
-    def __init__(self, worker: Worker, build: Build, tell: Tell, injector: Injector,
-                 training: TrainingConfig, device: torch.device) -> None:
-        self._worker = worker
-        self._follow = partial(_Following, worker=worker, build=build, tell=tell, injector=injector, training=training,
-                               device=device)
+    def __init__(self, build: Build, training: TrainingConfig, device: torch.device,
+                 events: ReceiverEvents | None = None) -> None:
+        self._build = build
+        self._training = training
+        self._device = device
+        self._events = events or ReceiverEvents()
         self._lock = threading.Lock()
-        self._followings: dict[int, _Following] = {}
-        """By the order during which they are: who has not begun an order may hear of a fetch in it already."""
+        self._transfers: dict[tuple[int, bool], _Transfer] = {}
+        """By generation, and whether it follows: a worker may hear of one before the generation itself."""
 
-    def begin(self, fetch: Fetch) -> None:
-        """Drop what is being fetched in the same order, and fetch this."""
+    def begin(self, fetch: LayerFetch) -> None:
+        """Drop what is being fetched in the same generation, and fetch this, if it says anything."""
+        key = fetch.generation, fetch.follow
         with self._lock:
-            if fetch.order in self._followings:
-                self._followings.pop(fetch.order).close()
-            if any(move.target == self._worker for move in fetch.moves):
-                self._followings[fetch.order] = self._follow(fetch)
+            if key in self._transfers:
+                self._transfers.pop(key).close()
+            if fetch.senders:
+                self._transfers[key] = _Transfer(fetch, self._build, self._training, self._device, self._events)
 
-    def take(self, order: Train, require: Callable[[], None]) -> dict[int, Fetched]:
-        """The stages that were fetched for an order, as they are when it begins; nothing where none were.
+    def take(self, generation: int, fetch: int, require: Callable[[], None]) -> dict[int, Fetched]:
+        """The stages that were fetched for a generation, as they are when it begins; nothing where none were.
 
-        Waits until all sources are in the order, too; `require` is called meanwhile and may raise. Raises
-        CommunicationError when a source is gone. What was fetched for anything else is dropped.
+        Waits until all senders are in the generation, too; `require` is called meanwhile and may raise. Raises
+        CommunicationError when a sender is gone. What was fetched under any number but `fetch` is dropped.
         """
         fetched: dict[int, Fetched] = {}
-        for following in self._before(order):
+        for transfer in self._until(generation):
             try:
-                if following.fetch.number == order.fetch:
-                    fetched = following.take(order.number, require)
+                if transfer.fetch.number == fetch:
+                    fetched = transfer.take(generation, require)
             finally:
-                following.close()
+                transfer.close()
         return fetched
 
-    def drop(self, order: Train) -> None:
-        """An order begins without this worker: what was fetched for it is of no use."""
-        for following in self._before(order):
-            following.close()
+    def drop(self, generation: int) -> None:
+        """A generation begins without this worker: what was fetched for it is of no use."""
+        for transfer in self._until(generation):
+            transfer.close()
 
     def sockets(self) -> Sockets:
         """Those that are open."""
         with self._lock:
-            followings = list(self._followings.values())
-        return frozenset().union(*(following.sockets() for following in followings))
+            transfers = list(self._transfers.values())
+        return frozenset().union(*(transfer.sockets() for transfer in transfers))
 
-    def _before(self, order: Train) -> list["_Following"]:
+    def _until(self, generation: int) -> list["_Transfer"]:
+        """Those that the beginning of a generation ends."""
         with self._lock:
-            return [self._followings.pop(number) for number in sorted(self._followings) if number < order.number]
+            return [self._transfers.pop(key) for key in sorted(self._transfers) if key < (generation, True)]
 
 
-class _Following:
-    """One fetch: a thread builds the stages, then one for each source applies what that says."""
+class _Transfer:
+    """One fetch: a thread builds the stages, then one for each sender applies what that says."""
 
-    def __init__(self, fetch: Fetch, worker: Worker, build: Build, tell: Tell, injector: Injector,
-                 training: TrainingConfig, device: torch.device) -> None:
+    def __init__(self, fetch: LayerFetch, build: Build, training: TrainingConfig, device: torch.device,
+                 events: ReceiverEvents) -> None:
         self.fetch = fetch
-        self._worker = worker
         self._build = build
-        self._tell = tell
-        self._injector = injector
         self._training = training
         self._device = device
-        self._wanted: dict[Worker, list[int]] = defaultdict(list)
-        for move in fetch.moves:
-            if move.target == worker:
-                self._wanted[move.source].append(move.layer)
+        self._events = events
         self._stages: dict[int, tuple[Stage, StageOptimizer]] = {}
         self._own: dict[int, StageOptimizer] = {}
         """Of each layer."""
         self._changed = threading.Condition()
         self._connections: list[socket.socket] = []
-        self._even: set[Worker] = set()
-        self._marks: dict[Worker, int] = {}
+        self._up_to_date: set[Worker] = set()
+        self._generations: dict[Worker, int] = {}
+        """Where each sender is."""
         self._broken: str | None = None
         self._over = False
-        threading.Thread(target=self._start, daemon=True, name="following").start()
+        threading.Thread(target=self._start, daemon=True, name="layer receiver").start()
 
-    def take(self, order: int, require: Callable[[], None]) -> dict[int, Fetched]:
-        """See `Follower.take`."""
+    def take(self, generation: int, require: Callable[[], None]) -> dict[int, Fetched]:
+        """See `LayerReceiver.take`."""
         with self._changed:
-            while any(self._marks.get(source) != order for source in self._wanted):
+            while any(self._generations.get(sender) != generation for sender in self.fetch.senders):
                 if self._broken is not None:
                     raise CommunicationError(self._broken)
                 require()
-                self._changed.wait(LOOK_SECONDS)
+                self._changed.wait(POLL_SECONDS)
             self._over = True
         fetched = {}
         for index, (stage, optimizer) in self._stages.items():
-            layers = frozenset(layer for layer in stage.modules if self._stage_of(layer) is stage)
+            layers = frozenset(layer for layer in stage.modules
+                               if layer in self._own and self._stage_of(layer) is stage)
             for layer in layers:
                 optimizer.take_over(self._own[layer])
             stage.discard()
@@ -149,7 +198,7 @@ class _Following:
         return fetched
 
     def close(self) -> None:
-        """Let go of the sources."""
+        """Let go of the senders."""
         with self._changed:
             self._over = True
             for connection in self._connections:
@@ -163,39 +212,40 @@ class _Following:
 
     def _start(self) -> None:
         try:
-            (mine,) = [stages for worker, stages in self.fetch.needs if worker == self._worker]
-            for index in mine:
+            for index in self.fetch.stages:
                 if self._over:
                     return
                 self._stages[index] = self._build(index)
-            for layer in (layer for layers in self._wanted.values() for layer in layers):
+            for layer in (layer for sender in self.fetch.senders.values() for layer in sender.layers):
                 self._own[layer] = build_optimizer({layer: self._stage_of(layer).modules[layer]}, self._training)
         except Exception as error:
             self._break(f"building its stages failed: {type(error).__name__}: {error}")
             return
-        for source, layers in self._wanted.items():
-            threading.Thread(target=self._follow, args=(source, tuple(layers)), daemon=True,
-                             name=f"following {source}").start()
+        for worker, sender in self.fetch.senders.items():
+            threading.Thread(target=self._receive, args=(worker, sender), daemon=True,
+                             name=f"layers from {worker}").start()
 
-    def _follow(self, source: Worker, layers: tuple[int, ...]) -> None:
-        """All that one source says, until the end."""
+    def _receive(self, worker: Worker, sender: Sender) -> None:
+        """All that one sender says, until the end."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         try:
-            address = next(address for worker, address in self.fetch.addresses if worker == source)
-            with socket.create_connection(address, CONNECT_SECONDS) as connection:
+            with socket.create_connection(sender.address, CONNECT_SECONDS) as connection:
                 if not self._enter(connection):
                     return
                 try:
                     connection.settimeout(TIMEOUT.total_seconds())
-                    write_frame(connection, Ask(layers))
-                    while not self._over:
-                        self._apply(source, *read_frame(connection))
+                    generation = None if self.fetch.follow else self.fetch.generation
+                    for piece in pack(LayerRequest(sender.layers, generation)):
+                        connection.sendall(piece)
+                    with connection.makefile("rb") as stream:
+                        while not self._over:
+                            self._apply(worker, *read_message(stream))
                 finally:
                     with self._changed:
                         self._connections.remove(connection)
-        except (InjectedError, OSError, RuntimeError, ValueError) as error:
-            self._break(f"fetching layers from worker {source} failed: {' '.join(str(error).split())}")
+        except (OSError, RuntimeError, ValueError) as error:
+            self._break(f"fetching layers from worker {worker} failed: {' '.join(str(error).split())}")
 
     def _enter(self, connection: socket.socket) -> bool:
         with self._changed:
@@ -203,62 +253,60 @@ class _Following:
                 self._connections.append(connection)
             return not self._over
 
-    def _apply(self, source: Worker, subject: Subject, tensors: Mapping[str, Tensor]) -> None:
-        match subject:
-            case State():
-                self._mine(source, subject.layer).load_layer_state(subject.layer, tensors)
-                self._injector.at(subject.iteration, "loaded")
-            case Step():
-                self._step(self._mine(source, subject.layer), subject, tensors)
-            case Mark():
-                self._go_back(source, subject)
-            case Even():
-                self._be_even(source)
-            case Ask():
-                raise FrameError("it asks, where it was asked")
+    def _apply(self, sender: Worker, message: Message, tensors: Mapping[str, Tensor]) -> None:
+        match message:
+            case LayerState():
+                self._mine(sender, message.layer).load_layer_state(message.layer, tensors)
+                if self.fetch.follow:
+                    self._events.loaded(message.iteration)
+            case LayerGradients():
+                self._step(self._mine(sender, message.layer), message, tensors)
+            case GenerationBegins():
+                self._go_back(sender, message)
+            case UpToDate():
+                self._note_up_to_date(sender)
+            case LayerRequest():
+                raise MessageError("it asks, where it was asked")
 
-    def _mine(self, source: Worker, layer: int) -> StageOptimizer:
-        if layer not in self._wanted[source]:
-            raise FrameError(f"it sent layer {layer}, for which it was not asked")
+    def _mine(self, sender: Worker, layer: int) -> StageOptimizer:
+        if layer not in self.fetch.senders[sender].layers:
+            raise MessageError(f"it sent layer {layer}, for which it was not asked")
         return self._own[layer]
 
-    def _step(self, optimizer: StageOptimizer, step: Step, gradients: Mapping[str, Tensor]) -> None:
+    def _step(self, optimizer: StageOptimizer, step: LayerGradients, gradients: Mapping[str, Tensor]) -> None:
         mine = optimizer.layer_gradients(step.layer)
         if {name: one.shape for name, one in mine.items()} != {name: one.shape for name, one in gradients.items()}:
-            raise FrameError(f"it sent gradients of layer {step.layer} that do not fit")
+            raise MessageError(f"it sent gradients of layer {step.layer} that do not fit")
         for name, gradient in mine.items():
             gradient.copy_(gradients[name])
         optimizer.step(step.iteration)
 
-    def _go_back(self, source: Worker, mark: Mark) -> None:
-        for layer in self._wanted[source]:
+    def _go_back(self, sender: Worker, begins: GenerationBegins) -> None:
+        for layer in self.fetch.senders[sender].layers:
             optimizer = self._own[layer]
-            if optimizer.open_iteration is not None and optimizer.open_iteration > mark.iteration:
+            if optimizer.open_iteration is not None and optimizer.open_iteration > begins.iteration:
                 optimizer.undo()
             optimizer.commit()
         with self._changed:
-            self._marks[source] = mark.order
+            self._generations[sender] = begins.generation
             self._changed.notify_all()
 
-    def _be_even(self, source: Worker) -> None:
+    def _note_up_to_date(self, sender: Worker) -> None:
         with self._changed:
-            before = len(self._even)
-            self._even.add(source)
-            done = before < len(self._even) == len(self._wanted) and not self._over
-        if done:
-            self._injector.at(self.fetch.order, "followed")
-            self._tell(Followed(self._worker, self.fetch.number))
+            before = len(self._up_to_date)
+            self._up_to_date.add(sender)
+            done = before < len(self._up_to_date) == len(self.fetch.senders) and not self._over
+        if done and self.fetch.follow:
+            self._events.up_to_date(self.fetch)
 
     def _break(self, reason: str) -> None:
         with self._changed:
             first = self._broken is None and not self._over
             self._broken = self._broken or reason
             self._changed.notify_all()
-        if first:
-            print(f"worker {self._worker}, order {self.fetch.order}: {reason}", file=sys.stderr, flush=True)
-            # When node 0 is gone, the main thread finds out by itself.
-            with contextlib.suppress(RendezvousError):
-                self._tell(Unfollowed(self._worker, self.fetch.number))
+        if first and self.fetch.follow:
+            print(f"generation {self.fetch.generation}: {reason}", file=sys.stderr, flush=True)
+            self._events.failed(self.fetch)
 
     def _stage_of(self, layer: int) -> Stage:
         """Where copies of a stage are needed, one is fetched, and the others are copied from it."""

@@ -1,13 +1,16 @@
-"""Where others get layers while training goes on: the state before some step, then the gradients of every step.
+"""Where others get layers: as they are while all wait, or while training goes on, followed by every step's gradients.
 
-A worker that will need a layer connects and asks. Before its next optimizer step, the source copies the layer's state
-to host memory, as a checkpoint does; from then on it copies the gradients of each step that it makes for good. Threads
-send all this while the worker trains. Gradients and state lie in a queue until they are sent. It is bounded: where the
-connection carries less than training makes, training waits until the queue is empty, and then the follower is even.
+A worker that needs layers connects and asks (`runtime.worker.layer_messages`). Where training goes on, the sender
+copies a layer's state to host memory before its next optimizer step, as a checkpoint does; from then on it copies the
+gradients of each step that it makes for good. One thread serves all receivers while the worker trains. What is to be
+sent lies in a queue for each of them. It is bounded: where the connection carries less than training makes, training
+waits until the queue is empty, and then the receiver is up to date.
 """
 
 import contextlib
+import io
 import math
+import selectors
 import socket
 import threading
 import time
@@ -17,14 +20,27 @@ from typing import Protocol
 
 from torch import Tensor
 
-from runtime.worker.layer_frames import Ask, Even, FrameError, Mark, State, Step, Subject, read_frame, write_frame
+from runtime.worker.layer_messages import (
+    MAX_HEADER_BYTES,
+    GenerationBegins,
+    LayerGradients,
+    LayerRequest,
+    LayerState,
+    Message,
+    MessageError,
+    UpToDate,
+    pack,
+    read_message,
+)
 from runtime.worker.sockets import Sockets, sockets_of
 
 TIMEOUT_SECONDS = 30.0
-"""Of a chunk, which a follower that is alive takes in milliseconds."""
+"""A receiver that is alive takes something in milliseconds."""
+CHUNK_BYTES = 2**20
+"""Handed to a connection in one call."""
 QUEUE_STATES = 3
 """As many times the memory of what was asked for may wait to be sent."""
-ROOM_SECONDS = 0.002
+POLL_SECONDS = 0.002
 
 
 class Layers(Protocol):
@@ -40,15 +56,15 @@ class Layers(Protocol):
         """A layer's gradients; the tensors themselves."""
 
 
-class Source:
-    """One worker's, for any number of followers.
+class LayerSender:
+    """One worker's, for any number of receivers. Its methods are called from the thread that trains.
 
     Parameters
     ----------
     host
         The address to listen on.
     bytes_per_second
-        How fast state is sent to each follower at most; None: as fast as it goes.
+        How fast state is sent to each receiver at most while training goes on; None: as fast as it goes.
     """
 
     def __init__(self, host: str, bytes_per_second: float | None = None) -> None:
@@ -56,176 +72,289 @@ class Source:
         self._listener = socket.create_server((host, 0), family=family)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         """Where it listens."""
-        self._seconds_per_byte = 0.0 if bytes_per_second is None else 1 / bytes_per_second
-        self._lock = threading.Lock()
-        self._asking: list[_Line] = []
-        self._lines: list[_Line] = []
-        self._connections: set[socket.socket] = set()
-        threading.Thread(target=self._accept, daemon=True, name="source").start()
+        self._server = _Server(self._listener, 0.0 if bytes_per_second is None else 1 / bytes_per_second)
+        threading.Thread(target=self._server.serve, daemon=True, name="layer sender").start()
 
     @property
     def asked(self) -> bool:
         """Whether somebody waits for `before_step`."""
-        return bool(self._asking)
+        return any(one.request.generation is None for one in self._server.asking())
 
     def before_step(self, iteration: int, layers: Layers) -> None:
         """Give those who have asked the state before an iteration's step; all iterations before it are committed."""
-        with self._lock:
-            asking, self._asking = self._asking, []
-        copies: dict[int, dict[str, Tensor]] = {}
-        for line in asking:
-            if not all(map(layers.holds, line.layers)):
-                line.close()
-                continue
-            for layer in line.layers:
-                if layer not in copies:
-                    copies[layer] = _copied(layers.layer_state(layer))
-            line.begin([(State(layer, iteration), copies[layer]) for layer in line.layers])
-            self._lines.append(line)
+        copies: dict[int, Mapping[str, Tensor]] = {}
+        for one in self._server.asking():
+            if one.request.generation is None and self._holds_all(one, layers):
+                for layer in one.request.layers:
+                    if layer not in copies:
+                        copies[layer] = _copied(layers.layer_state(layer))
+                self._server.answer(one, {layer: copies[layer] for layer in one.request.layers}, iteration)
 
     def stepped(self, iteration: int, layers: Layers) -> None:
-        """Tell all followers of a step: gradients are those by which it was made."""
-        copies: dict[int, dict[str, Tensor]] = {}
-        for line in self._open_lines():
-            if not all(map(layers.holds, line.layers)):
-                line.close()
-                continue
-            for layer in line.layers:
-                if layer not in copies:
-                    copies[layer] = _copied(layers.layer_gradients(layer))
-                line.put(Step(layer, iteration), copies[layer])
+        """Tell all who follow of a step; the layers' gradients are those by which it was made."""
+        copies: dict[int, Mapping[str, Tensor]] = {}
+        for one in self._server.following():
+            if self._holds_all(one, layers):
+                for layer in one.request.layers:
+                    if layer not in copies:
+                        copies[layer] = _copied(layers.layer_gradients(layer))
+                    self._server.put(one, LayerGradients(layer, iteration), copies[layer])
 
-    def ordered(self, order: int, committed: int) -> None:
-        """Tell all followers that this worker is back at a committed iteration, and an order begins."""
-        for line in self._open_lines():
-            line.put(Mark(order, committed), {})
+    def generation_begins(self, generation: int, committed: int) -> None:
+        """Tell all who follow that this worker is back at a committed iteration, and a generation begins."""
+        for one in self._server.following():
+            self._server.put(one, GenerationBegins(generation, committed))
+
+    def give(self, generation: int, committed: int, receivers: int, layers: Layers,
+             require: Callable[[], None]) -> None:
+        """While all wait: send layers as they are to so many receivers, and return when they have been sent.
+
+        `committed` is the last committed iteration. Raises what `require` does, which is called meanwhile.
+        """
+        answered: list[_Receiver] = []
+        while len(answered) < receivers or any(one.pending for one in answered):
+            for one in self._server.asking():
+                if one.request.generation == generation and self._holds_all(one, layers):
+                    self._server.answer(one, {layer: layers.layer_state(layer) for layer in one.request.layers},
+                                        committed + 1)
+                    self._server.put(one, GenerationBegins(generation, committed))
+                    answered.append(one)
+            require()
+            time.sleep(POLL_SECONDS)
 
     def wait_for_room(self, require: Callable[[], None]) -> None:
         """Return when no queue is too long. Raises what `require` does, which is called meanwhile."""
-        while any(line.full for line in self._open_lines()):
+        while any(one.full for one in self._server.following()):
             require()
-            time.sleep(ROOM_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def sockets(self) -> Sockets:
         """Those that are open."""
-        with self._lock:
-            return sockets_of([self._listener, *self._connections])
+        return sockets_of([self._listener, *self._server.connections()])
 
     def close(self) -> None:
         """Serve nobody any more."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for line in [*self._asking, *self._lines]:
-            line.close()
+        self._server.close()
 
-    def _open_lines(self) -> list["_Line"]:
-        if self._lines:
-            self._lines = [line for line in self._lines if not line.closed]
-        return self._lines
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(connection,), daemon=True, name="asked").start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        """Hear what one follower asks, and then, when it has gone."""
-        with self._connected(connection), contextlib.suppress(OSError, FrameError):
-            connection.settimeout(TIMEOUT_SECONDS)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            ask, _ = read_frame(connection)
-            if not isinstance(ask, Ask):
-                return
-            line = _Line(connection, ask.layers, self._seconds_per_byte)
-            with self._lock:
-                self._asking.append(line)
-            try:
-                while not line.closed:
-                    with contextlib.suppress(TimeoutError):
-                        if not connection.recv(1):
-                            break
-            finally:
-                line.close()
-                with self._lock, contextlib.suppress(ValueError):
-                    self._asking.remove(line)
-
-    @contextlib.contextmanager
-    def _connected(self, connection: socket.socket) -> Iterator[None]:
-        with self._lock:
-            self._connections.add(connection)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._connections.discard(connection)
-            connection.close()
+    def _holds_all(self, receiver: "_Receiver", layers: Layers) -> bool:
+        held = all(map(layers.holds, receiver.request.layers))
+        if not held:
+            self._server.drop(receiver)
+        return held
 
 
-class _Line:
-    """What goes to one follower, and the thread that sends it."""
+class _Receiver:
+    """One connection: what is to go to it."""
 
-    def __init__(self, connection: socket.socket, layers: tuple[int, ...], seconds_per_byte: float) -> None:
-        self.layers = layers
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.request = LayerRequest(())
+        self.received = bytearray()
+        """Of its request, until that is complete."""
+        self.asking = False
+        self.answered = False
         self.closed = False
         self.full = False
         """From when too much waits until nothing does."""
-        self._connection = connection
+        self.queue: deque[tuple[Message, Mapping[str, Tensor]]] = deque()
+        self.queued_bytes = 0
+        self.most_bytes = math.inf
+        self.pieces: Iterator[bytes] = iter(())
+        """Those left of the message that is being sent."""
+        self.piece = memoryview(b"")
+        """What is left of the one that is being sent."""
+        self.sending: tuple[Message, int] | None = None
+        """The message that is being sent, and the bytes of its tensors."""
+        self.not_before = 0.0
+        self.progress = time.monotonic()
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything is still to be sent."""
+        return not self.closed and (bool(self.queue) or self.sending is not None)
+
+
+class _Server:
+    """The thread that serves, and what it shares with the one that trains, under a lock."""
+
+    def __init__(self, listener: socket.socket, seconds_per_byte: float) -> None:
+        self._listener = listener
         self._seconds_per_byte = seconds_per_byte
-        self._queue: deque[tuple[Subject, dict[str, Tensor]]] = deque()
-        self._bytes = 0
-        self._most_bytes = math.inf
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._receivers: list[_Receiver] = []
+        self._over = False
+        self._wake_up, self._woken = socket.socketpair()
+        for one in (listener, self._wake_up, self._woken):
+            one.setblocking(False)
 
-    def begin(self, states: list[tuple[State, dict[str, Tensor]]]) -> None:
-        """Send these, and whatever is put in from now on."""
-        self._most_bytes = QUEUE_STATES * sum(_size(state) for _, state in states)
-        for subject, state in states:
-            self.put(subject, state)
-        threading.Thread(target=self._send, daemon=True, name="line").start()
+    def asking(self) -> list[_Receiver]:
+        """Those that wait for an answer."""
+        with self._lock:
+            return [one for one in self._receivers if one.asking and not one.closed]
 
-    def put(self, subject: Subject, tensors: dict[str, Tensor]) -> None:
+    def following(self) -> list[_Receiver]:
+        """Those that have been answered and want every step."""
+        if not self._receivers:
+            return []
+        with self._lock:
+            return [one for one in self._receivers if one.answered and one.request.generation is None
+                    and not one.closed]
+
+    def connections(self) -> list[socket.socket]:
+        """Those that are open."""
+        with self._lock:
+            return [self._wake_up, self._woken, *(one.connection for one in self._receivers)]
+
+    def answer(self, receiver: _Receiver, states: Mapping[int, Mapping[str, Tensor]], iteration: int) -> None:
+        """Send states, and whatever is put in from now on."""
+        with self._lock:
+            receiver.asking, receiver.answered = False, True
+            receiver.most_bytes = QUEUE_STATES * sum(map(_size, states.values()))
+        for layer, state in states.items():
+            self.put(receiver, LayerState(layer, iteration), state)
+
+    def put(self, receiver: _Receiver, message: Message, tensors: Mapping[str, Tensor] | None = None) -> None:
         """Send this after all that was put in before."""
-        with self._changed:
-            self._queue.append((subject, tensors))
-            self._bytes += _size(tensors)
-            self.full = self.full or self._bytes > self._most_bytes
-            self._changed.notify()
+        with self._lock:
+            receiver.queue.append((message, tensors or {}))
+            receiver.queued_bytes += _size(tensors or {})
+            receiver.full = receiver.full or receiver.queued_bytes > receiver.most_bytes
+        self._wake()
+
+    def drop(self, receiver: _Receiver) -> None:
+        """Send no more; the receiver is told by the end of the connection."""
+        with self._lock:
+            receiver.closed = True
+            receiver.queue.clear()
+        with contextlib.suppress(OSError):
+            receiver.connection.shutdown(socket.SHUT_RDWR)
+        self._wake()
 
     def close(self) -> None:
-        """Send no more; the follower is told by the end of the connection."""
-        with self._changed:
-            self.closed = True
-            self._queue.clear()
-            self._changed.notify()
+        """End the thread and all connections."""
+        self._over = True
+        for receiver in self._receivers:
+            self.drop(receiver)
+        self._wake()
+
+    def serve(self) -> None:
+        """The thread: accept, hear requests, send; until `close`."""
+        with selectors.DefaultSelector() as selector, self._listener, self._wake_up, self._woken:
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            while not self._over:
+                for key, events in selector.select(self._choose_what_to_wait_for(selector)):
+                    if key.fileobj is self._listener:
+                        self._accept(selector)
+                    elif key.fileobj is self._woken:
+                        self._woken.recv(4096)
+                    else:
+                        self._attend(key.data, events)
+                self._forget_the_closed(selector)
+            self._forget_the_closed(selector)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: it will wake up anyway; closed: it is over
+            self._wake_up.send(b"\0")
+
+    def _choose_what_to_wait_for(self, selector: selectors.BaseSelector) -> float | None:
+        """Which connections to write to; the seconds after which to look again."""
+        now, wait = time.monotonic(), math.inf
+        for receiver in self._receivers:
+            pending, held_back = receiver.pending, receiver.not_before > now
+            if pending:
+                wait = min(wait, max(receiver.not_before - now, 0) if held_back else TIMEOUT_SECONDS)
+                if not held_back and now - max(receiver.progress, receiver.not_before) > TIMEOUT_SECONDS:
+                    self.drop(receiver)
+            else:
+                receiver.progress = now
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if pending and not held_back else 0)
+            if selector.get_key(receiver.connection).events != events:
+                selector.modify(receiver.connection, events, receiver)
+        return None if wait == math.inf else wait
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            receiver = _Receiver(connection)
+            with self._lock:
+                self._receivers.append(receiver)
+            selector.register(connection, selectors.EVENT_READ, receiver)
 
-    def _send(self) -> None:
+    def _forget_the_closed(self, selector: selectors.BaseSelector) -> None:
+        with self._lock:
+            closed = [one for one in self._receivers if one.closed]
+            self._receivers = [one for one in self._receivers if not one.closed]
+        for receiver in closed:
+            selector.unregister(receiver.connection)
+            receiver.connection.close()
+
+    def _attend(self, receiver: _Receiver, events: int) -> None:
         try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._queue or self.closed)
-                    if self.closed:
-                        return
-                    subject, tensors = self._queue.popleft()
-                write_frame(self._connection, subject, tensors,
-                            self._tarry if isinstance(subject, State) else lambda _: None)
-                with self._changed:
-                    self._bytes -= _size(tensors)
-                    even = not self._queue
-                    self.full = self.full and not even
-                if even:
-                    write_frame(self._connection, Even())
-        except OSError:
-            self.close()
+            if events & selectors.EVENT_READ:
+                self._hear(receiver)
+            if events & selectors.EVENT_WRITE and not receiver.closed:
+                self._send(receiver)
+        except BlockingIOError:
+            pass
+        except (OSError, MessageError):
+            self.drop(receiver)
 
-    def _tarry(self, sent_bytes: int) -> None:
-        if self._seconds_per_byte:
-            time.sleep(sent_bytes * self._seconds_per_byte)
-            if self.closed:
-                raise ConnectionError("closed")
+    def _hear(self, receiver: _Receiver) -> None:
+        """Read some of a request; after it, nothing comes but the end."""
+        data = receiver.connection.recv(4096)
+        if not data:
+            raise ConnectionError("closed")
+        if receiver.asking or receiver.answered or len(receiver.received) > MAX_HEADER_BYTES:
+            raise MessageError("it talks where it should listen")
+        receiver.received += data
+        try:
+            request, _ = read_message(io.BytesIO(receiver.received))
+        except ConnectionError:
+            return  # there is more to come
+        if not isinstance(request, LayerRequest):
+            raise MessageError("it does not ask")
+        with self._lock:
+            receiver.request, receiver.asking = request, True
+
+    def _send(self, receiver: _Receiver) -> None:
+        """Hand one chunk to the connection."""
+        if not receiver.piece:
+            receiver.piece = memoryview(self._next_piece(receiver))
+        sent = receiver.connection.send(receiver.piece[:CHUNK_BYTES])
+        receiver.piece = receiver.piece[sent:]
+        now = receiver.progress = time.monotonic()
+        if self._seconds_per_byte and receiver.sending and isinstance(receiver.sending[0], LayerState) \
+                and receiver.request.generation is None:
+            receiver.not_before = now + sent * self._seconds_per_byte
+        if not receiver.piece:
+            receiver.piece = memoryview(self._next_piece(receiver))
+
+    def _next_piece(self, receiver: _Receiver) -> bytes:
+        """What is to be sent next; nothing where all has gone."""
+        while True:
+            piece = next(receiver.pieces, None)
+            if piece is not None:
+                return piece
+            with self._lock:
+                sent = receiver.sending
+                if sent is not None:
+                    receiver.queued_bytes -= sent[1]
+                    receiver.full = receiver.full and bool(receiver.queue)
+                if receiver.queue:
+                    # Never neither in the queue nor being sent: `pending` is read without the lock.
+                    message, tensors = receiver.queue[0]
+                    receiver.sending = message, _size(tensors)
+                    receiver.queue.popleft()
+                elif sent is not None and not isinstance(sent[0], UpToDate):
+                    message, tensors = UpToDate(), {}
+                    receiver.sending = message, 0
+                else:
+                    receiver.sending = None
+                    return b""
+            receiver.pieces = pack(message, tensors)
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

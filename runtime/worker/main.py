@@ -1,5 +1,6 @@
 """One worker's process: it builds its layers, and follows the coordinator's orders until it may leave."""
 
+import contextlib
 import os
 import selectors
 import socket
@@ -10,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 
 from runtime.config import ModelConfig, RunConfig
@@ -27,15 +29,26 @@ from runtime.protocol.channel import Channel
 from runtime.protocol.failure_injection import Injector
 from runtime.protocol.rendezvous import RendezvousError, address_towards, connect_store, interface_towards
 from runtime.protocol.setup import Setup
-from runtime.protocol.to_coordinator import Failed, Finished, Heartbeat, Injected, JoinWorker, Note, Ready
+from runtime.protocol.to_coordinator import (
+    Failed,
+    Finished,
+    Followed,
+    Heartbeat,
+    Injected,
+    JoinWorker,
+    Note,
+    Ready,
+    Unfollowed,
+)
 from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, Leave, Order, ToWorker, Train
 from runtime.replay.stuck_calls import AbandonedError
 from runtime.worker.checkpointer import Checkpointer
 from runtime.worker.generation import Generation, WorkerContext
-from runtime.worker.layer_receiver import Follower
-from runtime.worker.layer_sender import Source
-from runtime.worker.stage_store import Holdings
+from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents, senders_for
+from runtime.worker.layer_sender import LayerSender
+from runtime.worker.stage_store import StageStore
 from schedules.codec import decode
+from schedules.schedule import Worker
 
 CONNECT_SECONDS = 60.0
 HEARTBEATS_PER_TIMEOUT = 5
@@ -43,8 +56,10 @@ LOOK_SECONDS = 0.02
 """While a generation should come to its end."""
 
 
-def main(spec: WorkerSpec) -> int:
-    """Run one worker to its end; its exit status. What goes wrong is reported to the coordinator."""
+def main(task: bytes) -> int:
+    """Run one worker, as a `WorkerSpec` says, to its end; its exit status. What goes wrong is told to the coordinator.
+    """
+    spec = msgspec.json.decode(task, type=WorkerSpec)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(spec.coordinator) or "")
     try:
         channel = Channel(spec.coordinator, JoinWorker(spec.worker), to_worker.decode, CONNECT_SECONDS)
@@ -83,7 +98,7 @@ class _Worker:
         torch.set_num_threads(training.threads)
         model = model_for(setup.config.model, training.seed, parameter_dtype(training.dtype), device)
         self._model = model
-        self._stage_store = Holdings(self._build, self._restore)
+        self._stage_store = StageStore(self._build, self._restore)
         injector = Injector(setup.injections,
                             lambda index: channel.send(Injected(spec.worker, index, time.monotonic())))
         self._context = WorkerContext(
@@ -92,8 +107,9 @@ class _Worker:
             boundaries=[form.boundary() for form in setup.forms], injector=injector,
             checkpointer=Checkpointer(setup, model.layers, spec.worker,
                                       lambda text: channel.send(Note(spec.worker, text))),
-            follower=Follower(spec.worker, self._stage_store.fresh, channel.send, injector, training, device),
-            source=Source(address_towards(spec.coordinator), setup.fetch_bytes_per_second))
+            layer_receiver=LayerReceiver(self._stage_store.fresh, training, device,
+                                         _FetchReports(spec.worker, channel, injector)),
+            layer_sender=LayerSender(address_towards(spec.coordinator), setup.fetch_bytes_per_second))
         self._generation: Generation | None = None
         self._finishing = threading.Lock()
         self._error: BaseException | None = None
@@ -109,7 +125,7 @@ class _Worker:
             self._stage_store.prepare(index for index, column in enumerate(self._setup.columns)
                                       if column == self._worker.column)
         interval = self._setup.heartbeat_timeout_seconds / HEARTBEATS_PER_TIMEOUT
-        self._channel.send(Ready(self._worker, self._context.corpus.digest, self._context.source.address))
+        self._channel.send(Ready(self._worker, self._context.corpus.digest, self._context.layer_sender.address))
         beat = time.monotonic() + interval
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
@@ -139,7 +155,7 @@ class _Worker:
                     self._generation = next_one = Generation(self._context, message, schedule)
                     self._begin(f"generation {message.number}", lambda: self._train(message, next_one, generation))
                 else:
-                    self._context.follower.drop(message)
+                    self._context.layer_receiver.drop(message.number)
             case Finish():
                 self._generation = None
                 self._begin("finish", lambda: self._finish(message, generation))
@@ -148,7 +164,7 @@ class _Worker:
             case Acknowledged() if generation is not None and generation.number == message.order:
                 generation.acknowledged(message)
             case Fetch():
-                self._context.follower.begin(message)
+                self._context.layer_receiver.begin(_fetch_for(self._worker, message))
 
     def _begin(self, name: str, work: Callable[[], None]) -> None:
         """Do something that takes its time in a thread; what goes wrong there ends the main thread."""
@@ -173,7 +189,7 @@ class _Worker:
         """Let go of the connections, which others may have read from until now, and forget what was not committed."""
         if previous is not None:
             previous.leave(order)
-            self._context.source.ordered(order.number, order.first_iteration - 1)
+            self._context.layer_sender.generation_begins(order.number, order.first_iteration - 1)
 
     def _finish(self, order: Finish, previous: Generation | None) -> None:
         """Write some layers; tell the digests of all, which must agree between peers."""
@@ -204,6 +220,33 @@ class _Worker:
         if self._setup.resume is not None:
             for layer, state in load(open_checkpoint(Path(self._setup.resume)), range(*stage.layers)).items():
                 optimizer.load_layer_state(layer, state)
+
+
+class _FetchReports(ReceiverEvents):
+    """Tells the coordinator how fetches go."""
+
+    def __init__(self, worker: Worker, channel: Channel[ToWorker], injector: Injector) -> None:
+        self._worker = worker
+        self._channel = channel
+        self._injector = injector
+
+    def loaded(self, iteration: int) -> None:
+        self._injector.at(iteration, "loaded")
+
+    def up_to_date(self, fetch: LayerFetch) -> None:
+        self._injector.at(fetch.generation, "followed")
+        self._channel.send(Followed(self._worker, fetch.number))
+
+    def failed(self, fetch: LayerFetch) -> None:
+        # When node 0 is gone, the main thread finds out by itself.
+        with contextlib.suppress(RendezvousError):
+            self._channel.send(Unfollowed(self._worker, fetch.number))
+
+
+def _fetch_for(worker: Worker, fetch: Fetch) -> LayerFetch:
+    """One worker's part; where it has none, this ends what was fetched in the same order."""
+    stages = next((stages for one, stages in fetch.needs if one == worker), ())
+    return LayerFetch(fetch.number, fetch.order, stages, senders_for(worker, fetch.moves, fetch.addresses), follow=True)
 
 
 def _claim_device(kind: str, card: int | None) -> torch.device:

@@ -14,7 +14,7 @@ Restore = Callable[[Stage, StageOptimizer], None]
 """Brings a stage to where it was before the first iteration."""
 
 
-class Holdings:
+class StageStore:
     """Stages whose parameters are those after the last committed iteration."""
 
     def __init__(self, build: Build, restore: Restore) -> None:
@@ -60,18 +60,14 @@ class Holdings:
         """A layer with its optimizer's state, for another worker; the tensors themselves."""
         return self.optimizers[self._stage_of(layer)].layer_state(layer)
 
-    def replace(self, stages: Iterable[int], states: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Hold exactly these stages: those not held yet from the states of their layers. No step may be open.
-
-        Layers for which there is no state are held already, in a copy of the stage. Raises ValueError when a state does
-        not fit its layer; then nothing has changed.
-        """
+    def keep(self, stages: Iterable[int]) -> None:
+        """Hold exactly these stages: each that is not held yet is a copy of one that is. No step may be open."""
         fresh = {}
         for index in stages:
             if index not in self.stages:
                 stage, optimizer = self.fresh(index)
                 for layer in range(*stage.layers):
-                    optimizer.load_layer_state(layer, states[layer] if layer in states else self.layer_state(layer))
+                    optimizer.load_layer_state(layer, self.layer_state(layer))
                 fresh[index] = stage, optimizer
         for index in set(self.stages) - set(stages):
             del self.stages[index], self.optimizers[index]

@@ -69,7 +69,8 @@ def test_plans_and_trains_and_says_how_it_went(job, tmp_path):
     assert answer["losses"][-1] < answer["losses"][0]
     assert "iteration      3  loss" in done.stderr
     assert codec.read(tmp_path / "out" / "schedule.json").failed == (Worker(1, 0),)
-    assert {path.name for path in (tmp_path / "out" / "parameters").iterdir()} == {f"layer-000{n}.pt" for n in range(4)}
+    assert {path.name for path in (tmp_path / "out" / "parameters").iterdir()} == {
+        f"layer-000{layer}.safetensors" for layer in range(4)}
 
     again = train(job, "--schedule", tmp_path / "out" / "schedule.json", "--dtype", "float64", "--iterations", 2,
                   "--out", tmp_path / "again")
@@ -135,7 +136,7 @@ def test_ctrl_c_leaves_no_process(job, tmp_path):
     losses = tmp_path / "out" / "losses.jsonl"
     wait_for(lambda: losses.exists() and losses.read_text().count("\n") >= 2)
     processes = below(running.pid)
-    assert len(processes) == 5  # the nursery and 4 workers
+    assert len(processes) == 5  # the fork_server and 4 workers
     began = time.monotonic()
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=20)

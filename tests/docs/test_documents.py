@@ -56,6 +56,15 @@ def test_links_lead_to_files(path):
             assert (path.parent / target).exists() or target.startswith("generated/"), target
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_named_modules_are_there(path):
+    folders = ("schedules", "planner", "runtime", "cli", "tests", "examples", "benchmarks")
+    modules = [f"/{module.relative_to(ROOT)}" for folder in folders for module in (ROOT / folder).rglob("*")]
+    invented = {"rerouting_1f1b.py", "my_llama.py"}
+    for name in re.findall(r"`([\w/]+\.(?:py|js))[`:]", path.read_text()):
+        assert name.split("/")[-1] in invented or any(module.endswith(f"/{name}") for module in modules), name
+
+
 def samples(row: str) -> list[float]:
     """The numbers of a row of README's table: with all workers alive, one dead, five dead."""
     (line,) = (line for line in README.splitlines() if line.startswith(f"| {row}"))
@@ -84,6 +93,7 @@ def test_what_dropping_a_replica_and_restarting_cost(tmp_path):
         trace.write_text(text.replace("\\n", "\n").replace(", 31", f", {live}"))
         done = CliRunner().invoke(app, ["simulate", str(job), "--trace", str(trace), "--parameters", "8e9", "--json",
                                         "--policy", "torchft", "--policy", "checkpoint-restart"])
+        assert done.exit_code == 0, done.output
         answer = json.loads(done.stdout)
         for row, policy in (("drop the replica", "torchft"), ("restart", "checkpoint-restart")):
             assert answer["policies"][policy] == pytest.approx(samples(row)[place], abs=0.06)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from runtime.processes.fork_server import Nursery
+from runtime.processes.fork_server import ForkServer
 
 torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def nursery():
+def fork_server():
     """Forks the workers of all runs, so that torch is imported once for all of them."""
-    with Nursery() as nursery:
-        yield nursery
+    with ForkServer() as fork_server:
+        yield fork_server

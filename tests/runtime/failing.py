@@ -24,13 +24,13 @@ def planned(job: Job, backward: BackwardMode = "split", optimizer: OptimizerMode
     return lambda down: schedule_for(job, [str(worker) for worker in down], backward=backward, optimizer=optimizer)
 
 
-def train(injections, nursery, out, *, job=JOB, config=CONFIG, modes=(),
+def train(injections, fork_server, out, *, job=JOB, config=CONFIG, modes=(),
           progress: Callable[[int, float], None] | None = None, **resilience) -> RunResult:
     """Train with failures and compare with the fault-free run in one process."""
     scheduler = planned(job, *modes)
     given = Resilience(**{"scheduler": scheduler, "heartbeat_timeout_seconds": TIMEOUT_SECONDS,
                           "injections": tuple(injections), **resilience})
-    result = run(scheduler(()), config, out=out, nursery=nursery, resilience=given, progress=progress)
+    result = run(scheduler(()), config, out=out, fork_server=fork_server, resilience=given, progress=progress)
     assert_same_numbers(result, judge(config, job.microbatches, config.training.iterations))
     return result
 

@@ -37,16 +37,16 @@ def expected(config: RunConfig):
 
 
 @pytest.mark.parametrize(("backward", "failed"), [("split", []), ("fused", []), ("split", ["1.1"])])
-def test_numbers_are_those_of_one_process(config, backward, failed, nursery, tmp_path):
-    result = run(schedule_for(JOB, failed, backward=backward), config, out=tmp_path, nursery=nursery)
+def test_numbers_are_those_of_one_process(config, backward, failed, fork_server, tmp_path):
+    result = run(schedule_for(JOB, failed, backward=backward), config, out=tmp_path, fork_server=fork_server)
     assert_same_numbers(result, expected(config))
 
 
-def test_a_killed_worker_is_survived(config, nursery, tmp_path):
+def test_a_killed_worker_is_survived(config, fork_server, tmp_path):
     def scheduler(down: tuple[Worker, ...]) -> Schedule:
         return schedule_for(JOB, [str(worker) for worker in down])
 
-    result = run(schedule_for(JOB), config, out=tmp_path, nursery=nursery, resilience=Resilience(
+    result = run(schedule_for(JOB), config, out=tmp_path, fork_server=fork_server, resilience=Resilience(
         scheduler=scheduler, heartbeat_timeout_seconds=20, injections=(Injection(Worker(0, 1), 2, 3),)))
     assert [one.dead for one in result.recoveries] == [(Worker(0, 1),)]
     assert_same_numbers(result, expected(config))

@@ -15,18 +15,18 @@ LONG = 120
 JOB = grid(2, 4, 2, more="optimizer = 1\n[placement]\norder = 'bidirectional'")
 
 
-def test_clipping_counts_each_layer_once(nursery, tmp_path):
+def test_clipping_counts_each_layer_once(fork_server, tmp_path):
     config = tiny(iterations=5, clip_norm=0.5)
-    result = run(schedule_for(JOB), config, out=tmp_path, nursery=nursery)
+    result = run(schedule_for(JOB), config, out=tmp_path, fork_server=fork_server)
     assert_same_numbers(result, judge(config, JOB.microbatches, 5))
 
 
 @pytest.mark.parametrize("worker", ["0.1", "1.3"])
-def test_a_worker_dies_and_comes_back(worker, nursery, tmp_path):
+def test_a_worker_dies_and_comes_back(worker, fork_server, tmp_path):
     config, dead = tiny(iterations=LONG), Worker.parse(worker)
     resilience = Resilience(scheduler=planned(JOB), heartbeat_timeout_seconds=2,
                             injections=(Injection(dead, 2, "O", "kill"),), returns=(Return(dead, 3),))
-    result = run(schedule_for(JOB), config, out=tmp_path, nursery=nursery, resilience=resilience)
+    result = run(schedule_for(JOB), config, out=tmp_path, fork_server=fork_server, resilience=resilience)
     assert_same_numbers(result, judge(config, JOB.microbatches, LONG))
     assert [one.dead for one in result.recoveries if one.dead] == [(dead,)]
     assert [one.returned for one in result.recoveries if one.returned] == [(dead,)]

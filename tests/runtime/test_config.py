@@ -39,6 +39,12 @@ def test_an_integer_is_a_number() -> None:
     ({}, {"text": 3}, ["training.text is 3", "a text"]),
     ({}, {"text": "x" * 9999}, ["training.text is 'xxx", "...; expected"]),
     ({}, {"seed": -1}, ["training.seed is -1"]),
+    ({}, {"learning_rate": 10**400}, ["training.learning_rate is 1000", "a number above 0, at most 1e6"]),
+    ({}, {"clip_norm": 0.0}, ["training.clip_norm is 0.0", "a number above 0, at most 1e6"]),
+    ({}, {"betas": [0.9, 2]}, ["training.betas is [0.9, 2]", "a list of 2, each a number from 0 to below 1"]),
+    ({}, {"data": "nothing"}, ["training.data is 'nothing'", "as 'module:function'"]),
+    ({}, {"skip_nonfinite": "yes"}, ["training.skip_nonfinite is 'yes'", "true or false"]),
+    ({}, {"a key - at `$.seed`": 1}, ["unknown key training.a key"]),
 ])
 def test_refusals_name_key_value_and_expectation(model: dict[str, object], training: dict[str, object],
                                                  parts: list[str]) -> None:
@@ -53,3 +59,8 @@ def test_refusals_name_key_value_and_expectation(model: dict[str, object], train
 def test_broken_json_is_refused_in_one_line() -> None:
     with pytest.raises(ConfigError, match="no readable run configuration"):
         RunConfig.from_json('{"model": {"blocks": 0}}')
+
+
+def test_a_width_that_does_not_fit_the_heads_is_refused_wherever_it_is_read() -> None:
+    with pytest.raises(ConfigError, match=r"model\.width is 130; expected a multiple of model\.heads, 4"):
+        RunConfig.from_json('{"model": {"width": 130, "heads": 4}}')

@@ -28,13 +28,13 @@ def name(case):
 
 
 @pytest.mark.parametrize("case", WIDE, ids=name)
-def test_two_stages(case, nursery, tmp_path):
-    train_and_compare(grid(3, 2, 2, more="optimizer = 1"), case, nursery, tmp_path)
+def test_two_stages(case, fork_server, tmp_path):
+    train_and_compare(grid(3, 2, 2, more="optimizer = 1"), case, fork_server, tmp_path)
 
 
 @pytest.mark.parametrize("case", DEEP, ids=name)
-def test_three_stages(case, nursery, tmp_path):
-    train_and_compare(grid(3, 3, 2, more="optimizer = 1"), case, nursery, tmp_path)
+def test_three_stages(case, fork_server, tmp_path):
+    train_and_compare(grid(3, 3, 2, more="optimizer = 1"), case, fork_server, tmp_path)
 
 
 BOTH_WAYS = grid(2, 4, 3, more="[placement]\norder = 'bidirectional'")
@@ -59,20 +59,20 @@ INTERLEAVED = grid(2, 2, 3, more="[placement]\norder = 'interleaved'\nchunks = 2
 ], ids=["interleaved", "interleaved-1.0-split", "interleaved-1.0-fused", "v-0.1", "chunks-0.0", "both ways",
         "both ways-1.0-0.2", "both ways-0.3", "own layers",
         "uneven counts-split", "uneven counts-fused", "little memory", "one worker", "one pipeline"])
-def test_other_shapes(job, failed, backward, nursery, tmp_path):
-    train_and_compare(job, (failed, (backward, "staggered")), nursery, tmp_path)
+def test_other_shapes(job, failed, backward, fork_server, tmp_path):
+    train_and_compare(job, (failed, (backward, "staggered")), fork_server, tmp_path)
 
 
-def train_and_compare(job, case, nursery, out):
+def train_and_compare(job, case, fork_server, out):
     failed, (backward, optimizer) = case
     schedule = schedule_for(job, failed, backward=backward, optimizer=optimizer)
-    result = run(schedule, tiny(), out=out, nursery=nursery)
+    result = run(schedule, tiny(), out=out, fork_server=fork_server)
     assert_same_numbers(result, judge(tiny(), job.microbatches, ITERATIONS))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bf16", 0.05)])
-def test_lower_precision_follows_as_closely_as_it_can(dtype, tolerance, nursery, tmp_path):
+def test_lower_precision_follows_as_closely_as_it_can(dtype, tolerance, fork_server, tmp_path):
     config, job = tiny(dtype=dtype), grid(3, 2, 2)
-    result = run(schedule_for(job, ["1.1"]), config, out=tmp_path, iterations=5, nursery=nursery)
+    result = run(schedule_for(job, ["1.1"]), config, out=tmp_path, iterations=5, fork_server=fork_server)
     assert result.losses == pytest.approx(judge(config, job.microbatches, 5).losses, abs=tolerance)
     assert result.losses[-1] < result.losses[0]

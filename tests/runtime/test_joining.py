@@ -7,7 +7,7 @@ import threading
 import pytest
 from msgspec.structs import replace
 
-from runtime.processes.fork_server import Nursery
+from runtime.processes.fork_server import ForkServer
 from runtime.processes.process_manager import Return
 from schedules.schedule import Worker
 from tests.runtime.failing import JOB, LONG, WIDE, at, dead, returned, train
@@ -28,9 +28,9 @@ EVER = range(3, LONG.training.iterations)
     ({"clip_norm": OFTEN, "optimizer": "sgd", "momentum": 0.9, "learning_rate": 0.1}, "fused", "synchronous"),
     ({"optimizer": "sgd", "learning_rate": 0.1}, "split", "staggered"),
 ])
-def test_the_numbers_are_the_same_in_every_mode(training, backward, optimizer, nursery, tmp_path):
+def test_the_numbers_are_the_same_in_every_mode(training, backward, optimizer, fork_server, tmp_path):
     config = tiny(iterations=LONG.training.iterations, **SAME, **training)
-    result = train([at("0.0", 2)], nursery, tmp_path, job=WIDE, config=config,
+    result = train([at("0.0", 2)], fork_server, tmp_path, job=WIDE, config=config,
                    modes=(backward, optimizer), returns=(Return(BACK, 3),))
     assert dead(result) == returned(result) == ["0.0"]
     assert result.recoveries[-1].meanwhile
@@ -41,39 +41,39 @@ def test_steps_that_are_not_made_are_not_made_by_who_follows_either(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     plain = tiny(iterations=LONG.training.iterations, skip_nonfinite=True, clip_norm=OFTEN)
     config = replace(plain, model=replace(plain.model, name="spiky_model:SpikyGPT"))
-    with Nursery() as nursery:
-        result = train([at("0.0", 2)], nursery, tmp_path, job=WIDE, config=config, returns=(Return(BACK, 3),),
+    with ForkServer() as fork_server:
+        result = train([at("0.0", 2)], fork_server, tmp_path, job=WIDE, config=config, returns=(Return(BACK, 3),),
                        fetch_bytes_per_second=4 * SLOWLY)
     assert returned(result) == ["0.0"]
 
 
-def test_all_train_while_layers_are_fetched_slowly(nursery, tmp_path):
-    result = train([at("0.0", 2)], nursery, tmp_path, job=WIDE, config=LONG, returns=(Return(BACK, 3),),
+def test_all_train_while_layers_are_fetched_slowly(fork_server, tmp_path):
+    result = train([at("0.0", 2)], fork_server, tmp_path, job=WIDE, config=LONG, returns=(Return(BACK, 3),),
                    fetch_bytes_per_second=SLOWLY)
     (_, recovery) = result.recoveries
     assert recovery.returned == (BACK,) and recovery.meanwhile >= 5
 
 
 @pytest.mark.parametrize("action", ["kill", "cut", "stop"])
-def test_a_source_fails(action, nursery, tmp_path):
+def test_a_source_fails(action, fork_server, tmp_path):
     """While it gives layers, most likely; then the other one of the stage gives them all."""
-    result = train([at("0.0", 2), at("1.0", 20, "O", action)], nursery, tmp_path, job=WIDE, config=LONG,
+    result = train([at("0.0", 2), at("1.0", 20, "O", action)], fork_server, tmp_path, job=WIDE, config=LONG,
                    returns=(Return(BACK, 3),), fetch_bytes_per_second=SLOWLY)
     assert dead(result) == (["0.0"] if action == "cut" else ["0.0", "1.0"])
     assert returned(result) == ["0.0"]
 
 
-def test_a_source_dies_when_it_is_asked(nursery, tmp_path):
-    result = train([at("0.0", 2), *(at("1.0", iteration, "asked") for iteration in EVER)], nursery, tmp_path, job=WIDE,
-                   config=LONG, returns=(Return(BACK, 3),))
+def test_a_source_dies_when_it_is_asked(fork_server, tmp_path):
+    result = train([at("0.0", 2), *(at("1.0", iteration, "asked") for iteration in EVER)], fork_server, tmp_path,
+                   job=WIDE, config=LONG, returns=(Return(BACK, 3),))
     assert dead(result) == ["0.0", "1.0"] and returned(result) == ["0.0"]
 
 
 @pytest.mark.parametrize(("place", "action"), [
     ("loaded", "kill"), ("loaded", "stop"), ("loaded", "raise"), ("followed", "kill")])
-def test_who_comes_in_fails_before_it_is_in(place, action, nursery, tmp_path):
+def test_who_comes_in_fails_before_it_is_in(place, action, fork_server, tmp_path):
     """It is no member yet: nobody else stops. One that only fails to fetch tries again, and then all wait for it."""
-    result = train([at("0.0", 2), *(at("0.0", iteration, place, action) for iteration in range(1, 120))], nursery,
+    result = train([at("0.0", 2), *(at("0.0", iteration, place, action) for iteration in range(1, 120))], fork_server,
                    tmp_path, job=WIDE, config=LONG, returns=(Return(BACK, 3),))
     if action == "raise":
         assert dead(result) == ["0.0"]
@@ -84,37 +84,38 @@ def test_who_comes_in_fails_before_it_is_in(place, action, nursery, tmp_path):
 
 
 @pytest.mark.parametrize("worker", ["0.1", "2.0"])
-def test_another_dies_while_layers_are_fetched(worker, nursery, tmp_path):
+def test_another_dies_while_layers_are_fetched(worker, fork_server, tmp_path):
     """By the clock: the fetch takes about a second."""
     def kill():
-        os.kill(nursery.pids[Worker.parse(worker)], signal.SIGKILL)
+        os.kill(fork_server.pids[worker], signal.SIGKILL)
 
     def progress(iteration, _):
-        if iteration > 3 and BACK in nursery.pids and not timers:  # born again
+        if iteration > 3 and str(BACK) in fork_server.pids and not timers:  # born again
             timers.append(threading.Timer(0.6, kill))
             timers[0].start()
 
     timers: list[threading.Timer] = []
-    result = train([at("0.0", 2)], nursery, tmp_path, job=WIDE, config=LONG, returns=(Return(BACK, 3),),
+    result = train([at("0.0", 2)], fork_server, tmp_path, job=WIDE, config=LONG, returns=(Return(BACK, 3),),
                    fetch_bytes_per_second=SLOWLY, progress=progress)
     assert dead(result) == ["0.0", worker] and returned(result) == ["0.0"]
 
 
-def test_two_come_in_with_layers_of_different_stages(nursery, tmp_path):
+def test_two_come_in_with_layers_of_different_stages(fork_server, tmp_path):
     back = (Return(BACK, 4), Return(Worker(1, 1), 4))
-    result = train([at("0.0", 2), at("1.1", 2)], nursery, tmp_path, job=WIDE, config=LONG, returns=back,
+    result = train([at("0.0", 2), at("1.1", 2)], fork_server, tmp_path, job=WIDE, config=LONG, returns=back,
                    fetch_bytes_per_second=2 * SLOWLY)
     assert sorted(returned(result)) == ["0.0", "1.1"] and result.recoveries[-1].live == 6
 
 
 @pytest.mark.parametrize("last", [14, 18, 22])
-def test_near_the_end_one_comes_in_or_does_not(last, nursery, tmp_path):
-    result = train([at("0.0", 2)], nursery, tmp_path, job=JOB, config=tiny(iterations=last), returns=(Return(BACK, 3),))
+def test_near_the_end_one_comes_in_or_does_not(last, fork_server, tmp_path):
+    result = train([at("0.0", 2)], fork_server, tmp_path, job=JOB, config=tiny(iterations=last),
+                   returns=(Return(BACK, 3),))
     assert dead(result) == ["0.0"]
 
 
-def test_before_the_first_step_there_is_nothing_to_fetch(nursery, tmp_path):
+def test_before_the_first_step_there_is_nothing_to_fetch(fork_server, tmp_path):
     """Two die in iteration 0; whoever is ready when it is run again, is in."""
-    result = train([at("0.0", 0, 1), at("1.1", 0, "O")], nursery, tmp_path, job=WIDE, config=LONG,
+    result = train([at("0.0", 0, 1), at("1.1", 0, "O")], fork_server, tmp_path, job=WIDE, config=LONG,
                    returns=(Return(BACK, 0), Return(Worker(1, 1), 0)))
     assert sorted(dead(result)) == sorted(returned(result)) == ["0.0", "1.1"]

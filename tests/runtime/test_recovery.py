@@ -13,7 +13,7 @@ from planner.normalise import PlanOptions, normal_form
 from runtime.coordinator.planning import NoScheduleError, RunError
 from runtime.launch import Resilience, join, run
 from runtime.model.checkpoint import latest
-from runtime.processes.fork_server import Nursery
+from runtime.processes.fork_server import ForkServer
 from runtime.processes.process_manager import Return
 from runtime.protocol.rendezvous import Rendezvous, host_store
 from schedules.schedule import Worker
@@ -30,8 +30,8 @@ PLANNING_SECONDS = 3.0
     [("2.0", 0, "stepped"), ("0.1", 1, 5), ("0.0", 3, "A"), ("1.1", 5, "stepped")],
     [("1.1", 0, "O"), ("2.0", 2, "reported"), ("1.0", 4, 3), ("2.1", 5, "O")],
 ])
-def test_killed_anywhere_in_an_iteration(kills, nursery, tmp_path):
-    result = train([at(*kill) for kill in kills], nursery, tmp_path, job=WIDE)
+def test_killed_anywhere_in_an_iteration(kills, fork_server, tmp_path):
+    result = train([at(*kill) for kill in kills], fork_server, tmp_path, job=WIDE)
     # One that has reported the last iteration may not be missed. Two may be lost in one recovery: who has no business
     # with the first, runs into its own end before it hears of it.
     assert set(dead(result)) <= {worker for worker, *_ in kills} and len(dead(result)) >= 3
@@ -44,8 +44,8 @@ def test_killed_anywhere_in_an_iteration(kills, nursery, tmp_path):
 @pytest.mark.parametrize(("action", "reason"), [
     ("stop", "worker 1.0 stopped answering"), ("raise", "worker 1.0 failed: InjectedError: injected in iteration 2"),
     ("exit", "worker 1.0 ended with exit status 3"), ("cut", None)])
-def test_other_ways_to_fail(action, reason, nursery, tmp_path):
-    result = train([at("1.0", 2, 3, action)], nursery, tmp_path)
+def test_other_ways_to_fail(action, reason, fork_server, tmp_path):
+    result = train([at("1.0", 2, 3, action)], fork_server, tmp_path)
     (recovery,) = result.recoveries
     if reason is None:  # nobody has died: all go on together
         assert recovery.dead == recovery.reasons == () and recovery.live == 4
@@ -53,45 +53,45 @@ def test_other_ways_to_fail(action, reason, nursery, tmp_path):
         assert recovery.dead == (Worker(1, 0),) and recovery.reasons[0].startswith(reason) and recovery.live == 3
 
 
-def test_several_at_once(nursery, tmp_path):
-    result = train([at("0.0", 2, 1), at("1.1", 2, 1), at("2.1", 2, 4)], nursery, tmp_path, job=WIDE)
+def test_several_at_once(fork_server, tmp_path):
+    result = train([at("0.0", 2, 1), at("1.1", 2, 1), at("2.1", 2, 4)], fork_server, tmp_path, job=WIDE)
     assert sorted(dead(result)) == ["0.0", "1.1", "2.1"]
 
 
 @pytest.mark.parametrize("place", ["ordered", "met", "moved"])
-def test_another_dies_during_the_recovery(place, nursery, tmp_path):
+def test_another_dies_during_the_recovery(place, fork_server, tmp_path):
     """Iteration 2 or 3 is where it goes on: the second death is ready for both."""
-    result = train([at("0.0", 2, 4), at("1.1", 2, place), at("1.1", 3, place)], nursery, tmp_path, job=WIDE)
+    result = train([at("0.0", 2, 4), at("1.1", 2, place), at("1.1", 3, place)], fork_server, tmp_path, job=WIDE)
     assert dead(result) == ["0.0", "1.1"]
 
 
 @pytest.mark.parametrize("clip_norm", [1e-3, 1.8])
-def test_failures_before_a_step_is_validated(clip_norm, nursery, tmp_path):
+def test_failures_before_a_step_is_validated(clip_norm, fork_server, tmp_path):
     """Steps are made on a guess, undone and made again, as one dies in between."""
     config = tiny(iterations=8, clip_norm=clip_norm)
     kills = [at("2.0", 1, "stepped"), at("0.1", 3, 0), at("1.0", 4, "A"), at("1.1", 6, "reported")]
-    result = train(kills, nursery, tmp_path, job=WIDE, config=config)
+    result = train(kills, fork_server, tmp_path, job=WIDE, config=config)
     assert dead(result) == ["2.0", "0.1", "1.0", "1.1"]
 
 
-def test_one_comes_back_and_others_die_meanwhile(nursery, tmp_path):
+def test_one_comes_back_and_others_die_meanwhile(fork_server, tmp_path):
     kills = [at("0.0", 2, 3), at("1.1", 3, "A"), at("2.0", 35, 1)]
     back = [Return(Worker.parse(worker), 4) for worker in ("0.0", "1.1")]
-    result = train(kills, nursery, tmp_path, job=WIDE, config=LONG, returns=tuple(back))
+    result = train(kills, fork_server, tmp_path, job=WIDE, config=LONG, returns=tuple(back))
     assert dead(result) == ["0.0", "1.1", "2.0"] and sorted(returned(result)) == ["0.0", "1.1"]
     first = next(one for one in result.recoveries if one.returned)
     assert first.iteration > 4  # the others have gone on without
 
 
 @pytest.mark.parametrize("place", ["ordered", "met", "moved", 0])
-def test_one_that_comes_back_dies_again(place, nursery, tmp_path):
+def test_one_that_comes_back_dies_again(place, fork_server, tmp_path):
     """At whichever iteration it is taken in."""
     again = [at("0.0", iteration, place) for iteration in range(3, LONG.training.iterations)]
-    result = train([at("0.0", 2, 3), *again], nursery, tmp_path, config=LONG, returns=(Return(Worker(0, 0), 3),))
+    result = train([at("0.0", 2, 3), *again], fork_server, tmp_path, config=LONG, returns=(Return(Worker(0, 0), 3),))
     assert dead(result) == ["0.0", "0.0"]
 
 
-def test_roles_move_after_failures_and_back(nursery, tmp_path):
+def test_roles_move_after_failures_and_back(fork_server, tmp_path):
     """Two of three workers of a stage die, and one of the other stage takes over there, with its layers."""
     options = PlanOptions(method="greedy", time_limit=1)
     used = []
@@ -102,7 +102,7 @@ def test_roles_move_after_failures_and_back(nursery, tmp_path):
         used.append(schedule)
         return schedule
 
-    result = train([at("0.0", 2, 3), at("1.0", 4, "stepped")], nursery, tmp_path, job=WIDE, config=LONG,
+    result = train([at("0.0", 2, 3), at("1.0", 4, "stepped")], fork_server, tmp_path, job=WIDE, config=LONG,
                    scheduler=normal, returns=(Return(Worker(0, 0), 6), Return(Worker(1, 0), 6)))
     assert dead(result) == ["0.0", "1.0"] and sorted(returned(result)) == ["0.0", "1.0"]
     # Who plays another role when they come back has fetched its layers, too, while it trained in the old one.
@@ -110,7 +110,7 @@ def test_roles_move_after_failures_and_back(nursery, tmp_path):
     assert any(seat.role.column != seat.worker.column for seat in chain(*(one.moves for one in used)))
 
 
-def test_all_workers_of_a_stage_die_after_one_of_another_stage_has_taken_over_there(nursery, tmp_path):
+def test_all_workers_of_a_stage_die_after_one_of_another_stage_has_taken_over_there(fork_server, tmp_path):
     """It holds the stage's layers: the others take them from it, by a schedule that is planned on the spot."""
     options = PlanOptions(method="greedy", time_limit=1)
     on_the_spot = scheduler(WIDE, planned(WIDE)(()), None)
@@ -119,7 +119,7 @@ def test_all_workers_of_a_stage_die_after_one_of_another_stage_has_taken_over_th
         found = relabel(normal_form(WIDE, len(down), options).schedule, down) if len(down) <= 2 else None
         return found or on_the_spot(down)
 
-    result = train([at("0.0", 2, 3), at("1.0", 4, "stepped"), at("2.0", 7, 1)], nursery, tmp_path, job=WIDE,
+    result = train([at("0.0", 2, 3), at("1.0", 4, "stepped"), at("2.0", 7, 1)], fork_server, tmp_path, job=WIDE,
                    config=tiny(iterations=10), scheduler=table)
     assert dead(result) == ["0.0", "1.0", "2.0"] and result.recoveries[-1].live == 3
 
@@ -129,9 +129,9 @@ def test_whoever_dies_or_hangs_while_a_schedule_is_planned_is_noticed_at_once(tm
     noticed = {}
 
     def gone(fork_server, name, number):
-        os.kill(fork_server.pids[Worker.parse(name)], number)
+        os.kill(fork_server.pids[name], number)
         began = time.monotonic()
-        while Worker.parse(name) in fork_server.pids and time.monotonic() < began + 2 * PLANNING_SECONDS:
+        while name in fork_server.pids and time.monotonic() < began + 2 * PLANNING_SECONDS:
             time.sleep(0.01)
         noticed[name] = time.monotonic() - began
 
@@ -142,74 +142,74 @@ def test_whoever_dies_or_hangs_while_a_schedule_is_planned_is_noticed_at_once(tm
             time.sleep(PLANNING_SECONDS)
         return planned(WIDE)(down)
 
-    with Nursery() as own:
+    with ForkServer() as own:
         result = train([at("0.0", 2)], own, tmp_path, job=WIDE, scheduler=lambda down: slow(down) if down else
                        planned(WIDE)(()), heartbeat_timeout_seconds=1.0)
     assert noticed["1.1"] < 1.0 and noticed["2.0"] < 3.0
     assert dead(result) == ["0.0", "1.1", "2.0"] and len(result.recoveries) == 1
 
 
-def test_a_whole_node_dies(nursery, tmp_path):
+def test_a_whole_node_dies(fork_server, tmp_path):
     store, rendezvous = host_store()
     del store
     errors = []
 
     def follow(other):
         try:
-            join(rendezvous, node=1, nodes=2, out=tmp_path / "other", nursery=other)
+            join(rendezvous, node=1, nodes=2, out=tmp_path / "other", fork_server=other)
         except RunError as error:
             errors.append(str(error))
 
-    with Nursery() as other:
+    with ForkServer() as other:
         thread = threading.Thread(target=follow, args=(other,), daemon=True)
         thread.start()
-        result = train_on_two_nodes(rendezvous, other, nursery, tmp_path)
+        result = train_on_two_nodes(rendezvous, other, fork_server, tmp_path)
         thread.join(20)
     assert errors == ["the process that starts the workers has died"]
     assert sorted(dead(result)) == ["1.0", "1.1"]
     assert_same_numbers(result, judge(LONG, JOB.microbatches, LONG.training.iterations))
 
 
-def train_on_two_nodes(rendezvous: Rendezvous, other: Nursery, nursery: Nursery, out):
+def train_on_two_nodes(rendezvous: Rendezvous, other: ForkServer, fork_server: ForkServer, out):
     """The second one, with all its processes, is gone soon after iteration 2."""
     def kill(iteration, _):
         if iteration == 2:
             os.kill(other._process.pid, signal.SIGKILL)
 
-    return run(schedule_for(JOB), LONG, out=out, nursery=nursery, nodes=2, rendezvous=rendezvous, progress=kill,
+    return run(schedule_for(JOB), LONG, out=out, fork_server=fork_server, nodes=2, rendezvous=rendezvous, progress=kill,
                resilience=Resilience(scheduler=planned(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS))
 
 
-def test_a_stage_without_workers_ends_the_run_after_the_last_committed_iteration(nursery, tmp_path):
+def test_a_stage_without_workers_ends_the_run_after_the_last_committed_iteration(fork_server, tmp_path):
     with pytest.raises(RunError, match=r"^stage 1 has no live worker left: worker 0\.1 was killed by SIGKILL, worker "
                                        r"1\.1 was killed by SIGKILL; [23] iterations are committed") as lost:
-        train([at("0.1", 1), at("1.1", 3)], nursery, tmp_path)
+        train([at("0.1", 1), at("1.1", 3)], fork_server, tmp_path)
     # Three, or two where stage 0 had not yet reported the last one when 1.1 began the next.
     committed = len((tmp_path / "losses.jsonl").read_text().splitlines())
     assert f"; {committed} iterations are committed" in str(lost.value)
 
 
-def test_no_schedule_ends_the_run_with_its_reason(nursery, tmp_path):
+def test_no_schedule_ends_the_run_with_its_reason(fork_server, tmp_path):
     def refuse(_):
         raise NoScheduleError("the table has none")
 
     with pytest.raises(RunError, match=r"^worker 0\.1 was killed by SIGKILL, and the table has none; \d it"):
-        train([at("0.1", 1)], nursery, tmp_path, scheduler=refuse)
+        train([at("0.1", 1)], fork_server, tmp_path, scheduler=refuse)
 
 
-def test_a_schedule_of_another_job_ends_the_run(nursery, tmp_path):
+def test_a_schedule_of_another_job_ends_the_run(fork_server, tmp_path):
     with pytest.raises(RunError, match=r"^the schedule for the failure of 0\.1 is one of another job; \d iterations"):
-        train([at("0.1", 1)], nursery, tmp_path, scheduler=planned(WIDE))
+        train([at("0.1", 1)], fork_server, tmp_path, scheduler=planned(WIDE))
 
 
-def test_one_comes_back_after_the_checkpoint_of_the_start_is_gone(nursery, tmp_path):
+def test_one_comes_back_after_the_checkpoint_of_the_start_is_gone(fork_server, tmp_path):
     """It is swept away by newer ones; whoever comes back takes all from the others."""
     folder = tmp_path / "checkpoints"
-    train([], nursery, tmp_path, checkpoints=folder, checkpoint_every=3)
+    train([], fork_server, tmp_path, checkpoints=folder, checkpoint_every=3)
     first = latest(folder)
     given = Resilience(scheduler=planned(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS, checkpoints=folder,
                        checkpoint_every=2, resume=first, injections=(at("0.0", 20),),
                        returns=(Return(Worker(0, 0), 21),))
-    result = run(schedule_for(JOB), LONG, out=tmp_path, nursery=nursery, resilience=given)
+    result = run(schedule_for(JOB), LONG, out=tmp_path, fork_server=fork_server, resilience=given)
     assert not first.path.exists()
     assert dead(result) == returned(result) == ["0.0"]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from runtime.config import RunConfig
@@ -20,8 +21,9 @@ from runtime.model.checkpoint import KEEP, CheckpointError, identity_of, latest,
 from runtime.model.data import Microbatch, load_corpus
 from runtime.model.layers import model_for
 from runtime.model.optimizer import StageOptimizer, build_optimizer
+from runtime.model.parameters import layer_path, load_layer, load_parameters, save_layer
 from runtime.model.stage import Stage
-from runtime.model.tensorfile import DTYPES, TensorFileError, read_tensors, write_tensors
+from runtime.model.tensor_codec import TensorError, decode, encode, read_tensors, write_tensors
 from runtime.tools.reference import reference_run
 from tests.runtime.running import tiny
 
@@ -239,21 +241,83 @@ def iterate(config: RunConfig, stages: list[tuple[Stage, StageOptimizer]], itera
         stage.zero_gradients()
 
 
-def test_every_dtype_and_shape(tmp_path) -> None:
-    tensors = {name: torch.ones(2, 3).to(dtype) for name, dtype in DTYPES.items()}
-    tensors |= {"scalar": torch.tensor(3.0), "empty": torch.empty(0, 4), "transposed": torch.randn(3, 2).t()}
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
+          torch.int8, torch.uint8, torch.bool)
+
+
+def unusual() -> dict[str, Tensor]:
+    """Each dtype; shapes and layouts that are easily got wrong."""
+    flat, table = torch.randn(6), torch.randn(4, 5)
+    return {**{str(dtype): torch.ones(2, 3).to(dtype) for dtype in DTYPES}, "scalar": torch.tensor(3.0),
+            "bf16 scalar": torch.tensor(3.0, dtype=torch.bfloat16), "empty": torch.empty(0, 4),
+            "also empty": torch.empty(0),
+            "transposed": torch.randn(3, 2).t(), "strided": table[:, 1:3], "expanded": torch.ones(1).expand(5),
+            "first half": flat[:3], "second half": flat[3:], "all of it": flat, "tied": table, "tied too": table,
+            "trained": torch.nn.Parameter(torch.ones(2))}
+
+
+def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]) and tensor.dtype == right[name].dtype, name
+        assert tensor.shape == right[name].shape and not tensor.requires_grad, name
+
+
+def test_every_dtype_shape_and_layout(tmp_path) -> None:
+    tensors = unusual()
     write_tensors(tmp_path / "file", tensors)
-    back = read_tensors(tmp_path / "file")
-    assert all(torch.equal(back[name], tensor) and back[name].dtype == tensor.dtype for name, tensor in tensors.items())
+    assert_equal(read_tensors(tmp_path / "file"), tensors)
+    assert_equal(decode(encode(tensors)), tensors)
+    assert decode(encode({})) == {}
+
+
+def test_what_is_read_may_be_changed(tmp_path) -> None:
+    write_tensors(tmp_path / "file", {"a": torch.ones(3)})
+    for one in (read_tensors(tmp_path / "file"), decode(encode({"a": torch.ones(3)}))):
+        one["a"].zero_()
+    assert read_tensors(tmp_path / "file")["a"].sum() == 3
+
+
+def test_files_are_as_readable_as_any(tmp_path) -> None:
+    (tmp_path / "plain").touch()
+    write_tensors(tmp_path / "file", {"a": torch.ones(3)})
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    assert {path.name for path in tmp_path.iterdir()} == {"plain", "file"}
+
+
+def test_files_of_earlier_versions_are_read(tmp_path) -> None:
+    """As they were written before the safetensors package did it: entries in any order, spaces after the header."""
+    header = b'{"model.b":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[],' \
+             b'"data_offsets":[4,8]},"none":{"dtype":"I64","shape":[0,3],"data_offsets":[8,8]}}'
+    header += b" " * (-len(header) % 8)
+    data = b"\x80\x3f\x00\x40" + b"\0\0\x40\x40"
+    (tmp_path / "file").write_bytes(len(header).to_bytes(8, "little") + header + data)
+    assert_equal(read_tensors(tmp_path / "file"), {
+        "model.b": torch.tensor([1.0, 2.0], dtype=torch.bfloat16), "a": torch.tensor(3.0),
+        "none": torch.empty(0, 3, dtype=torch.int64)})
 
 
 def test_others_read_and_write_the_same_format(tmp_path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
     tensors = states()[1]
     write_tensors(tmp_path / "ours", tensors)
-    assert_same({0: safetensors.load_file(tmp_path / "ours")}, {0: tensors})
-    safetensors.save_file(tensors, tmp_path / "theirs", {"made": "elsewhere"})
+    assert_same({0: load_file(tmp_path / "ours")}, {0: tensors})
+    save_file(tensors, tmp_path / "theirs", {"made": "elsewhere"})
     assert_same({0: read_tensors(tmp_path / "theirs")}, {0: tensors})
+
+
+def test_final_parameters_are_one_safetensors_file_a_layer(tmp_path) -> None:
+    layers = {layer: {"weight": torch.randn(2, 2, dtype=torch.bfloat16), "bias": torch.randn(2)}
+              for layer in (0, 3, 10)}
+    for layer, state in layers.items():
+        save_layer(tmp_path, layer, state)
+    assert {path.name for path in (tmp_path / "parameters").iterdir()} == {
+        "layer-0000.safetensors", "layer-0003.safetensors", "layer-0010.safetensors"}
+    assert_equal(load_layer(tmp_path, 3), layers[3])
+    assert_equal(load_parameters(tmp_path), {f"{layer}.{name}": tensor for layer, state in layers.items()
+                                             for name, tensor in state.items()})
+    layer_path(tmp_path, 3).write_bytes(b"nonsense")
+    with pytest.raises(TensorError, match=r"layer-0003\.safetensors: no safetensors file"):
+        load_parameters(tmp_path)
 
 
 @pytest.mark.parametrize("data", [
@@ -267,9 +331,10 @@ def test_others_read_and_write_the_same_format(tmp_path) -> None:
 ])
 def test_no_tensors(data, tmp_path) -> None:
     (tmp_path / "file").write_bytes(data)
-    with pytest.raises(TensorFileError) as caught:
-        read_tensors(tmp_path / "file")
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    for read in (lambda: read_tensors(tmp_path / "file"), lambda: decode(data)):
+        with pytest.raises(TensorError) as caught:
+            read()
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
 def test_parameters_alone() -> None:

@@ -15,7 +15,7 @@ from runtime.launch import run
 from runtime.model.clipping import clip_factor
 from runtime.model.optimizer import StageOptimizer
 from runtime.model.steps import CALM, Steps
-from runtime.processes.fork_server import Nursery
+from runtime.processes.fork_server import ForkServer
 from runtime.tools.reference import reference_run
 from tests.jobs import grid
 from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
@@ -127,10 +127,10 @@ def test_no_guess_for_a_while_after_a_wrong_one() -> None:
 @pytest.mark.parametrize("mode", ["staggered", "synchronous"])
 @pytest.mark.parametrize("failed", [[], ["1.1"]])
 @pytest.mark.parametrize("clip_norm", [1e-3, OFTEN, RARELY, 1e3])
-def test_clipping_equals_the_reference(mode, failed, clip_norm, nursery: Nursery, tmp_path) -> None:
+def test_clipping_equals_the_reference(mode, failed, clip_norm, fork_server: ForkServer, tmp_path) -> None:
     job = grid(3, 3, 2, more="optimizer = 1")
     config = tiny(clip_norm=clip_norm, **SAME)
-    result = run(schedule_for(job, failed, optimizer=mode), config, out=tmp_path, nursery=nursery)
+    result = run(schedule_for(job, failed, optimizer=mode), config, out=tmp_path, fork_server=fork_server)
     assert_same_numbers(result, judge(config, job.microbatches))
 
 
@@ -185,8 +185,8 @@ def test_what_is_not_finite_is_skipped(clip_norm, tmp_path, monkeypatch) -> None
     plain = tiny(skip_nonfinite=True, clip_norm=clip_norm)
     config = replace(plain, model=replace(plain.model, name="spiky_model:SpikyGPT"))
     job = grid(2, 3, 3, more="optimizer = 1")
-    with Nursery() as nursery:
-        result = run(schedule_for(job, ["0.1"]), config, out=tmp_path / "out", nursery=nursery)
+    with ForkServer() as fork_server:
+        result = run(schedule_for(job, ["0.1"]), config, out=tmp_path / "out", fork_server=fork_server)
     reference = judge(config, job.microbatches)
     assert_same_numbers(result, reference)
     assert all(parameter.isfinite().all() for parameter in reference.parameters.values())

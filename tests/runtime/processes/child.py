@@ -1,5 +1,6 @@
 """A child of `test_children`: it lives for some time, and ends well with an answer or badly with a complaint."""
 
+import os
 import sys
 import time
 
@@ -12,9 +13,10 @@ class Life(msgspec.Struct):
     status: int = 0
 
 
-if __name__ == "__main__":
-    life = msgspec.json.decode(sys.argv[1], type=Life)
+def live(data: bytes) -> bytes:
+    life = msgspec.json.decode(data, type=Life)
     time.sleep(life.seconds)
-    print(life.complaint, file=sys.stderr)
-    print("done", end="")
-    sys.exit(life.status)
+    print(life.complaint, file=sys.stderr, flush=True)
+    if life.status:
+        os._exit(life.status)
+    return b"done"

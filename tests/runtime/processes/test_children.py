@@ -1,11 +1,15 @@
+import os
+import signal
+
 import pytest
 
 from runtime.processes.children import ChildError, Children
 from tests.runtime.processes.child import Life
+from tests.runtime.running import wait_until_gone
 
 
 def start(*lives: Life) -> Children:
-    return Children("tests.runtime.processes.child", lives)
+    return Children("tests.runtime.processes.child:live", lives)
 
 
 def test_answers_come_in_the_order_of_tasks():
@@ -14,10 +18,12 @@ def test_answers_come_in_the_order_of_tasks():
 
 
 def test_the_one_that_failed_is_named_not_those_that_are_ended_for_it():
-    children = start(Life(300), Life(0.0, "first\nno room", 1), Life(300))
-    with children, pytest.raises(ChildError, match=r"^no room$"):
-        children.answers(60)
-    assert all(process.returncode for process, _ in children.processes)
+    with start(Life(300), Life(0.0, "first\nno room", 1), Life(300)) as children:
+        with pytest.raises(ChildError, match=r"^no room$"):
+            children.answers(60)
+        pids = list(children.fork_server.pids.values())
+    assert len(pids) == 2
+    wait_until_gone(pids)
 
 
 def test_one_that_says_nothing_is_named_by_its_status():
@@ -26,6 +32,27 @@ def test_one_that_says_nothing_is_named_by_its_status():
 
 
 def test_waiting_has_an_end():
-    with start(Life(300)) as children, pytest.raises(TimeoutError):
-        children.answers(0.5)
-    assert children.processes[0][0].returncode is not None
+    with start(Life(300)) as children:
+        while not children.fork_server.pids:
+            children.fork_server.poll(60)
+        pids = list(children.fork_server.pids.values())
+        with pytest.raises(TimeoutError):
+            children.answers(0.5)
+    wait_until_gone(pids)
+
+
+def test_a_task_that_raises_is_told_by_the_last_line():
+    with Children("tests.runtime.processes.child:nothing", [Life(0)]) as children, \
+            pytest.raises(ChildError, match=r"^AttributeError: module .* has no attribute 'nothing'$"):
+        children.answers(60)
+
+
+def test_without_the_fork_server_there_is_no_answer():
+    with start(Life(300)) as children:
+        while not children.fork_server.pids:
+            children.fork_server.poll(60)
+        pids = list(children.fork_server.pids.values())
+        os.kill(children.fork_server._process.pid, signal.SIGKILL)
+        with pytest.raises(ChildError, match=r"^the process that starts the workers has died$"):
+            children.answers(60)
+        wait_until_gone(pids)

@@ -4,7 +4,6 @@ from datetime import timedelta
 
 import pytest
 import torch
-from runtime.worker.meeting import OverError
 from torch.distributed import DistStoreError, HashStore
 
 from runtime.replay.communication import CommunicationError, Communicator, Membership
@@ -35,7 +34,7 @@ def test_groups_meet_over_the_store_they_are_given_and_waiting_can_be_called_off
 
     def require():
         if over.is_set():
-            raise OverError("the order is over")
+            raise CommunicationError("the order is over")
 
     def meet(worker, number=1):
         membership = Membership(number, {one: rank for rank, one in enumerate(workers)}, worker)

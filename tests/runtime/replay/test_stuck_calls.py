@@ -10,7 +10,7 @@ from torch import nn
 
 from runtime.launch import Resilience, run
 from runtime.model.gpt import GPT
-from runtime.processes.fork_server import Nursery
+from runtime.processes.fork_server import ForkServer
 from runtime.protocol.failure_injection import Injection
 from runtime.replay.stuck_calls import AbandonedError, OpenCalls
 from schedules.schedule import Worker
@@ -49,8 +49,8 @@ def test_a_worker_stuck_for_good_in_its_process_group_goes_on(monkeypatch, tmp_p
     config = tiny(iterations=6)
     stuck = replace(config, model=replace(config.model, name="tests.runtime.replay.test_stuck_calls:Stuck"))
     injections = (Injection(Worker(1, 1), 1, "A"),)
-    with Nursery() as nursery:
-        result = run(planned(WIDE)(()), stuck, out=tmp_path, nursery=nursery, resilience=Resilience(
+    with ForkServer() as fork_server:
+        result = run(planned(WIDE)(()), stuck, out=tmp_path, fork_server=fork_server, resilience=Resilience(
             scheduler=planned(WIDE), heartbeat_timeout_seconds=2.0, injections=injections))
     assert (tmp_path / "stuck").exists()
     (recovery,) = result.recoveries

@@ -1,0 +1,150 @@
+"""What workers say to each other when layers move: a length, a header in JSON, tensors as safetensors.
+
+A worker that needs layers sends a `LayerRequest` to one that holds them, which answers with a `LayerState` each. One
+that follows while training goes on then gets `LayerGradients` of every step that its sender makes, so that it can make
+the same steps (`runtime.worker.layer_sender`, `runtime.worker.layer_receiver`).
+"""
+
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Protocol
+
+import msgspec
+from msgspec import Meta
+from torch import Tensor
+
+from runtime.model.tensor_codec import TensorError, decode, encode
+
+MAX_HEADER_BYTES = 2**16
+MAX_BLOB_BYTES = 2**36
+"""No tensor is larger."""
+BLOB_BYTES = 2**24
+"""Small tensors are sent together up to so many: encoding copies, and more at once would hold up other threads."""
+_HEADER_LENGTH = struct.Struct("<I")
+_BLOB_LENGTH = struct.Struct("<Q")
+
+_Number = Annotated[int, Meta(ge=-1, le=2**62)]
+_Layer = Annotated[int, Meta(ge=0, le=2**20)]
+
+
+class MessageError(ValueError):
+    """What a peer sent makes no sense. The message is one line."""
+
+
+class LayerRequest(msgspec.Struct, frozen=True, tag=True):
+    """The first message of a connection, and the only one of a receiver."""
+
+    layers: Annotated[tuple[_Layer, ...], Meta(max_length=4096)]
+    generation: _Number | None = None
+    """The state as this generation begins, where all wait for it; None: from the next step on, and all steps after."""
+
+
+class LayerState(msgspec.Struct, frozen=True, tag=True):
+    """A layer with its optimizer's state, as it is before an iteration's step."""
+
+    layer: _Layer
+    iteration: _Number
+
+
+class LayerGradients(msgspec.Struct, frozen=True, tag=True):
+    """The gradients by which a layer was stepped in an iteration: summed over the workers, and scaled."""
+
+    layer: _Layer
+    iteration: _Number
+
+
+class GenerationBegins(msgspec.Struct, frozen=True, tag=True):
+    """The sender has gone back to, or is at, the last committed iteration, as a generation begins."""
+
+    generation: _Number
+    iteration: _Number
+
+
+class UpToDate(msgspec.Struct, frozen=True, tag=True):
+    """There is nothing more to tell at this time."""
+
+
+Message = LayerRequest | LayerState | LayerGradients | GenerationBegins | UpToDate
+
+
+class _Header(msgspec.Struct, frozen=True, array_like=True):
+    """What comes before the tensors of a message."""
+
+    message: Message
+    blobs: Annotated[int, Meta(ge=0, le=2**20)] = 0
+    """How many pieces of safetensors follow, each with its length before it."""
+
+
+_ENCODER = msgspec.json.Encoder()
+_DECODER = msgspec.json.Decoder(_Header)
+# msgspec crashes where two threads are the first to decode a type at the same time: decode each kind once, here.
+for _message in (LayerRequest(()), LayerState(0, 0), LayerGradients(0, 0), GenerationBegins(0, 0), UpToDate()):
+    _DECODER.decode(_ENCODER.encode(_Header(_message)))
+
+
+class Stream(Protocol):
+    """A buffered file that reads from a socket (`socket.makefile`)."""
+
+    def read(self, size: int, /) -> bytes:
+        """So many bytes; fewer at the end of the connection."""
+
+
+def pack(message: Message, tensors: Mapping[str, Tensor] | None = None) -> Iterator[bytes]:
+    """The bytes of a message, piece by piece; tensors of any device.
+
+    Each piece is encoded when it is asked for, so that no more than one lies in memory twice.
+    """
+    batches = _batches(tensors or {})
+    header = _ENCODER.encode(_Header(message, len(batches)))
+    yield _HEADER_LENGTH.pack(len(header)) + header
+    for batch in batches:
+        blob = encode(batch)
+        yield _BLOB_LENGTH.pack(len(blob))
+        yield blob
+
+
+def read_message(stream: Stream) -> tuple[Message, dict[str, Tensor]]:
+    """The next message; tensors come to host memory. Raises MessageError, and OSError when the peer is gone."""
+    (length,) = _HEADER_LENGTH.unpack(_read(stream, _HEADER_LENGTH.size))
+    header = _decode_header(_read(stream, _bounded(length, MAX_HEADER_BYTES, "a header")))
+    tensors: dict[str, Tensor] = {}
+    for _ in range(header.blobs):
+        (length,) = _BLOB_LENGTH.unpack(_read(stream, _BLOB_LENGTH.size))
+        try:
+            tensors |= decode(_read(stream, _bounded(length, MAX_BLOB_BYTES, "tensors")))
+        except TensorError as error:
+            raise MessageError(f"a peer sent {error}") from None
+    return header.message, tensors
+
+
+def _decode_header(data: bytes) -> _Header:
+    """Raises MessageError."""
+    try:
+        return _DECODER.decode(data)
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"a peer sent an unreadable header: {error}") from None
+
+
+def _bounded(length: int, most: int, what: str) -> int:
+    if not 0 < length <= most:
+        raise MessageError(f"a peer sent {what} of {length} bytes")
+    return length
+
+
+def _read(stream: Stream, size: int) -> bytes:
+    data = stream.read(size)
+    if len(data) < size:
+        raise ConnectionError("the connection was closed")
+    return data
+
+
+def _batches(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    batches: list[dict[str, Tensor]] = []
+    filled = BLOB_BYTES
+    for name, tensor in tensors.items():
+        if filled + tensor.nbytes > BLOB_BYTES:
+            batches.append({})
+            filled = 0
+        batches[-1][name] = tensor
+        filled += tensor.nbytes
+    return batches
