@@ -1,4 +1,4 @@
-"""Gathers the commands; `slipstream` starts here.
+"""The command-line application: its commands and how they are loaded.
 
 A command's module is imported when the command is run, so that planning does not wait for torch.
 """
@@ -24,24 +24,24 @@ COMMANDS = {
     "lookup": "Look up the schedule for the workers that are down, and say who plays which role.",
     "check": "Check schedules against every rule, independently of how they were made.",
     "show": "Show a schedule: a row for each worker, time from left to right.",
-    "export": "Hand a schedule to another runtime.",
+    "export": "Write a schedule in the format of another runtime.",
     "profile": "Measure the stages of a job's model on this machine: times, memory, transfers and all-reduces.",
     "train": "Train a job's model, one process a live worker, replaying a schedule.",
-    "simulate": "Run a job through a failure trace under several policies: throughput over time, averages and cost.",
-    "reproduce": "Make a published figure again: a table, JSON and a picture, with the published points drawn in.",
+    "simulate": "Simulate policies over a failure trace: throughput over time, averages and lost time by cause.",
+    "reproduce": "Reproduce a published figure: a table, JSON and a picture, with the published points drawn in.",
     "jitter": "Replay a schedule thousands of times with noise in its op times, or with a straggler.",
-    "doctor": "Say what is installed and which backends work, and test planning, checking and talking.",
+    "doctor": "Report what is installed and which backends work, and test planning, checking and communication.",
     "demo": "Plan the published worked example, then train a small GPT with and without one of its workers.",
 }
 """Name and one line of help; `cli/NAME.py` holds a function of that name."""
 
 
 class _Interrupted(Exception):  # noqa: N818
-    """Ctrl-C, past typer, which would end the program without a word."""
+    """Carries Ctrl-C past typer, which would end the program without a message."""
 
 
 @contextmanager
-def _noticing_ctrl_c() -> Iterator[None]:
+def _keeping_interrupts() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
@@ -49,17 +49,17 @@ def _noticing_ctrl_c() -> Iterator[None]:
 
 
 class _Commands(TyperGroup):
-    """Knows the commands by name, and loads the one that is asked for.
+    """The group of commands. A command is loaded when it is run.
 
     Contexts and commands are `Any`, because typer brings its own copy of click or not, depending on its version.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
-        """In the order in which they are met."""
+        """The names, in the order of `COMMANDS`."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        """What the list of commands needs: the name and its line of help."""
+        """A command with its name and line of help only, for the list of commands."""
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -71,17 +71,17 @@ class _Commands(TyperGroup):
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         """Read the options before the command."""
-        with _noticing_ctrl_c():
+        with _keeping_interrupts():
             return super().make_context(*args, **extra)
 
     def invoke(self, ctx: Any) -> Any:
         """Load the command and run it."""
-        with _noticing_ctrl_c():
+        with _keeping_interrupts():
             return super().invoke(ctx)
 
     def main(self, args: Any = None, prog_name: str | None = None, complete_var: str | None = None,
              standalone_mode: bool = True, windows_expand_args: bool = True, **extra: Any) -> Any:
-        """Run the program; a wrong command line is refused in one line, as everything else is."""
+        """Run the program. A wrong command line is refused in one line."""
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         try:
@@ -100,7 +100,7 @@ class _Commands(TyperGroup):
 
 
 def _as_clause(message: str) -> str:
-    """An error message of click's in the form of ours: one line, a small letter first, no full stop."""
+    """An error message of click in the form of ours: one line, lower case first, no full stop."""
     text = " ".join(message.split()).rstrip(".")
     head, known, options = text.partition(" (Possible options: ")
     if known:

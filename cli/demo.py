@@ -1,4 +1,4 @@
-"""`slipstream demo`: the whole story on this machine, in a few minutes."""
+"""`slipstream demo`: plans the published example and trains a small model, in a few minutes."""
 
 import math
 import time
@@ -26,7 +26,7 @@ JOBS = Path(__file__).parent / "jobs"
 DEAD = Worker(1, 2)
 """The worker that the published example loses."""
 ABSENT = Worker(1, 1)
-"""The worker that the training run does without."""
+"""The worker that is absent from the second training run."""
 SHORT_ITERATIONS = 5
 
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the training runs leave their files.")]
@@ -55,7 +55,7 @@ def demo(out_dir: Out = Path("out/demo"), short: Short = False, json: Json = Fal
 
 
 def _plan_worked_example() -> list[_Idea]:
-    """Print what each idea buys, and draw the plans with and without a dead worker."""
+    """Print the period with each idea added, and draw the plans with and without a dead worker."""
     job = read_job(JOBS / "worked-example.toml")
     out.rule("Planning: 3 pipelines x 4 stages x 6 micro-batches")
     with err.status("planning"):
@@ -90,7 +90,7 @@ def _ideas(job: Job) -> Sequence[_Idea]:
 
 
 def _planned(job: Job, failed: Sequence[Worker] = (), **options: Any) -> Plan:
-    """A plan; Ctrl-C, which ends a search early, ends the demo."""
+    """A plan. Ctrl-C, which ends a search early, ends the demo."""
     plan = plan_job(job, failed, **options)
     if plan.interrupted:
         raise KeyboardInterrupt
@@ -98,7 +98,7 @@ def _planned(job: Job, failed: Sequence[Worker] = (), **options: Any) -> Plan:
 
 
 def _train(folder: Path, short: bool) -> dict[str, object]:
-    """Train whole, with a worker absent, and in one process; print how far the losses agree."""
+    """Train with all workers, with one absent, and in one process; print to how many digits the losses agree."""
     job = read_job(JOBS / "small-gpt.toml")
     config = parse_run_config(job.model, job.training, iterations=SHORT_ITERATIONS if short else None)
     out.print()

@@ -1,4 +1,4 @@
-"""`slipstream doctor`: what is installed, which backends work, and a self-test of a few seconds."""
+"""`slipstream doctor`: reports what is installed and which backends work, and runs a self-test of a few seconds."""
 
 import os
 import platform
@@ -33,7 +33,7 @@ Quick = Annotated[bool, typer.Option("--quick", help="Leave the self-test out.")
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One line of the report. `absent` is something that Slipstream can do without."""
+    """One line of the report. `absent`: it does not work here, but Slipstream does not need it."""
 
     part: Literal["installed", "backends", "self-test"]
     name: str
@@ -43,7 +43,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def doctor(quick: Quick = False, json: Json = False) -> None:
-    """Say what is installed and which backends work, and test planning, checking and talking.
+    """Report what is installed and which backends work, and test planning, checking and communication.
 
     The test takes a few seconds, most of it to load torch in two processes.
     Exits 1 when something that Slipstream needs does not work.
@@ -95,7 +95,7 @@ def _installed() -> Iterator[Finding]:
 
 
 def _backends() -> Iterator[Finding]:
-    """What tensors can be computed on and carried over here."""
+    """Devices that can compute here, and backends that can transfer tensors."""
     try:
         with importing():
             import torch
@@ -133,7 +133,7 @@ def _compiled() -> Finding:
 
 
 def _self_test() -> Iterator[Finding]:
-    """Plan, check and look up in this process, while two others start, meet and talk."""
+    """Plan, check and look up in this process, while two others start and exchange a tensor."""
     try:
         with importing():
             from runtime.tools.self_test import SelfTest, SelfTestError
@@ -162,7 +162,7 @@ def _tested(name: str, test: Callable[[], str]) -> Finding:
     began = time.perf_counter()
     try:
         detail = test()
-    except Exception as error:  # whatever it is, it is what the doctor was asked about
+    except Exception as error:  # whatever it is, it belongs in the report
         return Finding("self-test", name, "failed", _line(error), time.perf_counter() - began)
     seconds = time.perf_counter() - began
     return Finding("self-test", name, "ok", f"{detail}, in {duration(seconds)}", seconds)

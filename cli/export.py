@@ -21,7 +21,7 @@ OutFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Wri
 
 def export(file: ScheduleFile, to: To = "torch-csv", pipeline: Pipeline = 0, communication: Communication = False,
            out_file: OutFile = None, json: Json = False) -> None:
-    """Hand a schedule to another runtime.
+    """Write a schedule in the format of another runtime.
 
     Exits 1 with the reason where that runtime cannot run it, for example because micro-batches are re-routed.
     """

@@ -1,4 +1,4 @@
-"""`slipstream lookup`: the schedule of a table for the workers that are down."""
+"""`slipstream lookup`: looks up the schedule of a table for the workers that are down."""
 
 import time
 from pathlib import Path
@@ -21,14 +21,14 @@ from schedules.tables.file import TableError
 from schedules.tables.table import Table, library, library_names
 
 PLAN_SECONDS = 10.0
-"""At most, for a failure set that is not in the table."""
+"""Time limit of planning for failures that are not in the table."""
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", autocompletion=completing(*library_names()), help=(
     f"The table's folder, or the name of one that comes with Slipstream: {', '.join(library_names())}."))]
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """A schedule and where it is from: an entry of the table, or None when it was planned on the spot."""
+    """A schedule, and the key of its entry in the table; None where it was planned on the spot."""
 
     key: str | None
     schedule: Schedule

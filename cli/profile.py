@@ -1,4 +1,4 @@
-"""`slipstream profile`: measure a model's stages on this machine, and write the job file."""
+"""`slipstream profile`: measures a model's stages on this machine, and writes the job file."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DEFAULT = Path(__file__).parent / "jobs" / "small-gpt.toml"
 KIB = 1024
 BUSY = 0.1
-"""Share of the time spent waiting from which on it is said."""
+"""A warning is printed where measuring waited for more than this share of the time."""
 
 
 def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
@@ -71,7 +71,7 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
 
 
 def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
-    """The job file as plain data: what the job said, with the times and memory that were measured."""
+    """The tables of the job file: those of the job, with the times and memory that were measured."""
     stages = measured.stages
     longest = max(max(stage.forward, stage.backward_input, stage.backward_weight) for stage in stages)
 
@@ -100,7 +100,7 @@ def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
 
 
 def comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
-    """What stands above each table of the job file."""
+    """The comments above each table of the job file."""
     static = ", ".join(f"{stage.static_bytes / 2**20:.1f}" for stage in measured.stages)
     undo = ", ".join(f"{stage.undo_bytes / 2**20:.1f}" for stage in measured.stages)
     where = "a GPU of this machine" if measured.device == "cuda" else "this machine, shared equally by all workers"

@@ -1,4 +1,4 @@
-"""`slipstream reproduce`: the published figures, as table, JSON and picture."""
+"""`slipstream reproduce`: reproduces published figures as table, JSON and picture."""
 
 import json as jsonlib
 from collections.abc import Callable
@@ -23,16 +23,16 @@ NoPicture = Annotated[bool, typer.Option("--no-picture", help="Leave the picture
 
 def reproduce(name: Name, folder: OutFolder = Path("reproduction"), no_picture: NoPicture = False,
               json: Json = False) -> None:
-    """Make a published figure again: a table, JSON and a picture, with the published points drawn in.
+    """Reproduce a published figure: a table, JSON and a picture, with the published points drawn in.
 
     What is not published, such as numbers of micro-batches, is varied and shown as a band.
     """
     if name not in FIGURES:
         refuse(f"{name}: no such figure; expected one of {', '.join(FIGURES)}{near(name, FIGURES)}")
     require_writable(folder / f"{name}.json")
-    draw = None if no_picture else _painter()
+    draw = None if no_picture else _drawing_function()
     try:
-        figure = _made(name)
+        figure = _compute(name)
     except KeyboardInterrupt:
         err.print("interrupted; nothing was written", style="yellow")
         raise typer.Exit(130) from None
@@ -48,7 +48,7 @@ def reproduce(name: Name, folder: OutFolder = Path("reproduction"), no_picture: 
     err.print(f"written to {folder}", highlight=False, soft_wrap=True)
 
 
-def _painter() -> Callable[[Figure], bytes]:
+def _drawing_function() -> Callable[[Figure], bytes]:
     try:
         from cli.drawing.figure_plot import draw
     except ImportError:
@@ -56,7 +56,7 @@ def _painter() -> Callable[[Figure], bytes]:
     return draw
 
 
-def _made(name: str) -> Figure:
+def _compute(name: str) -> Figure:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (checking_interrupts() as check_interrupt,
           Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar):
@@ -85,7 +85,7 @@ def _print(figure: Figure) -> None:
 
 
 def markdown(figure: Figure) -> str:
-    """The table and what was assumed, for a page."""
+    """The figure's table, findings and assumptions in Markdown."""
     lines = [f"# {figure.title}", "", "| " + " | ".join(figure.header) + " |", "|" + "---|" * len(figure.header)]
     lines += ["| " + " | ".join(map(_cell, row)) + " |" for row in figure.rows]
     lines += ["", *(f"- {name}: {value:.4g}" for name, value in figure.findings.items()), "", "Assumed:", "",

@@ -1,4 +1,4 @@
-"""`slipstream simulate`: a job through a failure trace, under several policies."""
+"""`slipstream simulate`: simulates several policies over an availability trace."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,7 +63,7 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
              table: TableFolder = None, preset: Preset = DEFAULT_PRESET, mtbf: Mtbf = None, days: Days = 30.0,
              seed: Seed = 0, seeds: Seeds = 1, gpus: Gpus = 1, parameters: Parameters = 6.7e9, batch: Batch = None,
              switch: Switch = None, json: Json = False) -> None:
-    """Run a job through a failure trace under several policies: throughput over time, averages and cost.
+    """Simulate policies over a failure trace: throughput over time, averages and lost time by cause.
 
     Prints a summary and writes a report that works offline. Ctrl-C keeps the policies that were finished.
     """
@@ -119,7 +119,7 @@ def _policies(names: list[str] | None) -> list[type[Policy]]:
 
 def _trace_maker(job: Job, path: Path | None, preset: str, mtbf: float | None, days: float,
                  gpus: int) -> Callable[[int], AvailabilityTrace]:
-    """A function from a seed to a trace that fits the job; exits 2 where none can be made."""
+    """A function from a seed to a trace fitted to the job. Exits 2 where none can be made."""
     workers = job.pipelines * job.stages
     if path is not None:
         read = functools.lru_cache(maxsize=1)(lambda: _read(path))

@@ -1,8 +1,8 @@
-"""Where the program starts. Imports nothing before it is ready for Ctrl-C."""
+"""The entry point. It imports nothing before Ctrl-C is handled."""
 
 
 def main() -> None:
-    """Run the command line. Ctrl-C ends it with one line and exit 130, at any time, a full disk with one and exit 2."""
+    """Run the command line. At any time, Ctrl-C ends it with one line and exit 130, a full disk with exit 2."""
     try:
         from cli.app import app
 
@@ -14,7 +14,7 @@ def main() -> None:
         import signal
         import sys
 
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one while things are taken down ends it at once
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C during cleanup ends it at once
         sys.stderr.write("slipstream: interrupted\n")
         sys.exit(130)
     except OSError as error:
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _flush() -> None:
-    """Write what is left of the answer: the interpreter would do so at its end, where errors have no one to meet."""
+    """Flush stdout here: errors of the interpreter's own flush at exit could not be handled."""
     import sys
 
     if sys.stdout is not None and not sys.stdout.closed:
@@ -39,7 +39,7 @@ def _flush() -> None:
 
 
 def _drop_output() -> None:
-    """What is still in the buffer of stdout has nowhere to go."""
+    """Discard what is still in the buffer of stdout."""
     import os
     import sys
 

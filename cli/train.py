@@ -1,4 +1,4 @@
-"""`slipstream train`: plan a job, or take a schedule, and train its model by it."""
+"""`slipstream train`: trains a job's model by a schedule that is planned, given, or looked up in a table."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -11,11 +11,12 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cli.shared.console import answer_no, duration, err, out, print_json, refuse
+from cli.shared.failure_schedules import scheduler
 from cli.shared.inputs import parse_workers, read_job_or_refuse, read_schedule_or_refuse
 from cli.shared.launch_options import launched_as
 from cli.shared.options import Backward, Failed, JobFile, MethodName, Optimizer, TimeLimit
 from cli.shared.planning import make_plan, plan_options
-from cli.shared.train_inputs import events, find_checkpoint, look_up, read_table, require_fit, scheduler, way_on
+from cli.shared.train_inputs import events, find_checkpoint, how_to_resume, look_up, read_table, require_fit
 from planner.job.file import Job
 from runtime.config import ConfigError, RunConfig, parse_run_config
 from runtime.launch import Resilience, RunError, RunResult, join, run
@@ -30,8 +31,8 @@ from schedules.check import check
 from schedules.schedule import Schedule
 
 MAX_ITERATIONS = 2**40
-KILL_PLACE = 2
-"""The op of its program before which --kill kills a worker: it is in the middle of things then."""
+KILL_BEFORE_OP = 2
+"""--kill kills a worker before the op of its program with this index: in the middle of the iteration."""
 
 
 def train(job: JobFile,
@@ -104,7 +105,7 @@ def train(job: JobFile,
     resilience = Resilience(
         scheduler=scheduler(wanted, chosen, loaded), heartbeat_timeout_seconds=heartbeat_timeout,
         checkpoints=folder / "checkpoints", checkpoint_every=checkpoint_every, resume=resume_from,
-        injections=tuple(Injection(worker, at, KILL_PLACE) for worker, at in kills),
+        injections=tuple(Injection(worker, at, KILL_BEFORE_OP) for worker, at in kills),
         returns=tuple(Return(worker, at) for worker, at in returns))
     with _refusals(job, folder), _progress(config.training.iterations) as (tell, say):
         result = run(chosen, config, out=folder, nodes=here.nodes, rendezvous=to_open(here), local=here.local,
@@ -131,7 +132,7 @@ def report(result: RunResult) -> dict[str, object]:
 
 
 def summary(result: RunResult) -> str:
-    """A few lines a person reads: how the loss went, how fast, and where everything is."""
+    """A few lines for a reader: the losses, the periods, and where the files are."""
     lines = []
     if result.losses and result.measured_period_seconds is not None:
         lines.append(f"{len(result.losses)} iterations, loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}")
@@ -152,7 +153,7 @@ def _config(job: Job, path: Path, **overrides: object) -> RunConfig:
 
 
 def _fitting(path: Path, job: Job) -> Schedule:
-    """The schedule in a file; exits 2 unless it is of this job's shape, 1 when it breaks a rule."""
+    """The schedule in a file. Exits 2 unless it has this job's shape, 1 when it breaks a rule."""
     schedule = read_schedule_or_refuse(path)
     require_fit(path, schedule.grid, job)
     violations = check(schedule)
@@ -163,7 +164,7 @@ def _fitting(path: Path, job: Job) -> Schedule:
 
 @contextmanager
 def _refusals(job: Path | None = None, folder: Path | None = None) -> Iterator[None]:
-    """Ends the program with one line when a run cannot begin (exit 2), fails (1), or is interrupted (130)."""
+    """End the program with one line when a run cannot begin (exit 2), fails (1), or is interrupted (130)."""
     try:
         yield
     except PlacementError as error:
@@ -173,7 +174,7 @@ def _refusals(job: Path | None = None, folder: Path | None = None) -> Iterator[N
     except OSError as error:
         refuse(f"{error.filename or '--out'}: cannot be used: {error.strerror}")
     except RunError as error:
-        answer_no(f"{error}{way_on(job, folder)}")
+        answer_no(f"{error}{how_to_resume(job, folder)}")
     except KeyboardInterrupt:
         err.print("slipstream: interrupted; all workers are gone, and the losses so far are on disk", style="yellow")
         raise typer.Exit(130) from None
@@ -181,7 +182,7 @@ def _refusals(job: Path | None = None, folder: Path | None = None) -> Iterator[N
 
 @contextmanager
 def _progress(iterations: int) -> Iterator[tuple[Callable[[int, float], None], Callable[[object], None]]]:
-    """A bar on stderr, and above it a line for each iteration, and for all that happens besides."""
+    """A progress bar on stderr, and above it a line for each iteration and for each change of workers."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("starting the workers", total=iterations)

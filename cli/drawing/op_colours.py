@@ -1,4 +1,4 @@
-"""The name and colour of each kind of op, the same in the terminal, in pictures, pages and traces."""
+"""The name and colour of each kind of op, in the terminal, in pictures and in pages."""
 
 from schedules.schedule import OpKind
 

@@ -11,7 +11,7 @@ from planner.fleet.policy import Cause
 from planner.fleet.simulation import Comparison, PolicyRun
 
 BINS = 480
-"""Throughput is averaged over so many equal parts of the trace at most."""
+"""Throughput is averaged over so many equal parts of the trace."""
 COLOURS = {
     "slipstream": "#0b6e4f", "slipstream-static": "#6fb98f", "recycle": "#e69f00", "oobleck": "#0072b2",
     "bamboo": "#cc79a7", "torchft": "#d55e00", "checkpoint-restart": "#7a5195", "hot-spares": "#56b4e9",
@@ -72,7 +72,7 @@ def page(result: Comparison, *, job: str, grid: str, notes: Sequence[str]) -> by
 
 
 def verdict(result: Comparison) -> str:
-    """The answer in a sentence: the first policy against the others that could be run."""
+    """One sentence: the first policy compared with the others, reference lines left out."""
     real = {name: run.throughput for name, run in result.runs.items() if not POLICIES[name].is_reference}
     if not real:
         return "only reference lines were asked for"
@@ -83,12 +83,12 @@ def verdict(result: Comparison) -> str:
 
 
 def worker_hours(result: Comparison, run: PolicyRun) -> float | None:
-    """Hours of live workers for 1,000 samples; None where none was trained."""
+    """Hours of live workers for 1,000 samples; None where no sample was trained."""
     return result.trace.mean_live / run.throughput / 3.6 if run.throughput else None
 
 
 def _table(result: Comparison) -> str:
-    best = max((run.throughput for run in _real(result).values()), default=0.0)
+    best = max((run.throughput for run in _systems(result).values()), default=0.0)
     rows = []
     for name, run in result.runs.items():
         spent = worker_hours(result, run)
@@ -101,7 +101,7 @@ def _table(result: Comparison) -> str:
 
 
 def _lost_table(result: Comparison) -> str:
-    lost = {name: run.lost(result.best_rate) for name, run in _real(result).items()}
+    lost = {name: run.lost(result.best_rate) for name, run in _systems(result).items()}
     shown = [cause for cause in Cause if any(row[cause] > 1 for row in lost.values())]
     rows = [(False, (name, *(f"{max(0.0, row[cause]) / 3600:.2f}" for cause in shown),
                      f"{sum(row.values()) / 3600:.2f}")) for name, row in lost.items()]
@@ -116,17 +116,17 @@ def _grid(head: Sequence[str], rows: Sequence[tuple[bool, Sequence[str]]]) -> st
     return f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _real(result: Comparison) -> dict[str, PolicyRun]:
+def _systems(result: Comparison) -> dict[str, PolicyRun]:
     return {name: run for name, run in result.runs.items() if not POLICIES[name].is_reference}
 
 
-def _hours(result: Comparison) -> tuple[str, float]:
+def _time_axis(result: Comparison) -> tuple[str, float]:
     """Unit of the time axis, and its seconds."""
     return ("days", 86400.0) if result.trace.length_seconds > 5 * 86400 else ("hours", 3600.0)
 
 
 def _throughput(result: Comparison) -> str:
-    unit, seconds = _hours(result)
+    unit, seconds = _time_axis(result)
     edges = np.linspace(0.0, result.trace.length_seconds, BINS + 1)
     first = next(iter(result.runs))
     lines = [Line(name, COLOURS[name], run.binned(edges).tolist(), POLICIES[name].is_reference, name == first)
@@ -135,7 +135,7 @@ def _throughput(result: Comparison) -> str:
 
 
 def _live(result: Comparison) -> str:
-    unit, seconds = _hours(result)
+    unit, seconds = _time_axis(result)
     points = list(result.trace.counts())
     points = [point for point in points if point[0] < result.trace.length_seconds]
     edges = [time / seconds for time, _ in points] + [result.trace.length_seconds / seconds]
@@ -155,7 +155,7 @@ def _swatch(colour: str) -> str:
 
 def _causes(result: Comparison) -> str:
     rows = {name: {cause.value: value / 3600 for cause, value in run.lost(result.best_rate).items()}
-            for name, run in _real(result).items()}
+            for name, run in _systems(result).items()}
     used: Mapping[str, str] = {cause.value: CAUSE_COLOURS[cause] for cause in Cause}
     labels = "".join(f"<label>{_swatch(colour)}{escape(cause)}</label>"
                      for cause, colour in used.items() if any(row[cause] > 0.001 for row in rows.values()))

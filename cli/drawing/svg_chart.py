@@ -1,4 +1,4 @@
-"""Small SVG charts for pages that have to work offline: lines over time, and bars of parts."""
+"""SVG charts for pages that work offline: lines over time, and stacked bars."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ BAR = 26
 
 
 class Line(NamedTuple):
-    """A line that keeps each value until the next: `values` one fewer than `edges`."""
+    """A step function: `values` has one value fewer than the chart has edges."""
 
     name: str
     colour: str
@@ -21,7 +21,7 @@ class Line(NamedTuple):
 
 
 def steps(edges: Sequence[float], lines: Sequence[Line], *, x: str, y: str, top: float | None = None) -> str:
-    """Lines over `edges`, from 0 to `top` (default: the largest value)."""
+    """A chart of step functions over `edges`, from 0 to `top` (default: the largest value)."""
     high = nice_top(top if top is not None else max((max(line.values) for line in lines), default=1.0))
     width, height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
     begin, end = edges[0], edges[-1]
@@ -46,7 +46,7 @@ def steps(edges: Sequence[float], lines: Sequence[Line], *, x: str, y: str, top:
 
 def bars(rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], *, total: float, x: str,
          unit: str) -> str:
-    """One bar a row, made of parts whose colours are given; `total` is the full width."""
+    """A stacked bar for each row: the value of each part, in its colour. `total` is the full width."""
     height = TOP + len(rows) * (BAR + 8) + BOTTOM
     left = 150
     width = WIDTH - left - RIGHT

@@ -1,4 +1,4 @@
-"""What a schedule comes to, in numbers and in one line."""
+"""A schedule summarised: as numbers for JSON, and as one line."""
 
 from cli.shared.console import duration
 from schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
@@ -40,7 +40,7 @@ def summary(schedule: Schedule) -> dict[str, object]:
 
 
 def summary_line(schedule: Schedule) -> str:
-    """The same for a reader."""
+    """The summary as one line."""
     parts = [f"period {duration(schedule.seconds(schedule.period_ticks))}"]
     if schedule.status == "optimal":
         parts.append("proven optimal")

@@ -1,4 +1,4 @@
-"""What `slipstream train` needs to go on after failures: tables, schedules planned on the spot, checkpoints."""
+"""What `slipstream train` reads besides the job: tables, checkpoints and events."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -6,21 +6,14 @@ from pathlib import Path
 from cli.shared.console import refuse
 from cli.shared.inputs import is_there, parse_workers
 from planner.job.file import Job
-from planner.model.problem import NoPlanError
-from planner.normalise import PlanOptions, normal_form
-from runtime.coordinator.planning import NoScheduleError, Scheduler
 from runtime.model.checkpoint import MANIFEST, Checkpoint, CheckpointError, latest, open_checkpoint
 from schedules.schedule import Grid, Schedule, Worker
 from schedules.tables.file import TableError
-from schedules.tables.relabel import relabel
 from schedules.tables.table import Table
-
-ON_THE_SPOT_SECONDS = 10.0
-"""At most, to plan for failures that no table covers."""
 
 
 def require_fit(path: Path, grid: Grid, job: Job) -> None:
-    """Exits 2 unless a schedule's grid has this job's shape."""
+    """Exits 2 unless a schedule's grid has the shape of this job."""
     for what, of_schedule, of_job in (
             ("pipelines", grid.pipelines, job.pipelines), ("stages", grid.columns, job.stages),
             ("micro-batches", list(grid.microbatches), list(job.microbatches)),
@@ -41,7 +34,7 @@ def read_table(path: Path, job: Job) -> Table:
 
 
 def look_up(table: Table | None, down: tuple[Worker, ...]) -> Schedule | None:
-    """The table's schedule for these failures, None where there is none; exits 2 for workers it does not know."""
+    """The table's schedule for these failures, None where it has none. Exits 2 for workers outside its grid."""
     if table is None:
         return None
     try:
@@ -51,41 +44,8 @@ def look_up(table: Table | None, down: tuple[Worker, ...]) -> Schedule | None:
     return None if found is None else found.schedule
 
 
-def scheduler(job: Job, first: Schedule, table: Table | None) -> Scheduler:
-    """Schedules for failures while the run goes on: from the table, or by the list schedulers, which take moments."""
-    def schedule(down: tuple[Worker, ...]) -> Schedule:
-        try:
-            found = None if table is None else table.lookup(down)
-            if found is not None and found.schedule.grid == first.grid:
-                return found.schedule
-            options = PlanOptions(backward=first.backward, optimizer=first.optimizer, method="greedy",
-                                  time_limit=ON_THE_SPOT_SECONDS)
-            if empty_columns(job, down):
-                # One of another stage, which may have taken over there before, holds its layers: roles must move.
-                return _with_moves(job, down, options)
-            return options.plan(job, down, seconds=ON_THE_SPOT_SECONDS).schedule
-        except (TableError, NoPlanError) as error:
-            raise NoScheduleError(str(error)) from None
-
-    return schedule
-
-
-def empty_columns(job: Job, down: tuple[Worker, ...]) -> set[int]:
-    """The columns none of whose own workers is left."""
-    return {column for column in range(job.stages)
-            if all(Worker(pipeline, column) in down for pipeline in range(job.pipelines))}
-
-
-def _with_moves(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule:
-    """A schedule for as many failures, spread over the stages, in which live workers move. Raises NoScheduleError."""
-    found = relabel(normal_form(job, len(down), options).schedule, down, held_elsewhere=True)
-    if found is None:
-        raise NoScheduleError(f"no live worker can take over the roles of {', '.join(map(str, down))}")
-    return found
-
-
 def find_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint that a folder is, or the newest one in it; exits 2 where there is none."""
+    """The checkpoint in a folder, or the newest of several. Exits 2 where there is none."""
     try:
         if is_there(folder / MANIFEST):
             return open_checkpoint(folder)
@@ -96,7 +56,7 @@ def find_checkpoint(folder: Path) -> Checkpoint:
 
 
 def events(option: str, texts: list[str] | None, job: Job) -> list[tuple[Worker, int]]:
-    """Workers and iterations given as D.S@ITERATION; exits 2 when one is malformed."""
+    """Workers and iterations given as D.S@ITERATION. Exits 2 when one is malformed."""
     events = []
     for text in texts or []:
         name, at, iteration = text.partition("@")
@@ -109,8 +69,8 @@ def events(option: str, texts: list[str] | None, job: Job) -> list[tuple[Worker,
     return events
 
 
-def way_on(job: Path | None, folder: Path | None) -> str:
-    """How to go on after a run that failed, where there is a checkpoint."""
+def how_to_resume(job: Path | None, folder: Path | None) -> str:
+    """How to resume after a run that failed; empty without a checkpoint."""
     with suppress(CheckpointError):
         if folder is not None and (found := latest(folder / "checkpoints")) is not None:
             return f"; go on from iteration {found.iteration}: slipstream train {job} --resume {folder}"

@@ -1,0 +1,41 @@
+"""The schedules of `slipstream train` after failures: from a table, or planned while the run goes on."""
+
+from planner.job.file import Job
+from planner.model.problem import NoPlanError
+from planner.normalise import PlanOptions, normal_form
+from runtime.coordinator.planning import NoScheduleError, Scheduler
+from schedules.schedule import Schedule, Worker
+from schedules.tables.file import TableError
+from schedules.tables.pattern import dead_column
+from schedules.tables.relabel import relabel
+from schedules.tables.table import Table
+
+ON_THE_SPOT_SECONDS = 10.0
+"""Time limit of planning for failures that no table covers."""
+
+
+def scheduler(job: Job, first: Schedule, table: Table | None) -> Scheduler:
+    """A function that gives the schedule after failures: from the table, or planned by the list schedulers."""
+    def schedule(down: tuple[Worker, ...]) -> Schedule:
+        try:
+            found = None if table is None else table.lookup(down)
+            if found is not None and found.schedule.grid == first.grid:
+                return found.schedule
+            options = PlanOptions(backward=first.backward, optimizer=first.optimizer, method="greedy",
+                                  time_limit=ON_THE_SPOT_SECONDS)
+            if dead_column(down, first.grid) is not None:
+                # One of another stage, which may have taken over there before, holds its layers: roles must move.
+                return _with_moves(job, down, options)
+            return options.plan(job, down, seconds=ON_THE_SPOT_SECONDS).schedule
+        except (TableError, NoPlanError) as error:
+            raise NoScheduleError(str(error)) from None
+
+    return schedule
+
+
+def _with_moves(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule:
+    """A schedule for as many failures, spread over the stages, in which live workers move. Raises NoScheduleError."""
+    found = relabel(normal_form(job, len(down), options).schedule, down, held_elsewhere=True)
+    if found is None:
+        raise NoScheduleError(f"no live worker can take over the roles of {', '.join(map(str, down))}")
+    return found
