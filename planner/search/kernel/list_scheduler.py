@@ -5,14 +5,15 @@ They lie in one array; a key is a rank that is different for every unit, with th
 """
 
 import numpy as np
-from numba import njit
+
+from planner.search.kernel.jit import jit
 
 FORWARD, BACKWARD, WEIGHT, ARRIVAL, GRADIENT, HEAPS = 0, 1, 2, 3, 4, 5
 READY_F, READY_I, END = 0, 1, 2
 BUSY, USED, TOUCHED, FIELDS = 0, 1, 2, 3
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _push(heap, base, size, key):
     """Put a key on the heap that begins at `base`."""
     at = size
@@ -25,7 +26,7 @@ def _push(heap, base, size, key):
     heap[base + at] = key
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _pop(heap, base, size):
     """Take the least key from the heap that begins at `base`."""
     least, key = heap[base], heap[base + size - 1]
@@ -43,26 +44,26 @@ def _pop(heap, base, size):
     return least
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _add(heap, base, size, lane, which, key):
     _push(heap, base[lane, which], size[lane, which], key)
     size[lane, which] += 1
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _take(heap, base, size, lane, which):
     key = _pop(heap, base[lane, which], size[lane, which])
     size[lane, which] -= 1
     return key
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _fits(state, flight, limits, capacity, need, lane, stage):
     """Whether an F of a stage may start on a lane."""
     return flight[lane, stage] < limits[lane, stage] and state[lane, USED] + need[stage] <= capacity[lane]
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _forward(heap, base, size, state, flight, limits, capacity, need, stage, lane, mixed, spare):
     """The most urgent forward with room, taken from its heap; -1 if none has. One try where all are of one stage."""
     units = stage.shape[0]
@@ -79,13 +80,13 @@ def _forward(heap, base, size, state, flight, limits, capacity, need, stage, lan
     return found
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _comes(heap, base, size, lane, which, clock, share, length):
     """Whether something more urgent arrives before this share of an op would be done."""
     return share > 0 and size[lane, which] > 0 and heap[base[lane, which]] - clock < share * length
 
 
-@njit(cache=True, nogil=True)
+@jit
 def list_order(kinds, mixed, lane, place, stage, last, rank, length, hop, hold, stash, need, capacity, limits, patience,
                forward_patience, deepest, eager, make_room, base, order):
     """Fill `order` with the ops in the order in which they start; how many."""
@@ -167,7 +168,7 @@ def list_order(kinds, mixed, lane, place, stage, last, rank, length, hop, hold, 
     return done
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _pick(heap, base, size, state, flight, limits, capacity, need, hold, stage, lane, mixed, spare, kinds, length,
           clock, patience, forward_patience, eager, make_room):
     """The most urgent op that may run; -1 for none."""
@@ -195,7 +196,7 @@ def _pick(heap, base, size, state, flight, limits, capacity, need, hold, stage, 
     return -1
 
 
-@njit(cache=True, nogil=True)
+@jit
 def earliest(kinds, lane, place, last, length, hop, order, start, free):
     """Fill `start` with the earliest start ticks that an order allows."""
     free[:] = 0
@@ -214,7 +215,7 @@ def earliest(kinds, lane, place, last, length, hop, order, start, free):
         free[lane[unit]] = begin + length[op]
 
 
-@njit(cache=True, nogil=True)
+@jit
 def latest(kinds, lane, place, last, length, hop, order, start, free):
     """Fill `start` with the latest start ticks that an order and the ends of all lanes, in `free`, allow."""
     for index in range(order.shape[0] - 1, -1, -1):
