@@ -5,12 +5,14 @@ from typing import Any
 
 import numpy as np
 
+from planner.model import arrays as model
 from planner.model.arrays import Dense, Ints, ProblemArrays, ints
 from planner.model.problem import Problem
 from planner.model.solution import Solution
 from planner.search.kernel.annealing.arrays import (
     BUCKETS,
     LARGEST_RUN,
+    Arcs,
     Chain,
     Instance,
     Log,
@@ -45,11 +47,19 @@ def _instance(arrays: ProblemArrays) -> Instance:
     memory = problem.memory
     movable = [number for number, unit in enumerate(arrays.units) if len(problem.hosts(unit.stage, unit.pipeline)) > 1]
     return Instance(
-        ops=arrays.ops, group=ints([problem.tied[role.column] for role in roles]), tail=_tails(arrays),
+        kinds=arrays.ops.kinds, unit=arrays.ops.unit, stage=arrays.ops.stage,
+        predecessors=_arcs(arrays.ops.predecessors, arrays.ops.transfer),
+        successors=_arcs(arrays.ops.successors, arrays.ops.transfer),
+        group=ints([problem.tied[role.column] for role in roles]), tail=_tails(arrays),
         pipeline=ints([role.pipeline for role in roles]), members=_members(arrays),
         capacity=ints([memory.capacity[role.column] if memory else -1 for role in roles]),
         holds=ints([_holds(problem, stage) for stage in arrays.ops.stage.tolist()]).ravel(), movable=ints(movable),
         hosts=_hosts(arrays), cost=_costs(arrays))
+
+
+def _arcs(arcs: model.Arcs, transfer: int) -> Arcs:
+    """Without the hops of the first assignment, since annealing changes it."""
+    return Arcs(start=arcs.start, op=arcs.op, transfer=arcs.tensor * transfer)
 
 
 def _state(arrays: ProblemArrays, order: Sequence[int]) -> State:

@@ -9,8 +9,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.model.arrays import Ops
-
 Ints = NDArray[np.int64]
 LARGEST_RUN = 6
 """Most ops in a run of neighbours that changes places with another one."""
@@ -20,11 +18,30 @@ FOREVER = 2**61
 """Ticks beyond those of any plan."""
 
 
+class Arcs(NamedTuple):
+    """Precedence arcs, compressed: those of op i have the numbers start[i] to below start[i + 1]."""
+
+    start: Ints
+    """[ops + 1]"""
+    op: Ints
+    """[arc] the op at the other end"""
+    transfer: Ints
+    """[arc] ticks between the two ops where two workers run them; 0 where no tensor passes"""
+
+
 class Instance(NamedTuple):
     """What annealing never changes."""
 
-    ops: Ops
-    """Kinds, stages and arcs; the workers and durations in it are those of the first plan."""
+    kinds: int
+    """Ops of a unit."""
+    unit: Ints
+    """[op]"""
+    stage: Ints
+    """[unit]"""
+    predecessors: Arcs
+    """What each op waits for."""
+    successors: Arcs
+    """What waits for each op."""
     group: Ints
     """[worker] its reduce group"""
     tail: Ints

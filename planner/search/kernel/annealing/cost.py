@@ -57,13 +57,12 @@ def cost(instance, timing, cycle):
 
 
 @jit
-def cost_after(chain, cycle, before):
+def cost_after(instance, state, timing, log, cycle, before):
     """The cost after a step that touched the pipelines in the log, in ticks; they are measured anew."""
-    instance, timing, log = chain.instance, chain.timing, chain.log
     total = before
     for number in range(log.counters[TOUCHED]):
         pipeline = log.pipeline[number]
         total -= _cost_of(instance, timing, cycle, pipeline)
-        measure(instance, chain.state, timing, cycle.goal, pipeline)
+        measure(instance, state, timing, cycle.goal, pipeline)
         total += _cost_of(instance, timing, cycle, pipeline)
     return total

@@ -4,7 +4,15 @@ import math
 
 from planner.search.kernel.annealing.arrays import CHANGED, COST, NONE, PERIOD, TOUCHED, Chain, Cycle
 from planner.search.kernel.annealing.cost import cost, cost_after
-from planner.search.kernel.annealing.moves import fits, propose, retime_after, shift, undo
+from planner.search.kernel.annealing.moves import (
+    fits,
+    propose_exchange,
+    propose_move,
+    propose_trade,
+    retime_after,
+    shift,
+    undo,
+)
 from planner.search.kernel.annealing.random import below, uniform
 from planner.search.kernel.annealing.retiming import revert, unmark
 from planner.search.kernel.annealing.timing import time
@@ -18,52 +26,55 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> None:
     A step that makes the cost greater by d is accepted with probability exp(-d / T) (Metropolis et al. 1953), drawn
     first: where d is at most the allowance -T ln(1 - u), u uniform. Over the cycle T falls by a constant factor a step.
     """
-    time(chain.instance, chain.state, chain.sorting, chain.timing, cycle.goal)
-    now = cost(chain.instance, chain.timing, cycle)
-    kinds = 24 if chain.instance.movable.shape[0] else 0
+    instance, state, timing, queue, log, record, random, run, places = \
+        chain.instance, chain.state, chain.timing, chain.queue, chain.log, chain.record, chain.random, chain.run, \
+        chain.places
+    time(instance, state, chain.sorting, timing, cycle.goal)
+    now = cost(instance, timing, cycle)
+    dice_sides = 24 if instance.movable.shape[0] else 0
     for step in range(begin, end):
-        if chain.record[PERIOD] <= cycle.goal:
+        if record[PERIOD] <= cycle.goal:
             break
         temperature = cycle.hot * (cycle.cold / cycle.hot) ** (step / cycle.steps)
-        allowance = -temperature * math.log(1.0 - uniform(chain.random))
-        dice = below(chain.random, kinds) if kinds else 24
-        if cycle.shifts and below(chain.random, cycle.shifts) == 0:
+        allowance = -temperature * math.log(1.0 - uniform(random))
+        dice = below(random, dice_sides) if dice_sides else 24
+        if cycle.shifts and below(random, cycle.shifts) == 0:
             now = shift(chain, cycle, now, allowance)
-            _keep_if_better(chain, cycle, now)
+            if _is_better(timing, record, now, cycle.scale):
+                _keep(chain, cycle, now)
             continue
-        accepted, now = _step(chain, cycle, dice, now, allowance)
-        if accepted:
-            _keep_if_better(chain, cycle, now)
-    if end == cycle.steps and chain.record[PERIOD] > cycle.goal and (
-            chain.timing.longest.max(), now * 1000) < (chain.record[PERIOD], float(chain.record[COST])):
+        log.counters[CHANGED] = log.counters[TOUCHED] = 0
+        if dice < 2:
+            move = propose_trade(random, instance, state, timing.late, cycle)
+        elif dice < 3:
+            move = propose_move(random, instance, state, timing.late, cycle, places)
+        else:
+            move = propose_exchange(random, instance, state, timing, cycle, run)
+        if move.kind == NONE:
+            continue
+        limits = (cycle.goal, allowance + cycle.scale)
+        after, accepted = now, False
+        if fits(instance, state, move) and retime_after(instance, state, timing, queue, log, limits, move, places):
+            after = cost_after(instance, state, timing, log, cycle, now)
+            accepted = after <= now + allowance
+        unmark(log)
+        if not accepted:
+            revert(timing, queue, log)
+            undo(instance, state, run, places, move)
+            continue
+        now = after
+        if _is_better(timing, record, now, cycle.scale):
+            _keep(chain, cycle, now)
+    if end == cycle.steps and record[PERIOD] > cycle.goal and (
+            timing.longest.max(), now * 1000) < (record[PERIOD], float(record[COST])):
         _keep(chain, cycle, now)
 
 
 @jit
-def _step(chain, cycle, dice, before, allowance):
-    """Try one change of orders or workers: whether it was accepted, and the cost after it."""
-    chain.log.counters[CHANGED] = chain.log.counters[TOUCHED] = 0
-    move = propose(chain, cycle, dice)
-    if move.kind == NONE:
-        return False, before
-    after, accepted = before, False
-    if fits(chain, move) and retime_after(chain, cycle, allowance + cycle.scale, move):
-        after = cost_after(chain, cycle, before)
-        accepted = after <= before + allowance
-    unmark(chain.log)
-    if accepted:
-        return True, after
-    revert(chain.timing, chain.queue, chain.log)
-    undo(chain, move)
-    return False, before
-
-
-@jit
-def _keep_if_better(chain, cycle, now):
+def _is_better(timing, record, now, scale):
     """As long a period at a lower cost is worth keeping, too, if it is lower by more than the copy takes."""
-    longest, record = chain.timing.longest.max(), chain.record
-    if longest < record[PERIOD] or (longest == record[PERIOD] and (now + cycle.scale) * 1000 < record[COST] * 0.97):
-        _keep(chain, cycle, now)
+    longest = timing.longest.max()
+    return longest < record[PERIOD] or (longest == record[PERIOD] and (now + scale) * 1000 < record[COST] * 0.97)
 
 
 @jit

@@ -6,8 +6,8 @@ trade       two units of one stage trade workers and places
 move        a unit moves to another worker, to where its ops fit by time
 shift       a deadline shifts
 
-The first three are drawn by `propose`, which also makes the change; `undo` takes it back. A shift moves the starts of a
-whole group, and so is timed from scratch and undone at once where it is refused.
+The first three are drawn by their `propose` functions, which also make the change; `undo` takes it back. A shift moves
+the starts of a whole group, and so is timed from scratch and undone at once where it is refused.
 """
 
 from planner.search.kernel.annealing.arrays import EXCHANGE, LARGEST_RUN, MOVE, NONE, TRADE, Move
@@ -22,61 +22,52 @@ NEVER = Move(NONE, -1, -1, -1, 0, 0, 0)
 
 
 @jit
-def propose(chain, cycle, dice):
-    """Draw a change, with `dice` from 0 to 24 saying of which kind, and make it; kind NONE where it cannot be."""
-    if dice < 2:
-        return _propose_trade(chain, cycle)
-    if dice < 3:
-        return _propose_move(chain, cycle)
-    return _propose_exchange(chain, cycle)
-
-
-@jit
-def fits(chain, move):
+def fits(instance, state, move):
     """Whether the workers that got other ops, or another order, keep their capacity."""
     if move.kind == EXCHANGE:
-        return _keeps_capacity(chain.instance, chain.state, move.worker, move.end)
+        return _keeps_capacity(instance, state, move.worker, move.end)
     if move.kind == MOVE:
-        worker = chain.state.worker[move.unit]
-        return _keeps_capacity(chain.instance, chain.state, worker, chain.state.size[worker])
+        worker = state.worker[move.unit]
+        return _keeps_capacity(instance, state, worker, state.size[worker])
     return True  # a trade puts ops of one stage in each other's places
 
 
 @jit
-def retime_after(chain, cycle, allowed, move):
-    """Time a change; False where some window becomes too long to be accepted."""
+def retime_after(instance, state, timing, queue, log, limits, move, places):
+    """Time a change; False where some window becomes too long to be accepted, by `retiming.retime`."""
     if move.kind == EXCHANGE:
         if move.begin:
-            call(chain.queue, chain.timing.late, chain.state.sequence[move.worker, move.begin - 1])
-        return retime(chain, cycle, allowed, (move.worker, move.begin, move.end))
-    _call_unit(chain, move.unit)
+            call(queue, timing.late, state.sequence[move.worker, move.begin - 1])
+        return retime(instance, state, timing, queue, log, limits, (move.worker, move.begin, move.end))
+    _call_unit(instance, state, timing, queue, log, move.unit)
     if move.kind == TRADE:
-        _call_unit(chain, move.other)
+        _call_unit(instance, state, timing, queue, log, move.other)
     else:
-        _call_left(chain, move.other)
-    return retime(chain, cycle, allowed, (0, 0, 0))
+        _call_left(instance, state, timing, queue, log, move.other, places)
+    return retime(instance, state, timing, queue, log, limits, (0, 0, 0))
 
 
 @jit
-def undo(chain, move):
+def undo(instance, state, run, places, move):
     """Take a change back. Its timing is undone by `retiming.revert`."""
     if move.kind == EXCHANGE:
-        _exchange(chain.state, chain.run, (move.worker, move.begin, move.begin + move.end - move.middle, move.end))
+        _exchange(state, run, move.worker, move.begin, move.begin + move.end - move.middle, move.end)
     elif move.kind == TRADE:
-        _trade(chain.instance, chain.state, move.unit, move.other)
+        _trade(instance, state, move.unit, move.other)
     else:
-        _move(chain.instance, chain.state, move.unit, move.other, chain.places)
+        _move(instance, state, move.unit, move.other, places)
 
 
 # --- Exchange ---------------------------------------------------------------------------------------------------------
 
 
 @jit
-def _propose_exchange(chain, cycle):
-    instance, state, late, random = chain.instance, chain.state, chain.timing.late, chain.random
+def propose_exchange(random, instance, state, timing, cycle, run):
+    """Let two runs change places; NEVER where they must not."""
+    late = timing.late
     if below(random, 5):
-        worker = critical_worker(chain, cycle.goal)
-        op, _ = critical_path(chain, state.sequence[worker, 0], cycle.low, cycle.high)
+        worker = critical_worker(random, instance, state, timing, cycle.goal)
+        op, _ = critical_path(random, instance, state, late, state.sequence[worker, 0], (cycle.low, cycle.high))
         if op < 0:
             return NEVER
         middle = state.place[op] + 1
@@ -87,16 +78,16 @@ def _propose_exchange(chain, cycle):
         if late[op] < cycle.low or late[op] >= cycle.high:
             return NEVER
         middle = state.place[op]
-    worker = state.worker[instance.ops.unit[op]]
+    worker = state.worker[instance.unit[op]]
     begin, end = middle - _run_length(random), middle + _run_length(random)
     if begin < 0 or end > state.size[worker]:
         return NEVER
-    unit, row = instance.ops.unit, state.sequence[worker]
+    unit, row = instance.unit, state.sequence[worker]
     for place in range(begin, middle):
         for other in range(middle, end):
             if unit[row[place]] == unit[row[other]]:
                 return NEVER  # a unit's own ops keep their order
-    _exchange(state, chain.run, (worker, begin, middle, end))
+    _exchange(state, run, worker, begin, middle, end)
     return Move(EXCHANGE, -1, -1, worker, begin, middle, end)
 
 
@@ -110,9 +101,8 @@ def _run_length(random):
 
 
 @jit
-def _exchange(state, run, places):
-    """With `places` = (worker, begin, middle, end), let the runs [begin, middle) and [middle, end) change places."""
-    worker, begin, middle, end = places
+def _exchange(state, run, worker, begin, middle, end):
+    """Let the runs [begin, middle) and [middle, end) of a worker change places."""
     row, size = state.sequence[worker], middle - begin
     for index in range(size):
         run[index] = row[begin + index]
@@ -142,40 +132,39 @@ def _keeps_capacity(instance, state, worker, end):
 
 
 @jit
-def _propose_trade(chain, cycle):
-    movable = chain.instance.movable
-    unit = movable[below(chain.random, movable.shape[0])]
-    other = _partner(chain, unit)
-    if other < 0 or not _within(chain, cycle, unit):
+def propose_trade(random, instance, state, late, cycle):
+    """Let two units trade places; NEVER where they must not."""
+    unit = instance.movable[below(random, instance.movable.shape[0])]
+    other = _partner(random, instance, state, unit)
+    if other < 0 or not _within(instance, late, cycle, unit):
         return NEVER
-    _trade(chain.instance, chain.state, unit, other)
+    _trade(instance, state, unit, other)
     return Move(TRADE, unit, other, -1, 0, 0, 0)
 
 
 @jit
-def _partner(chain, unit):
+def _partner(random, instance, state, unit):
     """A unit to trade with, of the same stage: another movable one, or one of the same worker; -1 for none."""
-    instance, state, random = chain.instance, chain.state, chain.random
     if below(random, 3) == 0:
         worker = state.worker[unit]
-        other = instance.ops.unit[state.sequence[worker, below(random, state.size[worker])]]
+        other = instance.unit[state.sequence[worker, below(random, state.size[worker])]]
     else:
         other = instance.movable[below(random, instance.movable.shape[0])]
-    return other if other != unit and instance.ops.stage[other] == instance.ops.stage[unit] else -1
+    return other if other != unit and instance.stage[other] == instance.stage[unit] else -1
 
 
 @jit
-def _within(chain, cycle, unit):
+def _within(instance, late, cycle, unit):
     """Whether some op of a unit may change its place in this cycle."""
-    kinds, late = chain.instance.ops.kinds, chain.timing.late
+    kinds = instance.kinds
     return late[unit * kinds] < cycle.high and late[(unit + 1) * kinds - 1] >= cycle.low
 
 
 @jit
 def _trade(instance, state, unit, other):
     worker, other_worker = state.worker[unit], state.worker[other]
-    for kind in range(instance.ops.kinds):
-        op, twin = unit * instance.ops.kinds + kind, other * instance.ops.kinds + kind
+    for kind in range(instance.kinds):
+        op, twin = unit * instance.kinds + kind, other * instance.kinds + kind
         place, twin_place = state.place[op], state.place[twin]
         state.sequence[worker, place], state.sequence[other_worker, twin_place] = twin, op
         state.place[op], state.place[twin] = twin_place, place
@@ -187,46 +176,45 @@ def _trade(instance, state, unit, other):
 
 
 @jit
-def _propose_move(chain, cycle):
-    instance, state = chain.instance, chain.state
-    unit = instance.movable[below(chain.random, instance.movable.shape[0])]
-    worker = _other_worker(chain, unit)
-    if worker < 0 or not _within(chain, cycle, unit):
+def propose_move(random, instance, state, late, cycle, places):
+    """Move a unit to another worker; NEVER where there is none."""
+    unit = instance.movable[below(random, instance.movable.shape[0])]
+    worker = _other_worker(random, instance, state, unit)
+    if worker < 0 or not _within(instance, late, cycle, unit):
         return NEVER
     left = state.worker[unit]
-    _find_places(chain, unit, worker)
-    _move(instance, state, unit, worker, chain.places)
+    _find_places(instance, state, late, unit, worker, places)
+    _move(instance, state, unit, worker, places)
     return Move(MOVE, unit, left, -1, 0, 0, 0)
 
 
 @jit
-def _other_worker(chain, unit):
+def _other_worker(random, instance, state, unit):
     """Another worker that may run a unit and has room in its row; -1 for none."""
-    instance, state = chain.instance, chain.state
-    hosts = instance.hosts[instance.ops.stage[unit]]
+    hosts = instance.hosts[instance.stage[unit]]
     count = 0
     while count < hosts.shape[0] and hosts[count] >= 0:
         count += 1
-    worker = hosts[below(chain.random, count)]
-    full = state.size[worker] + instance.ops.kinds > state.sequence.shape[1]
+    worker = hosts[below(random, count)]
+    full = state.size[worker] + instance.kinds > state.sequence.shape[1]
     return -1 if full or worker == state.worker[unit] else worker
 
 
 @jit
-def _find_places(chain, unit, worker):
+def _find_places(instance, state, late, unit, worker, places):
     """Where the ops of a unit fit into another worker's order by the time at which they run now."""
-    state, late, kinds = chain.state, chain.timing.late, chain.instance.ops.kinds
+    kinds = instance.kinds
     row, place = state.sequence[worker], 0
     for kind in range(kinds):
         while place < state.size[worker] and late[row[place]] < late[unit * kinds + kind]:
             place += 1
-        chain.places[kind] = place + kind
+        places[kind] = place + kind
 
 
 @jit
 def _move(instance, state, unit, worker, places):
     """Have a worker run a unit, its ops at these places in their order; `places` becomes where they were."""
-    kinds, left, stage = instance.ops.kinds, state.worker[unit], instance.ops.stage[unit]
+    kinds, left, stage = instance.kinds, state.worker[unit], instance.stage[unit]
     before = state.place[unit * kinds:(unit + 1) * kinds].copy()
     for kind in range(kinds):
         _remove(state, unit * kinds + kind, left)
@@ -260,28 +248,25 @@ def _insert(state, op, worker, place):
 
 
 @jit
-def _call_unit(chain, unit):
+def _call_unit(instance, state, timing, queue, log, unit):
     """Call the ops of a unit that came to another worker or place, and those that they follow there."""
-    instance, state, late, predecessors = chain.instance, chain.state, chain.timing.late, \
-        chain.instance.ops.predecessors
-    worker = state.worker[unit]
-    touch(chain.timing, chain.log, instance.pipeline[worker])
-    for op in range(unit * instance.ops.kinds, (unit + 1) * instance.ops.kinds):
-        call(chain.queue, late, op)
+    worker, predecessors = state.worker[unit], instance.predecessors
+    touch(timing, log, instance.pipeline[worker])
+    for op in range(unit * instance.kinds, (unit + 1) * instance.kinds):
+        call(queue, timing.late, op)
         for arc in range(predecessors.start[op], predecessors.start[op + 1]):
-            call(chain.queue, late, predecessors.op[arc])
-        call(chain.queue, late, state.sequence[worker, state.place[op] - 1] if state.place[op] else -1)
+            call(queue, timing.late, predecessors.op[arc])
+        call(queue, timing.late, state.sequence[worker, state.place[op] - 1] if state.place[op] else -1)
 
 
 @jit
-def _call_left(chain, worker):
-    """Call the ops behind which those of a unit were taken away, at `places` of a worker."""
-    state = chain.state
-    touch(chain.timing, chain.log, chain.instance.pipeline[worker])
-    for kind in range(chain.instance.ops.kinds):
-        place = chain.places[kind] - kind - 1
+def _call_left(instance, state, timing, queue, log, worker, places):
+    """Call the ops behind which those of a unit were taken away, at these places of a worker."""
+    touch(timing, log, instance.pipeline[worker])
+    for kind in range(instance.kinds):
+        place = places[kind] - kind - 1
         if 0 <= place < state.size[worker]:
-            call(chain.queue, chain.timing.late, state.sequence[worker, place])
+            call(queue, timing.late, state.sequence[worker, place])
 
 
 # --- Shift a deadline -------------------------------------------------------------------------------------------------
@@ -293,12 +278,12 @@ def shift(chain, cycle, before, allowance):
 
     Taken back where the cost grows by more than the allowance.
     """
-    instance, state, timing, trial = chain.instance, chain.state, chain.timing, chain.trial
-    worker = critical_worker(chain, cycle.goal)
-    _, last = critical_path(chain, state.sequence[worker, 0], 0, 0)
-    group, other = instance.group[worker], instance.group[state.worker[instance.ops.unit[last]]]
-    ticks = 1 + below(chain.random, 1 + int(cycle.scale))
-    if below(chain.random, 2) == 0:
+    random, instance, state, timing, trial = chain.random, chain.instance, chain.state, chain.timing, chain.trial
+    worker = critical_worker(random, instance, state, timing, cycle.goal)
+    _, last = critical_path(random, instance, state, timing.late, state.sequence[worker, 0], (0, 0))
+    group, other = instance.group[worker], instance.group[state.worker[instance.unit[last]]]
+    ticks = 1 + below(random, 1 + int(cycle.scale))
+    if below(random, 2) == 0:
         group, ticks = other, -ticks
     state.deadline[group] -= ticks
     time(instance, state, chain.sorting, trial, cycle.goal)

@@ -6,7 +6,6 @@ A log keeps what was before, for `revert`.
 """
 
 from planner.search.kernel.annealing.arrays import BASE, BUCKETS, CHANGED, SPAN, TOP, TOUCHED, WAITING
-from planner.search.kernel.annealing.timing import latest
 from planner.search.kernel.jit import jit
 
 
@@ -37,52 +36,77 @@ def touch(timing, log, pipeline):
 
 
 @jit
-def _pop(queue):
-    """Take an op of the latest bucket that has some."""
-    counters = queue.counters
-    while queue.bucket[counters[TOP]] < 0:
-        counters[TOP] -= 1
-    op = queue.bucket[counters[TOP]]
-    queue.bucket[counters[TOP]] = queue.next[op]
-    queue.queued[op] = 0
-    counters[WAITING] -= 1
-    return op
+def retime(instance, state, timing, queue, log, limits, run):
+    """Time anew the ops at places [begin, end) of a worker, those in the queue, and all that follow from them.
 
-
-@jit
-def retime(chain, cycle, allowed, run):
-    """Time anew the ops at places [begin, end) of a worker, `run` = (worker, begin, end), those in the queue, and all
-    that follow from them. False where some window becomes too long to be accepted.
+    `run` is (worker, begin, end). False where some window becomes too long to be accepted: with `limits` = (goal,
+    allowed), longer by more than `allowed` than the goal and than the longest of its pipeline. The rule is that of
+    `timing._latest`; one long loop on local names, as a call with all these arrays would take longer than what it does.
     """
-    instance, state, timing, queue, log = chain.instance, chain.state, chain.timing, chain.queue, chain.log
-    late, predecessors, counters = timing.late, instance.ops.predecessors, log.counters
+    unit, group, tail, owner = instance.unit, instance.group, instance.tail, instance.pipeline
+    first_successor, successor, transfer = instance.successors.start, instance.successors.op, \
+        instance.successors.transfer
+    first_predecessor, predecessor = instance.predecessors.start, instance.predecessors.op
+    worker_of, duration, sequence, size, place = state.worker, state.duration, state.sequence, state.size, state.place
+    deadline, late, longest, excess = state.deadline, timing.late, timing.longest, timing.excess
+    bucket, link, queued = queue.bucket, queue.next, queue.queued
+    waiting, top, base, span = queue.counters[WAITING], queue.counters[TOP], queue.counters[BASE], queue.counters[SPAN]
+    changed, before, marked, done, touched = log.op, log.late, log.marked, log.counters[CHANGED], log.counters[TOUCHED]
+    touched_pipeline, longest_before, excess_before = log.pipeline, log.longest, log.excess
+    goal, allowed = limits
     row, begin, end = run
-    while end > begin or queue.counters[WAITING]:
+    good = True
+    while good:
         if end > begin:
             end -= 1
-            op = state.sequence[row, end]
+            op = sequence[row, end]
+        elif waiting:
+            while bucket[top] < 0:
+                top -= 1
+            op = bucket[top]
+            bucket[top] = link[op]
+            queued[op] = 0
+            waiting -= 1
         else:
-            op = _pop(queue)
-        worker, place = state.worker[instance.ops.unit[op]], state.place[op]
-        pipeline = instance.pipeline[worker]
-        if place == 0:
-            touch(timing, log, pipeline)
-        start = latest(instance, state, late, op)
+            break
+        worker, at = worker_of[unit[op]], place[op]
+        start = late[sequence[worker, at + 1]] if at + 1 < size[worker] else deadline[group[worker]]
+        for arc in range(first_successor[op], first_successor[op + 1]):
+            other = successor[arc]
+            start = min(start, late[other] - (transfer[arc] if worker_of[unit[other]] != worker else 0))
+        start -= duration[op]
+        pipeline = owner[worker]
+        if at == 0 and not marked[pipeline]:
+            marked[pipeline] = 1
+            touched_pipeline[touched] = pipeline
+            longest_before[touched], excess_before[touched] = longest[pipeline], excess[pipeline]
+            touched += 1
         if start == late[op]:
             continue
-        if counters[CHANGED] == log.op.shape[0]:
-            return False
-        log.op[counters[CHANGED]], log.late[counters[CHANGED]] = op, late[op]
-        counters[CHANGED] += 1
+        if done == changed.shape[0]:
+            good = False
+            break
+        changed[done], before[done] = op, late[op]
+        done += 1
         late[op] = start
-        window = state.deadline[instance.group[worker]] + instance.tail[worker] - start
-        if window > max(timing.longest[pipeline], cycle.goal) + allowed:
-            return False
-        if place:
-            call(queue, late, state.sequence[worker, place - 1])
-        for arc in range(predecessors.start[op], predecessors.start[op + 1]):
-            call(queue, late, predecessors.op[arc])
-    return True
+        good = deadline[group[worker]] + tail[worker] - start <= max(longest[pipeline], goal) + allowed
+        arc, last = first_predecessor[op], first_predecessor[op + 1]
+        other = sequence[worker, at - 1] if at else -1
+        while True:  # the op before it on its worker, then its predecessors
+            if other >= 0 and not queued[other]:
+                index = min(max((late[other] - base) * BUCKETS // span, 0), BUCKETS - 1)
+                queued[other] = 1
+                link[other] = bucket[index]
+                bucket[index] = other
+                waiting += 1
+                top = max(top, index)
+            if arc == last:
+                break
+            other = predecessor[arc]
+            arc += 1
+    queue.counters[WAITING], queue.counters[TOP] = waiting, top
+    log.counters[CHANGED], log.counters[TOUCHED] = done, touched
+    return good
 
 
 @jit
@@ -95,8 +119,15 @@ def unmark(log):
 @jit
 def revert(timing, queue, log):
     """The timing as it was before the step, and nobody in the queue."""
-    while queue.counters[WAITING]:
-        _pop(queue)
+    counters = queue.counters
+    while counters[WAITING]:
+        op = queue.bucket[counters[TOP]]
+        if op < 0:
+            counters[TOP] -= 1
+            continue
+        queue.bucket[counters[TOP]] = queue.next[op]
+        queue.queued[op] = 0
+        counters[WAITING] -= 1
     for number in range(log.counters[CHANGED] - 1, -1, -1):
         timing.late[log.op[number]] = log.late[number]
     for number in range(log.counters[TOUCHED]):

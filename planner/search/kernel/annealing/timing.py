@@ -8,12 +8,12 @@ from planner.search.kernel.jit import jit
 @jit
 def _sort(instance, state, sorting):
     """Fill in `order` and `early`. False where ops wait for each other in a circle."""
-    ops, successors, transfer = instance.ops, instance.ops.successors, instance.ops.transfer
+    unit, successors, predecessors = instance.unit, instance.successors, instance.predecessors
     waiting, stack, order, early = sorting.waiting, sorting.stack, sorting.order, sorting.early
     top = done = 0
     for op in range(state.duration.shape[0]):
         early[op] = 0
-        waiting[op] = ops.predecessors.start[op + 1] - ops.predecessors.start[op] + (state.place[op] > 0)
+        waiting[op] = predecessors.start[op + 1] - predecessors.start[op] + (state.place[op] > 0)
         if waiting[op] == 0:
             stack[top] = op
             top += 1
@@ -22,7 +22,7 @@ def _sort(instance, state, sorting):
         op = stack[top]
         order[done] = op
         done += 1
-        worker, after = state.worker[ops.unit[op]], state.place[op] + 1
+        worker, after = state.worker[unit[op]], state.place[op] + 1
         end = early[op] + state.duration[op]
         if after < state.size[worker]:
             later = state.sequence[worker, after]
@@ -33,8 +33,8 @@ def _sort(instance, state, sorting):
                 top += 1
         for arc in range(successors.start[op], successors.start[op + 1]):
             later = successors.op[arc]
-            away = successors.tensor[arc] and state.worker[ops.unit[later]] != worker
-            early[later] = max(early[later], end + (transfer if away else 0))
+            hop = successors.transfer[arc] if state.worker[unit[later]] != worker else 0
+            early[later] = max(early[later], end + hop)
             waiting[later] -= 1
             if waiting[later] == 0:
                 stack[top] = later
@@ -43,20 +43,20 @@ def _sort(instance, state, sorting):
 
 
 @jit
-def latest(instance, state, late, op):
+def _latest(instance, state, late, op):
     """The latest start of an op, given those of the ops after it:
 
     late[op] = min(late[next op of its worker], or the deadline of its group where there is none;
                    late[j] - hop over successors j) - duration[op],
-    with a hop of `transfer` ticks where j takes a tensor from another worker.
+    with a hop where j takes a tensor from another worker.
     """
-    ops, successors = instance.ops, instance.ops.successors
-    worker, after = state.worker[ops.unit[op]], state.place[op] + 1
+    successors = instance.successors
+    worker, after = state.worker[instance.unit[op]], state.place[op] + 1
     end = late[state.sequence[worker, after]] if after < state.size[worker] else state.deadline[instance.group[worker]]
     for arc in range(successors.start[op], successors.start[op + 1]):
         later = successors.op[arc]
-        away = successors.tensor[arc] and state.worker[ops.unit[later]] != worker
-        end = min(end, late[later] - (ops.transfer if away else 0))
+        hop = successors.transfer[arc] if state.worker[instance.unit[later]] != worker else 0
+        end = min(end, late[later] - hop)
     return end - state.duration[op]
 
 
@@ -81,7 +81,7 @@ def time(instance: Instance, state: State, sorting: Sorting, timing: Timing, goa
         return -1
     for index in range(state.duration.shape[0] - 1, -1, -1):
         op = sorting.order[index]
-        timing.late[op] = latest(instance, state, timing.late, op)
+        timing.late[op] = _latest(instance, state, timing.late, op)
     for pipeline in range(timing.longest.shape[0]):
         measure(instance, state, timing, goal, pipeline)
     return int(timing.longest.max())
