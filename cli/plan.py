@@ -27,9 +27,10 @@ from cli.timeline import timeline
 from planner.job.file import Job, JobError, read_job
 from planner.judge import judge_order
 from planner.model.problem import NoPlanError
-from planner.normalise import PlanOptions, normalised
-from planner.plan import Plan, plan_job
-from planner.progress import Report
+from planner.normalise import normalised
+from planner.options import PlanOptions
+from planner.plan import Plan, plan_with
+from planner.progress import ProgressCallback
 from planner.search.solve import METHODS, Method
 from schedules.codec import encode
 from schedules.schedule import BackwardMode, OptimizerMode, Worker
@@ -107,11 +108,10 @@ def make_plan(job: Job, failed: tuple[Worker, ...], *, backward: str | None, opt
     options = PlanOptions(backward=cast(BackwardMode | None, backward), method=cast(Method, method), seed=seed,
                           optimizer=cast(OptimizerMode | None, optimizer), time_limit=time_limit)
     try:
-        with planning() as report:
+        with planning() as progress:
             if normalise:
-                return normalised(job, failed, options, report=report)
-            return plan_job(job, failed, backward=options.backward, optimizer=options.optimizer, method=options.method,
-                            time_limit=time_limit, seed=seed, report=report)
+                return normalised(job, failed, options, progress=progress)
+            return plan_with(options, job, failed, progress=progress)
     except JobError as error:
         refuse(error)
     except NoPlanError as error:
@@ -141,7 +141,7 @@ def require_choice(option: str, value: str | None, choices: tuple[str, ...]) -> 
 
 
 @contextmanager
-def planning() -> Iterator[Report]:
+def planning() -> Iterator[ProgressCallback]:
     """Shows what the planner reports, with the time since it began, on stderr."""
     began = time.monotonic()
     with err.status("planning") as status:

@@ -6,7 +6,8 @@ from pathlib import Path
 from cli.console import is_there, parse_workers, refuse
 from planner.job.file import Job
 from planner.model.problem import NoPlanError
-from planner.normalise import PlanOptions
+from planner.options import PlanOptions
+from planner.plan import plan_only
 from runtime.coordinator.coordinator import NoScheduleError, Scheduler
 from runtime.model.checkpoint import MANIFEST, Checkpoint, CheckpointError, latest, open_checkpoint
 from schedules.schedule import Grid, Schedule, Worker
@@ -56,8 +57,9 @@ def scheduler(job: Job, first: Schedule, table: Table | None) -> Scheduler:
             found = None if table is None else table.lookup(down)
             if found is not None and found.schedule.grid == first.grid:
                 return found.schedule
-            options = PlanOptions(backward=first.backward, optimizer=first.optimizer, method="greedy")
-            planned = options.plan(job, down, seconds=ON_THE_SPOT_SECONDS)
+            options = PlanOptions(backward=first.backward, optimizer=first.optimizer, method="greedy",
+                                  time_limit=ON_THE_SPOT_SECONDS)
+            planned = plan_only(options, job, down)
             if planned.interrupted:  # it was the run that should end, not the search alone
                 raise KeyboardInterrupt
             return planned.schedule

@@ -13,7 +13,7 @@ from cli.console import answer_no, duration, err, out, print_json, refuse
 from cli.plan import Backward, How, JobFile, Json, Optimizer, Seed, require_choice
 from planner.job.file import JobError, parse_job, read_job_text
 from planner.model.problem import NoPlanError
-from planner.normalise import PlanOptions
+from planner.options import PlanOptions
 from planner.search.solve import METHODS, Method
 from planner.tables.build import Built, build_table
 from planner.tables.build import Progress as Tell

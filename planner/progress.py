@@ -2,5 +2,9 @@
 
 from collections.abc import Callable
 
-Report = Callable[[str], None]
-"""Called with one line whenever a better plan is found."""
+ProgressCallback = Callable[[str], None]
+"""Called with one line: a better plan was found, or what takes long now."""
+
+
+def quiet(line: str) -> None:
+    """A callback that tells nobody."""

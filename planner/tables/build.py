@@ -14,7 +14,10 @@ import msgspec
 
 from planner.job.file import Job
 from planner.model.problem import NoPlanError, build_problem
-from planner.normalise import PlanOptions, Windows, normal_form
+from planner.normalise import Windows, normal_form
+from planner.options import PlanOptions
+from planner.plan import plan_only
+from planner.search.compiled import ready
 from planner.tables.folder import Part, TableFolder, make_part, no_plan
 from planner.tables.process_pool import run_all
 from schedules.schedule import Worker
@@ -78,7 +81,9 @@ def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *
         finished = home.open()
         todo = [task for task in tasks if task.key not in finished]
         progress(len(tasks) - len(todo), len(tasks))
-        # Costliest first, so that the processes end together; and the largest number of failures teaches `Windows` all.
+        if todo:
+            ready()  # here, and not in every process
+        # Costliest first, so that the processes end together.
         todo.sort(key=lambda task: (task.failed is not None, -task.failures))
         with closing(run_all(Planner(job, options, basis), todo, jobs)) as results:
             for done, (_, part) in enumerate(results, 1):
@@ -138,7 +143,7 @@ class Planner:
         """The finished entry."""
         try:
             made = normal_form(self._job, task.failures, self._options, windows=self._windows) \
-                if task.failed is None else self._options.plan(self._job, task.failed, seconds=self._options.time_limit)
+                if task.failed is None else plan_only(self._options, self._job, task.failed)
         except NoPlanError as error:
             return no_plan(self._basis, task.key, task.failed or (), str(error), failures=task.failures)
         return make_part(self._basis, task.key, made.schedule)

@@ -7,7 +7,8 @@ from itertools import chain
 
 import pytest
 
-from planner.normalise import PlanOptions, normal_form
+from planner.normalise import normal_form
+from planner.options import PlanOptions
 from runtime import launch
 from runtime.coordinator.coordinator import NoScheduleError, RunError
 from runtime.coordinator.membership import Lighthouse

@@ -7,7 +7,8 @@ import pytest
 from planner.fleet.figures import FIGURES, ablation, failures, published, scaling
 from planner.fleet.figures.failures import steady
 from planner.fleet.speeds import Speeds, spread
-from planner.normalise import PlanOptions, normal_form
+from planner.normalise import normal_form
+from planner.options import PlanOptions
 from planner.plan import plan_job
 from planner.tables.build import build_table
 from schedules.tables.table import Table

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from planner.job.file import parse_job
-from planner.normalise import PlanOptions
+from planner.options import PlanOptions
 from planner.tables.build import Planner, all_tasks, basis_of, build_table
 from planner.tables.folder import PARTS, decode_part, encode_part
 from planner.tables.process_pool import PoolError, run_all
