@@ -1,4 +1,4 @@
-"""Machine code of the kernel: made before the first plan, of the sources as they are, and never behind anybody's back."""
+"""Machine code of the kernel: made before the first plan, of the sources as they are, by nobody in the background."""
 
 import os
 import shutil

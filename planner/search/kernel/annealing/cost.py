@@ -15,10 +15,10 @@ pipelines, the cost changes by what a step changes.
 """
 
 from planner.search.kernel.annealing.arrays import TOUCHED
-from planner.search.kernel.jit import jit
+from planner.search.kernel.jit import inlined, jit
 
 
-@jit
+@inlined
 def window(instance, state, late, worker):
     """The busy window of a worker, in ticks."""
     if state.size[worker] == 0:
@@ -26,7 +26,7 @@ def window(instance, state, late, worker):
     return state.deadline[instance.group[worker]] + instance.tail[worker] - late[state.sequence[worker, 0]]
 
 
-@jit
+@inlined
 def measure(instance, state, timing, goal, pipeline):
     """Fill in the longest window and the excess of a pipeline."""
     longest, excess = 0, 0
@@ -40,7 +40,7 @@ def measure(instance, state, timing, goal, pipeline):
     timing.longest[pipeline], timing.excess[pipeline] = longest, excess
 
 
-@jit
+@inlined
 def _cost_of(instance, timing, cycle, pipeline):
     """The cost of a pipeline as measured, in ticks."""
     return max(0, timing.longest[pipeline] - cycle.goal) + \
@@ -56,7 +56,7 @@ def cost(instance, timing, cycle):
     return total
 
 
-@jit
+@inlined
 def cost_after(instance, state, timing, log, cycle, before):
     """The cost after a step that touched the pipelines in the log, in ticks; they are measured anew."""
     total = before

@@ -2,10 +2,10 @@
 
 from planner.search.kernel.annealing.cost import window
 from planner.search.kernel.annealing.random import below
-from planner.search.kernel.jit import jit
+from planner.search.kernel.jit import inlined
 
 
-@jit
+@inlined
 def critical_worker(random, instance, state, timing, goal):
     """A worker with the longest window of some pipeline above the goal, each as likely as the others."""
     pipeline, seen = 0, 0
@@ -26,7 +26,7 @@ def critical_worker(random, instance, state, timing, goal):
     return worker
 
 
-@jit
+@inlined
 def critical_path(random, instance, state, late, op, within):
     """Follow what keeps an op from starting later: (op, last).
 
@@ -46,8 +46,8 @@ def critical_path(random, instance, state, late, op, within):
             own = -1
         other = -1
         for arc in range(start[op], start[op + 1]):
-            later = successor[arc]
-            if late[later] - (transfer[arc] if worker_of[unit[later]] != worker else 0) == end:
+            later, slack = successor[arc], late[successor[arc]] - end
+            if slack <= transfer[arc] and slack == (transfer[arc] if worker_of[unit[later]] != worker else 0):
                 other = later
                 break
         if own < 0 and other < 0:

@@ -16,7 +16,7 @@ from planner.search.kernel.annealing.moves import (
 from planner.search.kernel.annealing.random import below, uniform
 from planner.search.kernel.annealing.retiming import revert, unmark
 from planner.search.kernel.annealing.timing import time
-from planner.search.kernel.jit import jit
+from planner.search.kernel.jit import inlined, jit
 
 
 @jit
@@ -70,7 +70,7 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> None:
         _keep(chain, cycle, now)
 
 
-@jit
+@inlined
 def _is_better(timing, record, now, scale):
     """As long a period at a lower cost is worth keeping, too, if it is lower by more than the copy takes."""
     longest = timing.longest.max()

@@ -16,12 +16,12 @@ from planner.search.kernel.annealing.critical import critical_path, critical_wor
 from planner.search.kernel.annealing.random import below
 from planner.search.kernel.annealing.retiming import call, retime, touch
 from planner.search.kernel.annealing.timing import time
-from planner.search.kernel.jit import jit
+from planner.search.kernel.jit import inlined, jit
 
 NEVER = Move(NONE, -1, -1, -1, 0, 0, 0)
 
 
-@jit
+@inlined
 def fits(instance, state, move):
     """Whether the workers that got other ops, or another order, keep their capacity."""
     if move.kind == EXCHANGE:
@@ -32,22 +32,22 @@ def fits(instance, state, move):
     return True  # a trade puts ops of one stage in each other's places
 
 
-@jit
+@inlined
 def retime_after(instance, state, timing, queue, log, limits, move, places):
     """Time a change; False where some window becomes too long to be accepted, by `retiming.retime`."""
     if move.kind == EXCHANGE:
         if move.begin:
             call(queue, timing.late, state.sequence[move.worker, move.begin - 1])
-        return retime(instance, state, timing, queue, log, limits, (move.worker, move.begin, move.end))
-    _call_unit(instance, state, timing, queue, log, move.unit)
-    if move.kind == TRADE:
-        _call_unit(instance, state, timing, queue, log, move.other)
     else:
-        _call_left(instance, state, timing, queue, log, move.other, places)
-    return retime(instance, state, timing, queue, log, limits, (0, 0, 0))
+        _call_unit(instance, state, timing, queue, log, move.unit)
+        if move.kind == TRADE:
+            _call_unit(instance, state, timing, queue, log, move.other)
+        else:
+            _call_left(instance, state, timing, queue, log, move.other, places)
+    return retime(instance, state, timing, queue, log, limits, (move.worker, move.begin, move.end))
 
 
-@jit
+@inlined
 def undo(instance, state, run, places, move):
     """Take a change back. Its timing is undone by `retiming.revert`."""
     if move.kind == EXCHANGE:
@@ -61,7 +61,7 @@ def undo(instance, state, run, places, move):
 # --- Exchange ---------------------------------------------------------------------------------------------------------
 
 
-@jit
+@inlined
 def propose_exchange(random, instance, state, timing, cycle, run):
     """Let two runs change places; NEVER where they must not."""
     late = timing.late
@@ -91,7 +91,7 @@ def propose_exchange(random, instance, state, timing, cycle, run):
     return Move(EXCHANGE, -1, -1, worker, begin, middle, end)
 
 
-@jit
+@inlined
 def _run_length(random):
     """Ops in a run, few ones more often."""
     size = 1
@@ -100,7 +100,7 @@ def _run_length(random):
     return size
 
 
-@jit
+@inlined
 def _exchange(state, run, worker, begin, middle, end):
     """Let the runs [begin, middle) and [middle, end) of a worker change places."""
     row, size = state.sequence[worker], middle - begin
@@ -114,7 +114,7 @@ def _exchange(state, run, worker, begin, middle, end):
         state.place[row[index]] = index
 
 
-@jit
+@inlined
 def _keeps_capacity(instance, state, worker, end):
     """Whether the ops of a worker before place `end` keep its capacity."""
     capacity = instance.capacity[worker]
@@ -131,7 +131,7 @@ def _keeps_capacity(instance, state, worker, end):
 # --- Trade ------------------------------------------------------------------------------------------------------------
 
 
-@jit
+@inlined
 def propose_trade(random, instance, state, late, cycle):
     """Let two units trade places; NEVER where they must not."""
     unit = instance.movable[below(random, instance.movable.shape[0])]
@@ -142,7 +142,7 @@ def propose_trade(random, instance, state, late, cycle):
     return Move(TRADE, unit, other, -1, 0, 0, 0)
 
 
-@jit
+@inlined
 def _partner(random, instance, state, unit):
     """A unit to trade with, of the same stage: another movable one, or one of the same worker; -1 for none."""
     if below(random, 3) == 0:
@@ -153,7 +153,7 @@ def _partner(random, instance, state, unit):
     return other if other != unit and instance.stage[other] == instance.stage[unit] else -1
 
 
-@jit
+@inlined
 def _within(instance, late, cycle, unit):
     """Whether some op of a unit may change its place in this cycle."""
     kinds = instance.kinds

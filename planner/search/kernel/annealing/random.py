@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from planner.search.kernel.jit import jit
+from planner.search.kernel.jit import inlined
 
 
-@jit
+@inlined
 def _bits(random):
     """The next 53 random bits."""
     x = random[0]
@@ -16,13 +16,13 @@ def _bits(random):
     return np.int64(x >> np.uint64(11))
 
 
-@jit
+@inlined
 def below(random, bound):
     """A whole number from 0 to below the bound."""
     return _bits(random) % bound
 
 
-@jit
+@inlined
 def uniform(random):
     """A number from 0 to below 1."""
     return _bits(random) / 9007199254740992.0

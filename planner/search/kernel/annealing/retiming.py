@@ -6,10 +6,10 @@ A log keeps what was before, for `revert`.
 """
 
 from planner.search.kernel.annealing.arrays import BASE, BUCKETS, CHANGED, SPAN, TOP, TOUCHED, WAITING
-from planner.search.kernel.jit import jit
+from planner.search.kernel.jit import inlined
 
 
-@jit
+@inlined
 def call(queue, late, op):
     """Have an op looked at."""
     if op < 0 or queue.queued[op]:
@@ -24,7 +24,7 @@ def call(queue, late, op):
     counters[TOP] = max(counters[TOP], index)
 
 
-@jit
+@inlined
 def touch(timing, log, pipeline):
     """Note that the windows of a pipeline may change."""
     if not log.marked[pipeline]:
@@ -35,7 +35,7 @@ def touch(timing, log, pipeline):
         log.counters[TOUCHED] += 1
 
 
-@jit
+@inlined
 def retime(instance, state, timing, queue, log, limits, run):
     """Time anew the ops at places [begin, end) of a worker, those in the queue, and all that follow from them.
 
@@ -73,7 +73,8 @@ def retime(instance, state, timing, queue, log, limits, run):
         start = late[sequence[worker, at + 1]] if at + 1 < size[worker] else deadline[group[worker]]
         for arc in range(first_successor[op], first_successor[op + 1]):
             other = successor[arc]
-            start = min(start, late[other] - (transfer[arc] if worker_of[unit[other]] != worker else 0))
+            if late[other] - transfer[arc] < start:  # else it does not matter who runs it
+                start = min(start, late[other] - (transfer[arc] if worker_of[unit[other]] != worker else 0))
         start -= duration[op]
         pipeline = owner[worker]
         if at == 0 and not marked[pipeline]:
@@ -109,14 +110,14 @@ def retime(instance, state, timing, queue, log, limits, run):
     return good
 
 
-@jit
+@inlined
 def unmark(log):
     """The step is over for the pipelines that it touched."""
     for number in range(log.counters[TOUCHED]):
         log.marked[log.pipeline[number]] = 0
 
 
-@jit
+@inlined
 def revert(timing, queue, log):
     """The timing as it was before the step, and nobody in the queue."""
     counters = queue.counters

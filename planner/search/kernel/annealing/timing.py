@@ -2,7 +2,7 @@
 
 from planner.search.kernel.annealing.arrays import Instance, Sorting, State, Timing
 from planner.search.kernel.annealing.cost import measure
-from planner.search.kernel.jit import jit
+from planner.search.kernel.jit import inlined, jit
 
 
 @jit
@@ -42,7 +42,7 @@ def _sort(instance, state, sorting):
     return done == state.duration.shape[0]
 
 
-@jit
+@inlined
 def _latest(instance, state, late, op):
     """The latest start of an op, given those of the ops after it:
 
