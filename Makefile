@@ -39,13 +39,13 @@ library: $(INSTALLED)      ## plan the tables of schedules/library anew
 	done
 
 # torch first and by its exact version, so that nothing else pulls another build. The planner's inner loops are compiled
-# here rather than in the background of the first plan.
+# here, so that the first plan need not wait for them.
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("slipstream needs Python 3.11 or newer: make PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
-	$(BIN)/python -m planner.search.kernel.compile
+	$(BIN)/python -m planner.search.compiled
 	touch $@
 
 clean:                     ## remove the environment and everything generated

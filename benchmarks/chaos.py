@@ -33,7 +33,8 @@ import torch
 
 from benchmarks.jobs import uniform_job
 from planner.job.file import Job
-from planner.normalise import PlanOptions, normal_form
+from planner.normalise import normal_form
+from planner.options import PlanOptions
 from planner.plan import plan_job
 from runtime.config import RunConfig, parse_run_config
 from runtime.coordinator.planning import NoScheduleError, RunError, Scheduler

@@ -20,7 +20,7 @@ from rich.table import Table as Grid
 
 from benchmarks.jobs import uniform_text
 from planner.job.file import parse_job
-from planner.normalise import PlanOptions
+from planner.options import PlanOptions
 from planner.tables.build import BuiltTable, build_table
 from schedules.tables.table import Table
 

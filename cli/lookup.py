@@ -13,7 +13,8 @@ from cli.shared.options import Failed, Json, OutFile
 from cli.shared.role_changes import role_change_lines
 from planner.job.file import JobError, parse_job
 from planner.model.problem import NoPlanError
-from planner.normalise import PlanOptions
+from planner.options import PlanOptions
+from planner.plan import plan_only
 from schedules.check import check
 from schedules.codec import encode
 from schedules.schedule import Schedule, Worker
@@ -85,10 +86,11 @@ def _plan(table: Table, down: tuple[Worker, ...]) -> _Answer:
               markup=False, highlight=False, soft_wrap=True)
     began = time.monotonic()
     basis = table.basis
-    options = PlanOptions(backward=basis.backward, optimizer=basis.optimizer, method="greedy", seed=basis.seed)
+    options = PlanOptions(backward=basis.backward, optimizer=basis.optimizer, method="greedy", seed=basis.seed,
+                          time_limit=PLAN_SECONDS)
     try:
         job = parse_job(table.job_text().decode(), f"{table.folder / 'job.toml'}")
-        made = options.plan(job, down, seconds=PLAN_SECONDS)
+        made = plan_only(options, job, down)
     except (JobError, UnicodeDecodeError) as error:
         refuse(error)
     except NoPlanError as error:

@@ -14,7 +14,7 @@ from cli.shared.options import Backward, JobFile, Json, MethodName, Optimizer, S
 from cli.shared.planning import plan_options
 from planner.job.file import JobError, parse_job, read_job_text
 from planner.model.problem import NoPlanError
-from planner.progress import ProgressCallback
+from planner.progress import CountCallback
 from planner.tables.build import BuiltTable, build_table
 from planner.tables.process_pool import PoolError
 from schedules.tables.file import READABLE_INDEX, TableError
@@ -64,7 +64,7 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
 
 
 @contextmanager
-def _progress() -> Iterator[ProgressCallback]:
+def _progress() -> Iterator[CountCallback]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TimeRemainingColumn())
     with Progress(*columns, console=err, disable=not err.is_terminal) as bar:

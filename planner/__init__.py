@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from planner.judge import Judged as Judged
     from planner.judge import judge_order as judge_order
     from planner.model.problem import NoPlanError as NoPlanError
-    from planner.normalise import PlanOptions as PlanOptions
     from planner.normalise import normalised as normalised
+    from planner.options import PlanOptions as PlanOptions
     from planner.plan import Plan as Plan
     from planner.plan import plan_job as plan_job
 
 _HOMES = {
     "Job": "job.file", "JobError": "job.file", "parse_job": "job.file", "read_job": "job.file",
     "NoPlanError": "model.problem", "Plan": "plan", "plan_job": "plan",
-    "PlanOptions": "normalise", "normalised": "normalise",
+    "PlanOptions": "options", "normalised": "normalise",
     "Judged": "judge", "judge_order": "judge",
 }
 """Public names, and the module that each lives in."""

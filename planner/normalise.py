@@ -23,12 +23,13 @@ import msgspec
 
 from planner.job.file import Job
 from planner.model.bounds import lower_bound
-from planner.model.problem import NoPlanError, Problem, build_problem
-from planner.plan import Plan, checked, collector_at_rest, plan_job, problem_for
-from planner.progress import Report
-from planner.search.solve import Method, solve
+from planner.model.problem import NoPlanError, build_problem
+from planner.options import PlanOptions
+from planner.plan import Plan, Planned, plan_only, plan_with
+from planner.progress import ProgressCallback, quiet
+from planner.search.compiled import ready
 from schedules.check import check
-from schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
+from schedules.schedule import Schedule, Worker
 from schedules.tables.pattern import Pattern, dead_column, pattern_of, patterns, pipeline_classes, representative
 from schedules.tables.relabel import relabel
 
@@ -44,44 +45,6 @@ Counts = tuple[int, ...]
 """Roles that are down, by column."""
 Ranked = tuple[int, int, int, Counts]
 """(longest window in ticks, sum of windows, sum of squared counts, counts) of a distribution."""
-
-
-class Planned(msgspec.Struct, frozen=True):
-    """A checked schedule, and whether Ctrl-C cut the search for it short."""
-
-    schedule: Schedule
-    interrupted: bool = False
-    seconds: float = 0.0
-    """Spent on it."""
-
-
-class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How to plan: as the arguments of `plan_job`."""
-
-    backward: BackwardMode | None = None
-    optimizer: OptimizerMode | None = None
-    method: Method = "cp-sat"
-    time_limit: float = 10.0
-    seed: int = 0
-
-    def problem(self, job: Job, failed: Sequence[Worker] = ()) -> Problem:
-        """The problem to solve. Raises NoPlanError."""
-        return problem_for(job, failed, self.method, self.backward, self.optimizer)
-
-    def plan(self, job: Job, failed: Sequence[Worker], *, seconds: float, method: Method | None = None) -> Planned:
-        """Plan within `seconds`, by another method if one is given, with nothing to compare. Raises NoPlanError."""
-        began = time.monotonic()
-        method = method or self.method
-        with collector_at_rest():
-            problem = self.problem(job, failed)
-            solved = solve(problem, method, began + max(0.01, seconds), self.seed, lambda _: None)
-            schedule = checked(problem, solved, method)
-        return Planned(schedule, solved.interrupted, time.monotonic() - began)
-
-    @property
-    def fast(self) -> Method:
-        """The method to compare candidates by."""
-        return "greedy" if self.method == "cp-sat" else self.method
 
 
 class Windows:
@@ -199,30 +162,33 @@ def _few_patterns(failures: int, columns: int, classes: Sequence[int]) -> list[P
 
 
 def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windows | None = None,
-                report: Report | None = None) -> Planned:
-    """The best plan for a number of failures, whose roles may be chosen. Depends on the number alone.
+                progress: ProgressCallback = quiet) -> Planned:
+    """The best plan for a number of failures, whose roles may be chosen: a function of job, number and options.
 
-    The roles that are down are the `failed` of its schedule, in which every worker plays its own role. Raises
-    NoPlanError when so many failures leave some stage without a live worker, however roles are dealt.
+    The roles that are down are the `failed` of its schedule, in which every worker plays its own role. `windows` are
+    those of the same job and options, kept from call to call. Raises NoPlanError when so many failures leave some stage
+    without a live worker, however roles are assigned.
     """
     if failures == 0:
-        return options.plan(job, (), seconds=options.time_limit)
+        return plan_only(options, job, ())
     windows = windows or Windows(job, options)
     if not windows.distributions(failures):
         most = sum(windows.most(column) for column in range(job.stages))
         raise NoPlanError(f"{failures} failures leave some stage without a live worker, however roles are dealt: the "
                           f"job can lose {most} of its {job.pipelines * job.stages} workers")
+    ready(progress)
     deadline = time.monotonic() + options.time_limit
-    best = _best_candidate(job, windows, failures, options, report or (lambda _: None))
+    best = _best_candidate(job, windows, failures, options, progress)
     left = deadline - time.monotonic()
     if best.interrupted or best.schedule.status == "optimal" or left < best.seconds:
         return best
-    final = options.plan(job, best.schedule.failed, seconds=left)
+    final = plan_only(options.within(left), job, best.schedule.failed)
     better = final.schedule.period_ticks <= best.schedule.period_ticks
     return msgspec.structs.replace(final if better else best, interrupted=final.interrupted)
 
 
-def _best_candidate(job: Job, windows: Windows, failures: int, options: PlanOptions, report: Report) -> Planned:
+def _best_candidate(job: Job, windows: Windows, failures: int, options: PlanOptions,
+                    progress: ProgressCallback) -> Planned:
     """The candidate with the shortest plan; the first of equals.
 
     All are planned in a share of the time, then the best few again in as much. Where that is more than the list
@@ -235,14 +201,14 @@ def _best_candidate(job: Job, windows: Windows, failures: int, options: PlanOpti
     shortest: Planned | None = None
     left = candidates(job, windows, failures)
     for keep in (FINALISTS, 0):
-        seconds = options.time_limit * SEARCH_SHARE / len(left)
+        quick = options.comparing.within(options.time_limit * SEARCH_SHARE / len(left))
         for holes in left:
-            made = options.plan(job, holes, seconds=seconds, method=options.fast)
+            made = plan_only(quick, job, holes)
             if holes not in best or made.schedule.period_ticks < best[holes].schedule.period_ticks:
                 best[holes] = made
             if shortest is None or made.schedule.period_ticks < shortest.schedule.period_ticks:
                 shortest = made
-                report(_described(made.schedule))
+                progress(_described(made.schedule))
             if made.interrupted or shortest.schedule.period_ticks <= floor or time.monotonic() + made.seconds > over:
                 return msgspec.structs.replace(shortest, interrupted=made.interrupted)
         if len(best) <= FINALISTS:
@@ -257,18 +223,19 @@ def _described(schedule: Schedule) -> str:
            f"pipelines: period {schedule.seconds(schedule.period_ticks):g} s"
 
 
-def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, report: Report | None = None) -> Plan:
+def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *,
+               progress: ProgressCallback = quiet) -> Plan:
     """Plan for these failed workers with roles moved where that shortens the period; never longer than without.
 
     Both plans get half of the time. Raises JobError for unknown workers, NoPlanError when no schedule can exist.
     """
+    ready(progress)
     began = time.monotonic()
-    half = msgspec.structs.replace(options, time_limit=options.time_limit / 2)
-    best = plan_job(job, failed, backward=options.backward, optimizer=options.optimizer, method=options.method,
-                    time_limit=half.time_limit, seed=options.seed, report=report)
+    half = options.within(options.time_limit / 2)
+    best = plan_with(half, job, failed, progress=progress)
     windows = Windows(job, half)
     if failed and not best.interrupted and not _cannot_be_beaten(best, windows):
-        normal = normal_form(job, len(set(failed)), half, windows=windows, report=report)
+        normal = normal_form(job, len(set(failed)), half, windows=windows, progress=progress)
         schedule = relabel(normal.schedule, failed)
         if schedule is not None and schedule.period_ticks < best.schedule.period_ticks:
             violations = check(schedule)

@@ -10,8 +10,11 @@ import msgspec
 from planner.interrupt import interruptible
 from planner.job.file import Job, require_known
 from planner.model.assemble import build_schedule, period
-from planner.model.problem import Problem, build_problem
-from planner.progress import Report
+from planner.model.problem import Problem
+from planner.options import PlanOptions
+from planner.progress import ProgressCallback, quiet
+from planner.search.budget import Budget
+from planner.search.compiled import ready
 from planner.search.solve import Method, Solved, solve
 from schedules.check import check
 from schedules.memory import memory_peaks
@@ -53,41 +56,64 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode | None = None,
              optimizer: OptimizerMode | None = None, method: Method = "cp-sat", time_limit: float = 10.0,
-             roles: Mapping[Worker, Worker] | None = None, seed: int = 0, report: Report | None = None) -> Plan:
-    """Plan one schedule within about `time_limit` seconds.
+             roles: Mapping[Worker, Worker] | None = None, seed: int = 0,
+             progress: ProgressCallback = quiet) -> Plan:
+    """Plan one schedule within about `time_limit` seconds. The first plan of an installation is compiled for before.
 
     `roles` maps live workers that take over another role to it. `backward` and `optimizer` are split and staggered
     unless given; fused and synchronous for 1f1b, which is defined so. Raises JobError when a failed worker is not in
     the job, NoPlanError when no schedule can exist.
     """
-    began = time.monotonic()
+    options = PlanOptions(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit, seed=seed)
+    return plan_with(options, job, failed, roles=roles, progress=progress)
+
+
+def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *,
+              roles: Mapping[Worker, Worker] | None = None, progress: ProgressCallback = quiet) -> Plan:
+    """As `plan_job`, by options."""
     require_known(failed, job)
-    tell = report or (lambda _: None)
-    with collector_at_rest(), interruptible() as stop:
-        problem = problem_for(job, failed, method, backward, optimizer, roles)
-        share = time_limit * FAULT_FREE_SHARE if failed else 0.0
-        solved = solve(problem, method, began + time_limit - share, seed, tell, stop)
+    ready(progress)
+    began = time.monotonic()
+    with _garbage_collection_off(), interruptible() as stop:
+        share = options.time_limit * FAULT_FREE_SHARE if failed else 0.0
+        problem = options.problem(job, failed, roles)
+        solved = solve(problem, options.method, Budget(deadline=began + options.time_limit - share, seed=options.seed,
+                                                       progress=progress, stop=stop))
         fault_free = None
         if failed:
-            whole = problem_for(job, (), method, backward, optimizer)
-            healthy = solve(whole, method, time.monotonic() + share, seed, lambda _: None, stop)
+            whole = options.problem(job)
+            healthy = solve(whole, options.method, Budget(deadline=time.monotonic() + share, seed=options.seed,
+                                                          stop=stop))
             fault_free = period(whole, healthy.pieces, healthy.deadlines)
         interrupted = stop.is_set()
-        schedule = checked(problem, solved, method)
+        schedule = _checked(problem, solved, options.method)
     return Plan(schedule=schedule, solve_seconds=time.monotonic() - began, interrupted=interrupted,
                 evidence=None if schedule.status == "optimal" else solved.evidence or None,
                 fault_free_period=schedule.seconds(fault_free or schedule.period_ticks))
 
 
-def problem_for(job: Job, failed: Sequence[Worker], method: Method, backward: BackwardMode | None,
-                optimizer: OptimizerMode | None, roles: Mapping[Worker, Worker] | None = None) -> Problem:
-    """The problem that a method is to solve, in its usual modes unless others are given. Raises NoPlanError."""
-    usual = method == "1f1b"
-    return build_problem(job, failed, backward=backward or ("fused" if usual else "split"),
-                         optimizer=optimizer or ("synchronous" if usual else "staggered"), roles=roles)
+class Planned(msgspec.Struct, frozen=True):
+    """A checked schedule with nothing to compare it to."""
+
+    schedule: Schedule
+    interrupted: bool = False
+    """Ctrl-C cut the search short."""
+    seconds: float = 0.0
+    """Spent on it."""
 
 
-def checked(problem: Problem, solved: Solved, method: Method) -> Schedule:
+def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker]) -> Planned:
+    """One schedule, without a fault-free one to compare it with. Raises NoPlanError."""
+    ready()
+    began = time.monotonic()
+    with _garbage_collection_off(), interruptible() as stop:
+        problem = options.problem(job, failed)
+        budget = Budget(deadline=began + max(0.01, options.time_limit), seed=options.seed, stop=stop)
+        schedule = _checked(problem, solve(problem, options.method, budget), options.method)
+        return Planned(schedule, stop.is_set(), time.monotonic() - began)
+
+
+def _checked(problem: Problem, solved: Solved, method: Method) -> Schedule:
     """The schedule of what was solved. That it passes the checker is made sure."""
     schedule = build_schedule(problem, solved.pieces, lower_bound=solved.lower_bound_ticks, method=method,
                               deadlines=solved.deadlines)
@@ -98,7 +124,7 @@ def checked(problem: Problem, solved: Solved, method: Method) -> Schedule:
 
 
 @contextmanager
-def collector_at_rest() -> Iterator[None]:
+def _garbage_collection_off() -> Iterator[None]:
     """A large plan is millions of small objects without a cycle; looking for one takes a quarter of the time."""
     on = gc.isenabled()
     gc.disable()

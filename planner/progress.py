@@ -2,8 +2,12 @@
 
 from collections.abc import Callable
 
-Report = Callable[[str], None]
-"""Called with one line whenever a better plan is found."""
+ProgressCallback = Callable[[str], None]
+"""Called with one line: a better plan was found, or what takes long now."""
 
-ProgressCallback = Callable[[int, int], None]
+CountCallback = Callable[[int, int], None]
 """Called with (parts finished, parts in all) by work that is done in parts."""
+
+
+def quiet(line: str) -> None:
+    """A callback that tells nobody."""

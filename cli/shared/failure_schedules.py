@@ -2,7 +2,9 @@
 
 from planner.job.file import Job
 from planner.model.problem import NoPlanError
-from planner.normalise import PlanOptions, normal_form
+from planner.normalise import normal_form
+from planner.options import PlanOptions
+from planner.plan import plan_only
 from runtime.coordinator.planning import NoScheduleError, Scheduler
 from schedules.schedule import Schedule, Worker
 from schedules.tables.file import TableError
@@ -26,7 +28,10 @@ def scheduler(job: Job, first: Schedule, table: Table | None) -> Scheduler:
             if dead_column(down, first.grid) is not None:
                 # One of another stage, which may have taken over there before, holds its layers: roles must move.
                 return _with_moves(job, down, options)
-            return options.plan(job, down, seconds=ON_THE_SPOT_SECONDS).schedule
+            planned = plan_only(options, job, down)
+            if planned.interrupted:  # it was the run that should end, not the search alone
+                raise KeyboardInterrupt
+            return planned.schedule
         except (TableError, NoPlanError) as error:
             raise NoScheduleError(str(error)) from None
 

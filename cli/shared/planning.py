@@ -9,9 +9,10 @@ from cli.shared.console import answer_no, err, refuse
 from cli.shared.inputs import require_choice
 from planner.job.file import Job, JobError
 from planner.model.problem import NoPlanError
-from planner.normalise import PlanOptions, normalised
-from planner.plan import Plan, plan_job
-from planner.progress import Report
+from planner.normalise import normalised
+from planner.options import PlanOptions
+from planner.plan import Plan, plan_with
+from planner.progress import ProgressCallback
 from planner.search.solve import METHODS, Method
 from schedules.schedule import BackwardMode, OptimizerMode, Worker
 
@@ -29,11 +30,10 @@ def plan_options(*, backward: str | None, optimizer: str | None, method: str, ti
 def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, normalise: bool = False) -> Plan:
     """Plan with progress on stderr. Exits 2 where the job has no such worker, 1 where no plan can exist."""
     try:
-        with planning() as report:
+        with planning() as progress:
             if normalise:
-                return normalised(job, failed, options, report=report)
-            return plan_job(job, failed, backward=options.backward, optimizer=options.optimizer, method=options.method,
-                            time_limit=options.time_limit, seed=options.seed, report=report)
+                return normalised(job, failed, options, progress=progress)
+            return plan_with(options, job, failed, progress=progress)
     except JobError as error:
         refuse(error)
     except NoPlanError as error:
@@ -41,7 +41,7 @@ def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, nor
 
 
 @contextmanager
-def planning() -> Iterator[Report]:
+def planning() -> Iterator[ProgressCallback]:
     """Show what the planner reports on stderr, with the time since it began."""
     began = time.monotonic()
     with err.status("planning") as status:

@@ -11,7 +11,7 @@ from planner.fleet.costs import Costs
 from planner.fleet.policies import POLICIES
 from planner.fleet.policy import Cause, Phase, Policy, Scenario
 from planner.fleet.throughput import Throughputs
-from planner.progress import ProgressCallback
+from planner.progress import CountCallback
 
 Floats = npt.NDArray[np.float64]
 CAUSES = tuple(Cause)
@@ -124,7 +124,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(policies: Sequence[type[Policy]], throughputs: Throughputs, costs: Costs, trace: AvailabilityTrace,
-            progress: ProgressCallback = lambda _done, _total: None) -> Comparison:
+            progress: CountCallback = lambda _done, _total: None) -> Comparison:
     """Simulate policies over one trace, which must fit the job.
 
     After Ctrl-C the result has the policies that were finished. Raises KeyboardInterrupt when there are none.
@@ -144,7 +144,7 @@ def compare(policies: Sequence[type[Policy]], throughputs: Throughputs, costs: C
 
 def throughputs_over_traces(policies: Sequence[type[Policy]], throughputs: Throughputs, costs: Costs,
                             traces: Sequence[AvailabilityTrace],
-                            progress: ProgressCallback = lambda _done, _total: None) -> dict[str, Floats]:
+                            progress: CountCallback = lambda _done, _total: None) -> dict[str, Floats]:
     """Mean samples per second by policy, one value for each trace.
 
     After Ctrl-C the result has the traces that were finished. Raises KeyboardInterrupt when there are none.

@@ -11,7 +11,6 @@ different times, the assembled schedule can be a little longer.
 """
 
 import math
-import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property
@@ -26,9 +25,12 @@ from planner.model.decompose import Piece, decompose
 from planner.model.problem import Problem
 from planner.model.solution import Solution
 from planner.model.start_times import solution_period
-from planner.normalise import PlanOptions, Windows, arrangements
+from planner.normalise import Windows, arrangements
+from planner.options import PlanOptions
 from planner.search.assignment import assign
 from planner.search.baselines import one_f_one_b
+from planner.search.budget import Budget
+from planner.search.compiled import ready
 from planner.search.list_scheduler import DispatchRule, ListScheduler, in_flight
 from planner.search.solve import solve
 from schedules.schedule import BackwardMode, OptimizerMode
@@ -133,9 +135,9 @@ class Throughputs:
 
     def _search(self, problem: Problem) -> Pieces:
         """Plan with the list schedulers, for a short time."""
-        deadline = time.monotonic() + self._options.time_limit
-        # With an event that is never set, so that Ctrl-C ends the whole simulation and not only this search.
-        return solve(problem, "greedy", deadline, 0, lambda _: None, threading.Event()).pieces
+        ready(self._announce)
+        # The budget's own event is never set: Ctrl-C ends the whole simulation and not this search.
+        return solve(problem, "greedy", Budget(deadline=time.monotonic() + self._options.time_limit)).pieces
 
     def _period_of(self, problem: Problem, solver: Callable[[Problem], Pieces]) -> int:
         """The period in ticks: of the assembled schedule; for a large job, of the slowest piece."""

@@ -13,8 +13,11 @@ import msgspec
 
 from planner.job.file import Job
 from planner.model.problem import NoPlanError, build_problem
-from planner.normalise import PlanOptions, Windows, normal_form
-from planner.progress import ProgressCallback
+from planner.normalise import Windows, normal_form
+from planner.options import PlanOptions
+from planner.plan import plan_only
+from planner.progress import CountCallback
+from planner.search.compiled import ready
 from planner.tables.folder import Part, TableFolder, make_part, no_plan
 from planner.tables.process_pool import run_all
 from schedules.schedule import Worker
@@ -59,7 +62,7 @@ class BuiltTable(msgspec.Struct, frozen=True, kw_only=True):
 
 def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *, max_failures: int,
                 exact: bool = False, jobs: int = 1,
-                progress: ProgressCallback = lambda _done, _total: None) -> BuiltTable:
+                progress: CountCallback = lambda _done, _total: None) -> BuiltTable:
     """Plan the entries that are missing and write the table. `job_text` is the job file; the table keeps a copy.
 
     Where this is interrupted, finished entries stay, and the next call goes on from there. Raises NoPlanError when
@@ -77,6 +80,8 @@ def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *
         finished = table_folder.reopen()
         missing = [task for task in tasks if task.key not in finished]
         progress(len(tasks) - len(missing), len(tasks))
+        if missing:
+            ready()  # here, and not in every process
         # Most expensive first, so that the processes end together.
         missing.sort(key=lambda task: (task.failed is not None, -task.failures))
         with closing(run_all(EntryPlanner(job, options, basis), missing, jobs)) as results:
@@ -140,7 +145,7 @@ class EntryPlanner:
         """Plan an entry."""
         try:
             made = normal_form(self._job, task.failures, self._options, windows=self._windows) \
-                if task.failed is None else self._options.plan(self._job, task.failed, seconds=self._options.time_limit)
+                if task.failed is None else plan_only(self._options, self._job, task.failed)
         except NoPlanError as error:
             return no_plan(self._basis, task.key, task.failed or (), str(error), failures=task.failures)
         return make_part(self._basis, task.key, made.schedule)

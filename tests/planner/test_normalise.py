@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from planner.model.problem import NoPlanError, build_problem
-from planner.normalise import PlanOptions, Windows, candidates, normal_form, normalised
+from planner.normalise import Windows, candidates, normal_form, normalised
+from planner.options import PlanOptions
 from planner.plan import plan_job
 from schedules.check import check
 from schedules.codec import encode

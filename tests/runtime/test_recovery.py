@@ -9,7 +9,8 @@ from itertools import chain
 import pytest
 
 from cli.shared.failure_schedules import scheduler
-from planner.normalise import PlanOptions, normal_form
+from planner.normalise import normal_form
+from planner.options import PlanOptions
 from runtime.coordinator.planning import NoScheduleError, RunError
 from runtime.launch import Resilience, join, run
 from runtime.model.checkpoint import latest

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 
 from planner.fleet.figures import ablation, failures, scaling, trace_average, worked_example
 from planner.fleet.figures.figure import Figure
-from planner.progress import ProgressCallback
+from planner.progress import CountCallback
 
 __all__ = ["FIGURES", "Figure"]
 
-FIGURES: Mapping[str, Callable[[ProgressCallback], Figure]] = {
+FIGURES: Mapping[str, Callable[[CountCallback], Figure]] = {
     "worked-example": worked_example.reproduce,
     "failures": failures.reproduce,
     "trace": trace_average.reproduce,

@@ -4,7 +4,7 @@ from planner.fleet.figures import published
 from planner.fleet.figures.failures import assumptions
 from planner.fleet.figures.figure import Cell, Figure, band
 from planner.fleet.throughput import Throughputs, spread_over_stages
-from planner.progress import ProgressCallback
+from planner.progress import CountCallback
 from schedules.schedule import BackwardMode, OptimizerMode
 
 FAILURES = (1, 2, 4, 5, 8)
@@ -25,7 +25,7 @@ def shares(microbatches: int) -> dict[str, list[float]]:
                            if (down := throughputs.normal_form(count)) is not None]}
 
 
-def reproduce(progress: ProgressCallback) -> Figure:
+def reproduce(progress: CountCallback) -> Figure:
     """Each step without the restriction that healthy workers run 1F1B, so that it shows what the step itself gains."""
     found = []
     for index, microbatches in enumerate(published.MICROBATCHES):

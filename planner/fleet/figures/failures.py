@@ -8,7 +8,7 @@ from planner.fleet.figures.figure import Cell, Figure, Series, band
 from planner.fleet.policies import POLICIES
 from planner.fleet.policy import Policy, Scenario
 from planner.fleet.throughput import Throughputs
-from planner.progress import ProgressCallback
+from planner.progress import CountCallback
 
 MOST = 9
 KINDS: tuple[type[Policy], ...] = tuple(POLICIES[name] for name in (
@@ -22,7 +22,7 @@ def steady_rates(microbatches: int) -> dict[str, list[float]]:
     return {kind.name: [kind(scenario).steady_rate(failures) for failures in range(MOST + 1)] for kind in KINDS}
 
 
-def reproduce(progress: ProgressCallback) -> Figure:
+def reproduce(progress: CountCallback) -> Figure:
     """All policies in steady state. The band is over the number of micro-batches."""
     found = []
     for index, microbatches in enumerate(published.MICROBATCHES):

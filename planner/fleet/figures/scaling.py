@@ -3,7 +3,7 @@
 from planner.fleet.figures.figure import Cell, Figure, Series, band
 from planner.fleet.throughput import Throughputs, spread_over_stages
 from planner.job.file import Job, StageTimes
-from planner.progress import ProgressCallback
+from planner.progress import CountCallback
 
 GPUS = (96, 192, 384, 768, 1536)
 SHARES = (0.01, 0.05, 0.10)
@@ -37,7 +37,7 @@ def shares(gpus: int, microbatches: int) -> list[tuple[float, float, float]]:
     return found
 
 
-def reproduce(progress: ProgressCallback) -> Figure:
+def reproduce(progress: CountCallback) -> Figure:
     """Three families of lines over the number of GPUs."""
     found: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
     for microbatches in MICROBATCHES:

@@ -9,7 +9,7 @@ from planner.fleet.figures.figure import Cell, Figure, Series
 from planner.fleet.policies import POLICIES
 from planner.fleet.simulation import throughputs_over_traces
 from planner.fleet.throughput import Throughputs
-from planner.progress import ProgressCallback
+from planner.progress import CountCallback
 
 SEEDS = 5
 """Draws of which workers leave; averaged."""
@@ -26,7 +26,7 @@ def averages(model: str, microbatches: int) -> dict[str, float]:
     return {name: float(np.mean(values)) for name, values in by_policy.items()}
 
 
-def reproduce(progress: ProgressCallback) -> Figure:
+def reproduce(progress: CountCallback) -> Figure:
     """All policies. The range is over the number of micro-batches."""
     found: dict[str, list[dict[str, float]]] = {model: [] for model in MODELS}
     total = len(MODELS) * len(published.MICROBATCHES)

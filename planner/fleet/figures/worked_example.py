@@ -3,7 +3,7 @@
 from planner.fleet.figures.figure import Cell, Figure, Series
 from planner.job.file import Job, StageMemory, StageTimes
 from planner.plan import Plan, plan_job
-from planner.progress import ProgressCallback
+from planner.progress import CountCallback
 from planner.search.solve import Method
 from schedules.schedule import BackwardMode, OptimizerMode, Worker
 
@@ -25,7 +25,7 @@ def example(limited: bool = False) -> Job:
                columns=(0, 1, 2, 3))
 
 
-def reproduce(progress: ProgressCallback) -> Figure:
+def reproduce(progress: CountCallback) -> Figure:
     """Plan the four published schedules, and one that is not: all workers alive with the same ideas."""
     cases: tuple[tuple[Job, tuple[Worker, ...], Method, BackwardMode, OptimizerMode], ...] = (
         (example(), (), "1f1b", "fused", "synchronous"),

@@ -1,1 +1,1 @@
-"""Inner loops compiled to machine code by numba; `planner.search.compiled` says whether they are ready."""
+"""Inner loops compiled to machine code by numba; `planner.search.compiled` says when."""

@@ -14,7 +14,17 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 def jit(function: Function) -> Function:
     """A function that is compiled when it is first called, for the types it is called with."""
+    return _compiled(function, inline=False)
+
+
+def inlined(function: Function) -> Function:
+    """A function that gets many arrays and does little: to pass them would take longer than what it does."""
+    return _compiled(function, inline=True)
+
+
+def _compiled(function: Function, *, inline: bool) -> Function:
     try:
-        return cast(Function, njit(cache=True, nogil=True)(function))
+        made = njit(cache=True, nogil=True, forceinline=inline)(function)
     except RuntimeError:  # neither the installation nor the user has a folder that can be written
-        return cast(Function, njit(nogil=True)(function))
+        made = njit(nogil=True, forceinline=inline)(function)
+    return cast(Function, made)

@@ -5,7 +5,8 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.normalise import PlanOptions, normalised
+from planner.normalise import normalised
+from planner.options import PlanOptions
 from schedules.memory import memory_peaks
 from schedules.precedence import op_key, producers
 from schedules.schedule import COMPUTE_KINDS, Worker

@@ -9,7 +9,8 @@ from planner.fleet.figures import FIGURES, ablation, failures, published, scalin
 from planner.fleet.figures.failures import steady_rates
 from planner.fleet.figures.figure import Series
 from planner.fleet.throughput import Throughputs, spread_over_stages
-from planner.normalise import PlanOptions, normal_form
+from planner.normalise import normal_form
+from planner.options import PlanOptions
 from planner.plan import plan_job
 from planner.tables.build import build_table
 from schedules.tables.table import Table

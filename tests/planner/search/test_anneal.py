@@ -1,7 +1,5 @@
 """Annealing: its clock is that of `planner.model.arrays`, its plans keep every rule, and it never makes one worse."""
 
-import importlib
-import threading
 import time
 
 import pytest
@@ -13,9 +11,11 @@ from planner.model.assemble import build_schedule
 from planner.model.bounds import lower_bound
 from planner.model.problem import build_problem
 from planner.model.start_times import solution_period
-from planner.search.anneal import Annealer
-from planner.search.anneal_pieces import polish
+from planner.search.annealing.chain import AnnealingChain
+from planner.search.annealing.pieces import anneal_pieces
 from planner.search.assignment import assign
+from planner.search.budget import Budget
+from planner.search.compiled import ready
 from planner.search.list_scheduler import DispatchRule, ListScheduler
 from schedules.check import check
 from schedules.schedule import Worker
@@ -24,10 +24,10 @@ from tests.jobs import failures, grid, jobs
 MODES = st.tuples(st.sampled_from(["split", "fused"]), st.sampled_from(["staggered", "synchronous"]))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def kernel():
     """Compiles here and now if need be: some twenty seconds, once."""
-    return importlib.import_module("planner.search.kernel.annealing")
+    ready()
 
 
 def listed(problem, rule="least-loaded"):
@@ -38,10 +38,10 @@ def listed(problem, rule="least-loaded"):
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), jobs(), MODES, st.sampled_from(["least-loaded", "round-robin"]), st.integers(0, 99))
-def test_annealed_plans_keep_every_rule(kernel, data, job, modes, rule, seed):
+def test_annealed_plans_keep_every_rule(data, job, modes, rule, seed):
     problem = build_problem(job, data.draw(failures(job)), backward=modes[0], optimizer=modes[1])
     before = listed(problem, rule)
-    annealer = Annealer(kernel, problem, before, goal=0, seed=seed)
+    annealer = AnnealingChain(problem, before, goal=0, seed=seed)
     assert annealer.period <= solution_period(problem, before)
     annealer.advance(200)
     after = annealer.solution()
@@ -52,12 +52,12 @@ def test_annealed_plans_keep_every_rule(kernel, data, job, modes, rule, seed):
     assert check(schedule) == [] and schedule.period_ticks == period
 
 
-def test_steps_depend_on_the_seed_alone(kernel):
+def test_steps_depend_on_the_seed_alone():
     problem = build_problem(grid(3, 4, 6, more="[memory]\ncapacity = 4\nweight_stash = 1\n"), [Worker(0, 2)])
     before = listed(problem)
 
     def annealed(seed, *slices):
-        annealer = Annealer(kernel, problem, before, goal=0, seed=seed)
+        annealer = AnnealingChain(problem, before, goal=0, seed=seed)
         for steps in slices:
             annealer.advance(steps)
         return annealer.solution()
@@ -65,14 +65,13 @@ def test_steps_depend_on_the_seed_alone(kernel):
     assert annealed(1, 500) == annealed(1, 200, 300) != annealed(2, 500)
 
 
-def test_it_closes_a_gap_that_list_schedules_leave(kernel):
+def test_it_closes_a_gap_that_list_schedules_leave():
     """3 pipelines x 8 stages x 8 micro-batches with room for 8: some 13 % above the bound before, 6 % after."""
     job = grid(3, 8, 8, times="forward = 10\nbackward_input = 10\nbackward_weight = 10\ntransfer = 1\noptimizer = 5\n",
                more="[memory]\ncapacity = 8\nactivation = 1\nweight_stash = 1\n")
     problem = build_problem(job, [Worker(0, 4)])
     before, bound = listed(problem), lower_bound(problem)
-    done = polish(kernel, [problem], [before], goal=bound, deadline=time.monotonic() + 60, seed=0, cycles=1,
-                  report=lambda _: None, stop=threading.Event())
+    done = anneal_pieces([problem], [before], bound, Budget(deadline=time.monotonic() + 60), cycles=1)
     after, = done.solutions
     assert done.steps > 1000 and 0 <= done.stale <= 1
     assert solution_period(problem, before) > 1.12 * bound and solution_period(problem, after) < 1.08 * bound

@@ -1,4 +1,4 @@
-"""Machine code of the kernel: known by content, so that a copy of an installation need not compile it anew."""
+"""Machine code of the kernel: made before the first plan, of the sources as they are, by nobody in the background."""
 
 import os
 import shutil
@@ -10,17 +10,83 @@ import pytest
 
 from planner.search import compiled
 
-ASK = "from planner.search.compiled import annealing, listing; print(bool(annealing()), bool(listing()))"
+ROOT = Path(compiled.__file__).parents[2]
+LINE = "compiling the planner's inner loops"
+PLAN = """
+import hashlib, os
+from pathlib import Path
+from planner.job.file import parse_job
+from planner.plan import plan_job
+from planner.search.kernel.annealing.random import below
+from schedules.codec import encode
+from schedules.schedule import Worker
+import numpy as np
+
+job = parse_job("pipelines = 3\\nstages = 4\\nmicrobatches = 4\\n[time]\\nforward = 3\\nbackward_input = 2\\n"
+                "backward_weight = 2\\ntransfer = 1\\n[memory]\\ncapacity = 4\\nactivation = 1\\nweight_stash = 1\\n")
+plan = plan_job(job, [Worker(1, 2)], method="greedy", time_limit=1, seed=3, progress=lambda line: print("#", line))
+print(hashlib.sha256(encode(plan.schedule)).hexdigest())
+print("children", Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+print("random", [int(below(np.array([seed], dtype=np.uint64), 1000)) for seed in (1, 2, 3)])
+"""
+
+
+def copy_of_the_installation(folder: Path, *, with_code: bool) -> Path:
+    ignored = ("library", *(() if with_code else ("__pycache__",)))
+    for room in ("planner", "schedules"):
+        shutil.copytree(ROOT / room, folder / room, ignore=shutil.ignore_patterns(*ignored))
+    return folder
+
+
+def run(folder: Path, **environment: str) -> list[str]:
+    """What a process that plans by this installation prints. Its code is not optimised: compiled in half the time."""
+    env = {**os.environ, "PYTHONPATH": str(folder), "NUMBA_OPT": "0", "PYTHONDONTWRITEBYTECODE": "1", **environment}
+    done = subprocess.run([sys.executable, "-c", PLAN], cwd=folder, env=env, capture_output=True, text=True,
+                          timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def answer(lines: list[str]) -> list[str]:
+    return [line for line in lines if not line.startswith("#")]
+
+
+def said(lines: list[str]) -> list[str]:
+    return [line for line in lines if LINE in line]
 
 
 def test_a_copy_of_an_installation_uses_the_machine_code_that_came_with_it(tmp_path):
-    if not compiled.marker().exists():
-        pytest.skip("the kernel is not compiled yet")
-    root = Path(compiled.__file__).parents[2]
-    for room in ("planner", "schedules"):
-        shutil.copytree(root / room, tmp_path / room, ignore=shutil.ignore_patterns("library"))
-    source = tmp_path / "planner" / "search" / "kernel" / "annealing.py"
-    os.utime(source)  # newer than its machine code
-    answer = subprocess.run([sys.executable, "-c", ASK], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)},
-                            capture_output=True, text=True, timeout=60, check=True)
-    assert answer.stdout.split() == ["True", "True"]
+    compiled.ready()
+    copy_of_the_installation(tmp_path, with_code=True)
+    os.utime(tmp_path / "planner" / "search" / "kernel" / "annealing" / "loop.py")  # newer than its machine code
+    ask = "from planner.search.compiled import is_compiled; print(is_compiled())"
+    done = subprocess.run([sys.executable, "-c", ask], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+                          capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["True"]
+
+
+@pytest.mark.timeout(900)
+def test_compiled_before_the_first_plan_and_again_when_a_source_differs(tmp_path):
+    copy_of_the_installation(tmp_path, with_code=False)
+    first, second = run(tmp_path), run(tmp_path)
+    assert len(said(first)) == 1 and said(second) == []
+    assert answer(first) == answer(second)  # one seed, one plan: before and after
+    assert "children []" in first
+    # In a file whose functions are called from others: numba would take what it has kept of those.
+    source = tmp_path / "planner" / "search" / "kernel" / "annealing" / "random.py"
+    source.write_text(source.read_text().replace("return _bits(random) % bound", "return bound - 1"))
+    changed = run(tmp_path)
+    assert len(said(changed)) == 1 and "random [999, 999, 999]" in changed
+    assert len(list((tmp_path / "planner").rglob("compiled-*"))) == 1
+
+
+@pytest.mark.timeout(300)
+def test_where_nothing_can_be_written_every_process_compiles_for_itself(tmp_path):
+    folder = copy_of_the_installation(tmp_path / "installation", with_code=False)
+    for kernel in ("kernel", "kernel/annealing"):
+        (folder / "planner" / "search" / kernel / "__pycache__").write_text("a file where numba wants a folder")
+    nowhere = str(tmp_path / "nowhere")
+    Path(nowhere).write_text("neither is the user's folder one")
+    lines = run(folder, HOME=nowhere, XDG_CACHE_HOME=nowhere)
+    assert len(said(lines)) == 1 and "no folder can be written" in said(lines)[0]
+    assert "children []" in lines

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from planner.job.file import parse_job
-from planner.normalise import PlanOptions
+from planner.options import PlanOptions
 from planner.tables.build import EntryPlanner, all_tasks, basis_of, build_table
 from planner.tables.folder import PARTS, decode_part, encode_part
 from schedules.check import check

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.job.file import parse_job
-from planner.normalise import PlanOptions
+from planner.options import PlanOptions
 from planner.tables.build import EntryPlanner, all_tasks, basis_of
 from planner.tables.folder import TableFolder
 from schedules.check import check

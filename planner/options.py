@@ -1,0 +1,38 @@
+"""How to plan: what the command line and callers of the library choose."""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from planner.job.file import Job
+from planner.model.problem import Problem, build_problem
+from planner.search.solve import Method
+from schedules.schedule import BackwardMode, OptimizerMode, Worker
+
+
+class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Passed down whole: to normalisation, to a plan, to the problem. The search gets a method and a budget of it."""
+
+    backward: BackwardMode | None = None
+    """None: split; fused for 1f1b, which is defined so."""
+    optimizer: OptimizerMode | None = None
+    """None: staggered; synchronous for 1f1b."""
+    method: Method = "cp-sat"
+    time_limit: float = 10.0
+    """Seconds."""
+    seed: int = 0
+
+    def problem(self, job: Job, failed: Sequence[Worker] = (), roles: Mapping[Worker, Worker] | None = None) -> Problem:
+        """The problem to solve; `roles` maps live workers that take over another role to it. Raises NoPlanError."""
+        usual = self.method == "1f1b"
+        return build_problem(job, failed, backward=self.backward or ("fused" if usual else "split"),
+                             optimizer=self.optimizer or ("synchronous" if usual else "staggered"), roles=roles)
+
+    @property
+    def comparing(self) -> "PlanOptions":
+        """The same by a method that is fast enough to compare candidates."""
+        return msgspec.structs.replace(self, method="greedy") if self.method == "cp-sat" else self
+
+    def within(self, seconds: float) -> "PlanOptions":
+        """The same with another time limit."""
+        return msgspec.structs.replace(self, time_limit=seconds)

@@ -1,0 +1,143 @@
+"""From a problem and a plan to the arrays of the annealing kernel. What they mean is said there."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from planner.model import arrays as model
+from planner.model.arrays import Ints, ProblemArrays, ints
+from planner.model.problem import Problem
+from planner.model.solution import Solution
+from planner.search.kernel.annealing.arrays import (
+    BUCKETS,
+    LARGEST_RUN,
+    Arcs,
+    Chain,
+    Instance,
+    Log,
+    Queue,
+    Sorting,
+    State,
+    Timing,
+)
+
+SPARE_UNITS = 8
+"""Units that a worker may run beyond those of the busiest one at the start."""
+
+
+def make_chain(arrays: ProblemArrays, order: Sequence[int], seed: int) -> Chain:
+    """A chain whose state is a plan: its assignment, and an order of all ops."""
+    ops, pipelines = len(arrays.ops.duration), arrays.problem.grid.pipelines
+    state = _state(arrays, order)
+    return Chain(
+        instance=_instance(arrays), state=state, best=State(*(array.copy() for array in state)), record=_zeros(2),
+        timing=Timing(_zeros(ops), _zeros(pipelines), _zeros(pipelines)),
+        trial=Timing(_zeros(ops), _zeros(pipelines), _zeros(pipelines)),
+        sorting=Sorting(*(_zeros(ops) for _ in range(4))),
+        queue=Queue(bucket=np.full(BUCKETS, -1, dtype=np.int64), next=_zeros(ops), queued=_zeros(ops),
+                    counters=_zeros(4)),
+        log=Log(op=_zeros(4 * ops), late=_zeros(4 * ops), pipeline=_zeros(pipelines), longest=_zeros(pipelines),
+                excess=_zeros(pipelines), marked=_zeros(pipelines), counters=_zeros(2)),
+        run=_zeros(LARGEST_RUN), places=_zeros(arrays.ops.kinds), random=_random(seed))
+
+
+def _instance(arrays: ProblemArrays) -> Instance:
+    problem, roles = arrays.problem, arrays.workers
+    memory = problem.memory
+    movable = [number for number, unit in enumerate(arrays.units) if len(problem.hosts(unit.stage, unit.pipeline)) > 1]
+    return Instance(
+        kinds=arrays.ops.kinds, unit=arrays.ops.unit, stage=arrays.ops.stage,
+        predecessors=_arcs(arrays.ops.predecessors, arrays.ops.transfer),
+        successors=_arcs(arrays.ops.successors, arrays.ops.transfer),
+        group=ints([problem.tied[role.column] for role in roles]), tail=_tails(arrays),
+        pipeline=ints([role.pipeline for role in roles]), members=_members(arrays),
+        capacity=ints([memory.capacity[role.column] if memory else -1 for role in roles]),
+        holds=ints([_holds(problem, stage) for stage in arrays.ops.stage.tolist()]).ravel(), movable=ints(movable),
+        hosts=_hosts(arrays), cost=_costs(arrays))
+
+
+def _arcs(arcs: model.Arcs, transfer: int) -> Arcs:
+    """Without the hops of the first assignment, since annealing changes it."""
+    return Arcs(start=arcs.start, op=arcs.op, transfer=arcs.tensor * transfer)
+
+
+def _state(arrays: ProblemArrays, order: Sequence[int]) -> State:
+    ops = arrays.ops
+    rows: list[list[int]] = [[] for _ in arrays.workers]
+    place = _zeros(len(ops.duration))
+    for op in order:
+        row = rows[ops.worker[ops.unit[op]]]
+        place[op] = len(row)
+        row.append(op)
+    sequence = np.zeros((len(rows), max(map(len, rows)) + SPARE_UNITS * ops.kinds), dtype=np.int64)
+    for worker, row in enumerate(rows):
+        sequence[worker, :len(row)] = row
+    return State(worker=ops.worker.copy(), duration=ops.duration.copy(), sequence=sequence,
+                 size=ints([len(row) for row in rows]), place=place,
+                 deadline=_zeros(arrays.problem.grid.columns))
+
+
+def _tails(arrays: ProblemArrays) -> Ints:
+    """For each worker, ticks from the deadline of its group to the end of its window.
+
+    Synchronous: to the end of the job, which is the end of all windows. No step starts before the last compute op.
+    """
+    problem = arrays.problem
+    tails = [problem.tail(column) for column in range(problem.grid.columns)]
+    if problem.optimizer == "synchronous":
+        step = max(problem.times.optimizer)
+        tails = [max(step, *(tails[other] for other, group in enumerate(problem.tied) if group == tied))
+                 for tied in problem.tied]
+    return ints(tails)[arrays.column]
+
+
+def _members(arrays: ProblemArrays) -> Ints:
+    """[pipeline, number] its workers."""
+    members: list[list[int]] = [[] for _ in range(arrays.problem.grid.pipelines)]
+    for worker, role in enumerate(arrays.workers):
+        members[role.pipeline].append(worker)
+    return _padded(members)
+
+
+def _hosts(arrays: ProblemArrays) -> Ints:
+    """[stage, number] the workers that may run it."""
+    by_column = [[worker for worker, role in enumerate(arrays.workers) if role.column == column]
+                 for column in range(arrays.problem.grid.columns)]
+    return _padded([by_column[column] for column in arrays.problem.column_of])
+
+
+def _costs(arrays: ProblemArrays) -> Ints:
+    """[kind, stage, worker] ticks of an op; 0 where it cannot run."""
+    problem = arrays.problem
+    cost = np.zeros((len(problem.kinds), len(problem.grid.stages), len(arrays.workers)), dtype=np.int64)
+    for worker, role in enumerate(arrays.workers):
+        for stage in problem.grid.stages_of(role.column):
+            cost[:, stage, worker] = [problem.cost(kind, stage, role.pipeline) for kind in problem.kinds]
+    return cost
+
+
+def _holds(problem: Problem, stage: int) -> tuple[int, ...]:
+    """What F, I and W of a stage add to the memory that their worker holds."""
+    activation, stash = problem.activation(stage), problem.stash(stage)
+    return (activation, stash - activation, -stash)[:len(problem.kinds)]
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> Ints:
+    width = max(map(len, rows))
+    return ints([[*row, *[-1] * (width - len(row))] for row in rows])
+
+
+def _zeros(size: int) -> Ints:
+    return np.zeros(size, dtype=np.int64)
+
+
+def _random(seed: int) -> Any:
+    """The state of the random numbers: never 0, far apart for neighbouring seeds."""
+    return np.array([(seed * 0x9E3779B97F4A7C15 + 0x2545F4914F6CDD1D) % 2**64 or 1], dtype=np.uint64)
+
+
+def plan_of(problem: Problem, solution: Solution) -> tuple[ProblemArrays, Sequence[int]]:
+    """The arrays of a solution's assignment, and the order of its ops."""
+    arrays = ProblemArrays(problem, solution.hosts)
+    return arrays, arrays.order(solution).tolist()

@@ -1,0 +1,131 @@
+"""An annealing chain: improves a plan of one piece by the kernel, in slices short enough to be stopped between."""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from planner.model.problem import Problem
+from planner.model.solution import Solution
+from planner.search.annealing.arrays import make_chain, plan_of
+from planner.search.annealing.cooling import CYCLES, first_cycle_steps, slice_steps
+from planner.search.kernel.annealing.arrays import BASE, FOREVER, PERIOD, SPAN, Cycle, State
+from planner.search.kernel.annealing.loop import anneal
+from planner.search.kernel.annealing.timing import set_deadlines, time
+
+SHIFTS = 60
+"""One in so many steps, times the pipelines of a piece, shifts a deadline."""
+
+
+class AnnealingChain:
+    """Annealing of one plan. Its steps depend on the seed and on their number, not on the clock.
+
+    The deadlines of the columns are those of the plan at first, and annealing shifts them, until told to `keep` some.
+    """
+
+    def __init__(self, problem: Problem, solution: Solution, goal: int, seed: int) -> None:
+        self._problem = problem
+        self._arrays, order = plan_of(problem, solution)
+        self._chain = make_chain(self._arrays, order, seed)
+        ops, pipelines = len(order), problem.grid.pipelines
+        self._scale = float(np.mean(self._arrays.ops.duration)) or 1.0
+        self._goal = goal
+        self._slice, self._cycle_steps, self._step = slice_steps(ops, pipelines), first_cycle_steps(ops, pipelines), 0
+        self.steps = self.cycles = 0
+        """Orders tried, and cooling cycles done."""
+        self.loosen()
+        self._set_deadlines()
+        _copy(self._chain.state, self._chain.best)
+        self._measure()
+        counters = self._chain.queue.counters
+        counters[BASE], counters[SPAN] = self._chain.trial.late.min(), max(1, self.period)
+
+    def _set_deadlines(self) -> None:
+        """As the plan keeps them; synchronous: so that all windows end together, at 0."""
+        chain = self._chain
+        if self._problem.optimizer == "staggered":
+            set_deadlines(chain.instance, chain.state, chain.sorting)
+            return
+        for tail, group in zip(chain.instance.tail, chain.instance.group, strict=True):
+            chain.state.deadline[group] = -tail
+
+    def _measure(self) -> None:
+        """Time the best state; its cost counts as infinite, so that the next one as long is kept."""
+        chain = self._chain
+        chain.record[:] = time(chain.instance, chain.best, chain.sorting, chain.trial, self._goal), 2**62
+
+    @property
+    def period(self) -> int:
+        """Of the best plan so far, in ticks."""
+        return int(self._chain.record[PERIOD])
+
+    @property
+    def deadlines(self) -> list[int]:
+        """Of the best plan so far, by column."""
+        return [int(self._chain.best.deadline[group]) for group in self._problem.tied]
+
+    @property
+    def between_cycles(self) -> bool:
+        """Whether a cooling cycle is about to begin."""
+        return self._step == 0
+
+    def keep(self, deadlines: Sequence[int]) -> None:
+        """From now on keep these deadlines."""
+        if self._problem.optimizer == "staggered":
+            self._shifts = 0
+            self._cycle = self._next_cycle()
+            self._chain.state.deadline[:] = self._chain.best.deadline[:] = deadlines
+            self._measure()
+
+    def loosen(self) -> None:
+        """Deadlines may be shifted again."""
+        self._shifts = SHIFTS * self._problem.grid.pipelines if self._problem.optimizer == "staggered" else 0
+        self._cycle = self._next_cycle()
+
+    def take(self, other: "AnnealingChain") -> None:
+        """Go on from the best plan of another chain of the same piece, under its rules."""
+        for mine in (self._chain.state, self._chain.best):
+            _copy(other._chain.best, mine)
+        self._chain.record[:] = other._chain.record
+        self._shifts = other._shifts
+        self._cycle = self._next_cycle()
+
+    def _next_cycle(self) -> Cycle:
+        cooling = CYCLES[self.cycles % len(CYCLES)]
+        base, span = (int(self._chain.queue.counters[which]) for which in (BASE, SPAN))
+        return Cycle(steps=self._cycle_steps, hot=cooling.hot * self._scale, cold=cooling.cold * self._scale,
+                     pull=cooling.pull, goal=self._goal, scale=self._scale, shifts=self._shifts,
+                     low=int(base + cooling.begin * span) if cooling.begin > 0 else -FOREVER,
+                     high=int(base + cooling.end * span) if cooling.end < 1 else FOREVER)
+
+    def run(self) -> None:
+        """One slice of steps."""
+        self.advance(self._slice)
+
+    def advance(self, steps: int) -> None:
+        """Some steps, at most to the end of the cooling cycle."""
+        end = min(self._step + steps, self._cycle_steps)
+        anneal(self._chain, self._cycle, self._step, end)
+        self.steps += end - self._step
+        self._step = end
+        if end == self._cycle_steps:  # go on from the best, in another way or more slowly
+            self.cycles, self._step = self.cycles + 1, 0
+            if self.cycles % len(CYCLES) == 0:
+                self._cycle_steps *= 2
+            self._cycle = self._next_cycle()
+            _copy(self._chain.best, self._chain.state)
+
+    def solution(self) -> Solution:
+        """The best plan so far, on the clock of its deadlines."""
+        chain, arrays = self._chain, self._arrays
+        time(chain.instance, chain.best, chain.sorting, chain.trial, self._goal)
+        hosts = {unit: arrays.workers[worker].pipeline
+                 for unit, worker in zip(arrays.units, chain.best.worker, strict=True)}
+        begin = chain.trial.late.min() if self._problem.optimizer == "synchronous" else 0
+        made = arrays.solution(chain.sorting.order, chain.trial.late - begin)
+        return msgspec.structs.replace(made, hosts=hosts)
+
+
+def _copy(source: State, target: State) -> None:
+    for values, array in zip(source, target, strict=True):
+        array[:] = values

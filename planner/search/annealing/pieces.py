@@ -1,0 +1,182 @@
+"""Anneal the pieces of a job: always the one that keeps the others waiting, on two cores where there are two."""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from planner.model.problem import Problem
+from planner.model.solution import Solution
+from planner.search.annealing.chain import AnnealingChain
+from planner.search.budget import Budget
+
+CHAINS = 2
+"""Annealing chains side by side: the compiled loops leave the interpreter to others meanwhile.
+
+Always as many, so that the plan does not depend on the machine.
+"""
+
+
+class Annealed(msgspec.Struct, frozen=True):
+    """What annealing came to."""
+
+    solutions: Sequence[Solution]
+    """On one clock."""
+    deadlines: Sequence[int]
+    """On the same clock, when all pieces must have done their compute ops, by column."""
+    steps: int
+    """Orders tried for the piece that is critical in the end."""
+    stale: float
+    """Share of them since its last better plan."""
+    cycles: int
+    """Cooling cycles it went through."""
+
+
+def anneal_pieces(problems: Sequence[Problem], solutions: Sequence[Solution], goal: int, budget: Budget,
+                  cycles: int | None = None) -> Annealed:
+    """Solutions no worse than those given, one a piece, after some cooling cycles of every critical piece.
+
+    Ends at the budget's end (`cycles` None: only then), or at the period `goal`, in ticks, that no plan can beat.
+    """
+    pieces = _Pieces([_PieceChains(problem, solution, goal, budget.seed)
+                      for problem, solution in zip(problems, solutions, strict=True)])
+    tick = problems[0].tick_seconds
+    reported, slowest = pieces.period, 0.0
+    with ThreadPoolExecutor(CHAINS - 1) as others:
+        while not budget.stopped and budget.seconds > slowest and pieces.period > goal:
+            began = time.monotonic()
+            first, *rest = pieces.next_chains(goal)
+            if cycles is not None and first.cycles >= cycles:
+                break
+            running = [others.submit(chain.run) for chain in rest]
+            first.run()
+            for chain in running:
+                chain.result()
+            pieces.end_round()
+            slowest = max(slowest, time.monotonic() - began)
+            if pieces.period < reported:
+                reported = pieces.period
+                budget.progress(f"annealing: period {reported * tick:g} s, bound {goal * tick:g} s")
+    return pieces.result()
+
+
+class _PieceChains:
+    """A piece and its annealing chains, the second begun when it is first asked for."""
+
+    def __init__(self, problem: Problem, solution: Solution, goal: int, seed: int) -> None:
+        self.rounds = self.better = 0
+        """Rounds of annealing, and which of them found the last better plan."""
+        self._problem, self._start, self._goal, self._seed = problem, solution, goal, seed
+        self.chains: list[AnnealingChain] = []
+        self.chain(0)
+        self.period = self.best.period
+
+    @property
+    def healthy(self) -> bool:
+        """Whether no worker is down."""
+        return not self._problem.failed
+
+    @property
+    def best(self) -> AnnealingChain:
+        """The chain with the best plan."""
+        return min(self.chains, key=lambda chain: chain.period)
+
+    @property
+    def cycles(self) -> int:
+        """Cooling cycles done."""
+        return self.chains[0].cycles
+
+    def chain(self, number: int) -> AnnealingChain:
+        """A chain by its number."""
+        if number == len(self.chains):
+            made = AnnealingChain(self._problem, self._start, self._goal, self._seed * CHAINS + number)
+            if self.chains:
+                made.take(self.best)
+            self.chains.append(made)
+        return self.chains[number]
+
+    def keep(self, deadlines: Sequence[int]) -> None:
+        """From now on keep these deadlines."""
+        for chain in self.chains:
+            chain.keep(deadlines)
+        self.period = self.best.period
+
+    def end_round(self) -> None:
+        """Chains that have done a cycle go on from the best plan of all."""
+        self.rounds += 1
+        best = self.best
+        for chain in self.chains:
+            if chain.between_cycles and chain.period > best.period:
+                chain.take(best)
+        if best.period < self.period:
+            self.period, self.better = best.period, self.rounds
+
+
+class _Pieces:
+    """The pieces, which must all keep the same deadlines.
+
+    Where all but one are single healthy pipelines, which have time to spare, that one may shift the deadlines until
+    another one is annealed, which must be able to rely on them.
+    """
+
+    def __init__(self, pieces: list[_PieceChains]) -> None:
+        self._pieces = pieces
+        self._annealed: list[_PieceChains] = []
+        """In the present round."""
+        self._shifting: _PieceChains | None = None
+        """The piece that may shift the deadlines."""
+        if len(pieces) == 1:
+            self._shifting = pieces[0]
+            return
+        ranked = sorted(pieces, key=lambda piece: (piece.healthy, -piece.period))
+        choice = [piece.best.deadlines for piece in ranked]
+        periods = []
+        for deadlines in choice:
+            self._keep(deadlines, pieces)
+            periods.append(self.period)
+        best = periods.index(min(periods))
+        self._keep(choice[best], pieces)
+        if all(piece.healthy for piece in ranked[1:]) and best == 0 and ranked[0].period == self.period:
+            self._shifting = ranked[0]
+            ranked[0].chains[0].loosen()
+
+    @staticmethod
+    def _keep(deadlines: Sequence[int], pieces: Sequence[_PieceChains]) -> None:
+        for piece in pieces:
+            piece.keep(deadlines)
+
+    @property
+    def period(self) -> int:
+        """Of the whole."""
+        return max(piece.period for piece in self._pieces)
+
+    def next_chains(self, goal: int) -> list[AnnealingChain]:
+        """What to anneal next: the longest piece, and beside it the next one if that is nearly as long."""
+        order = sorted(self._pieces, key=lambda piece: (-piece.period, piece.rounds))
+        self._annealed = order[:1]
+        if len(order) > 1 and 2 * order[1].period > order[0].period + goal:
+            self._annealed = order[:CHAINS]
+            return [piece.chain(0) for piece in self._annealed]
+        return [order[0].chain(number) for number in range(CHAINS)]
+
+    def end_round(self) -> None:
+        """Exchange what the chains of a round have found."""
+        for piece in self._annealed:
+            piece.end_round()
+        if self._shifting is None or len(self._pieces) == 1:
+            return
+        deadlines = self._shifting.best.deadlines
+        if self._annealed != [self._shifting]:
+            self._keep(deadlines, self._pieces)
+            self._shifting = None
+        else:
+            self._keep(deadlines, [piece for piece in self._pieces if piece is not self._shifting])
+
+    def result(self) -> Annealed:
+        """The best plans found."""
+        deadlines = max(self._pieces, key=lambda piece: piece.period).best.deadlines
+        last = max(self._pieces, key=lambda piece: (piece.period, piece.rounds))
+        stale = 1 - last.better / last.rounds if last.rounds else 0.0
+        return Annealed([piece.best.solution() for piece in self._pieces], deadlines,
+                        sum(chain.steps for chain in last.chains), stale, last.cycles)

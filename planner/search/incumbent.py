@@ -1,0 +1,66 @@
+"""The best that a search has found so far, passed from step to step."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from planner.model.decompose import Piece
+from planner.model.problem import Problem
+from planner.model.solution import Solution
+
+
+class AnnealingEffort(msgspec.Struct, frozen=True):
+    """How hard annealing has looked for a better plan of the piece that is critical."""
+
+    steps: int
+    """Orders tried."""
+    stale: float
+    """Share of them since the last better plan."""
+    cycles: int
+    """Cooling cycles."""
+
+
+class Incumbent(msgspec.Struct, frozen=True, kw_only=True):
+    """The pieces of a problem, the best solution of each so far, and the proven bound. Periods are in ticks."""
+
+    problem: Problem
+    pieces: tuple[Piece, ...]
+    bound: int
+    """No plan of the whole has a shorter period."""
+    bound_counts: str
+    """What the bound counts, in words."""
+    solutions: tuple[Solution, ...] = ()
+    """By piece; empty until the list schedules are made."""
+    periods: tuple[int, ...] = ()
+    deadlines: Sequence[int] | None = None
+    """Where annealing has put all pieces on one clock: when their compute ops must be done, by column."""
+    annealing: AnnealingEffort | None = None
+
+    @property
+    def period(self) -> int:
+        """Of the whole."""
+        return max(self.periods)
+
+    @property
+    def open(self) -> bool:
+        """Whether a better plan may exist."""
+        return self.period > self.bound
+
+    @property
+    def longest(self) -> int:
+        """The number of the first piece with the longest period."""
+        return self.periods.index(self.period)
+
+    def target(self, index: int) -> int:
+        """The period below which a piece need not go: the bound, or those of the others."""
+        return max([self.bound, *self.periods[:index], *self.periods[index + 1:]])
+
+    def with_piece(self, index: int, solution: Solution, period: int) -> "Incumbent":
+        """Another solution of one piece, on a clock of its own."""
+        return msgspec.structs.replace(
+            self, solutions=(*self.solutions[:index], solution, *self.solutions[index + 1:]),
+            periods=(*self.periods[:index], period, *self.periods[index + 1:]), deadlines=None)
+
+    def with_bound(self, bound: int, counts: str) -> "Incumbent":
+        """Another proven bound."""
+        return msgspec.structs.replace(self, bound=bound, bound_counts=counts)

@@ -1,0 +1,62 @@
+"""Critical workers and paths: what keeps a window from being shorter."""
+
+from planner.search.kernel.annealing.cost import window
+from planner.search.kernel.annealing.random import below
+from planner.search.kernel.jit import inlined
+
+
+@inlined
+def critical_worker(random, instance, state, timing, goal):
+    """A worker with the longest window of some pipeline above the goal, each as likely as the others."""
+    pipeline, seen = 0, 0
+    for other in range(timing.longest.shape[0]):
+        if timing.longest[other] > goal:
+            seen += 1
+            if below(random, seen) == 0:
+                pipeline = other
+    worker, seen = instance.members[pipeline, 0], 0
+    for number in range(instance.members.shape[1]):
+        other = instance.members[pipeline, number]
+        if other < 0:
+            break
+        if state.size[other] and window(instance, state, timing.late, other) == timing.longest[pipeline]:
+            seen += 1
+            if below(random, seen) == 0:
+                worker = other
+    return worker
+
+
+@inlined
+def critical_path(random, instance, state, late, op, within):
+    """Follow what keeps an op from starting later: (op, last).
+
+    `op` is a random one of the path's ops that wait for nothing but the next op of their worker, with a latest start
+    `within` (low, high), high excluded; -1 for none. `last` is where the path ends: at a deadline.
+    """
+    unit, start, successor, transfer = instance.unit, instance.successors.start, instance.successors.op, \
+        instance.successors.transfer
+    worker_of, duration, sequence, size, place = state.worker, state.duration, state.sequence, state.size, state.place
+    low, high = within
+    chosen, arcs = -1, 0
+    while True:
+        worker, after = worker_of[unit[op]], place[op] + 1
+        end = late[op] + duration[op]
+        own = sequence[worker, after] if after < size[worker] else -1
+        if own >= 0 and late[own] != end:
+            own = -1
+        other = -1
+        for arc in range(start[op], start[op + 1]):
+            later, slack = successor[arc], late[successor[arc]] - end
+            if slack <= transfer[arc] and slack == (transfer[arc] if worker_of[unit[later]] != worker else 0):
+                other = later
+                break
+        if own < 0 and other < 0:
+            return chosen, op
+        if other < 0 or (own >= 0 and below(random, 2) == 0):
+            if own != other and low <= late[op] < high:
+                arcs += 1
+                if below(random, arcs) == 0:
+                    chosen = op
+            op = own
+        else:
+            op = other

@@ -1,0 +1,92 @@
+"""The steps of a cooling cycle."""
+
+import math
+
+from planner.search.kernel.annealing.arrays import CHANGED, COST, NONE, PERIOD, TOUCHED, Chain, Cycle
+from planner.search.kernel.annealing.cost import cost, cost_after
+from planner.search.kernel.annealing.moves import (
+    fits,
+    propose_exchange,
+    propose_move,
+    propose_trade,
+    retime_after,
+    shift,
+    undo,
+)
+from planner.search.kernel.annealing.random import below, uniform
+from planner.search.kernel.annealing.retiming import revert, unmark
+from planner.search.kernel.annealing.timing import time
+from planner.search.kernel.jit import inlined, jit
+
+
+@jit
+def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> None:
+    """Run steps `begin` to `end` of a cooling cycle. `best` and `record` are kept up to date.
+
+    A step that makes the cost greater by d is accepted with probability exp(-d / T) (Metropolis et al. 1953), drawn
+    first: where d is at most the allowance -T ln(1 - u), u uniform. Over the cycle T falls by a constant factor a step.
+    """
+    instance, state, timing, queue, log, record, random, run, places = \
+        chain.instance, chain.state, chain.timing, chain.queue, chain.log, chain.record, chain.random, chain.run, \
+        chain.places
+    time(instance, state, chain.sorting, timing, cycle.goal)
+    now = cost(instance, timing, cycle)
+    dice_sides = 24 if instance.movable.shape[0] else 0
+    for step in range(begin, end):
+        if record[PERIOD] <= cycle.goal:
+            break
+        temperature = cycle.hot * (cycle.cold / cycle.hot) ** (step / cycle.steps)
+        allowance = -temperature * math.log(1.0 - uniform(random))
+        dice = below(random, dice_sides) if dice_sides else 24
+        if cycle.shifts and below(random, cycle.shifts) == 0:
+            now = shift(chain, cycle, now, allowance)
+            if _is_better(timing, record, now, cycle.scale):
+                _keep(chain, cycle, now)
+            continue
+        log.counters[CHANGED] = log.counters[TOUCHED] = 0
+        if dice < 2:
+            move = propose_trade(random, instance, state, timing.late, cycle)
+        elif dice < 3:
+            move = propose_move(random, instance, state, timing.late, cycle, places)
+        else:
+            move = propose_exchange(random, instance, state, timing, cycle, run)
+        if move.kind == NONE:
+            continue
+        limits = (cycle.goal, allowance + cycle.scale)
+        after, accepted = now, False
+        if fits(instance, state, move) and retime_after(instance, state, timing, queue, log, limits, move, places):
+            after = cost_after(instance, state, timing, log, cycle, now)
+            accepted = after <= now + allowance
+        unmark(log)
+        if not accepted:
+            revert(timing, queue, log)
+            undo(instance, state, run, places, move)
+            continue
+        now = after
+        if _is_better(timing, record, now, cycle.scale):
+            _keep(chain, cycle, now)
+    if end == cycle.steps and record[PERIOD] > cycle.goal and (
+            timing.longest.max(), now * 1000) < (record[PERIOD], float(record[COST])):
+        _keep(chain, cycle, now)
+
+
+@inlined
+def _is_better(timing, record, now, scale):
+    """As long a period at a lower cost is worth keeping, too, if it is lower by more than the copy takes."""
+    longest = timing.longest.max()
+    return longest < record[PERIOD] or (longest == record[PERIOD] and (now + scale) * 1000 < record[COST] * 0.97)
+
+
+@jit
+def _keep(chain, cycle, now):
+    """Note the best state so far, timed from scratch to be sure."""
+    state, best = chain.state, chain.best
+    period = time(chain.instance, state, chain.sorting, chain.trial, cycle.goal)
+    if 0 <= period <= chain.record[PERIOD]:
+        chain.record[PERIOD], chain.record[COST] = period, int(now * 1000)
+        best.worker[:] = state.worker
+        best.duration[:] = state.duration
+        best.sequence[:] = state.sequence
+        best.size[:] = state.size
+        best.place[:] = state.place
+        best.deadline[:] = state.deadline

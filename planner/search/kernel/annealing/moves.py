@@ -1,0 +1,297 @@
+"""The changes that annealing tries.
+
+exchange    two neighbouring runs of ops of a worker change places, mostly at an arc of a critical path, as in job-shop
+            search (van Laarhoven et al. 1992, Nowicki and Smutnicki 1996)
+trade       two units of one stage trade workers and places
+move        a unit moves to another worker, to where its ops fit by time
+shift       a deadline shifts
+
+The first three are drawn by their `propose` functions, which also make the change; `undo` takes it back. A shift moves
+the starts of a whole group, and so is timed from scratch and undone at once where it is refused.
+"""
+
+from planner.search.kernel.annealing.arrays import EXCHANGE, LARGEST_RUN, MOVE, NONE, TRADE, Move
+from planner.search.kernel.annealing.cost import cost
+from planner.search.kernel.annealing.critical import critical_path, critical_worker
+from planner.search.kernel.annealing.random import below
+from planner.search.kernel.annealing.retiming import call, retime, touch
+from planner.search.kernel.annealing.timing import time
+from planner.search.kernel.jit import inlined, jit
+
+NEVER = Move(NONE, -1, -1, -1, 0, 0, 0)
+
+
+@inlined
+def fits(instance, state, move):
+    """Whether the workers that got other ops, or another order, keep their capacity."""
+    if move.kind == EXCHANGE:
+        return _keeps_capacity(instance, state, move.worker, move.end)
+    if move.kind == MOVE:
+        worker = state.worker[move.unit]
+        return _keeps_capacity(instance, state, worker, state.size[worker])
+    return True  # a trade puts ops of one stage in each other's places
+
+
+@inlined
+def retime_after(instance, state, timing, queue, log, limits, move, places):
+    """Time a change; False where some window becomes too long to be accepted, by `retiming.retime`."""
+    if move.kind == EXCHANGE:
+        if move.begin:
+            call(queue, timing.late, state.sequence[move.worker, move.begin - 1])
+    else:
+        _call_unit(instance, state, timing, queue, log, move.unit)
+        if move.kind == TRADE:
+            _call_unit(instance, state, timing, queue, log, move.other)
+        else:
+            _call_left(instance, state, timing, queue, log, move.other, places)
+    return retime(instance, state, timing, queue, log, limits, (move.worker, move.begin, move.end))
+
+
+@inlined
+def undo(instance, state, run, places, move):
+    """Take a change back. Its timing is undone by `retiming.revert`."""
+    if move.kind == EXCHANGE:
+        _exchange(state, run, move.worker, move.begin, move.begin + move.end - move.middle, move.end)
+    elif move.kind == TRADE:
+        _trade(instance, state, move.unit, move.other)
+    else:
+        _move(instance, state, move.unit, move.other, places)
+
+
+# --- Exchange ---------------------------------------------------------------------------------------------------------
+
+
+@inlined
+def propose_exchange(random, instance, state, timing, cycle, run):
+    """Let two runs change places; NEVER where they must not."""
+    late = timing.late
+    if below(random, 5):
+        worker = critical_worker(random, instance, state, timing, cycle.goal)
+        op, _ = critical_path(random, instance, state, late, state.sequence[worker, 0], (cycle.low, cycle.high))
+        if op < 0:
+            return NEVER
+        middle = state.place[op] + 1
+        if below(random, 4) == 0:
+            middle += below(random, 3) - 1
+    else:
+        op = below(random, state.duration.shape[0])
+        if late[op] < cycle.low or late[op] >= cycle.high:
+            return NEVER
+        middle = state.place[op]
+    worker = state.worker[instance.unit[op]]
+    begin, end = middle - _run_length(random), middle + _run_length(random)
+    if begin < 0 or end > state.size[worker]:
+        return NEVER
+    unit, row = instance.unit, state.sequence[worker]
+    for place in range(begin, middle):
+        for other in range(middle, end):
+            if unit[row[place]] == unit[row[other]]:
+                return NEVER  # a unit's own ops keep their order
+    _exchange(state, run, worker, begin, middle, end)
+    return Move(EXCHANGE, -1, -1, worker, begin, middle, end)
+
+
+@inlined
+def _run_length(random):
+    """Ops in a run, few ones more often."""
+    size = 1
+    while size < LARGEST_RUN and below(random, 3) == 0:
+        size += 1
+    return size
+
+
+@inlined
+def _exchange(state, run, worker, begin, middle, end):
+    """Let the runs [begin, middle) and [middle, end) of a worker change places."""
+    row, size = state.sequence[worker], middle - begin
+    for index in range(size):
+        run[index] = row[begin + index]
+    for index in range(middle, end):
+        row[index - size] = row[index]
+    for index in range(size):
+        row[end - size + index] = run[index]
+    for index in range(begin, end):
+        state.place[row[index]] = index
+
+
+@inlined
+def _keeps_capacity(instance, state, worker, end):
+    """Whether the ops of a worker before place `end` keep its capacity."""
+    capacity = instance.capacity[worker]
+    if capacity < 0:
+        return True
+    sequence, holds, used = state.sequence, instance.holds, 0
+    for place in range(end):
+        used += holds[sequence[worker, place]]
+        if used > capacity:
+            return False
+    return True
+
+
+# --- Trade ------------------------------------------------------------------------------------------------------------
+
+
+@inlined
+def propose_trade(random, instance, state, late, cycle):
+    """Let two units trade places; NEVER where they must not."""
+    unit = instance.movable[below(random, instance.movable.shape[0])]
+    other = _partner(random, instance, state, unit)
+    if other < 0 or not _within(instance, late, cycle, unit):
+        return NEVER
+    _trade(instance, state, unit, other)
+    return Move(TRADE, unit, other, -1, 0, 0, 0)
+
+
+@inlined
+def _partner(random, instance, state, unit):
+    """A unit to trade with, of the same stage: another movable one, or one of the same worker; -1 for none."""
+    if below(random, 3) == 0:
+        worker = state.worker[unit]
+        other = instance.unit[state.sequence[worker, below(random, state.size[worker])]]
+    else:
+        other = instance.movable[below(random, instance.movable.shape[0])]
+    return other if other != unit and instance.stage[other] == instance.stage[unit] else -1
+
+
+@inlined
+def _within(instance, late, cycle, unit):
+    """Whether some op of a unit may change its place in this cycle."""
+    kinds = instance.kinds
+    return late[unit * kinds] < cycle.high and late[(unit + 1) * kinds - 1] >= cycle.low
+
+
+@jit
+def _trade(instance, state, unit, other):
+    worker, other_worker = state.worker[unit], state.worker[other]
+    for kind in range(instance.kinds):
+        op, twin = unit * instance.kinds + kind, other * instance.kinds + kind
+        place, twin_place = state.place[op], state.place[twin]
+        state.sequence[worker, place], state.sequence[other_worker, twin_place] = twin, op
+        state.place[op], state.place[twin] = twin_place, place
+        state.duration[op], state.duration[twin] = state.duration[twin], state.duration[op]
+    state.worker[unit], state.worker[other] = other_worker, worker
+
+
+# --- Move to another worker -------------------------------------------------------------------------------------------
+
+
+@jit
+def propose_move(random, instance, state, late, cycle, places):
+    """Move a unit to another worker; NEVER where there is none."""
+    unit = instance.movable[below(random, instance.movable.shape[0])]
+    worker = _other_worker(random, instance, state, unit)
+    if worker < 0 or not _within(instance, late, cycle, unit):
+        return NEVER
+    left = state.worker[unit]
+    _find_places(instance, state, late, unit, worker, places)
+    _move(instance, state, unit, worker, places)
+    return Move(MOVE, unit, left, -1, 0, 0, 0)
+
+
+@jit
+def _other_worker(random, instance, state, unit):
+    """Another worker that may run a unit and has room in its row; -1 for none."""
+    hosts = instance.hosts[instance.stage[unit]]
+    count = 0
+    while count < hosts.shape[0] and hosts[count] >= 0:
+        count += 1
+    worker = hosts[below(random, count)]
+    full = state.size[worker] + instance.kinds > state.sequence.shape[1]
+    return -1 if full or worker == state.worker[unit] else worker
+
+
+@jit
+def _find_places(instance, state, late, unit, worker, places):
+    """Where the ops of a unit fit into another worker's order by the time at which they run now."""
+    kinds = instance.kinds
+    row, place = state.sequence[worker], 0
+    for kind in range(kinds):
+        while place < state.size[worker] and late[row[place]] < late[unit * kinds + kind]:
+            place += 1
+        places[kind] = place + kind
+
+
+@jit
+def _move(instance, state, unit, worker, places):
+    """Have a worker run a unit, its ops at these places in their order; `places` becomes where they were."""
+    kinds, left, stage = instance.kinds, state.worker[unit], instance.stage[unit]
+    before = state.place[unit * kinds:(unit + 1) * kinds].copy()
+    for kind in range(kinds):
+        _remove(state, unit * kinds + kind, left)
+    for kind in range(kinds):
+        _insert(state, unit * kinds + kind, worker, places[kind])
+        state.duration[unit * kinds + kind] = instance.cost[kind, stage, worker]
+    state.worker[unit] = worker
+    places[:] = before
+
+
+@jit
+def _remove(state, op, worker):
+    """Take an op out of a worker's order."""
+    row = state.sequence[worker]
+    for index in range(state.place[op], state.size[worker] - 1):
+        row[index] = row[index + 1]
+        state.place[row[index]] = index
+    state.size[worker] -= 1
+
+
+@jit
+def _insert(state, op, worker, place):
+    """Put an op into a worker's order, before the one that is at this place."""
+    row = state.sequence[worker]
+    for index in range(state.size[worker], place, -1):
+        row[index] = row[index - 1]
+        state.place[row[index]] = index
+    row[place] = op
+    state.place[op] = place
+    state.size[worker] += 1
+
+
+@jit
+def _call_unit(instance, state, timing, queue, log, unit):
+    """Call the ops of a unit that came to another worker or place, and those that they follow there."""
+    worker, predecessors = state.worker[unit], instance.predecessors
+    touch(timing, log, instance.pipeline[worker])
+    for op in range(unit * instance.kinds, (unit + 1) * instance.kinds):
+        call(queue, timing.late, op)
+        for arc in range(predecessors.start[op], predecessors.start[op + 1]):
+            call(queue, timing.late, predecessors.op[arc])
+        call(queue, timing.late, state.sequence[worker, state.place[op] - 1] if state.place[op] else -1)
+
+
+@jit
+def _call_left(instance, state, timing, queue, log, worker, places):
+    """Call the ops behind which those of a unit were taken away, at these places of a worker."""
+    touch(timing, log, instance.pipeline[worker])
+    for kind in range(instance.kinds):
+        place = places[kind] - kind - 1
+        if 0 <= place < state.size[worker]:
+            call(queue, timing.late, state.sequence[worker, place])
+
+
+# --- Shift a deadline -------------------------------------------------------------------------------------------------
+
+
+@jit
+def shift(chain, cycle, before, allowance):
+    """Shift the deadline at which a critical path ends, or that of the window it fills; the cost after it.
+
+    Taken back where the cost grows by more than the allowance.
+    """
+    random, instance, state, timing, trial = chain.random, chain.instance, chain.state, chain.timing, chain.trial
+    worker = critical_worker(random, instance, state, timing, cycle.goal)
+    _, last = critical_path(random, instance, state, timing.late, state.sequence[worker, 0], (0, 0))
+    group, other = instance.group[worker], instance.group[state.worker[instance.unit[last]]]
+    ticks = 1 + below(random, 1 + int(cycle.scale))
+    if below(random, 2) == 0:
+        group, ticks = other, -ticks
+    state.deadline[group] -= ticks
+    time(instance, state, chain.sorting, trial, cycle.goal)
+    after = cost(instance, trial, cycle)
+    if after > before + allowance:
+        state.deadline[group] += ticks
+        return before
+    timing.late[:] = trial.late
+    timing.longest[:] = trial.longest
+    timing.excess[:] = trial.excess
+    return after

@@ -1,0 +1,136 @@
+"""A changed state timed where it changed.
+
+Ops whose latest start may have changed wait in a queue by time, late ones first. Each that did change calls those that
+it follows: its predecessors and the op before it on its worker. So a step costs what it moves, not what the job holds.
+A log keeps what was before, for `revert`.
+"""
+
+from planner.search.kernel.annealing.arrays import BASE, BUCKETS, CHANGED, SPAN, TOP, TOUCHED, WAITING
+from planner.search.kernel.jit import inlined
+
+
+@inlined
+def call(queue, late, op):
+    """Have an op looked at."""
+    if op < 0 or queue.queued[op]:
+        return
+    counters = queue.counters
+    index = (late[op] - counters[BASE]) * BUCKETS // counters[SPAN]
+    index = min(max(index, 0), BUCKETS - 1)
+    queue.queued[op] = 1
+    queue.next[op] = queue.bucket[index]
+    queue.bucket[index] = op
+    counters[WAITING] += 1
+    counters[TOP] = max(counters[TOP], index)
+
+
+@inlined
+def touch(timing, log, pipeline):
+    """Note that the windows of a pipeline may change."""
+    if not log.marked[pipeline]:
+        log.marked[pipeline] = 1
+        number = log.counters[TOUCHED]
+        log.pipeline[number] = pipeline
+        log.longest[number], log.excess[number] = timing.longest[pipeline], timing.excess[pipeline]
+        log.counters[TOUCHED] += 1
+
+
+@inlined
+def retime(instance, state, timing, queue, log, limits, run):
+    """Time anew the ops at places [begin, end) of a worker, those in the queue, and all that follow from them.
+
+    `run` is (worker, begin, end). False where some window becomes too long to be accepted: with `limits` = (goal,
+    allowed), longer by more than `allowed` than the goal and than the longest of its pipeline. The rule is that of
+    `timing._latest`; one long loop on local names, as a call with all these arrays would take longer than what it does.
+    """
+    unit, group, tail, owner = instance.unit, instance.group, instance.tail, instance.pipeline
+    first_successor, successor, transfer = instance.successors.start, instance.successors.op, \
+        instance.successors.transfer
+    first_predecessor, predecessor = instance.predecessors.start, instance.predecessors.op
+    worker_of, duration, sequence, size, place = state.worker, state.duration, state.sequence, state.size, state.place
+    deadline, late, longest, excess = state.deadline, timing.late, timing.longest, timing.excess
+    bucket, link, queued = queue.bucket, queue.next, queue.queued
+    waiting, top, base, span = queue.counters[WAITING], queue.counters[TOP], queue.counters[BASE], queue.counters[SPAN]
+    changed, before, marked, done, touched = log.op, log.late, log.marked, log.counters[CHANGED], log.counters[TOUCHED]
+    touched_pipeline, longest_before, excess_before = log.pipeline, log.longest, log.excess
+    goal, allowed = limits
+    row, begin, end = run
+    good = True
+    while good:
+        if end > begin:
+            end -= 1
+            op = sequence[row, end]
+        elif waiting:
+            while bucket[top] < 0:
+                top -= 1
+            op = bucket[top]
+            bucket[top] = link[op]
+            queued[op] = 0
+            waiting -= 1
+        else:
+            break
+        worker, at = worker_of[unit[op]], place[op]
+        start = late[sequence[worker, at + 1]] if at + 1 < size[worker] else deadline[group[worker]]
+        for arc in range(first_successor[op], first_successor[op + 1]):
+            other = successor[arc]
+            if late[other] - transfer[arc] < start:  # else it does not matter who runs it
+                start = min(start, late[other] - (transfer[arc] if worker_of[unit[other]] != worker else 0))
+        start -= duration[op]
+        pipeline = owner[worker]
+        if at == 0 and not marked[pipeline]:
+            marked[pipeline] = 1
+            touched_pipeline[touched] = pipeline
+            longest_before[touched], excess_before[touched] = longest[pipeline], excess[pipeline]
+            touched += 1
+        if start == late[op]:
+            continue
+        if done == changed.shape[0]:
+            good = False
+            break
+        changed[done], before[done] = op, late[op]
+        done += 1
+        late[op] = start
+        good = deadline[group[worker]] + tail[worker] - start <= max(longest[pipeline], goal) + allowed
+        arc, last = first_predecessor[op], first_predecessor[op + 1]
+        other = sequence[worker, at - 1] if at else -1
+        while True:  # the op before it on its worker, then its predecessors
+            if other >= 0 and not queued[other]:
+                index = min(max((late[other] - base) * BUCKETS // span, 0), BUCKETS - 1)
+                queued[other] = 1
+                link[other] = bucket[index]
+                bucket[index] = other
+                waiting += 1
+                top = max(top, index)
+            if arc == last:
+                break
+            other = predecessor[arc]
+            arc += 1
+    queue.counters[WAITING], queue.counters[TOP] = waiting, top
+    log.counters[CHANGED], log.counters[TOUCHED] = done, touched
+    return good
+
+
+@inlined
+def unmark(log):
+    """The step is over for the pipelines that it touched."""
+    for number in range(log.counters[TOUCHED]):
+        log.marked[log.pipeline[number]] = 0
+
+
+@inlined
+def revert(timing, queue, log):
+    """The timing as it was before the step, and nobody in the queue."""
+    counters = queue.counters
+    while counters[WAITING]:
+        op = queue.bucket[counters[TOP]]
+        if op < 0:
+            counters[TOP] -= 1
+            continue
+        queue.bucket[counters[TOP]] = queue.next[op]
+        queue.queued[op] = 0
+        counters[WAITING] -= 1
+    for number in range(log.counters[CHANGED] - 1, -1, -1):
+        timing.late[log.op[number]] = log.late[number]
+    for number in range(log.counters[TOUCHED]):
+        pipeline = log.pipeline[number]
+        timing.longest[pipeline], timing.excess[pipeline] = log.longest[number], log.excess[number]

@@ -1,0 +1,87 @@
+"""A state timed from scratch."""
+
+from planner.search.kernel.annealing.arrays import Instance, Sorting, State, Timing
+from planner.search.kernel.annealing.cost import measure
+from planner.search.kernel.jit import inlined, jit
+
+
+@jit
+def _sort(instance, state, sorting):
+    """Fill in `order` and `early`. False where ops wait for each other in a circle."""
+    unit, successors, predecessors = instance.unit, instance.successors, instance.predecessors
+    waiting, stack, order, early = sorting.waiting, sorting.stack, sorting.order, sorting.early
+    top = done = 0
+    for op in range(state.duration.shape[0]):
+        early[op] = 0
+        waiting[op] = predecessors.start[op + 1] - predecessors.start[op] + (state.place[op] > 0)
+        if waiting[op] == 0:
+            stack[top] = op
+            top += 1
+    while top > 0:
+        top -= 1
+        op = stack[top]
+        order[done] = op
+        done += 1
+        worker, after = state.worker[unit[op]], state.place[op] + 1
+        end = early[op] + state.duration[op]
+        if after < state.size[worker]:
+            later = state.sequence[worker, after]
+            early[later] = max(early[later], end)
+            waiting[later] -= 1
+            if waiting[later] == 0:
+                stack[top] = later
+                top += 1
+        for arc in range(successors.start[op], successors.start[op + 1]):
+            later = successors.op[arc]
+            hop = successors.transfer[arc] if state.worker[unit[later]] != worker else 0
+            early[later] = max(early[later], end + hop)
+            waiting[later] -= 1
+            if waiting[later] == 0:
+                stack[top] = later
+                top += 1
+    return done == state.duration.shape[0]
+
+
+@inlined
+def _latest(instance, state, late, op):
+    """The latest start of an op, given those of the ops after it:
+
+    late[op] = min(late[next op of its worker], or the deadline of its group where there is none;
+                   late[j] - hop over successors j) - duration[op],
+    with a hop where j takes a tensor from another worker.
+    """
+    successors = instance.successors
+    worker, after = state.worker[instance.unit[op]], state.place[op] + 1
+    end = late[state.sequence[worker, after]] if after < state.size[worker] else state.deadline[instance.group[worker]]
+    for arc in range(successors.start[op], successors.start[op + 1]):
+        later = successors.op[arc]
+        hop = successors.transfer[arc] if state.worker[instance.unit[later]] != worker else 0
+        end = min(end, late[later] - hop)
+    return end - state.duration[op]
+
+
+@jit
+def set_deadlines(instance: Instance, state: State, sorting: Sorting) -> bool:
+    """Let every reduce group be done as early as its orders allow. False where ops wait for each other in a circle."""
+    if not _sort(instance, state, sorting):
+        return False
+    state.deadline[:] = 0
+    for worker in range(state.size.shape[0]):
+        if state.size[worker]:
+            op = state.sequence[worker, state.size[worker] - 1]
+            group = instance.group[worker]
+            state.deadline[group] = max(state.deadline[group], sorting.early[op] + state.duration[op])
+    return True
+
+
+@jit
+def time(instance: Instance, state: State, sorting: Sorting, timing: Timing, goal: int) -> int:
+    """Time a state from scratch: its period in ticks; -1 where ops wait for each other in a circle."""
+    if not _sort(instance, state, sorting):
+        return -1
+    for index in range(state.duration.shape[0] - 1, -1, -1):
+        op = sorting.order[index]
+        timing.late[op] = _latest(instance, state, timing.late, op)
+    for pipeline in range(timing.longest.shape[0]):
+        measure(instance, state, timing, goal, pipeline)
+    return int(timing.longest.max())

@@ -1,0 +1,49 @@
+"""Step 5: CP-SAT improves small pieces, and proves them optimal."""
+
+from planner.model.problem import Problem
+from planner.search.budget import Budget
+from planner.search.incumbent import Incumbent
+
+LARGEST_MODEL = 1500
+"""Compute ops, counted once per possible host, up to which CP-SAT proves more than annealing gains."""
+PROOF_SHARE = 0.6
+"""Share of the time left for each piece."""
+
+
+def provable(known: Incumbent) -> list[int]:
+    """The numbers of the pieces that are small enough."""
+    return [index for index, piece in enumerate(known.pieces) if _options(piece.problem) <= LARGEST_MODEL]
+
+
+def prove(known: Incumbent, budget: Budget) -> Incumbent:
+    """Better solutions of small pieces, the longest first, and perhaps a better bound."""
+    for index in sorted(provable(known), key=known.periods.__getitem__, reverse=True):
+        if known.periods[index] > known.target(index) and not budget.stopped:
+            known = _prove_piece(known, index, budget.share(PROOF_SHARE))
+    return known
+
+
+def _prove_piece(known: Incumbent, index: int, budget: Budget) -> Incumbent:
+    from planner.search.cpsat.model import improve  # the solver takes a third of a second to load
+
+    problem, period, target = known.pieces[index].problem, known.periods[index], known.target(index)
+
+    def report(ticks: int) -> None:
+        if ticks < period:  # the hint itself is no news
+            budget.progress(f"CP-SAT: period {ticks * problem.tick_seconds:g} s")
+
+    result = improve(problem, known.solutions[index], lower_bound=target, deadline=budget.deadline, seed=budget.seed,
+                     report=report, stop=budget.stop)
+    found = known
+    if result.period_ticks < period:
+        found = found.with_piece(index, result.solution, result.period_ticks)
+    if target == known.bound and (len(known.pieces) == 1 or not problem.failed):
+        # Without the ops of others, its workers in any plan of the whole run a plan of this piece.
+        better = result.lower_bound_ticks > known.bound
+        found = found.with_bound(result.lower_bound_ticks, "what CP-SAT proved" if better else known.bound_counts)
+    return found
+
+
+def _options(problem: Problem) -> int:
+    """Compute ops, counted once per possible host."""
+    return sum(len(problem.hosts(unit.stage, unit.pipeline)) for unit in problem.units()) * len(problem.kinds)
