@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from schedules.precedence import op_key, producers
+from schedules.precedence import op_key, waits
 from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
 from schedules.trace import TICK_SECONDS, MeasuredIteration, placed_ops
 
@@ -90,9 +90,9 @@ def _crossings(programs: Programs, stages: int) -> Iterator[tuple[Op, Op]]:
     """
     by_key = {op_key(op): op for op in _compute(programs.values())}
     for key, op in by_key.items():
-        for source in producers(key, stages):
+        for source, rule in waits(key, stages):
             producer = by_key.get(source)
-            if producer is not None and producer.worker != op.worker:
+            if rule.tensor and producer is not None and producer.worker != op.worker:
                 yield producer, op
 
 

@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from planner.job.file import Job
-from planner.model.arrays import Dense, solution_period
+from planner.model.arrays import ProblemArrays
 from planner.model.assemble import build_schedule
 from planner.model.problem import Problem, build_problem
 from planner.model.solution import Solution
-from planner.search.assignment import deal
-from planner.search.list_scheduler import Policy, list_order
+from planner.model.start_times import earliest, solution_period
+from planner.search.assignment import assign
+from planner.search.list_scheduler import DispatchRule, ListScheduler
 from schedules.precedence import op_key, producers
 from schedules.schedule import (
     COMPUTE_KINDS,
@@ -33,11 +34,11 @@ from schedules.trace import MeasuredIteration, MeasuredOp
 from tests.jobs import failures, jobs
 
 
-def list_schedule(problem: Problem, policy: Policy = Policy()) -> Solution:  # noqa: B008 - frozen
+def list_schedule(problem: Problem, rule: DispatchRule = DispatchRule()) -> Solution:  # noqa: B008 - frozen
     """What the list scheduler makes of a problem."""
-    dense = Dense(problem, deal(problem, "least-loaded"))
-    order = list_order(dense, policy)
-    return dense.solution(order, dense.earliest(order))
+    arrays = ProblemArrays(problem, assign(problem, "least-loaded"))
+    order = ListScheduler(arrays).order(rule)
+    return arrays.solution(order, earliest(arrays, order))
 
 
 def planned(job: Job, failed: Sequence[Worker] = (), **options) -> Schedule:
@@ -59,8 +60,8 @@ def schedules(draw, **limits) -> Schedule:
     job = draw(jobs(**limits))
     problem = build_problem(job, draw(failures(job)), backward=draw(st.sampled_from(["split", "fused"])),
                             optimizer=draw(st.sampled_from(["staggered", "synchronous"])))
-    policy = Policy(forward_order=draw(st.sampled_from(["deepest", "oldest"])))
-    solution = list_schedule(problem, policy)
+    rule = DispatchRule(forward_order=draw(st.sampled_from(["deepest", "oldest"])))
+    solution = list_schedule(problem, rule)
     bound = solution_period(problem, solution) if draw(st.booleans()) else 0
     return build_schedule(problem, solution, lower_bound=bound, method="greedy")
 

@@ -19,20 +19,19 @@ import msgspec
 
 from planner.job.file import Job
 from planner.model import assemble
-from planner.model.arrays import Dense, solution_period
+from planner.model.arrays import ProblemArrays
 from planner.model.bounds import lower_bound
 from planner.model.decompose import Piece, decompose
 from planner.model.problem import Problem
 from planner.model.solution import Solution
+from planner.model.start_times import solution_period
 from planner.normalise import Windows, arrangements
 from planner.options import PlanOptions
-from planner.search.assignment import deal
+from planner.search.assignment import assign
 from planner.search.baselines import one_f_one_b
 from planner.search.budget import Budget
-from planner.search.compiled import listing, ready
-from planner.search.compiled_lister import lister
-from planner.search.list_scheduler import Policy as ListPolicy
-from planner.search.list_scheduler import in_flight
+from planner.search.compiled import ready
+from planner.search.list_scheduler import DispatchRule, ListScheduler, in_flight
 from planner.search.solve import solve
 from schedules.schedule import BackwardMode, OptimizerMode
 from schedules.tables.pattern import Pattern, pattern_of, pipeline_classes
@@ -59,6 +58,7 @@ class Speeds:
 
         Raises NoPlanError when no schedule can run the job, ValueError when the table is of another one.
         """
+        ready(tell)
         self.job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=()))
         self.workers = job.pipelines * job.stages
         self.samples = samples_per_microbatch * sum(job.microbatches)
@@ -137,7 +137,6 @@ class Speeds:
 
     def _search(self, problem: Problem) -> Pieces:
         """By the list schedulers, for a short time."""
-        ready(self._tell)
         # The budget's own event is never set: Ctrl-C ends the whole simulation and not this search.
         return solve(problem, "greedy", Budget(deadline=time.monotonic() + self._options.time_limit)).pieces
 
@@ -257,11 +256,11 @@ def _table_periods(table: Table, job: Job, options: PlanOptions) -> dict[Down, f
     return periods
 
 
-def _recycle_policies(problem: Problem) -> Iterator[ListPolicy]:
+def _recycle_rules(problem: Problem) -> Iterator[DispatchRule]:
     """List schedules in place of ReCycle's solver: in flight whatever memory holds, or as 1F1B, or twice that."""
     for ignore in (True, False) if problem.times.transfer else (True,):
         for factor in (0, 1, 2):
-            yield ListPolicy(ignore_transfers=ignore, in_flight=in_flight(problem, factor) if factor else None)
+            yield DispatchRule(ignore_transfers=ignore, in_flight=in_flight(problem, factor) if factor else None)
 
 
 def _round_robin(problem: Problem) -> Pieces:
@@ -272,10 +271,10 @@ def _best_round_robin(problem: Problem) -> Solution:
     if problem.backward == "fused":
         return one_f_one_b(problem)
     bound = lower_bound(problem)
-    orders = lister(listing(), Dense(problem, deal(problem, "round-robin")))
+    orders = ListScheduler(ProblemArrays(problem, assign(problem, "round-robin")))
     best, found = math.inf, None
-    for policy in _recycle_policies(problem):
-        if (period := orders.period(policy)) < best:
+    for rule in _recycle_rules(problem):
+        if (period := orders.period(rule)) < best:
             best, found = period, orders.solution()
         if best <= bound:
             break

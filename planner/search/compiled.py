@@ -55,12 +55,6 @@ def is_compiled() -> bool:
     return _marker(folders).exists() if folders else bool(_entry(ENTRIES[-1]).signatures)
 
 
-def listing() -> Any:
-    """The compiled list scheduler."""
-    ready()
-    return importlib.import_module("planner.search.kernel.list_scheduler")
-
-
 def _entry(name: str) -> Any:
     """A compiled function. Imported late: numba alone takes a third of a second."""
     module, _, function = name.rpartition(".")
@@ -121,19 +115,17 @@ def _alone(lock: Path) -> Iterator[None]:
 def _use_once() -> None:
     """Plan the smallest job: what is called for the first time is compiled."""
     from planner.job.file import parse_job
-    from planner.model.arrays import Dense
+    from planner.model.arrays import ProblemArrays
     from planner.model.problem import build_problem
     from planner.search.annealing.chain import AnnealingChain
-    from planner.search.assignment import deal
-    from planner.search.compiled_lister import CompiledLister
-    from planner.search.kernel import list_scheduler
-    from planner.search.list_scheduler import Policy
+    from planner.search.assignment import assign
+    from planner.search.list_scheduler import DispatchRule, ListScheduler
 
     problem = build_problem(parse_job("pipelines = 1\nstages = 1\nmicrobatches = 1\n[time]\nforward = 1\n"
                                       "backward_input = 1\nbackward_weight = 1\n"))
-    lister = CompiledLister(list_scheduler, Dense(problem, deal(problem, "least-loaded")))
-    lister.period(Policy())
-    AnnealingChain(problem, lister.solution(), 0, 0).run()
+    scheduler = ListScheduler(ProblemArrays(problem, assign(problem, "least-loaded")))
+    scheduler.period(DispatchRule())
+    AnnealingChain(problem, scheduler.solution(), 0, 0).run()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ def jit(function: Function) -> Function:
 
 
 def inlined(function: Function) -> Function:
-    """A function that gets many arrays and is called in one or two places: to pass them would take longer than it does."""
+    """A function that gets many arrays and does little: to pass them would take longer than what it does."""
     return _compiled(function, inline=True)
 
 

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from planner.model.arrays import solution_period
+from planner.model.start_times import solution_period
 from planner.search.budget import Budget
 from planner.search.incumbent import AnnealingEffort, Incumbent
 

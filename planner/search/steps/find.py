@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from planner.model.arrays import solution_period
+from planner.model.start_times import solution_period
 from planner.search.budget import Budget
 from planner.search.cpsat.finder import Finder
 from planner.search.incumbent import Incumbent

@@ -6,7 +6,7 @@ import msgspec
 from planner.model.solution import Solution
 from planner.search.budget import Budget
 from planner.search.incumbent import Incumbent
-from planner.search.list_schedules import search
+from planner.search.list_search import search
 
 
 def list_schedules(known: Incumbent, budget: Budget) -> Incumbent:

@@ -5,16 +5,16 @@ from hypothesis import strategies as st
 
 from planner.model.arrays import ProblemArrays
 from planner.model.problem import build_problem
-from planner.search.assignment import DEALINGS, deal
+from planner.search.assignment import ASSIGNMENT_RULES, assign
 from schedules.precedence import waits
 from tests.jobs import failures, jobs
 
 
 @settings(max_examples=60)
-@given(st.data(), jobs(), st.sampled_from(["split", "fused"]), st.sampled_from(DEALINGS))
-def test_arcs_durations_and_hops(data, job, backward, dealing):
+@given(st.data(), jobs(), st.sampled_from(["split", "fused"]), st.sampled_from(ASSIGNMENT_RULES))
+def test_arcs_durations_and_hops(data, job, backward, rule):
     problem = build_problem(job, data.draw(failures(job)), backward=backward)
-    hosts = deal(problem, dealing)
+    hosts = assign(problem, rule)
     made = ProblemArrays(problem, hosts)
     ops = made.ops
     keys = [(kind, *unit) for unit in made.units for kind in problem.kinds]

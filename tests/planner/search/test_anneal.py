@@ -6,16 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.model.arrays import Dense, solution_period
+from planner.model.arrays import ProblemArrays
 from planner.model.assemble import build_schedule
 from planner.model.bounds import lower_bound
 from planner.model.problem import build_problem
+from planner.model.start_times import solution_period
 from planner.search.annealing.chain import AnnealingChain
 from planner.search.annealing.pieces import anneal_pieces
-from planner.search.assignment import deal
+from planner.search.assignment import assign
 from planner.search.budget import Budget
 from planner.search.compiled import ready
-from planner.search.list_scheduler import Policy, list_order
+from planner.search.list_scheduler import DispatchRule, ListScheduler
 from schedules.check import check
 from schedules.schedule import Worker
 from tests.jobs import failures, grid, jobs
@@ -29,10 +30,10 @@ def kernel():
     ready()
 
 
-def listed(problem, dealing="least-loaded"):
-    dense = Dense(problem, deal(problem, dealing))
-    order = list_order(dense, Policy())
-    return dense.solution(order, dense.timed(order)[1])
+def listed(problem, rule="least-loaded"):
+    scheduler = ListScheduler(ProblemArrays(problem, assign(problem, rule)))
+    scheduler.period(DispatchRule())
+    return scheduler.solution()
 
 
 @settings(max_examples=100, deadline=None)
