@@ -56,6 +56,7 @@ class Throughputs:
 
         Raises NoPlanError when no schedule can run the job, ValueError when the table is of another one.
         """
+        ready(announce)
         self.job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=()))
         self.workers = job.pipelines * job.stages
         self.samples = samples_per_microbatch * sum(job.microbatches)
@@ -135,7 +136,6 @@ class Throughputs:
 
     def _search(self, problem: Problem) -> Pieces:
         """Plan with the list schedulers, for a short time."""
-        ready(self._announce)
         # The budget's own event is never set: Ctrl-C ends the whole simulation and not this search.
         return solve(problem, "greedy", Budget(deadline=time.monotonic() + self._options.time_limit)).pieces
 
