@@ -153,7 +153,6 @@ def test_formats_name_the_files_of_a_table(tmp_path, monkeypatch):
     assert written_files(tmp_path / "table") | {"parts/KEY.json.gz"} == named_files("Table (folder)")
 
 
-@pytest.mark.xfail(reason="the final parameters are not safetensors yet")
 def test_formats_name_the_files_of_a_run(tmp_path):
     (tmp_path / "job.toml").write_text(SMALL)
     done = subprocess.run([sys.executable, "-m", "cli", "train", "job.toml", "--checkpoint-every", "1", "--out", "run"],
