@@ -58,6 +58,7 @@ class Speeds:
 
         Raises NoPlanError when no schedule can run the job, ValueError when the table is of another one.
         """
+        ready(tell)
         self.job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=()))
         self.workers = job.pipelines * job.stages
         self.samples = samples_per_microbatch * sum(job.microbatches)
@@ -136,7 +137,6 @@ class Speeds:
 
     def _search(self, problem: Problem) -> Pieces:
         """By the list schedulers, for a short time."""
-        ready(self._tell)
         # The budget's own event is never set: Ctrl-C ends the whole simulation and not this search.
         return solve(problem, "greedy", Budget(deadline=time.monotonic() + self._options.time_limit)).pieces
 

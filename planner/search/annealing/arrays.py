@@ -8,7 +8,6 @@ import numpy as np
 from planner.model import arrays as model
 from planner.model.arrays import Ints, ProblemArrays, ints
 from planner.model.problem import Problem
-from planner.model.solution import Solution
 from planner.search.kernel.annealing.arrays import (
     BUCKETS,
     LARGEST_RUN,
@@ -26,7 +25,7 @@ SPARE_UNITS = 8
 """Units that a worker may run beyond those of the busiest one at the start."""
 
 
-def make_chain(arrays: ProblemArrays, order: Sequence[int], seed: int) -> Chain:
+def make_chain(arrays: ProblemArrays, order: Ints, seed: int) -> Chain:
     """A chain whose state is a plan: its assignment, and an order of all ops."""
     ops, pipelines = len(arrays.ops.duration), arrays.problem.grid.pipelines
     state = _state(arrays, order)
@@ -62,11 +61,11 @@ def _arcs(arcs: model.Arcs, transfer: int) -> Arcs:
     return Arcs(start=arcs.start, op=arcs.op, transfer=arcs.tensor * transfer)
 
 
-def _state(arrays: ProblemArrays, order: Sequence[int]) -> State:
+def _state(arrays: ProblemArrays, order: Ints) -> State:
     ops = arrays.ops
     rows: list[list[int]] = [[] for _ in arrays.workers]
     place = _zeros(len(ops.duration))
-    for op in order:
+    for op in order.tolist():
         row = rows[ops.worker[ops.unit[op]]]
         place[op] = len(row)
         row.append(op)
@@ -135,9 +134,3 @@ def _zeros(size: int) -> Ints:
 def _random(seed: int) -> Any:
     """The state of the random numbers: never 0, far apart for neighbouring seeds."""
     return np.array([(seed * 0x9E3779B97F4A7C15 + 0x2545F4914F6CDD1D) % 2**64 or 1], dtype=np.uint64)
-
-
-def plan_of(problem: Problem, solution: Solution) -> tuple[ProblemArrays, Sequence[int]]:
-    """The arrays of a solution's assignment, and the order of its ops."""
-    arrays = ProblemArrays(problem, solution.hosts)
-    return arrays, arrays.order(solution).tolist()

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 
+from planner.model.arrays import ProblemArrays
 from planner.model.problem import Problem
 from planner.model.solution import Solution
-from planner.search.annealing.arrays import make_chain, plan_of
+from planner.search.annealing.arrays import make_chain
 from planner.search.annealing.cooling import CYCLES, first_cycle_steps, slice_steps
 from planner.search.kernel.annealing.arrays import BASE, FOREVER, PERIOD, SPAN, Cycle, State
 from planner.search.kernel.annealing.loop import anneal
@@ -25,9 +25,9 @@ class AnnealingChain:
 
     def __init__(self, problem: Problem, solution: Solution, goal: int, seed: int) -> None:
         self._problem = problem
-        self._arrays, order = plan_of(problem, solution)
-        self._chain = make_chain(self._arrays, order, seed)
-        ops, pipelines = len(order), problem.grid.pipelines
+        self._arrays = ProblemArrays(problem, solution.hosts)
+        self._chain = make_chain(self._arrays, self._arrays.order(solution), seed)
+        ops, pipelines = len(self._arrays.ops.duration), problem.grid.pipelines
         self._scale = float(np.mean(self._arrays.ops.duration)) or 1.0
         self._goal = goal
         self._slice, self._cycle_steps, self._step = slice_steps(ops, pipelines), first_cycle_steps(ops, pipelines), 0
@@ -122,8 +122,7 @@ class AnnealingChain:
         hosts = {unit: arrays.workers[worker].pipeline
                  for unit, worker in zip(arrays.units, chain.best.worker, strict=True)}
         begin = chain.trial.late.min() if self._problem.optimizer == "synchronous" else 0
-        made = arrays.solution(chain.sorting.order, chain.trial.late - begin)
-        return msgspec.structs.replace(made, hosts=hosts)
+        return ProblemArrays(self._problem, hosts).solution(chain.sorting.order, chain.trial.late - begin)
 
 
 def _copy(source: State, target: State) -> None:

@@ -38,9 +38,9 @@ def listed(problem, rule="least-loaded"):
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), jobs(), MODES, st.sampled_from(["least-loaded", "round-robin"]), st.integers(0, 99))
-def test_annealed_plans_keep_every_rule(data, job, modes, rule, seed):
+def test_annealed_plans_keep_every_rule(data, job, modes, dealing, seed):
     problem = build_problem(job, data.draw(failures(job)), backward=modes[0], optimizer=modes[1])
-    before = listed(problem, rule)
+    before = listed(problem, dealing)
     annealer = AnnealingChain(problem, before, goal=0, seed=seed)
     assert annealer.period <= solution_period(problem, before)
     annealer.advance(200)

@@ -42,7 +42,7 @@ def run(folder: Path, **environment: str) -> list[str]:
     """What a process that plans by this installation prints. Its code is not optimised: compiled in half the time."""
     env = {**os.environ, "PYTHONPATH": str(folder), "NUMBA_OPT": "0", "PYTHONDONTWRITEBYTECODE": "1", **environment}
     done = subprocess.run([sys.executable, "-c", PLAN], cwd=folder, env=env, capture_output=True, text=True,
-                          timeout=280, check=False)
+                          timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -65,7 +65,7 @@ def test_a_copy_of_an_installation_uses_the_machine_code_that_came_with_it(tmp_p
     assert done.stdout.split() == ["True"]
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_compiled_before_the_first_plan_and_again_when_a_source_differs(tmp_path):
     copy_of_the_installation(tmp_path, with_code=False)
     first, second = run(tmp_path), run(tmp_path)
@@ -74,13 +74,14 @@ def test_compiled_before_the_first_plan_and_again_when_a_source_differs(tmp_path
     assert "children []" in first
     # In a file whose functions are called from others: numba would take what it has kept of those.
     source = tmp_path / "planner" / "search" / "kernel" / "annealing" / "random.py"
-    source.write_text(source.read_text().replace("return _bits(random) % bound", "return bound - 1"))
+    code = source.read_text()
+    source.write_text(code.replace("return np.int64(_bits(random) % np.uint64(bound))", "return bound - 1"))
     changed = run(tmp_path)
     assert len(said(changed)) == 1 and "random [999, 999, 999]" in changed
     assert len(list((tmp_path / "planner").rglob("compiled-*"))) == 1
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_where_nothing_can_be_written_every_process_compiles_for_itself(tmp_path):
     folder = copy_of_the_installation(tmp_path / "installation", with_code=False)
     for kernel in ("kernel", "kernel/annealing"):

@@ -6,7 +6,13 @@ A log keeps what was before, for `revert`.
 """
 
 from planner.search.kernel.annealing.arrays import BASE, BUCKETS, CHANGED, SPAN, TOP, TOUCHED, WAITING
-from planner.search.kernel.jit import inlined
+from planner.search.kernel.jit import inlined, jit
+
+
+@inlined
+def _bucket(ticks, span):
+    """The bucket of a time, `ticks` after the first one."""
+    return min(max(ticks * BUCKETS // span, 0), BUCKETS - 1)
 
 
 @inlined
@@ -15,8 +21,7 @@ def call(queue, late, op):
     if op < 0 or queue.queued[op]:
         return
     counters = queue.counters
-    index = (late[op] - counters[BASE]) * BUCKETS // counters[SPAN]
-    index = min(max(index, 0), BUCKETS - 1)
+    index = _bucket(late[op] - counters[BASE], counters[SPAN])
     queue.queued[op] = 1
     queue.next[op] = queue.bucket[index]
     queue.bucket[index] = op
@@ -35,7 +40,7 @@ def touch(timing, log, pipeline):
         log.counters[TOUCHED] += 1
 
 
-@inlined
+@jit
 def retime(instance, state, timing, queue, log, limits, run):
     """Time anew the ops at places [begin, end) of a worker, those in the queue, and all that follow from them.
 
@@ -95,7 +100,7 @@ def retime(instance, state, timing, queue, log, limits, run):
         other = sequence[worker, at - 1] if at else -1
         while True:  # the op before it on its worker, then its predecessors
             if other >= 0 and not queued[other]:
-                index = min(max((late[other] - base) * BUCKETS // span, 0), BUCKETS - 1)
+                index = _bucket(late[other] - base, span)
                 queued[other] = 1
                 link[other] = bucket[index]
                 bucket[index] = other
