@@ -3,6 +3,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# One more than two cores, as tests of real processes also wait for timeouts. By worksteal, because it keeps the tests of
+# a module in one process for the most part, so that what they share is made once.
+TEST_PROCESSES ?= 3
 
 .PHONY: demo demo-short test lint docs picture library clean
 
@@ -13,7 +16,7 @@ demo-short: $(INSTALLED)   ## the same in seconds
 	$(BIN)/slipstream demo --short
 
 test: $(INSTALLED)         ## all tests
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
 
 lint: $(INSTALLED)         ## style, types, and which room may import which
 	$(BIN)/ruff check .

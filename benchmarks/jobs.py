@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from planner.job.file import Job, parse_job
-from planner.job.text import job_text
+from planner.job.writer import job_text
 
 
 def uniform_text(pipelines: int, stages: int, microbatches: int, *, op: float = 10, optimizer: float = 5,

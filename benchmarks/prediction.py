@@ -23,7 +23,7 @@ import torch
 from benchmarks.jobs import gpt_job
 from cli.profile import job_tables
 from planner.job.file import parse_job
-from planner.job.text import job_text
+from planner.job.writer import job_text
 from planner.plan import plan_job
 from runtime.config import parse_run_config
 from runtime.launch import run

@@ -18,10 +18,10 @@ from rich.table import Table
 
 from benchmarks.jobs import uniform_job
 from planner.fleet.costs import costs_for
-from planner.fleet.generate import PRESETS, Failures, for_workers_of, generate
 from planner.fleet.policies import POLICIES
-from planner.fleet.simulation import compare, over_seeds
-from planner.fleet.speeds import Speeds
+from planner.fleet.simulation import compare, throughputs_over_traces
+from planner.fleet.synthetic_trace import PRESETS, FailureRates, draw_trace, rates_per_worker
+from planner.fleet.throughput import Throughputs
 from planner.job.file import Job
 from planner.plan import plan_job
 from schedules.schedule import Worker
@@ -37,9 +37,9 @@ def job(pipelines: int, stages: int, microbatches: int) -> Job:
 def large(gpus_per_worker: int, days: float) -> dict[str, object]:
     pipelines = 16_384 // gpus_per_worker // 16
     began, used = time.perf_counter(), time.process_time()
-    trace = generate(for_workers_of(PRESETS["llama-3"], gpus_per_worker), pipelines * 16, days)
+    trace = draw_trace(rates_per_worker(PRESETS["llama-3"], gpus_per_worker), pipelines * 16, days)
     drawn = time.perf_counter() - began
-    result = compare(ALL, Speeds(job(pipelines, 16, 32)), costs_for(405e9, 16), trace)
+    result = compare(ALL, Throughputs(job(pipelines, 16, 32)), costs_for(405e9, 16), trace)
     return {"study": f"{days:g} days of {pipelines} x 16 workers, {trace.removals} lost", "drawing s": drawn,
             "seconds": time.perf_counter() - began, "cpu s": time.process_time() - used,
             "throughput over fault-free": {name: run.throughput / result.best_rate
@@ -48,16 +48,17 @@ def large(gpus_per_worker: int, days: float) -> dict[str, object]:
 
 def many(seeds: int) -> dict[str, object]:
     began, used = time.perf_counter(), time.process_time()
-    traces = [generate(Failures(machine_mtbf_hours=24, repair_hours=2), 24, 1, seed) for seed in range(seeds)]
+    traces = [draw_trace(FailureRates(machine_mtbf_hours=24, repair_hours=2), 24, 1, seed) for seed in range(seeds)]
     drawn = time.perf_counter() - began
-    speeds = Speeds(job(6, 4, 12))
+    throughputs = Throughputs(job(6, 4, 12))
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("seeds")
-        found = over_seeds(ALL, speeds, costs_for(), traces, lambda done, total: bar.update(task, completed=done,
-                                                                                          total=total))
+        found = throughputs_over_traces(ALL, throughputs, costs_for(), traces,
+                                        lambda done, total: bar.update(task, completed=done, total=total))
     return {"study": f"{seeds} seeds of a day of 6 x 4 workers, {sum(trace.removals for trace in traces)} lost",
             "drawing s": drawn, "seconds": time.perf_counter() - began, "cpu s": time.process_time() - used,
-            "throughput over fault-free": {name: float(values.mean()) / speeds.whole for name, values in found.items()}}
+            "throughput over fault-free": {name: float(values.mean()) / throughputs.fault_free
+                                           for name, values in found.items()}}
 
 
 def jitter(replays: int) -> dict[str, object]:

@@ -21,11 +21,11 @@ from rich.table import Table as Grid
 from benchmarks.jobs import uniform_text
 from planner.job.file import parse_job
 from planner.normalise import PlanOptions
-from planner.tables.build import Built, build_table
+from planner.tables.build import BuiltTable, build_table
 from schedules.tables.table import Table
 
 
-def build(options: argparse.Namespace, folder: Path) -> Built:
+def build(options: argparse.Namespace, folder: Path) -> BuiltTable:
     text = uniform_text(options.pipelines, options.stages, options.microbatches, capacity=2 * options.stages)
     failures = int(options.share * options.pipelines * options.stages)
     how = PlanOptions(method=options.method, time_limit=options.time_limit)
@@ -35,7 +35,7 @@ def build(options: argparse.Namespace, folder: Path) -> Built:
                            progress=lambda done, total: bar.update(task, completed=done, total=total))
 
 
-def figures(built: Built, folder: Path) -> dict[str, float]:
+def figures(built: BuiltTable, folder: Path) -> dict[str, float]:
     gaps = [row.gap for row in built.index.entries if row.gap is not None]
     table = Table.load(folder)
     stored = len(table.program_texts)

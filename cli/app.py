@@ -12,9 +12,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from cli.console import complain, loading, near
+from cli.shared.console import complain, near
+from cli.shared.interrupts import importing
+from cli.shared.version import version
 from cli.start import main as main
-from cli.version import version
 
 COMMANDS = {
     "new": "Write a job file: from a preset, a trace, or an estimate of a model.",
@@ -110,7 +111,7 @@ def _as_clause(message: str) -> str:
 def load(name: str) -> Any:
     """Import a command and build its options."""
     single = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-    with loading():
+    with importing():
         module = importlib.import_module(f"cli.{name}")
     single.command(name)(getattr(module, name))
     return typer.main.get_command(single)

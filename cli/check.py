@@ -1,34 +1,32 @@
-"""`slipstream check`: does a schedule obey every rule?"""
+"""`slipstream check`: verifies schedules against every rule."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from cli.console import duration, out, print_json, refuse
+from cli.shared.console import duration, out, print_json
+from cli.shared.inputs import read_schedule_or_refuse
+from cli.shared.options import Json, ScheduleFiles
 from schedules.check import Violation
 from schedules.check import check as violations_of
-from schedules.codec import ScheduleError, read
-from schedules.grid import render_grid
 from schedules.schedule import Schedule
+from schedules.text_excerpt import render_excerpt
 
 MAX_GRIDS = 3
-"""Violations drawn per file; the others are named."""
-
-Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Schedule files.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+"""Violations of a file that are drawn; the others are only named."""
 
 
-def check(files: Files, json: Json = False) -> None:
+
+def check(files: ScheduleFiles, json: Json = False) -> None:
     """Check schedules against every rule, independently of how they were made.
 
-    Exits 1 when a rule is broken, and draws the workers around the offending op.
+    Exits 1 when a rule is broken, and draws the ops around the one that breaks it.
     """
     answers: list[dict[str, object]] = []
     for file in files:
-        schedule = read_or_refuse(file)
+        schedule = read_schedule_or_refuse(file)
         violations = violations_of(schedule)
-        answers += [describe(violation, schedule, file) for violation in violations]
+        answers += [_violation_report(violation, schedule, file) for violation in violations]
         if not json:
             _print(file, schedule, violations)
     if json:
@@ -37,15 +35,7 @@ def check(files: Files, json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-def read_or_refuse(path: Path) -> Schedule:
-    """The schedule in a file; exits 2 with one line where it cannot be read."""
-    try:
-        return read(path)
-    except ScheduleError as error:
-        refuse(error)
-
-
-def describe(violation: Violation, schedule: Schedule, file: Path) -> dict[str, object]:
+def _violation_report(violation: Violation, schedule: Schedule, file: Path) -> dict[str, object]:
     """A violation as an object of the JSON answer; `start` in seconds."""
     op = violation.op
     worker = op.worker if op is not None else violation.worker
@@ -73,6 +63,6 @@ def _print(file: Path, schedule: Schedule, violations: list[Violation]) -> None:
     drawn = 0
     for violation in violations:
         out.print(f"  {violation}", markup=False, highlight=False, soft_wrap=True)
-        if drawn < MAX_GRIDS and (grid := render_grid(schedule, violation.op, violation.worker)):
-            out.print(grid, style="dim", markup=False, highlight=False, no_wrap=True, crop=False, overflow="ignore")
+        if drawn < MAX_GRIDS and (excerpt := render_excerpt(schedule, violation.op, violation.worker)):
+            out.print(excerpt, style="dim", markup=False, highlight=False, no_wrap=True, crop=False, overflow="ignore")
             drawn += 1

@@ -12,8 +12,9 @@ from rich.box import SIMPLE_HEAD
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cli.console import duration, err, out, print_json, refuse
-from cli.timeline import timeline
+from cli.drawing.text_timeline import timeline
+from cli.shared.console import duration, err, out, print_json, refuse
+from cli.shared.options import Json
 from planner.job.file import Job, StageMemory, read_job
 from planner.plan import Plan, plan_job
 from runtime.config import ConfigError, RunConfig, parse_run_config
@@ -30,7 +31,6 @@ SHORT_ITERATIONS = 5
 
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the training runs leave their files.")]
 Short = Annotated[bool, typer.Option("--short", help=f"Train for {SHORT_ITERATIONS} iterations only.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 class _Idea(msgspec.Struct, frozen=True):
@@ -110,7 +110,9 @@ def _train(folder: Path, short: bool) -> dict[str, object]:
                 f"without {ABSENT}": _run(broken, config, folder / "without", f"without {ABSENT}")}
         with err.status("the same in one plain process"):
             reference = reference_run(config, job.microbatches, config.training.iterations)
-    except (ConfigError, RunError, OSError) as error:
+    except OSError as error:
+        refuse(f"{error.filename or folder}: cannot be used: {error.strerror}")
+    except (ConfigError, RunError) as error:
         refuse(error)
     losses = {name: result.losses for name, result in runs.items()} | {"one process": tuple(reference.losses)}
     digits = min(agreeing_digits(losses["one process"], series) for series in losses.values())

@@ -14,8 +14,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from cli.console import duration, err, loading, out, print_json
-from cli.version import version
+from cli.shared.console import duration, err, out, print_json
+from cli.shared.interrupts import importing
+from cli.shared.options import Json
+from cli.shared.version import version
 from planner.job.file import read_job
 
 PACKAGES = ("torch", "safetensors", "ortools", "numba", "numpy", "networkx", "msgspec", "rich", "typer")
@@ -27,7 +29,6 @@ PERIOD = 30.0
 """Of the published example with worker 1.2 down, in seconds; proven to be the least."""
 MARKS = {"ok": ("✓", "green"), "absent": ("–", "yellow"), "failed": ("✗", "red")}
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Leave the self-test out.")]
 
 
@@ -96,7 +97,7 @@ def _installed() -> Iterator[Finding]:
 def _backends() -> Iterator[Finding]:
     """What tensors can be computed on and carried over here."""
     try:
-        with loading():
+        with importing():
             import torch
             from torch import distributed
     except ImportError as error:
@@ -123,7 +124,7 @@ def _backends() -> Iterator[Finding]:
 def _compiled() -> Finding:
     from planner.search.compiled import annealing, listing
 
-    with loading():
+    with importing():
         compiled = annealing() is not None and listing() is not None
     if not compiled:
         return Finding("backends", "compiled search", "absent", "being compiled in the background, once a machine; "
@@ -134,7 +135,7 @@ def _compiled() -> Finding:
 def _self_test() -> Iterator[Finding]:
     """Plan, check and look up in this process, while two others start, meet and talk."""
     try:
-        with loading():
+        with importing():
             from runtime.tools.self_test import SelfTest, SelfTestError
     except ImportError as error:
         yield Finding("self-test", "two processes", "failed", f"runtime cannot be imported: {_line(error)}")
@@ -168,7 +169,7 @@ def _tested(name: str, test: Callable[[], str]) -> Finding:
 
 
 def _plan_and_check() -> str:
-    with loading():
+    with importing():
         from planner.plan import plan_job
     from schedules.check import check
     from schedules.schedule import Worker

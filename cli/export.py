@@ -1,34 +1,32 @@
-"""`slipstream export`: a schedule in the words of another runtime."""
+"""`slipstream export`: writes a schedule in the format of another runtime."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cli.check import read_or_refuse
-from cli.console import answer_no, err, print_json, refuse, write_or_refuse
-from cli.plan import require_choice
+from cli.shared.console import answer_no, err, print_json, refuse
+from cli.shared.inputs import read_schedule_or_refuse, require_choice, write_or_refuse
+from cli.shared.options import Json, ScheduleFile
 from schedules.check import check
 from schedules.torchcsv import TorchCsvError, write_order
 
-File = Annotated[Path, typer.Argument(metavar="FILE", help="A schedule file.")]
 To = Annotated[str, typer.Option("--to", metavar="torch-csv", help=(
-    "torch-csv: what torch.distributed.pipelining loads, `_PipelineScheduleRuntime._load_csv`."))]
+    "torch-csv: what torch.distributed.pipelining loads with `_PipelineScheduleRuntime._load_csv`."))]
 Pipeline = Annotated[int, typer.Option("--pipeline", metavar="D", min=0, help="The pipeline whose order is written.")]
 Communication = Annotated[bool, typer.Option("--communication", help=(
     "Write sends, receives and reductions too (format compute_comms); without, torch adds them (compute_only)."))]
 OutFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write to this file, not to stdout.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-def export(file: File, to: To = "torch-csv", pipeline: Pipeline = 0, communication: Communication = False,
+def export(file: ScheduleFile, to: To = "torch-csv", pipeline: Pipeline = 0, communication: Communication = False,
            out_file: OutFile = None, json: Json = False) -> None:
     """Hand a schedule to another runtime.
 
-    Exits 1 with the reason where that runtime cannot run it, as when micro-batches are re-routed.
+    Exits 1 with the reason where that runtime cannot run it, for example because micro-batches are re-routed.
     """
     require_choice("--to", to, ("torch-csv",))
-    schedule = read_or_refuse(file)
+    schedule = read_schedule_or_refuse(file)
     violations = check(schedule)
     if violations:
         answer_no(f"{file}: breaks a rule: {violations[0]}")

@@ -1,25 +1,21 @@
-"""`slipstream jitter`: how a schedule stands noise and stragglers."""
+"""`slipstream jitter`: the period of a schedule under noise and stragglers."""
 
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
 
-from cli.console import duration, err, out, print_json, refuse
-from cli.plan import Json
-from schedules.codec import read
-from schedules.document import DocumentError
+from cli.shared.console import duration, err, out, print_json, refuse
+from cli.shared.inputs import read_schedule_or_refuse
+from cli.shared.options import Json, ScheduleFile, Seed
 from schedules.schedule import Worker
 from schedules.timing import Noise, replay
 
-ScheduleFile = Annotated[Path, typer.Argument(metavar="FILE", help="A schedule, as `slipstream plan --out` writes it.")]
 Spread = Annotated[float, typer.Option("--noise", metavar="SHARE", min=0, max=2, help=(
     "Standard deviation of op times, as a share of them (log-normal)."))]
 Slow = Annotated[list[str] | None, typer.Option("--slow", metavar="D.S=FACTOR", help=(
     "A straggler: a worker whose ops take so many times as long; may be repeated."))]
-Replays = Annotated[int, typer.Option("--replays", metavar="N", min=1, max=1_000_000, help="How many.")]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, max=2**31 - 1, help="Seed of the noise.")]
+Replays = Annotated[int, typer.Option("--replays", metavar="N", min=1, max=1_000_000, help="How many replays.")]
 
 
 def jitter(file: ScheduleFile, noise: Spread = 0.05, slow: Slow = None, replays: Replays = 10_000, seed: Seed = 0,
@@ -28,10 +24,7 @@ def jitter(file: ScheduleFile, noise: Spread = 0.05, slow: Slow = None, replays:
 
     Workers keep the planned order and start each op as early as they can; iterations follow each other.
     """
-    try:
-        schedule = read(file)
-    except DocumentError as error:
-        refuse(error)
+    schedule = read_schedule_or_refuse(file)
     try:
         with err.status("replaying"):
             seconds = replay(schedule, Noise(spread=noise, slow=dict(map(_straggler, slow or ()))), replays=replays,

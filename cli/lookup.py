@@ -7,21 +7,10 @@ from typing import Annotated, NoReturn
 import msgspec
 import typer
 
-from cli.console import (
-    answer_no,
-    completing,
-    duration,
-    err,
-    is_there,
-    near,
-    out,
-    parse_workers,
-    print_json,
-    refuse,
-    write_or_refuse,
-)
-from cli.moves import move_lines
-from cli.plan import Failed, Json, OutFile
+from cli.shared.console import answer_no, completing, duration, err, near, out, print_json, refuse
+from cli.shared.inputs import is_there, parse_workers, write_or_refuse
+from cli.shared.options import Failed, Json, OutFile
+from cli.shared.role_changes import role_change_lines
 from planner.job.file import JobError, parse_job
 from planner.model.problem import NoPlanError
 from planner.normalise import PlanOptions
@@ -126,5 +115,5 @@ def _print(answer: _Answer, table: Table) -> None:
     period = schedule.seconds(schedule.period_ticks)
     share = f", throughput {whole / period:.1%} of fault-free" if whole else ""
     out.print(f"period {duration(period)}{share}; {how}, in {duration(answer.seconds)}", highlight=False)
-    for line in move_lines(schedule) or ["every live worker keeps its role"]:
+    for line in role_change_lines(schedule) or ["every live worker keeps its role"]:
         out.print(line, highlight=False)

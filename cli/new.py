@@ -1,4 +1,4 @@
-"""`slipstream new`: a job file to start from."""
+"""`slipstream new`: writes a job file to start from."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,12 +6,14 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from cli.console import duration, err, is_there, near, out, print_json, refuse, require_writable, write_or_refuse
-from planner.job.estimate import MACHINES, Cluster, Machine, Shape, estimate
+from cli.shared.console import duration, err, near, out, print_json, refuse
+from cli.shared.inputs import is_there, require_writable, write_or_refuse
+from cli.shared.options import Json
+from planner.job.estimate import GPUS, GpuSpec, Layout, ModelShape, estimate
 from planner.job.file import JobError, parse_job
 from planner.job.presets import preset, preset_names
-from planner.job.text import job_text
-from planner.job.trace_times import TraceError, job_tables, read_ranges, stage_times
+from planner.job.profiler_trace import ProfilerTraceError, job_tables, read_ranges, stage_times
+from planner.job.writer import job_text
 
 T = TypeVar("T")
 MOST = 2**31
@@ -23,40 +25,50 @@ Traces = Annotated[list[Path] | None, typer.Option("--trace", metavar="FILE", he
     "leave in the PyTorch profiler (PP:2F0) and Slipstream writes. One a rank: may be repeated."))]
 Pattern = Annotated[str | None, typer.Option("--pattern", metavar="REGEX", help=(
     "Names of the ranges in a trace of another tool, with groups kind (F, I, W, B), stage and microbatch."))]
-Layers = Annotated[int | None, typer.Option("--layers", min=1, max=100_000, help="Estimate a transformer: its layers.")]
-Hidden = Annotated[int | None, typer.Option("--hidden", min=1, max=2**20, help="Its width.")]
-Heads = Annotated[int | None, typer.Option("--heads", min=1, max=2**20, help="Its heads.")]
-KvHeads = Annotated[int | None, typer.Option("--kv-heads", min=1, max=2**20, help="Heads of keys and values.")]
-Ffn = Annotated[int | None, typer.Option("--ffn", min=1, max=2**24, help="Width of its feed-forward part.")]
+Layers = Annotated[int | None, typer.Option("--layers", min=1, max=100_000, help=(
+    "Estimate a transformer with so many layers."))]
+Hidden = Annotated[int | None, typer.Option("--hidden", min=1, max=2**20, help="Its hidden size.")]
+Heads = Annotated[int | None, typer.Option("--heads", min=1, max=2**20, help="Its attention heads.")]
+KvHeads = Annotated[int | None, typer.Option("--kv-heads", min=1, max=2**20, help=(
+    "Its heads of keys and values. Default: as many as attention heads."))]
+Ffn = Annotated[int | None, typer.Option("--ffn", min=1, max=2**24, help=(
+    "Width of its feed-forward part. Default: 4 x hidden size."))]
 Gated = Annotated[bool, typer.Option("--gated", help="Three feed-forward matrices (SwiGLU), not two.")]
-Sequence = Annotated[int | None, typer.Option("--sequence", min=1, max=2**24, help="Tokens a sequence.")]
+Sequence = Annotated[int | None, typer.Option("--sequence", min=1, max=2**24, help="Tokens in a sequence.")]
 Vocabulary = Annotated[int | None, typer.Option("--vocabulary", min=1, max=2**24, help="Size of its vocabulary.")]
-Gpu = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help=f"One of {', '.join(MACHINES)}.")]
+Gpu = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help=f"The GPU: one of {', '.join(GPUS)}.")]
 Peak = Annotated[float | None, typer.Option("--peak-tflops", min=0.001, max=1e6, help="Peak of another GPU, bf16.")]
-Efficiency = Annotated[float, typer.Option("--efficiency", min=0.01, max=1.0, help="Share of the peak reached.")]
+Efficiency = Annotated[float, typer.Option("--efficiency", min=0.01, max=1.0, help=(
+    "Share of the peak that matrix products reach."))]
 TensorParallel = Annotated[int, typer.Option("--tensor-parallel", min=1, max=1024, help="GPUs that are one worker.")]
-MicrobatchSize = Annotated[int, typer.Option("--microbatch-size", min=1, max=2**20, help="Sequences a micro-batch.")]
+MicrobatchSize = Annotated[int, typer.Option("--microbatch-size", min=1, max=2**20, help="Sequences in a micro-batch.")]
 Pipelines = Annotated[int | None, typer.Option("--pipelines", min=1, max=2**17, help="Data-parallel replicas.")]
-Stages = Annotated[int | None, typer.Option("--stages", min=1, max=2**17, help="Workers a pipeline.")]
-Microbatches = Annotated[int | None, typer.Option("--microbatches", min=1, max=2**16, help="A pipeline, an iteration.")]
+Stages = Annotated[int | None, typer.Option("--stages", min=1, max=2**17, help="Workers in a pipeline.")]
+Microbatches = Annotated[int | None, typer.Option("--microbatches", min=1, max=2**16, help=(
+    "Micro-batches of each pipeline in an iteration."))]
 Transfer = Annotated[float, typer.Option("--transfer", metavar="SEC", min=0.0, max=3600.0, help=(
-    "With --trace: what one activation takes from worker to worker, which ranges do not tell."))]
+    "With --trace: seconds that one activation takes from worker to worker, which traces do not tell."))]
 Name = Annotated[str | None, typer.Option("--name", help="The job's name.")]
 OutFile = Annotated[Path, typer.Option("--out", metavar="FILE", help="The job file to write.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite it if it is there.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-def new(preset_name: Preset = None, trace: Traces = None, pattern: Pattern = None, layers: Layers = None,
-        hidden: Hidden = None, heads: Heads = None, kv_heads: KvHeads = None, ffn: Ffn = None, gated: Gated = False,
-        sequence: Sequence = None, vocabulary: Vocabulary = None, gpu: Gpu = None, peak_tflops: Peak = None,
-        efficiency: Efficiency = 0.5, tensor_parallel: TensorParallel = 1, microbatch_size: MicrobatchSize = 1,
-        pipelines: Pipelines = None, stages: Stages = None, microbatches: Microbatches = None,
-        transfer: Transfer = 0.0, name: Name = None, out_file: OutFile = Path("job.toml"), force: Force = False,
-        json: Json = False) -> None:
+_OF_ALL = {"out_file", "force", "json"}
+"""Options of all three ways to begin."""
+_OF_TRACES = {"trace", "pattern", "pipelines", "microbatches", "transfer", "name"}
+"""Options for a job from a trace."""
+
+
+def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None, pattern: Pattern = None,
+        layers: Layers = None, hidden: Hidden = None, heads: Heads = None, kv_heads: KvHeads = None, ffn: Ffn = None,
+        gated: Gated = False, sequence: Sequence = None, vocabulary: Vocabulary = None, gpu: Gpu = None,
+        peak_tflops: Peak = None, efficiency: Efficiency = 0.5, tensor_parallel: TensorParallel = 1,
+        microbatch_size: MicrobatchSize = 1, pipelines: Pipelines = None, stages: Stages = None,
+        microbatches: Microbatches = None, transfer: Transfer = 0.0, name: Name = None,
+        out_file: OutFile = Path("job.toml"), force: Force = False, json: Json = False) -> None:
     """Write a job file: from a preset, a trace, or an estimate of a model.
 
-    Asks for what it is not told. The estimate counts matrix products and attention, and reads bandwidths off data
+    Asks for what no option says. The estimate counts matrix products and attention, and reads bandwidths off data
     sheets; `slipstream profile` measures.
     """
     ways = [preset_name is not None, bool(trace), layers is not None or hidden is not None]
@@ -67,26 +79,40 @@ def new(preset_name: Preset = None, trace: Traces = None, pattern: Pattern = Non
         refuse(f"{out_file}: is there already; --force overwrites it")
     way = ("preset", "trace", "model")[ways.index(True)] if any(ways) else \
         _ask("Start from a preset, a trace or a model?", "model", _one_of("preset", "trace", "model"))
+    _refuse_unused_options(context, way)
     if way == "preset":
         text = _preset(preset_name or _ask(f"Which preset ({', '.join(preset_names())})?", "llama-3-8b", str))
     elif way == "trace":
         files = trace or [_ask("Which trace file?", None, Path)]
         text = _from_trace(files, pattern, name, pipelines, microbatches, transfer)
     else:
-        shape = Shape(
+        shape = ModelShape(
             layers=layers or _count("Layers?", 32), hidden=hidden or _count("Width (hidden size)?", 4096),
             heads=heads or _count("Heads?", 32), sequence=sequence or _count("Tokens a sequence?", 4096),
             vocabulary=vocabulary or _count("Vocabulary?", 128_000), kv_heads=kv_heads, ffn=ffn, gated=gated)
-        cluster = Cluster(
-            machine=_machine(gpu, peak_tflops), pipelines=pipelines or _count("Pipelines (replicas)?", 4),
+        layout = Layout(
+            gpu=_gpu_spec(gpu, peak_tflops), pipelines=pipelines or _count("Pipelines (replicas)?", 4),
             stages=stages or _count("Stages (workers a pipeline)?", 8), efficiency=efficiency,
             microbatches=microbatches or _count("Micro-batches a pipeline, an iteration?", 32),
             microbatch_size=microbatch_size, tensor_parallel=tensor_parallel)
         try:
-            text = job_text(*estimate(name or "my-model", shape, cluster))
+            text = job_text(*estimate(name or "my-model", shape, layout))
         except ValueError as error:
             refuse(error)
     _finish(text, out_file, json)
+
+
+def _refuse_unused_options(context: typer.Context, way: str) -> None:
+    """Exits 2 where options are given that this way to begin does not use."""
+    for parameter in context.command.params:
+        name, source = parameter.name or "", context.get_parameter_source(parameter.name or "")
+        if source is None or source.name != "COMMANDLINE" or name in _OF_ALL:
+            continue
+        used = {"preset": name == "preset_name", "trace": name in _OF_TRACES,
+                "model": name not in {"preset_name", "trace", "pattern", "transfer"}}
+        if not used[way]:
+            refuse(f"{parameter.opts[0]}: not used for a job from a {way}; leave it out"
+                   + (", and edit the file that is written" if way == "preset" else ""))
 
 
 def _finish(text: str, path: Path, json: bool) -> None:
@@ -114,7 +140,7 @@ def _from_trace(files: list[Path], pattern: str | None, name: str | None, pipeli
     source = ", ".join(map(str, files))
     try:
         times, seen, whole = stage_times([one for file in files for one in read_ranges(file, pattern)], source)
-    except TraceError as error:
+    except ProfilerTraceError as error:
         refuse(error)
     tables = job_tables(name or files[0].name.split(".")[0], times, transfer=transfer,
                         pipelines=pipelines or _count("Pipelines (replicas)?", 1),
@@ -127,16 +153,16 @@ def _from_trace(files: list[Path], pattern: str | None, name: str | None, pipeli
     return job_text(tables, {"": [f"Stage times from {source}."], "time": remarks})
 
 
-def _machine(gpu: str | None, peak_tflops: float | None) -> Machine:
+def _gpu_spec(gpu: str | None, peak_tflops: float | None) -> GpuSpec:
     if gpu is None and peak_tflops is None:
-        gpu = _ask(f"GPU ({', '.join(MACHINES)})?", "h100", str)
-    if gpu is not None and gpu not in MACHINES:
-        refuse(f"--gpu {gpu}: expected one of {', '.join(MACHINES)}; for others, --peak-tflops")
-    machine = MACHINES[gpu or "h100"]
+        gpu = _ask(f"GPU ({', '.join(GPUS)})?", "h100", str)
+    if gpu is not None and gpu not in GPUS:
+        refuse(f"--gpu {gpu}: expected one of {', '.join(GPUS)}; for others, --peak-tflops")
+    known = GPUS[gpu or "h100"]
     if peak_tflops is None:
-        return machine
-    return Machine(name=f"{peak_tflops:g}-TFLOP/s GPU", flops=peak_tflops * 1e12, memory_bytes=machine.memory_bytes,
-                   memory_bandwidth=machine.memory_bandwidth, network=machine.network)
+        return known
+    return GpuSpec(name=f"{peak_tflops:g}-TFLOP/s GPU", flops=peak_tflops * 1e12, memory_bytes=known.memory_bytes,
+                   memory_bandwidth=known.memory_bandwidth, network=known.network)
 
 
 def _count(question: str, default: int) -> int:
@@ -159,7 +185,7 @@ def _one_of(*choices: str) -> Callable[[str], str]:
 
 
 def _ask(question: str, default: str | None, read: Callable[[str], T]) -> T:
-    """An answer from whoever sits there; again where it makes no sense. Exits 2 where nobody answers."""
+    """Ask until the answer makes sense. Exits 2 where nobody answers."""
     while True:
         try:
             answer: Any = typer.prompt(question, default=default, err=True)

@@ -1,70 +1,40 @@
 """`slipstream plan`: a job and its failed workers become one checked schedule."""
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
 
-from cli.console import (
-    answer_no,
-    completing,
-    duration,
-    err,
-    near,
-    out,
+from cli.drawing.text_timeline import timeline
+from cli.shared.console import answer_no, duration, err, out, print_json, refuse
+from cli.shared.inputs import (
     parse_workers,
-    print_json,
+    read_job_or_refuse,
     read_text_or_refuse,
-    refuse,
+    require_choice,
     require_writable,
     write_or_refuse,
 )
-from cli.moves import move_lines
-from cli.timeline import timeline
-from planner.job.file import Job, JobError, read_job
+from cli.shared.options import Backward, Failed, JobFile, Json, MethodName, Optimizer, OutFile, Seed, TimeLimit
+from cli.shared.planning import make_plan, plan_options
+from cli.shared.role_changes import role_change_lines
+from planner.job.file import Job, JobError
 from planner.judge import judge_order
 from planner.model.problem import NoPlanError
-from planner.normalise import PlanOptions, normalised
-from planner.plan import Plan, plan_job
-from planner.progress import Report
-from planner.search.solve import METHODS, Method
+from planner.plan import Plan
 from schedules.codec import encode
-from schedules.schedule import BackwardMode, OptimizerMode, Worker
+from schedules.schedule import OptimizerMode
 from schedules.torchcsv import MAX_BYTES, TorchCsvError, read_order
 
-JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="The job file (TOML).")]
-Failed = Annotated[list[str] | None, typer.Option("--failed", metavar="D.S", help=(
-    "A worker that is down, as PIPELINE.STAGE; may be repeated."))]
-Backward = Annotated[str | None, typer.Option("--backward", metavar="split|fused",
-                                                  autocompletion=completing("split", "fused"), help=(
-    "split: weight gradients are ops of their own that fill bubbles; fused: they follow the input gradients. "
-    "Default: split; fused for 1f1b."))]
-Optimizer = Annotated[str | None, typer.Option("--optimizer", metavar="staggered|synchronous",
-                                                   autocompletion=completing("staggered", "synchronous"), help=(
-    "staggered: a stage steps as soon as its own gradients are reduced; synchronous: all stages wait for the last. "
-    "Default: staggered; synchronous for 1f1b."))]
-How = Annotated[str, typer.Option("--method", metavar="cp-sat|greedy|1f1b|recycle",
-                                        autocompletion=completing(*METHODS), help=(
-    "cp-sat: list schedulers, annealing, the solver; greedy: list schedulers only; to compare with, 1f1b: the usual "
-    "schedule, and recycle: 1F1B order with re-routed work in its bubbles."))]
-TimeLimit = Annotated[float, typer.Option("--time-limit", metavar="SEC", min=0.01, max=7 * 86400, help=(
-    "Seconds to search at most."))]
 Normalise = Annotated[bool, typer.Option("--normalise", help=(
     "Let live workers take over other roles where that shortens the period; the schedule says who moves."))]
 Given = Annotated[tuple[str, Path] | None, typer.Option("--from", metavar="FORMAT FILE", help=(
-    "Time and check an order that somebody else made instead of planning one. FORMAT is torch-csv: what "
-    "torch.distributed.pipelining dumps and loads, a row a rank."))]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, max=2**31 - 1, help="Seed of every random choice.")]
-
-OutFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the schedule to this file.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+    "Time and check an existing order instead of planning one. FORMAT is torch-csv: what torch.distributed.pipelining "
+    "writes and loads, one row for each rank."))]
 
 
 def plan(job: JobFile, failed: Failed = None, backward: Backward = None, optimizer: Optimizer = None,
-         method: How = "cp-sat", time_limit: TimeLimit = 10.0, normalise: Normalise = False, seed: Seed = 0,
+         method: MethodName = "cp-sat", time_limit: TimeLimit = 10.0, normalise: Normalise = False, seed: Seed = 0,
          given: Given = None, out_file: OutFile = None, json: Json = False) -> None:
     """Plan one schedule for a job and the workers that are down.
 
@@ -75,51 +45,23 @@ def plan(job: JobFile, failed: Failed = None, backward: Backward = None, optimiz
     if given is not None:
         if failed or backward or normalise:
             refuse("--from gives the order: leave out --failed, --backward and --normalise")
-        made = judge(wanted, *given, optimizer=optimizer)
+        made = _judge(wanted, *given, optimizer=optimizer)
     else:
-        made = make_plan(wanted, parse_workers(failed or []), backward=backward, optimizer=optimizer, method=method,
-                         time_limit=time_limit, seed=seed, normalise=normalise)
+        options = plan_options(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit, seed=seed)
+        made = make_plan(wanted, parse_workers(failed or []), options, normalise=normalise)
     if out_file is not None:
         write_or_refuse(out_file, encode(made.schedule))
     if json:
         print_json(made.report())
         return
     out.print(timeline(made.schedule, out.width))
-    out.print(summary(made), highlight=False)
+    out.print(_summary(made), highlight=False)
     if out_file is not None:
         err.print(f"written to {out_file}", highlight=False)
 
 
-def read_job_or_refuse(path: Path) -> Job:
-    """The job in a file; exits 2 with one line where it cannot be used."""
-    try:
-        return read_job(path)
-    except JobError as error:
-        refuse(error)
-
-
-def make_plan(job: Job, failed: tuple[Worker, ...], *, backward: str | None, optimizer: str | None, method: str,
-              time_limit: float, seed: int, normalise: bool = False) -> Plan:
-    """Plan with progress on stderr. Exits 2 on options that do not fit, 1 where no plan can exist."""
-    require_choice("--backward", backward, ("split", "fused"))
-    require_choice("--optimizer", optimizer, ("staggered", "synchronous"))
-    require_choice("--method", method, METHODS)
-    options = PlanOptions(backward=cast(BackwardMode | None, backward), method=cast(Method, method), seed=seed,
-                          optimizer=cast(OptimizerMode | None, optimizer), time_limit=time_limit)
-    try:
-        with planning() as report:
-            if normalise:
-                return normalised(job, failed, options, report=report)
-            return plan_job(job, failed, backward=options.backward, optimizer=options.optimizer, method=options.method,
-                            time_limit=time_limit, seed=seed, report=report)
-    except JobError as error:
-        refuse(error)
-    except NoPlanError as error:
-        answer_no(error)
-
-
-def judge(job: Job, form: str, path: Path, *, optimizer: str | None) -> Plan:
-    """Time the order in a file. Exits 2 where it is none for this job, 1 where it breaks a rule."""
+def _judge(job: Job, form: str, path: Path, *, optimizer: str | None) -> Plan:
+    """Time and check the order in a file. Exits 2 where it is none for this job, 1 where it breaks a rule."""
     require_choice("--from", form, ("torch-csv",))
     require_choice("--optimizer", optimizer, ("staggered", "synchronous"))
     try:
@@ -134,26 +76,8 @@ def judge(job: Job, form: str, path: Path, *, optimizer: str | None) -> Plan:
     return judged.plan
 
 
-def require_choice(option: str, value: str | None, choices: tuple[str, ...]) -> None:
-    """Exits 2 when an option is given a value that it does not know."""
-    if value is not None and value not in choices:
-        refuse(f"{option} {value}: expected {' or '.join(choices)}{near(value, choices)}")
-
-
-@contextmanager
-def planning() -> Iterator[Report]:
-    """Shows what the planner reports, with the time since it began, on stderr."""
-    began = time.monotonic()
-    with err.status("planning") as status:
-        def report(message: str) -> None:
-            status.update(f"planning: {message} (Ctrl-C keeps it)")
-            err.print(f"{time.monotonic() - began:7.2f} s  {message}", style="dim", highlight=False)
-
-        yield report
-
-
-def summary(made: Plan) -> str:
-    """A few lines a person reads: the period, how good it is proven to be, and what the failures cost."""
+def _summary(made: Plan) -> str:
+    """A few lines for a reader: the period, its proven bound, and what the failures cost."""
     schedule = made.schedule
     period, bound = (schedule.seconds(ticks) for ticks in (schedule.period_ticks, schedule.lower_bound_ticks))
     proof = "proven optimal" if schedule.status == "optimal" else \
@@ -168,4 +92,4 @@ def summary(made: Plan) -> str:
                      "peers")
         lines.append(f"throughput {made.fault_free_period / period:.1%} of fault-free (period "
                      f"{duration(made.fault_free_period)}), with {live} of {workers} workers = {live / workers:.1%}")
-    return "\n".join([*lines, *move_lines(schedule)])
+    return "\n".join([*lines, *role_change_lines(schedule)])

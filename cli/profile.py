@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.console import duration, err, loading, out, print_json, refuse, require_writable, write_or_refuse
-from cli.plan import read_job_or_refuse
-from planner.job.file import Job, placement
-from planner.job.text import job_text, rounded
+from cli.shared.console import duration, err, out, print_json, refuse
+from cli.shared.inputs import read_job_or_refuse, require_writable, write_or_refuse
+from cli.shared.interrupts import importing
+from planner.job.file import Job, placement_table
+from planner.job.writer import job_text, rounded
 
 if TYPE_CHECKING:
     from runtime.tools.profile import Profile
@@ -35,7 +36,7 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
     Writes a complete job file, to be planned and trained. Transfers and all-reduces are measured within this machine.
     """
     require_writable(out_file)
-    with loading():
+    with importing():
         import torch
 
         from runtime.config import ConfigError, parse_run_config
@@ -91,9 +92,9 @@ def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
         "model": dict(job.model), "training": dict(job.training),
     }
     tables["time"]["transfer"], = rounded([measured.transfer], longest)
-    if job.time.slow:  # of the cluster's workers, which nobody measures here
+    if job.time.slow:  # of the layout's workers, which nobody measures here
         tables["time"]["slow"] = {str(worker): factor for worker, factor in job.time.slow}
-    if laid_out := placement(job):
+    if laid_out := placement_table(job):
         tables["placement"] = laid_out
     return tables
 

@@ -10,8 +10,10 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 
-from cli.console import err, heeding, near, out, print_json, refuse, require_writable, write_or_refuse
-from cli.plan import Json
+from cli.shared.console import err, near, out, print_json, refuse
+from cli.shared.inputs import require_writable, write_or_refuse
+from cli.shared.interrupts import checking_interrupts
+from cli.shared.options import Json
 from planner.fleet.figures import FIGURES, Figure
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(FIGURES)}.")]
@@ -48,7 +50,7 @@ def reproduce(name: Name, folder: OutFolder = Path("reproduction"), no_picture: 
 
 def _painter() -> Callable[[Figure], bytes]:
     try:
-        from cli.plots import draw
+        from cli.drawing.figure_plot import draw
     except ImportError:
         refuse("the picture needs matplotlib: pip install 'slipstream-train[plots]', or --no-picture")
     return draw
@@ -56,12 +58,13 @@ def _painter() -> Callable[[Figure], bytes]:
 
 def _made(name: str) -> Figure:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with heeding() as heed, Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+    with (checking_interrupts() as check_interrupt,
+          Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar):
         task = bar.add_task(name, total=None)
 
         def tell(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
-            heed()
+            check_interrupt()
 
         return FIGURES[name](tell)
 

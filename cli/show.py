@@ -8,42 +8,41 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from cli.check import read_or_refuse
-from cli.console import duration, err, out, print_json, refuse, write_or_refuse
-from cli.perfetto import perfetto_trace
-from cli.summary import measured_period, summary, summary_line
-from cli.svg import drawing
-from cli.timeline import measured_timeline, timeline
+from cli.drawing.perfetto import perfetto_trace
+from cli.drawing.svg_timeline import drawing
+from cli.drawing.text_timeline import measured_timeline, timeline
+from cli.shared.console import duration, err, out, print_json, refuse
+from cli.shared.inputs import read_schedule_or_refuse, write_or_refuse
+from cli.shared.options import Json, ScheduleFiles
+from cli.shared.schedule_summary import measured_period, summary, summary_line
 from cli.timeline_page import Shown, timeline_page
 from schedules.check import check
+from schedules.measured_trace import MeasuredIteration, MeasuredTrace, MeasuredTraceError, read_measured_trace
 from schedules.schedule import Schedule
-from schedules.trace import MeasuredIteration, Trace, TraceError, read_trace
 
-Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Schedule files.")]
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help=(
-    "Write a page to look around in: it works offline, in any browser. Several schedules, and with --measured the "
+    "Write an interactive page, which works offline in any browser. Several schedules, and with --measured the "
     "measured iterations, are shown beside each other."))]
 Perfetto = Annotated[Path | None, typer.Option("--perfetto", metavar="FILE", help=(
     "Write a trace that ui.perfetto.dev opens; with --measured, the measured ops beside the planned ones."))]
 Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write a picture.")]
 Measured = Annotated[Path | None, typer.Option("--measured", metavar="TRACE", help=(
-    "When each op really ran, as `slipstream train` recorded it."))]
+    "When each op really ran: trace.json of `slipstream train`."))]
 Width = Annotated[int | None, typer.Option("--width", metavar="N", min=40, max=1000, help=(
-    "Characters to draw in. Default: those of the terminal."))]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+    "Width in characters. Default: that of the terminal."))]
 
 
-class Given(NamedTuple):
+class ScheduleInFile(NamedTuple):
     """A file from the command line and what is in it."""
 
     path: Path
     schedule: Schedule
 
 
-def show(files: Files, html: Html = None, perfetto: Perfetto = None, svg: Svg = None, measured: Measured = None,
+def show(files: ScheduleFiles, html: Html = None, perfetto: Perfetto = None, svg: Svg = None, measured: Measured = None,
          width: Width = None, json: Json = False) -> None:
     """Show a schedule: a row for each worker, time from left to right; several, one after the other."""
-    given = [Given(path, read_or_refuse(path)) for path in files]
+    given = [ScheduleInFile(path, read_schedule_or_refuse(path)) for path in files]
     if len(given) > 1:
         for option, value in (("--perfetto", perfetto), ("--svg", svg), ("--measured", measured)):
             if value is not None:
@@ -66,7 +65,7 @@ def show(files: Files, html: Html = None, perfetto: Perfetto = None, svg: Svg = 
             err.print(f"written to {path}{hint}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _answer(given: Sequence[Given], iterations: Sequence[MeasuredIteration]) -> dict[str, object]:
+def _answer(given: Sequence[ScheduleInFile], iterations: Sequence[MeasuredIteration]) -> dict[str, object]:
     """The JSON answer: that of the schedule, or `schedules`, one answer for each of several."""
     measured = [{"iteration": one.iteration, "period": measured_period(one)} for one in iterations]
     answers = [summary(one.schedule) | {"measured": measured} for one in given]
@@ -75,7 +74,7 @@ def _answer(given: Sequence[Given], iterations: Sequence[MeasuredIteration]) -> 
     return {"schedules": [{"file": str(one.path)} | answer for one, answer in zip(given, answers, strict=True)]}
 
 
-def _page(given: Sequence[Given], iterations: Sequence[MeasuredIteration]) -> bytes:
+def _page(given: Sequence[ScheduleInFile], iterations: Sequence[MeasuredIteration]) -> bytes:
     """The page; exits 2 where there is too much to show."""
     names = [one.path.stem for one in given]
     shown = []
@@ -89,7 +88,7 @@ def _page(given: Sequence[Given], iterations: Sequence[MeasuredIteration]) -> by
         refuse(f"{', '.join(str(one.path) for one in given)}: {error}; use --perfetto")
 
 
-def _picture(given: Given) -> bytes:
+def _picture(given: ScheduleInFile) -> bytes:
     """The SVG drawing; exits 2 where there is too much to draw."""
     try:
         return drawing(given.schedule)
@@ -97,7 +96,7 @@ def _picture(given: Given) -> bytes:
         refuse(f"{given.path}: {error}; use --html or --perfetto")
 
 
-def _print(given: Given, iterations: Sequence[MeasuredIteration], console: Console) -> None:
+def _print(given: ScheduleInFile, iterations: Sequence[MeasuredIteration], console: Console) -> None:
     schedule = given.schedule
     violations = check(schedule)
     if violations:
@@ -112,11 +111,11 @@ def _print(given: Given, iterations: Sequence[MeasuredIteration], console: Conso
         console.print(measured_timeline(schedule, last, console.width))
 
 
-def _read_measured(path: Path, given: Given) -> Trace:
+def _read_measured(path: Path, given: ScheduleInFile) -> MeasuredTrace:
     """The trace in a file; exits 2 where it cannot be read or is not of this schedule's workers."""
     try:
-        trace = read_trace(path)
-    except TraceError as error:
+        trace = read_measured_trace(path)
+    except MeasuredTraceError as error:
         refuse(error)
     for iteration in trace.iterations:
         for op in iteration.ops:

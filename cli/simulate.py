@@ -12,28 +12,19 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 
-from cli.console import (
-    answer_no,
-    err,
-    heeding,
-    is_there,
-    near,
-    out,
-    print_json,
-    refuse,
-    require_writable,
-    write_or_refuse,
-)
-from cli.plan import JobFile, Json, read_job_or_refuse
-from cli.simulation_page import page, verdict, worker_hours
-from planner.fleet.availability import Trace, fit
+from cli.drawing.simulation_report import page, verdict, worker_hours
+from cli.shared.console import answer_no, err, near, out, print_json, refuse
+from cli.shared.inputs import is_there, read_job_or_refuse, require_writable, write_or_refuse
+from cli.shared.interrupts import checking_interrupts
+from cli.shared.options import JobFile, Json
+from planner.fleet.availability_trace import AvailabilityTrace, fit_to_job
 from planner.fleet.costs import Costs, costs_for
-from planner.fleet.generate import PRESETS, Failures, for_workers_of, generate
 from planner.fleet.policies import POLICIES
 from planner.fleet.policy import Cause, Policy
-from planner.fleet.reading import TraceFileError, read_trace
-from planner.fleet.simulation import Floats, Result, compare, over_seeds
-from planner.fleet.speeds import Speeds
+from planner.fleet.simulation import Comparison, Floats, compare, throughputs_over_traces
+from planner.fleet.synthetic_trace import PRESETS, FailureRates, draw_trace, rates_per_worker
+from planner.fleet.throughput import Throughputs
+from planner.fleet.trace_file import TraceFileError, read_availability_trace
 from planner.job.file import Job
 from planner.model.problem import NoPlanError
 from schedules.tables.file import TableError
@@ -90,16 +81,16 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
     samples = batch if batch is not None else _batch(wanted)
     try:
         with _progress() as (tell, describe):
-            speeds = _speeds(wanted, samples, table, describe)
+            throughputs = _throughputs(wanted, samples, table, describe)
             if seeds > 1:
                 traces = [make(seed + index) for index in range(seeds)]
-                values = over_seeds(kinds, speeds, costs, traces, tell)
+                values = throughputs_over_traces(kinds, throughputs, costs, traces, tell)
                 _print_seeds(values, kinds, json)
                 if len(values[kinds[0].name]) < seeds:
                     err.print("interrupted: some traces are missing", style="yellow")
                     raise typer.Exit(130)
                 return
-            result = compare(kinds, speeds, costs, make(seed), tell)
+            result = compare(kinds, throughputs, costs, make(seed), tell)
     except KeyboardInterrupt:
         err.print("interrupted before the first policy was finished", style="yellow")
         raise typer.Exit(130) from None
@@ -127,38 +118,38 @@ def _policies(names: list[str] | None) -> list[type[Policy]]:
 
 
 def _trace_maker(job: Job, path: Path | None, preset: str, mtbf: float | None, days: float,
-                 gpus: int) -> Callable[[int], Trace]:
+                 gpus: int) -> Callable[[int], AvailabilityTrace]:
     """A function from a seed to a trace that fits the job; exits 2 where none can be made."""
     workers = job.pipelines * job.stages
     if path is not None:
         read = functools.lru_cache(maxsize=1)(lambda: _read(path))
         read()
-        return lambda seed: fit(_read(path, seed) if seed else read(), workers, seed)
+        return lambda seed: fit_to_job(_read(path, seed) if seed else read(), workers, seed)
     failures = _failures(preset, mtbf, gpus)
 
-    def draw(seed: int) -> Trace:
+    def draw(seed: int) -> AvailabilityTrace:
         try:
-            return generate(failures, workers, days, seed, name=preset if mtbf is None else "--mtbf")
+            return draw_trace(failures, workers, days, seed, name=preset if mtbf is None else "--mtbf")
         except ValueError as error:
             refuse(error)
 
     return draw
 
 
-def _read(path: Path, seed: int = 0) -> Trace:
+def _read(path: Path, seed: int = 0) -> AvailabilityTrace:
     try:
-        return read_trace(path, seed)
+        return read_availability_trace(path, seed)
     except TraceFileError as error:
         refuse(error)
 
 
-def _failures(preset: str, mtbf: float | None, gpus: int) -> Failures:
+def _failures(preset: str, mtbf: float | None, gpus: int) -> FailureRates:
     if preset not in PRESETS:
         refuse(f"--preset {preset}: expected one of {', '.join(PRESETS)}{near(preset, PRESETS)}")
-    failures = for_workers_of(PRESETS[preset], gpus)
+    failures = rates_per_worker(PRESETS[preset], gpus)
     if mtbf is None:
         return failures
-    return Failures(machine_mtbf_hours=mtbf, source=f"one failure in {mtbf:g} h a worker (--mtbf); 73 % transient "
+    return FailureRates(machine_mtbf_hours=mtbf, source=f"one failure in {mtbf:g} h a worker (--mtbf); 73 % transient "
                     "(Unicron), repair times assumed")
 
 
@@ -167,12 +158,12 @@ def _batch(job: Job) -> float:
     return float(given) if isinstance(given, int | float) and not isinstance(given, bool) and given > 0 else 1.0
 
 
-def _speeds(job: Job, samples: float, folder: Path | None, describe: Callable[[str], None]) -> Speeds:
+def _throughputs(job: Job, samples: float, folder: Path | None, describe: Callable[[str], None]) -> Throughputs:
     try:
         table = None
         if folder is not None:
             table = Table.load(folder if is_there(folder) else library(str(folder)) or folder)
-        return Speeds(job, samples_per_microbatch=samples, table=table, tell=describe)
+        return Throughputs(job, samples_per_microbatch=samples, table=table, announce=describe)
     except NoPlanError as error:
         answer_no(error)
     except (TableError, ValueError) as error:
@@ -185,16 +176,17 @@ def _speeds(job: Job, samples: float, folder: Path | None, describe: Callable[[s
 @contextmanager
 def _progress() -> Iterator[tuple[Callable[[int, int], None], Callable[[str], None]]]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with heeding() as heed, Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+    with (checking_interrupts() as check_interrupt,
+          Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar):
         task = bar.add_task("simulating", total=None)
 
         def tell(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total, description="simulating")
-            heed()
+            check_interrupt()
 
         def describe(text: str) -> None:
             bar.update(task, description=text)
-            heed()
+            check_interrupt()
 
         yield tell, describe
 
@@ -214,13 +206,13 @@ def _notes(costs: Costs, samples: float, table: Path | None) -> Sequence[str]:
     )
 
 
-def _report(result: Result) -> dict[str, object]:
+def _report(result: Comparison) -> dict[str, object]:
     trace = result.trace
     return {
         "policies": result.throughputs(),
-        "fault_free": {name: run.whole_rate for name, run in result.runs.items()},
+        "fault_free": {name: run.fault_free_rate for name, run in result.runs.items()},
         "lost_seconds": {name: {cause.value: seconds for cause, seconds in run.lost(result.best_rate).items()}
-                         for name, run in result.runs.items() if not POLICIES[name].yardstick},
+                         for name, run in result.runs.items() if not POLICIES[name].is_reference},
         "switches": {name: run.switches for name, run in result.runs.items()},
         "worker_hours_per_1000_samples": {name: worker_hours(result, run) for name, run in result.runs.items()},
         "trace": {"name": trace.name, "seconds": trace.length_seconds, "workers": trace.places,
@@ -228,21 +220,22 @@ def _report(result: Result) -> dict[str, object]:
     }
 
 
-def _print(result: Result, job: Job) -> None:
+def _print(result: Comparison, job: Job) -> None:
     trace = result.trace
     out.print(f"{job.name}: {_grid(job)}; {trace.name}: {trace.length_seconds / 3600:.4g} h, {trace.removals} workers "
               f"lost, {trace.mean_live:.4g} of {trace.places} alive on average", highlight=False, soft_wrap=True,
               markup=False)
     grid = Grid("policy", "samples/s", "when whole", "hours lost", "mostly", box=None, header_style="bold")
     for name, run in result.runs.items():
-        if POLICIES[name].yardstick:
-            grid.add_row(name, f"{run.throughput:.4g}", f"{run.whole_rate:.4g}", "", "a yardstick", style="dim")
+        if POLICIES[name].is_reference:
+            grid.add_row(name, f"{run.throughput:.4g}", f"{run.fault_free_rate:.4g}", "", "a reference line",
+                         style="dim")
             continue
         lost = run.lost(result.best_rate)
         total = sum(lost.values())
         causes = sorted((cause for cause in Cause if lost[cause] > 0.01 * total), key=lambda cause: -lost[cause])[:2]
         mostly = ", ".join(f"{cause} {lost[cause] / total:.0%}" for cause in causes if total > 0)
-        grid.add_row(name, f"{run.throughput:.4g}", f"{run.whole_rate:.4g}", f"{total / 3600:.2f}", mostly)
+        grid.add_row(name, f"{run.throughput:.4g}", f"{run.fault_free_rate:.4g}", f"{total / 3600:.2f}", mostly)
     out.print(grid)
     out.print(verdict(result), highlight=False, soft_wrap=True)
     for note in trace.notes:
@@ -259,5 +252,5 @@ def _print_seeds(values: Mapping[str, Floats], kinds: Sequence[type[Policy]], js
     grid = Grid("policy", "mean samples/s", "5 %", "95 %", box=None, header_style="bold", title=f"{count} traces")
     for name, row in spread.items():
         grid.add_row(name, *(f"{row[key]:.4g}" for key in ("mean", "p5", "p95")),
-                     style="dim" if POLICIES[name].yardstick else None)
+                     style="dim" if POLICIES[name].is_reference else None)
     out.print(grid)

@@ -1,49 +1,43 @@
-"""`slipstream table`: schedules for every number of failures, planned ahead."""
+"""`slipstream table`: plans schedules for every number of failures ahead of time."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from cli.console import answer_no, duration, err, out, print_json, refuse
-from cli.plan import Backward, How, JobFile, Json, Optimizer, Seed, require_choice
+from cli.shared.console import answer_no, duration, err, out, print_json, refuse
+from cli.shared.options import Backward, JobFile, Json, MethodName, Optimizer, Seed
+from cli.shared.planning import plan_options
 from planner.job.file import JobError, parse_job, read_job_text
 from planner.model.problem import NoPlanError
-from planner.normalise import PlanOptions
-from planner.search.solve import METHODS, Method
-from planner.tables.build import Built, build_table
-from planner.tables.build import Progress as Tell
+from planner.progress import ProgressCallback
+from planner.tables.build import BuiltTable, build_table
 from planner.tables.process_pool import PoolError
-from schedules.schedule import BackwardMode, OptimizerMode
 from schedules.tables.file import READABLE_INDEX, TableError
 
 MaxFailures = Annotated[int, typer.Option("--max-failures", metavar="K", min=0, help=(
     "One schedule for each number of failures up to this."))]
 Exact = Annotated[bool, typer.Option("--exact", help=(
-    "Also one for each pattern of up to K failures, so that no worker has to change its role."))]
+    "Also one for each failure pattern of up to K failures, with which no worker has to change its role."))]
 Jobs = Annotated[int | None, typer.Option("--jobs", metavar="N", min=1, max=1024, help=(
-    "Processes to plan in. Default: one a core."))]
+    "Processes to plan in. Default: one for each core."))]
 TimeLimit = Annotated[float, typer.Option("--time-limit", metavar="SEC", min=0.01, max=7 * 86400, help=(
-    "Seconds to search at most, an entry."))]
+    "Seconds to search at most, for each entry."))]
 OutFolder = Annotated[Path, typer.Option("--out", metavar="DIR", help="The table's folder.")]
 
 
 def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact: Exact = False, jobs: Jobs = None,
-          backward: Backward = None, optimizer: Optimizer = None, method: How = "cp-sat",
+          backward: Backward = None, optimizer: Optimizer = None, method: MethodName = "cp-sat",
           time_limit: TimeLimit = 5.0, seed: Seed = 0, json: Json = False) -> None:
     """Plan a table of schedules: one for every number of failures, with failures spread over stages by role moves.
 
     Started again after Ctrl-C or a crash, it goes on where it stopped; with a larger K it adds to the table.
     """
-    require_choice("--backward", backward, ("split", "fused"))
-    require_choice("--optimizer", optimizer, ("staggered", "synchronous"))
-    require_choice("--method", method, METHODS)
-    options = PlanOptions(backward=cast(BackwardMode | None, backward), time_limit=time_limit, seed=seed,
-                          optimizer=cast(OptimizerMode | None, optimizer), method=cast(Method, method))
+    options = plan_options(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit, seed=seed)
     try:
         text = read_job_text(job)  # once: what is planned is what is kept beside the table, even of a pipe
         read = parse_job(text, str(job))
@@ -70,15 +64,15 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
 
 
 @contextmanager
-def _progress() -> Iterator[Tell]:
+def _progress() -> Iterator[ProgressCallback]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TimeRemainingColumn())
-    with Progress(*columns, console=err) as bar:
+    with Progress(*columns, console=err, disable=not err.is_terminal) as bar:
         task = bar.add_task("planning", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _print(built: Built, folder: Path) -> None:
+def _print(built: BuiltTable, folder: Path) -> None:
     text = (folder / READABLE_INDEX).read_text().partition("\n\n")[2]
     out.print(text, markup=False, highlight=False, soft_wrap=True)
     out.print(f"{len(built.index.entries)} entries, {built.planned} planned now, in {duration(built.seconds)}; worst "

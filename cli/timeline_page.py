@@ -13,10 +13,11 @@ from typing import Any
 
 import msgspec
 
-from cli.legend import COLOURS, NAMES
-from cli.summary import measured_period, summary
+from cli.drawing.op_colours import COLOURS, NAMES
+from cli.shared.schedule_summary import measured_period, summary
+from schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
+from schedules.precedence import RULES
 from schedules.schedule import Op, OpKind, Schedule, Worker
-from schedules.trace import TICK_SECONDS, MeasuredIteration, placed_ops
 
 SCRIPTS = ("model.js", "paint.js", "rows.js", "words.js", "view.js")
 MAX_OPS = 1_000_000
@@ -110,11 +111,17 @@ def _panel(schedule: Schedule, name: str, second: float, transfer: float) -> dic
         "name": name, "job": schedule.job, "second": second, "transfer": transfer, "pipelines": grid.pipelines,
         "columns": grid.columns, "depth": grid.depth, "chains": grid.chains, "microbatches": grid.microbatches,
         "stages": [stage.column for stage in grid.stages], "layers": [stage.layers for stage in grid.stages],
-        "optimizer": schedule.optimizer, "failed": schedule.failed,
+        "optimizer": schedule.optimizer, "failed": schedule.failed, "rules": _rules(grid.depth),
         "slow": {str(slow.worker): slow.per_mille for slow in schedule.times.slow},
         "memory": memory and {"unit": memory.unit, "capacity": memory.capacity, "activation": memory.activation,
                               "stash": memory.weight_stash},
     }
+
+
+def _rules(depth: int) -> list[dict[str, Any]]:
+    """The precedence rules for chains of so many stages: they hold from position `first` to before `end`."""
+    return [{"kind": rule.kind, "first": rule.positions(depth).start, "end": rule.positions(depth).stop,
+             "awaited": rule.awaited, "step": rule.step, "tensor": rule.tensor is not None} for rule in RULES]
 
 
 def _tracks(programs: Sequence[tuple[Worker, Sequence[Op]]], transfer: int) -> tuple[list[Columns], int]:

@@ -10,20 +10,12 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cli.check import read_or_refuse
-from cli.console import answer_no, duration, err, out, parse_workers, print_json, refuse
-from cli.nodes import part
-from cli.plan import (
-    Backward,
-    Failed,
-    How,
-    JobFile,
-    Optimizer,
-    TimeLimit,
-    make_plan,
-    read_job_or_refuse,
-)
-from cli.survival import events, find_checkpoint, look_up, read_table, require_fit, scheduler, way_on
+from cli.shared.console import answer_no, duration, err, out, print_json, refuse
+from cli.shared.inputs import parse_workers, read_job_or_refuse, read_schedule_or_refuse
+from cli.shared.launch_options import launched_as
+from cli.shared.options import Backward, Failed, JobFile, MethodName, Optimizer, TimeLimit
+from cli.shared.planning import make_plan, plan_options
+from cli.shared.train_inputs import events, find_checkpoint, look_up, read_table, require_fit, scheduler, way_on
 from planner.job.file import Job
 from runtime.config import ConfigError, RunConfig, parse_run_config
 from runtime.launch import Resilience, RunError, RunResult, join, run
@@ -47,7 +39,7 @@ def train(job: JobFile,
               "Train by this schedule, made with `slipstream plan`, instead of planning one."))] = None,
           iterations: Annotated[int | None, typer.Option("--iterations", metavar="N", min=0, max=MAX_ITERATIONS, help=(
               "Optimizer steps. Default: what the job file says."))] = None,
-          failed: Failed = None, backward: Backward = None, optimizer: Optimizer = None, method: How = "cp-sat",
+          failed: Failed = None, backward: Backward = None, optimizer: Optimizer = None, method: MethodName = "cp-sat",
           time_limit: TimeLimit = 10.0,
           dtype: Annotated[str | None, typer.Option("--dtype", metavar="float32|float64|bf16", help=(
               "Arithmetic; bf16 is autocast. Default: what the job file says."))] = None,
@@ -84,7 +76,7 @@ def train(job: JobFile,
     Writes schedule.json, losses.jsonl, trace.json, parameters/ and logs/ into --out. On several machines, run the
     same command on each, with --nodes, --node and --rendezvous, or by torchrun, srun or mpirun.
     """
-    here = part(nodes, node, rendezvous)
+    here = launched_as(nodes, node, rendezvous)
     folder = out_folder or Path("runs") / job.stem
     wanted = read_job_or_refuse(job)
     config = _config(wanted, job, dtype=dtype, seed=seed, iterations=iterations)
@@ -105,9 +97,10 @@ def train(job: JobFile,
         chosen = _fitting(schedule, wanted)
     else:
         down = parse_workers(failed or [])
-        chosen = look_up(loaded, down) or make_plan(
-            wanted, down, backward=loaded.basis.backward if loaded else backward, method=method, seed=seed or 0,
-            optimizer=loaded.basis.optimizer if loaded else optimizer, time_limit=time_limit).schedule
+        options = plan_options(
+            backward=loaded.basis.backward if loaded else backward, method=method, seed=seed or 0,
+            optimizer=loaded.basis.optimizer if loaded else optimizer, time_limit=time_limit)
+        chosen = look_up(loaded, down) or make_plan(wanted, down, options).schedule
     resilience = Resilience(
         scheduler=scheduler(wanted, chosen, loaded), heartbeat_timeout_seconds=heartbeat_timeout,
         checkpoints=folder / "checkpoints", checkpoint_every=checkpoint_every, resume=resume_from,
@@ -160,7 +153,7 @@ def _config(job: Job, path: Path, **overrides: object) -> RunConfig:
 
 def _fitting(path: Path, job: Job) -> Schedule:
     """The schedule in a file; exits 2 unless it is of this job's shape, 1 when it breaks a rule."""
-    schedule = read_or_refuse(path)
+    schedule = read_schedule_or_refuse(path)
     require_fit(path, schedule.grid, job)
     violations = check(schedule)
     if violations:
@@ -173,7 +166,9 @@ def _refusals(job: Path | None = None, folder: Path | None = None) -> Iterator[N
     """Ends the program with one line when a run cannot begin (exit 2), fails (1), or is interrupted (130)."""
     try:
         yield
-    except (ConfigError, PlacementError, RendezvousError, CheckpointError) as error:
+    except PlacementError as error:
+        refuse(f"{error}; see [placement] and [model] of {job}" if job else error)
+    except (ConfigError, RendezvousError, CheckpointError) as error:
         refuse(error)
     except OSError as error:
         refuse(f"{error.filename or '--out'}: cannot be used: {error.strerror}")

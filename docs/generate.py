@@ -5,21 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from cli.app import COMMANDS, load
-from cli.svg import drawing
+from cli.drawing.svg_timeline import drawing
 from planner import Job, parse_job, plan_job
 from schedules.schedule import Worker
 
-EXAMPLE = """
-name = "example"
-pipelines = 3
-stages = 4
-microbatches = 6
-[time]
-forward = 1
-backward_input = 1
-backward_weight = 1
-optimizer = 3
-"""
+EXAMPLE = (Path(__file__).parents[1] / "cli" / "jobs" / "worked-example.toml").read_text()
 ONE_F_ONE_B_MEMORY = "[memory]\ncapacity = [4, 3, 2, 1]\n"
 DEAD = Worker(1, 2)
 

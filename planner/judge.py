@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import msgspec
 
 from planner.job.file import Job, JobError
-from planner.model.arrays import Dense, Order
+from planner.model.arrays import Ints, ProblemArrays, ints
 from planner.model.assemble import build_schedule
 from planner.model.bounds import lower_bound
 from planner.model.problem import Problem, Unit, build_problem
+from planner.model.start_times import timed
 from planner.plan import Plan
 from schedules.check import Violation, check
 from schedules.schedule import BackwardMode, OpKind, OptimizerMode
@@ -39,12 +40,11 @@ def judge_order(job: Job, rows: Sequence[Sequence[Action]], source: str, *,
         rows = [[part for action in row for part in _split(action)] for row in rows]
     problem = build_problem(job, backward=backward, optimizer=optimizer)
     _require_fit(problem, rows, source)
-    hosts = {unit: unit.pipeline for unit in problem.units()}
-    dense = Dense(problem, hosts)
-    order = _merge(dense, rows, source)
-    period, start = dense.timed(order)
+    arrays = ProblemArrays(problem, {unit: unit.pipeline for unit in problem.units()})
+    order = _merge(arrays, rows, source)
+    period, start = timed(arrays, order)
     # An order that takes too much memory may be faster than any that does not.
-    schedule = build_schedule(problem, dense.solution(order, start), lower_bound=min(lower_bound(problem), period),
+    schedule = build_schedule(problem, arrays.solution(order, start), lower_bound=min(lower_bound(problem), period),
                               method="torch-csv")
     plan = Plan(schedule=schedule, fault_free_period=schedule.seconds(schedule.period_ticks),
                 solve_seconds=time.monotonic() - began)
@@ -85,34 +85,28 @@ def _require_fit(problem: Problem, rows: Sequence[Sequence[Action]], source: str
                        f"{' and '.join(map(str, sorted(counts)))} micro-batches a pipeline and {len(ranks)} stages")
 
 
-def _merge(dense: Dense, rows: Sequence[Sequence[Action]], source: str) -> Order:
+def _merge(arrays: ProblemArrays, rows: Sequence[Sequence[Action]], source: str) -> Ints:
     """All ops of all pipelines, each after what it waits for. Raises JobError when rows wait in a circle."""
-    kinds, last = dense.problem.kinds, dense.depth - 1
-    number = {unit: index for index, unit in enumerate(dense.units)}
+    kinds = arrays.problem.kinds
+    number = {unit: index for index, unit in enumerate(arrays.units)}
     waiting = [[number[Unit(action.stage, role.pipeline, action.microbatch)] * len(kinds) + kinds.index(action.kind)
-                for action in rows[role.column]] for role in dense.roles]
-    done = [False] * len(dense.length)
+                for action in rows[role.column]] for role in arrays.workers]
+    starts, earlier = arrays.ops.predecessors.start.tolist(), arrays.ops.predecessors.op.tolist()
+    done = [False] * len(arrays.ops.unit)
     order: list[int] = []
     positions = [0] * len(waiting)
     moved = True
     while moved:
         moved = False
-        for lane, ops in enumerate(waiting):
-            while positions[lane] < len(ops) and _ready(ops[positions[lane]], dense, done, len(kinds), last):
-                done[ops[positions[lane]]] = moved = True
-                order.append(ops[positions[lane]])
-                positions[lane] += 1
-    stuck = next((lane for lane, ops in enumerate(waiting) if positions[lane] < len(ops)), None)
+        for row, ops in enumerate(waiting):
+            while positions[row] < len(ops) and all(
+                    done[before] for before in earlier[starts[ops[positions[row]]]:starts[ops[positions[row]] + 1]]):
+                done[ops[positions[row]]] = moved = True
+                order.append(ops[positions[row]])
+                positions[row] += 1
+    stuck = next((row for row, ops in enumerate(waiting) if positions[row] < len(ops)), None)
     if stuck is not None:
-        action = rows[dense.roles[stuck].column][positions[stuck]]
-        raise JobError(f"{source}: waits in a circle: rank {dense.roles[stuck].column} never gets to {action}, whose "
-                       "input comes only after what waits for this rank")
-    return order
-
-
-def _ready(op: int, dense: Dense, done: Sequence[bool], kinds: int, last: int) -> bool:
-    unit, kind = divmod(op, kinds)
-    place = dense.place[unit]
-    if kind == 0:
-        return place == 0 or done[op - kinds]
-    return done[op - 1] and (kind == 2 or place == last or done[op + kinds])
+        action = rows[arrays.workers[stuck].column][positions[stuck]]
+        raise JobError(f"{source}: waits in a circle: rank {arrays.workers[stuck].column} never gets to {action}, "
+                       "whose input comes only after what waits for this rank")
+    return ints(order)

@@ -87,7 +87,8 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
 class Windows:
     """The least period by column and number of roles down there, and the best distributions of failures over columns.
 
-    Keeps what it has computed: one object serves all numbers of failures of a job.
+    Keeps what it has computed, so that one object serves all numbers of failures of a job. What it answers is a
+    function of the job, the options and that number alone, whatever was asked before.
     """
 
     def __init__(self, job: Job, options: PlanOptions) -> None:
@@ -96,7 +97,7 @@ class Windows:
         self._bound: dict[tuple[int, int], int] = {}
         self.slow = {worker for worker, _ in job.time.slow}
         """Alive, and so never to leave their roles."""
-        self._best: list[list[Ranked]] = []
+        self._best: dict[int, list[Ranked]] = {}
 
     def bound(self, column: int, down: int) -> int:
         """A proven lower bound on the period, in ticks, with this many roles down in the column and none elsewhere."""
@@ -125,19 +126,22 @@ class Windows:
         Exact for the first, and near-best alternatives for the rest. Where windows are equal, even distributions come
         first, and then those with failures in later stages, which have less to wait for.
         """
-        if len(self._best) <= failures:
-            self._best = self._programme(failures)
+        if failures not in self._best:
+            self._best[failures] = self._programme(failures)
         return self._best[failures]
 
-    def _programme(self, failures: int) -> list[list[Ranked]]:
-        best: list[list[Ranked]] = [[(0, 0, 0, ())], *([] for _ in range(failures))]
-        for column, most in enumerate(self._useful(failures)):
+    def _programme(self, failures: int) -> list[Ranked]:
+        """Best[columns][failures], of the counts from which the later columns can still take the rest of them."""
+        useful = self._useful(failures)
+        best: dict[int, list[Ranked]] = {0: [(0, 0, 0, ())]}
+        for column, most in enumerate(useful):
             windows = [self.bound(column, down) for down in range(most + 1)]
-            best = [sorted((max(longest, window), total + window, squares + down * down, (*counts, down))
-                           for down, window in enumerate(windows[:count + 1])
-                           for longest, total, squares, counts in best[count - down])[:DISTRIBUTIONS]
-                    for count in range(failures + 1)]
-        return best
+            least = max(0, failures - sum(useful[column + 1:]))
+            best = {count: sorted((max(longest, window), total + window, squares + down * down, (*counts, down))
+                                  for down, window in enumerate(windows[:count + 1])
+                                  for longest, total, squares, counts in best.get(count - down, ()))[:DISTRIBUTIONS]
+                    for count in range(least, min(failures, sum(useful[:column + 1])) + 1)}
+        return best.get(failures, [])
 
     def _useful(self, failures: int) -> list[int]:
         """How many roles down in each column are worth looking at: windows grow with them, so that taking the

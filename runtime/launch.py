@@ -43,8 +43,8 @@ from runtime.replay.communication import Transport, choose_transport
 from runtime.replay.placement import PlacementError, deal_to_nodes, layer_ranges
 from schedules import codec
 from schedules.check import check
+from schedules.measured_trace import MeasuredTrace, write_measured_trace
 from schedules.schedule import Schedule, Worker
-from schedules.trace import Trace, write_trace
 
 Ranges = Sequence[tuple[int, int]]
 """Half-open range of layers of each stage."""
@@ -67,7 +67,7 @@ class RunResult:
     recoveries: tuple[Recovery, ...]
     notes: tuple[str, ...]
     """What went wrong and was survived besides, such as checkpoints that could not be written."""
-    trace: Trace
+    trace: MeasuredTrace
     out: Path
 
 
@@ -144,7 +144,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
             asyncio.run(events.serve(listener))
         del store
     trace = log.trace()
-    write_trace(trace, out / "trace.json")
+    write_measured_trace(trace, out / "trace.json")
     return RunResult(first_iteration=first, losses=tuple(log.losses), parameter_digest=combined_digest(log.digests),
                      trace=trace, out=out, measured_period_seconds=log.measured_period_seconds(),
                      planned_period_seconds=schedule.seconds(schedule.period_ticks),

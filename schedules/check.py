@@ -16,8 +16,9 @@ from itertools import islice, pairwise
 import msgspec
 
 from schedules.equal import equal_groups
-from schedules.graph import OpKey, op_key, programs_of, require_acyclic
+from schedules.graph import programs_of, require_acyclic
 from schedules.memory import memory_profile
+from schedules.precedence import OpKey, op_key
 from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
 
 MAX_VIOLATIONS = 100

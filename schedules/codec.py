@@ -1,7 +1,6 @@
-"""Schedules as JSON: versioned, canonical (one schedule, one text), and refused in one line when malformed.
+"""Schedules as JSON: versioned and canonical (one schedule, one text). Malformed files are refused in one line.
 
-Reading checks the form only: types, lengths, and that every index points at something. Whether the schedule obeys the
-scheduling rules is for `schedules.check` to say.
+Reading checks the form only: types, lengths, ranges and indices. `schedules.check` checks the scheduling rules.
 """
 
 from itertools import pairwise
@@ -20,17 +19,17 @@ MAX_FILE_BYTES = 64 * 2**20
 MAX_WORKERS = 2**17
 MAX_MICROBATCHES = 2**16
 MAX_OPS = 2**23
-"""Ops of all workers together. A program is stored once, so a small file could claim far more."""
+"""Ops of all workers together. A program is stored once, so a small file could stand for far more."""
 MAX_NAME = 200
 MAX_TICKS = 2**53
 
 
 class ScheduleError(DocumentError):
-    """A schedule file that cannot be read. The message is one line."""
+    """The schedule file cannot be read. The message is one line."""
 
 
 class Document(Schedule, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A schedule as it stands in a file."""
+    """A schedule as a file holds it."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -80,9 +79,9 @@ def json_schema() -> dict[str, Any]:
 
 
 def validate(schedule: Schedule) -> None:
-    """Check that every length, range and index makes sense, as `decode` does.
+    """Check every length, range and index, as `decode` does.
 
-    Raises ValueError naming the key and the value.
+    Raises ValueError that names the key and the value.
     """
     for key, text in (("job", schedule.job), ("method", schedule.method)):
         if not text.isprintable() or len(text) > MAX_NAME:
@@ -126,7 +125,7 @@ def _validate_grid(grid: Grid) -> None:
 
 
 def _validate_chains(grid: Grid) -> None:
-    """Chains of equal length, each through every column; copies hold the same layers, on different workers."""
+    """Chains have equal length and pass every column; copies hold the same layers, on different workers."""
     _in_range("grid.chains", grid.chains, 1, len(grid.stages))
     if grid.chains == 1:
         return

@@ -1,4 +1,4 @@
-"""Reading JSON files that may be truncated, hostile or not ours: refused in one line, in bounded memory."""
+"""Reads JSON files that may be truncated, malicious or not ours: refused in one line, in bounded memory."""
 
 import json
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 class DocumentError(ValueError):
-    """A file that cannot be read. The message is one line."""
+    """The file cannot be read. The message is one line."""
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What is read first, so that a file of another kind or version is named as such."""
+    """Read first, so that the message about a file of another kind or version says so."""
 
     format: Annotated[str, msgspec.Meta(max_length=100)] | None = None
     version: Annotated[int, msgspec.Meta(ge=-2**63, le=2**63 - 1)] | None = None
@@ -25,14 +25,14 @@ class Header(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class DocumentKind(Generic[T]):
-    """A kind of JSON file: one object, whose keys `format` and `version` say what it is."""
+    """A kind of JSON file: one object with keys `format` and `version`."""
 
     name: str
     format: str
     version: int
     content: type[T]
     bulk: tuple[str, ...]
-    """Keys whose values are most of the file; their types hold no JSON objects."""
+    """Keys whose values are most of the file; there are no JSON objects in them."""
     max_bytes: int
     error: type[DocumentError]
 
@@ -66,7 +66,7 @@ class DocumentKind(Generic[T]):
         return f", the most that a {self.name} file may have"
 
     def _refuse_duplicates(self, data: bytes) -> None:
-        """A key given twice has no one meaning. The bulk is cut out first: what remains is small."""
+        """Refuse keys that are given twice. The bulk is cut out first, so that the rest is small."""
         values = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
         for key in self.bulk:
             data = data.replace(bytes(values[key]), b"0", 1)

@@ -1,4 +1,4 @@
-"""Files: read in bounded memory, and written so that a reader, or a crash, never meets half of one."""
+"""Reads files in bounded memory, and writes them atomically: neither a reader nor a crash sees half a file."""
 
 import os
 import tempfile
@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 def read_at_most(path: Path, limit: int, error: type[ValueError], remark: str = "") -> bytes:
-    """All bytes of a file that has at most `limit`. Pipes and devices are read like files, and no further than that.
+    """All bytes of a file of at most `limit` bytes. Pipes and devices are read like files, up to the limit.
 
-    Raises `error` with one line that names the file; `remark` ends the one that tells of too many bytes.
+    Raises `error` with one line that names the file. `remark` is added to the line for a file that is too large.
     """
     try:
         with path.open("rb") as file:
@@ -23,7 +23,7 @@ def read_at_most(path: Path, limit: int, error: type[ValueError], remark: str = 
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write to a temporary file beside `path`, fsync, rename. Raises OSError and leaves what was there.
+    """Write to a temporary file beside `path`, fsync, rename. Raises OSError, and then leaves what was there.
 
     A link is followed, and a pipe or a device is written to: neither is replaced by a file.
     """

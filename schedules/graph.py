@@ -8,14 +8,13 @@ two workers. No cycle means no deadlock, whatever the real durations are.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from schedules.schedule import Op, OpKind, Schedule, Worker
+from schedules.precedence import OpKey, Tensor, consumers, op_key, producers
+from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
 
 if TYPE_CHECKING:
     import networkx as nx
-
-BACKWARDS = (OpKind.I, OpKind.B)
 
 
 class Transfer(NamedTuple):
@@ -25,7 +24,7 @@ class Transfer(NamedTuple):
     after.
     """
 
-    kind: Literal["activation", "gradient"]
+    kind: Tensor
     stage: int
     pipeline: int
     microbatch: int
@@ -47,32 +46,6 @@ class Collective(NamedTuple):
 
 
 Node = Op | Transfer | Collective
-OpKey = tuple[OpKind, int, int, int]
-"""(kind, stage, pipeline, microbatch)."""
-
-
-def op_key(op: Op) -> OpKey:
-    """The identity of a compute op, whoever runs it."""
-    assert op.stage is not None and op.pipeline is not None and op.microbatch is not None
-    return (op.kind, op.stage, op.pipeline, op.microbatch)
-
-
-def producers(key: OpKey, depth: int) -> Iterator[OpKey]:
-    """The ops that must end before this one may start, by the rules of a pipeline; some may not be in the schedule.
-
-    Split and fused backward are both named: a schedule holds one of I and B for each micro-batch and stage.
-    """
-    kind, stage, pipeline, microbatch = key
-    if kind is OpKind.F:
-        if stage % depth:
-            yield (OpKind.F, stage - 1, pipeline, microbatch)
-    elif kind is OpKind.W:
-        yield (OpKind.I, stage, pipeline, microbatch)
-    elif (stage + 1) % depth == 0:
-        yield (OpKind.F, stage, pipeline, microbatch)
-    else:
-        for backward in BACKWARDS:
-            yield (backward, stage + 1, pipeline, microbatch)
 
 
 def transfers(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> list[Transfer]:
@@ -82,21 +55,16 @@ def transfers(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> li
     after its producer extends it to all nodes: every edge, also those between successive transfers of one pair of
     workers, points forward. Raises ValueError when the ops alone already wait for each other in a circle.
     """
-    graph = op_graph(schedule, programs)
+    by_key = _by_key(programs)
     found = []
-    for node in topological_order(graph):
-        if not isinstance(node, Op) or node.kind not in (OpKind.F, *BACKWARDS):
+    for node in topological_order(op_graph(schedule, programs)):
+        if not isinstance(node, Op) or node.kind not in COMPUTE_KINDS:
             continue
-        for consumer in graph.successors(node):
-            if isinstance(consumer, Op) and consumer.worker != node.worker:
-                found.append(_transfer(node, consumer))
+        for key, rule in consumers(op_key(node), schedule.grid.depth):
+            consumer = by_key.get(key)
+            if rule.tensor is not None and consumer is not None and consumer.worker != node.worker:
+                found.append(Transfer(rule.tensor, *key[1:], node.worker, consumer.worker))
     return found
-
-
-def _transfer(producer: Op, consumer: Op) -> Transfer:
-    _, stage, pipeline, microbatch = op_key(consumer)
-    kind: Literal["activation", "gradient"] = "activation" if consumer.kind is OpKind.F else "gradient"
-    return Transfer(kind, stage, pipeline, microbatch, producer.worker, consumer.worker)
 
 
 def arcs(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> Iterator[tuple[Node, Node]]:
@@ -108,9 +76,13 @@ def arcs(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> Iterato
     depth = schedule.grid.depth
     for ops in programs.values():
         yield from pairwise(_node(op, depth) for op in ops)
-    by_key = {op_key(op): op for ops in programs.values() for op in ops if op.kind not in (OpKind.A, OpKind.O)}
+    by_key = _by_key(programs)
     for key, op in by_key.items():
         yield from ((by_key[producer], op) for producer in producers(key, depth) if producer in by_key)
+
+
+def _by_key(programs: Mapping[Worker, Sequence[Op]]) -> dict[OpKey, Op]:
+    return {op_key(op): op for ops in programs.values() for op in ops if op.kind in COMPUTE_KINDS}
 
 
 def op_graph(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> "nx.DiGraph[Node]":

@@ -52,7 +52,7 @@ class Worker(NamedTuple):
         return cls(int(pipeline), int(column))
 
 
-class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class VirtualStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A virtual stage: the worker column that holds it and, when known, its half-open range of model layers."""
 
     column: int
@@ -71,7 +71,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     columns: int
     microbatches: tuple[int, ...]
     """Micro-batches per iteration, one number a pipeline."""
-    stages: tuple[Stage, ...]
+    stages: tuple[VirtualStage, ...]
     chains: int = 1
     """Micro-batch m of a pipeline goes along chain m modulo `chains`."""
 

@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from schedules.graph import Collective, OpKey, op_graph, op_key, producers, programs_of, topological_order
+from schedules.graph import Collective, op_graph, programs_of, topological_order
+from schedules.precedence import OpKey, op_key, waits
 from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
 
 Floats = npt.NDArray[np.float64]
@@ -34,8 +35,8 @@ class _Step(NamedTuple):
     """One op, or a stage's all-reduce as a whole: numbers of its workers, of what it waits for, and its length."""
 
     workers: tuple[int, ...]
-    sources: tuple[int, ...]
-    """Those on other workers, one transfer away."""
+    sources: tuple[tuple[int, float], ...]
+    """Steps of other workers, and the seconds that their tensors need."""
     seconds: float
     """With the factor of a straggler."""
     noisy: bool
@@ -50,7 +51,6 @@ def replay(schedule: Schedule, noise: Noise, *, replays: int = 1000, iterations:
     """
     _require(schedule, noise, replays, iterations)
     steps, workers = _steps(schedule, noise)
-    hop = schedule.seconds(schedule.times.transfer)
     random = np.random.default_rng(seed)
     parts = []
     for begin in range(0, replays, BATCH):
@@ -58,21 +58,21 @@ def replay(schedule: Schedule, noise: Noise, *, replays: int = 1000, iterations:
         free = np.zeros((workers, count))
         first = np.zeros(count)
         for iteration in range(iterations):
-            _advance(steps, free, hop, noise.spread, random)
+            _advance(steps, free, noise.spread, random)
             if iteration == 0:
                 first = free.max(axis=0)
         parts.append((free.max(axis=0) - first) / (iterations - 1))
     return np.concatenate(parts)
 
 
-def _advance(steps: Sequence[_Step], free: Floats, hop: float, spread: float, random: np.random.Generator) -> None:
+def _advance(steps: Sequence[_Step], free: Floats, spread: float, random: np.random.Generator) -> None:
     """One iteration: moves the times at which workers are free, (workers, replays) in seconds."""
     ends = np.empty((len(steps), free.shape[1]))
     for number, step in enumerate(steps):
         start = free[step.workers[0]]
         for worker in step.workers[1:]:
             start = np.maximum(start, free[worker])
-        for source in step.sources:
+        for source, hop in step.sources:
             start = np.maximum(start, ends[source] + hop)
         length: float | Floats = step.seconds
         if step.noisy and spread and length:
@@ -101,7 +101,7 @@ def _steps(schedule: Schedule, noise: Noise) -> tuple[list[_Step], int]:
         if node.kind not in COMPUTE_KINDS:
             steps.append(_Step(where, (), seconds, noisy=False))
             continue
-        sources = tuple(step for step, worker in _awaited(op_key(node), depth, done) if worker != node.worker)
+        sources = tuple(_sources(op_key(node), node.worker, schedule, done))
         done[op_key(node)] = (len(steps), node.worker)
         steps.append(_Step(where, sources, seconds * noise.slow.get(node.worker, 1.0), noisy=True))
     return steps, len(number)
@@ -117,8 +117,12 @@ def _members(programs: Mapping[Worker, Sequence[Op]], depth: int) -> dict[int, l
     return {stage: list(workers) for stage, workers in members.items()}
 
 
-def _awaited(key: OpKey, depth: int, done: Mapping[OpKey, tuple[int, Worker]]) -> Iterator[tuple[int, Worker]]:
-    return (done[producer] for producer in producers(key, depth) if producer in done)
+def _sources(key: OpKey, own: Worker, schedule: Schedule, done: Mapping[OpKey, tuple[int, Worker]]) -> \
+        Iterator[tuple[int, float]]:
+    hop = schedule.seconds(schedule.times.transfer)
+    for producer, rule in waits(key, schedule.grid.depth):
+        if producer in done and done[producer][1] != own:
+            yield done[producer][0], hop if rule.tensor else 0.0
 
 
 def _require(schedule: Schedule, noise: Noise, replays: int, iterations: int) -> None:

@@ -8,10 +8,11 @@ pipeline, stages its virtual stages. The format is that of `_PipelineScheduleRun
 import csv
 import io
 import re
-from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from schedules.graph import Transfer, op_key, programs_of, transfers
+from schedules.graph import Transfer, programs_of, transfers
+from schedules.precedence import OpKey, Tensor, consumers, op_key, waits
 from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
 
 MAX_BYTES = 64 * 2**20
@@ -48,7 +49,7 @@ def write_order(schedule: Schedule, pipeline: int = 0, *, communication: bool = 
     if communication:
         programs = programs_of(schedule, [pipeline])
         crossing = transfers(schedule, programs)
-        rows = [_with_communication(programs[machine], crossing, machine) for machine in machines]
+        rows = [_with_communication(programs[machine], crossing, machine, schedule.grid.depth) for machine in machines]
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
@@ -95,14 +96,16 @@ def _compute(ops: Sequence[Op]) -> Iterator[Action]:
             yield Action(kind, stage, microbatch)
 
 
-def _with_communication(ops: Sequence[Op], crossing: Sequence[Transfer], worker: Worker) -> list[str]:
+def _with_communication(ops: Sequence[Op], crossing: Sequence[Transfer], worker: Worker, depth: int) -> list[str]:
     """Each receive before the op that needs it, each send after the op that made it, all in the common order."""
     mine = [transfer for transfer in crossing if worker in (transfer.source, transfer.target)]
-    place = {(transfer.source == worker, transfer.kind, transfer.stage, transfer.microbatch): index
-             for index, transfer in enumerate(mine)}
+    numbers = {(transfer.source == worker, transfer.kind, transfer.stage, transfer.microbatch): index
+               for index, transfer in enumerate(mine)}
 
-    def number(sends: bool, what: Literal["activation", "gradient"], stage: int, microbatch: int) -> int:
-        return place.get((sends, what, stage, microbatch), -1)
+    def last(sends: bool, tensors: Iterable[tuple[OpKey, Tensor | None]]) -> int:
+        """The number of the last of these tensors that crosses; -1 for none. An op's key names who takes each."""
+        return max((numbers.get((sends, tensor, stage, microbatch), -1)
+                    for (_, stage, _, microbatch), tensor in tensors if tensor), default=-1)
 
     row: list[str] = []
     issued = 0
@@ -111,16 +114,11 @@ def _with_communication(ops: Sequence[Op], crossing: Sequence[Transfer], worker:
             row.append(f"{op.stage}REDUCE_GRAD")
         if op.kind not in COMPUTE_KINDS:
             continue
-        kind, stage, _, microbatch = op_key(op)
-        needs = makes = -1
-        if kind is OpKind.F:
-            needs = number(False, "activation", stage, microbatch)
-            makes = number(True, "activation", stage + 1, microbatch)
-        elif kind is not OpKind.W:
-            needs = number(False, "gradient", stage, microbatch)
-            makes = number(True, "gradient", stage - 1, microbatch)
+        key = op_key(op)
+        needs = last(False, ((key, rule.tensor) for _, rule in waits(key, depth)))
+        makes = last(True, ((consumer, rule.tensor) for consumer, rule in consumers(key, depth)))
         row += [_transfer(transfer, worker) for transfer in mine[issued:needs + 1]]
-        row.append(str(Action(kind, stage, microbatch)))
+        row.append(str(Action(op.kind, key[1], key[3])))
         issued = max(issued, needs + 1)
         row += [_transfer(transfer, worker) for transfer in mine[issued:makes + 1]]
         issued = max(issued, makes + 1)

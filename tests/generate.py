@@ -8,13 +8,15 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from planner.job.file import Job
-from planner.model.arrays import Dense, solution_period
+from planner.model.arrays import ProblemArrays
 from planner.model.assemble import build_schedule
 from planner.model.problem import Problem, build_problem
 from planner.model.solution import Solution
-from planner.search.assignment import deal
-from planner.search.list_scheduler import Policy, list_order
-from schedules.graph import op_key, producers
+from planner.model.start_times import earliest, solution_period
+from planner.search.assignment import assign
+from planner.search.list_scheduler import DispatchRule, ListScheduler
+from schedules.measured_trace import MeasuredIteration, MeasuredOp
+from schedules.precedence import op_key, producers
 from schedules.schedule import (
     COMPUTE_KINDS,
     Grid,
@@ -24,20 +26,19 @@ from schedules.schedule import (
     ProgramOp,
     Schedule,
     Seat,
-    Stage,
     Times,
+    VirtualStage,
     Worker,
     period_ticks,
 )
-from schedules.trace import MeasuredIteration, MeasuredOp
 from tests.jobs import failures, jobs
 
 
-def list_schedule(problem: Problem, policy: Policy = Policy()) -> Solution:  # noqa: B008 - frozen
+def list_schedule(problem: Problem, rule: DispatchRule = DispatchRule()) -> Solution:  # noqa: B008 - frozen
     """What the list scheduler makes of a problem."""
-    dense = Dense(problem, deal(problem, "least-loaded"))
-    order = list_order(dense, policy)
-    return dense.solution(order, dense.earliest(order))
+    arrays = ProblemArrays(problem, assign(problem, "least-loaded"))
+    order = ListScheduler(arrays).order(rule)
+    return arrays.solution(order, earliest(arrays, order))
 
 
 def planned(job: Job, failed: Sequence[Worker] = (), **options) -> Schedule:
@@ -59,8 +60,8 @@ def schedules(draw, **limits) -> Schedule:
     job = draw(jobs(**limits))
     problem = build_problem(job, draw(failures(job)), backward=draw(st.sampled_from(["split", "fused"])),
                             optimizer=draw(st.sampled_from(["staggered", "synchronous"])))
-    policy = Policy(forward_order=draw(st.sampled_from(["deepest", "oldest"])))
-    solution = list_schedule(problem, policy)
+    rule = DispatchRule(forward_order=draw(st.sampled_from(["deepest", "oldest"])))
+    solution = list_schedule(problem, rule)
     bound = solution_period(problem, solution) if draw(st.booleans()) else 0
     return build_schedule(problem, solution, lower_bound=bound, method="greedy")
 
@@ -317,7 +318,7 @@ def by_hand(lines: Mapping[str, str], *, columns: tuple[int, ...] = (0, 1), micr
     """
     width = max(columns) + 1
     grid = Grid(pipelines=2, columns=width, microbatches=(microbatches,) * 2,
-                stages=tuple(Stage(column=column) for column in columns))
+                stages=tuple(VirtualStage(column=column) for column in columns))
     per_stage = (time,) * len(columns)
     times = Times(forward=per_stage, backward_input=per_stage, backward_weight=per_stage, all_reduce=per_stage,
                   optimizer=(time,) * width, transfer=0)

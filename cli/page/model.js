@@ -111,7 +111,6 @@ class Panel {
   constructor(stored, number) {
     Object.assign(this, stored);
     this.number = number;
-    this.shown = stored.shown;
     const held = new Array(stored.columns).fill(0), rank = stored.stages.map((column) => held[column]++);
     this.tracks = stored.tracks.map((track) => new Track(track, rank));
     this.seats = stored.seats.map(([pipeline, column, rolePipeline, roleColumn, track]) =>
@@ -196,27 +195,27 @@ class Panel {
     return this._last.get(original);
   }
 
-  /** What an op of a micro-batch needs the result of. */
+  /** The ops of its micro-batch that an op waits for: `{ref, tensor}`, by the rules that came with the schedule. */
   producers(op) {
-    const find = (kind, stage) => this.find(kind, stage, op.pipeline, op.microbatch);
-    if (op.kind === F) return op.stage % this.depth ? [find(F, op.stage - 1)] : [];
-    if (op.kind === W) return [find(I, op.stage)];
-    if ((op.stage + 1) % this.depth === 0) return [find(F, op.stage)];
-    return [find(I, op.stage + 1) ?? find(B, op.stage + 1)];
+    const position = op.stage % this.depth;
+    return this.rules
+      .filter((rule) => KINDS[op.kind] === rule.kind && rule.first <= position && position < rule.end)
+      .map((rule) => ({ tensor: rule.tensor,
+        ref: this.find(KINDS.indexOf(rule.awaited), op.stage + rule.step, op.pipeline, op.microbatch) }));
   }
 
   /** Everything an op waits for, the last to be ready first, the worker's own op first among equals. `why` is "input",
       "gradients" (of a stage), "all backwards" or "worker"; `ready` counts the transfer, `hop`. */
   waits(ref) {
     const op = this.op(ref), found = [];
-    const add = (other, why) => {
+    const add = (other, why, tensor = false) => {
       if (!other || (other.seat === ref.seat && other.index === ref.index)) return;
-      const before = this.op(other), hop = why === "input" && other.seat !== ref.seat ? this.transfer : 0;
+      const before = this.op(other), hop = tensor && other.seat !== ref.seat ? this.transfer : 0;
       found.push({ ref: other, why, hop, ready: before.end + hop });
     };
     if (op.kind === A) add(this.lastBackward(op.stage % this.depth), "gradients");
     else if (op.kind === O && this.optimizer === "synchronous") add(this.lastBackward(undefined), "all backwards");
-    else if (op.kind < A) for (const producer of this.producers(op)) add(producer, "input");
+    else if (op.kind < A) for (const producer of this.producers(op)) add(producer.ref, "input", producer.tensor);
     if (ref.index > 0) {
       const previous = { panel: this, seat: ref.seat, index: ref.index - 1 };
       if (!found.some((wait) => wait.ref.seat === previous.seat && wait.ref.index === previous.index))

@@ -1,8 +1,8 @@
-"""What failures cost a policy besides workers: seconds to restart, to reconfigure, to load parameters.
+"""What failures cost a policy besides workers: seconds to restart, to reconfigure and to load parameters.
 
-Peers' figures are published measurements, by model size; between sizes they are interpolated in proportion to the
-logarithm of the parameters, beyond them the nearest counts. Sources: [O] Oobleck (SOSP 2023), its paper and its
-simulator; [B] Bamboo (NSDI 2023); [R] ReCycle (SOSP 2024), points digitised from its talk.
+Figures of other systems are published measurements, by model size. Between two sizes they are interpolated over the
+logarithm of the number of parameters; outside the range the nearest one is used. Sources: [O] Oobleck (SOSP 2023), its
+paper and its simulator; [B] Bamboo (NSDI 2023); [R] ReCycle (SOSP 2024), points digitised from its talk.
 """
 
 import math
@@ -12,23 +12,23 @@ from itertools import pairwise
 import msgspec
 
 RESTART_SECONDS = {350e6: 80.0, 2.7e9: 515.0, 6.7e9: 701.0}
-"""Of a whole job from a checkpoint: 76-83 s for small models [O]."""
+"""By number of parameters: to restart a whole job from a checkpoint; 76-83 s for small models [O]."""
 CHECKPOINT_SECONDS = {350e6: 14.0, 2.7e9: 50.0, 6.7e9: 120.0}
-"""To write one: 11-16 s for small models [O]."""
+"""To write a checkpoint: 11-16 s for small models [O]."""
 OOBLECK_SECONDS = {350e6: 3.0, 2.7e9: 6.0, 6.7e9: 10.0}
-"""Oobleck instantiates new pipelines and copies missing layers [O]."""
+"""For Oobleck to instantiate new pipelines and copy missing layers [O]."""
 BAMBOO_SECONDS = {340e6: 76.0, 6.7e9: 450.0}
-"""Bamboo forms new pipelines [O]."""
+"""For Bamboo to form new pipelines [O]."""
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds, and a few shares; the same for all policies where they do the same thing."""
+    """Seconds, and a few shares. Policies that do the same thing pay the same for it."""
 
     parameters: float
-    """Of the model; the figures below follow from it unless given."""
+    """Number of parameters of the model."""
     switch_seconds: float = 1.0
-    """From a worker's death to the first op by the next schedule, or for taking one in. `benchmarks.recovery`
-    measures less in Slipstream's runtime, on CPUs over gloo; NCCL groups take longer to form, hence a second."""
+    """From a worker's death to the first op of the next schedule, or to add a worker. `benchmarks.recovery` measures
+    less in Slipstream's runtime, on CPUs over gloo; NCCL groups take longer to form, hence a second."""
     load_seconds: float
     """To fetch the parameters and optimizer state of one stage from a peer."""
     restart_seconds: float
@@ -36,24 +36,25 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     oobleck_seconds: float
     bamboo_seconds: float
     bamboo_fatal_seconds: float = 30.0
-    """Rendezvous after a failure that Bamboo's redundancy does not cover [B]."""
-    bamboo_doubled: float = 1.5
-    """A step takes so many times as long while a worker carries two stages [B]."""
-    bamboo_whole: float = 13.41 / 20.55
-    """Throughput of Bamboo, with its redundant forwards, over plain 1F1B's, no worker down: measured, 350M [R]."""
-    bamboo_carried: float = 0.05
-    """Share of workers that carry two stages beyond which Bamboo forms new pipelines [B]."""
+    """For the rendezvous after a failure that Bamboo's redundancy does not cover [B]."""
+    bamboo_covering_slowdown: float = 1.5
+    """How many times as long a step takes while a worker runs two stages [B]."""
+    bamboo_fault_free_share: float = 13.41 / 20.55
+    """Throughput of Bamboo, with its redundant forwards, over that of 1F1B, no worker down: measured, 350M [R]."""
+    bamboo_max_covered_share: float = 0.05
+    """With more than this share of dead stages run by predecessors, Bamboo forms new pipelines [B]."""
     spare_share: float = 0.05
-    """Share of the machines kept as hot spares, in whole pipelines; at least one."""
+    """Share of the machines kept as hot spares, in whole pipelines; at least one pipeline."""
     spare_seconds: float = 180.0
-    """To put a hot spare in the place of a dead worker: "within minutes"."""
+    """To replace a dead worker with a hot spare: "within minutes"."""
 
 
 def costs_for(parameters: float = 6.7e9, stages: int = 4, *, network_bytes_per_second: float = 10e9) -> Costs:
-    """Costs of a model of this size in so many stages.
+    """Costs for a model of this many parameters, cut into so many stages.
 
-    Loading a stage: parameters in two bytes, gradients apart, a float32 master copy and two Adam states, 14 bytes each,
-    over one link (the default is the published cluster's 80 Gb/s). Raises ValueError for values that make no sense.
+    Loading a stage sends 14 bytes a parameter over one link: the weight in two bytes, a float32 master copy and two
+    Adam states, without the gradient. The default bandwidth is the published cluster's 80 Gb/s. Raises ValueError for
+    values of 0 or less.
     """
     if not (math.isfinite(parameters) and parameters > 0 and stages > 0 and network_bytes_per_second > 0):
         raise ValueError(f"{parameters:g} parameters in {stages} stages over {network_bytes_per_second:g} bytes/s; "
@@ -66,7 +67,7 @@ def costs_for(parameters: float = 6.7e9, stages: int = 4, *, network_bytes_per_s
 
 
 def interpolated(points: Mapping[float, float], parameters: float) -> float:
-    """The figure for this many parameters, between published ones linear in the logarithm of the size."""
+    """The figure for this many parameters: linear over the logarithm of the size, between published points."""
     sizes = sorted(points)
     size = min(max(parameters, sizes[0]), sizes[-1])
     for low, high in pairwise(sizes):

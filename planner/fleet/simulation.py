@@ -1,44 +1,43 @@
-"""Runs policies through a trace and says where the time went."""
+"""Simulates policies over an availability trace, and accounts for the time lost."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from planner.fleet.availability import Trace
+from planner.fleet.availability_trace import AvailabilityTrace
 from planner.fleet.costs import Costs
 from planner.fleet.policies import POLICIES
-from planner.fleet.policy import Cause, Phase, Policy, Setting
-from planner.fleet.speeds import Speeds
+from planner.fleet.policy import Cause, Phase, Policy, Scenario
+from planner.fleet.throughput import Throughputs
+from planner.progress import ProgressCallback
 
 Floats = npt.NDArray[np.float64]
-Tell = Callable[[int, int], None]
-"""Called with (runs done, runs in all)."""
-
 CAUSES = tuple(Cause)
 _NUMBER = {cause: number for number, cause in enumerate(CAUSES)}
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One policy's way through a trace: consecutive spans of time.
-
-    `seconds` (n + 1): where spans begin, and the end; `rate`, `checkpoints`, `cause` (n): of each span.
-    """
+class PolicyRun(msgspec.Struct, frozen=True, kw_only=True):
+    """One policy simulated over one trace: n consecutive spans of time, each with a rate and a cause."""
 
     policy: str
-    whole_rate: float
+    fault_free_rate: float
     """Samples per second with all workers alive."""
     seconds: Floats
+    """n + 1 values: where each span begins, and the end."""
     rate: Floats
+    """Useful samples per second, by span."""
     checkpoints: Floats
+    """Samples per second lost to writing checkpoints, by span."""
     cause: npt.NDArray[np.int64]
+    """Index into `CAUSES`, by span."""
     switches: int
-    """Changes after which it trained on in another way."""
+    """Changes after which it switched its schedule, or restarted."""
 
     @property
     def length_seconds(self) -> float:
-        """Of the trace."""
+        """Length of the trace."""
         return float(self.seconds[-1])
 
     @property
@@ -48,45 +47,46 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     def binned(self, edges: Floats) -> Floats:
         """Mean useful samples per second between consecutive edges (seconds, ascending)."""
-        made = np.concatenate([[0.0], np.cumsum(self.rate * np.diff(self.seconds))])
-        mean: Floats = np.diff(np.interp(edges, self.seconds, made)) / np.diff(edges)
+        trained = np.concatenate([[0.0], np.cumsum(self.rate * np.diff(self.seconds))])
+        mean: Floats = np.diff(np.interp(edges, self.seconds, trained)) / np.diff(edges)
         return mean
 
     def lost(self, best: float) -> dict[Cause, float]:
-        """Seconds lost by cause, against a job that makes `best` samples per second all the time.
+        """Seconds lost by cause, compared with a job that trains `best` samples per second all the time.
 
-        They add up to length x (1 - throughput / best).
+        Their sum is length x (1 - throughput / best).
         """
         spans = np.diff(self.seconds)
         lost = {cause: float(spans[self.cause == number].sum()) for number, cause in enumerate(CAUSES)}
         running = self.cause == _NUMBER[Cause.RUN]
         train, kept = spans[running], self.rate[running]
         written = self.checkpoints[running]
-        lost[Cause.RUN] = float(np.dot(train, self.whole_rate - kept - written) / best)
+        lost[Cause.RUN] = float(np.dot(train, self.fault_free_rate - kept - written) / best)
         lost[Cause.CHECKPOINT] += float(np.dot(train, written) / best)
-        lost[Cause.WHOLE] = float(train.sum() * (best - self.whole_rate) / best)
+        lost[Cause.WHOLE] = float(train.sum() * (best - self.fault_free_rate) / best)
         return lost
 
 
-def simulate(policy: Policy, trace: Trace) -> Run:
-    """Take one policy through a trace that fits its job (`trace.fit`)."""
-    assert trace.places == policy.setting.workers, "the trace does not fit the job"
-    log = _Log()
+def simulate(policy: Policy, trace: AvailabilityTrace) -> PolicyRun:
+    """Simulate one policy over a trace that was fitted to its job (`availability_trace.fit_to_job`)."""
+    assert trace.places == policy.scenario.workers, "the trace does not fit the job"
+    recorder = _SpanRecorder()
     phases: Sequence[Phase] = policy.start(trace.live)
     switches = 0
     for change in trace.changes:
         if change.seconds >= trace.length_seconds:
             break
-        left = log.spend(phases, change.seconds)
-        phases = policy.change(change, left)
+        remaining = recorder.spend(phases, change.seconds)
+        phases = policy.on_change(change, remaining)
         switches += phases[0].cause in (Cause.SWITCH, Cause.RESTART)
-    log.spend(phases, trace.length_seconds)
-    return Run(policy=policy.name, whole_rate=policy.whole_rate, seconds=np.array(log.begin), rate=np.array(log.rate),
-               checkpoints=np.array(log.checkpoints), cause=np.array(log.cause, dtype=np.int64), switches=switches)
+    recorder.spend(phases, trace.length_seconds)
+    return PolicyRun(policy=policy.name, fault_free_rate=policy.fault_free_rate, switches=switches,
+                     seconds=np.array(recorder.begin), rate=np.array(recorder.rate),
+                     checkpoints=np.array(recorder.checkpoints), cause=np.array(recorder.cause, dtype=np.int64))
 
 
-class _Log:
-    """What was done with the time so far."""
+class _SpanRecorder:
+    """Collects the spans of a run."""
 
     def __init__(self) -> None:
         self.begin = [0.0]
@@ -95,7 +95,7 @@ class _Log:
         self.cause: list[int] = []
 
     def spend(self, phases: Sequence[Phase], until: float) -> list[Phase]:
-        """Note phases until a time; what is left of them from then on, the one under way first."""
+        """Record phases until a time. Returns what remains of them then, the current one first."""
         clock = self.begin[-1]
         for index, phase in enumerate(phases):
             end = clock + phase.seconds
@@ -110,46 +110,53 @@ class _Log:
         raise AssertionError("the last phase of a policy has an end")
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trace does to a job, by policy."""
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """The same trace under several policies."""
 
-    trace: Trace
-    runs: Mapping[str, Run]
+    trace: AvailabilityTrace
+    runs: Mapping[str, PolicyRun]
     best_rate: float
-    """The fastest of all policies with all workers alive: what lost time is measured against."""
+    """Samples per second of the fastest policy with all workers alive: lost time is measured against it."""
 
     def throughputs(self) -> dict[str, float]:
         """Mean samples per second by policy."""
         return {name: run.throughput for name, run in self.runs.items()}
 
 
-def compare(policies: Sequence[type[Policy]], speeds: Speeds, costs: Costs, trace: Trace,
-            tell: Tell = lambda _done, _total: None) -> Result:
-    """All policies through one trace, which must fit the job. After Ctrl-C, those that were finished; at least one."""
-    setting = Setting(speeds, costs, trace.seconds_between_failures)
-    runs: dict[str, Run] = {}
+def compare(policies: Sequence[type[Policy]], throughputs: Throughputs, costs: Costs, trace: AvailabilityTrace,
+            progress: ProgressCallback = lambda _done, _total: None) -> Comparison:
+    """Simulate policies over one trace, which must fit the job.
+
+    After Ctrl-C the result has the policies that were finished. Raises KeyboardInterrupt when there are none.
+    """
+    scenario = Scenario(throughputs, costs, trace.seconds_between_failures)
+    runs: dict[str, PolicyRun] = {}
     try:
         for done, kind in enumerate(policies, 1):
-            runs[kind.name] = simulate(kind(setting), trace)
-            tell(done, len(policies))
+            runs[kind.name] = simulate(kind(scenario), trace)
+            progress(done, len(policies))
     except KeyboardInterrupt:
         if not runs:
             raise
-    return Result(trace=trace, runs=runs, best_rate=max(
-        [0.0, *(run.whole_rate for run in runs.values() if not POLICIES[run.policy].yardstick)]))
+    return Comparison(trace=trace, runs=runs, best_rate=max(
+        [0.0, *(run.fault_free_rate for run in runs.values() if not POLICIES[run.policy].is_reference)]))
 
 
-def over_seeds(policies: Sequence[type[Policy]], speeds: Speeds, costs: Costs, traces: Sequence[Trace],
-                tell: Tell = lambda _done, _total: None) -> dict[str, Floats]:
-    """Mean samples per second by policy, one value a trace; after Ctrl-C, for the traces that were finished."""
+def throughputs_over_traces(policies: Sequence[type[Policy]], throughputs: Throughputs, costs: Costs,
+                            traces: Sequence[AvailabilityTrace],
+                            progress: ProgressCallback = lambda _done, _total: None) -> dict[str, Floats]:
+    """Mean samples per second by policy, one value for each trace.
+
+    After Ctrl-C the result has the traces that were finished. Raises KeyboardInterrupt when there are none.
+    """
     values: dict[str, list[float]] = {kind.name: [] for kind in policies}
     try:
         for index, trace in enumerate(traces):
-            setting = Setting(speeds, costs, trace.seconds_between_failures)
-            found = {kind.name: simulate(kind(setting), trace).throughput for kind in policies}
+            scenario = Scenario(throughputs, costs, trace.seconds_between_failures)
+            found = {kind.name: simulate(kind(scenario), trace).throughput for kind in policies}
             for name, value in found.items():
                 values[name].append(value)
-            tell(index + 1, len(traces))
+            progress(index + 1, len(traces))
     except KeyboardInterrupt:
         if not all(values.values()):
             raise

@@ -1,49 +1,53 @@
-"""Job files for models that nobody has measured yet: stage times and memory from shapes and data sheets.
+"""Estimates a job file for a model that has not been measured: stage times and memory from shapes and data sheets.
 
-Floating-point operations of a layer are those of Narayanan et al. (SC 2021, arXiv 2104.04473, appendix): 2 a parameter
-and token for a matrix product, 4 b s^2 h for attention scores and values. I costs as much for the products and twice as
-much for attention; W as much for the products and nothing for attention. Element-wise ops are not counted, so that a
-real W is shorter against its F than this one. Activations are those of Korthikanti et al. (2022, arXiv 2205.05198) with
-attention recomputed or fused, 34 s b h bytes a layer; of these W needs 32 s b h (Qi et al. 2023, arXiv 2401.10241).
+Floating-point operations of a layer are those of Narayanan et al. (SC 2021, arXiv 2104.04473, appendix): 2 for each
+parameter and token in matrix products, 4 b s^2 h for attention scores and values. I costs as much as F in the products
+and twice as much in attention; W as much in the products and nothing in attention. Element-wise ops are not counted,
+so a measured W is shorter, relative to its F, than the estimate. Activations are those of Korthikanti et al. (2022,
+arXiv 2205.05198) with attention recomputed or fused, 34 s b h bytes a layer; W needs 32 s b h of them (Qi et al. 2023,
+arXiv 2401.10241).
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from planner.job.text import rounded
+from planner.job.writer import rounded
 
 BYTES_HELD = 18
-"""A parameter: bf16 weight, float32 gradient, float32 master weight and two moments of AdamW."""
+"""For each parameter: bf16 weight, float32 gradient, float32 master weight and two moments of AdamW."""
 BYTES_UNDO = 12
-"""Copies by which a step can be undone: master weight and moments."""
+"""For each parameter: the copies by which a step can be undone, of master weight and moments."""
 BYTES_STEPPED = 34
 """Moved by an AdamW step for each parameter: gradient, master weight and moments read, all but the first written."""
 
 
-class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """What one GPU does by its data sheet: bf16 without sparsity; `network` in bytes per second for each GPU."""
+class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU by its data sheet."""
 
     name: str
     flops: float
+    """bf16 operations per second, without sparsity."""
     memory_bytes: float
     memory_bandwidth: float
+    """Bytes per second."""
     network: float
+    """Bytes per second for each GPU."""
 
 
-MACHINES = {machine.name: machine for machine in (
-    Machine(name="a100-40g", flops=312e12, memory_bytes=40e9, memory_bandwidth=1.555e12, network=25e9),
-    Machine(name="a100", flops=312e12, memory_bytes=80e9, memory_bandwidth=2.039e12, network=25e9),
-    Machine(name="h100", flops=989e12, memory_bytes=80e9, memory_bandwidth=3.35e12, network=50e9),
-    Machine(name="h200", flops=989e12, memory_bytes=141e9, memory_bandwidth=4.8e12, network=50e9),
-    Machine(name="b200", flops=2250e12, memory_bytes=180e9, memory_bandwidth=8e12, network=50e9),
+GPUS = {gpu.name: gpu for gpu in (
+    GpuSpec(name="a100-40g", flops=312e12, memory_bytes=40e9, memory_bandwidth=1.555e12, network=25e9),
+    GpuSpec(name="a100", flops=312e12, memory_bytes=80e9, memory_bandwidth=2.039e12, network=25e9),
+    GpuSpec(name="h100", flops=989e12, memory_bytes=80e9, memory_bandwidth=3.35e12, network=50e9),
+    GpuSpec(name="h200", flops=989e12, memory_bytes=141e9, memory_bandwidth=4.8e12, network=50e9),
+    GpuSpec(name="b200", flops=2250e12, memory_bytes=180e9, memory_bandwidth=8e12, network=50e9),
 )}
-"""NVIDIA's data sheets; network: one 200 Gb/s (A100) or 400 Gb/s port a GPU."""
+"""By name, from NVIDIA's data sheets. Network: one port of 200 Gb/s (A100) or 400 Gb/s for each GPU."""
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder-only transformer."""
 
     layers: int
@@ -56,104 +60,130 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     ffn: int | None = None
     """Width of the feed-forward part; None: 4 x hidden."""
     gated: bool = False
-    """Three matrices in the feed-forward part (SwiGLU), not two."""
+    """Whether the feed-forward part has three matrices (SwiGLU) instead of two."""
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of one layer's matrices."""
+        """Parameters of the matrices of one layer."""
         attention = 2 * self.hidden**2 * (1 + (self.kv_heads or self.heads) / self.heads)
         return round(attention) + self.hidden * (self.ffn or 4 * self.hidden) * (3 if self.gated else 2)
 
     @property
     def parameters(self) -> int:
-        """Of the whole model, embedding and head apart."""
+        """Parameters of the whole model, with separate embedding and head."""
         return self.layers * self.layer_parameters + 2 * self.vocabulary * self.hidden
 
 
-class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """How the model is laid out, and on what. `tensor_parallel` GPUs together are one worker."""
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """How the model is distributed, and over which GPUs. `tensor_parallel` GPUs together are one worker."""
 
-    machine: Machine
+    gpu: GpuSpec
     pipelines: int
     stages: int
     microbatches: int
     microbatch_size: int = 1
     tensor_parallel: int = 1
     efficiency: float = 0.5
-    """Share of the peak that the matrix products reach."""
+    """Share of the peak that matrix products reach."""
 
 
-def estimate(name: str, shape: Shape, cluster: Cluster) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """The tables of a job file, and the remarks that say how they came about.
+class _StageCost(NamedTuple):
+    """What one stage needs for one micro-batch, on each GPU of a worker."""
+
+    forward: float
+    """Floating-point operations; so are the two below."""
+    backward_input: float
+    backward_weight: float
+    activation: float
+    """Bytes; so is the stash."""
+    stash: float
+    parameters: float
+
+    @property
+    def held_bytes(self) -> float:
+        """Held all the time."""
+        return (BYTES_HELD + BYTES_UNDO) * self.parameters
+
+
+def estimate(name: str, shape: ModelShape, layout: Layout) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """The tables of a job file, and the comments that say how they were made.
 
     Raises ValueError, with one line, where there are more stages than layers or the model does not fit.
     """
-    if cluster.stages > shape.layers:
-        raise ValueError(f"{cluster.stages} stages for {shape.layers} layers; expected at most one stage a layer")
+    if layout.stages > shape.layers:
+        raise ValueError(f"{layout.stages} stages for {shape.layers} layers; expected at most one stage a layer")
     if shape.hidden % shape.heads or shape.heads % (shape.kv_heads or shape.heads):
         raise ValueError(f"hidden size {shape.hidden}, {shape.heads} heads, {shape.kv_heads or shape.heads} heads of "
                          "keys and values: expected each to divide the one before")
-    tokens = cluster.microbatch_size * shape.sequence
-    scores = 4 * cluster.microbatch_size * shape.sequence**2 * shape.hidden
-    product = 2 * shape.layer_parameters * tokens
+    counts, costs = _stage_costs(shape, layout)
+    tables = {
+        "name": name, "pipelines": layout.pipelines, "stages": layout.stages, "microbatches": layout.microbatches,
+        "time": _times(costs, shape, layout), "memory": _memory(costs, layout.gpu), "placement": {"layers": counts}}
+    return tables, _comments(shape, layout)
+
+
+def _stage_costs(shape: ModelShape, layout: Layout) -> tuple[list[int], list[_StageCost]]:
+    """The layers of each stage, and what it needs."""
+    tokens = layout.microbatch_size * shape.sequence
+    attention = 4 * layout.microbatch_size * shape.sequence**2 * shape.hidden
+    products = 2 * shape.layer_parameters * tokens
     head = 2 * tokens * shape.hidden * shape.vocabulary
-    counts = _cut(shape.layers, cluster.stages, 3 * (product + scores), 3 * head)
-    forward, backward_input, backward_weight, activation, stash, static, parameters = ([] for _ in range(7))
+    counts = _layers_by_stage(shape.layers, layout.stages, 3 * (products + attention), 3 * head)
+    costs = []
     for stage, count in enumerate(counts):
-        last = head if stage == cluster.stages - 1 else 0
-        ends = (stage == 0) + (stage == cluster.stages - 1)
-        weights = count * shape.layer_parameters + ends * shape.vocabulary * shape.hidden
-        forward.append(count * (product + scores) + last)
-        backward_input.append(count * (product + 2 * scores) + last)
-        backward_weight.append(count * product + last)
-        logits = 4 * tokens * shape.vocabulary if last else 0
-        activation.append((34 * count * tokens * shape.hidden + logits) / cluster.tensor_parallel)
-        stash.append(32 * count * tokens * shape.hidden / cluster.tensor_parallel)
-        parameters.append(weights / cluster.tensor_parallel)
-        static.append((BYTES_HELD + BYTES_UNDO) * weights / cluster.tensor_parallel)
-    # The first stage's input needs no gradient: torch leaves its whole backward to W.
-    backward_weight[0] += backward_input[0]
-    backward_input[0] = 0
-    return _tables(name, cluster, counts, forward, backward_input, backward_weight, activation, stash, static,
-                   parameters, 2 * tokens * shape.hidden), _remarks(shape, cluster)
+        first, last = stage == 0, stage == layout.stages - 1
+        head_here = head if last else 0
+        backward_input = count * (products + 2 * attention) + head_here
+        backward_weight = count * products + head_here
+        costs.append(_StageCost(
+            forward=count * (products + attention) + head_here,
+            # The first stage's input needs no gradient: torch leaves its whole backward to W.
+            backward_input=0 if first else backward_input,
+            backward_weight=backward_weight + backward_input if first else backward_weight,
+            activation=(34 * count * tokens * shape.hidden + 4 * tokens * shape.vocabulary * last)
+            / layout.tensor_parallel,
+            stash=32 * count * tokens * shape.hidden / layout.tensor_parallel,
+            parameters=(count * shape.layer_parameters + (first + last) * shape.vocabulary * shape.hidden)
+            / layout.tensor_parallel))
+    return counts, costs
 
 
-def _tables(name: str, cluster: Cluster, counts: Sequence[int], forward: Sequence[float],
-            backward_input: Sequence[float], backward_weight: Sequence[float], activation: Sequence[float],
-            stash: Sequence[float], static: Sequence[float], parameters: Sequence[float],
-            boundary_bytes: float) -> dict[str, Any]:
-    machine = cluster.machine
-    rate = machine.flops * cluster.efficiency * cluster.tensor_parallel
-    room = [machine.memory_bytes - held for held in static]
-    for stage, (left, needed) in enumerate(zip(room, activation, strict=True)):
-        if left < needed:
-            raise ValueError(f"stage {stage} needs {(static[stage] + needed) / 1e9:.0f} GB on each GPU, {machine.name} "
-                             f"has {machine.memory_bytes / 1e9:.0f}: use more stages or more tensor parallelism")
-    ring = 2 * (cluster.pipelines - 1) / cluster.pipelines * 4 / machine.network
-    time = {
-        "forward": rounded([flops / rate for flops in forward]),
-        "backward_input": rounded([flops / rate for flops in backward_input]),
-        "backward_weight": rounded([flops / rate for flops in backward_weight]),
-        "optimizer": rounded([count * BYTES_STEPPED / machine.memory_bandwidth for count in parameters]),
-        "all_reduce": rounded([count * ring for count in parameters]),
-        "transfer": rounded([boundary_bytes / cluster.tensor_parallel / machine.network])[0],
+def _times(costs: Sequence[_StageCost], shape: ModelShape, layout: Layout) -> dict[str, Any]:
+    """The `[time]` table, in seconds."""
+    gpu = layout.gpu
+    rate = gpu.flops * layout.efficiency * layout.tensor_parallel
+    ring = 2 * (layout.pipelines - 1) / layout.pipelines * 4 / gpu.network
+    boundary_bytes = 2 * layout.microbatch_size * shape.sequence * shape.hidden
+    return {
+        "forward": rounded([cost.forward / rate for cost in costs]),
+        "backward_input": rounded([cost.backward_input / rate for cost in costs]),
+        "backward_weight": rounded([cost.backward_weight / rate for cost in costs]),
+        "optimizer": rounded([cost.parameters * BYTES_STEPPED / gpu.memory_bandwidth for cost in costs]),
+        "all_reduce": rounded([cost.parameters * ring for cost in costs]),
+        "transfer": rounded([boundary_bytes / layout.tensor_parallel / gpu.network])[0],
     }
-    memory = {"capacity": [math.floor(value / 1e6) for value in room],
-              "activation": [math.ceil(value / 1e6) for value in activation],
-              "weight_stash": [math.ceil(value / 1e6) for value in stash]}
-    return {"name": name, "pipelines": cluster.pipelines, "stages": cluster.stages,
-            "microbatches": cluster.microbatches, "time": time, "memory": memory, "placement": {"layers": list(counts)}}
 
 
-def _remarks(shape: Shape, cluster: Cluster) -> dict[str, list[str]]:
-    machine = cluster.machine
+def _memory(costs: Sequence[_StageCost], gpu: GpuSpec) -> dict[str, Any]:
+    """The `[memory]` table, in MB on each GPU. Raises ValueError where a stage does not fit."""
+    for stage, cost in enumerate(costs):
+        if gpu.memory_bytes - cost.held_bytes < cost.activation:
+            raise ValueError(f"stage {stage} needs {(cost.held_bytes + cost.activation) / 1e9:.0f} GB on each GPU, "
+                             f"{gpu.name} has {gpu.memory_bytes / 1e9:.0f}: use more stages or more tensor parallelism")
+    return {"capacity": [math.floor((gpu.memory_bytes - cost.held_bytes) / 1e6) for cost in costs],
+            "activation": [math.ceil(cost.activation / 1e6) for cost in costs],
+            "weight_stash": [math.ceil(cost.stash / 1e6) for cost in costs]}
+
+
+def _comments(shape: ModelShape, layout: Layout) -> dict[str, list[str]]:
+    gpu = layout.gpu
     return {
         "": [f"Estimated, not measured: {shape.parameters / 1e9:.3g} billion parameters ({shape.layers} layers of "
              f"width {shape.hidden}), sequences of {shape.sequence},",
-             f"micro-batches of {cluster.microbatch_size}, workers of {cluster.tensor_parallel} x {machine.name} at "
-             f"{cluster.efficiency:.0%} of {machine.flops / 1e12:.0f} TFLOP/s. `slipstream profile` measures."],
+             f"micro-batches of {layout.microbatch_size}, workers of {layout.tensor_parallel} x {gpu.name} at "
+             f"{layout.efficiency:.0%} of {gpu.flops / 1e12:.0f} TFLOP/s. `slipstream profile` measures."],
         "time": ["Seconds. Matrix products and attention only; optimizer: AdamW, bound by memory bandwidth;",
-                 f"all_reduce: a ring of float32 gradients at {machine.network / 1e9:g} GB/s; transfer: bf16."],
+                 f"all_reduce: a ring of float32 gradients at {gpu.network / 1e9:g} GB/s; transfer: bf16."],
         "memory": [f"MB on each GPU. capacity: what is left beside {BYTES_HELD} bytes a parameter, and {BYTES_UNDO} by "
                    "which a step can be undone.",
                    "activation: 34 bytes a token and unit of width and layer (attention fused); weight_stash: 32."],
@@ -161,15 +191,15 @@ def _remarks(shape: Shape, cluster: Cluster) -> dict[str, list[str]]:
     }
 
 
-def _cut(layers: int, stages: int, layer: float, head: float) -> list[int]:
-    """Layers of each stage, so that the busiest stage, the last one with the head, is as light as it can be."""
+def _layers_by_stage(layers: int, stages: int, layer: float, head: float) -> list[int]:
+    """Layers of each stage, for the least work of the busiest stage; the last stage has the head, too."""
     last = max(1, min(layers - stages + 1, round((layers * layer + head) / stages / layer - head / layer)))
     if stages == 1:
         return [layers]
     options = []
     for count in {max(1, last - 1), last, min(layers - stages + 1, last + 1)}:
         rest, over = divmod(layers - count, stages - 1)
-        # What is left over goes to the middle: the first stage also holds the embedding.
+        # The remainder goes to the middle: the first stage also holds the embedding.
         counts = [rest + (0 < stage <= over) for stage in range(stages - 1)]
         options.append((max(max(counts) * layer, count * layer + head), [*counts, count]))
     return min(options)[1]

@@ -1,19 +1,158 @@
-"""The problem as flat lists of integers, for loops that run over all ops many times.
+"""The problem as arrays of integers, for loops that run over all ops many times.
 
-An op is a code: unit x number of kinds + index of its kind. Units are numbered by pipeline, micro-batch and stage, so
-that the unit at the next stage is the next number. An *order* lists all op codes so that each comes after what it waits
+An op is a number: unit x number of kinds + index of its kind. Units are numbered by pipeline, micro-batch and stage, so
+that the unit at the next stage is the next number. An *order* lists all ops so that each comes after what it waits
 for and workers run theirs in that order; memory on a worker changes only at the ends of its own ops, so it depends on
 the order alone, and start times may be chosen freely once an order is known to fit.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from planner.model.problem import Problem, Unit
 from planner.model.solution import Solution
-from schedules.graph import OpKey
+from schedules.precedence import RULES, OpKey
 from schedules.schedule import OpKind
 
-Order = Sequence[int]
+Ints = NDArray[np.int64]
+
+
+class Arcs(NamedTuple):
+    """Precedence arcs, compressed: those of op i have the numbers start[i] to start[i + 1]."""
+
+    start: Ints
+    """[ops + 1]"""
+    op: Ints
+    """[arc] the op at the other end"""
+    tensor: Ints
+    """[arc] 1 where the later op takes a tensor from the earlier one: between two workers it needs `transfer` ticks"""
+    hop: Ints
+    """[arc] ticks that the tensor needs under the present assignment: 0 within a worker"""
+
+
+class Ops(NamedTuple):
+    """The ops of a problem under an assignment. A worker is named by its row: its number among the live roles."""
+
+    kinds: int
+    """Ops of a unit: op = unit * kinds + kind."""
+    depth: int
+    """Stages of a chain."""
+    columns: int
+    """Workers of a pipeline."""
+    transfer: int
+    """Ticks of a tensor between two workers."""
+    unit: Ints
+    """[op]"""
+    stage: Ints
+    """[unit]"""
+    position: Ints
+    """[unit] of its stage in its chain"""
+    worker: Ints
+    """[unit] row of the worker that runs it"""
+    duration: Ints
+    """[op] ticks on that worker"""
+    predecessors: Arcs
+    """What each op waits for; ops of one worker in turn are no arcs."""
+    successors: Arcs
+    """What waits for each op."""
+
+
+class ProblemArrays:
+    """A problem with an assignment as arrays, made once and read by all that time, order or improve its ops."""
+
+    def __init__(self, problem: Problem, hosts: Mapping[Unit, int]) -> None:
+        self.problem = problem
+        self.hosts = hosts
+        """The assignment: the pipeline whose worker runs each unit."""
+        self.units = list(problem.units())
+        self.workers = list(problem.player)
+        """The role of each row."""
+        self.column = ints([role.column for role in self.workers])
+        """[row]"""
+        self.tied = ints(problem.tied)
+        """[column] the first of those that reduce gradients together"""
+        self.tail = ints([problem.tail(column) for column in range(problem.grid.columns)])
+        """[column] ticks of the all-reduces and the optimizer step"""
+        self.ops = self._ops()
+        self.load = np.bincount(self.ops.worker, minlength=len(self.workers))
+        """[row] units"""
+
+    def _ops(self) -> Ops:
+        problem, kinds, depth = self.problem, len(self.problem.kinds), self.problem.grid.depth
+        stage = ints([unit.stage for unit in self.units])
+        host = ints([self.hosts[unit] for unit in self.units])
+        rows = np.full((problem.grid.pipelines, problem.grid.columns), -1, dtype=np.int64)
+        rows[[role.pipeline for role in self.workers], self.column] = range(len(self.workers))
+        worker = rows[host, ints(problem.column_of)[stage]]
+        position = stage % depth
+        predecessors, successors = _arcs(problem, position, worker)
+        return Ops(kinds=kinds, depth=depth, columns=problem.grid.columns, transfer=problem.times.transfer,
+                   unit=np.arange(len(self.units) * kinds, dtype=np.int64) // kinds, stage=stage, position=position,
+                   worker=worker, duration=_durations(problem, stage, host), predecessors=predecessors,
+                   successors=successors)
+
+    def starts(self, solution: Solution) -> Ints:
+        """[op] start ticks of a solution with the same assignment."""
+        kinds = self.problem.kinds
+        return ints([solution.starts[kind, *unit] for unit in self.units for kind in kinds])
+
+    def order(self, solution: Solution) -> Ints:
+        """The order of a solution with the same assignment."""
+        codes = {(kind, *unit): number * self.ops.kinds + index for number, unit in enumerate(self.units)
+                 for index, kind in enumerate(self.problem.kinds)}
+        order, start = ints([codes[key] for key in solution.starts]), self.starts(solution)
+        return order[np.lexsort(((start + self.ops.duration)[order], start[order]))]
+
+    def solution(self, order: Ints, start: Ints) -> Solution:
+        """The solution with these start ticks, its ops in this order."""
+        kinds: tuple[OpKind, ...] = self.problem.kinds
+        starts: dict[OpKey, int] = {}
+        for op, begin in zip(order.tolist(), start[order].tolist(), strict=True):
+            unit, kind = divmod(op, self.ops.kinds)
+            starts[kinds[kind], *self.units[unit]] = begin
+        return Solution(hosts=self.hosts, starts=starts)
+
+
+def ints(values: Sequence[Any]) -> Ints:
+    """As an array of 64-bit integers."""
+    return np.array(values, dtype=np.int64)
+
+
+def _durations(problem: Problem, stage: Ints, host: Ints) -> Ints:
+    """[op] ticks. Every different (stage, host) is asked for once."""
+    pairs, inverse = np.unique(stage * problem.grid.pipelines + host, return_inverse=True)
+    costs = [[problem.cost(kind, *divmod(pair, problem.grid.pipelines)) for kind in problem.kinds]
+             for pair in pairs.tolist()]
+    return ints(costs)[inverse].ravel()
+
+
+def _arcs(problem: Problem, position: Ints, worker: Ints) -> tuple[Arcs, Arcs]:
+    """`RULES` for every unit: what each op waits for, and what waits for it."""
+    kinds, depth = problem.kinds, problem.grid.depth
+    units = np.arange(len(position), dtype=np.int64)
+    ops, awaited, tensors = [], [], []
+    for rule in RULES:
+        if rule.kind in kinds and rule.awaited in kinds:
+            where = rule.positions(depth)
+            waiting = units[(position >= where.start) & (position < where.stop)]
+            ops.append(waiting * len(kinds) + kinds.index(rule.kind))
+            awaited.append((waiting + rule.step) * len(kinds) + kinds.index(rule.awaited))
+            tensors.append(np.full(len(waiting), rule.tensor is not None, dtype=np.int64))
+    later, earlier, tensor = map(np.concatenate, (ops, awaited, tensors))
+    hop = tensor * (worker[later // len(kinds)] != worker[earlier // len(kinds)]) * problem.times.transfer
+    count = len(position) * len(kinds)
+    return _compressed(count, later, earlier, tensor, hop), _compressed(count, earlier, later, tensor, hop)
+
+
+def _compressed(count: int, own: Ints, other: Ints, tensor: Ints, hop: Ints) -> Arcs:
+    """Arcs by the op at their one end, those of an op in the order of the rules."""
+    order = np.argsort(own, kind="stable")
+    start = np.zeros(count + 1, dtype=np.int64)
+    np.cumsum(np.bincount(own, minlength=count), out=start[1:])
+    return Arcs(start=start, op=other[order], tensor=tensor[order], hop=hop[order])
 
 
 class Dense:
@@ -51,7 +190,7 @@ class Dense:
         kinds = self.problem.kinds
         return [solution.starts[kind, *unit] for unit in self.units for kind in kinds]
 
-    def order(self, solution: Solution) -> Order:
+    def order(self, solution: Solution) -> Sequence[int]:
         """The order that a solution with the same hosts keeps."""
         index = {unit: number for number, unit in enumerate(self.units)}
         place = {kind: number for number, kind in enumerate(self.problem.kinds)}
@@ -59,83 +198,7 @@ class Dense:
         start = self.starts(solution)
         return sorted(codes, key=lambda op: (start[op], start[op] + self.length[op]))
 
-    def earliest(self, order: Order) -> list[int]:
-        """Start ticks by op code: every op as early as the order allows."""
-        start = [0] * len(self.length)
-        free = [0] * len(self.roles)
-        kinds, last, place, lane, hop, length = self.kinds, self.depth - 1, self.place, self.lane, self.hop, self.length
-        for op in order:
-            unit, kind = divmod(op, kinds)
-            worker = lane[unit]
-            begin = free[worker]
-            if kind == 0:
-                if place[unit]:
-                    before = op - kinds
-                    begin = max(begin, start[before] + length[before] + hop[unit - 1])
-            elif kind == 2 or place[unit] == last:
-                begin = max(begin, start[op - 1] + length[op - 1])
-            else:
-                before = op + kinds
-                begin = max(begin, start[before] + length[before] + hop[unit])
-            start[op] = begin
-            free[worker] = begin + length[op]
-        return start
-
-    def latest(self, order: Order, deadline: Sequence[int]) -> list[int]:
-        """Start ticks by op code: every op as late as the order and the deadline of its column allow."""
-        start = [0] * len(self.length)
-        free = [deadline[column] for column in self.column]
-        kinds, last, place, lane, hop, length = self.kinds, self.depth - 1, self.place, self.lane, self.hop, self.length
-        for op in reversed(order):
-            unit, kind = divmod(op, kinds)
-            worker = lane[unit]
-            end = free[worker]
-            if kind == 0:
-                after = op + 1 if place[unit] == last else op + kinds
-                end = min(end, start[after] - hop[unit])
-            elif kind == 1:
-                if place[unit]:
-                    end = min(end, start[op - kinds] - hop[unit - 1])
-                if kinds == 3:
-                    end = min(end, start[op + 1])
-            start[op] = free[worker] = end - length[op]
-        return start
-
-    def ends(self, start: Sequence[int]) -> list[int]:
-        """When the last op of each column ends, and of those that reduce gradients together with it."""
-        last = [min(start, default=0)] * self.problem.grid.columns
-        group = [self.problem.tied[column] for column in self.column]
-        for unit, lane in enumerate(self.lane):
-            op = (unit + 1) * self.kinds - 1
-            tied = group[lane]
-            last[tied] = max(last[tied], start[op] + self.length[op])
-        return [last[tied] for tied in self.problem.tied]
-
-    def period(self, start: Sequence[int], last: Sequence[int] | None = None) -> int:
-        """The period that these starts give; `last`: the ends of the columns, where other pieces count, too."""
-        last = self.ends(start) if last is None else last
-        problem = self.problem
-        if problem.optimizer == "synchronous":
-            steps = zip(last, self.tail, problem.times.optimizer, strict=True)
-            return max(max(end + tail, max(last) + step) for end, tail, step in steps) - min(start)
-        first: dict[int, int] = {}
-        for unit, lane in enumerate(self.lane):
-            begin = start[unit * self.kinds]
-            if begin < first.get(lane, begin + 1):
-                first[lane] = begin
-        return max(last[self.column[lane]] + self.tail[self.column[lane]] - begin for lane, begin in first.items())
-
-    def timed(self, order: Order) -> tuple[int, list[int]]:
-        """The best period of an order, and start ticks for it.
-
-        Staggered: first as early as possible, then as late as the columns' ends allow, which shortens their windows.
-        """
-        start = self.earliest(order)
-        if self.problem.optimizer == "staggered":
-            start = self.latest(order, self.ends(start))
-        return self.period(start), start
-
-    def solution(self, order: Order, start: Sequence[int]) -> Solution:
+    def solution(self, order: Sequence[int], start: Sequence[int]) -> Solution:
         """Decisions in the planner's own words."""
         kinds: tuple[OpKind, ...] = self.problem.kinds
         starts: dict[OpKey, int] = {}
@@ -143,9 +206,3 @@ class Dense:
             unit, kind = divmod(op, self.kinds)
             starts[kinds[kind], *self.units[unit]] = start[op]
         return Solution(hosts=self.hosts, starts=starts)
-
-
-def solution_period(problem: Problem, solution: Solution) -> int:
-    """The period in ticks that a solution gives."""
-    dense = Dense(problem, solution.hosts)
-    return dense.period(dense.starts(solution))

@@ -3,91 +3,95 @@
 from collections.abc import Mapping, Sequence
 
 import msgspec
+import numpy as np
 
-from planner.model.arrays import Dense, Order
+from planner.model import start_times
+from planner.model.arrays import Ints, ProblemArrays
 from planner.model.decompose import Piece, undivided
 from planner.model.problem import Problem
 from planner.model.solution import Solution
 from schedules.schedule import OpKind, Program, ProgramOp, Schedule, Seat, Status, Worker
 
 
-class Placed(msgspec.Struct, frozen=True, kw_only=True):
+class TimedPiece(msgspec.Struct, frozen=True, kw_only=True):
     """A solved piece: its order, and start ticks on the clock that all pieces share."""
 
     piece: Piece
-    dense: Dense
-    order: Order
-    start: Sequence[int]
+    arrays: ProblemArrays
+    order: Ints
+    start: Ints
+
+    def late(self, ends: Sequence[int]) -> "TimedPiece":
+        """Every op as late as these ends of the columns allow."""
+        return msgspec.structs.replace(self, start=start_times.latest(self.arrays, self.order, ends))
+
+    def shifted(self, first: int) -> "TimedPiece":
+        """All ops earlier by so many ticks."""
+        return msgspec.structs.replace(self, start=self.start - first)
 
 
-def place(problem: Problem, solved: Sequence[tuple[Piece, Solution]],
-          deadlines: Sequence[int] | None = None) -> list[Placed]:
+def align(problem: Problem, solved: Sequence[tuple[Piece, Solution]],
+          deadlines: Sequence[int] | None = None) -> list[TimedPiece]:
     """Put solved pieces on one clock, the first op of all at 0.
 
     Staggered, and if there are several: each op as late as the common ends of the columns allow, so that the windows
     of all pieces are as short as their orders permit. These ends are the `deadlines` where given; else those of the
     longest piece, or the latest of all pieces when each begins at 0, whichever gives the shorter period.
     """
-    placed = []
+    timed = []
     for piece, solution in solved:
-        dense = Dense(piece.problem, solution.hosts)
-        placed.append(Placed(piece=piece, dense=dense, order=dense.order(solution), start=dense.starts(solution)))
-    if len(placed) == 1 or problem.optimizer == "synchronous":
-        return [_shifted(one, min(one.start)) for one in placed]
+        arrays = ProblemArrays(piece.problem, solution.hosts)
+        timed.append(TimedPiece(piece=piece, arrays=arrays, order=arrays.order(solution),
+                                start=arrays.starts(solution)))
+    if len(timed) == 1 or problem.optimizer == "synchronous":
+        return [one.shifted(one.start.min()) for one in timed]
     choices: list[Sequence[int]] = [deadlines] if deadlines else []
-    longest = max(placed, key=lambda one: one.dense.period(one.start))
-    least = longest.dense.period(longest.start)
-    choices.append(longest.dense.ends(longest.start))
-    choices.append(ends(problem, [_shifted(one, min(one.start)) for one in placed]))
-    best: tuple[int, list[Placed]] | None = None
+    periods = [start_times.period(one.arrays, one.start) for one in timed]
+    least = max(periods)
+    longest = timed[periods.index(least)]
+    choices.append(start_times.column_ends(longest.arrays, longest.start).tolist())
+    choices.append(ends([one.shifted(one.start.min()) for one in timed]))
+    best: tuple[int, list[TimedPiece]] | None = None
     for choice in choices:
-        late = [_late(one, choice) for one in placed]
-        period = max(one.dense.period(one.start, choice) for one in late)
+        late = [one.late(choice) for one in timed]
+        period = _period(late, choice)
         if best is None or period < best[0]:
             best = period, late
         if period <= least:
             break
     assert best is not None
-    first = min(min(one.start) for one in best[1])
-    return [_shifted(one, first) for one in best[1]]
+    first = min(one.start.min() for one in best[1])
+    return [one.shifted(first) for one in best[1]]
 
 
-def _shifted(placed: Placed, first: int) -> Placed:
-    return msgspec.structs.replace(placed, start=[begin - first for begin in placed.start])
-
-
-def _late(placed: Placed, deadlines: Sequence[int]) -> Placed:
-    return msgspec.structs.replace(placed, start=placed.dense.latest(placed.order, deadlines))
-
-
-def ends(problem: Problem, placed: Sequence[Placed]) -> list[int]:
+def ends(timed: Sequence[TimedPiece]) -> list[int]:
     """When the last compute op of each column ends."""
-    per_piece = [one.dense.ends(one.start) for one in placed]
-    return [max(ends[column] for ends in per_piece) for column in range(problem.grid.columns)]
+    latest: list[int] = np.max([start_times.column_ends(one.arrays, one.start) for one in timed], axis=0).tolist()
+    return latest
 
 
 def period(problem: Problem, solved: Sequence[tuple[Piece, Solution]], deadlines: Sequence[int] | None = None) -> int:
     """The period in ticks of the schedule that `build_schedule` would make."""
-    placed = place(problem, solved, deadlines)
-    return _period(placed, ends(problem, placed))
+    timed = align(problem, solved, deadlines)
+    return _period(timed, ends(timed))
 
 
-def _period(placed: Sequence[Placed], last: Sequence[int]) -> int:
-    return max(one.dense.period(one.start, last) for one in placed)
+def _period(timed: Sequence[TimedPiece], last: Sequence[int]) -> int:
+    return max(start_times.period(one.arrays, one.start, last) for one in timed)
 
 
 def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, Solution]], *, lower_bound: int,
                    method: str, deadlines: Sequence[int] | None = None) -> Schedule:
-    """The schedule of a solution, or of those of all pieces, with its period and proven bound; see `place`."""
+    """The schedule of a solution, or of those of all pieces, with its period and proven bound; see `align`."""
     if isinstance(solved, Solution):
         solved = [(undivided(problem), solved)]
-    placed = place(problem, solved, deadlines)
-    last = ends(problem, placed)
+    timed = align(problem, solved, deadlines)
+    last = ends(timed)
     closing = _closing(problem, last)
     programs: dict[Worker, Program] = {}
-    for one in placed:
+    for one in timed:
         programs |= _programs(one, closing)
-    ticks = _period(placed, last)
+    ticks = _period(timed, last)
     status: Status = "optimal" if ticks <= lower_bound else "feasible"
     seats, stored = _share(programs, problem.player)
     return Schedule(job=problem.name, tick_seconds=problem.tick_seconds, grid=problem.grid, times=problem.times,
@@ -114,32 +118,32 @@ def _closing(problem: Problem, ready: Sequence[int]) -> list[Program]:
     return programs
 
 
-def _programs(placed: Placed, closing: Sequence[Program]) -> dict[Worker, Program]:
+def _programs(timed: TimedPiece, closing: Sequence[Program]) -> dict[Worker, Program]:
     """The program of every role of all copies of a piece; those without re-routed ops are one object for all copies."""
-    dense, start = placed.dense, placed.start
-    kinds = placed.piece.problem.kinds
-    bodies: list[list[ProgramOp]] = [[] for _ in dense.roles]
-    foreign: list[list[tuple[int, int]]] = [[] for _ in dense.roles]
-    for op in placed.order:
-        number, kind = divmod(op, dense.kinds)
-        unit, lane = dense.units[number], dense.lane[number]
-        if unit.pipeline != dense.roles[lane].pipeline:
-            foreign[lane].append((len(bodies[lane]), unit.pipeline))
-        bodies[lane].append(ProgramOp(kinds[kind], unit.stage, unit.microbatch, start[op]))
+    arrays, worker = timed.arrays, timed.arrays.ops.worker.tolist()
+    kinds = timed.piece.problem.kinds
+    bodies: list[list[ProgramOp]] = [[] for _ in arrays.workers]
+    rerouted: list[list[tuple[int, int]]] = [[] for _ in arrays.workers]
+    for op, begin in zip(timed.order.tolist(), timed.start[timed.order].tolist(), strict=True):
+        number, kind = divmod(op, len(kinds))
+        unit, row = arrays.units[number], worker[number]
+        if unit.pipeline != arrays.workers[row].pipeline:
+            rerouted[row].append((len(bodies[row]), unit.pipeline))
+        bodies[row].append(ProgramOp(kinds[kind], unit.stage, unit.microbatch, begin))
     programs: dict[Worker, Program] = {}
-    for lane, role in enumerate(dense.roles):
-        program = (*bodies[lane], *closing[role.column])
-        for copy in placed.piece.copies:
-            programs[Worker(copy[role.pipeline], role.column)] = _named(program, foreign[lane], copy)
+    for row, role in enumerate(arrays.workers):
+        program = (*bodies[row], *closing[role.column])
+        for copy in timed.piece.copies:
+            programs[Worker(copy[role.pipeline], role.column)] = _named(program, rerouted[row], copy)
     return programs
 
 
-def _named(program: Program, foreign: Sequence[tuple[int, int]], copy: Sequence[int]) -> Program:
+def _named(program: Program, rerouted: Sequence[tuple[int, int]], copy: Sequence[int]) -> Program:
     """The program with the pipelines of its re-routed ops as they are numbered in the whole problem."""
-    if not foreign:
+    if not rerouted:
         return program
     ops = list(program)
-    for index, pipeline in foreign:
+    for index, pipeline in rerouted:
         ops[index] = msgspec.structs.replace(ops[index], pipeline=copy[pipeline])
     return tuple(ops)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from planner.job.file import Job
-from schedules.schedule import BackwardMode, Grid, Memory, OpKind, OptimizerMode, Slow, Stage, Times, Worker
+from schedules.schedule import BackwardMode, Grid, Memory, OpKind, OptimizerMode, Slow, Times, VirtualStage, Worker
 
 FINEST = 10**6
 """The longest op has at most this many ticks; finer times are rounded to it."""
@@ -104,8 +104,22 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return 0 if same else self.times.transfer
 
     def hold(self, stage: int) -> int:
-        """Memory to set aside before an F of this stage starts, so that its I cannot be stuck for room later."""
+        """The most that a micro-batch ever holds at this stage: its activation, or after its I its stash."""
         return max(self.activation(stage), self.stash(stage))
+
+    def least_room(self, stage: int) -> int:
+        """What one micro-batch holds at most on its worker from its F of this stage until its W there has ended.
+
+        The worker may hold deeper stages of the same chain; their W can be done before the gradient is back at this
+        one. Where every worker has this room for each of its stages, a plan exists: one micro-batch after the other,
+        each W directly after its I. Where one has not, none does.
+        """
+        held = most = 0
+        for other in self.grid.stages_of(self.column_of[stage]):
+            if other >= stage and other // self.grid.depth == stage // self.grid.depth:
+                most = max(most, held + self.hold(other))
+                held += self.activation(other)
+        return most
 
     def activation(self, stage: int) -> int:
         """Memory held from F start to the end of I (or B); 0 where memory is unlimited."""
@@ -151,12 +165,12 @@ def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backward
     return problem
 
 
-def _stages(job: Job) -> tuple[Stage, ...]:
+def _stages(job: Job) -> tuple[VirtualStage, ...]:
     if job.layers is None:
-        return tuple(Stage(column=column) for column in job.columns)
+        return tuple(VirtualStage(column=column) for column in job.columns)
     depth = len(job.layers) // job.chains
     ends = [sum(job.layers[index // depth * depth:index + 1]) for index in range(len(job.layers))]
-    return tuple(Stage(column=column, layers=(end - count, end))
+    return tuple(VirtualStage(column=column, layers=(end - count, end))
                  for column, count, end in zip(job.columns, job.layers, ends, strict=True))
 
 
@@ -227,11 +241,9 @@ def _require_feasible(problem: Problem) -> None:
     if memory is None:
         return
     for column, capacity in enumerate(memory.capacity):
-        # One micro-batch must be able to pass through all virtual stages of a worker and come back.
-        held = 0
-        for stage in sorted(problem.grid.stages_of(column), key=problem.grid.original, reverse=True):
-            need = held + problem.hold(stage)
-            if need > capacity:
-                raise NoPlanError(f"a worker of stage {column} has room for {capacity * memory.unit:g}, but one "
-                                  f"micro-batch needs {need * memory.unit:g} there: no schedule can run it")
-            held += memory.activation[stage]
+        chains = max(problem.grid.microbatches)  # those after so many are visited by no micro-batch
+        need = max((problem.least_room(stage) for stage in problem.grid.stages_of(column)
+                    if stage // problem.grid.depth < chains), default=0)
+        if need > capacity:
+            raise NoPlanError(f"a worker of stage {column} has room for {capacity * memory.unit:g}, but one "
+                              f"micro-batch needs {need * memory.unit:g} there: no schedule can run it")

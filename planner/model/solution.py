@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import msgspec
 
 from planner.model.problem import Unit
-from schedules.graph import OpKey
+from schedules.precedence import OpKey
 
 
 class Solution(msgspec.Struct, frozen=True, kw_only=True):

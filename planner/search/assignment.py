@@ -1,4 +1,4 @@
-"""Who runs the micro-batches of a dead worker: dealing them to its peers before anything is timed."""
+"""Assignment: who runs the micro-batches of a dead worker, chosen before anything is timed."""
 
 import heapq
 from collections import Counter
@@ -8,41 +8,40 @@ from typing import Literal, get_args
 from planner.model.bounds import lower_bound, window_bound
 from planner.model.problem import Problem, Unit
 
-Dealing = Literal["least-loaded", "spread", "round-robin"]
-DEALINGS: tuple[Dealing, ...] = get_args(Dealing)
+AssignmentRule = Literal["least-loaded", "spread", "round-robin"]
+ASSIGNMENT_RULES: tuple[AssignmentRule, ...] = get_args(AssignmentRule)
 
 
-def deal(problem: Problem, dealing: Dealing) -> dict[Unit, int]:
+def assign(problem: Problem, rule: AssignmentRule) -> dict[Unit, int]:
     """A host pipeline for every unit: its own worker where that is alive, else a peer by the given rule."""
     hosts: dict[Unit, int] = {}
-    orphans: dict[int, list[Unit]] = {}
+    rerouted: dict[int, list[Unit]] = {}
     for stage in range(len(problem.grid.stages)):
-        homeless = []
         for pipeline, count in enumerate(problem.grid.microbatches):
             units = [Unit(stage, pipeline, microbatch) for microbatch in range(count)
                      if stage in problem.grid.path(microbatch)]
-            if pipeline in problem.hosts(stage, pipeline) and len(problem.hosts(stage, pipeline)) == 1:
-                hosts.update(dict.fromkeys(units, problem.hosts(stage, pipeline)[0]))
-            else:
-                homeless += units
-        if homeless:
-            # By micro-batch, so that the orphans of several pipelines share their helpers evenly over time.
-            orphans[stage] = sorted(homeless, key=lambda unit: (unit.microbatch, unit.pipeline))
+            if problem.hosts(stage, pipeline) == (pipeline,):
+                hosts.update(dict.fromkeys(units, pipeline))
+            elif units:
+                rerouted.setdefault(stage, []).extend(units)
+    for units in rerouted.values():
+        # By micro-batch, so that those of several pipelines share their helpers evenly over time.
+        units.sort(key=lambda unit: (unit.microbatch, unit.pipeline))
     lost = _lost(problem)
-    if dealing == "spread":
-        return hosts | _spread(problem, orphans, lost)
-    for stage, units in orphans.items():
+    if rule == "spread":
+        return hosts | _spread(problem, rerouted, lost)
+    for stage, units in rerouted.items():
         live = problem.live_by_column[problem.column_of[stage]]
-        hosts |= _round_robin(live, units) if dealing == "round-robin" else _least_loaded(problem, stage, units, lost)
+        hosts |= _round_robin(live, units) if rule == "round-robin" else _least_loaded(problem, stage, units, lost)
     return hosts
 
 
-def _round_robin(live: tuple[int, ...], orphans: list[Unit]) -> dict[Unit, int]:
+def _round_robin(live: tuple[int, ...], units: list[Unit]) -> dict[Unit, int]:
     """ReCycle's rule (SOSP 2024): peer after peer, whatever they already have to do."""
-    return {unit: live[index % len(live)] for index, unit in enumerate(orphans)}
+    return {unit: live[index % len(live)] for index, unit in enumerate(units)}
 
 
-def _spread(problem: Problem, orphans: Mapping[int, list[Unit]], lost: Sequence[int]) -> dict[Unit, int]:
+def _spread(problem: Problem, rerouted: Mapping[int, list[Unit]], lost: Sequence[int]) -> dict[Unit, int]:
     """Each to the peer whose pipeline helps least so far, at whatever stage, while that peer has time for it.
 
     Pipelines that need help themselves come last: their micro-batches wait for helpers, and their workers had better
@@ -54,13 +53,13 @@ def _spread(problem: Problem, orphans: Mapping[int, list[Unit]], lost: Sequence[
     bound = lower_bound(problem)
     helps = [gone * count for gone, count in zip(lost, problem.grid.microbatches, strict=True)]
     hosts: dict[Unit, int] = {}
-    for stage in sorted(orphans, key=lambda stage: -window_bound(problem, problem.column_of[stage])):
+    for stage in sorted(rerouted, key=lambda stage: -window_bound(problem, problem.column_of[stage])):
         price = _prices(problem, stage)
         least = window_bound(problem, problem.column_of[stage])
         loads = {host: price[host] * problem.grid.microbatches[host] for host in price}
-        busiest = -(-(sum(loads.values()) + len(orphans[stage]) * max(price.values())) // len(price))
+        busiest = -(-(sum(loads.values()) + len(rerouted[stage]) * max(price.values())) // len(price))
         room = max(bound - least, 0) + busiest
-        for unit in orphans[stage]:
+        for unit in rerouted[stage]:
             host = min(price, key=lambda host: (loads[host] + price[host] > room, helps[host], loads[host], host))
             hosts[unit] = host
             loads[host] += price[host]
@@ -80,14 +79,14 @@ def _prices(problem: Problem, stage: int) -> dict[int, int]:
     return {host: sum(problem.cost(kind, stage, host) for kind in problem.kinds) for host in live}
 
 
-def _least_loaded(problem: Problem, stage: int, orphans: list[Unit], lost: Sequence[int]) -> dict[Unit, int]:
+def _least_loaded(problem: Problem, stage: int, units: list[Unit], lost: Sequence[int]) -> dict[Unit, int]:
     """Each to the peer that would be done first with all its work; of equal ones, whose pipeline is whole."""
     price = _prices(problem, stage)
     live = sorted(price, key=lambda host: (lost[host], host))
     loads = [(price[host] * (problem.grid.microbatches[host] + 1), index, host) for index, host in enumerate(live)]
     heapq.heapify(loads)
     hosts = {}
-    for unit in orphans:
+    for unit in units:
         load, order, host = heapq.heappop(loads)
         hosts[unit] = host
         heapq.heappush(loads, (load + price[host], order + len(live), host))

@@ -41,7 +41,7 @@ def marker() -> Path:
     from llvmlite import binding
 
     known = hashlib.sha256(f"{sys.version} {numba.__version__} {binding.get_host_cpu_name()}".encode())
-    for name in ("annealing", "list_scheduler"):
+    for name in ("annealing", "list_scheduler", "start_times"):
         known.update(Path(str(_module(name).__file__)).read_bytes())
     return Path(_module("annealing").anneal.stats.cache_path) / f"compiled-{known.hexdigest()[:16]}"
 

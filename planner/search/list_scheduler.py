@@ -1,33 +1,34 @@
-"""List scheduling: simulate all workers through time; whoever falls idle takes the most urgent op that may run.
-
-Gradients first (they free memory and others wait for them), then forwards while memory lasts, then weight gradients,
-which nobody waits for. What is tuned from plan to plan is a `Policy`; `planner.search.list_schedules` tries many.
-"""
+"""List schedules of one problem under one assignment: what is chosen, and the call of the compiled scheduler."""
 
 import statistics
-from collections import Counter, defaultdict
-from heapq import heappop, heappush
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
-from planner.model.arrays import Dense, Order
+from planner.model.arrays import Ints, ProblemArrays, ints
 from planner.model.problem import Problem
+from planner.model.solution import Solution
+from planner.model.start_times import timed
+from planner.search.set_aside import set_aside
 
-READY_F, READY_I, END = 0, 1, 2
 ForwardOrder = Literal["deepest", "oldest"]
-Guests = Literal["in turn", "first", "last"]
+Rerouted = Literal["in turn", "first", "last"]
+UNLIMITED = 2**40
 
 
-class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """The choices of a list scheduler."""
+class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
+    """The dispatching rule of a list scheduler: which ready op a worker starts, if any.
 
-    patience: float = 0.0
-    """Leave a worker idle rather than start a W when a more urgent op is known to arrive within this share of the W."""
-    forward_patience: float = 0.0
-    """Leave a worker idle rather than start an F when a gradient is known to arrive within this share of the F."""
+    A gradient before a forward before a weight gradient; this says the rest. `planner.search.list_search` tries many.
+    """
+
+    lookahead: float = 0.0
+    """Leave a worker idle rather than start a W when a more urgent op is known to be ready within this share of it."""
+    forward_lookahead: float = 0.0
+    """Leave a worker idle rather than start an F when a gradient is known to be ready within this share of it."""
     forward_order: ForwardOrder = "deepest"
-    """Which F first: the lowest micro-batch, or the one furthest along its pipeline."""
+    """Which F first: the lowest micro-batch, or the one furthest along its chain."""
     in_flight: tuple[int, ...] | None = None
     """At most this many micro-batches a worker between F and the end of I, one number per virtual stage.
 
@@ -35,7 +36,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """
     load_share: float = 1.0
     """A worker with x % more micro-batches than the usual one may have this share of x % more in flight."""
-    guests: Guests = "in turn"
+    rerouted: Rerouted = "in turn"
     """Whether re-routed micro-batches go before those of the worker's own pipeline, after them, or in turn.
 
     First is good where the broken pipeline, which has to wait for several helpers, sets the pace.
@@ -49,207 +50,76 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     middle of an op when a more urgent one arrives a moment later; the order is then timed with the true hops."""
 
 
-def list_order(dense: Dense, policy: Policy) -> Order:
-    """The order in which a list scheduler starts all ops. Always succeeds on a feasible problem (see `_fits`)."""
-    return _Simulation(dense, policy).run()
-
-
 def in_flight(problem: Problem, slope: float = 1.0, extra: int = 0) -> tuple[int, ...]:
     """Limits of 1F1B, times a slope, plus more: high at early stages, whose gradients come back late."""
     grid = problem.grid
     return tuple(max(1, int(slope * (grid.depth - grid.original(stage))) + extra) for stage in range(len(grid.stages)))
 
 
-def lane_limits(dense: Dense, policy: Policy) -> list[list[float] | None]:
-    """How many micro-batches each lane may have in flight at each stage; None: as many as fit."""
-    limits = policy.in_flight
-    if limits is None:
-        return [None] * len(dense.roles)
-    load = Counter(dense.lane)
-    usual = statistics.median_low(load.values())
-    factors = [1 + policy.load_share * max(0.0, load[lane] / usual - 1) for lane in range(len(dense.roles))]
-    return [[limit * factor for limit in limits] for factor in factors]
+class ListScheduler:
+    """Makes list schedules of a problem with an assignment."""
+
+    def __init__(self, arrays: ProblemArrays) -> None:
+        from planner.search.kernel import list_scheduler as kernel  # numba takes a third of a second to load
+
+        self.arrays = arrays
+        problem, ops, aside = arrays.problem, arrays.ops, set_aside(arrays.problem)
+        stash = [problem.stash(stage) for stage in range(len(problem.grid.stages))]
+        capacity = problem.memory.capacity if problem.memory else [UNLIMITED] * problem.grid.columns
+        self._kernel: Any = kernel
+        self._memory = kernel.Memory(capacity=ints(capacity)[arrays.column],
+                                     room=ints(list(zip(aside.at_start, stash, aside.needed, strict=True))))
+        first = np.flatnonzero(np.diff(ops.predecessors.start) == 0)
+        chain = ops.stage[ops.unit[first]] // ops.depth
+        self._first = [first[chain == number] for number in range(problem.grid.chains)] if aside.chains_in_turn else \
+            [first]
+        self._ranks: dict[Rerouted, Ints] = {}
+        self._made: tuple[Ints, Ints] | None = None
+
+    def order(self, rule: DispatchRule) -> Ints:
+        """All ops in the order in which they start under a rule."""
+        if rule.rerouted not in self._ranks:
+            self._ranks[rule.rerouted] = _ranks(self.arrays, rule.rerouted)
+        dispatch = self._kernel.Dispatch(
+            rank=self._ranks[rule.rerouted], slots=self._slots(rule), lookahead=rule.lookahead,
+            forward_lookahead=rule.forward_lookahead, deepest_first=rule.forward_order == "deepest",
+            eager_weights=rule.eager_weights, make_room=rule.make_room, transfers=not rule.ignore_transfers)
+        order, done = np.zeros(len(self.arrays.ops.unit), dtype=np.int64), 0
+        for first in self._first:
+            done = self._kernel.list_order(self.arrays.ops, self._memory, dispatch, first, order, done)
+        assert done == len(order), "list scheduler left ops out"
+        return order
+
+    def period(self, rule: DispatchRule) -> int:
+        """The period in ticks that a rule gives. `solution` is then that of this rule."""
+        order = self.order(rule)
+        period, start = timed(self.arrays, order)
+        self._made = order, start
+        return period
+
+    def solution(self) -> Solution:
+        """The last plan that `period` made."""
+        assert self._made is not None
+        return self.arrays.solution(*self._made)
+
+    def _slots(self, rule: DispatchRule) -> Ints:
+        """[worker, stage] most micro-batches in flight."""
+        load = self.arrays.load
+        if rule.in_flight is None:
+            return np.full((len(load), len(self._memory.room)), UNLIMITED)
+        usual = statistics.median_low(units for units in load.tolist() if units)
+        more = np.maximum(0.0, load / usual - 1)
+        slots: Ints = np.ceil(np.outer(1 + rule.load_share * more, rule.in_flight)).astype(np.int64)
+        return slots
 
 
-def reserves(problem: Problem) -> list[int]:
-    """Room kept free, when an F of each stage starts, for its worker's stages that lie deeper in their chain."""
-    grid = problem.grid
-    return [sum(problem.hold(other) for other in grid.stages_of(grid.stages[stage].column)
-                if grid.original(other) > grid.original(stage)) for stage in range(len(grid.stages))]
-
-
-def ranks(dense: Dense, guests: Guests) -> list[int]:
-    """Units by micro-batch, then pipeline: older micro-batches go first, those of several pipelines in turn."""
-    pipelines = dense.problem.grid.pipelines
-    found = [unit.microbatch * pipelines + unit.pipeline for unit in dense.units]
-    if guests == "in turn":
+def _ranks(arrays: ProblemArrays, rerouted: Rerouted) -> Ints:
+    """[unit] by micro-batch, then pipeline: older micro-batches go first, those of several pipelines in turn."""
+    pipelines = arrays.problem.grid.pipelines
+    found = ints([unit.microbatch * pipelines + unit.pipeline for unit in arrays.units])
+    if rerouted == "in turn":
         return found
-    behind = max(found) + 1
-    return [rank + behind * ((dense.roles[lane].pipeline == unit.pipeline) == (guests == "first"))
-            for rank, unit, lane in zip(found, dense.units, dense.lane, strict=True)]
-
-
-class _Lane:
-    """One worker during the simulation."""
-
-    __slots__ = ("arrivals", "backward", "busy", "capacity", "forward", "gradients", "in_flight", "limits", "used",
-                 "weights")
-
-    def __init__(self, capacity: int | None, limits: list[float] | None) -> None:
-        self.busy = False
-        self.used = 0
-        self.capacity = capacity
-        self.limits = limits
-        self.in_flight: dict[int, int] = defaultdict(int)
-        self.forward: list[tuple[int, int, int]] = []
-        self.backward: list[tuple[int, int]] = []
-        self.weights: list[tuple[int, int]] = []
-        self.arrivals: list[int] = []  # times at which ops more urgent than a W are known to become ready
-        self.gradients: list[int] = []  # those of them that are more urgent than an F
-
-
-class _Simulation:
-    def __init__(self, dense: Dense, policy: Policy) -> None:
-        problem = dense.problem
-        self._dense = dense
-        self._policy = policy
-        self._last = dense.depth - 1
-        self._place = dense.place
-        memory = problem.memory
-        lanes = [_Lane(memory.capacity[role.column] if memory else None, limits)
-                 for role, limits in zip(dense.roles, lane_limits(dense, policy), strict=True)]
-        self._lane = [lanes[lane] for lane in dense.lane]
-        self._hop = [0] * len(dense.units) if policy.ignore_transfers else dense.hop
-        stages = range(len(problem.grid.stages))
-        self._hold = [problem.hold(stage) for stage in stages]
-        self._stash = [problem.stash(stage) for stage in stages]
-        self._reserve = reserves(problem)
-        self._mixed = len(stages) > problem.grid.columns
-        self._rank = ranks(dense, policy.guests)
-        self._order: list[int] = []
-        self._events: list[tuple[int, int, int]] = []
-        self._clock = 0
-
-    def run(self) -> Order:
-        events, lanes = self._events, self._lane
-        for unit, place in enumerate(self._place):
-            if place == 0:
-                heappush(events, (0, READY_F, unit))
-        kinds = self._dense.kinds
-        while events:
-            self._clock = clock = events[0][0]
-            touched: dict[_Lane, None] = {}
-            while events and events[0][0] == clock:
-                _, what, code = heappop(events)
-                unit = code // kinds if what == END else code
-                lane = lanes[unit]
-                touched[lane] = None
-                if what == END:
-                    self._end(lane, unit, code % kinds)
-                else:
-                    self._enqueue(lane, unit, what)
-            for lane in touched:
-                while not lane.busy:
-                    op = self._pick(lane)
-                    if op is None:
-                        break
-                    self._start(lane, op)
-        assert len(self._order) == len(self._dense.length), "list scheduler left ops out"
-        return self._order
-
-    def _enqueue(self, lane: _Lane, unit: int, what: int) -> None:
-        if lane.arrivals and lane.arrivals[0] <= self._clock:
-            heappop(lane.arrivals)
-        rank, place = self._rank[unit], self._place[unit]
-        if what == READY_I:
-            heappop(lane.gradients)
-            heappush(lane.backward, (rank * self._dense.depth + place, unit))
-        else:
-            key = (-place, rank, unit) if self._policy.forward_order == "deepest" else (rank, -place, unit)
-            heappush(lane.forward, key)
-
-    def _start(self, lane: _Lane, op: int) -> None:
-        unit, kind = divmod(op, self._dense.kinds)
-        stage, place = self._dense.stage[unit], self._place[unit]
-        self._order.append(op)
-        end = self._clock + self._dense.length[op]
-        lane.busy = True
-        heappush(self._events, (end, END, op))
-        if kind == 0:
-            lane.used += self._hold[stage]
-            lane.in_flight[stage] += 1
-            if place < self._last:
-                self._announce(READY_F, unit + 1, end + self._hop[unit])
-            else:
-                self._announce(READY_I, unit, end)
-        elif kind == 1 and place:
-            self._announce(READY_I, unit - 1, end + self._hop[unit - 1])
-
-    def _announce(self, what: int, unit: int, time: int) -> None:
-        heappush(self._events, (time, what, unit))
-        lane = self._lane[unit]
-        heappush(lane.arrivals, time)
-        if what == READY_I:
-            heappush(lane.gradients, time)
-
-    def _end(self, lane: _Lane, unit: int, kind: int) -> None:
-        lane.busy = False
-        stage = self._dense.stage[unit]
-        if kind == 2:
-            lane.used -= self._stash[stage]
-        elif kind == 1:
-            lane.used += self._stash[stage] - self._hold[stage]
-            lane.in_flight[stage] -= 1
-            if self._dense.kinds == 3:
-                heappush(lane.weights, (self._rank[unit] * self._dense.depth + self._place[unit], unit))
-
-    def _pick(self, lane: _Lane) -> int | None:
-        """The most urgent op that may run."""
-        kinds, policy = self._dense.kinds, self._policy
-        if lane.weights and (policy.eager_weights or (policy.make_room and self._stuck(lane))):
-            return heappop(lane.weights)[1] * kinds + 2
-        if lane.backward:
-            return heappop(lane.backward)[1] * kinds + 1
-        if lane.forward:
-            first = lane.forward[0][2] * kinds
-            if self._comes_within(lane.gradients, policy.forward_patience, first):
-                return None
-            unit = self._pick_forward(lane)
-            if unit is not None:
-                return unit * kinds
-        if lane.weights and not self._comes_within(lane.arrivals, policy.patience, lane.weights[0][1] * kinds + 2):
-            return heappop(lane.weights)[1] * kinds + 2
-        return None
-
-    def _stuck(self, lane: _Lane) -> bool:
-        """Whether the most urgent F waits for memory."""
-        return lane.capacity is not None and bool(lane.forward) and \
-            lane.used + self._hold[self._dense.stage[lane.forward[0][2]]] > lane.capacity
-
-    def _pick_forward(self, lane: _Lane) -> int | None:
-        """The most urgent F, or one of a deeper virtual stage where that has no room."""
-        if self._fits(lane, lane.forward[0][2]):
-            return heappop(lane.forward)[2]
-        if len(lane.forward) == 1 or not self._mixed:
-            return None  # all are of one stage: where one has no room, none has
-        for index, entry in enumerate(sorted(lane.forward)):
-            if index and self._fits(lane, entry[2]):
-                lane.forward = [other for other in sorted(lane.forward) if other is not entry]
-                return entry[2]
-        return None
-
-    def _fits(self, lane: _Lane, unit: int) -> bool:
-        """Whether an F may start: room for it, and still for one micro-batch at each deeper stage of this worker.
-
-        That reserve rules out deadlock: of the micro-batches in flight, look at those furthest forward, at place v of
-        their chain. Whatever fills the next worker is at earlier places, and was admitted only while room for place v+1
-        was left. So one of them can always go on, and gradients never need more room than was set aside.
-        """
-        stage = self._dense.stage[unit]
-        if lane.limits is not None and lane.in_flight[stage] >= lane.limits[stage]:
-            return False
-        return lane.capacity is None or lane.used + self._hold[stage] + self._reserve[stage] <= lane.capacity
-
-    def _comes_within(self, arrivals: list[int], share: float, op: int) -> bool:
-        """Whether something more urgent arrives before this share of the op would be done."""
-        return bool(share and arrivals) and arrivals[0] - self._clock < share * self._dense.length[op]
+    home = ints([role.pipeline for role in arrays.workers])[arrays.ops.worker] == ints(
+        [unit.pipeline for unit in arrays.units])
+    later: Ints = (home if rerouted == "first" else ~home).astype(np.int64)
+    return found + later * int(found.max() + 1)

@@ -9,17 +9,17 @@ from typing import Literal, get_args
 import msgspec
 
 from planner.interrupt import interruptible
-from planner.model.arrays import solution_period
 from planner.model.bounds import lower_bound, strongest_bound
 from planner.model.decompose import Piece, decompose, undivided
 from planner.model.problem import Problem
 from planner.model.solution import Solution
+from planner.model.start_times import solution_period
 from planner.progress import Report
 from planner.search.anneal_pieces import Polished, polish
 from planner.search.baselines import BASELINES
 from planner.search.compiled import annealing
 from planner.search.cpsat.finder import Finder
-from planner.search.list_schedules import search
+from planner.search.list_search import search
 
 Method = Literal["cp-sat", "greedy", "1f1b", "recycle"]
 METHODS: tuple[Method, ...] = get_args(Method)

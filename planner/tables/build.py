@@ -1,12 +1,11 @@
-"""Tables of schedules: one for every number of failures, normalised, and on request one for every exact pattern.
+"""Builds tables: one normalised schedule for every number of failures, optionally one for every failure pattern.
 
-Entries are planned in parallel processes, the costliest first; the parent alone writes (`planner.tables.folder`), and
-packs all entries in the order of their keys, so that the table does not depend on who finished first.
+Entries are planned in parallel processes, the most expensive first. Only the parent writes (`planner.tables.folder`).
+It writes all entries in the order of their keys, so the table does not depend on which process finished first.
 """
 
 import math
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import msgspec
 from planner.job.file import Job
 from planner.model.problem import NoPlanError, build_problem
 from planner.normalise import PlanOptions, Windows, normal_form
+from planner.progress import ProgressCallback
 from planner.tables.folder import Part, TableFolder, make_part, no_plan
 from planner.tables.process_pool import run_all
 from schedules.schedule import Worker
@@ -23,27 +23,25 @@ from schedules.tables.pattern import count_key, pattern_key, patterns, pipeline_
 
 MAX_ENTRIES = 20_000
 
-Progress = Callable[[int, int], None]
-"""Called with (entries finished, entries in all)."""
 
-
-class Task(msgspec.Struct, frozen=True):
-    """An entry to plan: a number of failures, or the roles that are down for an exact pattern."""
+class EntryTask(msgspec.Struct, frozen=True):
+    """An entry to plan: for a number of failures, or for a failure pattern."""
 
     key: str
     failures: int
     failed: tuple[Worker, ...] | None = None
+    """The roles that are down, for a failure pattern."""
 
     def __str__(self) -> str:
         return f"entry {self.key}"
 
 
-class Built(msgspec.Struct, frozen=True, kw_only=True):
+class BuiltTable(msgspec.Struct, frozen=True, kw_only=True):
     """A finished table."""
 
     index: Index
     planned: int
-    """Entries that were planned now; the others had been finished before."""
+    """Entries planned by this call; the others had been finished before."""
     seconds: float
     bytes: int
 
@@ -60,10 +58,11 @@ class Built(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *, max_failures: int,
-                exact: bool = False, jobs: int = 1, progress: Progress = lambda _done, _total: None) -> Built:
-    """Plan what is missing in the table and publish it. `job_text` is the job file, kept beside the table.
+                exact: bool = False, jobs: int = 1,
+                progress: ProgressCallback = lambda _done, _total: None) -> BuiltTable:
+    """Plan the entries that are missing and write the table. `job_text` is the job file; the table keeps a copy.
 
-    Whatever ends this early, finished entries are kept and the next call goes on from there. Raises NoPlanError when
+    Where this is interrupted, finished entries stay, and the next call goes on from there. Raises NoPlanError when
     the job has no plan even without failures, TableError when the folder holds something else or is damaged, OSError
     when it cannot be written, PoolError when a process dies.
     """
@@ -71,21 +70,21 @@ def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *
     basis = basis_of(job, options)
     tasks = all_tasks(job, max_failures, exact=exact)
     keys = [task.key for task in tasks]
-    home = TableFolder(folder, basis)
-    index = home.published(keys)
-    todo: list[Task] = []
+    table_folder = TableFolder(folder, basis)
+    index = table_folder.published(keys)
+    missing: list[EntryTask] = []
     if index is None:
-        finished = home.open()
-        todo = [task for task in tasks if task.key not in finished]
-        progress(len(tasks) - len(todo), len(tasks))
-        # Costliest first, so that the processes end together; and the largest number of failures teaches `Windows` all.
-        todo.sort(key=lambda task: (task.failed is not None, -task.failures))
-        with closing(run_all(Planner(job, options, basis), todo, jobs)) as results:
+        finished = table_folder.reopen()
+        missing = [task for task in tasks if task.key not in finished]
+        progress(len(tasks) - len(missing), len(tasks))
+        # Most expensive first, so that the processes end together.
+        missing.sort(key=lambda task: (task.failed is not None, -task.failures))
+        with closing(run_all(EntryPlanner(job, options, basis), missing, jobs)) as results:
             for done, (_, part) in enumerate(results, 1):
-                home.keep(part)
-                progress(len(tasks) - len(todo) + done, len(tasks))
-        index = home.publish(keys, job_text, max_failures=max_failures, exact=exact)
-    return Built(index=index, planned=len(todo), seconds=time.monotonic() - began, bytes=home.size())
+                table_folder.add(part)
+                progress(len(tasks) - len(missing) + done, len(tasks))
+        index = table_folder.publish(keys, job_text, max_failures=max_failures, exact=exact)
+    return BuiltTable(index=index, planned=len(missing), seconds=time.monotonic() - began, bytes=table_folder.size())
 
 
 def basis_of(job: Job, options: PlanOptions) -> Basis:
@@ -96,26 +95,29 @@ def basis_of(job: Job, options: PlanOptions) -> Basis:
                  time_limit=float(options.time_limit), seed=options.seed)
 
 
-def all_tasks(job: Job, max_failures: int, *, exact: bool) -> list[Task]:
-    """All entries of a table in its order: counts, then patterns by number of failures. Raises TableError: too many."""
+def all_tasks(job: Job, max_failures: int, *, exact: bool) -> list[EntryTask]:
+    """All entries of a table in its order: counts, then patterns by number of failures.
+
+    Raises TableError for more failures than workers, or too many patterns.
+    """
     workers = job.pipelines * job.stages
     if max_failures > workers:
         raise TableError(f"--max-failures {max_failures}: the job has only {workers} workers")
-    tasks = [Task(count_key(failures), failures) for failures in range(max_failures + 1)]
+    tasks = [EntryTask(count_key(failures), failures) for failures in range(max_failures + 1)]
     if exact:
         _require_few(job, max_failures)
         problem = build_problem(job)
         classes = pipeline_classes(problem.grid, problem.times)
         for failures in range(1, max_failures + 1):
             for pattern in patterns(failures, job.stages, classes):
-                tasks.append(Task(pattern_key(pattern, classes), failures, representative(pattern, classes)))
+                tasks.append(EntryTask(pattern_key(pattern, classes), failures, representative(pattern, classes)))
                 if len(tasks) > MAX_ENTRIES:
                     raise _too_many(max_failures)
     return tasks
 
 
 def _require_few(job: Job, max_failures: int) -> None:
-    """Before enumerating anything: the patterns in a single pipeline alone must not be too many."""
+    """Refuse too many patterns before enumerating any: count those within one pipeline."""
     if sum(math.comb(job.stages, lost) for lost in range(1, min(max_failures, job.stages) + 1)) > MAX_ENTRIES:
         raise _too_many(max_failures)
 
@@ -125,8 +127,8 @@ def _too_many(max_failures: int) -> TableError:
                       "--max-failures, or leave out --exact")
 
 
-class Planner:
-    """Plans entries in one process, and keeps what it learns about the job between them."""
+class EntryPlanner:
+    """Plans entries in one process. What was computed for one entry is kept for the next (`Windows`)."""
 
     def __init__(self, job: Job, options: PlanOptions, basis: Basis) -> None:
         self._job = job
@@ -134,8 +136,8 @@ class Planner:
         self._basis = basis
         self._windows = Windows(job, options)
 
-    def __call__(self, task: Task) -> Part:
-        """The finished entry."""
+    def __call__(self, task: EntryTask) -> Part:
+        """Plan an entry."""
         try:
             made = normal_form(self._job, task.failures, self._options, windows=self._windows) \
                 if task.failed is None else self._options.plan(self._job, task.failed, seconds=self._options.time_limit)

@@ -1,7 +1,7 @@
-"""Worker processes for long, independent tasks: none is left behind when one dies or the caller gives up.
+"""A pool of processes for long, independent tasks. All end when one dies or the caller stops.
 
 The standard pools either hang when a process is killed (multiprocessing.Pool) or cannot stop running tasks
-(concurrent.futures), and a table build is interrupted in the middle of tasks as a rule.
+(concurrent.futures). A table build is usually interrupted in the middle of tasks.
 """
 
 import multiprocessing
@@ -19,39 +19,40 @@ Result = TypeVar("Result")
 
 
 class PoolError(Exception):
-    """A worker process died or failed. The message says at which task."""
+    """A process died or failed. The message names the task."""
 
 
 def run_all(function: Callable[[Task], Result], tasks: Iterable[Task], jobs: int) -> \
         Generator[tuple[Task, Result], None, None]:
-    """Results as they come, from up to `jobs` processes; `function` is copied to each once and may keep state there.
+    """Pairs (task, result) as they finish, from up to `jobs` processes. Tasks are started in order.
 
-    Tasks are started in order. However the iteration ends, all processes end with it; those of a killed caller end
-    when they have finished their task. Raises PoolError. Ctrl-C is for the caller alone: the processes ignore it.
+    `function` is copied to each process once, and may keep state there. All processes end when the iteration ends;
+    those of a killed caller end when they have finished their task. The processes ignore Ctrl-C, which is for the
+    caller. Raises PoolError.
     """
-    todo = list(tasks)[::-1]
+    pending = list(tasks)[::-1]
     context = multiprocessing.get_context("spawn")
-    lanes: list[_Lane[Task]] = []
+    processes: list[_PoolProcess[Task]] = []
     try:
         with _interrupts_ignored():  # the processes inherit it, from their first instant on
-            lanes += [_Lane(context, function) for _ in range(min(jobs, len(todo)))]
-        for lane in lanes:
-            lane.give(todo.pop())
-        while busy := {lane.pipe: lane for lane in lanes if lane.busy}:
+            processes += [_PoolProcess(context, function) for _ in range(min(jobs, len(pending)))]
+        for process in processes:
+            process.start(pending.pop())
+        while busy := {process.pipe: process for process in processes if process.busy}:
             for pipe in wait(list(busy)):
-                lane = busy[pipe]  # type: ignore[index]
-                task, result = lane.take()
-                if todo:
-                    lane.give(todo.pop())
+                process = busy[pipe]  # type: ignore[index]
+                task, result = process.result()
+                if pending:
+                    process.start(pending.pop())
                 yield task, result
     finally:
-        for lane in lanes:
-            lane.close()
+        for process in processes:
+            process.close()
 
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Ctrl-C does nothing for the few milliseconds within; only a main thread may say so."""
+    """Ignore Ctrl-C for the few milliseconds within. Only a main thread can."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -62,8 +63,8 @@ def _interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-class _Lane(Generic[Task]):
-    """One worker process and what it is doing."""
+class _PoolProcess(Generic[Task]):
+    """One process, and the task that it works on."""
 
     def __init__(self, context: multiprocessing.context.SpawnContext, function: Callable[[Any], Any]) -> None:
         self.pipe, other = context.Pipe()
@@ -76,21 +77,21 @@ class _Lane(Generic[Task]):
     def busy(self) -> bool:
         return bool(self._task)
 
-    def give(self, task: Task) -> None:
+    def start(self, task: Task) -> None:
         self._task = [task]
-        with suppress(OSError):  # it has died, as `take` will find
+        with suppress(OSError):  # it has died, as `result` will find
             self.pipe.send(task)
 
-    def take(self) -> tuple[Task, Any]:
+    def result(self) -> tuple[Task, Any]:
         task = self._task.pop()
         try:
-            result, trace = self.pipe.recv()
+            result, traceback_text = self.pipe.recv()
         except (EOFError, OSError):
             self._process.join(1)
             raise PoolError(f"{task}: its process died (exit status {self._process.exitcode}); perhaps it was killed "
                             "for want of memory") from None
-        if trace is not None:
-            raise PoolError(f"{task}: {trace}")
+        if traceback_text is not None:
+            raise PoolError(f"{task}: {traceback_text}")
         return task, result
 
     def close(self) -> None:
@@ -103,7 +104,7 @@ class _Lane(Generic[Task]):
 
 
 def _serve(pipe: Connection, function: Callable[[Any], Any]) -> None:
-    """The worker process: one task after the other until the pipe ends."""
+    """The main function of a process: one task after the other until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         try:

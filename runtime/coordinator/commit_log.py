@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator
 
 from runtime.protocol.to_coordinator import Finished, Ran
 from runtime.protocol.to_worker import Factor
+from schedules.measured_trace import MeasuredIteration, MeasuredOp, MeasuredTrace
 from schedules.schedule import Worker
-from schedules.trace import MeasuredIteration, MeasuredOp, Trace
 
 
 class CommitLogError(RuntimeError):
@@ -107,9 +107,9 @@ class CommitLog:
         windows = self._windows[1:] or self._windows
         return statistics.median(windows) if windows else None
 
-    def trace(self) -> Trace:
+    def trace(self) -> MeasuredTrace:
         """The ops of the iterations that were traced."""
-        return Trace(job=self._job, iterations=tuple(self._traced.values()))
+        return MeasuredTrace(job=self._job, iterations=tuple(self._traced.values()))
 
     def _commit_all(self) -> Iterator[tuple[int, float]]:
         while True:

@@ -1,10 +1,10 @@
 """The coordinator's decisions: who trains by which schedule from where on, whatever has happened.
 
 It is told of everything that happens to workers, and gives orders (`runtime.protocol.to_worker`). An order for training
-ends when a member is lost or stops for a reason of its own, or at a turn: an iteration before which all stop, because
-workers want to come in and have got their layers (`runtime.coordinator.join_planning`). When all members that live have
-paused, and there is a schedule for them, the next order is given. It begins at the first iteration that is not
-committed. News that come while a schedule is planned change what is waited for, and nothing else.
+ends when a member is lost or stops for a reason of its own, or before an iteration that was chosen for all to stop at,
+because workers want to come in and have got their layers (`runtime.coordinator.join_planning`). When all members that
+live have paused, and there is a schedule for them, the next order is given. It begins at the first iteration that is
+not committed. News that come while a schedule is planned change what is waited for, and nothing else.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from runtime.coordinator.join_planning import JoinPlanner
 from runtime.coordinator.layer_moves import orphaned, plan_moves
 from runtime.coordinator.planning import NoScheduleError, RunError, ScheduleService
 from runtime.coordinator.recovery import Recovery, RecoveryClock
-from runtime.protocol.to_coordinator import Finished, Followed, Paused, Ran, Ready, Started, Unfollowed
+from runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Finished, Paused, Ran, Ready, Started
 from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, Leave, Train
 from schedules import codec
 from schedules.schedule import Grid, Schedule, Worker
@@ -64,7 +64,7 @@ class Coordinator:
         """The stages of each member that has paused."""
         self._ended = False
         """Whether members have been told that the order has ended."""
-        self._turn: int | None = None
+        self._stop_before: int | None = None
         self._joins = JoinPlanner(self._tell_all)
         self._addresses: dict[Worker, tuple[str, int]] = {}
         self._lost: dict[Worker, str] = {}
@@ -91,17 +91,17 @@ class Coordinator:
         self.advance()
 
     def ran(self, report: Ran) -> None:
-        """The commit log has a worker's iteration: let it go on, or have it stop before the turn."""
-        stop = report.order == self.number and report.iteration + 1 == self._turn
+        """The commit log has a worker's iteration: let it go on, or have it stop as all members will."""
+        stop = report.order == self.number and report.iteration + 1 == self._stop_before
         self._send(report.worker, Acknowledged(report.order, report.iteration, stop))
 
-    def followed(self, report: Followed) -> None:
+    def fetch_up_to_date(self, report: FetchUpToDate) -> None:
         """A worker has got layers while all train."""
-        self._joins.followed(report.worker, report.fetch)
+        self._joins.fetch_up_to_date(report.worker, report.fetch)
 
-    def unfollowed(self, report: Unfollowed) -> None:
+    def fetch_failed(self, report: FetchFailed) -> None:
         """A worker could not."""
-        self._joins.unfollowed(report.fetch)
+        self._joins.fetch_failed(report.fetch)
 
     def lost(self, worker: Worker, reason: str, since: float) -> None:
         """A worker is gone, since a time by time.monotonic. Raises RunError when there is no way to go on."""
@@ -158,11 +158,11 @@ class Coordinator:
             self._give_next()
         else:
             self._plan_join()
-            self._agree_on_turn()
+            self._choose_stop()
 
     def _plan_join(self) -> None:
         """Where somebody wants to come in, have the layers fetched that this takes while all train."""
-        if not self._ready - self._members or not self._joins.open or not self._may_turn():
+        if not self._ready - self._members or not self._joins.open or not self._may_stop():
             return
         schedule = self._schedule_of(sorted(self._members | self._ready))
         if schedule is None:
@@ -172,21 +172,21 @@ class Coordinator:
         self._joins.begin(self.number, schedule, plan_moves(needs, holds, self._ranges), needs, holds,
                           self._addresses, self._log.next_iteration)
 
-    def _agree_on_turn(self) -> None:
+    def _choose_stop(self) -> None:
         """Where all is ready for somebody to come in, choose the iteration before which all members stop.
 
         What was reported has been acknowledged: whoever did so is in the iteration after that. All that have yet to
         report that one will be told with its acknowledgement.
         """
-        if self._joins.complete and self._may_turn():
-            self._turn = self._next_turn()
+        if self._joins.complete and self._may_stop():
+            self._stop_before = self._earliest_stop()
 
-    def _next_turn(self) -> int:
+    def _earliest_stop(self) -> int:
         return self._log.furthest + 2
 
-    def _may_turn(self) -> bool:
-        return (self._phase == "training" and not self._ended and self._turn is None
-                and self._next_turn() < self._iterations.stop)
+    def _may_stop(self) -> bool:
+        return (self._phase == "training" and not self._ended and self._stop_before is None
+                and self._earliest_stop() < self._iterations.stop)
 
     def _end_order(self) -> None:
         if not self._ended:
@@ -214,7 +214,7 @@ class Coordinator:
         if self._schedules is not None:
             self._schedules.forget()
         told, self._members = self._members | self._ready, live
-        self._ready, self._paused, self._turn = self._ready - live, set(), None
+        self._ready, self._paused, self._stop_before = self._ready - live, set(), None
         self._phase, self._current, self._ended = "training", schedule, False
         self.number += 1
         self._log.begin(self.number, live)

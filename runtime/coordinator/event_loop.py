@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -25,13 +26,15 @@ from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.server import Connection, serve
 from runtime.processes.fork_server import ForkServerError
 from runtime.processes.process_manager import ProcessManager
+from runtime.protocol.channel import frame
 from runtime.protocol.failure_injection import Injection
 from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import (
     Ended,
     Failed,
+    FetchFailed,
+    FetchUpToDate,
     Finished,
-    Followed,
     Heartbeat,
     Injected,
     JoinNode,
@@ -43,14 +46,13 @@ from runtime.protocol.to_coordinator import (
     Settled,
     Started,
     ToCoordinator,
-    Unfollowed,
 )
 from runtime.protocol.to_node_agent import NodeSetup, RunEnded, ToNodeAgent
 from schedules.schedule import Schedule, Worker
 
-LAST_WORDS_SECONDS = 1.0
+DRAIN_SECONDS = 1.0
 """After the end of a process, for what it said before to arrive."""
-GOODBYE_SECONDS = 2.0
+ANNOUNCE_SECONDS = 2.0
 """For the agents of other nodes to hear of the end of the run."""
 LOOK_SECONDS = 0.005
 
@@ -94,7 +96,10 @@ class EventLoop:
         """Processes that have ended, as long as what they said may still arrive."""
         self._injected: dict[int, float] = {}
         """When each failure on purpose happened."""
+        self._known = frozenset(run.schedule.grid.workers())
         self._corpora: dict[str, Worker] = {}
+        self._last_sent: tuple[msgspec.Struct | None, bytes] = None, b""
+        """An order, with its schedule, goes to all workers in the same bytes."""
         self.notes: list[str] = []
 
     @property
@@ -107,7 +112,7 @@ class EventLoop:
         self._processes.connect(self._send_to_agent)
         server = await serve(listener, self._heard)
         loop, descriptor = asyncio.get_running_loop(), self._processes.fileno()
-        loop.add_reader(descriptor, self._put, self._take_ends)
+        loop.add_reader(descriptor, self._read_ends)
         loop.call_later(self._monitor.interval_seconds, self._look)
         error: str | None = "node 0 ended the run"
         try:
@@ -122,14 +127,14 @@ class EventLoop:
         finally:
             loop.remove_reader(descriptor)
             server.close()
-            await self._say_goodbye(error)
+            await self._announce_end(error)
 
-    async def _say_goodbye(self, error: str | None) -> None:
+    async def _announce_end(self, error: str | None) -> None:
         """Tell the agents of the other nodes how the run has ended, and wait a moment until they have heard."""
         for agent in self._agents.values():
-            agent.send(RunEnded(error))
+            agent.send(frame(RunEnded(error)))
         with suppress(TimeoutError):
-            async with asyncio.timeout(GOODBYE_SECONDS):
+            async with asyncio.timeout(ANNOUNCE_SECONDS):
                 while not all(agent.closed for agent in self._agents.values()):
                     await asyncio.sleep(LOOK_SECONDS)
         for connection in (*self._workers.values(), *self._agents.values()):
@@ -149,12 +154,14 @@ class EventLoop:
         asyncio.get_running_loop().call_later(self._monitor.interval_seconds, self._look)
 
     def _send(self, worker: Worker, message: msgspec.Struct) -> None:
+        if message is not self._last_sent[0]:
+            self._last_sent = message, frame(message)
         if worker in self._workers:
-            self._workers[worker].send(message)
+            self._workers[worker].send(self._last_sent[1])
 
     def _send_to_agent(self, node: int, message: ToNodeAgent) -> None:
         if node in self._agents:
-            self._agents[node].send(message)
+            self._agents[node].send(frame(message))
 
     def _handle(self, connection: Connection, message: ToCoordinator) -> None:
         """What a peer says."""
@@ -162,19 +169,19 @@ class EventLoop:
         if isinstance(peer, int):
             self._handle_agent(connection, peer, message)
         elif isinstance(message, JoinWorker):
-            self._welcome(connection, message.worker)
+            self._admit(connection, message.worker)
         elif peer is not None and self._workers.get(peer) is connection:
             self._monitor.heard(peer)
             self._handle_worker(peer, message)
 
-    def _welcome(self, connection: Connection, worker: Worker) -> None:
-        if worker in self._workers:  # a stranger: a process is started anew only once its end has been handled
-            connection.close()
+    def _admit(self, connection: Connection, worker: Worker) -> None:
+        if worker in self._workers or worker not in self._known:
+            connection.close()  # a stranger: a process is started anew only once its end has been handled
             return
         self._workers[worker] = connection
-        connection.send(replace(self._run.setup, injections=tuple(
+        connection.send(frame(replace(self._run.setup, injections=tuple(
             (index, one) for index, one in enumerate(self._run.injections)
-            if one.worker == worker and index not in self._injected)))
+            if one.worker == worker and index not in self._injected))))
 
     def _handle_worker(self, worker: Worker, message: ToCoordinator) -> None:
         coordinator = self._coordinator
@@ -194,10 +201,10 @@ class EventLoop:
                 if message.settled is not None:
                     self._commit(self._log.settled(message.order, message.settled))
                 coordinator.paused(message)
-            case Followed():
-                coordinator.followed(message)
-            case Unfollowed():
-                coordinator.unfollowed(message)
+            case FetchUpToDate():
+                coordinator.fetch_up_to_date(message)
+            case FetchFailed():
+                coordinator.fetch_failed(message)
             case Finished():
                 coordinator.finished(message)
             case Ready():
@@ -218,8 +225,8 @@ class EventLoop:
                 setup, shares, known = self._run.setup, self._run.shares, 0 < node < self._run.setup.nodes
                 if known:
                     self._agents[node] = connection
-                connection.send(NodeSetup(tuple(map(len, shares)), setup.device, setup.transport,
-                                          tuple(shares[node]) if known else ()))
+                connection.send(frame(NodeSetup(tuple(map(len, shares)), setup.device, setup.transport,
+                                                tuple(shares[node]) if known else ())))
             case Ended():
                 self._process_ended(message)
 
@@ -230,7 +237,7 @@ class EventLoop:
             if self._workers.get(peer) is connection:
                 del self._workers[peer]
                 if peer in self._ended:
-                    self._bury(self._ended.pop(peer))
+                    self._handle_end(self._ended.pop(peer))
         elif peer is not None and self._agents.get(peer) is connection:
             del self._agents[peer]
             for worker in self._processes.workers_of(peer):
@@ -238,23 +245,27 @@ class EventLoop:
                 if worker in self._monitor:
                     self._lose(worker, f"worker {worker} is gone with node {peer}")
 
-    def _take_ends(self) -> None:
-        for ended in self._processes.poll():
-            self._process_ended(ended)
+    def _read_ends(self) -> None:
+        try:
+            for ended in self._processes.poll():
+                self._put(partial(self._process_ended, ended))
+        except ForkServerError as error:
+            asyncio.get_running_loop().remove_reader(self._processes.fileno())
+            self._put(partial(_fail, error))
 
     def _process_ended(self, ended: Ended) -> None:
         """First what a worker said, then that it is gone: one that ends by itself has told why."""
         if ended.worker in self._workers:
             self._ended[ended.worker] = ended
-            asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._put, lambda: self._wait_no_more(ended))
+            asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._put, lambda: self._wait_no_more(ended))
         else:
-            self._bury(ended)
+            self._handle_end(ended)
 
     def _wait_no_more(self, ended: Ended) -> None:
         if self._ended.get(ended.worker) is ended:
-            self._bury(self._ended.pop(ended.worker))
+            self._handle_end(self._ended.pop(ended.worker))
 
-    def _bury(self, ended: Ended) -> None:
+    def _handle_end(self, ended: Ended) -> None:
         """A process has ended, and all that it said has been handled."""
         self._lose(ended.worker, self._describe(ended))
         self._processes.ended(ended.worker)
@@ -277,7 +288,7 @@ class EventLoop:
             connection.close()
         ended = self._ended.pop(worker, None)
         if ended is not None:
-            self._put(lambda: self._bury(ended))
+            self._put(lambda: self._handle_end(ended))
         if not self._coordinator.left:
             injected = [at for index, at in self._injected.items() if self._run.injections[index].worker == worker]
             self._coordinator.lost(worker, reason, max([since, *injected]) or time.monotonic())
@@ -295,3 +306,7 @@ class EventLoop:
 
     def _log_of(self, worker: Worker) -> Path:
         return self._run.out / "logs" / f"worker-{worker}.log"
+
+
+def _fail(error: Exception) -> None:
+    raise error

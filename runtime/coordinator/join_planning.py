@@ -16,13 +16,13 @@ FAILURES = 3
 
 @dataclass(slots=True)
 class Join:
-    """What comes after the next turn."""
+    """What comes once all members have stopped before the same iteration."""
 
     schedule: Schedule
     order: int
     """The one that is being followed."""
     fetch: int
-    """Its number; 0: the layers are moved after the turn."""
+    """Its number; 0: the layers are moved while all wait."""
     waits_for: set[Worker]
     """Those who do not have their layers yet."""
     began: int
@@ -75,12 +75,12 @@ class JoinPlanner:
                         for worker in sorted(targets)),
             addresses=tuple((worker, addresses[worker]) for worker in sorted(sources))))
 
-    def followed(self, worker: Worker, fetch: int) -> None:
+    def fetch_up_to_date(self, worker: Worker, fetch: int) -> None:
         """A target has its layers."""
         if self._join is not None and self._join.fetch == fetch:
             self._join.waits_for.discard(worker)
 
-    def unfollowed(self, fetch: int) -> None:
+    def fetch_failed(self, fetch: int) -> None:
         """A target cannot get its layers, for whatever reason: try again later."""
         if self._join is not None and self._join.fetch == fetch:
             self._cancel(self._join)

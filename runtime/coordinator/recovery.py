@@ -20,7 +20,7 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     live: int
     """Workers that take part from then on."""
     seconds: float
-    """From the first death, or from the turn, until the first worker began its first op."""
+    """From the first death, or from when all had stopped, until the first worker began its first op."""
     meanwhile: int = 0
     """Iterations that were committed while layers were fetched for it."""
 

@@ -5,11 +5,9 @@ import socket
 from collections.abc import Callable
 from typing import cast
 
-import msgspec
-
 from runtime.protocol import to_coordinator
-from runtime.protocol.channel import Frames, ProtocolError, frame, keep_alive
-from runtime.protocol.to_coordinator import JoinNode, JoinWorker, ToCoordinator
+from runtime.protocol.channel import Frames, ProtocolError, keep_alive
+from runtime.protocol.to_coordinator import FromNodeAgent, FromWorker, JoinNode, JoinWorker, ToCoordinator
 from schedules.schedule import Worker
 
 HELLO_SECONDS = 10.0
@@ -57,10 +55,10 @@ class Connection(asyncio.Protocol):
         """Whether the peer is gone."""
         return self._transport is None
 
-    def send(self, message: msgspec.Struct) -> None:
-        """Send; nothing happens where the peer is gone."""
+    def send(self, data: bytes) -> None:
+        """Send a frame; nothing happens where the peer is gone."""
         if self._transport is not None:
-            self._transport.write(frame(message))
+            self._transport.write(data)
 
     def close(self) -> None:
         """Cut it off, after what was sent to it."""
@@ -77,7 +75,16 @@ class Connection(asyncio.Protocol):
                 raise ProtocolError("the first message must say who speaks")
             assert self._hello is not None
             self._hello.cancel()
+        elif not _may_say(self.peer, message):
+            raise ProtocolError(f"{self.peer} speaks for another")
         self._heard(self, message)
+
+
+def _may_say(peer: Worker | int, message: ToCoordinator) -> bool:
+    """Whether a message is one of a worker about itself, or one of a node agent."""
+    if isinstance(peer, int):
+        return isinstance(message, FromNodeAgent)
+    return isinstance(message, FromWorker) and getattr(message, "worker", peer) == peer
 
 
 async def serve(listener: socket.socket, heard: Heard) -> asyncio.Server:

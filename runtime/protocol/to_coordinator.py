@@ -4,8 +4,8 @@ import msgspec
 
 from runtime.protocol.channel import Decoder
 from runtime.protocol.to_worker import Factor
+from schedules.measured_trace import MeasuredOp
 from schedules.schedule import Worker
-from schedules.trace import MeasuredOp
 
 
 class JoinWorker(msgspec.Struct, frozen=True, tag=True):
@@ -81,14 +81,17 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
     """What it ran into, which ends the order for all; None when it stopped as told."""
 
 
-class Followed(msgspec.Struct, frozen=True, tag=True):
-    """A worker has the layers of a fetch, and keeps up with their sources. When all have, a turn is agreed on."""
+class FetchUpToDate(msgspec.Struct, frozen=True, tag=True):
+    """A worker has the layers of a fetch, and keeps up with their sources.
+
+    When all have, the coordinator chooses the iteration before which the members stop (`Acknowledged`).
+    """
 
     worker: Worker
     fetch: int
 
 
-class Unfollowed(msgspec.Struct, frozen=True, tag=True):
+class FetchFailed(msgspec.Struct, frozen=True, tag=True):
     """A worker cannot get the layers of a fetch; the coordinator plans another one."""
 
     worker: Worker
@@ -138,7 +141,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     """As in subprocess, the exit code or minus the signal."""
 
 
-FromWorker = (JoinWorker | Heartbeat | Ready | Started | Ran | Settled | Paused | Followed | Unfollowed | Finished
+FromWorker = (JoinWorker | Heartbeat | Ready | Started | Ran | Settled | Paused | FetchUpToDate | FetchFailed | Finished
               | Note | Injected | Failed)
 FromNodeAgent = JoinNode | Ended
 ToCoordinator = FromWorker | FromNodeAgent

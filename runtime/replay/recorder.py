@@ -6,8 +6,8 @@ from time import perf_counter
 
 import torch
 
+from schedules.measured_trace import MeasuredOp
 from schedules.schedule import Op, OpKind
-from schedules.trace import MeasuredOp
 
 Stamp = float | torch.cuda.Event
 

@@ -31,14 +31,14 @@ from runtime.protocol.rendezvous import RendezvousError, address_towards, connec
 from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import (
     Failed,
+    FetchFailed,
+    FetchUpToDate,
     Finished,
-    Followed,
     Heartbeat,
     Injected,
     JoinWorker,
     Note,
     Ready,
-    Unfollowed,
 )
 from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, Leave, Order, ToWorker, Train
 from runtime.replay.stuck_calls import AbandonedError
@@ -235,12 +235,12 @@ class _FetchReports(ReceiverEvents):
 
     def up_to_date(self, fetch: LayerFetch) -> None:
         self._injector.at(fetch.generation, "followed")
-        self._channel.send(Followed(self._worker, fetch.number))
+        self._channel.send(FetchUpToDate(self._worker, fetch.number))
 
     def failed(self, fetch: LayerFetch) -> None:
         # When node 0 is gone, the main thread finds out by itself.
         with contextlib.suppress(RendezvousError):
-            self._channel.send(Unfollowed(self._worker, fetch.number))
+            self._channel.send(FetchFailed(self._worker, fetch.number))
 
 
 def _fetch_for(worker: Worker, fetch: Fetch) -> LayerFetch:

@@ -1,7 +1,7 @@
-"""Failure patterns up to symmetry: which failure sets are the same for a planner, and the key of each.
+"""Failure patterns: failure sets that are equal up to symmetry, and their keys.
 
-Pipelines that read as many micro-batches and whose workers run at the same speeds are interchangeable: they form a
-*class*. A pattern says how many pipelines of each class lost which columns. Its key is text, `2+2,3`: one pipeline
+Pipelines that read equally many micro-batches, and whose workers run at the same speeds, are interchangeable: they form
+a *class*. A pattern says how many pipelines of each class lost which columns. Its key is text, `2+2,3`: one pipeline
 lost the worker of column 2, another those of columns 2 and 3; with several classes, `1:2+0:2,3`, the class first.
 """
 
@@ -13,10 +13,10 @@ from schedules.schedule import Grid, Times, Worker
 
 Columns = tuple[int, ...]
 """The columns that one pipeline lost, ascending."""
-Broken = tuple[int, Columns]
+BrokenPipeline = tuple[int, Columns]
 """(class, columns) of one pipeline with failures."""
-Pattern = tuple[Broken, ...]
-"""Every pipeline with failures, sorted."""
+Pattern = tuple[BrokenPipeline, ...]
+"""All pipelines with failures, sorted."""
 
 
 def pipeline_classes(grid: Grid, times: Times) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ def pattern_key(pattern: Pattern, classes: Sequence[int]) -> str:
 
 
 def representative(pattern: Pattern, classes: Sequence[int]) -> tuple[Worker, ...]:
-    """The failure set that stands for a pattern: broken pipelines first in their class, in the pattern's order."""
+    """One failure set of a pattern: it breaks the first pipelines of each class, in the pattern's order."""
     members: dict[int, Iterator[int]] = {kind: iter([index for index, other in enumerate(classes) if other == kind])
                                          for kind in set(classes)}
     failed = []
@@ -66,13 +66,13 @@ def representative(pattern: Pattern, classes: Sequence[int]) -> tuple[Worker, ..
 
 
 def patterns(failures: int, columns: int, classes: Sequence[int]) -> Iterator[Pattern]:
-    """Every pattern of exactly this many failures, each once, also those that leave a column without live workers."""
+    """All patterns of exactly this many failures, each once; some leave a column without live workers."""
     lost = [chosen for size in range(1, min(columns, failures) + 1) for chosen in combinations(range(columns), size)]
     kinds = [(kind, chosen) for kind in set(classes) for chosen in lost]
     yield from _patterns(failures, sorted(kinds), Counter(classes))
 
 
-def _patterns(failures: int, kinds: Sequence[Broken], room: Counter[int]) -> Iterator[Pattern]:
+def _patterns(failures: int, kinds: Sequence[BrokenPipeline], room: Counter[int]) -> Iterator[Pattern]:
     """Patterns of pipelines of the given kinds, ascending, with at most `room` pipelines of each class."""
     if failures == 0:
         yield ()
@@ -85,6 +85,6 @@ def _patterns(failures: int, kinds: Sequence[Broken], room: Counter[int]) -> Ite
 
 
 def dead_column(failed: Iterable[Worker], grid: Grid) -> int | None:
-    """The first column that has no live worker left, if there is one."""
+    """The first column without a live worker; None where there is none."""
     down = Counter(worker.column for worker in failed)
     return next((column for column in range(grid.columns) if down[column] >= grid.pipelines), None)

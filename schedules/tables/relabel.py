@@ -1,14 +1,15 @@
-"""A schedule planned for some failed workers, made to fit others: who plays which role, at the least cost.
+"""Fits a schedule planned for some failed workers to other failed workers, with the fewest layers to load.
 
-Roles that nobody plays are *holes*. A schedule's holes can be moved in two ways that leave its period alone:
+A role that no worker plays is *empty*. Which roles are empty can change in two ways that keep the period:
 
-- interchangeable pipelines swap numbers: no worker changes;
+- interchangeable pipelines swap numbers: no worker changes its role;
 - a live worker takes over another role. Within its column it already holds the parameters; in another column it must
   load the layers it lacks from a peer.
 
-The least number of layers to load follows from the holes and failures of each column alone, and any renumbering of
-pipelines attains it. So the renumbering first maximises how many holes fall on failed workers, which leaves the fewest
-roles to change hands, and then the vacant roles are filled from the workers that stand in holes.
+The least number of layers to load follows from the empty roles and the failures of each column alone, and any
+renumbering of pipelines attains it. So pipelines are first renumbered such that the most empty roles are those of
+failed workers, which leaves the fewest roles to change hands. Then the live workers whose own role is empty take over
+the roles of the other failed workers.
 """
 
 from collections import Counter, defaultdict
@@ -25,12 +26,12 @@ B = TypeVar("B", bound=Hashable)
 
 
 def preload() -> None:
-    """Import now what `relabel` needs: a tenth of a second, which a plan need not wait for and a recovery must not."""
+    """Import what `relabel` needs: a tenth of a second, which a plan should not pay and a recovery must not."""
     import networkx  # noqa: F401
 
 
 def layers_to_load(grid: Grid, worker: Worker, role: Worker) -> int:
-    """How many model layers a worker must load before it can play a role; 0 where it holds them all.
+    """How many model layers a worker must load before it can play a role.
 
     A stage counts as one layer where the job does not say how many it has.
     """
@@ -46,27 +47,28 @@ def _layers(grid: Grid, column: int) -> set[object]:
 
 
 def relabel(schedule: Schedule, failed: Iterable[Worker], *, held_elsewhere: bool = False) -> Schedule | None:
-    """The same schedule for other failed workers, as many as it has holes; None where roles cannot be filled.
+    """The same schedule for other failed workers, as many as it has empty roles; None where that is impossible.
 
-    That is so when a column has no live worker left to load its parameters from, unless they are `held_elsewhere`: by
-    workers of other columns, whose roles have moved before; or when a worker is faster than others and its role would
-    go to a slower one. The result passes `schedules.check` when `schedule` does, and has
-    the same period. Every worker of `schedule` must play its own role. Raises ValueError when the numbers differ.
+    It is impossible where a column has no live worker left to load its parameters from, unless they are
+    `held_elsewhere`: by workers of other columns, whose roles have moved before. It is also impossible where the role
+    of a fast worker would go to a slower one. The result passes `schedules.check` if `schedule` does, and has the same
+    period. In `schedule` every worker must play its own role. Raises ValueError where it does not, or the numbers
+    differ.
     """
     down = tuple(sorted(set(failed)))
     if len(down) != len(schedule.failed):
-        raise ValueError(f"{len(down)} failed workers for a schedule with {len(schedule.failed)} holes")
+        raise ValueError(f"{len(down)} failed workers for a schedule with {len(schedule.failed)} empty roles")
     if any(seat.worker != seat.role for seat in schedule.seats):
         raise ValueError("a schedule with moved workers cannot be relabelled again")
     live = {worker.column for worker in set(schedule.grid.workers()) - set(down)}
     if not held_elsewhere and live != set(range(schedule.grid.columns)):
         return None
     renumbered = _renumber(schedule, down)
-    holes = {Worker(renumbered[hole.pipeline], hole.column) for hole in schedule.failed}
-    moves = _fill(schedule, holes, set(down))
+    empty = {Worker(renumbered[role.pipeline], role.column) for role in schedule.failed}
+    moves = _fill(schedule, empty, set(down))
     if moves is None:
         return None
-    players = {role: role for role in schedule.grid.workers() if role not in holes and role not in moves} | moves
+    players = {role: role for role in schedule.grid.workers() if role not in empty and role not in moves} | moves
     return _rebuilt(schedule, down, renumbered, players)
 
 
@@ -74,26 +76,26 @@ def relabel(schedule: Schedule, failed: Iterable[Worker], *, held_elsewhere: boo
 
 
 def _renumber(schedule: Schedule, failed: Sequence[Worker]) -> dict[int, int]:
-    """New pipeline numbers, within their classes, such that as many holes as possible fall on failed workers."""
-    holes, lost = columns_by_pipeline(schedule.failed), columns_by_pipeline(failed)
+    """New pipeline numbers, within classes, such that as many empty roles as possible are those of failed workers."""
+    empty, lost = columns_by_pipeline(schedule.failed), columns_by_pipeline(failed)
     members: dict[int, list[int]] = defaultdict(list)
     for pipeline, kind in enumerate(pipeline_classes(schedule.grid, schedule.times)):
         members[kind].append(pipeline)
     numbers: dict[int, int] = {}
     for pipelines in members.values():
-        numbers |= _match(pipelines, holes, lost)
+        numbers |= _match(pipelines, empty, lost)
     return numbers
 
 
-def _match(pipelines: Sequence[int], holes: Mapping[int, Columns], lost: Mapping[int, Columns]) -> dict[int, int]:
-    """The new number of each pipeline of one class. Equal patterns first (that is never a loss), then by overlap."""
+def _match(pipelines: Sequence[int], empty: Mapping[int, Columns], lost: Mapping[int, Columns]) -> dict[int, int]:
+    """The new number of each pipeline of one class: equal patterns first, which is never worse, then by overlap."""
     sources, targets = defaultdict(list), defaultdict(list)
     numbers = {}
     for pipeline in pipelines:
-        if holes.get(pipeline) == lost.get(pipeline):
+        if empty.get(pipeline) == lost.get(pipeline):
             numbers[pipeline] = pipeline
         else:
-            sources[holes.get(pipeline, ())].append(pipeline)
+            sources[empty.get(pipeline, ())].append(pipeline)
             targets[lost.get(pipeline, ())].append(pipeline)
     pairs = [(columns, columns, min(len(sources[columns]), len(targets[columns])))
              for columns in sorted(set(sources) & set(targets))]
@@ -102,45 +104,46 @@ def _match(pipelines: Sequence[int], holes: Mapping[int, Columns], lost: Mapping
     for columns, _, count in pairs:
         supply[columns] -= count
         demand[columns] -= count
-    rest = transport(supply, demand, lambda hole, gone: -len(set(hole) & set(gone)))
+    rest = transport(supply, demand, lambda empty_columns, lost_columns: -len(set(empty_columns) & set(lost_columns)))
     assert rest is not None
-    for hole, gone, count in [*pairs, *rest]:
+    for empty_columns, lost_columns, count in [*pairs, *rest]:
         for _ in range(count):
-            numbers[sources[hole].pop(0)] = targets[gone].pop(0)
+            numbers[sources[empty_columns].pop(0)] = targets[lost_columns].pop(0)
     return numbers
 
 
 # --- Who plays what ---------------------------------------------------------------------------------------------------
 
 
-def _fill(schedule: Schedule, holes: set[Worker], failed: set[Worker]) -> dict[Worker, Worker] | None:
-    """The new player of every role whose own worker is down: one of the live workers that stand in holes.
+def _fill(schedule: Schedule, empty: set[Worker], failed: set[Worker]) -> dict[Worker, Worker] | None:
+    """The new player of every role that is not empty and whose own worker is down, with the fewest layers to load.
 
-    At the fewest layers to load. A worker takes a role only if it is as fast as the one it was planned for.
+    The players are live workers whose own role is empty, each at least as fast as the role was planned for.
     """
     speed = schedule.times.per_mille_of
-    vacant, idle = defaultdict(list), defaultdict(list)
-    for role in sorted(failed - holes):
-        vacant[role.column, speed.get(role, 1000)].append(role)
-    for worker in sorted(holes - failed):
+    unfilled, idle = defaultdict(list), defaultdict(list)
+    for role in sorted(failed - empty):
+        unfilled[role.column, speed.get(role, 1000)].append(role)
+    for worker in sorted(empty - failed):
         idle[worker.column, speed.get(worker, 1000)].append(worker)
 
     def cost(have: tuple[int, int], want: tuple[int, int]) -> int | None:
         return None if have[1] > want[1] else layers_to_load(schedule.grid, Worker(0, have[0]), Worker(0, want[0]))
 
     pairs = transport({kind: len(workers) for kind, workers in idle.items()},
-                      {kind: len(roles) for kind, roles in vacant.items()}, cost)
+                      {kind: len(roles) for kind, roles in unfilled.items()}, cost)
     if pairs is None:
         return None
-    return {vacant[want].pop(0): idle[have].pop(0) for have, want, count in pairs for _ in range(count)}
+    return {unfilled[want].pop(0): idle[have].pop(0) for have, want, count in pairs for _ in range(count)}
 
 
 def transport(supply: Mapping[A, int], demand: Mapping[B, int],
               cost: Callable[[A, B], int | None]) -> list[tuple[A, B, int]] | None:
-    """Bring every unit of supply to a unit of demand (as many in all) at the least total cost.
+    """The transportation problem: assign every unit of supply to a unit of demand at the least total cost.
 
-    `cost` None forbids a pair. Returns (from, to, how many), sorted by the order of the mappings; None where it cannot
-    be done. A min-cost flow over kinds, so that its size does not grow with the number of workers.
+    There are equally many units of both. `cost` None forbids a pair. Returns triples (from, to, how many) in the order
+    of the mappings; None where there is no solution. It is a min-cost flow between kinds of units, so its size does not
+    grow with their number.
     """
     have = [(kind, count) for kind, count in supply.items() if count]
     want = [(kind, count) for kind, count in demand.items() if count]
@@ -170,7 +173,7 @@ def transport(supply: Mapping[A, int], demand: Mapping[B, int],
 
 def _rebuilt(schedule: Schedule, failed: tuple[Worker, ...], numbers: Mapping[int, int],
              players: Mapping[Worker, Worker]) -> Schedule:
-    """The schedule under new pipeline numbers and players, in canonical form."""
+    """The schedule with new pipeline numbers and players, in canonical form."""
     seats = sorted(_seats(schedule, numbers, players), key=lambda seat: seat.worker)
     order: dict[int, int] = {}
     seats = [Seat(seat.worker, seat.role, order.setdefault(seat.program, len(order))) for seat in seats]
@@ -188,7 +191,7 @@ def _seats(schedule: Schedule, numbers: Mapping[int, int], players: Mapping[Work
 
 
 def renamed(program: Program, numbers: Mapping[int, int]) -> Program:
-    """A program with the pipelines of its re-routed micro-batches renumbered; the same object where none changes."""
+    """A program with the pipelines of its re-routed micro-batches renumbered. The same object where none changes."""
     if all(op.pipeline is None or numbers[op.pipeline] == op.pipeline for op in program):
         return program
     return tuple(op if op.pipeline is None else
@@ -196,9 +199,9 @@ def renamed(program: Program, numbers: Mapping[int, int]) -> Program:
 
 
 def _bound(schedule: Schedule, players: Mapping[Worker, Worker]) -> int:
-    """The proven bound with these players: where some are faster than planned, it falls by the largest such factor.
+    """The proven bound with these players. Where some are faster than planned, it is divided by the largest factor.
 
-    A schedule of the faster job with every time stretched by that factor is one of the planned job.
+    For a schedule of the faster job, with every time multiplied by that factor, is one of the planned job.
     """
     speed = schedule.times.per_mille_of
     pairs = {(role, player) for role, player in players.items() if speed.get(role, 1000) != speed.get(player, 1000)}

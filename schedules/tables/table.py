@@ -1,10 +1,10 @@
-"""A table of schedules: which failures it covers, and the schedule for a given set of failed workers.
+"""A table of schedules: loads one, and looks up the schedule for a set of failed workers.
 
     table = Table.load(folder)
     table.verify()                       # optional: check every schedule now, rather than at its first use
     found = table.lookup({Worker(1, 2)})
 
-Needs no solver: what is not in the table is not planned here.
+No solver is needed; failures outside the table are not planned here.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,6 +16,7 @@ import msgspec
 from schedules.check import check
 from schedules.codec import validate
 from schedules.schedule import Schedule, Seat, Worker
+from schedules.tables.entry_codec import decode_entry
 from schedules.tables.file import (
     ENTRIES,
     ENTRY_KIND,
@@ -31,33 +32,32 @@ from schedules.tables.file import (
     Programs,
     Row,
     TableError,
+    decompress,
     entry_file,
     read_index,
     read_verified,
-    restore,
-    unpack,
 )
 from schedules.tables.pattern import count_key, pattern_key, pattern_of, pipeline_classes
 from schedules.tables.relabel import layers_to_load, preload, relabel
 
 LIBRARY = Path(__file__).parents[1] / "library"
-"""Tables that come with Slipstream, one folder each."""
+"""The tables that come with Slipstream, a folder for each."""
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """A schedule for the failures asked for, and the entry it was made from."""
+class LookupResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The schedule for a set of failed workers, and the entry that it was made from."""
 
     key: str
     schedule: Schedule
 
     @property
     def moves(self) -> tuple[Seat, ...]:
-        """The workers that play a role other than their own; those of another column must load parameters."""
+        """The workers that play a role other than their own. For a role of another column they must load layers."""
         return self.schedule.moves
 
     @property
     def layers_to_load(self) -> int:
-        """Model layers to load in all (a stage counts as one where the job does not say)."""
+        """Model layers to load in all. A stage counts as one layer where the job does not say how many it has."""
         return sum(layers_to_load(self.schedule.grid, seat.worker, seat.role) for seat in self.moves)
 
 
@@ -81,7 +81,7 @@ class Table:
         entries = {row.key: _read_entry(folder, row) for row in index.entries if row.sha256 is not None}
         path = folder / PROGRAMS
         packed = read_verified(path, index.programs_sha256, MAX_PROGRAMS_BYTES)
-        programs = PROGRAMS_KIND.decode(unpack(packed, str(path)), str(path))
+        programs = PROGRAMS_KIND.decode(decompress(packed, str(path)), str(path))
         return cls(folder, index, programs, entries)
 
     @property
@@ -117,7 +117,7 @@ class Table:
         for key in self._entries:
             self.entry(key)
 
-    def lookup(self, failed: Iterable[Worker]) -> Found | None:
+    def lookup(self, failed: Iterable[Worker]) -> LookupResult | None:
         """The schedule with the shortest period for exactly these failed workers; None where the table has none.
 
         Of an exact pattern and a normalised count of equal period it takes the pattern, which moves no worker. The
@@ -134,11 +134,11 @@ class Table:
         for key in known:
             schedule = relabel(self.entry(key), down)
             if schedule is not None:
-                return Found(key=key, schedule=schedule)
+                return LookupResult(key=key, schedule=schedule)
         return None
 
     def _check(self, entry: Entry) -> Schedule:
-        schedule = restore(entry, self.basis, self._programs)
+        schedule = decode_entry(entry, self.basis, self._programs)
         violations = check(schedule)
         if violations:
             raise TableError(f"{self.folder / entry_file(entry.key)}: the schedule breaks a rule: {violations[0]}")

@@ -37,6 +37,18 @@ def test_a_model_by_options_or_by_answers(tmp_path):
     assert (tmp_path / "a.toml").read_text() == (tmp_path / "b.toml").read_text()
 
 
+@pytest.mark.parametrize(("arguments", "option", "way"), [
+    (["--preset", "gpt-1.5b", "--stages", 3], "--stages", "preset"),
+    (["--preset", "gpt-1.5b", "--name", "mine"], "--name", "preset"),
+    (["--trace", "t.json", "--gpu", "h100"], "--gpu", "trace"),
+    ([*MODEL, "--transfer", 0.1], "--transfer", "model"),
+])
+def test_options_that_would_not_be_used_are_refused(arguments, option, way, tmp_path):
+    done = new(*arguments, "--out", tmp_path / "job.toml")
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "job.toml").exists()
+    assert f"{option}: not used for a job from a {way}" in done.stderr
+
+
 def test_its_own_trace(tmp_path):
     """What `show --perfetto` writes is read back as the times that it was planned with."""
     job = grid(2, 3, 4, times="forward = [1, 2, 3]\nbackward_input = [0, 2, 1]\nbackward_weight = [4, 5, 6]")

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from cli.app import app
 from cli.profile import job_tables
 from planner.job.file import Job, parse_job, read_job
-from planner.job.text import job_text
+from planner.job.writer import job_text
 from planner.plan import plan_job
 from runtime.config import parse_run_config
 from runtime.tools.profile import Profile, StageProfile
@@ -150,8 +150,3 @@ def test_a_gpu_that_is_not_there_is_refused_as_by_train(tmp_path) -> None:
             ["--out", str(tmp_path / "out"), "--method", "greedy"] if command == ["train"] else [])])
         assert result.exit_code == 2 and result.stdout == ""
         assert "training.device is 'cuda', but torch finds no GPU here" in " ".join(result.stderr.split())
-
-
-def test_values_as_toml() -> None:
-    tables = {"a": 1, "b": 'x"\\\n\t', "t": {"f": 1e-9, "yes": True, "l": [1, "two"], "d": {"1.2": 1.5}}}
-    assert tomllib.loads(job_text(tables, {"": ["one"], "t": ["two"]})) == tables

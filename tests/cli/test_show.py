@@ -10,12 +10,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cli.app import app
-from cli.perfetto import perfetto_trace
-from cli.svg import drawing
-from cli.timeline import MAX_ROWS, timeline
+from cli.drawing.perfetto import perfetto_trace
+from cli.drawing.svg_timeline import drawing
+from cli.drawing.text_timeline import MAX_ROWS, timeline
 from schedules.codec import write
+from schedules.measured_trace import MeasuredTrace, write_measured_trace
 from schedules.schedule import Memory, OpKind, Worker
-from schedules.trace import Trace, write_trace
 from tests.generate import BROKEN, HEALTHY, by_hand, measured_of, planned, schedules
 from tests.jobs import grid
 
@@ -107,7 +107,7 @@ def test_a_broken_rule_is_named(tmp_path):
 def test_measured_in_the_terminal(tmp_path):
     schedule = by_hand(BROKEN)
     write(schedule, tmp_path / "plan.json")
-    write_trace(Trace(job="by hand", iterations=(measured_of(schedule),)), tmp_path / "trace.json")
+    write_measured_trace(MeasuredTrace(job="by hand", iterations=(measured_of(schedule),)), tmp_path / "trace.json")
     done = run(tmp_path / "plan.json", "--measured", tmp_path / "trace.json")
     assert "measured, iteration 0: longest busy window 10.5 s" in done.stdout.splitlines()
     assert done.stdout.count("╳ down") == 2
@@ -117,7 +117,8 @@ def test_measured_in_the_terminal(tmp_path):
 
 def test_a_trace_of_another_job(tmp_path):
     write(by_hand(BROKEN), tmp_path / "plan.json")
-    write_trace(Trace(job="by hand", iterations=(measured_of(by_hand(HEALTHY)),)), tmp_path / "trace.json")
+    other = MeasuredTrace(job="by hand", iterations=(measured_of(by_hand(HEALTHY)),))
+    write_measured_trace(other, tmp_path / "trace.json")
     done = run(tmp_path / "plan.json", "--measured", tmp_path / "trace.json")
     assert done.exit_code == 2
     assert "worker 1.1 is not one of the live workers" in done.stderr

@@ -1,15 +1,16 @@
 """`slipstream simulate`, `reproduce` and `jitter` as a user meets them."""
 
 import json
-import shutil
 import subprocess
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from cli.app import app
-from cli.simulation_page import COLOURS
+from cli.drawing.simulation_report import COLOURS
 from planner.fleet.policies import POLICIES
+from tests.browser import find_browser
 
 JOB = """
 name = "small"
@@ -28,8 +29,6 @@ TRACE = """2021-12-11, 10:00:00, 6
 2021-12-11, 13:00:00, 4
 2021-12-11, 14:00:00, 4
 """
-BROWSER = next((path for name in ("chromium", "chromium-browser", "google-chrome", "chrome")
-                if (path := shutil.which(name))), None)
 
 
 def slipstream(*arguments):
@@ -125,77 +124,45 @@ def test_a_job_without_any_plan_exits_1(job):
 # --- The report in a browser ------------------------------------------------------------------------------------------
 
 
-def browse(page, *options):
+@pytest.fixture
+def browser():
+    """The path of Chromium; skips, with the reason, where there is none."""
+    try:
+        return find_browser()
+    except LookupError as error:
+        pytest.skip(str(error))
+
+
+def browse(browser, page, *options):
     """What a headless Chromium without any network makes of a page."""
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
                "--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=2000", *options, page.as_uri()]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True,
                           cwd=page.parent, env={"HOME": str(page.parent), "PATH": "/usr/bin:/bin"}).stdout
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
-def test_the_report_in_a_browser(job, tmp_path):
+def test_the_report_in_a_browser(browser, job, tmp_path):
     image = pytest.importorskip("matplotlib.image")
-    numpy = pytest.importorskip("numpy")
     assert slipstream("simulate", job, "--trace", "trace.txt").exit_code == 0
     page = tmp_path / "job-simulation.html"
-    browse(page, "--window-size=1050,1900", f"--screenshot={tmp_path / 'page.png'}")
+    browse(browser, page, "--window-size=1050,1900", f"--screenshot={tmp_path / 'page.png'}")
     pixels = (image.imread(tmp_path / "page.png")[..., :3] * 255).round().astype(int)
     assert pixels.shape == (1900, 1050, 3)
     for name in ("slipstream", "oobleck", "bamboo"):  # each line is drawn
         wanted = [int(COLOURS[name][index:index + 2], 16) for index in (1, 3, 5)]
-        assert (numpy.abs(pixels - wanted).max(axis=2) < 8).sum() > 150, name
+        assert (np.abs(pixels - wanted).max(axis=2) < 8).sum() > 150, name
     filled = (pixels.min(axis=2) < 200).mean()
     assert 0.02 < filled < 0.4
     # Nothing is cut off to the right.
     assert (pixels[:, -20:].min(axis=2) < 250).mean() < 0.001
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
-def test_lines_can_be_switched_off(job, tmp_path):
+def test_lines_can_be_switched_off(browser, job, tmp_path):
     assert slipstream("simulate", job, "--trace", "trace.txt").exit_code == 0
     page = tmp_path / "job-simulation.html"
     click = "<script>document.querySelector('input[value=oobleck]').click()</script></body>"
     page.write_text(page.read_text().replace("</body>", click))
-    shown = browse(page, "--dump-dom")
+    shown = browse(browser, page, "--dump-dom")
     lines = [part.split(">")[0] for part in shown.split("<polyline ")[1:]]
     hidden = [line for line in lines if "display: none" in line]
     assert len(lines) == len(POLICIES) + 1 and len(hidden) == 1 and 'data-name="oobleck"' in hidden[0]
-
-
-# --- Published figures, noise -----------------------------------------------------------------------------------------
-
-
-def test_a_published_figure_as_table_json_and_picture(tmp_path):
-    pytest.importorskip("matplotlib")
-    result = slipstream("reproduce", "worked-example", "--out", tmp_path)
-    assert result.exit_code == 0 and "+ staggered optimizer" in result.stdout and "assumed:" in result.stdout
-    figure = json.loads((tmp_path / "worked-example.json").read_text())
-    assert figure["series"][0]["published"] and figure["series"][0]["values"][0] == 30
-    assert (tmp_path / "worked-example.png").read_bytes().startswith(b"\x89PNG")
-    assert "| + split backward | 32 | 32 |" in (tmp_path / "worked-example.md").read_text()
-    plain = slipstream("reproduce", "worked-example", "--out", tmp_path / "plain", "--no-picture", "--json")
-    assert json.loads(plain.stdout)["name"] == "worked-example" and not (tmp_path / "plain/worked-example.png").exists()
-
-
-def test_an_unknown_figure_exits_2():
-    result = slipstream("reproduce", "magic")
-    assert result.exit_code == 2 and "no such figure; expected one of worked-example, failures" in result.stderr
-
-
-def test_noise_and_stragglers(job):
-    assert slipstream("plan", job, "--method", "greedy", "--out", "plan.json").exit_code == 0
-    calm = json.loads(slipstream("jitter", "plan.json", "--noise", 0, "--replays", 10, "--json").stdout)
-    assert calm["mean"] <= calm["planned"] == 19 and calm["p5"] == calm["p95"]
-    noisy = json.loads(slipstream("jitter", "plan.json", "--noise", 0.2, "--slow", "0.1=1.5", "--json").stdout)
-    assert noisy["replays"] == 10_000 and calm["mean"] < noisy["p5"] < noisy["p50"] < noisy["p95"]
-    assert "over 100 replays" in slipstream("jitter", "plan.json", "--replays", 100).stdout
-
-
-@pytest.mark.parametrize(("arguments", "says"), [
-    (["none.json"], "none.json"), (["plan.json", "--slow", "0.1"], "--slow: '0.1': expected D.S=FACTOR"),
-    (["plan.json", "--slow", "9.9=2"], "no live worker 9.9"), (["plan.json", "--slow", "0.1=-1"], "factor of -1")])
-def test_noise_on_bad_input_exits_2(job, arguments, says):
-    slipstream("plan", job, "--method", "greedy", "--out", "plan.json")
-    result = slipstream("jitter", *arguments)
-    assert result.exit_code == 2 and says in result.stderr and "Traceback" not in result.stderr

@@ -16,7 +16,7 @@ from runtime.protocol.rendezvous import host_store
 from schedules import codec
 from schedules.schedule import Worker
 from tests.jobs import grid
-from tests.runtime.running import schedule_for
+from tests.runtime.running import judge_of_text, schedule_for
 
 JOB = """
 pipelines = 2
@@ -82,14 +82,14 @@ def test_plans_and_trains_and_says_how_it_went(job, tmp_path):
 
 def test_kills_returns_checkpoints_and_resuming_on_another_grid(job, tmp_path):
     common = ("--dtype", "float64", "--method", "greedy", "--json")
-    whole = json.loads(train(job, *common, "--iterations", 120, "--out", tmp_path / "whole").stdout)
+    whole = judge_of_text(JOB.replace("iterations = 4", "iterations = 120\ndtype = 'float64'"))
     done = train(job, *common, "--iterations", 120, "--kill", "1.0@2", "--return", "1.0@3", "--kill", "0.1@115",
                  "--checkpoint-every", 8, "--heartbeat-timeout", 2, "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
     answer = json.loads(done.stdout)
     assert [one["dead"] for one in answer["recoveries"] if one["dead"]] == [["1.0"], ["0.1"]]
     assert [one["returned"] for one in answer["recoveries"] if one["returned"]] == [["1.0"]]
-    assert answer["losses"] == pytest.approx(whole["losses"], abs=1e-9)
+    assert answer["losses"] == pytest.approx(whole.losses, abs=1e-9)
     # Iteration 1 where a peer had not yet reported it when 1.0, which ran ahead, died.
     assert re.search("worker 1.0 was killed by SIGKILL: iteration [12] runs on 3 workers", done.stderr), done.stderr
     # Of iteration 112 only if it was on the disk before 0.1 died.

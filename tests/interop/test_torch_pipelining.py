@@ -9,11 +9,11 @@ import pytest
 from hypothesis import assume, given, settings
 
 from planner.job.file import JobError, parse_job
-from planner.job.trace_times import TraceError, read_ranges, stage_times
+from planner.job.profiler_trace import ProfilerTraceError, read_ranges, stage_times
 from planner.judge import judge_order
 from planner.plan import plan_job
 from schedules.check import check
-from schedules.graph import op_key
+from schedules.precedence import op_key
 from schedules.schedule import COMPUTE_KINDS, OpKind, Worker
 from schedules.torchcsv import TorchCsvError, read_order, write_order
 from tests.generate import schedules
@@ -59,7 +59,7 @@ def test_profiles_of_torch_give_stage_times(folder):
     times, microbatches, whole = stage_times(ranges, "trace")
     assert microbatches == 4 and not whole
     assert all(len(values) == 3 and all(0 < value < 60 for value in values) for values in times.values())
-    with pytest.raises(TraceError, match="no F of stage 0, but ops of stage 2; give the traces of all ranks"):
+    with pytest.raises(ProfilerTraceError, match="no F of stage 0, but ops of stage 2; give the traces of all ranks"):
         stage_times(read_ranges(folder / "rank2.json.gz"), "rank2.json.gz")
 
 

@@ -9,6 +9,7 @@ from planner.model.problem import NoPlanError, build_problem
 from planner.normalise import PlanOptions, Windows, candidates, normal_form, normalised
 from planner.plan import plan_job
 from schedules.check import check
+from schedules.codec import encode
 from schedules.schedule import Worker
 from schedules.tables.pattern import dead_column, pattern_of, pipeline_classes
 from tests.jobs import grid
@@ -71,11 +72,20 @@ def test_equal_windows_are_filled_evenly(monkeypatch):
     assert counts == (1, 1, 2, 2)
 
 
-def test_one_object_serves_all_numbers_in_any_order():
-    job = grid(4, 3, 4)
+@pytest.mark.parametrize("job", [grid(4, 3, 4), grid(12, 4, 2)])
+@pytest.mark.parametrize("order", [(8, 5, 4, 3, 1), (1, 4, 3, 8, 5)])
+def test_one_object_serves_all_numbers_in_any_order(job, order):
     windows = Windows(job, GREEDY)
-    falling = [windows.distributions(failures)[0] for failures in (5, 3, 1)]
-    assert falling == [Windows(job, GREEDY).distributions(failures)[0] for failures in (5, 3, 1)]
+    asked = [windows.distributions(failures) for failures in order]
+    assert asked == [Windows(job, GREEDY).distributions(failures) for failures in order]
+
+
+def test_a_normal_form_does_not_depend_on_what_was_asked_before():
+    job = grid(12, 4, 2)
+    windows = Windows(job, GREEDY)
+    windows.distributions(8)
+    after = normal_form(job, 4, GREEDY, windows=windows)
+    assert encode(after.schedule) == encode(normal_form(job, 4, GREEDY).schedule)
 
 
 def test_slow_workers_keep_their_roles():

@@ -42,7 +42,8 @@ def test_bidirectional_pipelines_fill_and_drain_from_both_ends():
 
 def test_copies_reduce_their_gradients_together():
     down = Worker(1, 2)
-    schedule = plan_job(job(4, 5, 6, ticks=1, order="order = 'bidirectional'", pipelines=3), [down]).schedule
+    schedule = plan_job(job(4, 5, 6, ticks=1, order="order = 'bidirectional'", pipelines=3), [down],
+                        method="greedy").schedule
     starts = {}
     for op in schedule.all_ops():
         if op.kind is OpKind.A:

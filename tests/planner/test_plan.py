@@ -5,13 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.job.file import JobError
-from planner.model.arrays import Dense, solution_period
+from planner.model.arrays import ProblemArrays
 from planner.model.assemble import build_schedule
 from planner.model.bounds import lower_bound
 from planner.model.problem import NoPlanError, build_problem
+from planner.model.start_times import earliest, period, solution_period, timed
 from planner.plan import plan_job
-from planner.search.assignment import DEALINGS, deal
-from planner.search.list_scheduler import Policy, list_order
+from planner.search.assignment import ASSIGNMENT_RULES, assign
+from planner.search.list_scheduler import DispatchRule, ListScheduler
 from schedules.check import check
 from schedules.codec import encode
 from schedules.schedule import OpKind, Worker
@@ -22,22 +23,23 @@ MODES = st.tuples(st.sampled_from(["split", "fused"]), st.sampled_from(["stagger
 
 @settings(max_examples=150)
 @given(st.data(), jobs(), MODES, st.sampled_from(["deepest", "oldest"]), st.sampled_from([0.0, 1.0]),
-       st.sampled_from(DEALINGS))
-def test_list_schedules_keep_every_rule(data, job, modes, order, patience, dealing):
+       st.sampled_from(ASSIGNMENT_RULES))
+def test_list_schedules_keep_every_rule(data, job, modes, order, lookahead, assignment):
     down = data.draw(failures(job))
     problem = build_problem(job, down, backward=modes[0], optimizer=modes[1])
-    dense = Dense(problem, deal(problem, dealing))
+    arrays = ProblemArrays(problem, assign(problem, assignment))
     limits = data.draw(st.none() | st.tuples(*[st.integers(1, 4)] * len(job.columns)))
-    policy = Policy(forward_order=order, patience=patience, ignore_transfers=data.draw(st.booleans()), in_flight=limits)
+    rule = DispatchRule(forward_order=order, lookahead=lookahead, ignore_transfers=data.draw(st.booleans()),
+                        in_flight=limits)
     bound = lower_bound(problem)
-    sequence = list_order(dense, policy)
-    early = dense.earliest(sequence)
-    period, start = dense.timed(sequence)
+    sequence = ListScheduler(arrays).order(rule)
+    early = earliest(arrays, sequence)
+    best, start = timed(arrays, sequence)
     for starts in (early, start):
-        plan = dense.solution(sequence, starts)
+        plan = arrays.solution(sequence, starts)
         assert check(build_schedule(problem, plan, lower_bound=bound, method="greedy")) == []
-        assert bound <= solution_period(problem, plan) == dense.period(starts)
-    assert period == dense.period(start) <= dense.period(early)
+        assert bound <= solution_period(problem, plan) == period(arrays, starts)
+    assert best == period(arrays, start) <= period(arrays, early)
 
 
 @settings(max_examples=25)

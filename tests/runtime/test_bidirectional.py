@@ -2,6 +2,7 @@
 
 import pytest
 
+from cli.shared.train_inputs import scheduler
 from runtime.launch import Resilience, run
 from runtime.processes.process_manager import Return
 from runtime.protocol.failure_injection import Injection
@@ -30,3 +31,13 @@ def test_a_worker_dies_and_comes_back(worker, fork_server, tmp_path):
     assert_same_numbers(result, judge(config, JOB.microbatches, LONG))
     assert [one.dead for one in result.recoveries if one.dead] == [(dead,)]
     assert [one.returned for one in result.recoveries if one.returned] == [(dead,)]
+
+
+def test_both_workers_of_a_column_die_whose_layers_another_column_has_copies_of(fork_server, tmp_path):
+    """Roles move: those who live get the layers from the copies."""
+    config = tiny(iterations=8)
+    resilience = Resilience(scheduler=scheduler(JOB, schedule_for(JOB), None), heartbeat_timeout_seconds=2,
+                            injections=(Injection(Worker(0, 1), 2, "O"), Injection(Worker(1, 1), 4, 1)))
+    result = run(schedule_for(JOB), config, out=tmp_path, fork_server=fork_server, resilience=resilience)
+    assert_same_numbers(result, judge(config, JOB.microbatches, 8))
+    assert [one.dead for one in result.recoveries] == [(Worker(0, 1),), (Worker(1, 1),)]

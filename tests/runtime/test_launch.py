@@ -15,8 +15,8 @@ from runtime.processes.fork_server import ForkServer
 from runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store
 from runtime.replay.placement import PlacementError
 from schedules.codec import read
+from schedules.measured_trace import read_measured_trace
 from schedules.schedule import OpKind
-from schedules.trace import read_trace
 from tests.jobs import grid
 from tests.runtime.running import (
     assert_same_numbers,
@@ -46,7 +46,7 @@ def test_the_folder_holds_what_the_result_says(fork_server, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "losses.jsonl").read_text().splitlines()]
     assert seen == [(line["iteration"], line["loss"]) for line in lines] == list(enumerate(result.losses))
     assert read(tmp_path / "schedule.json") == schedule
-    assert read_trace(tmp_path / "trace.json") == result.trace
+    assert read_measured_trace(tmp_path / "trace.json") == result.trace
     assert result.planned_period_seconds == schedule.seconds(schedule.period_ticks)
     assert result.measured_period_seconds > 0
     assert log_of(tmp_path) == ""

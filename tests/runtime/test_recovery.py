@@ -8,7 +8,7 @@ from itertools import chain
 
 import pytest
 
-from cli.survival import scheduler
+from cli.shared.train_inputs import scheduler
 from planner.normalise import PlanOptions, normal_form
 from runtime.coordinator.planning import NoScheduleError, RunError
 from runtime.launch import Resilience, join, run

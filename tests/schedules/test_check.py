@@ -8,8 +8,7 @@ from msgspec.structs import replace
 from planner.model.assemble import build_schedule
 from planner.model.problem import build_problem
 from schedules.check import MAX_VIOLATIONS, check
-from schedules.grid import render_grid
-from schedules.schedule import Memory, Op, OpKind, Seat, Worker
+from schedules.schedule import Memory, Seat, Worker
 from tests.generate import BROKEN, HEALTHY, by_hand, list_schedule
 from tests.jobs import grid
 
@@ -165,22 +164,6 @@ def test_violations_are_bounded():
     schedule = by_hand(HEALTHY)
     claims = replace(schedule, grid=replace(schedule.grid, microbatches=(65536, 65536)))
     assert len(check(claims)) == MAX_VIOLATIONS
-
-
-def test_grid_marks_the_op():
-    schedule = edited(HEALTHY, "0.0", "W0@4", "W0@5")
-    violation = next(violation for violation in check(schedule) if violation.rule == "one-at-a-time")
-    lines = render_grid(schedule, violation.op).splitlines()
-    assert lines[1].startswith(">   0.0 |F0---F1---     I0---     I1---W1---A----O----")
-    assert lines[2].index("^^^^^") == lines[1].index("I1---")
-    assert "1.0" not in "".join(lines)
-
-
-def test_grid_of_absurd_times_is_bounded():
-    schedule = by_hand(HEALTHY)
-    far = Op(OpKind.F, 0, 0, 0, Worker(0, 0), 2**52, 2**53)
-    assert len(render_grid(schedule, far)) < 2000
-    assert render_grid(schedule, None, Worker(7, 7)) == ""
 
 
 def test_linear_time():

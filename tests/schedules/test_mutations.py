@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from schedules.check import check
 from schedules.codec import decode, encode
-from schedules.grid import MAX_COLUMNS, MAX_ROWS, render_grid
+from schedules.text_excerpt import MAX_COLUMNS, MAX_ROWS, render_excerpt
 from tests.generate import MUTATIONS, schedules
 
 
@@ -28,7 +28,7 @@ def test_mutated(mutation, data):
     assert violations
     for violation in violations:
         assert violation.rule and "\n" not in violation.message
-        grid = render_grid(mutated, violation.op, violation.worker).splitlines()
+        grid = render_excerpt(mutated, violation.op, violation.worker).splitlines()
         assert len(grid) <= MAX_ROWS + 2
         assert all(len(line) <= MAX_COLUMNS + 60 for line in grid)
         assert violation.op is None or any("^" in line for line in grid)

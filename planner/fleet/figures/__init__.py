@@ -1,16 +1,17 @@
-"""The published figures, made again: one module each; `FIGURES` names them."""
+"""The published figures, reproduced: one module for each, by name in `FIGURES`."""
 
 from collections.abc import Callable, Mapping
 
-from planner.fleet.figures import ablation, failures, scaling, trace_run, worked_example
-from planner.fleet.figures.figure import Figure, Tell
+from planner.fleet.figures import ablation, failures, scaling, trace_average, worked_example
+from planner.fleet.figures.figure import Figure
+from planner.progress import ProgressCallback
 
 __all__ = ["FIGURES", "Figure"]
 
-FIGURES: Mapping[str, Callable[[Tell], Figure]] = {
+FIGURES: Mapping[str, Callable[[ProgressCallback], Figure]] = {
     "worked-example": worked_example.reproduce,
     "failures": failures.reproduce,
-    "trace": trace_run.reproduce,
+    "trace": trace_average.reproduce,
     "ablation": ablation.reproduce,
     "scaling": scaling.reproduce,
 }

@@ -1,9 +1,10 @@
-"""The ideas one by one: re-routing, then split backward, then staggered optimizer; 24 GPUs."""
+"""The ideas added one by one: re-routing, split backward, staggered optimizer; 24 GPUs."""
 
 from planner.fleet.figures import published
 from planner.fleet.figures.failures import assumptions
-from planner.fleet.figures.figure import Cell, Figure, Tell, band
-from planner.fleet.speeds import Speeds, spread
+from planner.fleet.figures.figure import Cell, Figure, band
+from planner.fleet.throughput import Throughputs, spread_over_stages
+from planner.progress import ProgressCallback
 from schedules.schedule import BackwardMode, OptimizerMode
 
 FAILURES = (1, 2, 4, 5, 8)
@@ -14,22 +15,22 @@ OURS = "this planner"
 
 
 def shares(microbatches: int) -> dict[str, list[float]]:
-    """Throughput over that of 1F1B without failures, by step and number of failures."""
-    speeds = Speeds(published.published_job("6.7B", microbatches))
-    whole = speeds.usual(published.PIPELINES)
-    downs = [spread(count, published.STAGES) for count in FAILURES]
-    found = {name: [speeds.round_robin(down, backward, optimizer) / whole for down in downs]
+    """Throughput relative to 1F1B without failures, by step and number of failures."""
+    throughputs = Throughputs(published.published_job("6.7B", microbatches))
+    fault_free = throughputs.one_f_one_b(published.PIPELINES)
+    downs = [spread_over_stages(count, published.STAGES) for count in FAILURES]
+    found = {name: [throughputs.round_robin(down, backward, optimizer) / fault_free for down in downs]
              for name, backward, optimizer in STEPS}
-    return found | {OURS: [speeds.planned(target) / whole for count in FAILURES
-                           if (target := speeds.target(count)) is not None]}
+    return found | {OURS: [throughputs.planned(down) / fault_free for count in FAILURES
+                           if (down := throughputs.normal_form(count)) is not None]}
 
 
-def reproduce(tell: Tell) -> Figure:
-    """Each step without the limit that healthy workers run 1F1B, so that one sees what the step itself is worth."""
+def reproduce(progress: ProgressCallback) -> Figure:
+    """Each step without the restriction that healthy workers run 1F1B, so that it shows what the step itself gains."""
     found = []
     for index, microbatches in enumerate(published.MICROBATCHES):
         found.append(shares(microbatches))
-        tell(index + 1, len(published.MICROBATCHES))
+        progress(index + 1, len(published.MICROBATCHES))
     nominal = published.MICROBATCHES.index(published.NOMINAL)
     series = [band(name, [one[name] for one in found], nominal) for name in found[0]]
     rows: list[tuple[Cell, ...]] = [
@@ -40,5 +41,5 @@ def reproduce(tell: Tell) -> Figure:
         y_label="throughput / fault-free 1F1B", x=tuple(map(str, FAILURES)), series=tuple(series),
         header=("failed", *(one.name for one in series)), rows=tuple(rows),
         findings={f"{name}, 1 failed": value for name, value in first.items()},
-        assumptions=(*assumptions(), "failures one a stage, then two; orphans dealt round-robin but by this planner; "
+        assumptions=(*assumptions(), "failures one a stage, then two; re-routed round-robin but by this planner; "
                      "re-routing with the memory of 1F1B"))

@@ -4,31 +4,33 @@ from collections.abc import Sequence
 
 from planner.fleet.costs import costs_for
 from planner.fleet.figures import published
-from planner.fleet.figures.figure import Cell, Figure, Series, Tell, band
+from planner.fleet.figures.figure import Cell, Figure, Series, band
 from planner.fleet.policies import POLICIES
-from planner.fleet.policy import Policy, Setting
-from planner.fleet.speeds import Speeds
+from planner.fleet.policy import Policy, Scenario
+from planner.fleet.throughput import Throughputs
+from planner.progress import ProgressCallback
 
 MOST = 9
 KINDS: tuple[type[Policy], ...] = tuple(POLICIES[name] for name in (
     "slipstream", "recycle", "oobleck", "bamboo", "fault-scaled", "work-conserving"))
 
 
-def steady(microbatches: int) -> dict[str, list[float]]:
-    """Samples per second by policy and number of failures, 6.7B."""
-    speeds = Speeds(published.published_job("6.7B", microbatches))
-    setting = Setting(speeds, costs_for(6.7e9, published.STAGES), 3600.0)
-    return {kind.name: [kind(setting).steady(failures) for failures in range(MOST + 1)] for kind in KINDS}
+def steady_rates(microbatches: int) -> dict[str, list[float]]:
+    """Samples per second of the 6.7B model, by policy and number of failures."""
+    throughputs = Throughputs(published.published_job("6.7B", microbatches))
+    scenario = Scenario(throughputs, costs_for(6.7e9, published.STAGES), 3600.0)
+    return {kind.name: [kind(scenario).steady_rate(failures) for failures in range(MOST + 1)] for kind in KINDS}
 
 
-def reproduce(tell: Tell) -> Figure:
-    """All policies in their steady state; the band is over the number of micro-batches."""
+def reproduce(progress: ProgressCallback) -> Figure:
+    """All policies in steady state. The band is over the number of micro-batches."""
     found = []
     for index, microbatches in enumerate(published.MICROBATCHES):
-        found.append(steady(microbatches))
-        tell(index + 1, len(published.MICROBATCHES))
+        found.append(steady_rates(microbatches))
+        progress(index + 1, len(published.MICROBATCHES))
     nominal = published.MICROBATCHES.index(published.NOMINAL)
-    series = [band(kind.name, [one[kind.name] for one in found], nominal, yardstick=kind.yardstick) for kind in KINDS]
+    series = [band(kind.name, [one[kind.name] for one in found], nominal, is_reference=kind.is_reference)
+              for kind in KINDS]
     # 350M points relative to their fault-free throughput, so that they can stand beside those of 6.7B.
     scale = published.FAULT_FREE["6.7B"] / published.FAULT_FREE["350M"]
     points = {"ReCycle, published": published.RECYCLE_6_7B, "Oobleck's best, published": published.OOBLECK_6_7B_MAX,

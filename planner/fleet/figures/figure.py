@@ -1,29 +1,30 @@
-"""What a reproduced figure is: series to draw, a table, and what was assumed. Drawn by `cli.plots`."""
+"""A reproduced figure as data: series to draw, a table, and the assumptions. `cli.drawing.figure_plot` draws it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
-Tell = Callable[[int, int], None]
-"""Called with (parts done, parts in all)."""
 Cell = str | float | int | None
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
-    """Values over x, or over categories. `low` and `high`: the band over assumptions."""
+    """Values over x, or over categories."""
 
     name: str
     values: tuple[float | None, ...]
     low: tuple[float | None, ...] = ()
+    """The least value under any of the assumptions; empty where only one was made."""
     high: tuple[float | None, ...] = ()
+    """The largest value under any of the assumptions."""
     published: bool = False
-    """Drawn as points: measured by the authors."""
-    yardstick: bool = False
+    """Whether the values are the authors' measurements; drawn as points."""
+    is_reference: bool = msgspec.field(default=False, name="yardstick")
+    """Whether this is only a line to compare with, and not a system that exists."""
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure, with everything that is needed to draw it and to read it without the drawing."""
+    """One figure, with all that is needed to draw it, and to read it without the drawing."""
 
     name: str
     title: str
@@ -35,13 +36,13 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     header: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     findings: dict[str, float]
-    """The few numbers that the figure is about."""
+    """The few numbers that the figure is about, by name."""
     assumptions: tuple[str, ...]
     logarithmic_x: bool = False
 
 
-def band(name: str, by_assumption: Sequence[Sequence[float]], nominal: int, *, yardstick: bool = False) -> Series:
-    """A series from one list of values for each assumption: the nominal one, between the least and the largest."""
+def band(name: str, by_assumption: Sequence[Sequence[float]], nominal: int, *, is_reference: bool = False) -> Series:
+    """A series from one list of values for each assumption: those of `nominal`, with the least and the largest."""
     columns = list(zip(*by_assumption, strict=True))
     return Series(name=name, values=tuple(by_assumption[nominal]), low=tuple(map(min, columns)),
-                  high=tuple(map(max, columns)), yardstick=yardstick)
+                  high=tuple(map(max, columns)), is_reference=is_reference)

@@ -7,9 +7,9 @@ micro-batches, stage times and memory are not published.
 
 import msgspec
 
-from planner.fleet.availability import Trace
-from planner.fleet.reading import from_counts
-from planner.fleet.speeds import Speeds
+from planner.fleet.availability_trace import AvailabilityTrace
+from planner.fleet.throughput import Throughputs
+from planner.fleet.trace_file import from_counts
 from planner.job.file import Job, StageTimes
 
 SOURCE = "ReCycle (SOSP 2024, arXiv 2405.14009), digitised from the authors' talk and poster"
@@ -50,7 +50,7 @@ def published_job(model: str, microbatches: int) -> Job:
     micro-batch.
     """
     op = _job(model, microbatches, 1.0)
-    return _job(model, microbatches, Speeds(op).usual(PIPELINES) / FAULT_FREE[model])
+    return _job(model, microbatches, Throughputs(op).one_f_one_b(PIPELINES) / FAULT_FREE[model])
 
 
 def _job(model: str, microbatches: int, op_seconds: float) -> Job:
@@ -62,7 +62,7 @@ def _job(model: str, microbatches: int, op_seconds: float) -> Job:
                time=times, columns=tuple(range(STAGES)))
 
 
-def published_trace(seed: int = 0) -> Trace:
+def published_trace(seed: int = 0) -> AvailabilityTrace:
     """The availability trace; which workers leave is not published, and drawn."""
     clock, counts = 0.0, []
     for workers, samples in WORKERS_AND_SAMPLES:

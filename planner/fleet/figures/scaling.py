@@ -1,8 +1,9 @@
 """Scaling to 1,536 GPUs with 1, 5 and 10 % of the workers failed."""
 
-from planner.fleet.figures.figure import Cell, Figure, Series, Tell, band
-from planner.fleet.speeds import Speeds, spread
+from planner.fleet.figures.figure import Cell, Figure, Series, band
+from planner.fleet.throughput import Throughputs, spread_over_stages
 from planner.job.file import Job, StageTimes
+from planner.progress import ProgressCallback
 
 GPUS = (96, 192, 384, 768, 1536)
 SHARES = (0.01, 0.05, 0.10)
@@ -22,32 +23,33 @@ def job(gpus: int, microbatches: int) -> Job:
 
 
 def shares(gpus: int, microbatches: int) -> list[tuple[float, float, float]]:
-    """(this planner, ReCycle, work-conserving) over plain 1F1B without failures, for each share of failures."""
-    speeds = Speeds(job(gpus, microbatches))
-    whole = speeds.usual(gpus // STAGES)
+    """(this planner, ReCycle, work-conserving) relative to 1F1B without failures, for each share of failures."""
+    throughputs = Throughputs(job(gpus, microbatches))
+    fault_free = throughputs.one_f_one_b(gpus // STAGES)
     found = []
     for share in SHARES:
         failures = round(share * gpus)
-        target = speeds.target(failures)
-        assert target is not None
-        found.append((speeds.planned(target) / whole, speeds.recycle(spread(failures, STAGES)) / whole,
-                      speeds.limit(gpus - failures) / whole))
+        down = throughputs.normal_form(failures)
+        assert down is not None
+        found.append((throughputs.planned(down) / fault_free,
+                      throughputs.recycle(spread_over_stages(failures, STAGES)) / fault_free,
+                      throughputs.work_conserving(gpus - failures) / fault_free))
     return found
 
 
-def reproduce(tell: Tell) -> Figure:
+def reproduce(progress: ProgressCallback) -> Figure:
     """Three families of lines over the number of GPUs."""
     found: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
     for microbatches in MICROBATCHES:
         for gpus in GPUS:
             found[microbatches, gpus] = shares(gpus, microbatches)
-            tell(len(found), len(MICROBATCHES) * len(GPUS))
+            progress(len(found), len(MICROBATCHES) * len(GPUS))
     series = []
     for number, share in enumerate(SHARES):
         for which, name in enumerate(("slipstream", "recycle")):
             lists = [[found[microbatches, gpus][number][which] for gpus in GPUS] for microbatches in MICROBATCHES]
             series.append(band(f"{name}, {share:.0%} failed", lists, NOMINAL))
-        series.append(Series(name=f"fault-scaled, {share:.0%} failed", yardstick=True,
+        series.append(Series(name=f"fault-scaled, {share:.0%} failed", is_reference=True,
                              values=tuple(1 - round(share * gpus) / gpus for gpus in GPUS)))
     nominal = {gpus: found[MICROBATCHES[NOMINAL], gpus] for gpus in GPUS}
     rows: list[tuple[Cell, ...]] = [

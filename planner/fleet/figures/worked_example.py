@@ -1,8 +1,9 @@
-"""The worked example: 3 pipelines x 4 stages x 6 micro-batches, worker 1.2 dead, the ideas switched on one by one."""
+"""The worked example: 3 pipelines x 4 stages x 6 micro-batches, worker 1.2 dead, the ideas added one by one."""
 
-from planner.fleet.figures.figure import Cell, Figure, Series, Tell
+from planner.fleet.figures.figure import Cell, Figure, Series
 from planner.job.file import Job, StageMemory, StageTimes
 from planner.plan import Plan, plan_job
+from planner.progress import ProgressCallback
 from planner.search.solve import Method
 from schedules.schedule import BackwardMode, OptimizerMode, Worker
 
@@ -11,7 +12,7 @@ PUBLISHED = (30, 39, 32, 30)
 """Slots: 27 + 3, 36 + 3, 29 + 3, 30."""
 NAMES = ("1F1B, all alive", "re-routing", "+ split backward", "+ staggered optimizer", "all alive, split and staggered")
 SECONDS = 5.0
-"""To search, a schedule."""
+"""Time limit for each schedule."""
 
 
 def example(limited: bool = False) -> Job:
@@ -24,8 +25,8 @@ def example(limited: bool = False) -> Job:
                columns=(0, 1, 2, 3))
 
 
-def reproduce(tell: Tell) -> Figure:
-    """Plan the four schedules, and the one that the paper does not ask for: all alive with the same ideas."""
+def reproduce(progress: ProgressCallback) -> Figure:
+    """Plan the four published schedules, and one that is not: all workers alive with the same ideas."""
     cases: tuple[tuple[Job, tuple[Worker, ...], Method, BackwardMode, OptimizerMode], ...] = (
         (example(), (), "1f1b", "fused", "synchronous"),
         (example(limited=True), DEAD, "cp-sat", "fused", "synchronous"),
@@ -35,7 +36,7 @@ def reproduce(tell: Tell) -> Figure:
     plans: list[Plan] = []
     for index, (job, failed, method, backward, optimizer) in enumerate(cases):
         plans.append(plan_job(job, failed, method=method, backward=backward, optimizer=optimizer, time_limit=SECONDS))
-        tell(index + 1, len(cases))
+        progress(index + 1, len(cases))
     periods = [plan.schedule.seconds(plan.schedule.period_ticks) for plan in plans]
     bounds = [plan.schedule.seconds(plan.schedule.lower_bound_ticks) for plan in plans]
     published = (*PUBLISHED, None)
@@ -50,7 +51,7 @@ def reproduce(tell: Tell) -> Figure:
         header=("schedule", "published", "this planner", "proven bound", "status"), rows=tuple(rows),
         findings=dict(zip(NAMES, periods, strict=True)),
         assumptions=("re-routing: fused backward, synchronous optimizer, memory for 4, 3, 2 and 1 activations; the "
-                     "published 36 + 3 deals orphans round-robin, here any peer may take any",
+                     "published 36 + 3 re-routes round-robin, here any peer may take any",
                      "from the split backward on, memory is unlimited"))
 
 

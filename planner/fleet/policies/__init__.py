@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from planner.fleet.policies.bamboo import Bamboo
 from planner.fleet.policies.oobleck import Oobleck
 from planner.fleet.policies.recycle import ReCycle
+from planner.fleet.policies.references import FaultScaled, WorkConserving
 from planner.fleet.policies.restart import Restart
 from planner.fleet.policies.slipstream import Slipstream, SlipstreamStatic
 from planner.fleet.policies.spares import Spares
 from planner.fleet.policies.torchft import TorchFT
-from planner.fleet.policies.yardsticks import FaultScaled, WorkConserving
 from planner.fleet.policy import Policy
 
 POLICIES: Mapping[str, type[Policy]] = {kind.name: kind for kind in (

@@ -1,23 +1,23 @@
 """ReCycle as published (SOSP 2024, arXiv 2405.14009)."""
 
 from planner.fleet.policies.rerouting import Rerouting
-from planner.fleet.speeds import Down, spread
+from planner.fleet.throughput import DownByStage, spread_over_stages
 
 
 class ReCycle(Rerouting):
-    """1F1B while whole; else split backward, staggered optimizer and orphans dealt round-robin."""
+    """1F1B while all workers are alive; else re-routed round-robin, with split backward and staggered optimizer."""
 
     name = "recycle"
     title = "ReCycle as published"
-    assumes = ("1F1B on healthy workers, orphans dealt round-robin, split backward and staggered optimizer; one "
-               "failure a stage, then two; its solver replaced by list schedules; switches, loads and lost work as "
-               "for slipstream")
+    assumptions = ("1F1B on healthy workers, micro-batches of dead workers dealt round-robin, split backward and "
+                   "staggered optimizer; one failure a stage, then two; its solver replaced by list schedules; "
+                   "switches, loads and lost work as for slipstream")
 
-    def rate(self, down: Down) -> float:
-        """ReCycle's schedule."""
-        return self.speeds.recycle(down)
+    def rate(self, down: DownByStage) -> float:
+        """By ReCycle's schedule."""
+        return self.throughputs.recycle(down)
 
-    def target(self, failures: int) -> Down | None:
+    def preferred_spread(self, failures: int) -> DownByStage | None:
         """One failure a stage, then two."""
-        counts = spread(failures, self.setting.stages)
-        return counts if max(counts) < self.setting.pipelines else None
+        counts = spread_over_stages(failures, self.scenario.stages)
+        return counts if max(counts) < self.scenario.pipelines else None

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from planner.fleet.availability import Change
-from planner.fleet.policy import Cause, Phase, Policy, Setting
+from planner.fleet.availability_trace import Change
+from planner.fleet.policy import Cause, Phase, Policy, Scenario
 
 
 class Restart(Policy):
@@ -12,77 +12,78 @@ class Restart(Policy):
     name = "checkpoint-restart"
     title = "checkpoint and restart on whole pipelines"
     pauses = True
-    assumes = ("published times of a restart and of a checkpoint; training pauses for a checkpoint; the best "
-               "interval (Young 1974) for the failures of this very trace; newcomers that make a pipeline more are "
-               "taken in at the next checkpoint, by a restart; the global batch is kept")
+    assumptions = ("published times of a restart and of a checkpoint; training pauses for a checkpoint; the best "
+                   "interval (Young 1974) for the failures of this very trace; newcomers that make a pipeline more are "
+                   "taken in at the next checkpoint, by a restart; the global batch is kept")
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
         self._used: list[int] = []
         self._idle: list[int] = []
-        self._growth: float | None = None
-        """When newcomers are to be taken in."""
+        self._grow_at: float | None = None
+        """When the job restarts on more pipelines, if it is going to."""
 
     @property
-    def whole_rate(self) -> float:
+    def fault_free_rate(self) -> float:
         """1F1B on all pipelines."""
-        return self.speeds.usual(self.setting.pipelines)
+        return self.throughputs.one_f_one_b(self.scenario.pipelines)
 
-    def steady(self, failures: int) -> float:
+    def steady_rate(self, failures: int) -> float:
         """On whole pipelines."""
-        return self.speeds.usual((self.setting.workers - failures) // self.setting.stages)
+        return self.throughputs.one_f_one_b((self.scenario.workers - failures) // self.scenario.stages)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
         """As many whole pipelines as there are machines for."""
         self._idle = sorted(live)
-        self._seat()
-        return self.train(0.0, self._current())
+        self._fill_pipelines()
+        return self.resume_training(0.0, self._current_rate())
 
-    def change(self, change: Change, left: Sequence[Phase]) -> Sequence[Phase]:
-        """Restart where a worker in use died; plan to take newcomers in."""
-        self._grow_by(change.seconds)
+    def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
+        """Restart where a machine in use died; otherwise plan when newcomers join."""
+        self._grow_if_due(change.seconds)
         gone = set(change.removed)
-        hit = not gone.isdisjoint(self._used)
+        died = not gone.isdisjoint(self._used)
         self._idle = [machine for machine in (*self._idle, *change.added) if machine not in gone]
-        if hit or left[0].cause is Cause.WAIT:
-            self._growth = None
+        if died or remaining[0].cause is Cause.WAIT:
+            self._grow_at = None
             self._used = [machine for machine in self._used if machine not in gone]
-            self._seat()
-            return self.restart(change.seconds, self._current())
-        return self._growing(change.seconds, left)
+            self._fill_pipelines()
+            return self.restart(change.seconds, self._current_rate())
+        return self._phases_until_growth(change.seconds, remaining)
 
-    def _growing(self, now: float, left: Sequence[Phase]) -> Sequence[Phase]:
-        """On as before, until newcomers who make a pipeline more are taken in, at the end of a checkpoint."""
-        before = [phase for phase in left if phase.cause is not Cause.RUN]
-        if self._growth is not None:  # what was planned beyond that is planned anew
+    def _phases_until_growth(self, now: float, remaining: Sequence[Phase]) -> Sequence[Phase]:
+        """Train as before; where idle machines make one more pipeline, restart with them after the next checkpoint."""
+        before = [phase for phase in remaining if phase.cause is not Cause.RUN]
+        if self._grow_at is not None:  # its restart is the last of them, and is planned anew below
             before = before[:-1]
-        grown = self._with_idle()
-        if grown == len(self._used):
-            self._growth = None
-            return [*before, self.running(self._rate)]
-        self._growth = self._growth or self._checkpoints.next(now)
-        until = self._growth - now - sum(phase.seconds for phase in before)
-        later = self.speeds.usual(grown // self.setting.stages)
-        return [*before, self.running(self._rate)._replace(seconds=until),
-                Phase(Cause.RESTART, self.costs.restart_seconds), self.running(later)]
+        usable = self._usable_machines()
+        if usable == len(self._used):
+            self._grow_at = None
+            return [*before, self.training(self._rate)]
+        self._grow_at = self._grow_at or self._checkpoints.next(now)
+        until = self._grow_at - now - sum(phase.seconds for phase in before)
+        later = self.throughputs.one_f_one_b(usable // self.scenario.stages)
+        return [*before, self.training(self._rate)._replace(seconds=until),
+                Phase(Cause.RESTART, self.costs.restart_seconds), self.training(later)]
 
-    def _grow_by(self, now: float) -> None:
-        """Newcomers that were to be taken in before now have been."""
-        if self._growth is None or now < self._growth:
+    def _grow_if_due(self, now: float) -> None:
+        """Use idle machines from the planned restart on, where that was before now."""
+        if self._grow_at is None or now < self._grow_at:
             return
-        self._seat()
-        self._rate = self._current()
-        self._checkpoints.resume(self._growth + self.costs.restart_seconds, self._rate)
-        self._growth = None
+        self._fill_pipelines()
+        self._rate = self._current_rate()
+        self._checkpoints.resume(self._grow_at + self.costs.restart_seconds, self._rate)
+        self._grow_at = None
 
-    def _with_idle(self) -> int:
-        stages = self.setting.stages
-        return min(self.setting.workers, (len(self._used) + len(self._idle)) // stages * stages)
+    def _usable_machines(self) -> int:
+        """How many of the live machines make whole pipelines."""
+        stages = self.scenario.stages
+        return min(self.scenario.workers, (len(self._used) + len(self._idle)) // stages * stages)
 
-    def _seat(self) -> None:
+    def _fill_pipelines(self) -> None:
         """Use as many machines as make whole pipelines."""
-        machines, count = [*self._used, *self._idle], self._with_idle()
+        machines, count = [*self._used, *self._idle], self._usable_machines()
         self._used, self._idle = machines[:count], machines[count:]
 
-    def _current(self) -> float:
-        return self.speeds.usual(len(self._used) // self.setting.stages)
+    def _current_rate(self) -> float:
+        return self.throughputs.one_f_one_b(len(self._used) // self.scenario.stages)

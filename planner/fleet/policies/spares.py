@@ -1,66 +1,68 @@
-"""Hot spares: a share of the machines idles, to take the place of the next that dies."""
+"""Hot spares: a share of the machines idles, ready to replace the next that dies."""
 
 import math
 from collections.abc import Sequence
 
-from planner.fleet.availability import Change
-from planner.fleet.policy import Cause, Phase, Policy, Setting
+from planner.fleet.availability_trace import Change
+from planner.fleet.policy import Cause, Phase, Policy, Scenario
 
 
 class Spares(Policy):
-    """Fewer pipelines than there are machines for, which are kept whole out of the rest."""
+    """Trains on fewer pipelines than there are machines for; the other machines are spares."""
 
     name = "hot-spares"
     title = "hot spares: a share of the machines idles until needed"
-    assumes = ("5 % of the machines, in whole pipelines, at least one; a spare takes the place of a dead worker "
-               "within three minutes, in which the job stands still, and loads its stage from a peer; half an "
-               "iteration is lost; without enough spares, pipelines that cannot be filled are dropped, and come back "
-               "when they can; the global batch is kept")
+    assumptions = ("5 % of the machines, in whole pipelines, at least one; a spare takes the place of a dead worker "
+                   "within three minutes, in which the job stands still, and loads its stage from a peer; half an "
+                   "iteration is lost; without enough spares, pipelines that cannot be filled are dropped, and come "
+                   "back when they can; the global batch is kept")
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        reserve = max(1, math.ceil(setting.costs.spare_share * setting.workers / setting.stages))
-        self._most = max(1, setting.pipelines - reserve)
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        reserve = max(1, math.ceil(scenario.costs.spare_share * scenario.workers / scenario.stages))
+        self._max_pipelines = max(1, scenario.pipelines - reserve)
         self._used: set[int] = set()
         self._idle: set[int] = set()
 
     @property
-    def whole_rate(self) -> float:
+    def fault_free_rate(self) -> float:
         """1F1B on the pipelines that are not spare."""
-        return self.speeds.usual(self._most)
+        return self.throughputs.one_f_one_b(self._max_pipelines)
 
-    def steady(self, failures: int) -> float:
-        """Whole while spares last, then fewer pipelines."""
-        return self.speeds.usual(min(self._most, (self.setting.workers - failures) // self.setting.stages))
+    def steady_rate(self, failures: int) -> float:
+        """The fault-free rate while spares last, then that of fewer pipelines."""
+        whole = (self.scenario.workers - failures) // self.scenario.stages
+        return self.throughputs.one_f_one_b(min(self._max_pipelines, whole))
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Fill pipelines."""
+        """Fill the pipelines."""
         self._idle = set(live)
-        self._fill()
-        return self.train(0.0, self._current())
+        self._fill_pipelines()
+        return self.resume_training(0.0, self._current_rate())
 
-    def change(self, change: Change, left: Sequence[Phase]) -> Sequence[Phase]:
-        """Put spares in the places of the dead."""
-        gone, before, was = set(change.removed), len(self._used), self._rate
+    def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
+        """Replace dead machines by spares."""
+        gone, before, rate_before = set(change.removed), len(self._used), self._rate
         self._used -= gone
-        hit = len(self._used) < before
+        died = len(self._used) < before
         self._idle = (self._idle | set(change.added)) - gone
         emptied = not self._used
-        self._fill()
-        rate = self._current()
-        if not hit and rate == was:
-            return left
-        if self.stopped(left) or emptied:
+        self._fill_pipelines()
+        rate = self._current_rate()
+        if not died and rate == rate_before:
+            return remaining
+        if self.needs_checkpoint(remaining) or emptied:
             return self.restart(change.seconds, rate)
-        return self.train(change.seconds, rate, Phase(Cause.SWITCH, self.costs.spare_seconds),
-                          Phase(Cause.LOAD, self.costs.load_seconds), lost_samples=self.lost_samples(left, hit=hit))
+        return self.resume_training(change.seconds, rate, Phase(Cause.SWITCH, self.costs.spare_seconds),
+                                    Phase(Cause.LOAD, self.costs.load_seconds),
+                                    lost_samples=self.lost_samples(remaining, worker_died=died))
 
-    def _fill(self) -> None:
-        """As many whole pipelines as there are machines for, but never more than planned."""
-        stages = self.setting.stages
-        count = min(self._most, (len(self._used) + len(self._idle)) // stages) * stages
+    def _fill_pipelines(self) -> None:
+        """As many whole pipelines as there are machines for, up to `_max_pipelines`."""
+        stages = self.scenario.stages
+        count = min(self._max_pipelines, (len(self._used) + len(self._idle)) // stages) * stages
         order = [*sorted(self._used), *sorted(self._idle)]
         self._used, self._idle = set(order[:count]), set(order[count:])
 
-    def _current(self) -> float:
-        return self.speeds.usual(len(self._used) // self.setting.stages)
+    def _current_rate(self) -> float:
+        return self.throughputs.one_f_one_b(len(self._used) // self.scenario.stages)

@@ -2,92 +2,94 @@
 
 from collections.abc import Sequence
 
-from planner.fleet.availability import Change
-from planner.fleet.policy import Cause, Phase, Policy, Setting
+from planner.fleet.availability_trace import Change
+from planner.fleet.policy import Cause, Phase, Policy, Scenario
 
 
 class TorchFT(Policy):
-    """A group that lost a worker is dropped; what is left of dropped groups is restarted as whole ones."""
+    """A replica group that lost a worker is dropped; the workers left of dropped groups restart as whole groups."""
 
     name = "torchft"
     title = "torchft: a replica group that lost a worker is dropped"
-    assumes = ("throughput in proportion to whole groups (each goes on with its own micro-batches, so that the "
-               "global batch shrinks); a failure discards the step; whoever is left of dropped groups, and "
-               "newcomers, are restarted as whole groups after the time of a restart, in which the others go on, and "
-               "take the state from a peer")
+    assumptions = ("throughput in proportion to whole groups (each goes on with its own micro-batches, so that the "
+                   "global batch shrinks); a failure discards the step; whoever is left of dropped groups, and "
+                   "newcomers, are restarted as whole groups after the time of a restart, in which the others go on, "
+                   "and take the state from a peer")
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
         self._groups: list[list[int]] = []
-        self._loose: list[int] = []
-        self._ready = 0.0
-        """When groups that are being restarted will be in."""
+        """The machines of each group that trains."""
+        self._ungrouped: list[int] = []
         self._starting: list[list[int]] = []
+        """Groups that are being restarted."""
+        self._ready = 0.0
+        """When they join."""
 
     @property
-    def whole_rate(self) -> float:
+    def fault_free_rate(self) -> float:
         """1F1B on all groups."""
-        return self._of(self.setting.pipelines)
+        return self._rate_of(self.scenario.pipelines)
 
-    def _of(self, groups: int) -> float:
-        return self.speeds.usual(self.setting.pipelines) * groups / self.setting.pipelines
+    def _rate_of(self, groups: int) -> float:
+        return self.throughputs.one_f_one_b(self.scenario.pipelines) * groups / self.scenario.pipelines
 
-    def steady(self, failures: int) -> float:
-        """After the rest of dropped groups has been put together."""
-        return self._of((self.setting.workers - failures) // self.setting.stages)
+    def steady_rate(self, failures: int) -> float:
+        """After the workers of dropped groups have formed whole groups."""
+        return self._rate_of((self.scenario.workers - failures) // self.scenario.stages)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
         """As many whole groups as there are machines for."""
-        self._loose = sorted(live)
+        self._ungrouped = sorted(live)
         self._groups = self._whole_groups()
-        return self.train(0.0, self._of(len(self._groups)))
+        return self.resume_training(0.0, self._rate_of(len(self._groups)))
 
-    def change(self, change: Change, left: Sequence[Phase]) -> list[Phase]:
-        """Drop broken groups, restart whole ones in the background."""
+    def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
+        """Drop groups that lost a worker; restart whole groups in the background."""
         now, gone = change.seconds, set(change.removed)
         if now >= self._ready:
             self._groups, self._starting = [*self._groups, *self._starting], []
         running = len(self._groups)
-        self._loose += change.added
+        self._ungrouped += change.added
         for groups in (self._groups, self._starting):
             for group in [group for group in groups if not gone.isdisjoint(group)]:
                 groups.remove(group)
-                self._loose += group
-        self._loose = [machine for machine in self._loose if machine not in gone]
+                self._ungrouped += group
+        self._ungrouped = [machine for machine in self._ungrouped if machine not in gone]
         broken = len(self._groups) < running
         if new := self._whole_groups():
             self._starting += new
             self._ready = now + self.costs.restart_seconds
         if not self._groups:
-            # Nobody holds the state any more: all begin from the checkpoint.
-            rate = self._of(len(self._starting))
+            # No group holds the state any more: all restart from the checkpoint.
+            rate = self._rate_of(len(self._starting))
             self._groups, self._starting = self._starting, []
             return self.restart(now, rate)
-        return self._phases(now, broken, left)
+        return self._phases(now, broken, remaining)
 
-    def _phases(self, now: float, broken: bool, left: Sequence[Phase]) -> list[Phase]:
-        """With the groups that run now, and from `_ready` on with those that are being restarted."""
-        rate = self._of(len(self._groups))
-        lost = self.lost_samples(left, hit=broken)
-        stalls = [phase for phase in left[:_training(left)] if phase.cause is not Cause.LOST]
-        if broken and not self.stopped(left):
+    def _phases(self, now: float, broken: bool, remaining: Sequence[Phase]) -> list[Phase]:
+        """Train with the groups that run now, and from `_ready` on also with those that are being restarted."""
+        rate = self._rate_of(len(self._groups))
+        lost = self.lost_samples(remaining, worker_died=broken)
+        stalls = [phase for phase in remaining[:_training(remaining)] if phase.cause is not Cause.LOST]
+        if broken and not self.needs_checkpoint(remaining):
             stalls = [Phase(Cause.SWITCH, self.costs.switch_seconds)]
-        phases = self.train(now, rate, *stalls, lost_samples=lost)
+        phases = self.resume_training(now, rate, *stalls, lost_samples=lost)
         if self._starting:
             spent = sum(phase.seconds for phase in phases[:-1])
             phases[-1] = phases[-1]._replace(seconds=max(0.0, self._ready - now - spent))
             phases += [Phase(Cause.SWITCH, self.costs.switch_seconds), Phase(Cause.LOAD, self.costs.load_seconds),
-                       self.running(self._of(len(self._groups) + len(self._starting)))]
+                       self.training(self._rate_of(len(self._groups) + len(self._starting)))]
         return phases
 
     def _whole_groups(self) -> list[list[int]]:
-        """Whole groups out of loose machines, at most as many as the job has."""
+        """Whole groups of machines that are in none, as many as the job lacks at most."""
         groups: list[list[int]] = []
-        stages = self.setting.stages
-        room = self.setting.pipelines - len(self._groups) - len(self._starting)
-        while len(self._loose) >= stages and len(groups) < room:
-            groups.append(self._loose[:stages])
-            del self._loose[:stages]
+        stages = self.scenario.stages
+        room = self.scenario.pipelines - len(self._groups) - len(self._starting)
+        while len(self._ungrouped) >= stages and len(groups) < room:
+            groups.append(self._ungrouped[:stages])
+            del self._ungrouped[:stages]
         return groups
 
 

@@ -2,24 +2,26 @@
 
 from pathlib import Path
 
-from planner.job.estimate import MACHINES, Cluster, Shape, estimate
-from planner.job.text import job_text
+from planner.job.estimate import GPUS, Layout, ModelShape, estimate
+from planner.job.writer import job_text
 from schedules.tables.table import LIBRARY, library_names
 
 MEASURED = Path(__file__).parent
 ESTIMATED = {
     "llama-3-8b": (
-        Shape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, gated=True, sequence=8192, vocabulary=128_256),
-        Cluster(machine=MACHINES["h100"], pipelines=8, stages=4, microbatches=16, tensor_parallel=2, efficiency=0.45)),
+        ModelShape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, gated=True, sequence=8192,
+                   vocabulary=128_256),
+        Layout(gpu=GPUS["h100"], pipelines=8, stages=4, microbatches=16, tensor_parallel=2, efficiency=0.45)),
     "llama-3-70b": (
-        Shape(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, gated=True, sequence=8192, vocabulary=128_256),
-        Cluster(machine=MACHINES["h100"], pipelines=8, stages=16, microbatches=32, tensor_parallel=8, efficiency=0.45)),
+        ModelShape(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, gated=True, sequence=8192,
+                   vocabulary=128_256),
+        Layout(gpu=GPUS["h100"], pipelines=8, stages=16, microbatches=32, tensor_parallel=8, efficiency=0.45)),
 }
-"""Shapes of Llama 3 (Grattafiori et al. 2024, arXiv 2407.21783, table 3); the clusters are examples."""
+"""Shapes of Llama 3 (Grattafiori et al. 2024, arXiv 2407.21783, table 3); the layouts are examples."""
 
 
 def preset_names() -> tuple[str, ...]:
-    """All presets, sorted."""
+    """The names of all presets, sorted."""
     return tuple(sorted({*library_names(), *(path.stem for path in MEASURED.glob("*.toml")), *ESTIMATED}))
 
 

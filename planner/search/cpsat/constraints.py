@@ -4,7 +4,7 @@ from ortools.sat.python.cp_model import CpModel, IntervalVar, LinearExprT
 
 from planner.model.problem import Problem, Unit
 from planner.search.cpsat.variables import Variables
-from schedules.graph import OpKey, producers
+from schedules.precedence import OpKey, waits
 from schedules.schedule import OpKind
 
 
@@ -29,20 +29,21 @@ class Constraints:
         self._microbatches_in_order(in_turn)
 
     def _data_flows(self) -> None:
-        """Start of an op >= end of each producer + transfer where their hosts differ.
+        """Start of an op >= end of each producer + transfer where a tensor crosses and their hosts differ.
 
         Neighbouring virtual stages lie on different workers unless they share a column and a host.
         """
         problem, variables = self._problem, self._variables
         for key, start in variables.start.items():
-            for producer in producers(key, problem.grid.depth):
+            for producer, rule in waits(key, problem.grid.depth):
                 if producer not in variables.start:
                     continue
+                hop = problem.times.transfer if rule.tensor else 0
                 if problem.column_of[producer[1]] != problem.column_of[key[1]]:
-                    self._model.add(start >= variables.end[producer] + problem.times.transfer)
+                    self._model.add(start >= variables.end[producer] + hop)
                     continue
                 self._model.add(start >= variables.end[producer])
-                if producer[1] != key[1] and problem.times.transfer:
+                if producer[1] != key[1] and hop:
                     self._transfer_unless_same_host(producer, key)
 
     def _transfer_unless_same_host(self, producer: OpKey, key: OpKey) -> None:

@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import msgspec
 from ortools.sat.python import cp_model
 
-from planner.model.arrays import solution_period
 from planner.model.problem import Problem, Unit
 from planner.model.solution import Solution
+from planner.model.start_times import solution_period
 from planner.search.cpsat.constraints import Constraints
 from planner.search.cpsat.variables import Variables
-from schedules.graph import OpKey
+from schedules.precedence import OpKey
 from schedules.schedule import OpKind
 
 POLL_SECONDS = 0.05

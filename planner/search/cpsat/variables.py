@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ortools.sat.python.cp_model import BoolVarT, CpModel, IntervalVar, IntVar, LinearExprT
 
 from planner.model.problem import Problem, Unit
-from schedules.graph import OpKey
+from schedules.precedence import OpKey
 from schedules.schedule import OpKind, Worker
 
 

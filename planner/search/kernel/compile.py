@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from planner.job.file import parse_job
-from planner.model.arrays import Dense
+from planner.model.arrays import ProblemArrays
 from planner.model.problem import build_problem
 from planner.search.anneal import Annealer
-from planner.search.assignment import deal
+from planner.search.assignment import assign
 from planner.search.compiled import marker
-from planner.search.compiled_lister import CompiledLister
-from planner.search.kernel import annealing, list_scheduler
-from planner.search.list_scheduler import Policy
+from planner.search.kernel import annealing
+from planner.search.list_scheduler import DispatchRule, ListScheduler
 
 STALE_SECONDS = 120
 """A compiler that has taken this long must have died."""
@@ -27,10 +26,9 @@ def main() -> None:
     with _alone():
         problem = build_problem(parse_job("pipelines = 1\nstages = 1\nmicrobatches = 1\n[time]\nforward = 1\n"
                                           "backward_input = 1\nbackward_weight = 1\n"))
-        dense = Dense(problem, deal(problem, "least-loaded"))
-        lister = CompiledLister(list_scheduler, dense)
-        lister.period(Policy())
-        Annealer(annealing, problem, lister.solution(), 0, 0).run()
+        scheduler = ListScheduler(ProblemArrays(problem, assign(problem, "least-loaded")))
+        scheduler.period(DispatchRule())
+        Annealer(annealing, problem, scheduler.solution(), 0, 0).run()
         marker().touch()
 
 

@@ -1,19 +1,76 @@
-"""`planner.search.list_scheduler`, op for op the same, and the timing of `planner.model.arrays`, compiled.
+"""List scheduling, compiled: simulate all workers through time; whoever falls idle takes the most urgent ready op.
 
-Every worker has five heaps: forwards, gradients and weights that may run, and when those that are known to come arrive.
-They lie in one array; a key is a rank that is different for every unit, with the unit as its remainder.
+Gradients first (they free memory and others wait for them), then forwards while memory lasts, then weight gradients.
+An op is ready when all its predecessors have ended and their tensors have come. Tests also run this module
+interpreted, as plain Python.
+
+Every worker has five heaps: forwards, gradients and weights that are ready, and the times when those that are known to
+come will be. All lie in one array; a key is a rank that is different for every unit, with the unit as its remainder.
+Arrays are passed one by one: taking one out of a named tuple costs as much as a step on a heap.
 """
 
+from typing import TYPE_CHECKING, NamedTuple
+
 import numpy as np
-from numba import njit
+from numpy.typing import NDArray
+
+from planner.search.kernel.jit import jit
+
+if TYPE_CHECKING:
+    from planner.model.arrays import Ops
+
+Ints = NDArray[np.int64]
 
 FORWARD, BACKWARD, WEIGHT, ARRIVAL, GRADIENT, HEAPS = 0, 1, 2, 3, 4, 5
-READY_F, READY_I, END = 0, 1, 2
-BUSY, USED, TOUCHED, FIELDS = 0, 1, 2, 3
+"""The heaps of a worker; the first three are also the kinds of op: F, I or B, W."""
+READY, END, EVENTS = (0, 1, 3), 2, 4
+"""What happens at a time, in this order: an F is ready, an I or B, some op ends, a W is ready."""
+BUSY, TOUCHED, USED, CAPACITY, BASE, SIZE, SLOTS = 0, 1, 2, 3, 4, 4 + HEAPS, 4 + 2 * HEAPS
+"""Columns of the state of a worker: whether it runs an op, whether something happened to it just now, its memory, where
+its heaps begin and how many keys they hold, and how many more micro-batches it may have in flight at each stage."""
+AT_START, STASH, NEEDED = 0, 1, 2
 
 
-@njit(cache=True, nogil=True)
-def _push(heap, base, size, key):
+class Memory(NamedTuple):
+    """Room on the workers, and what ops take of it."""
+
+    capacity: Ints
+    """[worker]"""
+    room: Ints
+    """[stage, AT_START] taken when an F starts, [stage, STASH] held instead from the end of its I to that of its W,
+    [stage, NEEDED] that must be free when an F starts (`planner.search.set_aside`)"""
+
+
+class Dispatch(NamedTuple):
+    """A dispatch rule as numbers; the meanings are those of `planner.search.list_scheduler.DispatchRule`."""
+
+    rank: Ints
+    """[unit] the lower the more urgent; all different among the units of a stage"""
+    slots: Ints
+    """[worker, stage] most micro-batches between F and the end of I"""
+    lookahead: float
+    forward_lookahead: float
+    deepest_first: bool
+    eager_weights: bool
+    make_room: bool
+    transfers: bool
+    """Whether tensors between two workers take time."""
+
+
+class Choices(NamedTuple):
+    """What `_pick` needs to know of the problem and the rule beside arrays."""
+
+    kinds: int
+    mixed: bool
+    """Whether workers hold several stages, so that a less urgent op may have room where the first has none."""
+    lookahead: float
+    forward_lookahead: float
+    eager_weights: bool
+    make_room: bool
+
+
+@jit
+def _push(heap: Ints, base: int, size: int, key: int) -> None:
     """Put a key on the heap that begins at `base`."""
     at = size
     while at > 0:
@@ -25,8 +82,8 @@ def _push(heap, base, size, key):
     heap[base + at] = key
 
 
-@njit(cache=True, nogil=True)
-def _pop(heap, base, size):
+@jit
+def _pop(heap: Ints, base: int, size: int) -> int:
     """Take the least key from the heap that begins at `base`."""
     least, key = heap[base], heap[base + size - 1]
     last = size - 1
@@ -43,190 +100,192 @@ def _pop(heap, base, size):
     return least
 
 
-@njit(cache=True, nogil=True)
-def _add(heap, base, size, lane, which, key):
-    _push(heap, base[lane, which], size[lane, which], key)
-    size[lane, which] += 1
+@jit
+def _add(heap: Ints, state: Ints, worker: int, which: int, key: int) -> None:
+    _push(heap, state[worker, BASE + which], state[worker, SIZE + which], key)
+    state[worker, SIZE + which] += 1
 
 
-@njit(cache=True, nogil=True)
-def _take(heap, base, size, lane, which):
-    key = _pop(heap, base[lane, which], size[lane, which])
-    size[lane, which] -= 1
+@jit
+def _take(heap: Ints, state: Ints, worker: int, which: int) -> int:
+    key = _pop(heap, state[worker, BASE + which], state[worker, SIZE + which])
+    state[worker, SIZE + which] -= 1
     return key
 
 
-@njit(cache=True, nogil=True)
-def _fits(state, flight, limits, capacity, need, lane, stage):
-    """Whether an F of a stage may start on a lane."""
-    return flight[lane, stage] < limits[lane, stage] and state[lane, USED] + need[stage] <= capacity[lane]
+@jit
+def _first(heap: Ints, state: Ints, worker: int, which: int) -> int:
+    return heap[state[worker, BASE + which]]
 
 
-@njit(cache=True, nogil=True)
-def _forward(heap, base, size, state, flight, limits, capacity, need, stage, lane, mixed, spare):
-    """The most urgent forward with room, taken from its heap; -1 if none has. One try where all are of one stage."""
+@jit
+def _soon(heap: Ints, state: Ints, worker: int, which: int, clock: int, ticks: float) -> bool:
+    """Whether something more urgent arrives within so many ticks."""
+    return ticks > 0 and state[worker, SIZE + which] > 0 and _first(heap, state, worker, which) - clock < ticks
+
+
+@jit
+def _has_room(state: Ints, room: Ints, worker: int, which: int, stage: int) -> bool:
+    """Whether an F, an I or a B of a stage may start."""
+    free = state[worker, CAPACITY] - state[worker, USED]
+    if which == BACKWARD:
+        return room[stage, STASH] - room[stage, AT_START] <= free
+    return room[stage, NEEDED] <= free and state[worker, SLOTS + stage] > 0
+
+
+@jit
+def _take_with_room(heap: Ints, state: Ints, room: Ints, stage: Ints, worker: int, which: int, mixed: bool) -> int:
+    """The unit of the most urgent F, or I or B, that has room, taken from its heap; -1 for none."""
     units = stage.shape[0]
-    skipped, found = 0, -1
-    while size[lane, FORWARD] and found < 0 and (mixed or not skipped):
-        key = _take(heap, base, size, lane, FORWARD)
-        if _fits(state, flight, limits, capacity, need, lane, stage[key % units]):
+    if _has_room(state, room, worker, which, stage[_first(heap, state, worker, which) % units]):
+        return _take(heap, state, worker, which) % units
+    if not mixed:  # all are of one stage
+        return -1
+    skipped = np.zeros(state[worker, SIZE + which], np.int64)
+    count, found = 0, -1
+    while state[worker, SIZE + which] and found < 0:
+        key = _take(heap, state, worker, which)
+        if _has_room(state, room, worker, which, stage[key % units]):
             found = key % units
         else:
-            spare[skipped] = key
-            skipped += 1
-    for index in range(skipped):
-        _add(heap, base, size, lane, FORWARD, spare[index])
+            skipped[count] = key
+            count += 1
+    for index in range(count):
+        _add(heap, state, worker, which, skipped[index])
     return found
 
 
-@njit(cache=True, nogil=True)
-def _comes(heap, base, size, lane, which, clock, share, length):
-    """Whether something more urgent arrives before this share of an op would be done."""
-    return share > 0 and size[lane, which] > 0 and heap[base[lane, which]] - clock < share * length
-
-
-@njit(cache=True, nogil=True)
-def list_order(kinds, mixed, lane, place, stage, last, rank, length, hop, hold, stash, need, capacity, limits, patience,
-               forward_patience, deepest, eager, make_room, base, order):
-    """Fill `order` with the ops in the order in which they start; how many."""
-    units, lanes = lane.shape[0], base.shape[0]
-    heap, size = np.zeros(base[lanes - 1, HEAPS], np.int64), np.zeros((lanes, HEAPS), np.int64)
-    state, flight = np.zeros((lanes, FIELDS), np.int64), np.zeros(limits.shape, np.int64)
-    events, waiting = np.zeros(3 * units + 3, np.int64), 0
-    touched, spare = np.zeros(lanes, np.int64), np.zeros(units, np.int64)
-    ops, depth, span, done = units * kinds, last + 1, rank.max() + 1, 0
-    for unit in range(units):
-        if place[unit] == 0:
-            _push(events, 0, waiting, READY_F * ops + unit)
-            waiting += 1
-    while waiting:
-        clock = events[0] // (3 * ops)
-        some = 0
-        while waiting and events[0] // (3 * ops) == clock:
-            key = _pop(events, 0, waiting)
-            waiting -= 1
-            what, code = key // ops % 3, key % ops
-            unit = code // kinds if what == END else code
-            worker = lane[unit]
-            if not state[worker, TOUCHED]:
-                state[worker, TOUCHED] = 1
-                touched[some] = worker
-                some += 1
-            if what == END:
-                state[worker, BUSY] = 0
-                kind = code % kinds
-                if kind == 2:
-                    state[worker, USED] -= stash[stage[unit]]
-                elif kind == 1:
-                    state[worker, USED] += stash[stage[unit]] - hold[stage[unit]]
-                    flight[worker, stage[unit]] -= 1
-                    if kinds == 3:
-                        _add(heap, base, size, worker, WEIGHT, (rank[unit] * depth + place[unit]) * units + unit)
-                continue
-            if size[worker, ARRIVAL] and heap[base[worker, ARRIVAL]] <= clock:
-                _take(heap, base, size, worker, ARRIVAL)
-            if what == READY_I:
-                _take(heap, base, size, worker, GRADIENT)
-                _add(heap, base, size, worker, BACKWARD, (rank[unit] * depth + place[unit]) * units + unit)
-            else:
-                back = last - place[unit]
-                first = back * span + rank[unit] if deepest else rank[unit] * depth + back
-                _add(heap, base, size, worker, FORWARD, first * units + unit)
-        for index in range(some):
-            worker = touched[index]
-            state[worker, TOUCHED] = 0
-            while not state[worker, BUSY]:
-                op = _pick(heap, base, size, state, flight, limits, capacity, need, hold, stage, worker, mixed, spare,
-                           kinds, length, clock, patience, forward_patience, eager, make_room)
-                if op < 0:
-                    break
-                order[done] = op
-                done += 1
-                unit, kind = op // kinds, op % kinds
-                end = clock + length[op]
-                state[worker, BUSY] = 1
-                _push(events, 0, waiting, (end * 3 + END) * ops + op)
-                waiting += 1
-                taker, when = -1, end
-                if kind == 0:
-                    state[worker, USED] += hold[stage[unit]]
-                    flight[worker, stage[unit]] += 1
-                    if place[unit] < last:
-                        taker, when = unit + 1, end + hop[unit]
-                    else:
-                        taker = unit
-                elif kind == 1 and place[unit]:
-                    taker, when = unit - 1, end + hop[unit - 1]
-                if taker >= 0:
-                    gradient = kind == 1 or taker == unit
-                    _push(events, 0, waiting, (when * 3 + (READY_I if gradient else READY_F)) * ops + taker)
-                    waiting += 1
-                    _add(heap, base, size, lane[taker], ARRIVAL, when)
-                    if gradient:
-                        _add(heap, base, size, lane[taker], GRADIENT, when)
-    return done
-
-
-@njit(cache=True, nogil=True)
-def _pick(heap, base, size, state, flight, limits, capacity, need, hold, stage, lane, mixed, spare, kinds, length,
-          clock, patience, forward_patience, eager, make_room):
-    """The most urgent op that may run; -1 for none."""
-    units = stage.shape[0]
-    if size[lane, WEIGHT]:
+@jit
+def _pick(heap: Ints, state: Ints, room: Ints, stage: Ints, duration: Ints, choices: Choices, worker: int,
+          clock: int) -> int:
+    """The most urgent op that may run, taken from its heap; -1 for none."""
+    units, kinds = stage.shape[0], choices.kinds
+    if state[worker, SIZE + WEIGHT]:
         stuck = False
-        if make_room and size[lane, FORWARD]:
-            stuck = state[lane, USED] + hold[stage[heap[base[lane, FORWARD]] % units]] > capacity[lane]
-        if eager or stuck:
-            return _take(heap, base, size, lane, WEIGHT) % units * kinds + 2
-    if size[lane, BACKWARD]:
-        return _take(heap, base, size, lane, BACKWARD) % units * kinds + 1
-    if size[lane, FORWARD]:
-        first = heap[base[lane, FORWARD]] % units * kinds
-        if _comes(heap, base, size, lane, GRADIENT, clock, forward_patience, length[first]):
+        if choices.make_room and state[worker, SIZE + FORWARD]:
+            taken = state[worker, USED] + room[stage[_first(heap, state, worker, FORWARD) % units], AT_START]
+            stuck = taken > state[worker, CAPACITY]
+        if choices.eager_weights or stuck:
+            return _take(heap, state, worker, WEIGHT) % units * kinds + WEIGHT
+    if state[worker, SIZE + BACKWARD]:
+        unit = _take_with_room(heap, state, room, stage, worker, BACKWARD, choices.mixed)
+        if unit >= 0:
+            return unit * kinds + BACKWARD
+        if state[worker, SIZE + WEIGHT]:
+            return _take(heap, state, worker, WEIGHT) % units * kinds + WEIGHT
+    if state[worker, SIZE + FORWARD]:
+        op = _first(heap, state, worker, FORWARD) % units * kinds
+        if _soon(heap, state, worker, GRADIENT, clock, choices.forward_lookahead * duration[op]):
             return -1
-        unit = _forward(heap, base, size, state, flight, limits, capacity, need, stage, lane, mixed, spare)
+        unit = _take_with_room(heap, state, room, stage, worker, FORWARD, choices.mixed)
         if unit >= 0:
             return unit * kinds
-    if size[lane, WEIGHT]:
-        op = heap[base[lane, WEIGHT]] % units * kinds + 2
-        if not _comes(heap, base, size, lane, ARRIVAL, clock, patience, length[op]):
-            _take(heap, base, size, lane, WEIGHT)
+    if state[worker, SIZE + WEIGHT]:
+        op = _first(heap, state, worker, WEIGHT) % units * kinds + WEIGHT
+        if not _soon(heap, state, worker, ARRIVAL, clock, choices.lookahead * duration[op]):
+            _take(heap, state, worker, WEIGHT)
             return op
     return -1
 
 
-@njit(cache=True, nogil=True)
-def earliest(kinds, lane, place, last, length, hop, order, start, free):
-    """Fill `start` with the earliest start ticks that an order allows."""
-    free[:] = 0
-    for index in range(order.shape[0]):
-        op = order[index]
-        unit, kind = op // kinds, op % kinds
-        begin = free[lane[unit]]
-        if kind == 0:
-            if place[unit]:
-                begin = max(begin, start[op - kinds] + length[op - kinds] + hop[unit - 1])
-        elif kind == 2 or place[unit] == last:
-            begin = max(begin, start[op - 1] + length[op - 1])
-        else:
-            begin = max(begin, start[op + kinds] + length[op + kinds] + hop[unit])
-        start[op] = begin
-        free[lane[unit]] = begin + length[op]
+@jit
+def _idle_workers(worker: Ints, memory: Memory, dispatch: Dispatch) -> Ints:
+    """The state of all workers before the first op: empty heaps with room for all of their units, arrivals twice."""
+    state = np.zeros((memory.capacity.shape[0], SLOTS + memory.room.shape[0]), np.int64)
+    state[:, CAPACITY] = memory.capacity
+    state[:, SLOTS:] = dispatch.slots
+    load = np.zeros(memory.capacity.shape[0], np.int64)
+    for row in worker:
+        load[row] += 1
+    begin = 0
+    for row in range(load.shape[0]):
+        for which in range(HEAPS):
+            state[row, BASE + which] = begin
+            begin += load[row] * (2 if which == ARRIVAL else 1)
+    return state
 
 
-@njit(cache=True, nogil=True)
-def latest(kinds, lane, place, last, length, hop, order, start, free):
-    """Fill `start` with the latest start ticks that an order and the ends of all lanes, in `free`, allow."""
-    for index in range(order.shape[0] - 1, -1, -1):
-        op = order[index]
-        unit, kind = op // kinds, op % kinds
-        end = free[lane[unit]]
-        if kind == 0:
-            taker = op + 1 if place[unit] == last else op + kinds
-            end = min(end, start[taker] - hop[unit])
-        elif kind == 1:
-            if place[unit]:
-                end = min(end, start[op - kinds] - hop[unit - 1])
-            if kinds == 3:
-                end = min(end, start[op + 1])
-        start[op] = free[lane[unit]] = end - length[op]
+@jit
+def list_order(ops: "Ops", memory: Memory, dispatch: Dispatch, first: Ints, order: Ints, done: int) -> int:
+    """Fill `order` from place `done` on with the ops in the order in which they start; the place behind the last.
+
+    `first` are the ops to begin with, which wait for nothing; what follows from them is run. One long loop on local
+    names, for speed.
+    """
+    heap, state, room = np.zeros(6 * ops.stage.shape[0], np.int64), _idle_workers(ops.worker, memory, dispatch), \
+        memory.room
+    unit_of, stage_of, worker_of, position_of, duration = ops.unit, ops.stage, ops.worker, ops.position, ops.duration
+    arc_start, arc_op, arc_hop = ops.successors.start, ops.successors.op, ops.successors.hop
+    rank, deepest_first, transfers = dispatch.rank, dispatch.deepest_first, dispatch.transfers
+    count, units, kinds, depth, span = duration.shape[0], stage_of.shape[0], ops.kinds, ops.depth, rank.max() + 1
+    choices = Choices(kinds, room.shape[0] > ops.columns, dispatch.lookahead, dispatch.forward_lookahead,
+                      dispatch.eager_weights, dispatch.make_room)
+    awaited = ops.predecessors.start[1:] - ops.predecessors.start[:-1]
+    arrived = np.zeros(count, np.int64)
+    events, waiting = np.zeros(2 * count, np.int64), 0  # an op is about to be ready, or to end
+    touched = np.zeros(state.shape[0], np.int64)
+    for op in first:
+        _push(events, 0, waiting, READY[op % kinds] * count + op)
+        waiting += 1
+    while waiting:
+        clock = events[0] // (EVENTS * count)
+        some, later = 0, (clock + 1) * EVENTS * count
+        while waiting and events[0] < later:
+            key = _pop(events, 0, waiting)
+            waiting -= 1
+            op = key % count
+            unit = unit_of[op]
+            kind, worker, stage = op - unit * kinds, worker_of[unit], stage_of[unit]
+            if not state[worker, TOUCHED]:
+                state[worker, TOUCHED] = 1
+                touched[some] = worker
+                some += 1
+            if key // count % EVENTS == END:
+                state[worker, BUSY] = 0
+                if kind == WEIGHT:
+                    state[worker, USED] -= room[stage, STASH]
+                elif kind == BACKWARD:
+                    state[worker, USED] += room[stage, STASH] - room[stage, AT_START]
+                    state[worker, SLOTS + stage] += 1
+                continue
+            urgency = rank[unit] * depth + position_of[unit]
+            if kind == FORWARD:
+                back = depth - 1 - position_of[unit]
+                urgency = back * span + rank[unit] if deepest_first else rank[unit] * depth + back
+            _add(heap, state, worker, kind, urgency * units + unit)
+            if kind != WEIGHT and state[worker, SIZE + ARRIVAL] and _first(heap, state, worker, ARRIVAL) <= clock:
+                _take(heap, state, worker, ARRIVAL)
+            if kind == BACKWARD:
+                _take(heap, state, worker, GRADIENT)
+        for index in range(some):
+            worker = touched[index]
+            state[worker, TOUCHED] = 0
+            while not state[worker, BUSY]:
+                op = _pick(heap, state, room, stage_of, duration, choices, worker, clock)
+                if op < 0:
+                    break
+                order[done] = op
+                done += 1
+                end = clock + duration[op]
+                state[worker, BUSY] = 1
+                _push(events, 0, waiting, (end * EVENTS + END) * count + op)
+                waiting += 1
+                if op % kinds == FORWARD:
+                    stage = stage_of[unit_of[op]]
+                    state[worker, USED] += room[stage, AT_START]
+                    state[worker, SLOTS + stage] -= 1
+                for arc in range(arc_start[op], arc_start[op + 1]):
+                    other = arc_op[arc]
+                    arrived[other] = max(arrived[other], end + (arc_hop[arc] if transfers else 0))
+                    awaited[other] -= 1
+                    if awaited[other]:
+                        continue
+                    when, unit = arrived[other], unit_of[other]
+                    kind, target = other - unit * kinds, worker_of[unit]
+                    _push(events, 0, waiting, (when * EVENTS + READY[kind]) * count + other)
+                    waiting += 1
+                    if kind != WEIGHT:
+                        _add(heap, state, target, ARRIVAL, when)
+                    if kind == BACKWARD:
+                        _add(heap, state, target, GRADIENT, when)
+    return done

@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from planner.job.file import parse_job
-from schedules.schedule import Grid, OpKind, ProgramOp, Seat, Stage, Worker
+from schedules.schedule import Grid, OpKind, ProgramOp, Seat, VirtualStage, Worker
 from tests.cli.page.pages import write_page
 from tests.generate import planned
 
@@ -69,7 +69,7 @@ def long_schedule(workers, microbatches):
     ops = [tuple(ProgramOp(kind, 0, m, (m * 3 + place) * length + m % (w + 2), 1 if m % 17 == w % 17 and w else None)
                  for m in range(microbatches) for place, kind in enumerate((OpKind.F, OpKind.I, OpKind.W)))
            for w in range(workers)]
-    shape = Grid(pipelines=workers, columns=1, microbatches=(microbatches,) * workers, stages=(Stage(column=0),))
+    shape = Grid(pipelines=workers, columns=1, microbatches=(microbatches,) * workers, stages=(VirtualStage(column=0),))
     base = planned(parse_job("pipelines = 1\nstages = 1\nmicrobatches = 1\n[time]\nforward = 2\nbackward_input = 2\n"
                              "backward_weight = 2"))
     times = replace(base.times, forward=(2,), backward_input=(2,), backward_weight=(2,))

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from cli.app import app
 from cli.timeline_page import MAX_OPS, Shown, timeline_page
 from schedules.codec import write
+from schedules.measured_trace import MeasuredTrace, write_measured_trace
 from schedules.schedule import OpKind, ProgramOp
-from schedules.trace import Trace, write_trace
 from tests.cli.page.pages import EXAMPLE, write_page
 from tests.generate import BROKEN, by_hand, measured_of, planned
 from tests.jobs import grid
@@ -34,7 +34,7 @@ def test_equal_programs_are_written_once(tmp_path):
 def test_command(tmp_path, schedule):
     write(schedule, tmp_path / "broken.json")
     write(planned(EXAMPLE), tmp_path / "whole.json")
-    write_trace(Trace(job="job", iterations=(measured_of(schedule, 3),)), tmp_path / "trace.json")
+    write_measured_trace(MeasuredTrace(job="job", iterations=(measured_of(schedule, 3),)), tmp_path / "trace.json")
     both, one = [str(tmp_path / "whole.json"), str(tmp_path / "broken.json")], str(tmp_path / "broken.json")
     run = CliRunner().invoke
     done = run(app, ["show", *both, "--html", str(tmp_path / "both.html")])

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.normalise import PlanOptions, normalised
-from schedules.graph import op_key, producers
 from schedules.memory import memory_peaks
+from schedules.precedence import op_key, producers
 from schedules.schedule import COMPUTE_KINDS, Worker
 from tests.cli.page.pages import write_page
 from tests.generate import schedules

@@ -5,19 +5,20 @@ import math
 import pytest
 
 from planner.fleet.costs import BAMBOO_SECONDS, costs_for, interpolated
-from planner.fleet.generate import Failures, generate
 from planner.fleet.policies import POLICIES
-from planner.fleet.policies.oobleck import layers_of, stacked_sizes, template
+from planner.fleet.policies.oobleck import stacked_sizes
+from planner.fleet.policies.oobleck_templates import layers_of, template
 from planner.fleet.policy import Cause, Checkpoints, Phase
 from planner.fleet.simulation import compare, simulate
-from tests.planner.fleet.small import COSTS, gain, job, lose, setting, trace
+from planner.fleet.synthetic_trace import FailureRates, draw_trace
+from tests.planner.fleet.small import COSTS, gain, job, lose, scenario, trace
 
 WHOLE = 18 / 22
 """Samples a second of 1F1B, 3 pipelines x 2 stages x 6 micro-batches of three slots: (6 + 1) x 3 + 1 = 22 seconds."""
 
 
 def run(name, *changes, **how):
-    policy = POLICIES[name](setting(**how.pop("setting", {})))
+    policy = POLICIES[name](scenario(**how.pop("scenario", {})))
     return simulate(policy, trace(*changes, **how))
 
 
@@ -31,11 +32,11 @@ def spans(result):
 def test_every_policy_says_what_it_assumes_and_runs_whole_at_its_rate(name):
     kind = POLICIES[name]
     result = run(name)
-    assert kind.name == name and kind.title and kind.assumes
+    assert kind.name == name and kind.title and kind.assumptions
     pause = COSTS.checkpoint_seconds
     interval = math.sqrt(2 * pause * 1000)
     share = interval / (interval + pause) if kind.pauses else 1.0
-    assert result.throughput == pytest.approx(result.whole_rate * share)
+    assert result.throughput == pytest.approx(result.fault_free_rate * share)
 
 
 @pytest.mark.parametrize(("name", "rate"), [
@@ -44,7 +45,7 @@ def test_every_policy_says_what_it_assumes_and_runs_whole_at_its_rate(name):
     ("hot-spares", 18 / 31),  # two pipelines of nine micro-batches: (9 + 1) x 3 + 1
     ("fault-scaled", WHOLE), ("work-conserving", 18 / 19)])
 def test_rates_with_all_workers_alive(name, rate):
-    assert run(name).whole_rate == pytest.approx(rate)
+    assert run(name).fault_free_rate == pytest.approx(rate)
 
 
 def test_slipstream_loses_half_an_iteration_and_a_switch():
@@ -81,15 +82,15 @@ def test_a_failure_during_a_restart_starts_it_anew():
 
 @pytest.mark.parametrize("failures", range(5))
 def test_slipstream_is_never_slower_than_recycle(failures):
-    one = setting()
-    assert POLICIES["slipstream"](one).steady(failures) >= POLICIES["recycle"](one).steady(failures) * (1 - 1e-9)
+    ours, recycle = (POLICIES[name](scenario()).steady_rate(failures) for name in ("slipstream", "recycle"))
+    assert ours >= recycle * (1 - 1e-9)
 
 
 def test_recycle_absorbs_one_failure_as_published():
     """The worked example: 3 x 4 workers, 6 micro-batches, optimizer 3 slots: 30 slots with and without the failure."""
-    policy = POLICIES["recycle"](setting(stages=4, optimizer=3))
-    assert policy.whole_rate == pytest.approx(18 / 30) == policy.steady(1)
-    assert POLICIES["slipstream"](setting(stages=4, optimizer=3)).whole_rate == pytest.approx(18 / 22)
+    policy = POLICIES["recycle"](scenario(stages=4, optimizer=3))
+    assert policy.fault_free_rate == pytest.approx(18 / 30) == policy.steady_rate(1)
+    assert POLICIES["slipstream"](scenario(stages=4, optimizer=3)).fault_free_rate == pytest.approx(18 / 22)
 
 
 # --- Oobleck ----------------------------------------------------------------------------------------------------------
@@ -127,7 +128,7 @@ def test_oobleck_of_equal_stages_is_1f1b():
 
 
 def test_oobleck_splits_the_batch_for_the_shortest_iteration():
-    policy = POLICIES["oobleck"](setting())
+    policy = POLICIES["oobleck"](scenario())
     # 2 + 2 + 1 nodes: n, n and m micro-batches of 3 and 6 seconds; 3 (n + 1) = 24 with n = 7, and 6 m = 24 with m = 4.
     assert policy.rate([2, 2, 1]) == pytest.approx(18 / (24 + 1))
     assert policy.rate([]) == 0.0 and stacked_sizes(3, 2, 1) == [3, 2] and sum(stacked_sizes(3, 2, 3)) == 3
@@ -159,12 +160,12 @@ def test_costs_between_published_sizes_grow_with_the_logarithm():
 def test_bamboo_runs_at_two_thirds_while_a_worker_carries_two_stages():
     """40 workers: one that carries is 2.5 %, so pipelines stay; three are 7.5 %, and new ones are formed."""
     shape = {"pipelines": 10, "stages": 4}
-    policy = POLICIES["bamboo"](setting(**shape))
+    policy = POLICIES["bamboo"](scenario(**shape))
     result = simulate(policy, trace(lose(100.0, 5), lose(200.0, 30), lose(300.0, 17), workers=40))
-    whole = policy.whole_rate
+    whole = policy.fault_free_rate
     assert result.rate[result.cause == 0][:3] == pytest.approx([whole, whole / 1.5, whole / 1.5])
     assert ("SWITCH", 20.0) in spans(result)
-    assert result.rate[-1] == pytest.approx(COSTS.bamboo_whole * policy.speeds.usual(9))
+    assert result.rate[-1] == pytest.approx(COSTS.bamboo_fault_free_share * policy.throughputs.one_f_one_b(9))
 
 
 def test_bamboo_neighbours_that_die_together_cost_a_rendezvous_more():
@@ -173,10 +174,10 @@ def test_bamboo_neighbours_that_die_together_cost_a_rendezvous_more():
 
 
 def test_bamboo_fills_up_from_spares():
-    policy = POLICIES["bamboo"](setting(pipelines=2, stages=2))
+    policy = POLICIES["bamboo"](scenario(pipelines=2, stages=2))
     result = simulate(policy, trace(lose(100.0, 0), lose(400.0, 2), workers=4))
     # Three left: one pipeline and a spare. The spare takes the place of the next that dies.
-    assert result.rate[-1] == pytest.approx(COSTS.bamboo_whole * policy.speeds.usual(1))
+    assert result.rate[-1] == pytest.approx(COSTS.bamboo_fault_free_share * policy.throughputs.one_f_one_b(1))
 
 
 # --- torchft, restarts, spares ----------------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ def test_torchft_drops_the_group_that_lost_a_worker():
     assert result.rate[-1] == pytest.approx(WHOLE * 2 / 3)
     assert spans(result)[:3] == [("RUN", 100.0), ("SWITCH", 2.0), ("LOST", 9 / (WHOLE * 2 / 3))]
     for failures in range(4):
-        assert POLICIES["torchft"](setting()).steady(failures) == pytest.approx(WHOLE * ((6 - failures) // 2) / 3)
+        assert POLICIES["torchft"](scenario()).steady_rate(failures) == pytest.approx(WHOLE * ((6 - failures) // 2) / 3)
 
 
 def test_torchft_restarts_a_whole_group_while_others_train():
@@ -198,7 +199,7 @@ def test_torchft_restarts_a_whole_group_while_others_train():
 
 
 def test_restart_loses_the_work_since_the_last_checkpoint():
-    result = run("checkpoint-restart", lose(400.0, 0), setting={"between": 500.0})
+    result = run("checkpoint-restart", lose(400.0, 0), scenario={"between": 500.0})
     # Every sqrt(2 x 10 x 500) = 100 s of training and 10 s of writing: at 400 s the last was 70 s ago.
     after = 18 / 31
     assert spans(result)[:3] == [("RUN", 400.0), ("RESTART", 50.0), ("LOST", 70 * WHOLE / after)]
@@ -209,7 +210,7 @@ def test_restart_loses_the_work_since_the_last_checkpoint():
 
 
 def test_restart_takes_newcomers_in_after_a_checkpoint():
-    result = run("checkpoint-restart", lose(100.0, 0), gain(400.0, 0), setting={"between": 500.0})
+    result = run("checkpoint-restart", lose(100.0, 0), gain(400.0, 0), scenario={"between": 500.0})
     assert [name for name, _ in spans(result)].count("RESTART") == 2
     assert result.rate[-1] == pytest.approx(WHOLE * 100 / 110)
 
@@ -220,12 +221,13 @@ def test_hot_spares_take_the_place_of_the_dead():
     assert result.rate[-1] in (0.0, pytest.approx(18 / 58))  # three left: one pipeline of 18 micro-batches
 
 
-def test_yardsticks():
+def test_reference_lines():
     half = run("fault-scaled", lose(500.0, 0, 1, 2))
     assert half.throughput == pytest.approx(WHOLE * 0.75)
     limit = run("work-conserving", lose(500.0, 0, 1, 2))
     assert limit.rate[-1] == pytest.approx(18 / (18 * 6 / 3 + 1))
-    assert setting(order="bidirectional").speeds.limit(3) == pytest.approx(18 / (18 * 6 / 3 + 1)), "the same work"
+    both_ways = scenario(order="bidirectional").throughputs
+    assert both_ways.work_conserving(3) == pytest.approx(18 / (18 * 6 / 3 + 1)), "the same work"
 
 
 # --- All --------------------------------------------------------------------------------------------------------------
@@ -233,14 +235,14 @@ def test_yardsticks():
 
 @pytest.mark.parametrize(("seed", "order"), [(0, "linear"), (1, "linear"), (2, "linear"), (0, "bidirectional")])
 def test_no_policy_beats_the_work_conserving_limit_and_time_adds_up(seed, order):
-    one = setting(pipelines=4, order=order)
-    made = generate(Failures(machine_mtbf_hours=6, repair_hours=2, node_size=2, node_mtbf_hours=30), 8, 2, seed)
-    result = compare(list(POLICIES.values()), one.speeds, COSTS, made)
+    one = scenario(pipelines=4, order=order)
+    made = draw_trace(FailureRates(machine_mtbf_hours=6, repair_hours=2, node_size=2, node_mtbf_hours=30), 8, 2, seed)
+    result = compare(list(POLICIES.values()), one.throughputs, COSTS, made)
     limit = result.runs["work-conserving"].throughput
     for run in result.runs.values():
         assert 0 <= run.throughput <= limit * (1 + 1e-9) and run.seconds[-1] == made.length_seconds
         assert all(run.seconds[1:] > run.seconds[:-1])
-        if not POLICIES[run.policy].yardstick:
+        if not POLICIES[run.policy].is_reference:
             lost = run.lost(result.best_rate)
             assert min(lost.values()) > -1e-6
             assert sum(lost.values()) == pytest.approx(run.length_seconds * (1 - run.throughput / result.best_rate))

@@ -4,19 +4,19 @@ import tomllib
 
 import pytest
 
-from planner.job.estimate import MACHINES, Cluster, Shape, estimate
+from planner.job.estimate import GPUS, Layout, ModelShape, estimate
 from planner.job.file import parse_job
 from planner.job.presets import preset, preset_names
-from planner.job.text import job_text
+from planner.job.writer import job_text
 from planner.plan import plan_job
 
 
 def gpt(layers, hidden, heads, vocabulary=50_304):
-    return Shape(layers=layers, hidden=hidden, heads=heads, sequence=1024, vocabulary=vocabulary)
+    return ModelShape(layers=layers, hidden=hidden, heads=heads, sequence=1024, vocabulary=vocabulary)
 
 
-def cluster(stages, **more):
-    return Cluster(**{"machine": MACHINES["a100"], "pipelines": 4, "stages": stages, "microbatches": 16,
+def layout(stages, **more):
+    return Layout(**{"gpu": GPUS["a100"], "pipelines": 4, "stages": stages, "microbatches": 16,
                       "efficiency": 0.55, **more})
 
 
@@ -25,7 +25,7 @@ def cluster(stages, **more):
     ("gpt-28.3b", gpt(64, 6144, 48), 32, 1)])
 def test_stage_times_are_near_those_published(name, shape, stages, size):
     """Zero Bubble (Qi et al. 2023) on A100s, micro-batches of 3, 1 and 1: a share of 55 % of the peak explains all."""
-    tables, _ = estimate(name, shape, cluster(stages, microbatch_size=size))
+    tables, _ = estimate(name, shape, layout(stages, microbatch_size=size))
     middle = stages // 2
     layers = tables["placement"]["layers"][middle] / (shape.layers / stages)
     published = tomllib.loads(preset(name))["time"]
@@ -46,7 +46,7 @@ def test_sizes_of_llama_3():
 
 
 def test_the_head_takes_layers_from_the_last_stage():
-    tables, remarks = estimate("job", gpt(24, 1024, 16, vocabulary=128_000), cluster(4))
+    tables, remarks = estimate("job", gpt(24, 1024, 16, vocabulary=128_000), layout(4))
     counts = tables["placement"]["layers"]
     assert sum(counts) == 24 and counts[-1] < min(counts[:-1])
     assert tables["time"]["backward_input"][0] == 0 < tables["time"]["backward_input"][1]
@@ -60,4 +60,4 @@ def test_the_head_takes_layers_from_the_last_stage():
 ])
 def test_what_cannot_be_is_refused(shape, stages, says):
     with pytest.raises(ValueError, match=says):
-        estimate("job", shape, cluster(stages))
+        estimate("job", shape, layout(stages))

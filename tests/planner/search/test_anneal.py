@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.model.arrays import Dense, solution_period
+from planner.model.arrays import ProblemArrays
 from planner.model.assemble import build_schedule
 from planner.model.bounds import lower_bound
 from planner.model.problem import build_problem
+from planner.model.start_times import solution_period
 from planner.search.anneal import Annealer
 from planner.search.anneal_pieces import polish
-from planner.search.assignment import deal
-from planner.search.list_scheduler import Policy, list_order
+from planner.search.assignment import assign
+from planner.search.list_scheduler import DispatchRule, ListScheduler
 from schedules.check import check
 from schedules.schedule import Worker
 from tests.jobs import failures, grid, jobs
@@ -29,17 +30,17 @@ def kernel():
     return importlib.import_module("planner.search.kernel.annealing")
 
 
-def listed(problem, dealing="least-loaded"):
-    dense = Dense(problem, deal(problem, dealing))
-    order = list_order(dense, Policy())
-    return dense.solution(order, dense.timed(order)[1])
+def listed(problem, rule="least-loaded"):
+    scheduler = ListScheduler(ProblemArrays(problem, assign(problem, rule)))
+    scheduler.period(DispatchRule())
+    return scheduler.solution()
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), jobs(), MODES, st.sampled_from(["least-loaded", "round-robin"]), st.integers(0, 99))
-def test_annealed_plans_keep_every_rule(kernel, data, job, modes, dealing, seed):
+def test_annealed_plans_keep_every_rule(kernel, data, job, modes, rule, seed):
     problem = build_problem(job, data.draw(failures(job)), backward=modes[0], optimizer=modes[1])
-    before = listed(problem, dealing)
+    before = listed(problem, rule)
     annealer = Annealer(kernel, problem, before, goal=0, seed=seed)
     assert annealer.period <= solution_period(problem, before)
     annealer.advance(200)

@@ -1,41 +1,161 @@
-"""The compiled list scheduler is op for op that of `planner.search.list_scheduler`."""
+"""The list scheduler: interpreted as compiled, never better than the optimum, never stuck where a plan exists."""
 
-import importlib
+import itertools
 from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.model.arrays import Dense
-from planner.model.problem import build_problem
-from planner.search.assignment import deal
-from planner.search.compiled_lister import CompiledLister, PlainLister
-from planner.search.list_scheduler import Guests, Policy
+from planner.job.file import parse_job
+from planner.model.arrays import ProblemArrays
+from planner.model.assemble import build_schedule
+from planner.model.problem import NoPlanError, Problem, build_problem
+from planner.model.start_times import solution_period
+from planner.search.assignment import ASSIGNMENT_RULES, assign
+from planner.search.list_scheduler import DispatchRule, ListScheduler, Rerouted
+from schedules.check import check
+from schedules.schedule import OpKind
 from tests.jobs import failures, jobs
+from tests.planner.search.brute_force import optimal_period
+from tests.planner.search.interpreted import interpreted
+from tests.planner.search.test_optimal import tiny
 
 MODES = st.tuples(st.sampled_from(["split", "fused"]), st.sampled_from(["staggered", "synchronous"]))
 SHARES = st.sampled_from([0.0, 0.5, 1.0])
 
 
-@pytest.fixture(scope="module")
-def kernel():
-    """Compiles here and now if need be: some ten seconds, once."""
-    return importlib.import_module("planner.search.kernel.list_scheduler")
+def rules(problem: Problem):
+    """Any dispatch rule for a problem."""
+    return st.builds(
+        DispatchRule, lookahead=SHARES, forward_lookahead=SHARES, load_share=SHARES,
+        forward_order=st.sampled_from(["deepest", "oldest"]),
+        in_flight=st.none() | st.tuples(*[st.integers(1, 4)] * len(problem.grid.stages)),
+        ignore_transfers=st.booleans(), make_room=st.booleans(), rerouted=st.sampled_from(get_args(Rerouted)),
+        eager_weights=st.booleans() if problem.backward == "split" else st.just(False))
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.data(), jobs(), MODES, st.sampled_from(["least-loaded", "round-robin"]))
-def test_compiled_and_plain_make_the_same_schedules(kernel, data, job, modes, dealing):
+def listed(problem: Problem, assignment, rule: DispatchRule):
+    scheduler = ListScheduler(ProblemArrays(problem, assign(problem, assignment)))
+    return scheduler.period(rule), scheduler.solution()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), jobs(), MODES, st.sampled_from(ASSIGNMENT_RULES))
+def test_interpreted_and_compiled_make_the_same_schedules(data, job, modes, assignment):
     problem = build_problem(job, data.draw(failures(job)), backward=modes[0], optimizer=modes[1])
-    dense = Dense(problem, deal(problem, dealing))
-    policy = Policy(patience=data.draw(SHARES), forward_patience=data.draw(SHARES), load_share=data.draw(SHARES),
-                    forward_order=data.draw(st.sampled_from(["deepest", "oldest"])),
-                    in_flight=data.draw(st.none() | st.tuples(*[st.integers(1, 4)] * len(problem.grid.stages))),
-                    ignore_transfers=data.draw(st.booleans()), make_room=data.draw(st.booleans()),
-                    guests=data.draw(st.sampled_from(get_args(Guests))),
-                    eager_weights=data.draw(st.booleans()) and modes[0] == "split")
-    plain, compiled = PlainLister(dense), CompiledLister(kernel, dense)
-    assert plain.period(policy) == compiled.period(policy)
-    ours, theirs = plain.solution(), compiled.solution()
-    assert list(ours.starts.items()) == list(theirs.starts.items()) and ours.hosts == theirs.hosts
+    rule = data.draw(rules(problem))
+    compiled = listed(problem, assignment, rule)
+    with interpreted("list_scheduler", "start_times"):
+        plain = listed(problem, assignment, rule)
+    assert compiled[0] == plain[0] and compiled[1].hosts == plain[1].hosts
+    assert list(compiled[1].starts.items()) == list(plain[1].starts.items())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), tiny(), st.sampled_from(ASSIGNMENT_RULES))
+def test_interpreted_it_keeps_every_rule_and_never_beats_the_optimum(data, case, assignment):
+    job, failed, backward, optimizer = case
+    problem = build_problem(job, failed, backward=backward, optimizer=optimizer)
+    with interpreted("list_scheduler", "start_times"):
+        period, solution = listed(problem, assignment, data.draw(rules(problem)))
+    optimum = optimal_period(problem)
+    assert check(build_schedule(problem, solution, lower_bound=optimum, method="greedy")) == []
+    assert period == solution_period(problem, solution) >= optimum
+
+
+@st.composite
+def scarce(draw):
+    """A job whose workers have about the least memory with which there is a plan, and that least by column."""
+    pipelines, stages, chunks = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    order = draw(st.sampled_from(["linear", "interleaved", "v", *([] if stages % 2 else ["bidirectional"])]))
+    depth = stages if order == "bidirectional" else stages * chunks
+    amounts = st.lists(st.integers(0, 4), min_size=depth, max_size=depth)
+    activation, stash = draw(amounts), draw(amounts)
+    lines = [f"pipelines = {pipelines}", f"stages = {stages}", f"microbatches = {draw(st.integers(1, 5))}",
+             "[placement]", f"order = '{order}'", *([] if order == "bidirectional" else [f"chunks = {chunks}"]),
+             "[time]", f"forward = {draw(st.integers(1, 3))}", f"backward_input = {draw(st.integers(1, 3))}",
+             f"backward_weight = {draw(st.integers(1, 3))}", f"transfer = {draw(st.integers(0, 2))}",
+             "[memory]", f"activation = {activation}", f"weight_stash = {stash}"]
+    backward = draw(st.sampled_from(["split", "fused"]))
+    ample = build_problem(parse_job("\n".join([*lines, "capacity = 1000"])), backward=backward)
+    least = [round(least_by_enumeration(ample, column) * ample.memory.unit) for column in range(stages)]
+    capacity = [max(0, need + draw(st.sampled_from([-1, 0, 0, 0, 1, 2]))) for need in least]
+    return parse_job("\n".join([*lines, f"capacity = {capacity}"])), backward, capacity, least
+
+
+def least_by_enumeration(problem: Problem, column: int) -> int:
+    """The least room, in memory units, with which a worker can run one micro-batch: over every order of its ops."""
+    grid = problem.grid
+    return max(least_of_chain(problem, [stage for stage in grid.path(number) if grid.stages[stage].column == column])
+               for number in range(min(grid.chains, grid.microbatches[0])))
+
+
+def least_of_chain(problem: Problem, stages) -> int:
+    """Forwards and gradients of one micro-batch have a fixed order; its weight gradients may come at any time after."""
+    flow = [(OpKind.F, stage) for stage in stages] + [(problem.gradient_kind, stage) for stage in reversed(stages)]
+    if problem.backward == "fused" or not stages:
+        return most_held(problem, flow)
+    found = []
+    for places in itertools.product(range(len(flow) + 1), repeat=len(stages)):
+        ops = [[] for _ in range(len(flow) + 1)]
+        for place, stage in zip(places, stages, strict=True):
+            ops[place].append((OpKind.W, stage))
+        order = [op for index, behind in enumerate(ops) for op in [*behind, *flow[index:index + 1]]]
+        if all(order.index((OpKind.I, stage)) < order.index((OpKind.W, stage)) for stage in stages):
+            found.append(most_held(problem, order))
+    return min(found)
+
+
+def most_held(problem: Problem, order) -> int:
+    held = most = 0
+    for kind, stage in order:
+        if kind is OpKind.F:
+            held += problem.activation(stage)
+        elif kind is OpKind.W:
+            held -= problem.stash(stage)
+        else:
+            held += problem.stash(stage) - problem.activation(stage)
+        most = max(most, held)
+    return most
+
+
+INTERLEAVED = """
+pipelines = 1
+stages = 2
+microbatches = 4
+[placement]
+order = "interleaved"
+chunks = 2
+[time]
+forward = 1
+backward_input = 1
+backward_weight = 1
+[memory]
+capacity = 4
+activation = 1
+weight_stash = 3
+"""
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), scarce(), st.sampled_from(["staggered", "synchronous"]))
+def test_wherever_there_is_room_for_one_microbatch_there_is_a_plan(data, case, optimizer):
+    job, backward, capacity, least = case
+    down = data.draw(failures(job))
+    if any(room < need for room, need in zip(capacity, least, strict=True)):
+        with pytest.raises(NoPlanError, match="no schedule can run it"):
+            build_problem(job, down, backward=backward, optimizer=optimizer)
+        return
+    problem = build_problem(job, down, backward=backward, optimizer=optimizer)
+    _, solution = listed(problem, data.draw(st.sampled_from(ASSIGNMENT_RULES)), data.draw(rules(problem)))
+    assert check(build_schedule(problem, solution, lower_bound=1, method="greedy")) == []
+
+
+def test_a_stash_larger_than_the_activation_waits_for_weight_gradients():
+    """Room for the stash of one stage beside one activation: both micro-batches of a worker overlap only just."""
+    problem = build_problem(parse_job(INTERLEAVED))
+    _, solution = listed(problem, "least-loaded", DispatchRule())
+    assert check(build_schedule(problem, solution, lower_bound=1, method="greedy")) == []
+    with pytest.raises(NoPlanError, match=r"has room for 3, but one micro-batch needs 4 there"):
+        build_problem(parse_job(INTERLEAVED.replace("capacity = 4", "capacity = 3")))

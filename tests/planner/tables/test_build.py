@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,9 +13,8 @@ import pytest
 
 from planner.job.file import parse_job
 from planner.normalise import PlanOptions
-from planner.tables.build import Planner, all_tasks, basis_of, build_table
+from planner.tables.build import EntryPlanner, all_tasks, basis_of, build_table
 from planner.tables.folder import PARTS, decode_part, encode_part
-from planner.tables.process_pool import PoolError, run_all
 from schedules.check import check
 from schedules.schedule import Worker
 from schedules.tables.file import TableError
@@ -152,7 +150,7 @@ def test_another_job_or_other_options_are_refused(exact, tmp_path, text, options
         build(exact[0], text=text, options=options)
     job = parse_job(JOB.decode())
     task = all_tasks(job, 1, exact=False)[1]
-    part = Planner(job, OPTIONS, basis_of(job, OPTIONS))(task)
+    part = EntryPlanner(job, OPTIONS, basis_of(job, OPTIONS))(task)
     (tmp_path / PARTS).mkdir()
     (tmp_path / PARTS / "count-1.json.gz").write_bytes(encode_part(part))
     with pytest.raises(TableError, match=f"count-1.json.gz: of another job or other options: {says}"):
@@ -161,7 +159,7 @@ def test_another_job_or_other_options_are_refused(exact, tmp_path, text, options
 
 def test_a_damaged_part_is_refused(tmp_path):
     job = parse_job(JOB.decode())
-    part = Planner(job, OPTIONS, basis_of(job, OPTIONS))(all_tasks(job, 1, exact=False)[1])
+    part = EntryPlanner(job, OPTIONS, basis_of(job, OPTIONS))(all_tasks(job, 1, exact=False)[1])
     data = encode_part(part)
     assert decode_part(data, "part") == msgspec.structs.replace(part, sha256=decode_part(data, "part").sha256)
     file = tmp_path / PARTS / "count-1.json.gz"
@@ -179,8 +177,8 @@ def test_a_damaged_part_is_refused(tmp_path):
 
 
 def encode_with(part, sha256):
-    from schedules.tables.file import pack
-    return pack(msgspec.json.encode(msgspec.structs.replace(part, sha256=sha256)))
+    from schedules.tables.file import compress
+    return compress(msgspec.json.encode(msgspec.structs.replace(part, sha256=sha256)))
 
 
 def test_too_many_patterns_are_refused_at_once():
@@ -195,26 +193,3 @@ def test_index_is_json_that_anything_can_read(exact):
     index = json.loads((exact[0] / "index.json").read_text())
     assert index["format"] == "slipstream.table" and index["entries"][1]["key"] == "count-1"
     assert (exact[0] / "job.toml").read_bytes() == JOB
-
-
-# --- The pool ---------------------------------------------------------------------------------------------------------
-
-
-def _double(task):
-    if task == 13:
-        raise ValueError("unlucky")
-    if task == 666:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return 2 * task
-
-
-def test_pool_gives_all_results():
-    assert sorted(run_all(_double, range(7), 2)) == [(task, 2 * task) for task in range(7)]
-    assert list(run_all(_double, [], 2)) == []
-
-
-def test_pool_tells_of_failures_and_deaths():
-    with pytest.raises(PoolError, match=r"13: Traceback.*\n(.*\n)*ValueError: unlucky"):
-        list(run_all(_double, [1, 13], 1))
-    with pytest.raises(PoolError, match="666: its process died"):
-        list(run_all(_double, [666], 1))

@@ -9,7 +9,7 @@ from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.coordinator import Coordinator
 from runtime.coordinator.join_planning import FAILURES, PAUSE_SECONDS
 from runtime.coordinator.planning import NoScheduleError, RunError
-from runtime.protocol.to_coordinator import Followed, Paused, Ran, Ready, Unfollowed
+from runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Paused, Ran, Ready
 from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Move, Train
 from schedules.codec import decode
 from schedules.schedule import Worker
@@ -79,8 +79,8 @@ class Run:
         for worker in workers:
             self.coordinator.paused(Paused(worker, self.coordinator.number, (worker.column,), None, None))
 
-    def followed(self, fetch):
-        self.coordinator.followed(Followed(BACK, fetch))
+    def fetch_up_to_date(self, fetch):
+        self.coordinator.fetch_up_to_date(FetchUpToDate(BACK, fetch))
         self.coordinator.advance()
 
 
@@ -101,7 +101,7 @@ def test_one_that_comes_back_fetches_its_layers_and_is_taken_in_at_a_turn(run):
     assert told.moves == (Move(BACK, Worker(0, 1), 2), Move(BACK, Worker(0, 1), 3))
     assert told.addresses == ((Worker(0, 1), ("127.0.0.1", 2)),)
     assert run.ran(1) == [False] * 3
-    run.followed(1)
+    run.fetch_up_to_date(1)
     assert run.ran(2) == [True] * 3 and run.last(EndOrder) is None
     run.paused()
     order = run.last(Train)
@@ -114,7 +114,7 @@ def test_all_stop_at_the_same_turn_whoever_has_reported_before_it_was_agreed_on(
     run.ran(0)
     run.coordinator.ready(ready(BACK))
     run.ran(1, MEMBERS[:1])
-    run.followed(1)
+    run.fetch_up_to_date(1)
     assert run.ran(1, MEMBERS[1:]) == [False] * 2
     assert run.ran(2, MEMBERS[1:]) == [True] * 2 and run.ran(2, MEMBERS[:1]) == [True]
     run.paused()
@@ -124,9 +124,9 @@ def test_all_stop_at_the_same_turn_whoever_has_reported_before_it_was_agreed_on(
 def test_one_that_could_not_fetch_its_layers_tries_again_later(run):
     run.ran(0)
     run.coordinator.ready(ready(BACK))
-    run.coordinator.unfollowed(Unfollowed(BACK, 1))
+    run.coordinator.fetch_failed(FetchFailed(BACK, 1))
     assert run.last(Fetch).number == 2 and run.last(Fetch).moves == ()  # who has begun it, ends it
-    run.followed(1)  # told before it heard of that
+    run.fetch_up_to_date(1)  # told before it heard of that
     assert run.ran(1) == run.ran(2) == [False] * 3
     assert run.last(Fetch).number == 2, "too soon"
     time.sleep(PAUSE_SECONDS)
@@ -138,7 +138,7 @@ def test_one_that_never_can_fetch_its_layers_gets_them_while_all_wait(run):
     run.ran(0)
     run.coordinator.ready(ready(BACK))
     for _ in range(FAILURES):
-        run.coordinator.unfollowed(Unfollowed(BACK, run.last(Fetch).number))
+        run.coordinator.fetch_failed(FetchFailed(BACK, run.last(Fetch).number))
         time.sleep(PAUSE_SECONDS)
         run.coordinator.advance()
     assert run.ran(1) == [True] * 3

@@ -62,15 +62,19 @@ def test_a_stranger_is_cut_off_and_never_heard_of(said):
     assert play(script) == []
 
 
-def test_nonsense_after_the_hello_ends_the_connection():
+@pytest.mark.parametrize(("hello", "then"), [
+    (JoinNode(1), struct.pack("<I", 2) + b"[]"), (JoinNode(1), frame(Heartbeat())),
+    (JoinWorker(WORKER), frame(Ended(WORKER, 0))), (JoinWorker(WORKER), frame(Note(Worker(1, 1), "not me")))])
+def test_nonsense_after_the_hello_ends_the_connection(hello, then):
+    """Also what only others may say."""
     async def script(connect, heard):
         reader, writer = await connect()
-        writer.write(frame(JoinNode(1)) + struct.pack("<I", 2) + b"[]")
+        writer.write(frame(hello) + then)
         assert await reader.read() == b""
         await until(lambda: len(heard) == 2)
         return heard
 
-    assert [message for _, message in play(script)] == [JoinNode(1), None]
+    assert [message for _, message in play(script)] == [hello, None]
 
 
 def test_who_says_nothing_is_cut_off(monkeypatch):
@@ -89,9 +93,9 @@ def test_what_is_sent_before_closing_arrives():
         writer.write(frame(JoinWorker(WORKER)))
         await until(lambda: heard)
         connection = heard[0][0]
-        connection.send(Leave())
+        connection.send(frame(Leave()))
         connection.close()
-        connection.send(Leave())
+        connection.send(frame(Leave()))
         return await reader.read()
 
     assert play(script) == frame(Leave())

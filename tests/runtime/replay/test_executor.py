@@ -17,7 +17,7 @@ from runtime.replay.exchange import LOOKAHEAD, Exchange, TensorName
 from runtime.replay.executor import Executor
 from runtime.replay.placement import PlacementError, deal_to_nodes, layer_ranges, reduce_group
 from runtime.replay.recorder import Recorder
-from schedules.graph import op_key, producers
+from schedules.precedence import op_key, producers
 from schedules.schedule import OpKind, Schedule, Worker
 from tests.generate import schedules
 from tests.jobs import grid

@@ -61,9 +61,9 @@ LAYERS = "[placement]\nlayers = [2, 1, 3]\n"
 
 
 @pytest.mark.parametrize("job", [grid(2, 3, 2, more=LAYERS), grid(3, 2, 2)])
-@pytest.mark.parametrize("holes", [[Worker(0, 1), Worker(1, 0)], [Worker(0, 0), Worker(0, 1)]])
-def test_moves_are_the_cheapest(job, holes):
-    schedule = plan_job(job, holes, method="greedy").schedule
+@pytest.mark.parametrize("empty", [[Worker(0, 1), Worker(1, 0)], [Worker(0, 0), Worker(0, 1)]])
+def test_moves_are_the_cheapest(job, empty):
+    schedule = plan_job(job, empty, method="greedy").schedule
     workers = list(schedule.grid.workers())
     for index, first in enumerate(workers):
         for second in workers[index + 1:]:
@@ -95,7 +95,7 @@ def test_slow_workers_are_replaced_by_others_but_never_replace_one():
 
 def test_only_as_many_failures_fit():
     schedule = plan_job(grid(3, 2, 2), [Worker(0, 0)], method="greedy").schedule
-    with pytest.raises(ValueError, match="2 failed workers for a schedule with 1 holes"):
+    with pytest.raises(ValueError, match="2 failed workers for a schedule with 1 empty roles"):
         relabel(schedule, [Worker(0, 0), Worker(0, 1)])
     moved = relabel(schedule, [Worker(1, 1)])
     assert moved is not None

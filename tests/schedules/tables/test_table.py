@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 
 from planner.job.file import parse_job
 from planner.normalise import PlanOptions
-from planner.tables.build import Planner, all_tasks, basis_of
+from planner.tables.build import EntryPlanner, all_tasks, basis_of
 from planner.tables.folder import TableFolder
 from schedules.check import check
 from schedules.codec import decode, encode
 from schedules.schedule import Worker
-from schedules.tables import file as tablefile
-from schedules.tables.file import TableError, digest, encode_document, read_index, sealed
+from schedules.tables.file import TableError, digest, encode_document, read_index, with_digest
 from schedules.tables.pattern import dead_column
 from schedules.tables.table import Table, library, library_names
 
@@ -45,13 +44,13 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("table")
     job = parse_job(JOB)
     basis = basis_of(job, OPTIONS)
-    home = TableFolder(path, basis)
-    home.open()
-    plan = Planner(job, OPTIONS, basis)
+    table_folder = TableFolder(path, basis)
+    table_folder.reopen()
+    plan = EntryPlanner(job, OPTIONS, basis)
     tasks = [*all_tasks(job, FAILURES, exact=False), *all_tasks(job, 2, exact=True)[3:]]
     for task in tasks:
-        home.keep(plan(task))
-    home.publish([task.key for task in tasks], JOB.encode(), max_failures=FAILURES, exact=False)
+        table_folder.add(plan(task))
+    table_folder.publish([task.key for task in tasks], JOB.encode(), max_failures=FAILURES, exact=False)
     return path
 
 
@@ -153,7 +152,7 @@ def forged(folder, tmp_path, **changes):
             path = copy / "entries" / f"{name}.json"
             path.write_bytes(change(path.read_bytes()))
             rows[name] = msgspec.structs.replace(rows[name], sha256=digest(path.read_bytes()))
-    index = sealed(msgspec.structs.replace(index, entries=tuple(rows.values())))
+    index = with_digest(msgspec.structs.replace(index, entries=tuple(rows.values())))
     (copy / "index.json").write_bytes(encode_document(index))
     return copy
 
@@ -185,7 +184,7 @@ def test_forged_tables_are_refused_in_one_line(folder, tmp_path, changes, says):
 
 
 def test_a_bomb_is_not_unpacked(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(tablefile, "MAX_PROGRAMS_BYTES", 10**5)
+    monkeypatch.setattr("schedules.tables.file.MAX_PROGRAMS_BYTES", 10**5)
     with pytest.raises(TableError, match="unpacks to more than 100000 bytes"):
         Table.load(forged(folder, tmp_path, programs=gzip.compress(b" " * 10**7)))
 
@@ -194,7 +193,7 @@ def test_keys_cannot_leave_the_folder(folder, tmp_path):
     copy = broken(folder, tmp_path, "index.json", bytes)
     index = read_index(copy)
     rows = (msgspec.structs.replace(index.entries[0], key="../../count-0"), *index.entries[1:])
-    (copy / "index.json").write_bytes(encode_document(sealed(msgspec.structs.replace(index, entries=rows))))
+    (copy / "index.json").write_bytes(encode_document(with_digest(msgspec.structs.replace(index, entries=rows))))
     with pytest.raises(TableError, match="is no key of an entry"):
         Table.load(copy)
 

@@ -1,0 +1,1 @@
+"""Schedules and figures as text, pictures, pages and traces."""

@@ -1,0 +1,84 @@
+"""Pictures of reproduced figures, by matplotlib (the extra `plots`)."""
+
+import io
+import textwrap
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Picture
+from matplotlib.ticker import ScalarFormatter
+
+from planner.fleet.figures import Figure
+from planner.fleet.figures.figure import Series
+
+COLOURS = ("#0b6e4f", "#e69f00", "#0072b2", "#cc79a7", "#555555", "#aaaaaa", "#d55e00", "#7a5195", "#56b4e9")
+MARKERS = "osD^vP"
+
+
+def draw(figure: Figure) -> bytes:
+    """The picture as PNG."""
+    mpl.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    picture = Picture(figsize=(9.5, 5.6), dpi=130, layout="constrained")
+    axes = picture.subplots()
+    if figure.kind == "bars":
+        _bars(axes, figure)
+    else:
+        _lines(axes, figure)
+    axes.set_title(figure.title, loc="left", fontweight="bold")
+    axes.set_xlabel(figure.x_label)
+    axes.set_ylabel(figure.y_label)
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y", color="#e5e8eb")
+    axes.set_axisbelow(True)
+    picture.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    buffer = io.BytesIO()
+    picture.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _floats(values: tuple[float | None, ...]) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+    return np.array([np.nan if value is None else value for value in values])
+
+
+def _lines(axes: Axes, figure: Figure) -> None:
+    x = np.array(figure.x, dtype=float)
+    colours = iter(COLOURS)
+    markers = iter(MARKERS)
+    for number, one in enumerate(figure.series):
+        if one.published:
+            axes.plot(x, _floats(one.values), linestyle="none", marker=next(markers), color="black", fillstyle="none",
+                      label=one.name)
+            continue
+        colour = next(colours)
+        axes.plot(x, _floats(one.values), linestyle="--" if one.is_reference else "-", color=colour, label=one.name,
+                  linewidth=1.5 if number else 4)  # the first is seen where others lie on it
+        if one.low:
+            axes.fill_between(x, _floats(one.low), _floats(one.high), color=colour, alpha=0.13, linewidth=0)
+    if figure.logarithmic_x:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(x)
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+
+
+def _bars(axes: Axes, figure: Figure) -> None:
+    places = np.arange(len(figure.x))
+    drawn = [one for one in figure.series if not one.published]
+    points = [one for one in figure.series if one.published]
+    width = 0.8 / len(drawn)
+    for number, one in enumerate(drawn):
+        at = places + (number - (len(drawn) - 1) / 2) * width
+        values = _floats(one.values)
+        axes.bar(at, values, width * 0.92, color=COLOURS[number], label=one.name, yerr=_errors(one), capsize=2,
+                 error_kw={"linewidth": 0.9})
+        if number < len(points) and len(points) == len(drawn):
+            axes.plot(at, _floats(points[number].values), linestyle="none", marker=MARKERS[number], color="black",
+                      markerfacecolor="white", label=points[number].name, zorder=5)
+    axes.set_xticks(places, [textwrap.fill(str(label), 18) for label in figure.x], fontsize=8)
+
+
+def _errors(one: Series) -> "np.ndarray[tuple[int, int], np.dtype[np.float64]] | None":
+    if not one.low:
+        return None
+    values = _floats(one.values)
+    return np.array([values - _floats(one.low), _floats(one.high) - values])

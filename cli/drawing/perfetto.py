@@ -1,0 +1,100 @@
+"""Planned and measured ops as Chrome trace events, which ui.perfetto.dev and chrome://tracing open.
+
+One process a pipeline, one thread a worker, one complete event ("X") an op, and a flow ("s" to "f") for each tensor
+that crosses between two workers. Perfetto binds a flow's end to the slice that encloses its timestamp, so both ends
+lie in the middle of their op.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
+from schedules.precedence import op_key, waits
+from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
+
+Event = dict[str, Any]
+Programs = Mapping[Worker, Sequence[Op]]
+
+NAMES = {OpKind.F: "forward", OpKind.I: "backward_input", OpKind.W: "backward_weight", OpKind.B: "backward",
+         OpKind.A: "all_reduce", OpKind.O: "optimizer"}
+
+
+def perfetto_trace(schedule: Schedule, measured: Sequence[MeasuredIteration] = ()) -> bytes:
+    """The trace-event JSON of a schedule, and of measured iterations beside it, all aligned at 0."""
+    flows = count(1)
+    planned = {seat.worker: schedule.ops(seat.worker) for seat in schedule.seats}
+    events = list(_process_events(schedule, "planned", 0, planned, schedule.tick_seconds, flows))
+    for index, iteration in enumerate(measured, start=1):
+        title = "measured" if len(measured) == 1 else f"measured iteration {iteration.iteration}"
+        events += _process_events(schedule, title, index, placed_ops(iteration), TICK_SECONDS, flows)
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")).encode() + b"\n"
+
+
+def _process_events(schedule: Schedule, title: str, block: int, programs: Programs, tick_seconds: float,
+                    flows: Iterator[int]) -> Iterator[Event]:
+    """Everything about one run of the pipelines: process `block` x pipelines + pipeline + 1 each."""
+    def process(worker: Worker) -> int:
+        return block * schedule.grid.pipelines + worker.pipeline + 1
+
+    yield from _names(title, programs, process)
+    for worker, ops in programs.items():
+        role = schedule.seat_of[worker].role if worker in schedule.seat_of else worker
+        for op in ops:
+            yield _slice(op, role, process(worker), tick_seconds)
+    for producer, consumer in _crossings(programs, schedule.grid.depth):
+        flow = {"name": "activation" if consumer.kind is OpKind.F else "gradient", "cat": "transfer",
+                "id": next(flows)}
+        yield flow | {"ph": "s"} | _inside(producer, process(producer.worker), tick_seconds)
+        yield flow | {"ph": "f", "bp": "e"} | _inside(consumer, process(consumer.worker), tick_seconds)
+
+
+def _names(title: str, programs: Programs, process: Callable[[Worker], int]) -> Iterator[Event]:
+    for pipeline, pid in sorted({(worker.pipeline, process(worker)) for worker in programs}):
+        yield _metadata("process_name", pid, 0, {"name": f"{title} pipeline {pipeline}"})
+        yield _metadata("process_sort_index", pid, 0, {"sort_index": pid})
+    for worker in programs:
+        pid, tid = process(worker), worker.column + 1
+        yield _metadata("thread_name", pid, tid, {"name": f"worker {worker}"})
+        yield _metadata("thread_sort_index", pid, tid, {"sort_index": worker.column})
+
+
+def _metadata(name: str, pid: int, tid: int, args: Mapping[str, object]) -> Event:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
+
+
+def _slice(op: Op, role: Worker, pid: int, tick_seconds: float) -> Event:
+    begin, end = _nanoseconds(op.start_ticks, tick_seconds), _nanoseconds(op.end_ticks, tick_seconds)
+    args = {"stage": op.stage, "pipeline": op.pipeline, "microbatch": op.microbatch,
+            "rerouted": op.pipeline is not None and op.pipeline != role.pipeline}
+    micro = f" {op.pipeline}.{op.microbatch}" if op.microbatch is not None else ""
+    return {"ph": "X", "name": f"{op.kind}{micro}", "cat": NAMES[op.kind], "pid": pid, "tid": op.worker.column + 1,
+            "ts": begin / 1000, "dur": (end - begin) / 1000,
+            "args": {key: value for key, value in args.items() if value is not None}}
+
+
+def _inside(op: Op, pid: int, tick_seconds: float) -> Event:
+    middle = (_nanoseconds(op.start_ticks, tick_seconds) + _nanoseconds(op.end_ticks, tick_seconds)) // 2
+    return {"pid": pid, "tid": op.worker.column + 1, "ts": middle / 1000}
+
+
+def _nanoseconds(ticks: int, tick_seconds: float) -> int:
+    return round(ticks * tick_seconds * 1e9)
+
+
+def _crossings(programs: Programs, stages: int) -> Iterator[tuple[Op, Op]]:
+    """Producer and consumer of each tensor that goes to another worker.
+
+    Ops without duration have no inside to which an arrow could be bound; theirs are left out.
+    """
+    by_key = {op_key(op): op for op in _compute(programs.values())}
+    for key, op in by_key.items():
+        for source, rule in waits(key, stages):
+            producer = by_key.get(source)
+            if rule.tensor and producer is not None and producer.worker != op.worker:
+                yield producer, op
+
+
+def _compute(programs: Iterable[Sequence[Op]]) -> Iterator[Op]:
+    return (op for ops in programs for op in ops if op.kind in COMPUTE_KINDS and op.end_ticks > op.start_ticks)

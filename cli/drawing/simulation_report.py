@@ -1,0 +1,171 @@
+"""The report of a simulation: one HTML file that needs nothing else, no network and no fonts."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+
+import numpy as np
+
+from cli.drawing.svg_chart import Line, bars, steps
+from planner.fleet.policies import POLICIES
+from planner.fleet.policy import Cause
+from planner.fleet.simulation import Comparison, PolicyRun
+
+BINS = 480
+"""Throughput is averaged over so many equal parts of the trace at most."""
+COLOURS = {
+    "slipstream": "#0b6e4f", "slipstream-static": "#6fb98f", "recycle": "#e69f00", "oobleck": "#0072b2",
+    "bamboo": "#cc79a7", "torchft": "#d55e00", "checkpoint-restart": "#7a5195", "hot-spares": "#56b4e9",
+    "fault-scaled": "#555555", "work-conserving": "#aaaaaa",
+}
+CAUSE_COLOURS = {
+    Cause.RUN: "#0072b2", Cause.WHOLE: "#9ecae1", Cause.SWITCH: "#d55e00", Cause.LOAD: "#e69f00", Cause.LOST: "#cc79a7",
+    Cause.RESTART: "#7a5195", Cause.CHECKPOINT: "#f0c05a", Cause.WAIT: "#444444",
+}
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f23; background: #fff; max-width: 1000px; margin: 2rem auto;
+       padding: 0 1rem; }
+h1 { font-size: 1.6rem; margin: 0 0 .3rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .4rem; }
+.lead { font-size: 1.1rem; margin: .6rem 0; } .dim { color: #57606a; font-size: .9rem; }
+svg { width: 100%; height: auto; font: 12px system-ui, sans-serif; fill: #1b1f23; }
+svg .grid { stroke: #e5e8eb; stroke-width: 1; }
+table { border-collapse: collapse; width: 100%; font-size: .88rem; font-variant-numeric: tabular-nums; }
+.scroll { overflow-x: auto; }
+th, td { padding: .3rem .5rem; border-bottom: 1px solid #e5e8eb; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; } thead th { border-bottom: 2px solid #1b1f23; white-space: normal;
+       vertical-align: bottom; font-weight: 600; }
+tr.reference { color: #57606a; font-style: italic; }
+.legend { margin: .3rem 0; } .legend label { display: inline-block; margin: 0 1rem .2rem 0; cursor: pointer; }
+.swatch { display: inline-block; width: 1.1em; height: .7em; margin-right: .35em; border-radius: 2px; }
+dt { font-weight: 600; margin-top: .5rem; } dd { margin: 0; color: #3d444b; font-size: .92rem; }
+@media print { body { margin: 0; } input { display: none; } }
+"""
+SCRIPT = """
+document.querySelectorAll('.legend input').forEach(box => box.addEventListener('change', () => {
+  document.querySelectorAll('.line').forEach(line => {
+    if (line.dataset.name === box.value) line.style.display = box.checked ? '' : 'none';
+  });
+}));
+"""
+
+
+def page(result: Comparison, *, job: str, grid: str, notes: Sequence[str]) -> bytes:
+    """The whole report. `job` and `grid` name what was simulated, `notes` what was taken for granted besides."""
+    hours = result.trace.length_seconds / 3600
+    parts = [f"<h1>{escape(job)}: what failures cost</h1>",
+             f'<p class="dim">{escape(grid)} &middot; trace {escape(result.trace.name)}: {hours:.4g} h, '
+             f"{result.trace.removals} workers lost, {result.trace.mean_live:.4g} of {result.trace.places} alive on "
+             "average</p>",
+             f'<p class="lead">{escape(verdict(result))}</p>',
+             "<h2>Mean throughput, and what it cost</h2>", _table(result),
+             '<p class="dim">When whole: with all workers alive. Worker-hours are of live workers, also idle ones.</p>',
+             "<h2>Throughput over time</h2>", _legend(result), _throughput(result),
+             "<h2>Live workers</h2>", _live(result),
+             "<h2>Lost time by cause</h2>", _causes(result), _lost_table(result),
+             f'<p class="dim">In hours of a job that always runs at the best fault-free rate, {result.best_rate:.4g} '
+             "samples a second.</p>",
+             "<h2>What was assumed</h2>", _assumptions(result, notes)]
+    body = "\n".join(parts)
+    return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+            f'<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f"<title>{escape(job)}: what failures cost</title><style>{STYLE}</style></head>\n"
+            f"<body>\n{body}\n<script>{SCRIPT}</script>\n</body></html>\n").encode()
+
+
+def verdict(result: Comparison) -> str:
+    """The answer in a sentence: the first policy against the others that could be run."""
+    real = {name: run.throughput for name, run in result.runs.items() if not POLICIES[name].is_reference}
+    if not real:
+        return "only reference lines were asked for"
+    first, *others = real
+    text = f"{first} trains {real[first]:.4g} samples a second on average"
+    ratios = [f"{real[first] / real[name]:.2f}x {name}" if real[name] else f"{name} trains none" for name in others]
+    return f"{text}: {', '.join(ratios)}." if ratios else f"{text}."
+
+
+def worker_hours(result: Comparison, run: PolicyRun) -> float | None:
+    """Hours of live workers for 1,000 samples; None where none was trained."""
+    return result.trace.mean_live / run.throughput / 3.6 if run.throughput else None
+
+
+def _table(result: Comparison) -> str:
+    best = max((run.throughput for run in _real(result).values()), default=0.0)
+    rows = []
+    for name, run in result.runs.items():
+        spent = worker_hours(result, run)
+        reference = POLICIES[name].is_reference
+        rows.append((reference, (name, f"{run.throughput:.4g}", f"{run.throughput / best:.1%}" if best else "-",
+                                 f"{run.fault_free_rate:.4g}", f"{spent:.4g}" if spent else "-",
+                                 "" if reference else str(run.switches))))
+    head = ("policy", "samples / s", "of the best", "when whole", "worker-hours / 1,000 samples", "switches")
+    return _grid(head, rows)
+
+
+def _lost_table(result: Comparison) -> str:
+    lost = {name: run.lost(result.best_rate) for name, run in _real(result).items()}
+    shown = [cause for cause in Cause if any(row[cause] > 1 for row in lost.values())]
+    rows = [(False, (name, *(f"{max(0.0, row[cause]) / 3600:.2f}" for cause in shown),
+                     f"{sum(row.values()) / 3600:.2f}")) for name, row in lost.items()]
+    return _grid(("hours lost", *shown, "in all"), rows)
+
+
+def _grid(head: Sequence[str], rows: Sequence[tuple[bool, Sequence[str]]]) -> str:
+    """A table; a row that is marked is a reference line."""
+    names = "".join(f"<th>{escape(text)}</th>" for text in head)
+    body = "".join(f"<tr{' class=reference' if marked else ''}>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+                   + "</tr>" for marked, cells in rows)
+    return f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _real(result: Comparison) -> dict[str, PolicyRun]:
+    return {name: run for name, run in result.runs.items() if not POLICIES[name].is_reference}
+
+
+def _hours(result: Comparison) -> tuple[str, float]:
+    """Unit of the time axis, and its seconds."""
+    return ("days", 86400.0) if result.trace.length_seconds > 5 * 86400 else ("hours", 3600.0)
+
+
+def _throughput(result: Comparison) -> str:
+    unit, seconds = _hours(result)
+    edges = np.linspace(0.0, result.trace.length_seconds, BINS + 1)
+    first = next(iter(result.runs))
+    lines = [Line(name, COLOURS[name], run.binned(edges).tolist(), POLICIES[name].is_reference, name == first)
+             for name, run in result.runs.items()]
+    return steps((edges / seconds).tolist(), lines[::-1], x=unit, y="samples per second")
+
+
+def _live(result: Comparison) -> str:
+    unit, seconds = _hours(result)
+    points = list(result.trace.counts())
+    points = [point for point in points if point[0] < result.trace.length_seconds]
+    edges = [time / seconds for time, _ in points] + [result.trace.length_seconds / seconds]
+    line = Line("live workers", "#333333", [float(count) for _, count in points])
+    return steps(edges, [line], x=unit, y="live workers", top=float(result.trace.places))
+
+
+def _legend(result: Comparison) -> str:
+    labels = (f'<label><input type="checkbox" checked value="{escape(name)}"> {_swatch(COLOURS[name])}{escape(name)}'
+              "</label>" for name in result.runs)
+    return f'<div class="legend">{"".join(labels)}</div>'
+
+
+def _swatch(colour: str) -> str:
+    return f'<span class="swatch" style="background:{colour}"></span>'
+
+
+def _causes(result: Comparison) -> str:
+    rows = {name: {cause.value: value / 3600 for cause, value in run.lost(result.best_rate).items()}
+            for name, run in _real(result).items()}
+    used: Mapping[str, str] = {cause.value: CAUSE_COLOURS[cause] for cause in Cause}
+    labels = "".join(f"<label>{_swatch(colour)}{escape(cause)}</label>"
+                     for cause, colour in used.items() if any(row[cause] > 0.001 for row in rows.values()))
+    hours = result.trace.length_seconds / 3600
+    chart = bars(rows, used, total=hours, x=f"hours lost, of {hours:.4g}", unit="h")
+    return f'<div class="legend">{labels}</div>{chart}'
+
+
+def _assumptions(result: Comparison, notes: Sequence[str]) -> str:
+    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(kind.title)}. Assumes: {escape(kind.assumptions)}.</dd>"
+                    for name, kind in POLICIES.items() if name in result.runs)
+    listed = "".join(f"<li>{escape(note)}</li>" for note in (*result.trace.notes, *notes))
+    return f"<dl>{items}</dl><ul>{listed}</ul>"

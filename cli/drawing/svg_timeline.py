@@ -1,0 +1,117 @@
+"""A schedule as an SVG picture: one row a worker, time from left to right; needs no fonts or scripts.
+
+Readable in greyscale too: stripes tell the kinds apart, frames and small letters what is re-routed, primes and a
+lighter shade the second stage (third, ...) of a worker that holds several.
+"""
+
+from collections.abc import Iterator
+from xml.sax.saxutils import escape
+
+from cli.drawing.op_colours import COLOURS, NAMES
+from schedules.schedule import Op, OpKind, Schedule, Worker
+
+ROW, GAP, PIPELINE_GAP = 20, 3, 12
+"""Height of a row, space between rows and between pipelines, in pixels."""
+LEFT, RIGHT, TOP, BOTTOM = 84, 16, 30, 34
+WIDTH = 1000
+"""Pixels of the time axis."""
+MAX_OPS = 200_000
+CHARACTER = 7
+"""Room that a character needs."""
+STRIPE = 2
+ON_TOP, BELOW = (OpKind.I, OpKind.B), (OpKind.W, OpKind.B)
+"""Kinds with a stripe along their upper and along their lower edge."""
+LIGHTER = 0.55
+HATCH = ('<defs><pattern id="down" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+         '<rect width="2" height="7" fill="#c33"/></pattern></defs>')
+
+
+def drawing(schedule: Schedule) -> bytes:
+    """Draw all workers. Raises ValueError where that would be more than `MAX_OPS` ops."""
+    count = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
+    if count > MAX_OPS:
+        raise ValueError(f"{count} ops are too many for a picture (at most {MAX_OPS})")
+    horizon = max((op.end_ticks for op in schedule.all_ops()), default=0) or 1
+    rows = {worker: TOP + worker.pipeline * PIPELINE_GAP + index * (ROW + GAP)
+            for index, worker in enumerate(schedule.grid.workers())}
+    height = max(rows.values()) + ROW + BOTTOM
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + RIGHT} {height}" '
+             'font-family="sans-serif" font-size="11">',
+             HATCH, f'<rect width="{LEFT + WIDTH + RIGHT}" height="{height}" fill="white"/>',
+             f'<text x="{LEFT}" y="18" font-size="13">{escape(_title(schedule))}</text>']
+    for worker, y in rows.items():
+        parts += _row(schedule, worker, y, WIDTH / horizon)
+    parts += _legend(schedule, height - 12)
+    return "\n".join([*parts, "</svg>\n"]).encode()
+
+
+def _title(schedule: Schedule) -> str:
+    down = f", {', '.join(map(str, schedule.failed))} down" if schedule.failed else ""
+    return f"{schedule.job}{down}: period {schedule.seconds(schedule.period_ticks):g} s"
+
+
+def _row(schedule: Schedule, worker: Worker, y: int, scale: float) -> Iterator[str]:
+    if worker not in schedule.seat_of:
+        yield f'<text x="{LEFT - 8}" y="{y + 14}" text-anchor="end" fill="#c33">{worker}</text>'
+        yield f'<rect x="{LEFT}" y="{y + 3}" width="{WIDTH}" height="{ROW - 6}" fill="url(#down)"/>'
+        yield f'<rect x="{LEFT + 10}" y="{y + 2}" width="42" height="{ROW - 4}" fill="white"/>'
+        yield f'<text x="{LEFT + 16}" y="{y + 14}" fill="#c33" font-weight="bold">down</text>'
+        return
+    role = schedule.seat_of[worker].role
+    label = str(worker) if role == worker else f"{worker} as {role}"
+    yield f'<text x="{LEFT - 8}" y="{y + 14}" text-anchor="end">{label}</text>'
+    held = schedule.grid.stages_of(role.column)
+    for op in schedule.ops(worker):
+        if op.end_ticks > op.start_ticks:
+            yield from _cell(op, role.pipeline, held.index(op.stage) if op.stage in held else 0, y, scale)
+
+
+def _cell(op: Op, own: int, chunk: int, y: int, scale: float) -> Iterator[str]:
+    """An op; `chunk` counts the stages of its worker."""
+    rerouted = op.pipeline not in (None, own)
+    chunk = chunk if op.microbatch is not None else 0
+    stroke, line = ("#111", 1.6) if rerouted else ("white", 0.6)
+    x, width = LEFT + op.start_ticks * scale, (op.end_ticks - op.start_ticks) * scale
+    # The line lies inside the op's interval, so that no neighbour covers it.
+    left, inside = x + line / 2, max(0.1, width - line)
+    yield _box(op.kind, left, y + line / 2, inside, ROW - line, chunk, f' stroke="{stroke}" stroke-width="{line}"',
+               f"<title>{escape(str(op))}</title>")
+    if label := _label(op, rerouted, "′" * chunk, int(width // CHARACTER)):
+        yield f'<text x="{x + width / 2:.2f}" y="{y + 14}" text-anchor="middle">{label}</text>'
+
+
+def _box(kind: OpKind, x: float, y: float, width: float, height: float, chunk: int, line: str, inside: str) -> str:
+    """A rectangle with its kind's colour and stripes."""
+    faint = f' fill-opacity="{LIGHTER}"' if chunk else ""
+    parts = [f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{COLOURS[kind]}"{faint}{line}>'
+             f"{inside}</rect>"]
+    for edge in ([y + 0.5] if kind in ON_TOP else []) + ([y + height - STRIPE - 0.5] if kind in BELOW else []):
+        parts.append(f'<rect x="{x:.2f}" y="{edge:g}" width="{width:.2f}" height="{STRIPE}" fill-opacity="0.55"/>')
+    return "".join(parts)
+
+
+def _label(op: Op, rerouted: bool, prime: str, room: int) -> str:
+    """The most telling text of so many characters at most."""
+    if op.microbatch is None:
+        texts = [str(op.kind)]
+    elif rerouted:
+        place = f"{op.pipeline}.{op.microbatch}{prime}"
+        texts = [f"{op.kind.lower()}{place}", place, f"{op.pipeline}.{op.microbatch}"]
+    else:
+        texts = [f"{op.kind}{op.microbatch}{prime}", f"{op.microbatch}{prime}", str(op.microbatch)]
+    return next((text for text in texts if len(text) <= room), "")
+
+
+def _legend(schedule: Schedule, y: int) -> Iterator[str]:
+    x = LEFT
+    used = {op.kind for op in schedule.all_ops() if op.end_ticks > op.start_ticks}
+    for kind in (kind for kind in OpKind if kind in used):
+        yield _box(kind, x, y - 11, 14, 14, 0, "", "")
+        yield f'<text x="{x + 19}" y="{y}">{kind} {NAMES[kind]}</text>'
+        x += 48 + 6 * len(NAMES[kind])
+    if schedule.rerouted:
+        yield f'<rect x="{x}" y="{y - 11}" width="14" height="14" fill="white" stroke="#111" stroke-width="1.6"/>'
+        yield f'<text x="{x + 19}" y="{y}">re-routed (pipeline.micro-batch)</text>'
+        x += 224
+    if len(schedule.grid.stages) > schedule.grid.columns:
+        yield f'<text x="{x}" y="{y}">lighter, 1′: a worker\'s second stage</text>'

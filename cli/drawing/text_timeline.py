@@ -1,0 +1,190 @@
+"""A schedule as a timeline in the terminal: one row a worker, time from left to right.
+
+Readable without colour too: each op begins with its letter, a small one where the micro-batch is re-routed (then
+`pipeline.number` if there is room); dots are bubbles.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby, pairwise
+
+import msgspec
+from rich.console import Group
+from rich.text import Text
+
+from cli.drawing.op_colours import COLOURS, NAMES
+from schedules.equal import equal_pipelines
+from schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
+from schedules.schedule import Op, OpKind, Schedule, Worker
+
+FULL_ROWS = 32
+"""Up to so many workers, every one has its row; above, pipelines that run the same programs are drawn once."""
+MAX_ROWS = 64
+"""More than this many workers are not drawn."""
+MIN_COLUMNS = 24
+LABEL_COLUMNS = 10
+"""Distance of labels on the time axis, at least."""
+
+STYLES = {kind: f"black on {colour}" for kind, colour in COLOURS.items()}
+REROUTED = "bold underline "
+BUBBLE = "·"
+
+
+def timeline(schedule: Schedule, width: int) -> Group:
+    """The planned iteration, as wide as the terminal (`width` characters)."""
+    blocks = _blocks(schedule)
+    programs = {worker: schedule.ops(worker) for block in blocks for worker in _workers(block, schedule)
+                if worker in schedule.seat_of}
+    return _draw(schedule, blocks, programs, schedule.tick_seconds, width)
+
+
+def measured_timeline(schedule: Schedule, iteration: MeasuredIteration, width: int) -> Group:
+    """An iteration as it really ran on the workers of this schedule."""
+    return _draw(schedule, _blocks(schedule), placed_ops(iteration), TICK_SECONDS, width)
+
+
+class _Scale(msgspec.Struct, frozen=True):
+    """Ticks to characters: tick t lies in column t * up // down, of `columns`."""
+
+    up: int
+    down: int
+    columns: int
+
+    def column(self, tick: int) -> int:
+        return tick * self.up // self.down
+
+
+def _draw(schedule: Schedule, blocks: Sequence[tuple[int, ...]], programs: Mapping[Worker, Sequence[Op]],
+          tick_seconds: float, width: int) -> Group:
+    shown = [worker for block in blocks for worker in _workers(block, schedule)]
+    labels = {worker: _label(worker, schedule) for worker in shown}
+    margin = max(map(len, labels.values())) + 2
+    ops = [op for worker in shown for op in programs.get(worker, ())]
+    scale = _scale(ops, max(MIN_COLUMNS, width - margin))
+    collapsed = len(shown) < schedule.grid.pipelines * schedule.grid.columns
+    lines = [Text(" " * margin + _axis(scale, tick_seconds), style="dim")]
+    for index, block in enumerate(blocks):
+        if collapsed:
+            lines.append(Text(_block_title(block), style="bold"))
+        elif index:
+            lines.append(Text())
+        for worker in _workers(block, schedule):
+            label = Text(f"{labels[worker]:>{margin - 2}}  ", style="" if worker in schedule.seat_of else "red")
+            lines.append(label + _row(worker, schedule, programs.get(worker, ()), scale))
+    hidden = schedule.grid.pipelines - sum(map(len, blocks))
+    if hidden:
+        lines.append(Text(f"and {hidden} more pipelines", style="bold"))
+    for line in lines:
+        line.no_wrap, line.overflow = True, "crop"
+    return Group(*lines, *_legend(ops, schedule, width))
+
+
+def _scale(ops: Sequence[Op], columns: int) -> _Scale:
+    """All ops in `columns` characters; if there is room, a whole number of them per unit of time."""
+    horizon = max((op.end_ticks for op in ops), default=0) or 1
+    unit = math.gcd(horizon, *(tick for op in ops for tick in (op.start_ticks, op.end_ticks)))
+    each = columns // (horizon // unit)
+    return _Scale(each, unit, each * (horizon // unit)) if each >= 2 else _Scale(columns, horizon, columns)
+
+
+def _row(worker: Worker, schedule: Schedule, ops: Sequence[Op], scale: _Scale) -> Text:
+    if worker not in schedule.seat_of:
+        return Text("╳ down ".ljust(scale.columns, "─"), style="red")
+    own = schedule.seat_of[worker].role.pipeline
+    characters = [" "] * scale.columns
+    styles = [""] * scale.columns
+    for before, op in pairwise(ops):
+        for column in range(scale.column(before.end_ticks), scale.column(op.start_ticks)):
+            characters[column], styles[column] = BUBBLE, "dim"
+    for op in ops:
+        begin, end = scale.column(op.start_ticks), scale.column(op.end_ticks)
+        rerouted = op.pipeline not in (None, own)
+        style = (REROUTED if rerouted else "") + STYLES[op.kind]
+        for column, character in zip(range(begin, end), _cell(op, rerouted, end - begin), strict=True):
+            characters[column], styles[column] = character, style
+    row = Text()
+    for style, run in groupby(zip(characters, styles, strict=True), key=lambda pair: pair[1]):
+        row.append("".join(character for character, _ in run), style or None)
+    return row
+
+
+def _cell(op: Op, rerouted: bool, width: int) -> str:
+    """The most telling text that fits."""
+    texts = [str(op.kind)]
+    if rerouted:
+        letter = op.kind.lower()
+        texts = [f"{letter}{op.pipeline}.{op.microbatch}", f"{letter}{op.microbatch}", letter]
+    elif op.microbatch is not None:
+        texts = [f"{op.kind}{op.microbatch}", op.kind]
+    return next((text for text in texts if len(text) <= width), "").ljust(width)
+
+
+def _axis(scale: _Scale, tick_seconds: float) -> str:
+    """`|0 s       |10        |20`: a round number of seconds apart."""
+    per_column = scale.down * tick_seconds / scale.up
+    least = LABEL_COLUMNS * per_column
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if step >= least * (1 - 1e-9))
+    unit, name = next(((unit, name) for unit, name in ((1.0, "s"), (1e-3, "ms")) if step * 2 >= unit), (1e-6, "us"))
+    axis = ""
+    for index in range(math.ceil(scale.columns * per_column / step)):
+        label = f"|{index * step / unit:g}" + (f" {name}" if not index else "")
+        axis = axis.ljust(round(index * step / per_column)) + label
+    return axis
+
+
+def _blocks(schedule: Schedule) -> list[tuple[int, ...]]:
+    """The pipelines to draw, in sets that are drawn once: the broken ones first in choice, all in order of number."""
+    grid = schedule.grid
+    if grid.pipelines * grid.columns <= FULL_ROWS:
+        return [(pipeline,) for pipeline in range(grid.pipelines)]
+    special = {worker.pipeline for worker in schedule.failed}
+    special |= {pipeline for seat in schedule.moves for pipeline in (seat.worker.pipeline, seat.role.pipeline)}
+    sets: list[tuple[int, ...]] = []
+    for equal in equal_pipelines(schedule):
+        whole = tuple(pipeline for pipeline in equal if pipeline not in special)
+        sets += [(pipeline,) for pipeline in equal if pipeline in special]
+        sets += [whole] if whole else []
+    sets.sort(key=lambda equal: (equal[0] not in special, -len(equal), equal))
+    return sorted(sets[:max(1, MAX_ROWS // grid.columns)])
+
+
+def _workers(block: tuple[int, ...], schedule: Schedule) -> list[Worker]:
+    """The workers that are drawn for a set of equal pipelines: those of the first."""
+    return [Worker(block[0], column) for column in range(schedule.grid.columns)]
+
+
+def _label(worker: Worker, schedule: Schedule) -> str:
+    seat = schedule.seat_of.get(worker)
+    return str(worker) if seat is None or seat.role == worker else f"{worker} as {seat.role}"
+
+
+def _block_title(block: tuple[int, ...]) -> str:
+    return f"pipeline {block[0]}" if len(block) == 1 else f"pipelines {_ranges(block)}: same programs"
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """`0, 2-7` for ascending numbers."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _legend(ops: Iterable[Op], schedule: Schedule, width: int) -> list[Text]:
+    """As many entries a line as fit: rich would break them at their spaces, also those that do not break."""
+    used = {op.kind for op in ops if op.end_ticks > op.start_ticks}
+    entries = [Text.assemble((f" {kind} ", STYLES[kind]), f" {NAMES[kind]}") for kind in OpKind if kind in used]
+    entries.append(Text(f"{BUBBLE} idle", "dim"))
+    if schedule.rerouted:
+        entries.append(Text.assemble(("f1.3", REROUTED + STYLES[OpKind.F]), " re-routed: micro-batch 3 of pipeline 1"))
+    lines = [entries[0]]
+    for entry in entries[1:]:
+        if len(lines[-1]) + 2 + len(entry) <= width:
+            lines[-1] = Text.assemble(lines[-1], "  ", entry)
+        else:
+            lines.append(entry)
+    return lines

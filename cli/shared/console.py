@@ -1,0 +1,64 @@
+"""Output of all commands: the answer, refusals, durations and hints.
+
+stdout carries the answer (with --json exactly one JSON object), stderr everything else. Exit 0: done; 1: the answer is
+no; 2: bad input.
+"""
+
+import difflib
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import NoReturn
+
+import typer
+from rich.console import Console
+
+out = Console()
+err = Console(stderr=True)
+
+
+def print_json(answer: Mapping[str, object]) -> None:
+    """Print the one JSON object of --json."""
+    sys.stdout.write(json.dumps(answer, allow_nan=False) + "\n")
+
+
+def printable(text: str) -> str:
+    """Text with control characters escaped; names of files and their contents may hold some."""
+    return "".join(one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text)
+
+
+def complain(message: object) -> None:
+    """Print a line in red on stderr, after the program's name."""
+    err.print(printable(f"slipstream: {message}"), style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def refuse(message: object) -> NoReturn:
+    """Bad input: one line on stderr, exit 2."""
+    complain(" ".join(str(message).split()))
+    raise typer.Exit(2)
+
+
+def answer_no(message: object) -> NoReturn:
+    """The answer is no: the reason on stderr, exit 1."""
+    complain(message)
+    raise typer.Exit(1)
+
+
+def near(word: str, words: Iterable[str]) -> str:
+    """`; did you mean 'x'?` where one of the words is close to `word`; otherwise empty."""
+    found = difflib.get_close_matches(word, list(words), 1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def completing(*words: str) -> Callable[[str], list[str]]:
+    """Shell completion for an option that takes one of these words."""
+    def offer(incomplete: str) -> list[str]:
+        return [word for word in words if word.startswith(incomplete)]
+
+    return offer
+
+
+def duration(seconds: float) -> str:
+    """A time for a reader, with four digits: `30 s`, `29.7 ms`, `850 us`."""
+    unit, name = next(((unit, name) for unit, name in ((1.0, "s"), (1e-3, "ms")) if seconds >= unit), (1e-6, "us"))
+    return f"{seconds / unit:.4g} {name}" if seconds else "0 s"

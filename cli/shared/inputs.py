@@ -1,0 +1,86 @@
+"""Input of all commands: options and files. Each function exits 2 with one line where the input cannot be used."""
+
+import errno
+import os
+from pathlib import Path
+
+from cli.shared.console import near, refuse
+from planner.job.file import Job, JobError, read_job
+from schedules.codec import ScheduleError, read
+from schedules.files import read_at_most, write_atomically
+from schedules.schedule import Schedule, Worker
+
+
+def parse_workers(texts: list[str]) -> tuple[Worker, ...]:
+    """Workers given as D.S options, sorted, each once."""
+    try:
+        return tuple(sorted({Worker.parse(text) for text in texts}))
+    except ValueError as error:
+        refuse(error)
+
+
+def require_choice(option: str, value: str | None, choices: tuple[str, ...]) -> None:
+    """Refuse a value that the option does not know."""
+    if value is not None and value not in choices:
+        refuse(f"{option} {value}: expected {' or '.join(choices)}{near(value, choices)}")
+
+
+def read_job_or_refuse(path: Path) -> Job:
+    """The job in a file."""
+    try:
+        return read_job(path)
+    except JobError as error:
+        refuse(error)
+
+
+def read_schedule_or_refuse(path: Path) -> Schedule:
+    """The schedule in a file."""
+    try:
+        return read(path)
+    except ScheduleError as error:
+        refuse(error)
+
+
+def read_text_or_refuse(path: Path, most: int) -> str:
+    """The text in a file of at most so many bytes."""
+    try:
+        return read_at_most(path, most, ValueError).decode()
+    except UnicodeDecodeError:
+        refuse(f"{path}: not UTF-8 text")
+    except ValueError as error:
+        refuse(error)
+
+
+def is_there(path: Path) -> bool:
+    """Whether the path exists. True also where that cannot be found out, so that opening it gives the reason."""
+    try:
+        return path.exists()
+    except OSError:
+        return True
+
+
+def require_writable(path: Path | None) -> None:
+    """Refuse a path that no file can be written to, before the work whose result it is to hold."""
+    if path is None:
+        return
+    try:
+        place = next(place for place in (path, *path.absolute().parents) if place.exists())
+    except OSError as error:
+        refuse(f"{path}: cannot be written: {error.strerror}")
+    if place == path and path.is_dir():
+        problem = errno.EISDIR
+    elif place != path and not place.is_dir():
+        problem = errno.ENOTDIR
+    elif not os.access(place, os.W_OK):
+        problem = errno.EACCES
+    else:
+        return
+    refuse(f"{path}: cannot be written: {os.strerror(problem)}")
+
+
+def write_or_refuse(path: Path, data: bytes) -> None:
+    """Write a file, whole or not at all."""
+    try:
+        write_atomically(path, data)
+    except OSError as error:
+        refuse(f"{path}: cannot be written: {error.strerror}")

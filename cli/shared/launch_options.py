@@ -1,0 +1,25 @@
+"""Which node of a run this process is: from the options of `slipstream train`, or from the launcher's environment."""
+
+from cli.shared.console import refuse
+from runtime.processes.launchers import Launched, launched
+from runtime.protocol.rendezvous import Rendezvous
+
+
+def launched_as(nodes: int | None, node: int | None, rendezvous: str | None) -> Launched:
+    """Which node this process is. Options have precedence. Exits 2 when options or environment make no sense."""
+    if nodes is None and node is None and rendezvous is None:
+        try:
+            return launched() or Launched()
+        except ValueError as error:
+            refuse(error)
+    nodes, node = nodes or 1, node or 0
+    if node >= nodes:
+        refuse(f"--node {node}: expected 0 to {nodes - 1}, with --nodes {nodes}")
+    if rendezvous is None:
+        if nodes > 1:
+            refuse("--nodes needs --rendezvous HOST:PORT, an address of node 0 that the others can reach")
+        return Launched()
+    try:
+        return Launched(node=node, nodes=nodes, master=Rendezvous.parse(rendezvous))
+    except ValueError as error:
+        refuse(f"--rendezvous: {error}")

@@ -1,0 +1,52 @@
+"""Planning for `plan` and `train`: options are checked, progress is shown, and failures to plan end the program."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+from cli.shared.console import answer_no, err, refuse
+from cli.shared.inputs import require_choice
+from planner.job.file import Job, JobError
+from planner.model.problem import NoPlanError
+from planner.normalise import PlanOptions, normalised
+from planner.plan import Plan, plan_job
+from planner.progress import Report
+from planner.search.solve import METHODS, Method
+from schedules.schedule import BackwardMode, OptimizerMode, Worker
+
+
+def plan_options(*, backward: str | None, optimizer: str | None, method: str, time_limit: float,
+                 seed: int) -> PlanOptions:
+    """The planner's options from those of the command line. Exits 2 where one has an unknown value."""
+    require_choice("--backward", backward, ("split", "fused"))
+    require_choice("--optimizer", optimizer, ("staggered", "synchronous"))
+    require_choice("--method", method, METHODS)
+    return PlanOptions(backward=cast(BackwardMode | None, backward), optimizer=cast(OptimizerMode | None, optimizer),
+                       method=cast(Method, method), time_limit=time_limit, seed=seed)
+
+
+def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, normalise: bool = False) -> Plan:
+    """Plan with progress on stderr. Exits 2 where the job has no such worker, 1 where no plan can exist."""
+    try:
+        with planning() as report:
+            if normalise:
+                return normalised(job, failed, options, report=report)
+            return plan_job(job, failed, backward=options.backward, optimizer=options.optimizer, method=options.method,
+                            time_limit=options.time_limit, seed=options.seed, report=report)
+    except JobError as error:
+        refuse(error)
+    except NoPlanError as error:
+        answer_no(error)
+
+
+@contextmanager
+def planning() -> Iterator[Report]:
+    """Show what the planner reports on stderr, with the time since it began."""
+    began = time.monotonic()
+    with err.status("planning") as status:
+        def report(message: str) -> None:
+            status.update(f"planning: {message} (Ctrl-C keeps it)")
+            err.print(f"{time.monotonic() - began:7.2f} s  {message}", style="dim", highlight=False)
+
+        yield report

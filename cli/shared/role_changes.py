@@ -1,0 +1,14 @@
+"""Which workers take over another role, as text."""
+
+from schedules.schedule import Schedule
+from schedules.tables.relabel import layers_to_load
+
+
+def role_change_lines(schedule: Schedule) -> list[str]:
+    """One line for each worker that plays a role other than its own; empty where all keep theirs."""
+    lines = []
+    for seat in schedule.moves:
+        loads = layers_to_load(schedule.grid, seat.worker, seat.role)
+        lines.append(f"{seat.worker} takes over {seat.role}: " + (
+            "loads its parameters from a peer" if loads else "holds its parameters already"))
+    return lines

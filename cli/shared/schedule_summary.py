@@ -1,0 +1,63 @@
+"""What a schedule comes to, in numbers and in one line."""
+
+from cli.shared.console import duration
+from schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
+from schedules.memory import memory_peaks
+from schedules.schedule import Schedule, period_ticks
+
+
+def bubble_share(schedule: Schedule) -> float:
+    """The part of the live workers' time, over one period, in which no op runs."""
+    busy = sum(op.end_ticks - op.start_ticks for op in schedule.all_ops())
+    total = schedule.period_ticks * len(schedule.seats)
+    return 1 - busy / total if total else 0.0
+
+
+def measured_period(iteration: MeasuredIteration) -> float:
+    """The longest busy window of a worker in a measured iteration, in seconds."""
+    return period_ticks(op for ops in placed_ops(iteration).values() for op in ops) * TICK_SECONDS
+
+
+def summary(schedule: Schedule) -> dict[str, object]:
+    """The answer of `slipstream show --json`: durations in seconds, memory in the job's unit."""
+    peaks = memory_peaks(schedule).values()
+    return {
+        "job": schedule.job,
+        "period": schedule.seconds(schedule.period_ticks),
+        "lower_bound": schedule.seconds(schedule.lower_bound_ticks),
+        "gap": schedule.gap,
+        "status": schedule.status,
+        "method": schedule.method,
+        "backward": schedule.backward,
+        "optimizer": schedule.optimizer,
+        "workers": len(schedule.seats),
+        "failed": [str(worker) for worker in schedule.failed],
+        "rerouted": schedule.rerouted,
+        "moves": [{"worker": str(seat.worker), "role": str(seat.role)} for seat in schedule.moves],
+        "peak_memory": max(peaks) * schedule.memory.unit if schedule.memory and peaks else None,
+        "bubble_share": bubble_share(schedule),
+    }
+
+
+def summary_line(schedule: Schedule) -> str:
+    """The same for a reader."""
+    parts = [f"period {duration(schedule.seconds(schedule.period_ticks))}"]
+    if schedule.status == "optimal":
+        parts.append("proven optimal")
+    else:
+        parts.append(f"bound {duration(schedule.seconds(schedule.lower_bound_ticks))}, gap {schedule.gap:.2%}")
+    parts.append(f"bubbles {bubble_share(schedule):.1%}")
+    if schedule.failed:
+        parts.append(f"{len(schedule.failed)} down, {schedule.rerouted} re-routed")
+    if schedule.moves:
+        parts.append(f"{len(schedule.moves)} moved")
+    parts.append(_memory(schedule))
+    return f"{schedule.job}: " + " · ".join(part for part in parts if part)
+
+
+def _memory(schedule: Schedule) -> str:
+    peaks = memory_peaks(schedule).values()
+    if schedule.memory is None or not peaks:
+        return ""
+    least, most = (peak * schedule.memory.unit for peak in (min(peaks), max(peaks)))
+    return f"peak memory {least:g}" + (f" to {most:g}" if most > least else "")

@@ -1,0 +1,62 @@
+"""Reference lines to compare with: not systems that exist."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from planner.fleet.availability_trace import Change
+from planner.fleet.policy import Cause, Phase, Policy, Scenario
+
+
+class _Reference(Policy):
+    """Depends on the number of live workers alone, and changes cost nothing."""
+
+    is_reference = True
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self._live = 0
+
+    @abstractmethod
+    def _rate_of(self, live: int) -> float:
+        """Samples per second on so many workers."""
+
+    @property
+    def fault_free_rate(self) -> float:
+        """On all workers."""
+        return self._rate_of(self.scenario.workers)
+
+    def steady_rate(self, failures: int) -> float:
+        """On the live workers."""
+        return self._rate_of(self.scenario.workers - failures)
+
+    def start(self, live: Sequence[int]) -> list[Phase]:
+        """Train on these workers."""
+        self._live = len(live)
+        return [Phase(Cause.RUN, rate=self._rate_of(self._live))]
+
+    def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:  # noqa: ARG002
+        """Train on without a pause."""
+        self._live += len(change.added) - len(change.removed)
+        return [Phase(Cause.RUN, rate=self._rate_of(self._live))]
+
+
+class FaultScaled(_Reference):
+    """The fault-free throughput of 1F1B times the share of workers alive."""
+
+    name = "fault-scaled"
+    title = "reference: plain 1F1B times the share of workers alive"
+    assumptions = "no cost of any change; as in the published figures"
+
+    def _rate_of(self, live: int) -> float:
+        return self.throughputs.one_f_one_b(self.scenario.pipelines) * live / self.scenario.workers
+
+
+class WorkConserving(_Reference):
+    """An upper bound for synchronous training: all live workers are busy all the time."""
+
+    name = "work-conserving"
+    title = "reference: no live worker ever idle, no change costs anything"
+    assumptions = "an iteration's work spread evenly over live workers, whatever stage it is of, and one optimizer step"
+
+    def _rate_of(self, live: int) -> float:
+        return self.throughputs.work_conserving(live)

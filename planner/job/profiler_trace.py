@@ -1,0 +1,152 @@
+"""Stage times from Chrome traces: of the PyTorch profiler, of Slipstream, or of other tools by a name pattern.
+
+Complete events (`"ph": "X"`) of micro-batches' ops are read. torch.distributed.pipelining names them `PP:2F0`, and
+Slipstream `F 0.3` with the stage among the arguments. For other tools the caller gives a pattern.
+"""
+
+import gzip
+import re
+import statistics
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from planner.job.writer import rounded
+from schedules.schedule import OpKind
+
+MAX_BYTES = 2**30
+PYTORCH = r"PP:(?P<stage>\d+)(?P<kind>[FIBW])(?P<microbatch>\d+)"
+OURS = re.compile(r"([FIBW]) (\d+\.\d+)")
+GPU = "gpu_user_annotation"
+"""The category under which the PyTorch profiler repeats ranges with their times on the GPU."""
+
+
+class ProfilerTraceError(ValueError):
+    """No stage times can be read from the trace. The message is one line."""
+
+
+class _Event(msgspec.Struct, frozen=True, gc=False):
+    ph: str = ""
+    name: Any = ""
+    cat: str = ""
+    dur: float = 0.0
+    args: dict[str, Any] | None = None
+
+
+class _ChromeTrace(msgspec.Struct, frozen=True):
+    traceEvents: list[_Event]  # noqa: N815 - its name in the file
+
+
+class OpRange(NamedTuple):
+    """One run of an op."""
+
+    kind: OpKind
+    stage: int
+    microbatch: str | None
+    seconds: float
+
+
+def read_ranges(path: Path, pattern: str | None = None) -> list[OpRange]:
+    """The runs of ops in a trace file, `.json` or `.json.gz`.
+
+    `pattern` is a regular expression for an op's whole name, with groups `kind` (F, I, W or B), `stage` and optionally
+    `microbatch`. Where the trace has ranges with their times on the GPU, only these are read. Raises
+    ProfilerTraceError.
+    """
+    wanted = _compiled(pattern or PYTORCH)
+    events = _events(path)
+    on_gpu = any(event.cat == GPU and _range(event, wanted) for event in events)
+    found = [_range(event, wanted) for event in events
+             if event.ph == "X" and event.dur > 0 and (not on_gpu or event.cat == GPU)]
+    ranges = [one for one in found if one is not None]
+    if not ranges:
+        raise ProfilerTraceError(f"{path}: no op of a micro-batch among its {len(events)} events; names such as PP:2F0 "
+                                 "are known, others need --pattern")
+    return ranges
+
+
+def stage_times(ranges: Iterable[OpRange], source: str) -> tuple[dict[str, list[float]], int | None, bool]:
+    """(times, micro-batches, whether backwards were whole) of a trace; `source` names it in errors.
+
+    Times are median seconds for each stage, as in the `[time]` table. The first run of each op, which warms up, is
+    left out where there are others. The number of micro-batches is None where names do not tell it. Where the trace has
+    whole backwards only, half of each is taken for I and half for W. Raises ProfilerTraceError where a stage lacks ops.
+    """
+    seconds: dict[tuple[OpKind, int], list[float]] = defaultdict(list)
+    microbatches: dict[int, set[str]] = defaultdict(set)
+    for one in ranges:
+        seconds[one.kind, one.stage].append(one.seconds)
+        if one.microbatch is not None:
+            microbatches[one.stage].add(one.microbatch)
+    stages = 1 + max(stage for _, stage in seconds)
+    median = {key: statistics.median(values[1:] or values) for key, values in seconds.items()}
+    whole = not any(kind is OpKind.W for kind, _ in median)
+    for stage in range(stages):
+        for kind in (OpKind.F, OpKind.B if whole else OpKind.W):
+            if (kind, stage) not in median:
+                raise ProfilerTraceError(f"{source}: no {kind} of stage {stage}, but ops of stage {stages - 1}; give "
+                                         "the traces of all ranks")
+    forward = [median[OpKind.F, stage] for stage in range(stages)]
+    if whole:
+        backward_input = [median[OpKind.B, stage] / 2 for stage in range(stages)]
+        backward_weight = list(backward_input)
+    else:
+        backward_input = [median.get((OpKind.I, stage), 0.0) for stage in range(stages)]
+        backward_weight = [median[OpKind.W, stage] for stage in range(stages)]
+    counts = {len(names) for names in microbatches.values()}
+    values = rounded([*forward, *backward_input, *backward_weight])
+    times = {"forward": values[:stages], "backward_input": values[stages:2 * stages],
+             "backward_weight": values[2 * stages:]}
+    return times, max(counts) if counts else None, whole
+
+
+def job_tables(name: str, times: Mapping[str, Sequence[float]], *, pipelines: int, microbatches: int,
+               transfer: float) -> dict[str, Any]:
+    """The tables of a job file with these stage times, one stage on each worker."""
+    return {"name": name, "pipelines": pipelines, "stages": len(times["forward"]), "microbatches": microbatches,
+            "time": {**{key: list(values) for key, values in times.items()}, "transfer": transfer}}
+
+
+def _events(path: Path) -> list[_Event]:
+    try:
+        with (gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as file:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ProfilerTraceError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if len(data) > MAX_BYTES:
+        raise ProfilerTraceError(f"{path}: more than {MAX_BYTES} bytes")
+    try:
+        if data.lstrip()[:1] == b"[":
+            return msgspec.json.decode(data, type=list[_Event])
+        return msgspec.json.decode(data, type=_ChromeTrace).traceEvents
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ProfilerTraceError(f"{path}: no Chrome trace: {error}") from None
+
+
+def _range(event: _Event, wanted: re.Pattern[str]) -> OpRange | None:
+    if not isinstance(event.name, str):
+        return None
+    seconds = event.dur / 1e6
+    match = wanted.fullmatch(event.name)
+    if match:
+        groups = match.groupdict()
+        return OpRange(OpKind(groups["kind"]), int(groups["stage"]), groups.get("microbatch"), seconds)
+    ours = OURS.fullmatch(event.name)
+    stage = (event.args or {}).get("stage")
+    if ours and isinstance(stage, int) and 0 <= stage < 2**17:
+        return OpRange(OpKind(ours[1]), stage, ours[2].partition(".")[2], seconds)
+    return None
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ProfilerTraceError(f"pattern {pattern!r}: no regular expression: {error}") from None
+    if not {"kind", "stage"} <= set(compiled.groupindex):
+        raise ProfilerTraceError(f"pattern {pattern!r}: expected groups (?P<kind>[FIBW]) and (?P<stage>\\d+)")
+    return compiled

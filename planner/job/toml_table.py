@@ -1,0 +1,104 @@
+"""Reads a TOML table key by key and checks every value. Errors name the key, the value and what was expected."""
+
+import difflib
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+MAX_NUMBER = 1e18
+_T = TypeVar("_T")
+
+
+class JobError(ValueError):
+    """A job that cannot be used. The message is one line."""
+
+
+class TomlTable:
+    """One table. Each key is taken once; `finish` refuses the keys that nothing has asked for.
+
+    All methods that read a value raise JobError where it is missing or not as expected.
+    """
+
+    def __init__(self, name: str, values: object) -> None:
+        """`name` is the table's path in the file, "" for the whole file."""
+        if not isinstance(values, dict):
+            raise JobError(f"{name} is {shortened(values)}; expected a table")
+        self._name = name
+        self._left = dict(values)
+        self._known: list[str] = []
+
+    def path(self, key: str) -> str:
+        """The path of a key in the file, for messages."""
+        return f"{self._name}.{key}" if self._name else key
+
+    def has(self, key: str) -> bool:
+        """Whether the key is given."""
+        return key in self._left
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """The value as it stands, unchecked."""
+        self._known.append(key)
+        return self._left.pop(key, default)
+
+    def table(self, key: str) -> "TomlTable":
+        """A table within; an empty one where it is missing."""
+        return TomlTable(self.path(key), self.take(key, {}))
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number of at least 0."""
+        return number(self.path(key), self.take(key, default))
+
+    def count(self, key: str, default: int | None = None, *, low: int = 1, high: int) -> int:
+        """A whole number from `low` to `high`."""
+        return count(self.path(key), self.take(key, default), low, high)
+
+    def counts(self, key: str, length: int, per: str, *, low: int, high: int) -> tuple[int, ...]:
+        """Whole numbers: a list of `length`, one a `per`, or a single value for all."""
+        return _repeated(self.path(key), self.take(key), length, per,
+                         lambda name, value: count(name, value, low, high))
+
+    def numbers(self, key: str, length: int, per: str, default: float | None = None) -> tuple[float, ...]:
+        """Numbers of at least 0: a list of `length`, one a `per`, or a single value for all."""
+        return _repeated(self.path(key), self.take(key, default), length, per, number)
+
+    def finish(self) -> None:
+        """Refuse keys that were not taken. Raises JobError that names the nearest known key."""
+        for key in self._left:
+            near = difflib.get_close_matches(key, self._known, 1)
+            hint = f"did you mean {self.path(near[0])!r}?" if near else f"known: {', '.join(sorted(self._known))}"
+            raise JobError(f"unknown key {self.path(key)!r}; {hint}")
+
+
+def number(path: str, value: object, low: float = 0.0) -> float:
+    """A finite number of at least `low`. `path` names it in the message. Raises JobError."""
+    if value is None:
+        raise JobError(f"key {path!r} is missing; expected a number of at least {low:g}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < low:
+        raise JobError(f"{path} is {shortened(value)}; expected a finite number of at least {low:g}")
+    if value > MAX_NUMBER:
+        raise JobError(f"{path} is {shortened(value)}; expected a number of at most {MAX_NUMBER:g}")
+    return float(value)
+
+
+def count(path: str, value: object, low: int, high: int) -> int:
+    """A whole number from `low` to `high`. `path` names it in the message. Raises JobError."""
+    if value is None:
+        raise JobError(f"key {path!r} is missing; expected a whole number, {low} to {high}")
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise JobError(f"{path} is {shortened(value)}; expected a whole number, {low} to {high}")
+    return value
+
+
+def shortened(value: object) -> str:
+    """A value as a message shows it, 60 characters at most."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _repeated(path: str, value: object, length: int, per: str, read: Callable[[str, object], _T]) -> tuple[_T, ...]:
+    """One value for all, or a list with one each."""
+    if not isinstance(value, list):
+        return (read(path, value),) * length
+    if len(value) != length:
+        raise JobError(f"{path} has {len(value)} values; expected {length}, one a {per}, or a single number")
+    return tuple(read(f"{path}[{index}]", item) for index, item in enumerate(value))

@@ -1,0 +1,203 @@
+"""Many list schedules, the best kept: first a grid of dispatch rules, then random steps from the best one."""
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, get_args
+
+import msgspec
+
+from planner.model.arrays import ProblemArrays
+from planner.model.problem import Problem
+from planner.model.solution import Solution
+from planner.model.start_times import solution_period
+from planner.search.assignment import ASSIGNMENT_RULES, assign
+from planner.search.baselines import BASELINES
+from planner.search.list_scheduler import DispatchRule, ForwardOrder, ListScheduler, Rerouted, in_flight
+
+OPS_PER_SEARCH = 20_000_000
+"""Ops that all random steps together may schedule; counted, not timed, so that the same seed gives the same plan."""
+QUICK = 20_000
+"""Compute ops that take a list scheduler no time worth mentioning."""
+FEWEST_STEPS, MOST_STEPS = 8, 1000
+
+
+class Choice(NamedTuple):
+    """An assignment rule and a dispatch rule of the grid."""
+
+    assignment: int
+    """Which of `ASSIGNMENT_RULES`."""
+    limits: tuple[float, int] | None
+    """Slope and extra of the limits in flight; None: no limits, and transfers are ignored."""
+    lookahead: float
+    make_room: bool
+
+
+SHORTLIST = tuple(itertools.starmap(Choice, (
+    (0, (2.0, 0), 0.0, False), (1, (1.5, 0), 0.5, True), (1, None, 0.0, False), (0, (1.0, 0), 1.0, True),
+    (0, (1.25, 0), 0.0, False), (1, (1.0, 0), 0.5, True), (0, (2.0, 1), 0.0, False), (1, (1.25, 1), 0.5, True),
+    (0, (1.5, 0), 0.5, False), (0, (1.25, 0), 0.5, False), (1, (1.0, 2), 0.5, True), (0, (1.0, 2), 1.0, True),
+    (1, (2.0, 0), 0.0, False), (1, (1.0, 1), 1.0, False))))
+"""Of all choices, the fewest whose best was the best of all on 31 jobs with failures and little, more and much memory.
+The first is for much memory."""
+Tell = Callable[[int], None]
+
+
+class _Best:
+    """The best plan so far, and the dispatch rule that random steps start from."""
+
+    def __init__(self, problem: Problem, bound: int, deadline: float, tell: Tell,
+                 stop: threading.Event) -> None:
+        self.problem = problem
+        self._deadline = deadline
+        self._stop = stop
+        self._bound = bound
+        self._tell = tell
+        self._slowest = 0.0
+        self.rule = DispatchRule()
+        self.scheduler: ListScheduler | None = None
+        self.period: int | None = None
+        self.found: Solution | None = None
+
+    def offer(self, scheduler: ListScheduler, rule: DispatchRule) -> None:
+        """Try a dispatch rule; keep it where it is no worse than the best so far."""
+        began = time.monotonic()
+        period = scheduler.period(rule)
+        self._slowest = max(self._slowest, time.monotonic() - began)
+        if self.period is not None and period > self.period:
+            return
+        if self.period is None or period < self.period:
+            self.found = scheduler.solution()
+            self._tell(period)
+        self.rule, self.scheduler, self.period = rule, scheduler, period
+
+    def offer_solution(self, solution: Solution) -> None:
+        """Take a plan made elsewhere if it is better."""
+        period = solution_period(self.problem, solution)
+        if self.period is None or period < self.period:
+            self.found, self.period = solution, period
+            self._tell(period)
+
+    @property
+    def closed(self) -> bool:
+        """Nothing left to gain."""
+        return self.period is not None and self.period <= self._bound
+
+    @property
+    def over(self) -> bool:
+        """Nothing left to gain, or no time for another try, or told to stop."""
+        return self.closed or (self.period is not None and (
+            self._stop.is_set() or time.monotonic() + self._slowest > self._deadline))
+
+
+def search(problem: Problem, bound: int, deadline: float, seed: int, tell: Tell,
+           stop: threading.Event) -> tuple[Solution, int]:
+    """The best of many list schedules until the deadline (a time.monotonic()) or until told to stop; at least one.
+
+    With its period in ticks. `tell` hears the period, in ticks, of each better one.
+    """
+    best = _Best(problem, bound, deadline, tell, stop)
+    _try_grid(best)
+    _step_at_random(best, random.Random(seed))
+    assert best.found is not None and best.period is not None
+    return best.found, best.period
+
+
+def _try_grid(best: _Best) -> None:
+    """Every dispatch rule of the grid under every assignment, as long as there is time; and what others run."""
+    problem = best.problem
+    schedulers = _Schedulers(problem)
+    grid = ((index, rule) for rule in _grid(problem) for index in range(len(ASSIGNMENT_RULES)))
+    for index, rule in itertools.chain(_shortlist(problem), grid):
+        if scheduler := schedulers.get(index):
+            best.offer(scheduler, rule)
+        if best.over:
+            break
+    if not best.over or (not best.closed and problem.operations <= QUICK):
+        for baseline in BASELINES.values():
+            best.offer_solution(baseline(problem))
+
+
+class _Schedulers:
+    """A list scheduler for each assignment rule, made when it is asked for: a first plan needs but one."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._made: list[ListScheduler | None] = []
+
+    def get(self, index: int) -> ListScheduler | None:
+        """That of an assignment rule; None where it assigns as another one before."""
+        while index >= len(self._made):
+            self._made.append(self._new(len(self._made)))
+        return self._made[index]
+
+    def _new(self, index: int) -> ListScheduler | None:
+        if index and not self._problem.failed:
+            return None
+        hosts = assign(self._problem, ASSIGNMENT_RULES[index])
+        if any(hosts == made.arrays.hosts for made in self._made if made):
+            return None
+        return ListScheduler(ProblemArrays(self._problem, hosts))
+
+
+def _shortlist(problem: Problem) -> Iterator[tuple[int, DispatchRule]]:
+    """(assignment rule, dispatch rule) of the grid that together come close to the best of it."""
+    for assignment, limits, lookahead, make_room in SHORTLIST:
+        if limits is None:
+            yield assignment, DispatchRule(ignore_transfers=True)
+            continue
+        slope, extra = limits
+        yield assignment, DispatchRule(
+            lookahead=lookahead, forward_lookahead=float(slope == 2.0 and not extra),
+            make_room=make_room and problem.memory is not None and problem.backward == "split",
+            in_flight=in_flight(problem, slope, extra))
+
+
+def _grid(problem: Problem) -> Iterator[DispatchRule]:
+    """Dispatch rules that are the best somewhere; those that most often are come first."""
+    rooms = (False, True) if problem.memory and problem.backward == "split" else (False,)
+    orders: tuple[ForwardOrder, ...] = get_args(ForwardOrder)
+    turns: tuple[Rerouted, ...] = ("in turn", "first") if problem.failed else ("in turn",)
+    for ignore, order, room, rerouted in itertools.product((True, False), orders, rooms, turns):
+        yield DispatchRule(forward_order=order, ignore_transfers=ignore, make_room=room, rerouted=rerouted)
+    modes = ((False, 0.0), (False, 1.0), (True, 0.0))
+    for slope, extra, lookahead, (ignore, forward_lookahead), room in itertools.product(
+            (1.0, 2.0, 1.5, 0.75, 1.25, 0.5, 3.0), (0, 1, 2), (0.0, 0.5, 1.0), modes, rooms):
+        yield DispatchRule(lookahead=lookahead, forward_lookahead=forward_lookahead, ignore_transfers=ignore,
+                           make_room=room, in_flight=in_flight(problem, slope, extra))
+
+
+def _step_at_random(best: _Best, random: random.Random) -> None:
+    """Change the best dispatch rule a little, again and again; keep what is no worse."""
+    assert best.scheduler is not None
+    ops = best.problem.operations
+    for _ in range(min(MOST_STEPS, max(FEWEST_STEPS, OPS_PER_SEARCH // ops))):
+        if best.over:
+            return
+        best.offer(best.scheduler, _changed(best.problem, best.rule, random))
+
+
+def _changed(problem: Problem, rule: DispatchRule, random: random.Random) -> DispatchRule:
+    """A neighbour: other limits on some stages, or another lookahead, or blind to transfers or not."""
+    stages = len(problem.grid.stages)
+    what = random.random()
+    if what < 0.15:
+        return msgspec.structs.replace(rule, lookahead=random.choice((0.0, 0.25, 0.5, 0.75, 1.0)))
+    if what < 0.25:
+        return msgspec.structs.replace(rule, ignore_transfers=not rule.ignore_transfers)
+    if what < 0.35:
+        return msgspec.structs.replace(rule, forward_lookahead=random.choice((0.0, 0.25, 0.5, 0.75, 1.0)))
+    if what < 0.4:
+        return msgspec.structs.replace(rule, make_room=not rule.make_room)
+    if what < 0.43 and problem.failed:
+        return msgspec.structs.replace(rule, rerouted=random.choice(get_args(Rerouted)))
+    if what < 0.5 and problem.failed:
+        return msgspec.structs.replace(rule, load_share=random.choice((0.0, 0.5, 1.0, 1.5, 2.0)))
+    limits = list(rule.in_flight or in_flight(problem, 2.0, 0))
+    first = random.randrange(stages)
+    step = random.choice((-2, -1, 1, 2))
+    for stage in range(first, random.randrange(first, stages) + 1):
+        limits[stage] = max(1, limits[stage] + step)
+    return msgspec.structs.replace(rule, in_flight=tuple(limits))

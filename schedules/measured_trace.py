@@ -1,0 +1,96 @@
+"""Measured traces: when each op of some iterations really ran. Written by the runtime, read by `slipstream show`."""
+
+import math
+from collections import defaultdict
+from pathlib import Path
+
+import msgspec
+
+from schedules.document import DocumentError, DocumentKind
+from schedules.files import write_atomically
+from schedules.schedule import Op, OpKind, Worker
+
+FORMAT = "slipstream.trace"
+VERSION = 1
+MAX_FILE_BYTES = 64 * 2**20
+MAX_SECONDS = 1e9
+TICK_SECONDS = 1e-9
+"""The length of a tick where measured ops are treated like planned ones."""
+
+
+class MeasuredTraceError(DocumentError):
+    """The trace file cannot be read. The message is one line."""
+
+
+class MeasuredOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
+    """An op as it ran: `[worker, kind, stage, pipeline, microbatch, start_seconds, end_seconds]`, half-open.
+
+    `stage` is None for O; `pipeline` and `microbatch` are None for A and O.
+    """
+
+    worker: Worker
+    kind: OpKind
+    stage: int | None
+    pipeline: int | None
+    microbatch: int | None
+    start_seconds: float
+    end_seconds: float
+
+
+class MeasuredIteration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """`[iteration, ops]`: the ops of all workers. Times are on one clock, from the start of the iteration."""
+
+    iteration: int
+    ops: tuple[MeasuredOp, ...]
+
+
+class MeasuredTrace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a run measured, iteration by iteration."""
+
+    format: str = FORMAT
+    version: int = VERSION
+    job: str
+    iterations: tuple[MeasuredIteration, ...]
+
+
+_KIND = DocumentKind(name="trace", format=FORMAT, version=VERSION, content=MeasuredTrace, bulk=("iterations",),
+                     max_bytes=MAX_FILE_BYTES, error=MeasuredTraceError)
+
+
+def decode_measured_trace(data: bytes, source: str = "trace") -> MeasuredTrace:
+    """Read a trace; `source` names it in errors. Raises MeasuredTraceError, whose message is one line."""
+    trace = _KIND.decode(data, source)
+    for iteration in trace.iterations:
+        for op in iteration.ops:
+            if not (math.isfinite(op.start_seconds) and 0 <= op.start_seconds <= op.end_seconds <= MAX_SECONDS):
+                raise MeasuredTraceError(f"{source}: iteration {iteration.iteration}: {op.kind} on {op.worker} runs "
+                                         f"from {op.start_seconds} s to {op.end_seconds} s; expected 0 <= start <= end")
+            if min(op.worker) < 0:
+                raise MeasuredTraceError(f"{source}: iteration {iteration.iteration}: there is no worker {op.worker}")
+    return trace
+
+
+def encode_measured_trace(trace: MeasuredTrace) -> bytes:
+    """Canonical JSON, one line, newline at the end."""
+    return msgspec.json.encode(trace) + b"\n"
+
+
+def read_measured_trace(path: Path) -> MeasuredTrace:
+    """Read a trace file. Raises MeasuredTraceError."""
+    return decode_measured_trace(_KIND.read_bytes(path), str(path))
+
+
+def write_measured_trace(trace: MeasuredTrace, path: Path) -> None:
+    """Write a trace file, whole or not at all. Raises OSError."""
+    write_atomically(path, encode_measured_trace(trace))
+
+
+def placed_ops(iteration: MeasuredIteration) -> dict[Worker, list[Op]]:
+    """The ops of each worker in order of start, as if planned in ticks of TICK_SECONDS."""
+    ops: dict[Worker, list[Op]] = defaultdict(list)
+    for op in iteration.ops:
+        ops[op.worker].append(Op(op.kind, op.stage, op.pipeline, op.microbatch, op.worker,
+                                 round(op.start_seconds / TICK_SECONDS), round(op.end_seconds / TICK_SECONDS)))
+    for program in ops.values():
+        program.sort(key=lambda op: (op.start_ticks, op.end_ticks))
+    return {worker: ops[worker] for worker in sorted(ops)}

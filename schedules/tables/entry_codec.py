@@ -1,0 +1,73 @@
+"""Turns schedules into entries of a table and back.
+
+An entry holds only what differs from entry to entry; the rest is in the table's basis. The program of a worker that
+helps other pipelines names them by position in a list. The entry gives that list for each worker, so that equal helpers
+of different pipelines share a program.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from schedules.codec import MAX_OPS, validate
+from schedules.schedule import Program, ProgramOp, Schedule, Seat
+from schedules.tables.file import Basis, Entry, TableError
+
+
+def encode_entry(key: str, schedule: Schedule, numbers: dict[bytes, int]) -> Entry:
+    """The entry of a schedule. `numbers`: the number of each known program by its text; new ones are added to it."""
+    texts = [_stored_text(program) for program in schedule.programs]
+    seats = []
+    for seat in schedule.seats:
+        text, helped = texts[seat.program]
+        seats.append((numbers.setdefault(text, len(numbers)), *helped))
+    return Entry(key=key, failed=schedule.failed, period_ticks=schedule.period_ticks, status=schedule.status,
+                 lower_bound_ticks=schedule.lower_bound_ticks, method=schedule.method, seats=tuple(seats))
+
+
+def _stored_text(program: Program) -> tuple[bytes, tuple[int, ...]]:
+    """The text of a program, with positions for the pipelines it helps, and these pipelines in their order."""
+    position: dict[int, int] = {}
+    ops = [op if op.pipeline is None else
+           ProgramOp(op.kind, op.stage, op.microbatch, op.start_ticks, position.setdefault(op.pipeline, len(position)))
+           for op in program]
+    return msgspec.json.encode(ops), tuple(position)
+
+
+def decode_entry(entry: Entry, basis: Basis, programs: Sequence[bytes | msgspec.Raw]) -> Schedule:
+    """The schedule of an entry; `programs` are all of the table. Raises TableError when it is not well-formed."""
+    try:
+        schedule = _schedule_of(entry, basis, programs)
+        validate(schedule)
+        return schedule
+    except (ValueError, LookupError) as error:  # msgspec.DecodeError is a ValueError
+        raise TableError(f"entry {entry.key}: not readable: {' '.join(str(error).split())[:200]}") from None
+
+
+def _schedule_of(entry: Entry, basis: Basis, programs: Sequence[bytes | msgspec.Raw]) -> Schedule:
+    down = set(entry.failed)
+    live = [worker for worker in basis.grid.workers() if worker not in down]
+    order: dict[tuple[int, ...], int] = {}
+    seats = tuple(Seat(worker, worker, order.setdefault(stored, len(order)))
+                  for worker, stored in zip(live, entry.seats, strict=True))
+    decoded: dict[int, Program] = {}
+    lengths = 0
+    for number, *_ in order:
+        if number not in decoded:
+            decoded[number] = msgspec.json.decode(programs[number], type=Program)
+            lengths += len(decoded[number])
+            if lengths > MAX_OPS:
+                raise ValueError(f"more than {MAX_OPS} ops")
+    return Schedule(job=basis.job, tick_seconds=basis.tick_seconds, grid=basis.grid, times=basis.times,
+                    memory=basis.memory, backward=basis.backward, optimizer=basis.optimizer, failed=entry.failed,
+                    seats=seats, programs=tuple(_with_pipelines(decoded[number], helped) for number, *helped in order),
+                    period_ticks=entry.period_ticks, lower_bound_ticks=entry.lower_bound_ticks, status=entry.status,
+                    method=entry.method)
+
+
+def _with_pipelines(program: Program, helped: Sequence[int]) -> Program:
+    """A stored program, with the pipelines it helps in place of their positions."""
+    if not helped:
+        return program
+    return tuple(op if op.pipeline is None else
+                 ProgramOp(op.kind, op.stage, op.microbatch, op.start_ticks, helped[op.pipeline]) for op in program)

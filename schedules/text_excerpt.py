@@ -1,0 +1,79 @@
+"""An excerpt of a schedule as plain text: the ops around one op, shown with a violation."""
+
+from collections.abc import Iterable
+from statistics import median_low
+
+from schedules.schedule import Op, OpKind, Schedule, Worker
+
+MAX_ROWS = 12
+MAX_COLUMNS = 96
+OP_CHARACTERS = 5
+"""Width of an op of median length."""
+
+
+def render_excerpt(schedule: Schedule, op: Op | None, worker: Worker | None = None) -> str:
+    """The ops around `op`, which is marked; without an op, the end of the program of `worker`. Empty without both.
+
+    At most MAX_ROWS workers: that of the op, those of its pipeline, and for A its peers. At most MAX_COLUMNS wide.
+    """
+    worker = op.worker if op is not None else worker
+    if worker is None or worker not in schedule.seat_of:
+        return ""
+    rows = {row: schedule.ops(row) for row in _rows(schedule, op, worker)}
+    focus = op or max(rows[worker], key=lambda op: op.end_ticks, default=None)
+    if focus is None:
+        return ""
+    lengths = [op.end_ticks - op.start_ticks for ops in rows.values() for op in ops if op.end_ticks > op.start_ticks]
+    ticks = median_low(lengths) if lengths else 1  # drawn as OP_CHARACTERS
+    centred = (focus.start_ticks + focus.end_ticks) // 2 - ticks * MAX_COLUMNS // (2 * OP_CHARACTERS)
+    first = min(focus.start_ticks, max(0, centred))
+    lines = [f"{'':8}|from {schedule.seconds(first):g} s; {OP_CHARACTERS} characters are {schedule.seconds(ticks):g} s"]
+    for row, ops in rows.items():
+        own = schedule.seat_of[row].role.pipeline
+        lines.append(f"{'>' if row == worker else ' '}{row!s:>6} |{_line(ops, op, own, first, ticks)}")
+        if op is not None and row == worker:
+            visible = _visible(op, first, ticks)
+            lines.append(f"{'':7} |{' ' * visible.start}{'^' * len(visible)} {op}")
+    return "\n".join(lines)
+
+
+def _rows(schedule: Schedule, op: Op | None, worker: Worker) -> list[Worker]:
+    """The workers to show: the nearest to `worker`, in the order of the grid."""
+    role = schedule.seat_of[worker].role
+    pipelines = {role.pipeline} | ({op.pipeline} if op is not None else set())
+    together = op is not None and op.kind is OpKind.A
+    near = [seat for seat in schedule.seats if seat.role.pipeline in pipelines
+            or (together and seat.role.column == role.column)]
+    near.sort(key=lambda seat: (seat.worker != worker, abs(seat.role.column - role.column), seat.worker))
+    return sorted(seat.worker for seat in near[:MAX_ROWS])
+
+
+def _line(ops: Iterable[Op], marked: Op | None, own: int, first: int, ticks: int) -> str:
+    """One worker's ops, each with a width in proportion to its length: `F3--`, re-routed `F1.3`.
+
+    The marked op is drawn last, over others.
+    """
+    cells = [" "] * MAX_COLUMNS
+    for op in sorted(ops, key=lambda op: op == marked):
+        label = _label(op, own)
+        begin = _column(op.start_ticks, first, ticks)
+        for column in _visible(op, first, ticks):
+            cells[column] = label[column - begin] if column - begin < len(label) else "-"
+    return "".join(cells).rstrip()
+
+
+def _visible(op: Op, first: int, ticks: int) -> range:
+    """The columns of an op: at least one, and none outside the excerpt."""
+    begin = _column(op.start_ticks, first, ticks)
+    end = max(begin + 1, _column(op.end_ticks, first, ticks))
+    return range(max(begin, 0), min(end, MAX_COLUMNS))
+
+
+def _column(tick: int, first: int, ticks: int) -> int:
+    return (tick - first) * OP_CHARACTERS // ticks
+
+
+def _label(op: Op, own: int) -> str:
+    if op.microbatch is None:
+        return str(op.kind)
+    return f"{op.kind}{op.microbatch}" if op.pipeline == own else f"{op.kind}{op.pipeline}.{op.microbatch}"

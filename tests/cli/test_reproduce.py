@@ -1,0 +1,29 @@
+"""`slipstream reproduce`: a figure as table, JSON and picture."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.app import app
+
+
+def slipstream(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_a_published_figure_as_table_json_and_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    result = slipstream("reproduce", "worked-example", "--out", tmp_path)
+    assert result.exit_code == 0 and "+ staggered optimizer" in result.stdout and "assumed:" in result.stdout
+    figure = json.loads((tmp_path / "worked-example.json").read_text())
+    assert figure["series"][0]["published"] and figure["series"][0]["values"][0] == 30
+    assert (tmp_path / "worked-example.png").read_bytes().startswith(b"\x89PNG")
+    assert "| + split backward | 32 | 32 |" in (tmp_path / "worked-example.md").read_text()
+    plain = slipstream("reproduce", "worked-example", "--out", tmp_path / "plain", "--no-picture", "--json")
+    assert json.loads(plain.stdout)["name"] == "worked-example" and not (tmp_path / "plain/worked-example.png").exists()
+
+
+def test_an_unknown_figure_exits_2():
+    result = slipstream("reproduce", "magic")
+    assert result.exit_code == 2 and "no such figure; expected one of worked-example, failures" in result.stderr

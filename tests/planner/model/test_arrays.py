@@ -1,0 +1,41 @@
+"""The arrays of a problem say what the precedence rules, the job's times and its assignment say."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.model.arrays import ProblemArrays
+from planner.model.problem import build_problem
+from planner.search.assignment import ASSIGNMENT_RULES, assign
+from schedules.precedence import waits
+from tests.jobs import failures, jobs
+
+
+@settings(max_examples=60)
+@given(st.data(), jobs(), st.sampled_from(["split", "fused"]), st.sampled_from(ASSIGNMENT_RULES))
+def test_arcs_durations_and_hops(data, job, backward, rule):
+    problem = build_problem(job, data.draw(failures(job)), backward=backward)
+    hosts = assign(problem, rule)
+    made = ProblemArrays(problem, hosts)
+    ops = made.ops
+    keys = [(kind, *unit) for unit in made.units for kind in problem.kinds]
+    follows = set()
+    for op, (kind, stage, pipeline, microbatch) in enumerate(keys):
+        unit = made.units[ops.unit[op]]
+        assert (unit.stage, unit.pipeline, unit.microbatch) == (stage, pipeline, microbatch)
+        host = hosts[unit]
+        assert made.workers[ops.worker[ops.unit[op]]] == problem.role(stage, host)
+        assert ops.duration[op] == problem.cost(kind, stage, host)
+        arcs = ops.predecessors
+        found = []
+        for arc in range(arcs.start[op], arcs.start[op + 1]):
+            before = keys[arcs.op[arc]]
+            found.append((before, bool(arcs.tensor[arc])))
+            hop = problem.hop(before[1], hosts[made.units[ops.unit[arcs.op[arc]]]], stage, host)
+            assert arcs.hop[arc] == (hop if arcs.tensor[arc] else 0)
+            follows.add((int(arcs.op[arc]), op, int(arcs.tensor[arc]), int(arcs.hop[arc])))
+        assert found == [(key, rule.tensor is not None)
+                         for key, rule in waits((kind, stage, pipeline, microbatch), problem.grid.depth)]
+    arcs = ops.successors
+    assert follows == {(op, int(arcs.op[arc]), int(arcs.tensor[arc]), int(arcs.hop[arc]))
+                       for op in range(len(keys)) for arc in range(arcs.start[op], arcs.start[op + 1])}
+    assert len(follows) == len(arcs.op) == len(ops.predecessors.op)

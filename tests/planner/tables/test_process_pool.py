@@ -1,0 +1,28 @@
+"""The pool of processes that tables are planned in."""
+
+import os
+import signal
+
+import pytest
+
+from planner.tables.process_pool import PoolError, run_all
+
+
+def _double(task):
+    if task == 13:
+        raise ValueError("unlucky")
+    if task == 666:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 2 * task
+
+
+def test_pool_gives_all_results():
+    assert sorted(run_all(_double, range(7), 2)) == [(task, 2 * task) for task in range(7)]
+    assert list(run_all(_double, [], 2)) == []
+
+
+def test_pool_tells_of_failures_and_deaths():
+    with pytest.raises(PoolError, match=r"13: Traceback.*\n(.*\n)*ValueError: unlucky"):
+        list(run_all(_double, [1, 13], 1))
+    with pytest.raises(PoolError, match="666: its process died"):
+        list(run_all(_double, [666], 1))

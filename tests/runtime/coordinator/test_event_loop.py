@@ -1,0 +1,260 @@
+"""A whole run whose workers only talk: real connections, no processes and no tensors."""
+
+import asyncio
+import os
+import time
+
+import pytest
+from msgspec.structs import replace
+
+from runtime.coordinator.commit_log import CommitLog
+from runtime.coordinator.event_loop import EventLoop, Run
+from runtime.coordinator.loss_file import LossFile
+from runtime.coordinator.planning import RunError
+from runtime.protocol import to_worker
+from runtime.protocol.channel import Frames, frame
+from runtime.protocol.rendezvous import Rendezvous, listen
+from runtime.protocol.setup import Setup
+from runtime.protocol.to_coordinator import (
+    Ended,
+    Failed,
+    Finished,
+    Heartbeat,
+    JoinNode,
+    JoinWorker,
+    Paused,
+    Ran,
+    Ready,
+    Started,
+)
+from runtime.protocol.to_worker import Acknowledged, EndOrder, Finish, Leave, Train
+from schedules.codec import decode
+from schedules.schedule import Worker
+from tests.jobs import grid
+from tests.runtime.running import schedule_for, tiny
+
+JOB = grid(3, 1, 2)
+WORKERS = [Worker(0, 0), Worker(1, 0), Worker(2, 0)]
+SOON = 20.0
+SETUP = Setup(config=tiny(), first_iteration=0, iterations=4, traced=0, nodes=1, transport="gloo", device="cpu",
+              store=Rendezvous("127.0.0.1", 1), columns=(0,), ranges=((0, 4),), forms=(), loss_scale=1.0,
+              heartbeat_timeout_seconds=0.5)
+
+
+class Processes:
+    """In place of the process manager: what it is told, and ends of processes that nobody has started."""
+
+    def __init__(self) -> None:
+        self.killed, self.buried, self._ends = [], [], []
+        self._readable, self._writable = os.pipe()
+
+    def connect(self, send):
+        pass
+
+    def fileno(self):
+        return self._readable
+
+    def poll(self):
+        os.read(self._readable, 100)
+        ends, self._ends = self._ends, []
+        return ends
+
+    def end(self, worker, status=-9):
+        self._ends.append(Ended(worker, status))
+        os.write(self._writable, b"!")
+
+    def workers_of(self, node):
+        return WORKERS[node:node + 1]
+
+    def kill(self, worker):
+        self.killed.append(worker)
+
+    def ended(self, worker):
+        self.buried.append((worker, time.monotonic()))
+
+    def committed(self, iteration):
+        pass
+
+
+class Talker:
+    """A worker that says what workers say. `stops_before` is an iteration that it never reports."""
+
+    def __init__(self, worker, address, stops_before=99):
+        self.worker, self._address, self._stops_before = worker, address, stops_before
+        self.stopped = asyncio.Event()
+        self.writer = None
+        self.beating = True
+
+    def say(self, message):
+        self.writer.write(frame(message))
+
+    async def live(self):
+        reader, self.writer = await asyncio.open_connection(self._address.host, self._address.port)
+        self.say(JoinWorker(self.worker))
+        frames, beats = Frames(), asyncio.create_task(self._beat())
+        try:
+            while data := await reader.read(2**16):
+                for body in frames.feed(data):
+                    message = to_worker.decode(body)
+                    if isinstance(message, Leave):
+                        return
+                    self._answer(message)
+        finally:
+            beats.cancel()
+            self.writer.close()
+
+    async def _beat(self):
+        while True:
+            await asyncio.sleep(0.05)
+            if self.beating:
+                self.say(Heartbeat())
+
+    def _answer(self, message):
+        match message:
+            case Setup():
+                self.say(Ready(self.worker, "corpus", ("127.0.0.1", 1)))
+            case Train() if self.worker in decode(bytes(message.schedule)).seat_of:
+                self.say(Started(self.worker, message.number))
+                self._run(message.number, message.first_iteration)
+            case Acknowledged():
+                self._run(message.order, message.iteration + 1)
+            case EndOrder():
+                self.say(Paused(self.worker, message.order, (0,), None, None))
+            case Finish():
+                self.say(Finished(self.worker, message.number, {"weight": "a"}))
+
+    def _run(self, order, iteration):
+        if iteration == self._stops_before:
+            self._stops_before = 99
+            self.stopped.set()
+        elif iteration < SETUP.iterations:
+            self.say(Ran(self.worker, order, iteration, 1.0, 0.1))
+        else:
+            self.say(Paused(self.worker, order, (0,), None, None))
+
+
+class World:
+    """Three workers and their coordinator; `script` is run beside them."""
+
+    def __init__(self, out, scheduler=None, setup=SETUP):
+        self.processes, self.log = Processes(), CommitLog("job")
+        self._losses = LossFile(out / "losses.jsonl", 0, None)
+        self.events = EventLoop(
+            Run(schedule=schedule_for(JOB), scheduler=scheduler, setup=setup, shares=[WORKERS] * setup.nodes,
+                injections=(), out=out),
+            self.log, self._losses, self.processes)
+        self.talkers, self.address = {}, None
+
+    def play(self, script=None, stops_before=99):
+        async def run():
+            listener, self.address = listen()
+            self.talkers = {worker: Talker(worker, self.address, stops_before) for worker in WORKERS}
+            others = [asyncio.create_task(talker.live()) for talker in self.talkers.values()]
+            if script is not None:
+                others.append(asyncio.create_task(script(self)))
+            try:
+                async with asyncio.timeout(SOON):
+                    await self.events.serve(listener)
+            finally:
+                for other in others:
+                    other.cancel()
+                ends = await asyncio.gather(*others, return_exceptions=True)
+            # The coordinator does not read what is said to it after the end.
+            assert not [end for end in ends if isinstance(end, AssertionError)]
+
+        with self._losses:
+            asyncio.run(run())
+
+
+def test_workers_train_to_the_end_and_leave(tmp_path):
+    world = World(tmp_path)
+    world.play()
+    assert world.log.losses == [3.0] * 4 and world.events.recoveries == []
+
+
+def test_first_what_a_worker_said_then_that_it_is_gone(tmp_path):
+    """Both are there at the same time."""
+    async def script(world):
+        talker = world.talkers[WORKERS[0]]
+        await talker.stopped.wait()
+        talker.say(Failed(WORKERS[0], "why"))
+        world.processes.end(WORKERS[0], 1)
+
+    with pytest.raises(RunError, match=r"^worker 0\.0 failed: why \(see .*worker-0\.0\.log\); 2 iterations are"):
+        World(tmp_path).play(script, stops_before=2)
+
+
+def test_a_process_that_ends_while_its_connection_stays_is_waited_for_no_longer_than_a_moment(tmp_path):
+    async def script(world):
+        await world.talkers[WORKERS[0]].stopped.wait()
+        world.processes.end(WORKERS[0])
+
+    with pytest.raises(RunError, match=r"^worker 0\.0 was killed by SIGKILL; 2 iterations are"):
+        World(tmp_path, setup=replace(SETUP, heartbeat_timeout_seconds=20.0)).play(script, stops_before=2)
+
+
+def test_a_silent_worker_is_given_up_and_killed(tmp_path):
+    async def script(world):
+        await world.talkers[WORKERS[1]].stopped.wait()
+        world.talkers[WORKERS[1]].beating = False
+
+    world = World(tmp_path)
+    with pytest.raises(RunError, match=r"^worker 1\.0 stopped answering; 2 iterations are"):
+        world.play(script, stops_before=2)
+
+
+def test_workers_are_gone_with_the_agent_of_their_node(tmp_path):
+    async def script(world):
+        await world.talkers[WORKERS[1]].stopped.wait()
+        _, writer = await asyncio.open_connection(world.address.host, world.address.port)
+        writer.write(frame(JoinNode(1)))
+        await asyncio.sleep(0.05)
+        writer.close()
+
+    setup = replace(SETUP, nodes=2, heartbeat_timeout_seconds=20.0)
+    with pytest.raises(RunError, match=r"^worker 1\.0 is gone with node 1; 2 iterations are"):
+        World(tmp_path, setup=setup).play(script, stops_before=2)
+
+
+@pytest.mark.parametrize("claimed", [WORKERS[1], Worker(7, 0)])
+def test_a_second_process_that_claims_to_be_a_worker_is_refused_and_so_is_a_worker_that_there_is_not(claimed, tmp_path):
+    async def script(world):
+        await world.talkers[WORKERS[1]].stopped.wait()
+        reader, writer = await asyncio.open_connection(world.address.host, world.address.port)
+        writer.write(frame(JoinWorker(claimed)) + frame(Ran(claimed, 1, 2, 9.0, 0.1)))
+        assert await reader.read() == b""
+        for talker in world.talkers.values():
+            talker.say(Ran(talker.worker, 1, 2, 1.0, 0.1))
+
+    world = World(tmp_path)
+    world.play(script, stops_before=2)
+    assert world.log.losses == [3.0] * 4
+
+
+def test_planning_blocks_neither_heartbeats_nor_news(tmp_path):
+    """It takes twice the heartbeat timeout: nobody is given up, and a death meanwhile is heard of at once."""
+    planned = []
+
+    def scheduler(down):
+        began = time.monotonic()
+        time.sleep(2 * SETUP.heartbeat_timeout_seconds)
+        planned.append((down, began, time.monotonic()))
+        return schedule_for(JOB, list(map(str, down)))
+
+    async def die(world, worker):
+        world.processes.end(worker)
+        world.talkers[worker].writer.close()
+
+    async def script(world):
+        await world.talkers[WORKERS[0]].stopped.wait()
+        await die(world, WORKERS[0])
+        await asyncio.sleep(0.2)
+        await die(world, WORKERS[1])
+
+    world = World(tmp_path, scheduler)
+    world.play(script, stops_before=2)
+    (recovery,) = world.events.recoveries
+    assert recovery.dead == (WORKERS[0], WORKERS[1]) and world.processes.killed == []
+    assert [down for down, _, _ in planned] == [(WORKERS[0],), (WORKERS[0], WORKERS[1])]
+    assert planned[0][1] < world.processes.buried[1][1] < planned[0][2]
+    assert world.log.losses == [3.0] * 2 + [1.0] * 2

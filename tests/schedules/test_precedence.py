@@ -1,0 +1,36 @@
+"""The table of precedence rules, expanded: by hand for a chain of three stages."""
+
+import pytest
+
+from schedules.precedence import consumers, producers, waits
+
+SPLIT = {
+    ("F", 0): [], ("F", 1): [("F", 0)], ("F", 2): [("F", 1)],
+    ("I", 2): [("F", 2)], ("I", 1): [("I", 2)], ("I", 0): [("I", 1)],
+    ("W", 0): [("I", 0)], ("W", 1): [("I", 1)], ("W", 2): [("I", 2)],
+}
+FUSED = {("B", 2): [("F", 2)], ("B", 1): [("B", 2)], ("B", 0): [("B", 1)]}
+
+
+@pytest.mark.parametrize(("op", "expected"), [*SPLIT.items(), *FUSED.items()])
+@pytest.mark.parametrize("chain", [0, 1])
+def test_what_an_op_waits_for(op, expected, chain):
+    """The second chain of a bidirectional pipeline has stages 3 to 5."""
+    key = (op[0], op[1] + 3 * chain, 7, 4)
+    assert list(producers(key, 3)) == [(kind, stage + 3 * chain, 7, 4) for kind, stage in expected]
+
+
+def test_tensors_cross_between_stages_only():
+    assert [rule.tensor for key in (("F", 1, 0, 0), ("I", 1, 0, 0), ("B", 1, 0, 0)) for _, rule in waits(key, 3)] == [
+        "activation", "gradient", "gradient"]
+    assert [rule.tensor for key in (("I", 2, 0, 0), ("W", 1, 0, 0)) for _, rule in waits(key, 3)] == [None, None]
+
+
+def test_consumers_are_those_that_name_the_op_as_a_producer():
+    keys = [(kind, stage, 0, 0) for kind, stage in [*SPLIT, *FUSED]]
+    for key in keys:
+        assert {other for other, _ in consumers(key, 3)} == {other for other in keys if key in producers(other, 3)}
+
+
+def test_one_stage_is_first_and_last():
+    assert list(producers(("F", 0, 0, 0), 1)) == [] and list(producers(("I", 0, 0, 0), 1)) == [("F", 0, 0, 0)]
