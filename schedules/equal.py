@@ -8,9 +8,9 @@ import msgspec
 from schedules.graph import groups
 from schedules.schedule import Program, Schedule
 
-Lane = tuple[int, int, int | None]
+RoleProgram = tuple[int, int, int | None]
 """(column, program, speed) of a role."""
-Behaviour = tuple[int, tuple[Lane, ...]]
+Behaviour = tuple[int, tuple[RoleProgram, ...]]
 
 
 def equal_pipelines(schedule: Schedule) -> list[tuple[int, ...]]:
@@ -20,14 +20,14 @@ def equal_pipelines(schedule: Schedule) -> list[tuple[int, ...]]:
     micro-batch with others. Pipelines that do share some are each a set of their own.
     """
     slow = schedule.times.per_mille_of
-    lanes: dict[int, list[tuple[int, int, int | None]]] = defaultdict(list)
+    roles: dict[int, list[RoleProgram]] = defaultdict(list)
     for seat in schedule.seats:
-        lanes[seat.role.pipeline].append((seat.role.column, seat.program, slow.get(seat.worker)))
+        roles[seat.role.pipeline].append((seat.role.column, seat.program, slow.get(seat.worker)))
     sets: dict[Behaviour, list[int]] = defaultdict(list)
     alone: list[tuple[int, ...]] = []
     for group in groups(schedule):
         if len(group) == 1:
-            behaviour = (schedule.grid.microbatches[group[0]], tuple(sorted(lanes[group[0]], key=lambda lane: lane[0])))
+            behaviour = (schedule.grid.microbatches[group[0]], tuple(sorted(roles[group[0]], key=lambda role: role[0])))
             sets[behaviour].append(group[0])
         else:
             alone += [(pipeline,) for pipeline in group]
@@ -38,31 +38,31 @@ def equal_groups(schedule: Schedule) -> list[tuple[int, ...]]:
     """One of each set of groups of pipelines that behave the same; groups are those that share micro-batches.
 
     Two groups are found equal when their pipelines, each in ascending order, run the same programs at the same speed,
-    re-routed micro-batches being named by their pipeline's place in the group. Groups that are equal in another order
-    only are told apart, which costs time but does no harm.
+    re-routed micro-batches being named by their pipeline's number within the group. Groups that are equal in another
+    order only are told apart, which costs time but does no harm.
     """
     slow = schedule.times.per_mille_of
-    lanes: dict[int, list[Lane]] = defaultdict(list)
+    roles: dict[int, list[RoleProgram]] = defaultdict(list)
     for seat in schedule.seats:
-        lanes[seat.role.pipeline].append((seat.role.column, seat.program, slow.get(seat.worker)))
+        roles[seat.role.pipeline].append((seat.role.column, seat.program, slow.get(seat.worker)))
     known: dict[Program, int] = {}
     found: dict[tuple[Behaviour, ...], tuple[int, ...]] = {}
     for group in groups(schedule):
-        place = {pipeline: index for index, pipeline in enumerate(group)}
+        number_of = {pipeline: index for index, pipeline in enumerate(group)}
         key = []
         for pipeline in group:
             named = []
-            for column, program, speed in sorted(lanes[pipeline], key=lambda lane: lane[0]):
-                named.append((column, _numbered(schedule.programs[program], program, place, known), speed))
+            for column, program, speed in sorted(roles[pipeline], key=lambda role: role[0]):
+                named.append((column, _numbered(schedule.programs[program], program, number_of, known), speed))
             key.append((schedule.grid.microbatches[pipeline], tuple(named)))
         found.setdefault(tuple(key), group)
     return list(found.values())
 
 
-def _numbered(program: Program, number: int, place: Mapping[int, int], known: dict[Program, int]) -> int:
+def _numbered(program: Program, number: int, number_of: Mapping[int, int], known: dict[Program, int]) -> int:
     """The number of a program; that of the first one alike where it runs micro-batches of other pipelines."""
-    if len(place) == 1 or all(op.pipeline is None for op in program):
+    if len(number_of) == 1 or all(op.pipeline is None for op in program):
         return number
-    renamed = tuple(op if op.pipeline is None else msgspec.structs.replace(op, pipeline=place[op.pipeline])
+    renamed = tuple(op if op.pipeline is None else msgspec.structs.replace(op, pipeline=number_of[op.pipeline])
                     for op in program)
     return known.setdefault(renamed, number)

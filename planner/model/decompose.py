@@ -106,8 +106,8 @@ def _groups(problem: Problem, dead: Dead) -> list[list[int]]:
 def _teams(dead: Dead, broken: Sequence[int], count: int) -> list[list[int]]:
     """Broken pipelines in so many teams, as few different ones as can be, and different dead columns in each.
 
-    Where that does not come out even, pipelines are dealt in turn: those with the same dead columns are neighbours in
-    the order given, and so land in different teams as well.
+    Where that does not come out even, pipelines are assigned in turn: those with the same dead columns are neighbours
+    in the order given, and so land in different teams as well.
     """
     left: dict[Columns, list[int]] = defaultdict(list)
     for pipeline in broken:
