@@ -30,20 +30,20 @@ class Improvement(msgspec.Struct, frozen=True, kw_only=True):
     lower_bound_ticks: int
 
 
-class _Report(cp_model.CpSolverSolutionCallback):
-    """Tells of every better plan while the solver runs."""
+class _OnSolution(cp_model.CpSolverSolutionCallback):
+    """Reports the period, in ticks, of every better plan while the solver runs."""
 
-    def __init__(self, report: Callable[[int], None]) -> None:
+    def __init__(self, progress: Callable[[int], None]) -> None:
         super().__init__()
-        self._report = report
+        self._progress = progress
 
     def on_solution_callback(self) -> None:
         """Called by the solver."""
-        self._report(round(self.objective_value))
+        self._progress(round(self.objective_value))
 
 
 def improve(problem: Problem, hint: Solution, *, lower_bound: int, deadline: float, seed: int,
-            report: Callable[[int], None], stop: threading.Event) -> Improvement:
+            progress: Callable[[int], None], stop: threading.Event) -> Improvement:
     """Search for a smaller period until the deadline (a time.monotonic()) or until told to stop, starting from `hint`.
 
     The result is the same for the same seed whenever optimality is proven in time: one search thread, so that nothing
@@ -54,7 +54,7 @@ def improve(problem: Problem, hint: Solution, *, lower_bound: int, deadline: flo
     model, variables = _model(problem, lower_bound, before)
     _give_hint(model, problem, variables, hint, before)
     solver = _solver(deadline - time.monotonic(), seed, small=len(variables.start) <= SMALL_MODEL)
-    status = _solve(solver, model, _Report(report), stop)
+    status = _solve(solver, model, _OnSolution(progress), stop)
     if status == cp_model.UNKNOWN:
         return Improvement(solution=hint, period_ticks=before, lower_bound_ticks=lower_bound)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
@@ -77,7 +77,7 @@ def find(problem: Problem, longest: int, *, lower_bound: int, deadline: float, s
     model, variables = _model(problem, lower_bound, longest, in_turn=True)
     solver = _solver(deadline - time.monotonic(), seed, small=False)
     solver.parameters.search_branching = cp_model.FIXED_SEARCH
-    status = _solve(solver, model, _Report(lambda _: None), stop)
+    status = _solve(solver, model, _OnSolution(lambda _: None), stop)
     return _read(problem, variables, solver) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
 
 
@@ -93,11 +93,11 @@ def _model(problem: Problem, shortest: int, longest: int, *,
     return model, variables
 
 
-def _solve(solver: cp_model.CpSolver, model: cp_model.CpModel, report: _Report,
+def _solve(solver: cp_model.CpSolver, model: cp_model.CpModel, on_solution: _OnSolution,
            stop: threading.Event) -> cp_model.CpSolverStatus:
     """Run the solver beside this thread, so that the search can be ended in good order."""
     with ThreadPoolExecutor(max_workers=1) as pool:
-        running = pool.submit(solver.solve, model, report)
+        running = pool.submit(solver.solve, model, on_solution)
         while not running.done():
             wait([running], timeout=POLL_SECONDS)
             if stop.is_set():

@@ -33,7 +33,7 @@ def _prove_piece(known: Incumbent, index: int, budget: Budget) -> Incumbent:
             budget.progress(f"CP-SAT: period {ticks * problem.tick_seconds:g} s")
 
     result = improve(problem, known.solutions[index], lower_bound=target, deadline=budget.deadline, seed=budget.seed,
-                     report=report, stop=budget.stop)
+                     progress=report, stop=budget.stop)
     found = known
     if result.period_ticks < period:
         found = found.with_piece(index, result.solution, result.period_ticks)

@@ -24,7 +24,7 @@ import numpy as np
 
 job = parse_job("pipelines = 3\\nstages = 4\\nmicrobatches = 4\\n[time]\\nforward = 3\\nbackward_input = 2\\n"
                 "backward_weight = 2\\ntransfer = 1\\n[memory]\\ncapacity = 4\\nactivation = 1\\nweight_stash = 1\\n")
-plan = plan_job(job, [Worker(1, 2)], method="greedy", time_limit=1, seed=3, progress=lambda line: print("#", line))
+plan = plan_job(job, [Worker(1, 2)], method="greedy", time_limit=60, seed=3, progress=lambda line: print("#", line))
 print(hashlib.sha256(encode(plan.schedule)).hexdigest())
 print("children", Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 print("random", [int(below(np.array([seed], dtype=np.uint64), 1000)) for seed in (1, 2, 3)])
