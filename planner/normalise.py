@@ -129,13 +129,13 @@ def arrangements(job: Job, windows: Windows, counts: Counts) -> Iterator[tuple[W
     ascending = sorted(range(job.pipelines), key=lambda pipeline: job.microbatches[pipeline])
     for order in (ascending, ascending[::-1]):
         for spread in (False, True):
-            position, holes = 0, list[Worker]()
+            position, vacant = 0, list[Worker]()
             for column, count in enumerate(counts):
                 allowed = {role.pipeline for role in windows.candidates(column)}
                 turn = order[position % job.pipelines:] + order[:position % job.pipelines] if spread else order
-                holes += [Worker(pipeline, column) for pipeline in turn if pipeline in allowed][:count]
+                vacant += [Worker(pipeline, column) for pipeline in turn if pipeline in allowed][:count]
                 position += count
-            yield tuple(sorted(holes))
+            yield tuple(sorted(vacant))
 
 
 def candidates(job: Job, windows: Windows, failures: int) -> list[tuple[Worker, ...]]:
@@ -144,12 +144,12 @@ def candidates(job: Job, windows: Windows, failures: int) -> list[tuple[Worker, 
     grid, classes = problem.grid, pipeline_classes(problem.grid, problem.times)
     found: dict[Pattern, tuple[Worker, ...]] = {}
     for *_, counts in windows.distributions(failures):
-        for holes in arrangements(job, windows, counts):
-            found.setdefault(pattern_of(holes, classes), holes)
+        for vacant in arrangements(job, windows, counts):
+            found.setdefault(pattern_of(vacant, classes), vacant)
     for pattern in _few_patterns(failures, job.stages, classes):
-        holes = representative(pattern, classes)
-        if dead_column(holes, grid) is None and not windows.slow & set(holes):
-            found.setdefault(pattern, holes)
+        vacant = representative(pattern, classes)
+        if dead_column(vacant, grid) is None and not windows.slow & set(vacant):
+            found.setdefault(pattern, vacant)
     return list(found.values())
 
 
@@ -174,7 +174,7 @@ def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windo
     windows = windows or Windows(job, options)
     if not windows.distributions(failures):
         most = sum(windows.most(column) for column in range(job.stages))
-        raise NoPlanError(f"{failures} failures leave some stage without a live worker, however roles are dealt: the "
+        raise NoPlanError(f"{failures} failures leave some stage without a live worker, however roles are assigned: the "
                           f"job can lose {most} of its {job.pipelines * job.stages} workers")
     ready(progress)
     deadline = time.monotonic() + options.time_limit
@@ -202,10 +202,10 @@ def _best_candidate(job: Job, windows: Windows, failures: int, options: PlanOpti
     left = candidates(job, windows, failures)
     for keep in (FINALISTS, 0):
         quick = options.comparing.within(options.time_limit * SEARCH_SHARE / len(left))
-        for holes in left:
-            made = plan_only(quick, job, holes)
-            if holes not in best or made.schedule.period_ticks < best[holes].schedule.period_ticks:
-                best[holes] = made
+        for vacant in left:
+            made = plan_only(quick, job, vacant)
+            if vacant not in best or made.schedule.period_ticks < best[vacant].schedule.period_ticks:
+                best[vacant] = made
             if shortest is None or made.schedule.period_ticks < shortest.schedule.period_ticks:
                 shortest = made
                 progress(_described(made.schedule))
@@ -213,13 +213,13 @@ def _best_candidate(job: Job, windows: Windows, failures: int, options: PlanOpti
                 return msgspec.structs.replace(shortest, interrupted=made.interrupted)
         if len(best) <= FINALISTS:
             break
-        left = sorted(left, key=lambda holes: best[holes].schedule.period_ticks)[:keep]
+        left = sorted(left, key=lambda vacant: best[vacant].schedule.period_ticks)[:keep]
     return min(best.values(), key=lambda made: made.schedule.period_ticks)
 
 
 def _described(schedule: Schedule) -> str:
-    down = [sum(hole.column == column for hole in schedule.failed) for column in range(schedule.grid.columns)]
-    return f"{'+'.join(map(str, down))} roles down by stage, in {len({hole.pipeline for hole in schedule.failed})} " \
+    down = [sum(role.column == column for role in schedule.failed) for column in range(schedule.grid.columns)]
+    return f"{'+'.join(map(str, down))} roles down by stage, in {len({role.pipeline for role in schedule.failed})} " \
            f"pipelines: period {schedule.seconds(schedule.period_ticks):g} s"
 
 

@@ -127,7 +127,7 @@ def _missing_samples(times: Sequence[float]) -> list[str]:
     missing = [step for step in steps if step > MISSING_AFTER * usual]
     if not missing:
         return []
-    return [f"{len(missing)} holes without samples, {sum(missing) / 3600:.1f} h in all: the last count is taken to "
+    return [f"{len(missing)} gaps without samples, {sum(missing) / 3600:.1f} h in all: the last count is taken to "
             "hold"]
 
 

@@ -176,7 +176,7 @@ class EventLoop:
 
     def _admit(self, connection: Connection, worker: Worker) -> None:
         if worker in self._workers or worker not in self._known:
-            connection.close()  # a stranger: a process is started anew only once its end has been handled
+            connection.close()  # not ours: a process is started anew only once its end has been handled
             return
         self._workers[worker] = connection
         connection.send(frame(replace(self._run.setup, injections=tuple(

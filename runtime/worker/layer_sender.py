@@ -308,7 +308,7 @@ class _Server:
         if not data:
             raise ConnectionError("closed")
         if receiver.asking or receiver.answered or len(receiver.received) > MAX_HEADER_BYTES:
-            raise MessageError("it talks where it should listen")
+            raise MessageError("it sent more than one request")
         receiver.received += data
         try:
             request, _ = read_message(io.BytesIO(receiver.received))

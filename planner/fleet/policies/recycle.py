@@ -9,7 +9,7 @@ class ReCycle(Rerouting):
 
     name = "recycle"
     title = "ReCycle as published"
-    assumptions = ("1F1B on healthy workers, micro-batches of dead workers dealt round-robin, split backward and "
+    assumptions = ("1F1B on healthy workers, micro-batches of dead workers assigned round-robin, split backward and "
                    "staggered optimizer; one failure a stage, then two; its solver replaced by list schedules; "
                    "switches, loads and lost work as for slipstream")
 

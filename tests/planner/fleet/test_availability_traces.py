@@ -65,7 +65,7 @@ def test_of_several_counts_at_one_instant_the_last_holds_and_holes_are_told():
     text = "".join(f"2021-12-11, 10:{minute:02}:00, 4\n" for minute in range(10))
     trace = parse_availability_trace(text + "2021-12-11, 10:09:00, 3\n2021-12-11, 20:00:00, 4\n")
     assert list(trace.counts()) == [(0.0, 4), (540.0, 3), (36000.0, 4)]
-    assert "1 holes without samples, 9.8 h in all: the last count is taken to hold" in trace.notes
+    assert "1 gaps without samples, 9.8 h in all: the last count is taken to hold" in trace.notes
 
 
 @pytest.mark.parametrize(("text", "says"), [
