@@ -167,14 +167,14 @@ def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windo
 
     The roles that are down are the `failed` of its schedule, in which every worker plays its own role. `windows` are
     those of the same job and options, kept from call to call. Raises NoPlanError when so many failures leave some stage
-    without a live worker, however roles are assigned.
+    without a live worker, whoever plays which role.
     """
     if failures == 0:
         return plan_only(options, job, ())
     windows = windows or Windows(job, options)
     if not windows.distributions(failures):
         most = sum(windows.most(column) for column in range(job.stages))
-        raise NoPlanError(f"{failures} failures leave some stage without a live worker, however roles are assigned: the "
+        raise NoPlanError(f"{failures} failures leave some stage without a live worker, whoever plays which role: the "
                           f"job can lose {most} of its {job.pipelines * job.stages} workers")
     ready(progress)
     deadline = time.monotonic() + options.time_limit

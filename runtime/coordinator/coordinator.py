@@ -15,7 +15,7 @@ import msgspec
 
 from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.join_planning import JoinPlanner
-from runtime.coordinator.layer_moves import orphaned, plan_moves
+from runtime.coordinator.layer_moves import plan_moves, stages_without_holder
 from runtime.coordinator.planning import NoScheduleError, RunError, ScheduleService
 from runtime.coordinator.recovery import Recovery, RecoveryClock
 from runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Finished, Paused, Ran, Ready, Started
@@ -268,7 +268,7 @@ class Coordinator:
 
     def _require_holders(self, untouched: bool) -> None:
         """Raises RunError where parameters are lost; before the first step everyone can make any."""
-        missing = [] if untouched else orphaned(self._holds, self._ranges)
+        missing = [] if untouched else stages_without_holder(self._holds, self._ranges)
         if missing:
             raise RunError(f"stage {missing[0]} has no live worker left: {self._why(missing[0])}")
         if not self._members | self._ready:

@@ -10,7 +10,7 @@ Holders = Mapping[Worker, Collection[int]]
 """The stages of each worker."""
 
 
-def orphaned(holds: Holders, ranges: Sequence[tuple[int, int]]) -> list[int]:
+def stages_without_holder(holds: Holders, ranges: Sequence[tuple[int, int]]) -> list[int]:
     """The stages whose layers nobody holds."""
     held = {layer for mine in holds.values() for layer in _layers(mine, ranges)}
     return [stage for stage, layers in enumerate(ranges) if not held.issuperset(range(*layers))]
@@ -19,7 +19,7 @@ def orphaned(holds: Holders, ranges: Sequence[tuple[int, int]]) -> list[int]:
 def plan_moves(needs: Holders, holds: Holders, ranges: Sequence[tuple[int, int]]) -> tuple[Move, ...]:
     """One move for each layer that a worker needs and lacks, dealt to those that hold it so that all send alike.
 
-    Every stage that is needed must be held by someone (`orphaned`).
+    Every stage that is needed must be held by someone (`stages_without_holder`).
     """
     sent: Counter[Worker] = Counter()
     holders: dict[int, list[Worker]] = defaultdict(list)
