@@ -2,7 +2,7 @@
 
 import pytest
 
-from cli.shared.train_inputs import scheduler
+from cli.shared.failure_schedules import scheduler
 from runtime.launch import Resilience, run
 from runtime.processes.process_manager import Return
 from runtime.protocol.failure_injection import Injection
