@@ -161,7 +161,7 @@ class Coordinator:
             self._choose_stop()
 
     def _plan_join(self) -> None:
-        """Where workers want to join, have the layers fetched that this takes, while training goes on."""
+        """Where workers want to join, start a fetch of the layers that this needs, while training goes on."""
         if not self._ready - self._members or not self._joins.open or not self._may_stop():
             return
         schedule = self._schedule_of(sorted(self._members | self._ready))

@@ -1,4 +1,4 @@
-"""Join planning: which workers fetch which layers to join while training goes on, and whether they have them."""
+"""Join planning: which layers are fetched for a join while training goes on, and whether all have come."""
 
 import time
 from collections.abc import Callable, Mapping

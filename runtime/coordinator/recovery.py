@@ -41,7 +41,7 @@ class RecoveryClock:
         self._meanwhile = 0
 
     def lost(self, worker: Worker, reason: str, since: float) -> None:
-        """A member is gone, since a time by time.monotonic, of which what lies before the last order does not count."""
+        """A member is gone, since a time by time.monotonic. Time before the last order does not count."""
         since = max(since, self._ordered)
         self._began = since if self._began is None else min(self._began, since)
         self._dead.append((worker, reason))

@@ -43,7 +43,7 @@ class Connections:
         cut((open_sockets() - self._before if self._made is None else self._made) - self._spared())
 
     def release(self) -> None:
-        """They are about to be closed: when this returns, nothing is being cut, nor will be."""
+        """They are about to be closed: once this returns, `end` cuts nothing."""
         with self._lock:
             self._released = True
 

@@ -91,7 +91,7 @@ class LayerSender:
                 self._server.answer(one, {layer: copies[layer] for layer in one.request.layers}, iteration)
 
     def stepped(self, iteration: int, layers: Layers) -> None:
-        """Send all who follow the gradients of a step; they are those that the layers hold."""
+        """Queue the gradients of a step, which the layers hold, for all receivers that follow."""
         copies: dict[int, Mapping[str, Tensor]] = {}
         for one in self._server.following():
             if self._holds_all(one, layers):
@@ -101,7 +101,7 @@ class LayerSender:
                     self._server.put(one, LayerGradients(layer, iteration), copies[layer])
 
     def generation_begins(self, generation: int, committed: int) -> None:
-        """Send all who follow that a generation begins, and that this worker is at a committed iteration."""
+        """Queue for all receivers that follow: a generation begins, and this worker is at a committed iteration."""
         for one in self._server.following():
             self._server.put(one, GenerationBegins(generation, committed))
 
