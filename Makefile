@@ -1,10 +1,10 @@
-# `make demo` and `make test` do everything on a machine that has only Python 3.11 and pip.
+# `make demo` and `make test` need nothing but Python 3.11 and pip.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# One more than two cores, as tests of real processes also wait for timeouts. By worksteal, because it keeps the tests of
-# a module in one process for the most part, so that what they share is made once.
+# Processes of pytest: one more than two cores, as tests of real processes also wait for timeouts. `--dist worksteal` keeps
+# most tests of a module in one process, so that what they share is made once.
 TEST_PROCESSES ?= 3
 
 .PHONY: demo demo-short test lint docs picture library clean
@@ -18,7 +18,7 @@ demo-short: $(INSTALLED)   ## the same in seconds
 test: $(INSTALLED)         ## all tests
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
 
-lint: $(INSTALLED)         ## style, types, and which room may import which
+lint: $(INSTALLED)         ## style, types, and which package may import which
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
@@ -38,7 +38,7 @@ library: $(INSTALLED)      ## plan the tables of schedules/library anew
 	  $(BIN)/slipstream table $$job/job.toml --max-failures 4 --time-limit 60 --out $$job || exit 1; \
 	done
 
-# torch first and by its exact version, so that nothing else pulls another build. The planner's inner loops are compiled
+# torch first and by its exact version, so that no other package brings another build. The planner's inner loops are compiled
 # here, so that the first plan need not wait for them.
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("slipstream needs Python 3.11 or newer: make PYTHON=/path/to/python3.11")'

@@ -77,7 +77,7 @@ class Setting:
     config: RunConfig
     iterations: int
     moves: bool
-    """Whether roles are dealt anew after each failure, by normal forms."""
+    """Whether roles are assigned anew after each failure, by normal forms."""
     gap: tuple[int, int] = (4, 16)
     """Iterations between two failures that are planned."""
     heartbeat_timeout_seconds: float = 1.0

@@ -1,4 +1,4 @@
-"""A page that shows schedules: one file, which works offline and asks nobody for anything.
+"""A page that shows schedules: one file, which works offline and loads nothing.
 
 The page's own text is in `page/`: a template, a style and five scripts, put together here with the data. Each
 program is stored once for each speed it runs at, its ops as columns of small numbers; the script expands them.

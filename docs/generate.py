@@ -1,4 +1,4 @@
-"""What the documentation shows but nobody writes: the command reference, and pictures of plans."""
+"""Parts of the documentation that are generated: the command reference, and pictures of plans."""
 
 from collections.abc import Iterator
 from pathlib import Path

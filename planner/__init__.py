@@ -1,7 +1,16 @@
 """From a job and its failures to a schedule.
 
-The names below are what other programs use; each is imported when it is first asked for, so that reading a job does not
-wait for the solver.
+    job/         the job file
+    model/       the scheduling problem, its bounds, its arrays
+    search/      searches for the best solution
+    plan         one checked schedule for a job and its failures (`options`, `progress`, `interrupt`)
+    normalise    chooses which roles stay vacant, for a number of failures
+    judge        times and checks an order that another tool made
+    tables/      builds tables of schedules
+    fleet/       simulates policies over failure traces
+
+Other programs use the names below. Each is imported when it is first asked for, so that reading a job does not wait for
+the solver.
 """
 
 import importlib

@@ -22,7 +22,7 @@ class _Note:
 def interruptible() -> Iterator[threading.Event]:
     """The first Ctrl-C sets the event instead of raising KeyboardInterrupt; a second one raises it after all.
 
-    An exception could strike anywhere, also where Python swallows it. Only the main thread of a program hears signals;
+    An exception could strike anywhere, also where Python swallows it. Only the main thread of a program gets signals;
     elsewhere the event is never set. Where one search is part of another, what has ended the inner ends the outer.
     """
     if threading.current_thread() is not threading.main_thread():

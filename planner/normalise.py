@@ -167,7 +167,7 @@ def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windo
 
     The roles that are down are the `failed` of its schedule, in which every worker plays its own role. `windows` are
     those of the same job and options, kept from call to call. Raises NoPlanError when so many failures leave some stage
-    without a live worker, whoever plays which role.
+    without a live worker, however roles are assigned.
     """
     if failures == 0:
         return plan_only(options, job, ())

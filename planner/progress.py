@@ -1,4 +1,4 @@
-"""How the planner tells of its progress."""
+"""Callbacks for progress."""
 
 from collections.abc import Callable
 
@@ -10,4 +10,4 @@ CountCallback = Callable[[int, int], None]
 
 
 def quiet(line: str) -> None:
-    """A callback that tells nobody."""
+    """A callback that does nothing."""

@@ -1,1 +1,14 @@
-"""Replays schedules with torch: one process per worker."""
+"""Replays schedules with torch: one process for each worker.
+
+    api            the public names
+    config         what to train: the model's and the training's settings, checked
+    launch         starts a run and sees it through, on one node or several
+    model/         layers, stages, optimizer, data, checkpoints
+    replay/        runs a program op by op, and passes tensors between workers
+    protocol/      messages between coordinator, workers and node agents
+    processes/     starts and ends processes
+    coordinator/   decides who trains by which schedule
+    worker/        what runs in a worker's process
+    tools/         profile, self-test, reference run
+    device, errors, torch_private    what all of these use
+"""

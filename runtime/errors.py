@@ -1,6 +1,6 @@
-"""Errors of others, told in one line."""
+"""Errors of libraries, in one line."""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says; torch adds its stack to it."""
+    """The first line of an error's message; torch adds its stack to it."""
     return (str(error).splitlines() or ["no reason given"])[0]

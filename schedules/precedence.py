@@ -1,7 +1,7 @@
 """Precedence rules: which op of a micro-batch must end before another one may start.
 
 `RULES` is the only place that states them. The graph of a schedule, the arrays of the planner, the CP-SAT model and the
-timeline page expand it; the checker has rules of its own, as the judge of all of these.
+timeline page expand it. The checker has rules of its own, because it judges what is made from these.
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ RULES = (
 
 
 def op_key(op: Op) -> OpKey:
-    """The identity of a compute op, whoever runs it."""
+    """The identity of a compute op, on any worker."""
     assert op.stage is not None and op.pipeline is not None and op.microbatch is not None
     return (op.kind, op.stage, op.pipeline, op.microbatch)
 

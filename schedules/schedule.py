@@ -239,7 +239,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @cached_property
     def player_of(self) -> Mapping[Worker, Worker]:
-        """The physical worker that plays each role; a role that nobody plays is down."""
+        """The physical worker that plays each role; a role that no worker plays is down."""
         return {seat.role: seat.worker for seat in self.seats}
 
     @property

@@ -1,0 +1,9 @@
+"""The job file: what it says, and how one is written.
+
+    toml_table        reads a table key by key, and checks every value
+    file              TOML to a checked `Job`
+    writer            writes job files
+    estimate          stage times and memory from a model's shape and a GPU's data sheet
+    profiler_trace    stage times from Chrome traces
+    presets/          job files to start from
+"""

@@ -148,7 +148,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode = "split",
                   optimizer: OptimizerMode = "staggered", roles: Mapping[Worker, Worker] | None = None) -> Problem:
-    """Translate a job to ticks. `roles` maps live workers that play another role to it (default: nobody does).
+    """Translate a job to ticks. `roles` maps live workers that play another role to it (default: none does).
 
     Raises NoPlanError when a stage has no live worker or a worker cannot hold a single micro-batch.
     """

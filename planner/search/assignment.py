@@ -80,7 +80,7 @@ def _prices(problem: Problem, stage: int) -> dict[int, int]:
 
 
 def _least_loaded(problem: Problem, stage: int, units: list[Unit], lost: Sequence[int]) -> dict[Unit, int]:
-    """Each to the peer that would be done first with all its work; of equal ones, whose pipeline is whole."""
+    """Each to the peer that would be done first with all its work; of equal peers, to one whose pipeline is whole."""
     price = _prices(problem, stage)
     live = sorted(price, key=lambda host: (lost[host], host))
     loads = [(price[host] * (problem.grid.microbatches[host] + 1), index, host) for index, host in enumerate(live)]

@@ -1,4 +1,4 @@
-"""What a search may use: time, one seed, a way to be stopped, and somebody to tell."""
+"""What a search may use: time, one seed, a way to be stopped, and a callback for progress."""
 
 import threading
 import time

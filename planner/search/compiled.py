@@ -1,11 +1,10 @@
 """The planner's inner loops as machine code: compiled by numba once per installation, and kept on disk.
 
 The install step compiles them (`python -m planner.search.compiled`). Where that was not done, the first plan does,
-before its clock starts, in its own process and while others wait. Where no folder can be written, every process does.
+before its clock starts; other processes wait for it. Where no folder can be written, every process compiles.
 
-numba keeps code by source file, and takes what it has kept for a file also when functions that the file calls, in
-another one, have changed. So a marker beside the code names the sources that it is of, by a digest; where they differ,
-all code is removed and made anew.
+numba keeps code by source file, and does not notice when a function that the file calls, in another file, has changed.
+So a marker beside the code holds a digest of all its sources; where they differ, all code is removed and made anew.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ from typing import Any
 from planner.progress import ProgressCallback, quiet
 
 ENTRIES = ("planner.search.kernel.list_scheduler.list_order", "planner.search.kernel.annealing.loop.anneal")
-"""A compiled function in each folder of the kernel, of those that compile all others."""
+"""A compiled function in each folder of the kernel. With these, all others are compiled."""
 SOURCES = ("search/kernel/**/*.py", "model/arrays.py")
 """What the machine code is made of, within the planner's folder."""
 LOCK_SECONDS, POLL_SECONDS = 300.0, 0.1
@@ -113,7 +112,7 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def _use_once() -> None:
-    """Plan the smallest job: what is called for the first time is compiled."""
+    """Plan the smallest job: numba compiles a function when it is first called."""
     from planner.job.file import parse_job
     from planner.model.arrays import ProblemArrays
     from planner.model.problem import build_problem

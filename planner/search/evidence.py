@@ -1,4 +1,4 @@
-"""Where the period is above the bound: which of the two is likely to blame."""
+"""Where the period is above the bound: which of the two is likely to leave the gap."""
 
 from planner.search.incumbent import Incumbent
 

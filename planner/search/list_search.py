@@ -20,7 +20,7 @@ from planner.search.list_scheduler import DispatchRule, ForwardOrder, ListSchedu
 OPS_PER_SEARCH = 20_000_000
 """Ops that all random steps together may schedule; counted, not timed, so that the same seed gives the same plan."""
 QUICK = 20_000
-"""Compute ops that take a list scheduler no time worth mentioning."""
+"""Compute ops up to which baselines are tried when the time is over, too."""
 FEWEST_STEPS, MOST_STEPS = 8, 1000
 
 
@@ -96,7 +96,7 @@ def search(problem: Problem, bound: int, deadline: float, seed: int, tell: Tell,
            stop: threading.Event) -> tuple[Solution, int]:
     """The best of many list schedules until the deadline (a time.monotonic()) or until told to stop; at least one.
 
-    With its period in ticks. `tell` hears the period, in ticks, of each better one.
+    With its period in ticks. `tell` is called with the period, in ticks, of each better one.
     """
     best = _Best(problem, bound, deadline, tell, stop)
     _try_grid(best)
@@ -128,7 +128,7 @@ class _Schedulers:
         self._made: list[ListScheduler | None] = []
 
     def get(self, index: int) -> ListScheduler | None:
-        """That of an assignment rule; None where it assigns as another one before."""
+        """The scheduler of an assignment rule; None where an earlier rule gives the same assignment."""
         while index >= len(self._made):
             self._made.append(self._new(len(self._made)))
         return self._made[index]

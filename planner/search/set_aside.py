@@ -1,4 +1,4 @@
-"""Memory that a list scheduler sets aside on each worker, so that it never gets stuck."""
+"""Memory that a list scheduler keeps free on each worker, so that it never gets stuck."""
 
 from typing import NamedTuple
 

@@ -1,0 +1,7 @@
+"""Builds tables of schedules; `schedules.tables` reads them.
+
+    build           plans every entry, in parallel processes
+    folder          the folder of a table that is being built: finished entries, one file each
+    process_pool    processes for long tasks, which end when one dies or the caller stops
+    index_text      the index as text for people
+"""

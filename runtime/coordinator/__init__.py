@@ -1,12 +1,12 @@
-"""Node 0's side of the control plane. It computes nothing.
+"""The coordinator, in the launcher of node 0: it decides who trains by which schedule, and computes nothing itself.
 
-    event_loop           handles all that happens, one event after the other
+    event_loop           handles all events, one after the other: messages, missed heartbeats, ended processes
     server               the connections of workers and node agents
-    heartbeat_monitor    who has been silent for too long
-    coordinator          decides: who trains by which schedule from where on
+    heartbeat_monitor    which workers have been silent for too long
+    coordinator          decides on orders: members, schedule, first iteration
     planning             finds schedules in a thread
-    join_planning        who fetches which layers while all train
-    layer_moves          which layers move from whom to whom
+    join_planning        which workers fetch which layers while training goes on
+    layer_moves          which layers move from which worker to which
     commit_log           which iterations are committed; losses, times, digests
     recovery             how long each change of members took
     loss_file            losses.jsonl

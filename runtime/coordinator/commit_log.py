@@ -1,8 +1,8 @@
-"""Commit log: what the workers of a run report, put together into iterations, losses, times and digests.
+"""Commit log: puts the reports of workers together into committed iterations, losses, times and digests.
 
-Here it is decided which iterations are committed: those that every member of an order has stepped, and of which it is
-known how (`runtime.model.clipping`). Whoever has not stepped one can then only follow, and whoever has stepped the next
-can go back by one.
+An iteration is committed when every member of an order has stepped it and, where steps depend on the gradients of all
+stages, its factor is known (`runtime.model.clipping`). It is never undone. A member that has stepped the next one, too,
+can go back by one step.
 """
 
 import math
@@ -17,7 +17,7 @@ from schedules.schedule import Worker
 
 
 class CommitLogError(RuntimeError):
-    """Reports that must not be: workers that disagree, or a loss that is not finite. The message is one line."""
+    """Reports that end the run: workers that disagree, or a loss that is not finite. The message is one line."""
 
 
 class CommitLog:
@@ -30,9 +30,9 @@ class CommitLog:
     first_iteration
         Where the run begins: the iterations before it are committed.
     skips
-        An iteration whose loss is not finite is nothing bad, it made no step; its loss is nan.
+        Whether the loss of an iteration may be other than finite. It then made no step, and its loss is nan.
     validates
-        Steps depend on the gradients of all stages: an iteration is committed when its factor is known, too.
+        Whether steps depend on the gradients of all stages. An iteration is then committed once its factor is known.
     """
 
     def __init__(self, job: str, *, first_iteration: int = 0, skips: bool = False, validates: bool = False) -> None:
@@ -49,7 +49,7 @@ class CommitLog:
         self.losses: list[float] = []
         """Of the committed iterations of this run."""
         self.digests: dict[str, str] = {}
-        """Of the parameters of those who have finished, by name."""
+        """Of the parameters of workers that have finished, by name."""
 
     @property
     def next_iteration(self) -> int:
@@ -68,7 +68,7 @@ class CommitLog:
         return Factor(last, self._factors[last]) if last in self._factors else None
 
     def begin(self, order: int, members: Collection[Worker]) -> None:
-        """From here on these workers run; what others have begun and not committed never happened."""
+        """An order begins, with these members. Iterations that are not committed are dropped."""
         self._order = order
         self._members = frozenset(members)
         self._open.clear()
@@ -76,7 +76,7 @@ class CommitLog:
         self._factors = {one: factor for one, factor in self._factors.items() if one < self.next_iteration}
 
     def ran(self, report: Ran) -> Iterator[tuple[int, float]]:
-        """Enter an iteration of a worker; the iterations, with their losses, that are now committed.
+        """Enter a worker's report of an iteration; the iterations that are now committed, with their losses.
 
         Raises CommitLogError when the loss is not finite.
         """
@@ -89,7 +89,7 @@ class CommitLog:
         yield from self._commit_all()
 
     def settled(self, order: int, factor: Factor) -> Iterator[tuple[int, float]]:
-        """Enter how an iteration was stepped; the iterations that are now committed."""
+        """Enter the factor of an iteration; the iterations that are now committed, with their losses."""
         if order != self._order:
             return
         self._factors[factor.iteration] = factor.factor
@@ -103,7 +103,7 @@ class CommitLog:
                 raise CommitLogError(f"worker {report.worker} ends with another parameter {name} than its peers")
 
     def measured_period_seconds(self) -> float | None:
-        """Median over iterations of the longest busy window of any worker; the first one warms up and counts not."""
+        """Median over iterations of the longest busy window of any worker, without the first one, which warms up."""
         windows = self._windows[1:] or self._windows
         return statistics.median(windows) if windows else None
 

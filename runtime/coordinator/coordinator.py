@@ -1,10 +1,10 @@
-"""The coordinator's decisions: who trains by which schedule from where on, whatever has happened.
+"""The coordinator's decisions: which workers train, by which schedule, and from which iteration on.
 
-It is told of everything that happens to workers, and gives orders (`runtime.protocol.to_worker`). An order for training
-ends when a member is lost or stops for a reason of its own, or before an iteration that was chosen for all to stop at,
-because workers want to come in and have got their layers (`runtime.coordinator.join_planning`). When all members that
-live have paused, and there is a schedule for them, the next order is given. It begins at the first iteration that is
-not committed. News that come while a schedule is planned change what is waited for, and nothing else.
+The event loop calls a method for each event; the coordinator answers with orders (`runtime.protocol.to_worker`). An
+order for training ends when a member is lost or reports an error, or before an iteration that is chosen for all to stop
+at, because workers that want to join have their layers (`runtime.coordinator.join_planning`). When all members that are
+left have paused, and there is a schedule for them, the next order is given. It begins at the first iteration that is
+not committed. An event that comes while a schedule is being planned only changes what is waited for.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class Coordinator:
     schedule
         For the workers that are there from the start.
     schedules
-        Gives those for other workers; None: the first failure ends the run.
+        Finds those for other workers; None: the first failure ends the run.
     ranges
         Half-open range of layers of each stage.
     """
@@ -57,13 +57,13 @@ class Coordinator:
         self._phase: Literal["gathering", "training", "finishing", "left"] = "gathering"
         self._members = {seat.worker for seat in schedule.seats}
         self._ready: set[Worker] = set()
-        """Those that wait to come in."""
+        """Workers that have sent `Ready` and take part in no order yet."""
         self._paused: set[Worker] = set()
         self._finished: set[Worker] = set()
         self._holds: dict[Worker, tuple[int, ...]] = {}
         """The stages of each member that has paused."""
         self._ended = False
-        """Whether members have been told that the order has ended."""
+        """Whether `EndOrder` has been sent."""
         self._stop_before: int | None = None
         self._joins = JoinPlanner(self._tell_all)
         self._addresses: dict[Worker, tuple[str, int]] = {}
@@ -91,16 +91,16 @@ class Coordinator:
         self.advance()
 
     def ran(self, report: Ran) -> None:
-        """The commit log has a worker's iteration: let it go on, or have it stop as all members will."""
+        """Acknowledge a report that the commit log has: the worker goes on, or stops where all members will."""
         stop = report.order == self.number and report.iteration + 1 == self._stop_before
         self._send(report.worker, Acknowledged(report.order, report.iteration, stop))
 
     def fetch_up_to_date(self, report: FetchUpToDate) -> None:
-        """A worker has got layers while all train."""
+        """A worker has the layers of a fetch."""
         self._joins.fetch_up_to_date(report.worker, report.fetch)
 
     def fetch_failed(self, report: FetchFailed) -> None:
-        """A worker could not."""
+        """A worker could not get the layers of a fetch."""
         self._joins.fetch_failed(report.fetch)
 
     def lost(self, worker: Worker, reason: str, since: float) -> None:
@@ -150,7 +150,7 @@ class Coordinator:
                 self._phase = "left"
 
     def advance(self) -> None:
-        """Do what has become possible; to be called after all that happens. Raises RunError."""
+        """Do what has become possible; to be called after every event. Raises RunError."""
         if self._phase == "gathering" and self._ready >= self._members:
             self._give_next()
         elif self._phase == "training" and self._paused >= self._members:
@@ -161,7 +161,7 @@ class Coordinator:
             self._choose_stop()
 
     def _plan_join(self) -> None:
-        """Where somebody wants to come in, have the layers fetched that this takes while all train."""
+        """Where workers want to join, start a fetch of the layers that this needs, while training goes on."""
         if not self._ready - self._members or not self._joins.open or not self._may_stop():
             return
         schedule = self._schedule_of(sorted(self._members | self._ready))
@@ -173,10 +173,10 @@ class Coordinator:
                           self._addresses, self._log.next_iteration)
 
     def _choose_stop(self) -> None:
-        """Where all is ready for somebody to come in, choose the iteration before which all members stop.
+        """Where all layers for a join are there, choose the iteration before which all members stop.
 
-        What was reported has been acknowledged: whoever did so is in the iteration after that. All that have yet to
-        report that one will be told with its acknowledgement.
+        A worker that has reported the furthest iteration has been acknowledged, and runs the one after it. When members
+        report that one, the acknowledgement tells them to stop.
         """
         if self._joins.complete and self._may_stop():
             self._stop_before = self._earliest_stop()
@@ -224,10 +224,10 @@ class Coordinator:
                                schedule=msgspec.Raw(codec.encode(schedule)), factor=self._log.factor))
 
     def _next_schedule(self, untouched: bool) -> Schedule | None:
-        """The schedule for those who take part from here on, where nobody has fetched layers for it.
+        """The schedule of the next order, where no layers have been fetched for it.
 
-        Whoever is ready and has no layers stays outside, and fetches them while the others train; before the first
-        step, there is nothing to fetch. Where there is no going on without them, all wait until they have their layers.
+        A worker that is ready and lacks its layers is left out, and fetches them while the others train. Before the
+        first step there is nothing to fetch. Where the others cannot train without it, all wait until it has them.
         """
         everyone = sorted(self._members | self._ready)
         if not untouched and self._members and everyone != sorted(self._members):
@@ -267,7 +267,7 @@ class Coordinator:
                                          writers=tuple(writers.items()), factor=self._log.factor))
 
     def _require_holders(self, untouched: bool) -> None:
-        """Raises RunError where parameters are lost; before the first step everyone can make any."""
+        """Raises RunError where parameters are lost; before the first step every worker can build any."""
         missing = [] if untouched else stages_without_holder(self._holds, self._ranges)
         if missing:
             raise RunError(f"stage {missing[0]} has no live worker left: {self._why(missing[0])}")
@@ -275,7 +275,7 @@ class Coordinator:
             raise RunError(f"no worker is left: {self._why()}")
 
     def _why(self, stage: int | None = None) -> str:
-        """What happened to those who are gone: to all, or to the workers of a stage."""
+        """Why workers are lost: all that are, or those of a stage."""
         column = None if stage is None else self.grid.stages[stage].column
         told = [reason for worker, reason in self._lost.items() if column in (None, worker.column)]
         return ", ".join(told or self._lost.values()) or "none was there from the start"

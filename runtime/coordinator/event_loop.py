@@ -1,7 +1,7 @@
 """Coordinator event loop: handles messages of workers, missed heartbeats, ends of processes, and planned schedules.
 
-One thread, by asyncio. All that happens becomes an event in one queue, and one place handles them in turn; nothing in
-here waits for anything else.
+One thread, with asyncio. Every event goes into one queue, and `EventLoop.serve` handles one after the other. No handler
+waits for anything.
 """
 
 import asyncio
@@ -51,9 +51,9 @@ from runtime.protocol.to_node_agent import NodeSetup, RunEnded, ToNodeAgent
 from schedules.schedule import Schedule, Worker
 
 DRAIN_SECONDS = 1.0
-"""After the end of a process, for what it said before to arrive."""
+"""How long the last messages of a process that has ended may take to arrive."""
 ANNOUNCE_SECONDS = 2.0
-"""For the agents of other nodes to hear of the end of the run."""
+"""How long the agents of other nodes may take to end once they are sent the end of the run."""
 LOOK_SECONDS = 0.005
 
 Notify = Callable[[Recovery | str], None]
@@ -62,7 +62,7 @@ Notify = Callable[[Recovery | str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What the event loop is to see through."""
+    """What the event loop runs."""
 
     schedule: Schedule
     scheduler: Scheduler | None
@@ -93,13 +93,13 @@ class EventLoop:
         self._workers: dict[Worker, Connection] = {}
         self._agents: dict[int, Connection] = {}
         self._ended: dict[Worker, Ended] = {}
-        """Processes that have ended, as long as what they said may still arrive."""
+        """Processes that have ended, as long as messages of theirs may still arrive."""
         self._injected: dict[int, float] = {}
         """When each failure on purpose happened."""
         self._known = frozenset(run.schedule.grid.workers())
         self._corpora: dict[str, Worker] = {}
         self._last_sent: tuple[msgspec.Struct | None, bytes] = None, b""
-        """An order, with its schedule, goes to all workers in the same bytes."""
+        """The last message and its bytes: an order, with its schedule, is encoded once for all workers."""
         self.notes: list[str] = []
 
     @property
@@ -130,7 +130,7 @@ class EventLoop:
             await self._announce_end(error)
 
     async def _announce_end(self, error: str | None) -> None:
-        """Tell the agents of the other nodes how the run has ended, and wait a moment until they have heard."""
+        """Send the agents of the other nodes how the run has ended, and wait until they have disconnected."""
         for agent in self._agents.values():
             agent.send(frame(RunEnded(error)))
         with suppress(TimeoutError):
@@ -164,7 +164,7 @@ class EventLoop:
             self._agents[node].send(frame(message))
 
     def _handle(self, connection: Connection, message: ToCoordinator) -> None:
-        """What a peer says."""
+        """Handle a message of a worker or a node agent."""
         peer = connection.peer
         if isinstance(peer, int):
             self._handle_agent(connection, peer, message)
@@ -231,7 +231,7 @@ class EventLoop:
                 self._process_ended(message)
 
     def _disconnected(self, connection: Connection) -> None:
-        """All that a peer said has been handled, and it will say nothing more."""
+        """A connection has ended, and all messages that came over it have been handled."""
         peer = connection.peer
         if isinstance(peer, Worker):
             if self._workers.get(peer) is connection:
@@ -254,7 +254,7 @@ class EventLoop:
             self._put(partial(_fail, error))
 
     def _process_ended(self, ended: Ended) -> None:
-        """First what a worker said, then that it is gone: one that ends by itself has told why."""
+        """Handle a worker's last messages before its end: one that ends by itself has sent the reason."""
         if ended.worker in self._workers:
             self._ended[ended.worker] = ended
             asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._put, lambda: self._wait_no_more(ended))
@@ -266,7 +266,7 @@ class EventLoop:
             self._handle_end(self._ended.pop(ended.worker))
 
     def _handle_end(self, ended: Ended) -> None:
-        """A process has ended, and all that it said has been handled."""
+        """A process has ended, and all its messages have been handled."""
         self._lose(ended.worker, self._describe(ended))
         self._processes.ended(ended.worker)
 
@@ -281,7 +281,7 @@ class EventLoop:
             self._processes.committed(iteration)
 
     def _lose(self, worker: Worker, reason: str, since: float = 0.0) -> None:
-        """Count a worker as lost; nothing more is said to it."""
+        """Count a worker as lost, and close its connection."""
         self._monitor.remove(worker)
         connection = self._workers.pop(worker, None)
         if connection is not None:

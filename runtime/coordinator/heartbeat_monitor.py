@@ -1,4 +1,4 @@
-"""Heartbeat monitor: when each worker was last heard of, by this machine's clock."""
+"""Heartbeat monitor: when the last message of each worker came, by this machine's clock."""
 
 import time
 
@@ -8,7 +8,7 @@ LOOKS_PER_TIMEOUT = 10
 
 
 class HeartbeatMonitor:
-    """Tells who has said nothing for longer than the timeout. Whatever a worker says counts as a heartbeat."""
+    """Finds workers that have sent nothing for longer than the timeout. Every message counts as a heartbeat."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout = timeout_seconds
@@ -30,15 +30,15 @@ class HeartbeatMonitor:
         return worker in self._heard
 
     def heard(self, worker: Worker) -> None:
-        """A worker has said something."""
+        """A message of a worker has come."""
         if worker in self._heard:
             self._heard[worker] = time.monotonic()
 
     def missed(self) -> list[tuple[Worker, float]]:
-        """Those that were silent for too long, each with the time when it was last heard of."""
+        """The workers that were silent for too long, each with the time of its last message."""
         now = time.monotonic()
         gap, self._looked = now - self._looked, now
         if gap > 3 * self.interval_seconds:
-            # This process did not get to listen, as when it was stopped itself: nobody can be blamed.
+            # This process did not run, as when it was stopped: it could not have read any message.
             self._heard = {worker: heard + gap for worker, heard in self._heard.items()}
         return [(worker, heard) for worker, heard in self._heard.items() if now - heard > self._timeout]

@@ -1,4 +1,4 @@
-"""Join planning: which workers that are ready fetch which layers while all train, and when they have them."""
+"""Join planning: which layers are fetched for a join while training goes on, and whether all have come."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -9,35 +9,35 @@ from runtime.protocol.to_worker import Fetch, Move
 from schedules.schedule import Schedule, Worker
 
 PAUSE_SECONDS = 0.5
-"""Between two fetches of which the first came to nothing."""
+"""From a fetch that failed to the next one."""
 FAILURES = 3
-"""Fetches that come to nothing, one after the other, before layers are moved while all wait."""
+"""Fetches that fail, one after the other, before layers are moved while all wait."""
 
 
 @dataclass(slots=True)
 class Join:
-    """What comes once all members have stopped before the same iteration."""
+    """A change of members that is planned: it takes place once all have stopped before the same iteration."""
 
     schedule: Schedule
     order: int
-    """The one that is being followed."""
+    """The present one."""
     fetch: int
     """Its number; 0: the layers are moved while all wait."""
     waits_for: set[Worker]
-    """Those who do not have their layers yet."""
+    """The workers that do not have their layers yet."""
     began: int
     """The first iteration that was not committed when it began."""
 
     @property
     def members(self) -> set[Worker]:
-        """Those who take part then."""
+        """The workers that take part then."""
         return {seat.worker for seat in self.schedule.seats}
 
 
 class JoinPlanner:
-    """At most one join at a time; whoever is ready after it was planned waits for the next.
+    """Plans one join at a time; a worker that is ready after it was planned waits for the next.
 
-    `send` gives a `Fetch` to all workers that are ready.
+    `send` sends a `Fetch` to all members and all workers that want to join.
     """
 
     def __init__(self, send: Callable[[Fetch], None]) -> None:
@@ -81,7 +81,7 @@ class JoinPlanner:
             self._join.waits_for.discard(worker)
 
     def fetch_failed(self, fetch: int) -> None:
-        """A target cannot get its layers, for whatever reason: try again later."""
+        """A target cannot get its layers: try again later."""
         if self._join is not None and self._join.fetch == fetch:
             self._cancel(self._join)
             self._not_before = time.monotonic() + PAUSE_SECONDS
@@ -97,7 +97,7 @@ class JoinPlanner:
         return self._join if self.complete else None
 
     def close(self) -> None:
-        """An order begins: whatever was planned has been taken up by it, or has ended with the one before."""
+        """An order begins, which carries out the join that was planned, or ends it."""
         if self.complete:
             self._failures = 0
         self._join, self._not_before = None, 0.0

@@ -1,4 +1,4 @@
-"""Which layers move from whom to whom when roles change."""
+"""Which layers move from which worker to which when roles change."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -11,15 +11,15 @@ Holders = Mapping[Worker, Collection[int]]
 
 
 def stages_without_holder(holds: Holders, ranges: Sequence[tuple[int, int]]) -> list[int]:
-    """The stages whose layers nobody holds."""
+    """The stages with a layer that no worker holds."""
     held = {layer for mine in holds.values() for layer in _layers(mine, ranges)}
     return [stage for stage, layers in enumerate(ranges) if not held.issuperset(range(*layers))]
 
 
 def plan_moves(needs: Holders, holds: Holders, ranges: Sequence[tuple[int, int]]) -> tuple[Move, ...]:
-    """One move for each layer that a worker needs and lacks, dealt to those that hold it so that all send alike.
+    """One move for each layer that a worker needs and lacks, from the holder that sends the fewest layers so far.
 
-    Every stage that is needed must be held by someone (`stages_without_holder`).
+    Every stage that is needed must have holders (`stages_without_holder`).
     """
     sent: Counter[Worker] = Counter()
     holders: dict[int, list[Worker]] = defaultdict(list)

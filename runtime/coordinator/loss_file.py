@@ -1,4 +1,4 @@
-"""The file of losses, line by line as iterations are committed."""
+"""The file of losses: a line for each iteration, written when it is committed."""
 
 import json
 import math
@@ -14,7 +14,7 @@ Progress = Callable[[int, float], None]
 
 
 class LossFile:
-    """Losses, into the file and to whoever looks on. Raises OSError.
+    """Writes losses to the file, and calls `progress` with them. Raises OSError.
 
     Lines of iterations before `first` that an earlier run left in the file stay.
     """

@@ -1,4 +1,4 @@
-"""The schedules for those who live: looked up or planned in a thread, since that may take seconds."""
+"""Schedules for the workers that are left: looked up or planned in a thread, since that may take seconds."""
 
 import asyncio
 import threading
@@ -18,7 +18,7 @@ class NoScheduleError(RuntimeError):
 Scheduler = Callable[[tuple[Worker, ...]], Schedule]
 """The schedule to use when these workers are down, of the same job as the first one. Raises NoScheduleError.
 
-Called from a thread of its own, once at a time."""
+Called from the planning thread, one call at a time."""
 
 
 class ScheduleService:
@@ -37,12 +37,12 @@ class ScheduleService:
         self._answered = answered
         self._answers: dict[tuple[Worker, ...], Schedule | BaseException] = {}
         self._asked: tuple[Worker, ...] | None = None
-        """What the thread is busy with."""
+        """The failures for which the thread is finding a schedule."""
 
     def get(self, down: tuple[Worker, ...]) -> Schedule | None:
-        """The schedule for these failures; None: it is not there yet, ask again when `answered` has been called.
+        """The schedule for these failures; None: it is being found, call again when `answered` has been called.
 
-        Raises what the scheduler has raised. While another answer is on its way, nothing new is asked.
+        Raises what the scheduler has raised. One schedule is found at a time.
         """
         answer = self._answers.get(down)
         if isinstance(answer, BaseException):

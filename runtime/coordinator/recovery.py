@@ -1,4 +1,4 @@
-"""Recoveries: changes of the workers that take part, and how long each took."""
+"""Recoveries: changes of members, and how long each took."""
 
 import time
 from collections.abc import Collection
@@ -31,7 +31,7 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecoveryClock:
-    """Collects what belongs to one recovery, which may take several orders, from its begin to its end."""
+    """Measures a recovery, which may take several orders."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -41,7 +41,7 @@ class RecoveryClock:
         self._meanwhile = 0
 
     def lost(self, worker: Worker, reason: str, since: float) -> None:
-        """A member is gone, since a time by time.monotonic; what happened before the last order held up nobody."""
+        """A member is gone, since a time by time.monotonic. Time before the last order does not count."""
         since = max(since, self._ordered)
         self._began = since if self._began is None else min(self._began, since)
         self._dead.append((worker, reason))

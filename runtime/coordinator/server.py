@@ -11,7 +11,7 @@ from runtime.protocol.to_coordinator import FromNodeAgent, FromWorker, JoinNode,
 from schedules.schedule import Worker
 
 HELLO_SECONDS = 10.0
-"""Whoever connects and does not say who it is within that time is cut off."""
+"""A connection whose first message takes longer is closed."""
 
 Heard = Callable[["Connection", ToCoordinator | None], None]
 """Called with each message, in order, and with None when the connection has ended."""
@@ -26,16 +26,16 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._hello: asyncio.TimerHandle | None = None
         self.peer: Worker | int | None = None
-        """The worker, or the node; None: it has not said."""
+        """The worker, or the number of the node; None before the first message."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Wait for the peer to say who it is."""
+        """Wait for the first message, which names the peer."""
         self._transport = cast(asyncio.Transport, transport)
         keep_alive(transport.get_extra_info("socket"))
         self._hello = asyncio.get_running_loop().call_later(HELLO_SECONDS, self.close)
 
     def data_received(self, data: bytes) -> None:
-        """Pass messages on; whoever sends anything else is cut off."""
+        """Pass messages on; on anything else, close the connection."""
         try:
             for body in self._frames.feed(data):
                 self._take(to_coordinator.decode(body))
@@ -43,7 +43,7 @@ class Connection(asyncio.Protocol):
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        """The peer is gone, or was cut off."""
+        """The connection has ended, at either end."""
         if self._hello is not None:
             self._hello.cancel()
         self._transport = None
@@ -61,7 +61,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(data)
 
     def close(self) -> None:
-        """Cut it off, after what was sent to it."""
+        """Close the connection, once what was sent has gone out."""
         if self._transport is not None:
             self._transport.close()
 
@@ -81,7 +81,7 @@ class Connection(asyncio.Protocol):
 
 
 def _may_say(peer: Worker | int, message: ToCoordinator) -> bool:
-    """Whether a message is one of a worker about itself, or one of a node agent."""
+    """Whether a message is one that this peer may send: a worker's about itself, or a node agent's."""
     if isinstance(peer, int):
         return isinstance(message, FromNodeAgent)
     return isinstance(message, FromWorker) and getattr(message, "worker", peer) == peer

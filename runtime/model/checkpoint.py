@@ -2,9 +2,9 @@
 
 A checkpoint is a folder `iteration-N` with a manifest that names all layers and the digests of their files. Layers are
 the unit, so that any grid can go on from it. It appears whole or not at all: workers write into `.saving-N`, each adds
-a note per layer once the bytes are on the disk, and whoever finds the notes of all layers there renames the folder.
-Nobody waits for anybody, and nobody is in charge: a worker that dies while saving leaves a `.saving-N` behind, which
-the next complete checkpoint sweeps away. All workers must see the same folder.
+a note per layer once the bytes are on the disk, and the worker that finds the notes of all layers renames the folder.
+No worker waits for another or is in charge. One that dies while saving leaves a `.saving-N` behind, which is removed
+when the next checkpoint is complete. All workers must see the same folder.
 """
 
 import contextlib

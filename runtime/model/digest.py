@@ -21,5 +21,5 @@ def tensor_digest(name: str, tensor: Tensor) -> str:
 
 
 def combined_digest(digests: Mapping[str, str]) -> str:
-    """The digest of parameters of which each one's digest is known: nobody needs to hold them all."""
+    """The digest of parameters of which each one's digest is known: no process needs to hold them all."""
     return hashlib.sha256("".join(digests[name] for name in sorted(digests)).encode()).hexdigest()

@@ -82,5 +82,5 @@ def autocast(name: DtypeName, device: torch.device) -> AbstractContextManager[ob
 
 def layer_randomness(seed: int, iteration: int, pipeline: int, microbatch: int, layer: int,
                      device: torch.device) -> AbstractContextManager[None]:
-    """Run one layer's forward of one micro-batch in here: its dropout is the same whoever runs it."""
+    """Run one layer's forward of one micro-batch in here: its dropout is the same on any worker."""
     return seeded(derive_seed("layer", seed, iteration, pipeline, microbatch, layer), device)

@@ -1,4 +1,4 @@
-"""Randomness addressed by what it is for, never by who draws it or when."""
+"""Random numbers that depend on what they are for, not on which worker draws them or when."""
 
 import hashlib
 import threading
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 GENERATORS = threading.RLock()
-"""Torch's default generators are the process's: whoever seeds them, or runs code that may, holds this."""
+"""Held while torch's default generators, which belong to the process, are seeded or may be."""
 
 
 def derive_seed(*parts: int | str) -> int:

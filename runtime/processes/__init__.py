@@ -1,0 +1,8 @@
+"""Starts and ends processes.
+
+    fork_server        a process that imports torch once, and forks others
+    children           tasks side by side, each in a process of its own, with an answer
+    worker_start       what a worker's process is given
+    process_manager    the processes of a run's workers, on all nodes
+    launchers          what torchrun, srun or mpirun have set in the environment
+"""

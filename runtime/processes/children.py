@@ -1,4 +1,4 @@
-"""Tasks run side by side, each in a process of its own, with an answer or a complaint."""
+"""Runs tasks side by side, each in a process of its own, and collects their answers."""
 
 import tempfile
 import time
@@ -13,11 +13,11 @@ from runtime.processes.fork_server import ForkServer, ForkServerError, ProcessSp
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 0.5
-"""From the first bad end on: the first to end badly may not be the one to blame, but has an error to tell."""
+"""How long others may take to end once one has failed: the error of another may be the cause."""
 
 
 class ChildError(RuntimeError):
-    """A process that ended badly: the last line it complained, or its exit status."""
+    """A process has failed. The message is the last line of its log, or its exit status."""
 
 
 class _Task(msgspec.Struct, frozen=True):
@@ -55,11 +55,11 @@ class Children:
         self.close()
 
     def close(self) -> None:
-        """Kill those that are still there."""
+        """Kill the processes that are left."""
         self._stack.close()
 
     def answers(self, timeout: float) -> list[bytes]:
-        """What each has said. Raises ChildError and TimeoutError."""
+        """The answer of each task. Raises ChildError and TimeoutError."""
         try:
             deadline = time.monotonic() + timeout
             while not any(self._status.values()) and any(map(self.fork_server.lives, self._names)):
@@ -90,7 +90,7 @@ class Children:
 
 
 def run(data: bytes) -> int:
-    """One process: do the task, and leave the answer."""
+    """In a process: run the task, and write the answer to its file."""
     task = msgspec.json.decode(data, type=_Task)
     target: Callable[[bytes], Any] = load_target(task.target)
     Path(task.answer).write_bytes(target(task.content.encode()))

@@ -1,7 +1,7 @@
-"""Starting by torchrun, srun, mpirun or by variables set by hand: who am I, how many are we, where do we meet.
+"""Starting by torchrun, srun, mpirun or variables set by hand: which node this is, how many there are, where node 0 is.
 
-Whatever starts the processes, each becomes a *node* of `runtime.launch`, with its share of the workers: as many
-processes as workers, one each. So the process that the launcher knows survives its worker, and can start it again.
+Each process that is started so becomes a *node* of `runtime.launch`, with its share of the workers: one worker where
+there are as many processes as workers. The node's process outlives its workers, and can start them again.
 """
 
 import os
@@ -51,16 +51,16 @@ def gpu_share(shares: Sequence[int], node: int, local: LocalProcess) -> GpuShare
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """What a launcher, or whoever started it by hand, has told this process; by default, that it is alone."""
+    """What torchrun, srun, mpirun or a user have set for this process; by default, it is alone."""
 
     node: int = 0
     nodes: int = 1
     local: LocalProcess = ALONE
     master: Rendezvous | None = None
-    """Node 0's address. At its port node 0 listens itself, unless `agent` has it already; None: there are no others.
+    """Node 0's address. Node 0 listens at its port, unless torchrun's agent does (`agent`); None: one node alone.
     """
     agent: bool = False
-    """Whether torchrun's store is there, and says where node 0 listens."""
+    """Whether torchrun's store is there, which holds the address where node 0 listens."""
     attempt: str = "0"
     """Which of torchrun's attempts to run this is."""
 
@@ -102,7 +102,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
 
 
 def announce(here: Launched, opened: Rendezvous) -> None:
-    """Node 0 tells the others where it listens. Raises RendezvousError."""
+    """Put node 0's address into torchrun's store, where there is one. Raises RendezvousError."""
     if here.agent:
         assert here.master is not None
         try:

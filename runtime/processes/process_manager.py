@@ -1,4 +1,4 @@
-"""The processes of a run's workers, on all nodes: which node has which, who is killed, who comes back, and when."""
+"""The processes of a run's workers, on all nodes: starts, kills and restarts them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ class Return(msgspec.Struct, frozen=True):
 
 
 class NodeProcesses:
-    """Starts and ends the worker processes of this node; GPUs are dealt in turn, from `first_card` on."""
+    """Starts and kills the worker processes of this node; each takes the next GPU, from `first_card` on."""
 
     def __init__(self, fork_server: ForkServer, coordinator: Rendezvous, workers: Sequence[Worker], cards: int,
                  out: Path, first_card: int = 0) -> None:
@@ -41,7 +41,7 @@ class NodeProcesses:
             self.do(StartWorker(worker, restarted=False))
 
     def do(self, command: StartWorker | KillWorker) -> None:
-        """Do what the coordinator says. Raises ForkServerError."""
+        """Start or kill a worker. Raises ForkServerError."""
         if isinstance(command, KillWorker):
             self._fork_server.kill(str(command.worker))
         elif not self._fork_server.lives(str(command.worker)):
@@ -54,7 +54,7 @@ class NodeProcesses:
         return (self._first_card + place) % self._cards if self._cards else None
 
     def fileno(self) -> int:
-        """For a selector: readable when `poll` has something to tell."""
+        """For a selector: readable when `poll` has something to report."""
         return self._fork_server.fileno()
 
     def poll(self) -> list[Ended]:
@@ -63,16 +63,16 @@ class NodeProcesses:
 
 
 class ProcessManager:
-    """Node 0's hold on all processes.
+    """Starts, kills and restarts the worker processes of all nodes; on node 0.
 
     Parameters
     ----------
     nodes
         Where each worker is; those that are not there from the start are on node 0.
     returns
-        Who is to be started again.
+        The workers to start again.
     absent
-        Who is not there from the start.
+        The workers that are not there from the start.
     """
 
     def __init__(self, local: NodeProcesses, nodes: Mapping[Worker, int], returns: Sequence[Return] = (),
@@ -89,7 +89,7 @@ class ProcessManager:
         self._send = send
 
     def fileno(self) -> int:
-        """For a selector: readable when `poll` has something to tell."""
+        """For a selector: readable when `poll` has something to report."""
         return self._local.fileno()
 
     def poll(self) -> list[Ended]:

@@ -1,4 +1,4 @@
-"""What a worker's process is told when it is started."""
+"""What a worker's process is given when it is started."""
 
 from pathlib import Path
 
@@ -18,12 +18,12 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     card: int | None
     """The GPU it computes on; None on a CPU."""
     out: str
-    """The run's folder: parameters go to `parameters/`, whatever the process prints to `logs/`."""
+    """The run's folder: parameters go to `parameters/`, what the process prints to `logs/`."""
     restarted: bool = False
     """Whether the run has been going on without it."""
 
     def process(self) -> ProcessSpec:
-        """What the fork server is told; one that comes back writes below what it wrote before."""
+        """The request to the fork server. A worker that comes back appends to its log."""
         return ProcessSpec(str(self.worker), "runtime.worker.main:main", msgspec.json.encode(self).decode(),
                            str(self.log), append=self.restarted)
 

@@ -1,14 +1,15 @@
-"""What the coordinator, the workers and the node agents say to each other.
+"""Messages between the coordinator, the workers and the node agents.
 
-There is one TCP connection (`channel`) from each worker and each node agent to the coordinator, which is node 0's
-launcher. Messages are pushed, and arrive in the order in which they were sent:
+    channel              one TCP connection: JSON messages, each after its length
+    to_coordinator       from workers and node agents
+    to_worker            from the coordinator to workers
+    to_node_agent        from the coordinator to node agents
+    setup                what a worker must know before its first order
+    failure_injection    failures on purpose
+    rendezvous           addresses, and torch's key-value store
 
-    worker     -> coordinator    `to_coordinator.ToCoordinator`
-    node agent -> coordinator    `to_coordinator.ToCoordinator`
-    coordinator -> worker        `to_worker.ToWorker`
-    coordinator -> node agent    `to_node_agent.ToNodeAgent`
-
-Everything is JSON that msgspec checks against these types; nothing is ever unpickled. Whoever can reach the
-coordinator's port can join the run: it listens on the address it is given and nowhere else, loopback by default.
-torch's key-value store (`rendezvous.host_store`) is only where process groups find each other.
+Each worker and each node agent has one connection to the coordinator, which runs in the launcher of node 0. Messages
+are pushed, and arrive in the order in which they were sent. msgspec checks each against its type; nothing is ever
+unpickled. A process that can reach the coordinator's port can join the run: the port is open on the address that is
+given and on no other, loopback by default. torch's key-value store holds only the addresses of process groups.
 """

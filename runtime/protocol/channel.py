@@ -105,11 +105,11 @@ class Channel(Generic[T]):
 
     @property
     def pending(self) -> bool:
-        """Whether `read` returns at once, whatever a selector says."""
+        """Whether `read` returns at once although a selector sees nothing to read."""
         return bool(self._early)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send; on this machine the message has arrived when this returns. Raises RendezvousError."""
+        """Send. Where node 0 is this machine, the message has arrived when this returns. Raises RendezvousError."""
         data = frame(message)
         try:
             with self._sending:
@@ -118,7 +118,7 @@ class Channel(Generic[T]):
             raise _gone(error) from None
 
     def read(self) -> list[T]:
-        """Wait until something comes; the messages that are complete with it. Raises RendezvousError at the end."""
+        """Wait for data; the messages that are complete with it. Raises RendezvousError at the connection's end."""
         if self._early:
             early, self._early = self._early, []
             return early
@@ -147,7 +147,7 @@ class Channel(Generic[T]):
         with contextlib.suppress(OSError):
             self._socket.settimeout(CLOSE_SECONDS)
             self._socket.shutdown(socket.SHUT_WR)
-            while self._socket.recv(_READ_BYTES):  # else the system would drop what is on its way
+            while self._socket.recv(_READ_BYTES):  # else the system would drop what has not arrived
                 pass
         self._socket.close()
 

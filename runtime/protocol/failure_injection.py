@@ -1,9 +1,9 @@
 """Failures on purpose: a worker that kills or stops itself, or raises, at a given place. For tests and rehearsals.
 
 Places are met in this order in every iteration: the ops of the program by their number, `A` and `O` before the first
-op of that kind, `stepped` after the last op, `reported` after the coordinator has been told. When a worker takes an
+op of that kind, `stepped` after the last op, `reported` after the coordinator has acknowledged. When a worker takes an
 order that starts in that iteration: `ordered` before it meets the others, `met` before layers move, `moved` after.
-Where layers move while all train: `asked` at a source, before the step of an iteration whose state it is to give;
+Where layers move while all train: `asked` at a sender, before the step of an iteration whose state it is to give;
 `loaded` at the target, when it has a layer of it; `followed` at the target, when it has all, with the order's number.
 """
 
@@ -42,7 +42,7 @@ class Injector:
     injections
         Each with its index among all failures of the run.
     announce
-        Called with an index just before that failure: it must return only when the coordinator will hear of it.
+        Called with an index just before that failure: it must return once the message is sure to arrive.
     """
 
     def __init__(self, injections: Iterable[tuple[int, Injection]], announce: Callable[[int], None]) -> None:

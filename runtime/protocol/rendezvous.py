@@ -1,4 +1,4 @@
-"""Where the coordinator listens, and torch's key-value store, through which process groups find each other."""
+"""The coordinator's address, and torch's key-value store, which holds the addresses of process groups."""
 
 import contextlib
 import socket
@@ -75,7 +75,7 @@ def connect_store(rendezvous: Rendezvous, timeout: timedelta = TIMEOUT) -> TCPSt
 
 
 def address_towards(rendezvous: Rendezvous) -> str:
-    """This machine's address on the way to the meeting point: others who reach that reach this. Raises OSError."""
+    """This machine's address on the network of the meeting point, where other workers reach it. Raises OSError."""
     family = socket.AF_INET6 if ":" in rendezvous.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((rendezvous.host, rendezvous.port))
@@ -85,7 +85,7 @@ def address_towards(rendezvous: Rendezvous) -> str:
 def interface_towards(rendezvous: Rendezvous) -> str | None:
     """The network interface by which this machine reaches the meeting point; None where it cannot be told.
 
-    Gloo by default listens on whatever the host's name resolves to, which on many machines is not reachable.
+    Gloo by default listens on the address of the host's name, which on many machines other machines cannot reach.
     """
     if not sys.platform.startswith("linux") or ":" in rendezvous.host:
         return None

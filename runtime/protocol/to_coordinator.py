@@ -1,4 +1,4 @@
-"""What workers and node agents say to the coordinator."""
+"""Messages from workers and node agents to the coordinator."""
 
 import msgspec
 
@@ -21,7 +21,7 @@ class JoinNode(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """A worker lives. Sent a few times in each heartbeat timeout; whoever says nothing for longer is given up."""
+    """A worker is alive. Sent a few times in each heartbeat timeout; a worker silent for longer is given up."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -47,7 +47,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 class Ran(msgspec.Struct, frozen=True, tag=True):
     """A worker has stepped its optimizer, and waits for `Acknowledged`.
 
-    The coordinator commits the iteration when all members have said so.
+    The coordinator commits the iteration when all members have sent this.
     """
 
     worker: Worker
@@ -62,7 +62,7 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
 
 
 class Settled(msgspec.Struct, frozen=True, tag=True):
-    """Where steps depend on all gradients: how all made the step of an iteration. The first member says so."""
+    """Where steps depend on all gradients: how all made the step of an iteration. The first member sends it."""
 
     order: int
     factor: Factor
@@ -78,7 +78,7 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
     settled: Factor | None
     """Of the last iteration of which it knows."""
     reason: str | None
-    """What it ran into, which ends the order for all; None when it stopped as told."""
+    """An error, which ends the order for all; None when it stopped as told."""
 
 
 class FetchUpToDate(msgspec.Struct, frozen=True, tag=True):
@@ -108,7 +108,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
 
 
 class Note(msgspec.Struct, frozen=True, tag=True):
-    """Something that people should know, and that training survives."""
+    """A line for people, about something that training survives."""
 
     worker: Worker
     text: str
@@ -131,9 +131,9 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """A worker's process is gone: its node agent says so, and node 0's fork server.
+    """A worker's process is gone. Sent by its node agent; on node 0 the fork server reports the same without a message.
 
-    The coordinator counts it as lost, once it has read all that the worker had said.
+    The coordinator counts it as lost, once it has handled the worker's last messages.
     """
 
     worker: Worker

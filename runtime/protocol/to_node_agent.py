@@ -1,4 +1,4 @@
-"""What the coordinator says to the node agents: the launchers of the other nodes (`runtime.launch.join`)."""
+"""Messages from the coordinator to the node agents: the launchers of the other nodes (`runtime.launch.join`)."""
 
 from typing import Literal
 
@@ -35,7 +35,7 @@ class KillWorker(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunEnded(msgspec.Struct, frozen=True, tag=True):
-    """When the run is over: the agent ends its workers, closes the connection, and ends itself as told here."""
+    """When the run is over: the agent ends its workers, closes the connection, and ends with this result."""
 
     error: str | None
     """None: all iterations are done."""

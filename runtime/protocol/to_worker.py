@@ -1,6 +1,6 @@
-"""What the coordinator says to the workers.
+"""Messages from the coordinator to the workers.
 
-Orders are numbered. Between two of them nothing changes: who takes part, who plays which role, where the iterations
+Orders are numbered. Within one, nothing changes: which workers take part, in which roles, and where the iterations
 begin. An order ends for all with `EndOrder`, or with the next one; then each member says how far it got (`Paused`), and
 waits for the next order.
 """
@@ -30,8 +30,9 @@ class Move(msgspec.Struct, frozen=True, array_like=True, order=True):
 class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """An order: run iterations by a schedule, until the last one or until told otherwise.
 
-    Sent to all workers that are ready, when the first members have come together and whenever members change. Members
-    start a generation (`runtime.worker.generation`); whoever is not in the schedule drops what it fetched before.
+    Sent to all members and all workers that want to join, when all are ready for the first time and whenever members
+    change. Members start a generation (`runtime.worker.generation`); a worker that is not in the schedule drops what it
+    has fetched.
     """
 
     number: int
@@ -45,17 +46,17 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     fetch: int = 0
     """The `Fetch` that gave those who need them their layers before; 0: none."""
     factor: Factor | None = None
-    """Of the last committed iteration, for those who did not hear of it."""
+    """Of the last committed iteration, for workers that do not know it."""
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """An order, sent when all iterations are committed: write layers, and tell the digests of all parameters."""
+    """An order, sent when all iterations are committed: write layers, and report the digests of all parameters."""
 
     number: int
     first_iteration: int
     """One after the last."""
     writers: tuple[tuple[int, Worker], ...]
-    """Who writes each layer."""
+    """Each layer, and the worker that writes it."""
     factor: Factor | None = None
 
 
@@ -64,7 +65,7 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 
 
 class EndOrder(msgspec.Struct, frozen=True, tag=True):
-    """Sent when a member was lost or has stopped for a reason of its own: break all connections, and say `Paused`."""
+    """Sent when a member is lost or has stopped with an error: break all connections, and send `Paused`."""
 
     order: int
 
@@ -78,10 +79,10 @@ class Acknowledged(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """For some, while all train: get layers for the next order, and keep them up to date.
+    """While training goes on: get layers for the next order, and keep them up to date.
 
-    Sent to all workers that are ready, when somebody wants to come in. It ends those given during the same order, and
-    ends itself with the next order, whether that takes it up or not.
+    Sent to all members and all workers that want to join, when one does; `needs` names those that fetch. It replaces
+    any earlier fetch of the same order. The next order uses it or drops it.
     """
 
     number: int

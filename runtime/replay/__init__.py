@@ -1,1 +1,10 @@
-"""How a schedule is run: ops in program order, and the tensors that pass between workers."""
+"""How a schedule is run: ops in program order, and the tensors that pass between workers.
+
+    executor         runs one worker's program, op by op
+    exchange         hands the result of an op to the next one, on the same worker or another
+    communication    sends, receives and sums over process groups
+    group_store      where the members of a process group leave their addresses
+    placement        which worker holds which stages and layers
+    recorder         when each op ran
+    stuck_calls      finds a thread that is stuck in a process group
+"""

@@ -83,7 +83,7 @@ class Summing:
 
 
 class Membership(NamedTuple):
-    """This worker, among those that train together until somebody is lost or comes in."""
+    """This worker, among those that train together until one is lost or joins."""
 
     generation: int
     """A number that no other membership of the run has."""
@@ -140,7 +140,7 @@ class Communicator:
         if sums:  # numbers of the host: over gloo also where tensors go over NCCL, whose stream they would hold up
             join(_SUMS, everyone, "gloo")
         self._shared = {stage for stage, members in reduce_groups.items() if len(members) > 1}
-        # All members make their groups in the order of the stages: nobody waits for one who waits elsewhere.
+        # All members make their groups in the order of the stages: no two wait for each other in different groups.
         for stage in sorted(self._shared):
             join(_stage_group(stage), sorted(reduce_groups[stage]))
 

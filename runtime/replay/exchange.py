@@ -32,7 +32,7 @@ class Exchange:
 
     A worker issues its transfers in the order of `schedules.graph.transfers`. That order extends the order of the ops:
     what must be sent before a tensor can arrive has been produced by the time that is needed, on every worker.
-    So nobody waits in a circle, even where transfers run strictly one after the other, as on one NCCL communicator.
+    So there is no cycle of waiting, even where transfers run strictly one after the other, as on one NCCL communicator.
     Where they do not, over gloo, receives are posted ahead of sends: what finds its receive posted travels at once,
     else it takes two more messages.
     """

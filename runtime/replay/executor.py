@@ -1,4 +1,4 @@
-"""Runs one worker's program: op by op, in the order in which it stands. Decides nothing."""
+"""Executor: runs one worker's program, op by op, in its order. It decides nothing."""
 
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -22,14 +22,14 @@ class Feed(Protocol):
 
 
 class BeforeOp(Protocol):
-    """Asked before each op."""
+    """Called before each op."""
 
     def __call__(self, iteration: int, place: int, kind: OpKind) -> None:
         """Raises what shall end the iteration before the `place`-th op of the program."""
 
 
 def _nothing(iteration: int, place: int, kind: OpKind) -> None:
-    """Lets everything pass."""
+    """Does nothing."""
 
 
 class Executor:

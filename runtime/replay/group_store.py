@@ -1,8 +1,8 @@
-"""Where the members of a process group leave their addresses: a corner of the store, over a connection that is there.
+"""Where the members of a process group leave their addresses: keys of the store, over a connection that exists.
 
 Torch would open a connection of its own for each group, and each would ask the name server for the name of the other
 end (`::ffff:127.0.0.1` is in no hosts file), on both ends, before a byte is sent. Where a packet to the name server is
-lost, that takes 5 seconds, in the middle of a recovery. Besides, who waits here can be called off.
+lost, that takes 5 seconds, in the middle of a recovery. Besides, a wait in here can be ended.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Who holds what under a schedule: layers of stages, stages of workers, workers of nodes."""
+"""What each holds under a schedule: layers of stages, stages of workers, workers of nodes."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,7 +1,7 @@
-"""Calls into a process group, by thread: so that a thread that is stuck in one can be told, and left behind.
+"""Calls into a process group, by thread, so that a thread that is stuck in one is found and can be left behind.
 
 Gloo has a deadlock: a thread that finds a connection broken while it writes waits for the event loop to turn, and holds
-a lock that the event loop may be waiting for. Nothing releases it. It is rare, and strikes when peers die.
+a lock that the event loop may be waiting for. Nothing releases it. It is rare, and happens when peers die.
 """
 
 import threading
@@ -9,7 +9,7 @@ import time
 
 
 class AbandonedError(RuntimeError):
-    """The thread came back after all, and nobody waits for it any more: it must touch nothing."""
+    """The call has returned after the thread was left behind: it must change nothing."""
 
 
 class OpenCalls:

@@ -1,0 +1,6 @@
+"""Programs around training.
+
+    profile      measures a model's stages on this machine
+    self_test    whether two processes of this machine can train together
+    reference    the same training in one plain process, to compare with
+"""

@@ -157,7 +157,7 @@ class _Measurer:
         self._data = load_corpus(task.config)
 
     def answer(self, store: TCPStore) -> _Answer:
-        """Compute at the same time as the others; then talk to them."""
+        """Compute at the same time as the others; then exchange tensors with them."""
         task, stages, waiting = self._task, {}, 0.0
         if task.rank < task.computing:
             mine = [index % len(task.ranges) for index in range(task.rank, max(len(task.ranges), task.rank + 1),
@@ -174,7 +174,7 @@ class _Measurer:
                 stages[index] = StageProfile(**medians, **memory[index])  # type: ignore[arg-type]
             if self._device.type == "cpu":  # the thread that waits for a GPU is not the one that computes
                 waiting = 1 - (time.thread_time() - ran) / (time.perf_counter() - began)
-            # Whoever is done first keeps the machine busy for the others.
+            # A process that is done first keeps the machine busy for the others.
             store.add("measured", 1)
             while store.add("measured", 0) < task.computing:
                 bench.round()

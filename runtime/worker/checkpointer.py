@@ -13,7 +13,7 @@ from schedules.schedule import Worker
 
 
 class Checkpointer:
-    """Saves what is committed, every few iterations and at the end; one worker of each stage does.
+    """Saves what is committed, every few iterations and at the end. One worker of each stage does so.
 
     A checkpoint that cannot be written ends no training: `notify` is called with the reason, and the earlier ones stay.
     """

@@ -1,4 +1,4 @@
-"""A generation's connections, and their end: what the main thread must be able to break, whatever waits on them."""
+"""A generation's connections. The main thread can break them, whichever thread waits on them."""
 
 import threading
 from collections.abc import Callable
@@ -8,13 +8,13 @@ from runtime.worker.sockets import Sockets, cut, open_sockets
 
 
 class OrderEndedError(CommunicationError):
-    """The order has ended while it was being followed."""
+    """The order has ended while the generation was at work."""
 
 
 class Connections:
     """The sockets that this process opens from when this is made until `made`, cut from any thread.
 
-    `spared` are sockets that others have opened meanwhile.
+    `spared` gives the sockets that other threads have opened meanwhile.
     """
 
     def __init__(self, spared: Callable[[], Sockets] = frozenset) -> None:
@@ -27,7 +27,7 @@ class Connections:
         """Whether `end` was called."""
 
     def made(self) -> None:
-        """All connections are there; sockets that are opened from now on are others'. Raises OrderEndedError."""
+        """All connections are there; sockets opened from now on are not among them. Raises OrderEndedError."""
         self._made = open_sockets() - self._before
         self.require()
 
@@ -43,7 +43,7 @@ class Connections:
         cut((open_sockets() - self._before if self._made is None else self._made) - self._spared())
 
     def release(self) -> None:
-        """They are about to be closed: nothing is cut from now on, nor is being cut."""
+        """They are about to be closed: once this returns, `end` cuts nothing."""
         with self._lock:
             self._released = True
 

@@ -1,7 +1,7 @@
-"""A generation: one worker's part in one order for training. It meets the others, takes the layers it lacks, and runs.
+"""A generation: one worker's part in one order for training. It connects to the other members, gets layers, and runs.
 
 It ends when the order does: because all iterations are done, because it was told to stop before the next one, or
-because something broke. In all cases `leave` leaves exactly the iterations that are committed.
+because of an error. In all cases, `leave` goes back to the last committed iteration.
 """
 
 import queue
@@ -49,7 +49,7 @@ ANSWER_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerContext:
-    """What a worker has from order to order."""
+    """What a worker keeps from order to order."""
 
     worker: Worker
     channel: Channel[ToWorker]
@@ -74,7 +74,7 @@ class WorkerContext:
 
 
 class Generation:
-    """Follows one order for training.
+    """Carries out one order for training.
 
     `run` is for a thread of its own, which computes, and makes and closes the connections. The main thread calls
     `end`, `acknowledged` and `abandon_if_stuck`, which return at once.
@@ -91,7 +91,7 @@ class Generation:
         self._steps: Steps | None = None
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
-        """The next order has come: nobody reads from the connections any more."""
+        """The next order has come: no peer reads from the connections any more."""
         self._ended_at: float | None = None
         self._paused = False
 
@@ -102,7 +102,7 @@ class Generation:
 
     @property
     def ending(self) -> bool:
-        """Whether the order has ended, and this has not said yet that it has stopped."""
+        """Whether the order has ended, and `Paused` has not been sent."""
         return self._ended_at is not None and not self._paused
 
     def end(self) -> None:
@@ -111,13 +111,13 @@ class Generation:
         self._connections.end()
 
     def acknowledged(self, message: Acknowledged) -> None:
-        """The coordinator has a report."""
+        """The coordinator has acknowledged a report."""
         self._acknowledged.put(message)
 
     def abandon_if_stuck(self) -> None:
-        """Where the thread is stuck in a process group after the order has ended, leave it behind, and go on without.
+        """Where the thread is stuck in a process group after the order has ended, go on without it.
 
-        See `runtime.replay.stuck_calls`. If it ever comes out, it ends.
+        See `runtime.replay.stuck_calls`. Should the call ever return, the thread ends.
         """
         assert self._ended_at is not None
         if self._thread is None:
@@ -130,9 +130,9 @@ class Generation:
             self._say_paused("stuck in a process group")
 
     def run(self) -> None:
-        """Do what the order says, and say how it ended; then close the connections, once nobody reads from them.
+        """Carry out the order, and report how it ended; then close the connections, once no peer reads from them.
 
-        Raises RendezvousError, AbandonedError, and what goes wrong within this worker.
+        Raises RendezvousError, AbandonedError, and errors of this worker's own.
         """
         self._thread = threading.current_thread()
         self._context.injector.cut = self._connections.cut
@@ -154,7 +154,7 @@ class Generation:
             communicator.drop()
 
     def leave(self, order: Order) -> None:
-        """The next order has come: close the connections, and keep the iterations that are committed, no later one."""
+        """The next order has come: close the connections, and go back to the last committed iteration."""
         self._over.set()
         if self._thread is not None:
             self._thread.join(STUCK_SECONDS)  # it may be stuck for good
@@ -191,7 +191,7 @@ class Generation:
         context.injector.at(order.first_iteration, "moved")
 
     def _move_layers(self) -> None:
-        """Take over the layers that have been fetched for this order, or are moved now, while all wait; drop others."""
+        """Take over layers that were fetched for this order, or move now while all wait; drop those not needed now."""
         order, context, require = self._order, self._context, self._connections.require
         stages = tuple(index for index in self._needed() if index not in context.stage_store.stages)
         senders = senders_for(self._worker, order.moves, order.addresses)
@@ -226,8 +226,8 @@ class Generation:
         exchange.flush()
 
     def _before_op(self, first_of_group: Sequence[int], iteration: int, place: int, kind: OpKind) -> None:
-        """Before each op: stop when the order is over; before O: copy what this step would overwrite, for those who
-        are to have it."""
+        """Before each op: stop when the order is over. Before O: copy the state that the step overwrites, where a
+        checkpoint or another worker needs it."""
         context = self._context
         self._connections.require()
         context.injector.at(iteration, place)
@@ -236,7 +236,7 @@ class Generation:
         elif kind is OpKind.O:
             context.injector.at(iteration, "O")
             if context.checkpointer.due(iteration):
-                # Whoever is about to step an iteration knows that all have stepped the one before.
+                # A worker that is about to step an iteration knows that all have stepped the one before.
                 context.checkpointer.save(iteration, {
                     layer: context.stage_store.layer_state(layer) for index in first_of_group
                     for layer in range(*context.stage_store.stages[index].layers)})
@@ -251,8 +251,8 @@ class Generation:
     def _report(self, iteration: int, loss: float, recorder: Recorder) -> bool:
         """Report an iteration; whether to stop before the next one.
 
-        When this returns, the report has arrived. So whoever steps the next iteration, for which all others must have
-        begun it, knows that the reports of this one are there, even of those that have died since.
+        When this returns, the report has arrived. A worker can step the next iteration only after all others have begun
+        it. It then knows that their reports of this one have arrived, even of those that have died since.
         """
         context, number = self._context, self.number
         assert self._steps is not None

@@ -1,8 +1,8 @@
-"""What workers say to each other when layers move: a length, a header in JSON, tensors as safetensors.
+"""Messages between workers when layers move: a length, a header in JSON, tensors as safetensors.
 
-A worker that needs layers sends a `LayerRequest` to one that holds them, which answers with a `LayerState` each. One
-that follows while training goes on then gets `LayerGradients` of every step that its sender makes, so that it can make
-the same steps (`runtime.worker.layer_sender`, `runtime.worker.layer_receiver`).
+A worker that needs layers sends a `LayerRequest` to one that holds them, which answers with a `LayerState` for each.
+While training goes on, `LayerGradients` of every step of the sender follow, so that the receiver can make the same
+steps (`runtime.worker.layer_sender`, `runtime.worker.layer_receiver`).
 """
 
 import struct
@@ -19,7 +19,7 @@ MAX_HEADER_BYTES = 2**16
 MAX_BLOB_BYTES = 2**36
 """No tensor is larger."""
 BLOB_BYTES = 2**24
-"""Small tensors are sent together up to so many: reading copies, and more at once would lie in memory twice."""
+"""Small tensors are sent together, up to so many: reading copies, so that larger blobs would take more memory."""
 _HEADER_LENGTH = struct.Struct("<I")
 _BLOB_LENGTH = struct.Struct("<Q")
 
@@ -54,14 +54,14 @@ class LayerGradients(msgspec.Struct, frozen=True, tag=True):
 
 
 class GenerationBegins(msgspec.Struct, frozen=True, tag=True):
-    """The sender has gone back to, or is at, the last committed iteration, as a generation begins."""
+    """A generation begins, and the sender is at the last committed iteration, to which it may have gone back."""
 
     generation: _Number
     iteration: _Number
 
 
 class UpToDate(msgspec.Struct, frozen=True, tag=True):
-    """There is nothing more to tell at this time."""
+    """All that was to be sent until now has been sent."""
 
 
 Message = LayerRequest | LayerState | LayerGradients | GenerationBegins | UpToDate

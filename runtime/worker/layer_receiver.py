@@ -1,10 +1,10 @@
-"""Getting layers from other workers: while all wait, or while training goes on.
+"""Layer receiver: gets layers from other workers, while all wait or while training goes on.
 
 The layers come from several live workers side by side, each with its optimizer's state. Where training goes on, that is
 the state before some step; then come the gradients of that step and of each one after it, and the receiver makes the
-same steps with an optimizer of its own for each layer: elementwise as they are, they end in the same bits. As the
-generation begins that the layers are for, every sender says at which committed iteration it is, and a receiver that was
-one step further goes back as all do. Where all wait, the senders say so right after the state.
+same steps with an optimizer of its own for each layer. Optimizers are elementwise, so that they end in the same bits.
+When the generation begins that the layers are for, every sender sends the iteration that is committed, and a receiver
+that was one step further goes back. Where all wait, the senders send it right after the state.
 """
 
 import contextlib
@@ -54,9 +54,9 @@ class LayerFetch(NamedTuple):
     """What one worker is to get."""
 
     number: int
-    """As the coordinator counts those made while training goes on."""
+    """The coordinator's number of a fetch while training goes on; 0 where all wait."""
     generation: int
-    """Taken in as it begins where all wait, else by one after it."""
+    """Where all wait, the one that begins with these layers; else the one that trains while they are fetched."""
     stages: tuple[int, ...]
     """Those to be built; a layer of several of them is fetched once."""
     senders: Mapping[Worker, Sender]
@@ -84,20 +84,20 @@ class Fetched(NamedTuple):
 
 
 class ReceiverEvents:
-    """What a receiver tells of a fetch made while training goes on, from threads of its own. By default, to nobody."""
+    """Called by a receiver's threads about a fetch while training goes on. By default, nothing happens."""
 
     def loaded(self, iteration: int) -> None:
-        """A layer has come, as before this iteration's step. May raise what shall end the fetch."""
+        """A layer has come, as it is before this iteration's step. An exception ends the fetch."""
 
     def up_to_date(self, fetch: LayerFetch) -> None:
-        """All layers are here, and follow their senders; told once."""
+        """All layers are here, and follow their senders; called once."""
 
     def failed(self, fetch: LayerFetch) -> None:
-        """The layers cannot be had; told once."""
+        """The fetch has failed; called once."""
 
 
 class LayerReceiver:
-    """One worker's; gets what the last `LayerFetch` of a generation says.
+    """Gets the layers that one worker needs: those of the last `LayerFetch` of a generation.
 
     Parameters
     ----------
@@ -113,10 +113,10 @@ class LayerReceiver:
         self._events = events or ReceiverEvents()
         self._lock = threading.Lock()
         self._transfers: dict[tuple[int, bool], _Transfer] = {}
-        """By generation, and whether it follows: a worker may hear of one before the generation itself."""
+        """By generation, and whether it follows: a fetch may come before the worker is in that generation."""
 
     def begin(self, fetch: LayerFetch) -> None:
-        """Drop what is being fetched in the same generation, and fetch this, if it says anything."""
+        """Drop what is being fetched in the same generation, and fetch this, if it names any sender."""
         key = fetch.generation, fetch.follow
         with self._lock:
             if key in self._transfers:
@@ -157,7 +157,7 @@ class LayerReceiver:
 
 
 class _Transfer:
-    """One fetch: a thread builds the stages, then one for each sender applies what that says."""
+    """One fetch: a thread builds the stages, then one for each sender applies its messages."""
 
     def __init__(self, fetch: LayerFetch, build: Build, training: TrainingConfig, device: torch.device,
                  events: ReceiverEvents) -> None:
@@ -173,7 +173,7 @@ class _Transfer:
         self._connections: list[socket.socket] = []
         self._up_to_date: set[Worker] = set()
         self._generations: dict[Worker, int] = {}
-        """Where each sender is."""
+        """That of each sender."""
         self._broken: str | None = None
         self._over = False
         threading.Thread(target=self._start, daemon=True, name="layer receiver").start()
@@ -198,7 +198,7 @@ class _Transfer:
         return fetched
 
     def close(self) -> None:
-        """Let go of the senders."""
+        """End the connections to the senders."""
         with self._changed:
             self._over = True
             for connection in self._connections:
@@ -226,7 +226,7 @@ class _Transfer:
                              name=f"layers from {worker}").start()
 
     def _receive(self, worker: Worker, sender: Sender) -> None:
-        """All that one sender says, until the end."""
+        """Apply the messages of one sender, until the end."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         try:

@@ -1,8 +1,8 @@
-"""Where others get layers: as they are while all wait, or while training goes on, followed by every step's gradients.
+"""Layer sender: sends layers to other workers, while all wait or while training goes on, then with all later gradients.
 
-A worker that needs layers connects and asks (`runtime.worker.layer_messages`). Where training goes on, the sender
-copies a layer's state to host memory before its next optimizer step, as a checkpoint does; from then on it copies the
-gradients of each step that it makes for good. One thread serves all receivers while the worker trains. What is to be
+A worker that needs layers connects and sends a request (`runtime.worker.layer_messages`). Where training goes on, the
+sender copies a layer's state to host memory before its next optimizer step, as a checkpoint does; from then on it
+copies the gradients of each step that stands. One thread serves all receivers while the worker trains. What is to be
 sent lies in a queue for each of them. It is bounded: where the connection carries less than training makes, training
 waits until the queue is empty, and then the receiver is up to date.
 """
@@ -57,7 +57,7 @@ class Layers(Protocol):
 
 
 class LayerSender:
-    """One worker's, for any number of receivers. Its methods are called from the thread that trains.
+    """Sends the layers of one worker to any number of receivers. Its methods are for the thread that trains.
 
     Parameters
     ----------
@@ -77,11 +77,11 @@ class LayerSender:
 
     @property
     def asked(self) -> bool:
-        """Whether somebody waits for `before_step`."""
+        """Whether a receiver waits for `before_step`."""
         return any(one.request.generation is None for one in self._server.asking())
 
     def before_step(self, iteration: int, layers: Layers) -> None:
-        """Give those who have asked the state before an iteration's step; all iterations before it are committed."""
+        """Send the state before an iteration's step to receivers that wait; all iterations before it are committed."""
         copies: dict[int, Mapping[str, Tensor]] = {}
         for one in self._server.asking():
             if one.request.generation is None and self._holds_all(one, layers):
@@ -91,7 +91,7 @@ class LayerSender:
                 self._server.answer(one, {layer: copies[layer] for layer in one.request.layers}, iteration)
 
     def stepped(self, iteration: int, layers: Layers) -> None:
-        """Tell all who follow of a step; the layers' gradients are those by which it was made."""
+        """Queue the gradients of a step, which the layers hold, for all receivers that follow."""
         copies: dict[int, Mapping[str, Tensor]] = {}
         for one in self._server.following():
             if self._holds_all(one, layers):
@@ -101,7 +101,7 @@ class LayerSender:
                     self._server.put(one, LayerGradients(layer, iteration), copies[layer])
 
     def generation_begins(self, generation: int, committed: int) -> None:
-        """Tell all who follow that this worker is back at a committed iteration, and a generation begins."""
+        """Queue for all receivers that follow: a generation begins, and this worker is at a committed iteration."""
         for one in self._server.following():
             self._server.put(one, GenerationBegins(generation, committed))
 
@@ -133,7 +133,7 @@ class LayerSender:
         return sockets_of([self._listener, *self._server.connections()])
 
     def close(self) -> None:
-        """Serve nobody any more."""
+        """End the thread and all connections."""
         self._server.close()
 
     def _holds_all(self, receiver: "_Receiver", layers: Layers) -> bool:
@@ -144,7 +144,7 @@ class LayerSender:
 
 
 class _Receiver:
-    """One connection: what is to go to it."""
+    """One connection, and what is to be sent on it."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -155,7 +155,7 @@ class _Receiver:
         self.answered = False
         self.closed = False
         self.full = False
-        """From when too much waits until nothing does."""
+        """True from when too much waits to be sent until nothing does."""
         self.queue: deque[tuple[Message, Mapping[str, Tensor]]] = deque()
         self.queued_bytes = 0
         self.most_bytes = math.inf
@@ -222,7 +222,7 @@ class _Server:
         self._wake()
 
     def drop(self, receiver: _Receiver) -> None:
-        """Send no more; the receiver is told by the end of the connection."""
+        """Send no more, and end the connection."""
         with self._lock:
             receiver.closed = True
             receiver.queue.clear()
@@ -238,7 +238,7 @@ class _Server:
         self._wake()
 
     def serve(self) -> None:
-        """The thread: accept, hear requests, send; until `close`."""
+        """The thread: accept connections, read requests, send; until `close`."""
         with selectors.DefaultSelector() as selector, self._listener, self._wake_up, self._woken:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
@@ -254,7 +254,7 @@ class _Server:
             self._forget_the_closed(selector)
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it will wake up anyway; closed: it is over
+        with contextlib.suppress(OSError):  # full: the thread will wake up anyway; closed: it has ended
             self._wake_up.send(b"\0")
 
     def _choose_what_to_wait_for(self, selector: selectors.BaseSelector) -> float | None:

@@ -1,4 +1,4 @@
-"""One worker's process: it builds its layers, and follows the coordinator's orders until it may leave."""
+"""One worker's process: it builds its layers, and carries out the coordinator's orders until it may leave."""
 
 import contextlib
 import os
@@ -57,8 +57,7 @@ LOOK_SECONDS = 0.02
 
 
 def main(task: bytes) -> int:
-    """Run one worker, as a `WorkerSpec` says, to its end; its exit status. What goes wrong is told to the coordinator.
-    """
+    """Run one worker, as a `WorkerSpec` says; its exit status. Errors are reported to the coordinator."""
     spec = msgspec.json.decode(task, type=WorkerSpec)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(spec.coordinator) or "")
     try:
@@ -73,7 +72,7 @@ def main(task: bytes) -> int:
         finally:
             channel.close()
     except RendezvousError as error:
-        # Without node 0 there is nobody to tell.
+        # Without node 0 there is no coordinator to report to.
         print(first_line(error), file=sys.stderr)
     return 1
 
@@ -116,9 +115,9 @@ class _Worker:
         self._waker, self._woken = socket.socketpair()
 
     def serve(self) -> int:
-        """Do what the coordinator says until this worker may leave; the exit status.
+        """Handle the coordinator's messages until this worker may leave; the exit status.
 
-        Raises RendezvousError when node 0 is gone, and whatever goes wrong within this worker.
+        Raises RendezvousError when node 0 is gone, and errors of this worker's own.
         """
         if self._spec.restarted:
             # It will most likely play its own role: what takes time is done while the others train.
@@ -167,7 +166,7 @@ class _Worker:
                 self._context.layer_receiver.begin(_fetch_for(self._worker, message))
 
     def _begin(self, name: str, work: Callable[[], None]) -> None:
-        """Do something that takes its time in a thread; what goes wrong there ends the main thread."""
+        """Run long work in a thread; an error there ends the main thread."""
         def run() -> None:
             try:
                 if self._context.device.type == "cuda":
@@ -186,13 +185,13 @@ class _Worker:
         generation.run()
 
     def _leave(self, previous: Generation | None, order: Order) -> None:
-        """Let go of the connections, which others may have read from until now, and forget what was not committed."""
+        """Close the last generation's connections, which peers may have used until now; undo what is not committed."""
         if previous is not None:
             previous.leave(order)
             self._context.layer_sender.generation_begins(order.number, order.first_iteration - 1)
 
     def _finish(self, order: Finish, previous: Generation | None) -> None:
-        """Write some layers; tell the digests of all, which must agree between peers."""
+        """Write some layers, and report the digests of all, which must agree between peers."""
         with self._finishing:
             self._leave(previous, order)
             stages = self._stage_store.stages.values()
@@ -215,7 +214,7 @@ class _Worker:
     def _restore(self, stage: StageModule, optimizer: StageOptimizer) -> None:
         """A stage is built as it is before iteration 0; where this run goes on from a checkpoint, that is read.
 
-        Only before the first iteration: later the checkpoint may be gone, swept away by newer ones.
+        Only before the first iteration: later the checkpoint may have been removed for newer ones.
         """
         if self._setup.resume is not None:
             for layer, state in load(open_checkpoint(Path(self._setup.resume)), range(*stage.layers)).items():
@@ -223,7 +222,7 @@ class _Worker:
 
 
 class _FetchReports(ReceiverEvents):
-    """Tells the coordinator how fetches go."""
+    """Reports to the coordinator how fetches go."""
 
     def __init__(self, worker: Worker, channel: Channel[ToWorker], injector: Injector) -> None:
         self._worker = worker

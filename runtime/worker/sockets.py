@@ -1,4 +1,4 @@
-"""Cutting connections: the one way to release, at once, a thread that waits for a peer which is silent.
+"""Cuts connections: the only way to release a thread at once that waits for a silent peer.
 
 Gloo lets go of a blocked transfer when its connection closes, and by no call of its own. So this looks up which
 sockets came into being with a process group, in /proc, and shuts them down from another thread. Where there is no
@@ -34,7 +34,7 @@ def sockets_of(sockets: Iterable[socket.socket]) -> Sockets:
 
 
 def cut(sockets: Iterable[tuple[int, str]]) -> None:
-    """End the connections; whoever waits on them gets an error, here and at the other end."""
+    """End the connections; threads that wait on them get an error, here and at the other end."""
     for descriptor, identity in sockets:
         with contextlib.suppress(OSError):
             if _identity(descriptor) != identity:

@@ -1,4 +1,4 @@
-"""What a worker holds: its stages, each with its optimizer. Layers come in, and go, as it changes its role."""
+"""Stage store: the stages that a worker holds, each with its optimizer. They change with its role."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -42,7 +42,7 @@ class StageStore:
         return self._prepared.pop(index, None) or self._build(index)
 
     def adopt(self, fetched: Mapping[int, Fetched]) -> None:
-        """Hold these stages, too. Layers that have not come are in a copy that is held already. No step may be open."""
+        """Hold these stages, too. Layers that have not come are copied from those held already. No step may be open."""
         for index, (stage, optimizer, layers) in sorted(fetched.items()):
             for layer in set(stage.modules) - layers:
                 optimizer.load_layer_state(layer, self.layer_state(layer))

@@ -8,7 +8,7 @@ A role that no worker plays is *empty*. Which roles are empty can change in two 
 
 The least number of layers to load follows from the empty roles and the failures of each column alone, and any
 renumbering of pipelines attains it. So pipelines are first renumbered such that the most empty roles are those of
-failed workers, which leaves the fewest roles to change hands. Then the live workers whose own role is empty take over
+failed workers, which leaves the fewest roles to be taken over. Then the live workers whose own role is empty take over
 the roles of the other failed workers.
 """
 

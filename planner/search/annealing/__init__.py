@@ -1,1 +1,7 @@
-"""Annealing of plans: chains of one piece on the arrays of the kernel, and all pieces of a job together."""
+"""Annealing of plans, on the arrays and loops of `planner.search.kernel.annealing`.
+
+    arrays     from a problem and a plan to the kernel's arrays
+    cooling    the cooling cycles of a chain, in turn
+    chain      improves a plan of one piece, in slices between which it can be stopped
+    pieces     all pieces of a job together
+"""

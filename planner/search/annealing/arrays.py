@@ -1,4 +1,4 @@
-"""From a problem and a plan to the arrays of the annealing kernel. What they mean is said there."""
+"""From a problem and a plan to the arrays of the annealing kernel. The kernel's own module says what they mean."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Anneal the pieces of a job: always the one that keeps the others waiting, on two cores where there are two."""
+"""Anneals the pieces of a job: always the longest one, in two chains side by side, or the two longest."""
 
 import time
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""CP-SAT looking for a plan of its own, beside whatever else looks for one."""
+"""Finder: CP-SAT looks for a plan from scratch, in a thread, beside annealing."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -11,7 +11,7 @@ POLL_SECONDS = 0.05
 
 
 class Finder:
-    """Looks for a plan of at most `longest` ticks until the deadline; a context, at whose end it is over."""
+    """Looks for a plan of at most `longest` ticks until the deadline; a context manager, which ends the search."""
 
     def __init__(self, problem: Problem, longest: int, *, lower_bound: int, deadline: float, seed: int) -> None:
         self.problem = problem

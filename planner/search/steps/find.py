@@ -14,7 +14,7 @@ LARGEST_FIND, MOST_MICROBATCHES = 4000, 12
 
 @contextmanager
 def finding(known: Incumbent, budget: Budget) -> Iterator[Finder | None]:
-    """CP-SAT at work on the longest piece, if that is of a kind where it pays; ended with the context."""
+    """CP-SAT at work on the longest piece, if it is small enough; ended with the context."""
     index = known.longest
     problem, counts = known.pieces[index].problem, known.pieces[index].problem.grid.microbatches
     small = problem.operations <= LARGEST_FIND and max(counts) <= MOST_MICROBATCHES
@@ -27,7 +27,7 @@ def finding(known: Incumbent, budget: Budget) -> Iterator[Finder | None]:
 
 
 def take_found(known: Incumbent, finder: Finder, budget: Budget) -> Incumbent:
-    """Wait for the finder's plan where one is still wanted, and go on from it where it is the better one."""
+    """Wait for the finder's plan where one is still wanted, and take it where it is better."""
     found = finder.result(budget.stop, wanted=known.open and not budget.stopped)
     index = next(index for index, piece in enumerate(known.pieces) if piece.problem is finder.problem)
     if found is None or (period := solution_period(finder.problem, found)) >= known.periods[index]:

@@ -10,7 +10,7 @@ from planner.search.list_search import search
 
 
 def list_schedules(known: Incumbent, budget: Budget) -> Incumbent:
-    """The best of many list schedules of each piece. The period that one cannot avoid, the others need not beat.
+    """The best of many list schedules of each piece. No piece need be shorter than the longest one.
 
     The smallest pieces first: so better periods of the largest one are those of the whole.
     """

@@ -1,4 +1,4 @@
-"""What the timeline page knows of schedules, in a real browser, against what the rooms know."""
+"""What the timeline page knows of schedules, in a real browser, against what the Python packages know."""
 
 from itertools import pairwise
 
