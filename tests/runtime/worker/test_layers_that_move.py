@@ -235,6 +235,19 @@ def test_a_sender_that_goes_is_told_once(team):
     assert team.told.empty()
 
 
+def test_a_state_in_the_middle_of_a_step_ends_a_fetch(team):
+    """Whatever goes wrong in a receiver's thread is told."""
+    member = team.members[RIGHT]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        team.fetch(right=("127.0.0.1", listener.getsockname()[1]))
+        connection, _ = listener.accept()
+        with connection:
+            receive(connection)
+            send(connection, LayerGradients(1, 0), member.layer_gradients(1))
+            send(connection, LayerState(1, 0), member.layer_state(1))
+            assert team.told.get(timeout=SOON) == "failed 1"
+
+
 @pytest.mark.parametrize(("message", "tensors", "reason"), [
     (LayerState(7, 0), {}, "it sent layer 7, for which it was not asked"),
     (LayerState(1, 0), {"model.x": torch.zeros(1)}, "layer 1 has nothing named|is missing|is unknown"),
