@@ -79,6 +79,11 @@ class Coordinator:
         return self._phase == "left"
 
     @property
+    def awaited(self) -> list[Worker]:
+        """Those without whom the first order cannot be given."""
+        return sorted(self._members - self._ready) if self._phase == "gathering" else []
+
+    @property
     def grid(self) -> Grid:
         """The job's shape."""
         return self._schedule.grid

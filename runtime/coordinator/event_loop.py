@@ -28,7 +28,7 @@ from runtime.processes.fork_server import ForkServerError
 from runtime.processes.process_manager import ProcessManager
 from runtime.protocol.channel import frame
 from runtime.protocol.failure_injection import Injection
-from runtime.protocol.setup import Setup
+from runtime.protocol.setup import JOIN_TIMEOUT, Setup
 from runtime.protocol.to_coordinator import (
     Ended,
     Failed,
@@ -114,6 +114,7 @@ class EventLoop:
         loop, descriptor = asyncio.get_running_loop(), self._processes.fileno()
         loop.add_reader(descriptor, self._read_ends)
         loop.call_later(self._monitor.interval_seconds, self._look)
+        loop.call_later(JOIN_TIMEOUT.total_seconds(), self._put, self._require_all_there)
         error: str | None = "node 0 ended the run"
         try:
             while not self._coordinator.left:
@@ -221,13 +222,15 @@ class EventLoop:
 
     def _handle_agent(self, connection: Connection, node: int, message: ToCoordinator) -> None:
         match message:
+            case JoinNode() if node in self._agents:
+                connection.close()  # not ours: each node has one agent
             case JoinNode():
                 setup, shares, known = self._run.setup, self._run.shares, 0 < node < self._run.setup.nodes
                 if known:
                     self._agents[node] = connection
                 connection.send(frame(NodeSetup(tuple(map(len, shares)), setup.device, setup.transport,
                                                 tuple(shares[node]) if known else ())))
-            case Ended():
+            case Ended() if self._agents.get(node) is connection and message.worker in self._processes.workers_of(node):
                 self._process_ended(message)
 
     def _disconnected(self, connection: Connection) -> None:
@@ -274,6 +277,13 @@ class EventLoop:
         for worker, heard in self._monitor.missed():
             self._lose(worker, f"worker {worker} stopped answering", heard)
             self._processes.kill(worker)
+
+    def _require_all_there(self) -> None:
+        """Raises RunError where workers are still waited for before the first order."""
+        missing = self._coordinator.awaited
+        if missing:
+            others = f", nor are {len(missing) - 1} others" if missing[1:] else ""
+            raise RunError(f"worker {missing[0]} is not there after {JOIN_TIMEOUT.total_seconds():.0f} s{others}")
 
     def _commit(self, committed: Iterator[tuple[int, float]]) -> None:
         for iteration, loss in committed:

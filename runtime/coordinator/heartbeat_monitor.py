@@ -39,6 +39,8 @@ class HeartbeatMonitor:
         now = time.monotonic()
         gap, self._looked = now - self._looked, now
         if gap > 3 * self.interval_seconds:
-            # This process did not run, as when it was stopped: it could not have read any message.
-            self._heard = {worker: heard + gap for worker, heard in self._heard.items()}
+            # This process did not run, as when it was stopped: it could not have read any message. One interval counts
+            # all the same; otherwise a silent worker would never be given up where every look is late.
+            excused = gap - self.interval_seconds
+            self._heard = {worker: heard + excused for worker, heard in self._heard.items()}
         return [(worker, heard) for worker, heard in self._heard.items() if now - heard > self._timeout]

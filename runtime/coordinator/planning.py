@@ -1,6 +1,7 @@
 """Schedules for the workers that are left: looked up or planned in a thread, since that may take seconds."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -64,7 +65,7 @@ class ScheduleService:
                 answer = self._scheduler(down)
             except BaseException as error:
                 answer = error
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the run is over, and the loop closed
                 loop.call_soon_threadsafe(self._take, down, answer)
 
         # A daemon, unlike the threads of asyncio.to_thread: a run that ends does not wait for it.

@@ -7,6 +7,7 @@ from typing import cast
 
 from runtime.protocol import to_coordinator
 from runtime.protocol.channel import Frames, ProtocolError, keep_alive
+from runtime.protocol.rendezvous import BACKLOG
 from runtime.protocol.to_coordinator import FromNodeAgent, FromWorker, JoinNode, JoinWorker, ToCoordinator
 from schedules.schedule import Worker
 
@@ -89,4 +90,5 @@ def _may_say(peer: Worker | int, message: ToCoordinator) -> bool:
 
 async def serve(listener: socket.socket, heard: Heard) -> asyncio.Server:
     """Accept connections on a listening socket."""
-    return await asyncio.get_running_loop().create_server(lambda: Connection(heard), sock=listener)
+    return await asyncio.get_running_loop().create_server(lambda: Connection(heard), sock=listener,
+                                                           backlog=BACKLOG)

@@ -48,7 +48,7 @@ class Decoder(Generic[T]):
         """Read one message. Raises ProtocolError."""
         try:
             return self._decoder.decode(body)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise ProtocolError(first_line(error)) from None
 
 

@@ -244,7 +244,7 @@ class _Transfer:
                 finally:
                     with self._changed:
                         self._connections.remove(connection)
-        except (OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # whatever it is, somebody waits for the layers
             self._break(f"fetching layers from worker {worker} failed: {' '.join(str(error).split())}")
 
     def _enter(self, connection: socket.socket) -> bool:

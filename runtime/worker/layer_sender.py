@@ -14,6 +14,7 @@ import selectors
 import socket
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
@@ -300,6 +301,9 @@ class _Server:
         except BlockingIOError:
             pass
         except (OSError, MessageError):
+            self.drop(receiver)
+        except Exception:  # this thread serves the others, too, and whoever trains waits for it
+            traceback.print_exc()
             self.drop(receiver)
 
     def _hear(self, receiver: _Receiver) -> None:

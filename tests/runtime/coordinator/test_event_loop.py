@@ -3,10 +3,12 @@
 import asyncio
 import os
 import time
+from datetime import timedelta
 
 import pytest
 from msgspec.structs import replace
 
+from runtime.coordinator import event_loop
 from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.event_loop import EventLoop, Run
 from runtime.coordinator.loss_file import LossFile
@@ -83,7 +85,7 @@ class Talker:
         self.worker, self._address, self._stops_before = worker, address, stops_before
         self.stopped = asyncio.Event()
         self.writer = None
-        self.beating = True
+        self.beating = self.answers = True
 
     def say(self, message):
         self.writer.write(frame(message))
@@ -98,7 +100,8 @@ class Talker:
                     message = to_worker.decode(body)
                     if isinstance(message, Leave):
                         return
-                    self._answer(message)
+                    if self.answers:
+                        self._answer(message)
         finally:
             beats.cancel()
             self.writer.close()
@@ -214,6 +217,36 @@ def test_workers_are_gone_with_the_agent_of_their_node(tmp_path):
     setup = replace(SETUP, nodes=2, heartbeat_timeout_seconds=20.0)
     with pytest.raises(RunError, match=r"^worker 1\.0 is gone with node 1; 2 iterations are"):
         World(tmp_path, setup=setup).play(script, stops_before=2)
+
+
+def test_a_second_agent_of_a_node_is_refused_and_ends_nobody(tmp_path):
+    async def script(world):
+        await world.talkers[WORKERS[1]].stopped.wait()
+        world.agents = [await asyncio.open_connection(world.address.host, world.address.port) for _ in range(2)]
+        for _, writer in world.agents:
+            writer.write(frame(JoinNode(1)))
+            await asyncio.sleep(0.05)
+        reader, writer = world.agents[1]
+        writer.write(frame(Ended(WORKERS[1], 1)))
+        assert await reader.read() == b""
+        for talker in world.talkers.values():
+            talker.say(Ran(talker.worker, 1, 2, 1.0, 0.1))
+
+    world = World(tmp_path, setup=replace(SETUP, nodes=2))
+    world.play(script, stops_before=2)
+    assert world.log.losses == [3.0] * 4
+
+
+def test_workers_that_stay_away_are_waited_for_only_so_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(event_loop, "JOIN_TIMEOUT", timedelta(seconds=0.5))
+
+    async def script(world):
+        """Two connect, and say nothing more, not even that they live."""
+        for worker in WORKERS[1:]:
+            world.talkers[worker].beating, world.talkers[worker].answers = False, False
+
+    with pytest.raises(RunError, match=r"^worker 1\.0 is not there after 0 s, nor are 1 others; 0 iterations are"):
+        World(tmp_path).play(script)
 
 
 @pytest.mark.parametrize("claimed", [WORKERS[1], Worker(7, 0)])

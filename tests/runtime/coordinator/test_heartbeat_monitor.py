@@ -41,6 +41,18 @@ def test_who_is_silent_for_longer_than_the_timeout_is_told_with_the_time_when_it
     assert look(monitor, clock, 3.0, [LEFT]) == [] and LEFT in monitor and RIGHT not in monitor
 
 
+def test_who_is_silent_is_told_also_where_this_process_never_gets_to_look_in_time(clock):
+    monitor = HeartbeatMonitor(1.0)
+    monitor.add(LEFT)
+    monitor.add(RIGHT)
+    missed = set()
+    for _ in range(15):
+        clock.now += 4 * monitor.interval_seconds
+        monitor.heard(LEFT)
+        missed |= {worker for worker, _ in monitor.missed()}
+    assert missed == {RIGHT}
+
+
 def test_time_in_which_this_process_did_not_listen_is_nobodys_fault(clock):
     monitor = HeartbeatMonitor(1.0)
     monitor.add(LEFT)

@@ -1,7 +1,9 @@
 """The coordinator's end of its connections: who does not speak the protocol is cut off, and nobody else notices."""
 
 import asyncio
+import socket
 import struct
+from contextlib import ExitStack
 
 import pytest
 
@@ -75,6 +77,19 @@ def test_nonsense_after_the_hello_ends_the_connection(hello, then):
         return heard
 
     assert [message for _, message in play(script)] == [hello, None]
+
+
+def test_all_workers_of_a_large_run_may_come_at_once():
+    """More than asyncio lets wait by default, while the event loop is busy."""
+    async def run():
+        listener, address = listen()
+        running = await serve(listener, lambda *_: None)
+        with ExitStack() as stack:
+            for _ in range(300):
+                stack.enter_context(socket.create_connection((address.host, address.port), timeout=0.5))
+        running.close()
+
+    asyncio.run(run())
 
 
 def test_who_says_nothing_is_cut_off(monkeypatch):

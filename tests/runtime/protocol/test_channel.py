@@ -33,7 +33,8 @@ def test_a_message_that_is_too_long_is_refused_before_it_is_read():
 
 
 @pytest.mark.parametrize("decode", [to_coordinator.decode, to_worker.decode, to_node_agent.decode])
-@pytest.mark.parametrize("body", [b"", b"{}", b"[]", b'{"type":"Unheard"}', b'{"type":"Ran","order":"x"}', b"\xff"])
+@pytest.mark.parametrize("body", [b"", b"{}", b"[]", b'{"type":"Unheard"}', b'{"type":"Ran","order":"x"}', b"\xff",
+                                  b'{"type":"Leave","more":' + b"[" * 10**5])
 def test_whatever_is_no_message_is_refused(decode, body):
     with pytest.raises(ProtocolError):
         decode(body)

@@ -17,6 +17,7 @@ from runtime.model.optimizer import StageOptimizer, build_optimizer
 from runtime.model.stage import StageModule
 from runtime.protocol.to_worker import Move
 from runtime.replay.communication import CommunicationError
+from runtime.worker import layer_sender
 from runtime.worker.layer_messages import (
     BLOB_BYTES,
     LayerGradients,
@@ -235,6 +236,19 @@ def test_a_sender_that_goes_is_told_once(team):
     assert team.told.empty()
 
 
+def test_a_state_in_the_middle_of_a_step_ends_a_fetch(team):
+    """Whatever goes wrong in a receiver's thread is told."""
+    member = team.members[RIGHT]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        team.fetch(right=("127.0.0.1", listener.getsockname()[1]))
+        connection, _ = listener.accept()
+        with connection:
+            receive(connection)
+            send(connection, LayerGradients(1, 0), member.layer_gradients(1))
+            send(connection, LayerState(1, 0), member.layer_state(1))
+            assert team.told.get(timeout=SOON) == "failed 1"
+
+
 @pytest.mark.parametrize(("message", "tensors", "reason"), [
     (LayerState(7, 0), {}, "it sent layer 7, for which it was not asked"),
     (LayerState(1, 0), {"model.x": torch.zeros(1)}, "layer 1 has nothing named|is missing|is unknown"),
@@ -361,6 +375,24 @@ def test_one_thread_serves_all(team):
     assert [thread.name for thread in threading.enumerate()] == names
     for connection in connections:
         connection.close()
+
+
+def test_a_layer_that_cannot_be_sent_ends_its_connection_and_no_other(team, monkeypatch):
+    def ask():
+        connection = socket.create_connection(team.members[LEFT].sender.address, SOON)
+        send(connection, LayerRequest((0,)))
+        while not team.members[LEFT].sender.asked:
+            threading.Event().wait(0.01)
+        return connection
+
+    with monkeypatch.context() as broken, ask() as connection:
+        broken.setattr(layer_sender, "pack", lambda *_: 1 / 0)
+        team.members[LEFT].run(0)
+        with pytest.raises(OSError):
+            receive(connection)
+    with ask() as connection:
+        team.members[LEFT].run(1)
+        assert receive(connection)[0] == LayerState(0, 1)
 
 
 def test_training_waits_where_too_much_is_queued_until_nothing_is(team):
