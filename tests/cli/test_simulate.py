@@ -64,7 +64,8 @@ def test_a_new_policy_has_a_colour_of_its_own(job, monkeypatch):
     result = slipstream("simulate", job, "--trace", "trace.txt")
     assert result.exit_code == 0, result.output
     colours = {name: colour(name) for name in POLICIES}
-    assert len(set(colours.values())) == len(POLICIES) and colours["newcomer"] in Path("job-simulation.html").read_text()
+    assert len(set(colours.values())) == len(POLICIES)
+    assert colours["newcomer"] in Path("job-simulation.html").read_text()
 
 
 def test_slow_workers_are_told_to_be_left_out(job):
