@@ -240,7 +240,8 @@ def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *,
         if schedule is not None and schedule.period_ticks < best.schedule.period_ticks:
             violations = check(schedule)
             assert not violations, f"relabelling broke a rule: {violations[0]}"
-            best = msgspec.structs.replace(best, schedule=schedule, interrupted=normal.interrupted)
+            best = msgspec.structs.replace(best, schedule=schedule)
+        best = msgspec.structs.replace(best, interrupted=normal.interrupted)
     return msgspec.structs.replace(best, solve_seconds=time.monotonic() - began)
 
 
