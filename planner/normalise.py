@@ -72,7 +72,7 @@ class Windows:
         return self._bound[column, down]
 
     def candidates(self, column: int) -> list[Worker]:
-        """The roles of a column that may be left empty: not those of slow workers, which are alive and play them."""
+        """The roles of a column that may be left vacant: not those of slow workers, which are alive and play them."""
         return [role for pipeline in range(self._job.pipelines)
                 if (role := Worker(pipeline, column)) not in self.slow]
 
