@@ -15,6 +15,7 @@ from rich.table import Table
 from cli.drawing.text_timeline import timeline
 from cli.shared.console import duration, err, out, print_json, refuse
 from cli.shared.options import Json
+from cli.shared.planning import compile_planner
 from planner.job.file import Job, StageMemory, read_job
 from planner.plan import Plan, plan_job
 from runtime.config import ConfigError, RunConfig, parse_run_config
@@ -46,6 +47,7 @@ def demo(out_dir: Out = Path("out/demo"), short: Short = False, json: Json = Fal
     if json:
         out.quiet = True
     began = time.monotonic()
+    compile_planner()
     ideas = _plan_worked_example()
     answer = _train(out_dir, short)
     out.print(f"\nThe whole demo took {duration(time.monotonic() - began)}. Next: slipstream plan "

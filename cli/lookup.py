@@ -10,6 +10,7 @@ import typer
 from cli.shared.console import answer_no, completing, duration, err, near, out, print_json, refuse
 from cli.shared.inputs import is_there, parse_workers, write_or_refuse
 from cli.shared.options import Failed, Json, OutFile
+from cli.shared.planning import compile_planner
 from cli.shared.role_changes import role_change_lines
 from planner.job.file import JobError, parse_job
 from planner.model.problem import NoPlanError
@@ -90,6 +91,7 @@ def _plan(table: Table, down: tuple[Worker, ...]) -> _Answer:
                           time_limit=PLAN_SECONDS)
     try:
         job = parse_job(table.job_text().decode(), f"{table.folder / 'job.toml'}")
+        compile_planner()
         made = plan_only(options, job, down)
     except (JobError, UnicodeDecodeError) as error:
         refuse(error)

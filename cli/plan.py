@@ -16,7 +16,7 @@ from cli.shared.inputs import (
     write_or_refuse,
 )
 from cli.shared.options import Backward, Failed, JobFile, Json, MethodName, Optimizer, OutFile, Seed, TimeLimit
-from cli.shared.planning import make_plan, plan_options
+from cli.shared.planning import compile_planner, make_plan, plan_options
 from cli.shared.role_changes import role_change_lines
 from planner.job.file import Job, JobError
 from planner.judge import judge_order
@@ -66,6 +66,7 @@ def _judge(job: Job, form: str, path: Path, *, optimizer: str | None) -> Plan:
     require_choice("--optimizer", optimizer, ("staggered", "synchronous"))
     try:
         rows = read_order(read_text_or_refuse(path, MAX_BYTES), str(path))
+        compile_planner()
         judged = judge_order(job, rows, str(path), optimizer=cast(OptimizerMode, optimizer or "staggered"))
     except (JobError, TorchCsvError) as error:
         refuse(error)

@@ -14,6 +14,7 @@ from cli.shared.console import err, near, out, print_json, refuse
 from cli.shared.inputs import require_writable, write_or_refuse
 from cli.shared.interrupts import checking_interrupts
 from cli.shared.options import Json
+from cli.shared.planning import compile_planner
 from planner.fleet.figures import FIGURES, Figure
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(FIGURES)}.")]
@@ -32,6 +33,7 @@ def reproduce(name: Name, folder: OutFolder = Path("reproduction"), no_picture: 
     require_writable(folder / f"{name}.json")
     draw = None if no_picture else _drawing_function()
     try:
+        compile_planner()
         figure = _compute(name)
     except KeyboardInterrupt:
         err.print("interrupted; nothing was written", style="yellow")

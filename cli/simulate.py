@@ -17,6 +17,7 @@ from cli.shared.console import answer_no, err, near, out, print_json, refuse
 from cli.shared.inputs import is_there, read_job_or_refuse, require_writable, write_or_refuse
 from cli.shared.interrupts import checking_interrupts
 from cli.shared.options import JobFile, Json
+from cli.shared.planning import compile_planner
 from planner.fleet.availability_trace import AvailabilityTrace, fit_to_job
 from planner.fleet.costs import Costs, costs_for
 from planner.fleet.policies import POLICIES
@@ -159,6 +160,7 @@ def _batch(job: Job) -> float:
 
 
 def _throughputs(job: Job, samples: float, folder: Path | None, describe: Callable[[str], None]) -> Throughputs:
+    compile_planner()
     try:
         table = None
         if folder is not None:

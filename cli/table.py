@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cli.shared.console import answer_no, duration, err, out, print_json, refuse
 from cli.shared.options import Backward, JobFile, Json, MethodName, Optimizer, Seed
-from cli.shared.planning import plan_options
+from cli.shared.planning import compile_planner, plan_options
 from planner.job.file import JobError, parse_job, read_job_text
 from planner.model.problem import NoPlanError
 from planner.progress import CountCallback
@@ -44,6 +44,7 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
     except JobError as error:
         refuse(error)
     try:
+        compile_planner()
         with _progress() as tell:
             built = build_table(read, text.encode(), out_folder, options, max_failures=max_failures, exact=exact,
                                 jobs=jobs or os.cpu_count() or 1, progress=tell)

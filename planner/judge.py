@@ -13,6 +13,7 @@ from planner.model.bounds import lower_bound
 from planner.model.problem import Problem, Unit, build_problem
 from planner.model.start_times import timed
 from planner.plan import Plan
+from planner.search.compiled import ready
 from schedules.check import Violation, check
 from schedules.schedule import BackwardMode, OpKind, OptimizerMode
 from schedules.torchcsv import Action
@@ -33,6 +34,7 @@ def judge_order(job: Job, rows: Sequence[Sequence[Action]], source: str, *,
     allow. `source` names the order in errors. Raises JobError where it is no order for this job, NoPlanError when no
     schedule of the job can exist.
     """
+    ready()
     began = time.monotonic()
     fused = all(action.kind in (OpKind.F, OpKind.B) for row in rows for action in row)
     backward: BackwardMode = "fused" if fused else "split"
@@ -89,8 +91,8 @@ def _merge(arrays: ProblemArrays, rows: Sequence[Sequence[Action]], source: str)
     """All ops of all pipelines, each after what it waits for. Raises JobError when rows wait in a circle."""
     kinds = arrays.problem.kinds
     number = {unit: index for index, unit in enumerate(arrays.units)}
-    waiting = [[number[Unit(action.stage, role.pipeline, action.microbatch)] * len(kinds) + kinds.index(action.kind)
-                for action in rows[role.column]] for role in arrays.workers]
+    waiting = [[number[Unit(action.stage, worker.pipeline, action.microbatch)] * len(kinds) + kinds.index(action.kind)
+                for action in rows[worker.column]] for worker in arrays.workers]
     starts, earlier = arrays.ops.predecessors.start.tolist(), arrays.ops.predecessors.op.tolist()
     done = [False] * len(arrays.ops.unit)
     order: list[int] = []

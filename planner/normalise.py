@@ -72,7 +72,7 @@ class Windows:
         return self._bound[column, down]
 
     def candidates(self, column: int) -> list[Worker]:
-        """The roles of a column that may be left empty: not those of slow workers, which are alive and play them."""
+        """The roles of a column that may be left vacant: not those of slow workers, which are alive and play them."""
         return [role for pipeline in range(self._job.pipelines)
                 if (role := Worker(pipeline, column)) not in self.slow]
 
@@ -240,7 +240,8 @@ def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *,
         if schedule is not None and schedule.period_ticks < best.schedule.period_ticks:
             violations = check(schedule)
             assert not violations, f"relabelling broke a rule: {violations[0]}"
-            best = msgspec.structs.replace(best, schedule=schedule, interrupted=normal.interrupted)
+            best = msgspec.structs.replace(best, schedule=schedule)
+        best = msgspec.structs.replace(best, interrupted=normal.interrupted)
     return msgspec.structs.replace(best, solve_seconds=time.monotonic() - began)
 
 

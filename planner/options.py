@@ -1,6 +1,6 @@
 """How to plan: what the command line and callers of the library choose."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -22,11 +22,11 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds."""
     seed: int = 0
 
-    def problem(self, job: Job, failed: Sequence[Worker] = (), roles: Mapping[Worker, Worker] | None = None) -> Problem:
-        """The problem to solve; `roles` maps live workers that take over another role to it. Raises NoPlanError."""
+    def problem(self, job: Job, failed: Sequence[Worker] = ()) -> Problem:
+        """The problem to solve. Raises NoPlanError."""
         usual = self.method == "1f1b"
         return build_problem(job, failed, backward=self.backward or ("fused" if usual else "split"),
-                             optimizer=self.optimizer or ("synchronous" if usual else "staggered"), roles=roles)
+                             optimizer=self.optimizer or ("synchronous" if usual else "staggered"))
 
     @property
     def comparing(self) -> "PlanOptions":

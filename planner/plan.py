@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
@@ -56,27 +56,25 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode | None = None,
              optimizer: OptimizerMode | None = None, method: Method = "cp-sat", time_limit: float = 10.0,
-             roles: Mapping[Worker, Worker] | None = None, seed: int = 0,
-             progress: ProgressCallback = quiet) -> Plan:
+             seed: int = 0, progress: ProgressCallback = quiet) -> Plan:
     """Plan one schedule within about `time_limit` seconds. The first plan of an installation is compiled for before.
 
-    `roles` maps live workers that take over another role to it. `backward` and `optimizer` are split and staggered
-    unless given; fused and synchronous for 1f1b, which is defined so. Raises JobError when a failed worker is not in
-    the job, NoPlanError when no schedule can exist.
+    `backward` and `optimizer` are split and staggered unless given; fused and synchronous for 1f1b, which is defined
+    so. Raises JobError when a failed worker is not in the job, NoPlanError when no schedule can exist.
     """
     options = PlanOptions(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit, seed=seed)
-    return plan_with(options, job, failed, roles=roles, progress=progress)
+    return plan_with(options, job, failed, progress=progress)
 
 
 def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *,
-              roles: Mapping[Worker, Worker] | None = None, progress: ProgressCallback = quiet) -> Plan:
+              progress: ProgressCallback = quiet) -> Plan:
     """As `plan_job`, by options."""
     require_known(failed, job)
     ready(progress)
     began = time.monotonic()
     with _garbage_collection_off(), interruptible() as stop:
         share = options.time_limit * FAULT_FREE_SHARE if failed else 0.0
-        problem = options.problem(job, failed, roles)
+        problem = options.problem(job, failed)
         solved = solve(problem, options.method, Budget(deadline=began + options.time_limit - share, seed=options.seed,
                                                        progress=progress, stop=stop))
         fault_free = None

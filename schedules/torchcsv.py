@@ -43,13 +43,13 @@ def write_order(schedule: Schedule, pipeline: int = 0, *, communication: bool = 
     reductions of gradients; without, torch adds them. Raises TorchCsvError where torch's runtime cannot run it.
     """
     _require_expressible(schedule, pipeline)
-    workers = [Worker(pipeline, column) for column in range(schedule.grid.columns)]
-    machines = [schedule.player_of[role] for role in workers]
-    rows = [[str(action) for action in _compute(schedule.ops(machine))] for machine in machines]
+    roles = [Worker(pipeline, column) for column in range(schedule.grid.columns)]
+    workers = [schedule.player_of[role] for role in roles]
+    rows = [[str(action) for action in _compute(schedule.ops(worker))] for worker in workers]
     if communication:
         programs = programs_of(schedule, [pipeline])
         crossing = transfers(schedule, programs)
-        rows = [_with_communication(programs[machine], crossing, machine, schedule.grid.depth) for machine in machines]
+        rows = [_with_communication(programs[worker], crossing, worker, schedule.grid.depth) for worker in workers]
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()

@@ -17,6 +17,8 @@ COLOURS = {
     "bamboo": "#cc79a7", "torchft": "#d55e00", "checkpoint-restart": "#7a5195", "hot-spares": "#56b4e9",
     "fault-scaled": "#555555", "work-conserving": "#aaaaaa",
 }
+MORE_COLOURS = ("#b8860b", "#1b9e9e", "#8c564b", "#4b0082", "#808000")
+"""For policies without a colour above, in turn."""
 CAUSE_COLOURS = {
     Cause.RUN: "#0072b2", Cause.WHOLE: "#9ecae1", Cause.SWITCH: "#d55e00", Cause.LOAD: "#e69f00", Cause.LOST: "#cc79a7",
     Cause.RESTART: "#7a5195", Cause.CHECKPOINT: "#f0c05a", Cause.WAIT: "#444444",
@@ -82,6 +84,12 @@ def verdict(result: Comparison) -> str:
     return f"{text}: {', '.join(ratios)}." if ratios else f"{text}."
 
 
+def colour(policy: str) -> str:
+    """The colour of a policy's line."""
+    others = [name for name in POLICIES if name not in COLOURS]
+    return COLOURS.get(policy) or MORE_COLOURS[others.index(policy) % len(MORE_COLOURS)]
+
+
 def worker_hours(result: Comparison, run: PolicyRun) -> float | None:
     """Hours of live workers for 1,000 samples; None where no sample was trained."""
     return result.trace.mean_live / run.throughput / 3.6 if run.throughput else None
@@ -129,7 +137,7 @@ def _throughput(result: Comparison) -> str:
     unit, seconds = _time_axis(result)
     edges = np.linspace(0.0, result.trace.length_seconds, BINS + 1)
     first = next(iter(result.runs))
-    lines = [Line(name, COLOURS[name], run.binned(edges).tolist(), POLICIES[name].is_reference, name == first)
+    lines = [Line(name, colour(name), run.binned(edges).tolist(), POLICIES[name].is_reference, name == first)
              for name, run in result.runs.items()]
     return steps((edges / seconds).tolist(), lines[::-1], x=unit, y="samples per second")
 
@@ -144,7 +152,7 @@ def _live(result: Comparison) -> str:
 
 
 def _legend(result: Comparison) -> str:
-    labels = (f'<label><input type="checkbox" checked value="{escape(name)}"> {_swatch(COLOURS[name])}{escape(name)}'
+    labels = (f'<label><input type="checkbox" checked value="{escape(name)}"> {_swatch(colour(name))}{escape(name)}'
               "</label>" for name in result.runs)
     return f'<div class="legend">{"".join(labels)}</div>'
 

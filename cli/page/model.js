@@ -115,21 +115,22 @@ class Panel {
     this.tracks = stored.tracks.map((track) => new Track(track, rank));
     this.seats = stored.seats.map(([pipeline, column, rolePipeline, roleColumn, track]) =>
       ({ pipeline, column, rolePipeline, roleColumn, number: track, track: this.tracks[track] }));
-    this.seatAt = new Map(this.seats.map((seat, i) => [this.place(seat.pipeline, seat.column), i]));
-    this.playerOf = new Map(this.seats.map((seat, i) => [this.place(seat.rolePipeline, seat.roleColumn), i]));
-    this.down = new Set(stored.failed.map(([pipeline, column]) => this.place(pipeline, column)));
+    this.seatAt = new Map(this.seats.map((seat, i) => [this.workerNumber(seat.pipeline, seat.column), i]));
+    this.playerOf = new Map(this.seats.map((seat, i) => [this.workerNumber(seat.rolePipeline, seat.roleColumn), i]));
+    this.down = new Set(stored.failed.map(([pipeline, column]) => this.workerNumber(pipeline, column)));
     this.length = this.tracks.reduce((most, track) => Math.max(most, track.last), 0) * this.second;
     this.holds = stored.memory ?? {
       unit: 1, capacity: null, activation: stored.stages.map(() => 1), stash: stored.stages.map(() => 0) };
   }
 
-  place(pipeline, column) { return pipeline * this.columns + column; }
+  /** The number of a worker in the grid: a key of `seatAt`, `playerOf` and `down`. */
+  workerNumber(pipeline, column) { return pipeline * this.columns + column; }
 
   /** What a pipeline's workers run, as a text that is the same for pipelines that do the same. */
   behaviour(pipeline) {
     if (pipeline >= this.pipelines) return "";
     return Array.from({ length: this.columns }, (_, column) => {
-      const seat = this.seats[this.seatAt.get(this.place(pipeline, column))];
+      const seat = this.seats[this.seatAt.get(this.workerNumber(pipeline, column))];
       if (!seat) return "down";
       const moved = seat.rolePipeline !== pipeline || seat.roleColumn !== column;
       return moved ? `${seat.number} as ${seat.rolePipeline}.${seat.roleColumn}` : seat.number;
@@ -156,7 +157,7 @@ class Panel {
 
   /** Where an op is computed, or null. */
   find(kind, stage, pipeline, microbatch) {
-    const own = this.playerOf.get(this.place(pipeline, this.stages[stage]));
+    const own = this.playerOf.get(this.workerNumber(pipeline, this.stages[stage]));
     if (own !== undefined) {
       const index = this.seats[own].track.find(kind, stage, -1, microbatch);
       if (index >= 0) return { panel: this, seat: own, index };

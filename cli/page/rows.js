@@ -50,7 +50,7 @@ class Rows {
     const add = (pipeline, column, more) => {
       for (const panel of panels) {
         if (pipeline >= panel.pipelines || column >= panel.columns) continue;
-        const number = panel.seatAt.get(panel.place(pipeline, column));
+        const number = panel.seatAt.get(panel.workerNumber(pipeline, column));
         const seat = number === undefined ? null : panel.seats[number];
         const label = `${pipeline}.${column}${more}${panels.length > 1 ? ` ${this.tag(panel)}` : ""}`;
         rows.push({ panel, number, seat, pipeline, column, label });

@@ -1,5 +1,6 @@
 """The schedules of `slipstream train` after failures: from a table, or planned while the run goes on."""
 
+from cli.shared.planning import compile_planner
 from planner.job.file import Job
 from planner.model.problem import NoPlanError
 from planner.normalise import normal_form
@@ -17,7 +18,12 @@ ON_THE_SPOT_SECONDS = 10.0
 
 
 def scheduler(job: Job, first: Schedule, table: Table | None) -> Scheduler:
-    """A function that gives the schedule after failures: from the table, or planned by the list schedulers."""
+    """A function that gives the schedule after failures: from the table, or planned by the list schedulers.
+
+    The planner is compiled before, so that no failure has to wait for that.
+    """
+    compile_planner()
+
     def schedule(down: tuple[Worker, ...]) -> Schedule:
         try:
             found = None if table is None else table.lookup(down)

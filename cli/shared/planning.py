@@ -1,4 +1,4 @@
-"""Planning for `plan` and `train`: options are checked, progress is shown, and failures to plan end the program."""
+"""Planning for several commands: options are checked, progress is shown, and failures to plan end the program."""
 
 import time
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ from planner.normalise import normalised
 from planner.options import PlanOptions
 from planner.plan import Plan, plan_with
 from planner.progress import ProgressCallback
+from planner.search.compiled import ready
 from planner.search.solve import METHODS, Method
 from schedules.schedule import BackwardMode, OptimizerMode, Worker
 
@@ -38,6 +39,11 @@ def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, nor
         refuse(error)
     except NoPlanError as error:
         answer_no(error)
+
+
+def compile_planner() -> None:
+    """Compile the planner's inner loops where that was not done before, with a line on stderr."""
+    ready(lambda line: err.print(line, style="dim", highlight=False))
 
 
 @contextmanager

@@ -123,7 +123,7 @@ class Throughputs:
     def _affected_part(self, failures: int) -> Job:
         """The job with only as many pipelines as failures can affect; the others are equal, and change nothing.
 
-        With f (M + 1) pipelines, one more micro-batch for each helper is all the work of f broken ones.
+        With f (M + 1) pipelines, one more micro-batch for each peer is all the work of f broken ones.
         """
         count = self.job.microbatches[0]
         enough = failures * (count + 1) + 1

@@ -34,7 +34,7 @@ class Arcs(NamedTuple):
 
 
 class Ops(NamedTuple):
-    """The ops of a problem under an assignment. A worker is named by its row: its number among the live roles."""
+    """The ops of a problem under an assignment. A worker is named by its row: its number among the live workers."""
 
     kinds: int
     """Ops of a unit: op = unit * kinds + kind."""
@@ -68,9 +68,9 @@ class ProblemArrays:
         self.hosts = hosts
         """The assignment: the pipeline whose worker runs each unit."""
         self.units = list(problem.units())
-        self.workers = list(problem.player)
-        """The role of each row."""
-        self.column = ints([role.column for role in self.workers])
+        self.workers = problem.live
+        """The worker of each row."""
+        self.column = ints([worker.column for worker in self.workers])
         """[row]"""
         self.tied = ints(problem.tied)
         """[column] the first of those that reduce gradients together"""
@@ -85,7 +85,7 @@ class ProblemArrays:
         stage = ints([unit.stage for unit in self.units])
         host = ints([self.hosts[unit] for unit in self.units])
         rows = np.full((problem.grid.pipelines, problem.grid.columns), -1, dtype=np.int64)
-        rows[[role.pipeline for role in self.workers], self.column] = range(len(self.workers))
+        rows[[worker.pipeline for worker in self.workers], self.column] = range(len(self.workers))
         worker = rows[host, ints(problem.column_of)[stage]]
         position = stage % depth
         predecessors, successors = _arcs(problem, position, worker)

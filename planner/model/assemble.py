@@ -93,7 +93,7 @@ def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, So
         programs |= _programs(one, closing)
     ticks = _period(timed, last)
     status: Status = "optimal" if ticks <= lower_bound else "feasible"
-    seats, stored = _share(programs, problem.player)
+    seats, stored = _share(programs)
     return Schedule(job=problem.name, tick_seconds=problem.tick_seconds, grid=problem.grid, times=problem.times,
                     memory=problem.memory, backward=problem.backward, optimizer=problem.optimizer,
                     failed=tuple(sorted(problem.failed)), seats=seats, programs=stored, period_ticks=ticks,
@@ -120,21 +120,21 @@ def _closing(problem: Problem, ready: Sequence[int]) -> list[Program]:
 
 def _programs(timed: TimedPiece, closing: Sequence[Program]) -> dict[Worker, Program]:
     """The program of every role of all copies of a piece; those without re-routed ops are one object for all copies."""
-    arrays, worker = timed.arrays, timed.arrays.ops.worker.tolist()
+    arrays, row_of = timed.arrays, timed.arrays.ops.worker.tolist()
     kinds = timed.piece.problem.kinds
     bodies: list[list[ProgramOp]] = [[] for _ in arrays.workers]
     rerouted: list[list[tuple[int, int]]] = [[] for _ in arrays.workers]
     for op, begin in zip(timed.order.tolist(), timed.start[timed.order].tolist(), strict=True):
         number, kind = divmod(op, len(kinds))
-        unit, row = arrays.units[number], worker[number]
+        unit, row = arrays.units[number], row_of[number]
         if unit.pipeline != arrays.workers[row].pipeline:
             rerouted[row].append((len(bodies[row]), unit.pipeline))
         bodies[row].append(ProgramOp(kinds[kind], unit.stage, unit.microbatch, begin))
     programs: dict[Worker, Program] = {}
-    for row, role in enumerate(arrays.workers):
-        program = (*bodies[row], *closing[role.column])
+    for row, worker in enumerate(arrays.workers):
+        program = (*bodies[row], *closing[worker.column])
         for copy in timed.piece.copies:
-            programs[Worker(copy[role.pipeline], role.column)] = _named(program, rerouted[row], copy)
+            programs[Worker(copy[worker.pipeline], worker.column)] = _named(program, rerouted[row], copy)
     return programs
 
 
@@ -148,15 +148,13 @@ def _named(program: Program, rerouted: Sequence[tuple[int, int]], copy: Sequence
     return tuple(ops)
 
 
-def _share(programs: Mapping[Worker, Program], player: Mapping[Worker, Worker]) -> \
-        tuple[tuple[Seat, ...], tuple[Program, ...]]:
+def _share(programs: Mapping[Worker, Program]) -> tuple[tuple[Seat, ...], tuple[Program, ...]]:
     """Seats sorted by worker, each distinct program once, in the order of their first use."""
     index: dict[Program, int] = {}
     known: dict[int, int] = {}
     seats = []
-    for worker, role in sorted((player[role], role) for role in programs):
-        program = programs[role]
+    for worker, program in sorted(programs.items()):
         if id(program) not in known:
             known[id(program)] = index.setdefault(program, len(index))
-        seats.append(Seat(worker, role, known[id(program)]))
+        seats.append(Seat(worker, worker, known[id(program)]))
     return tuple(seats), tuple(index)

@@ -22,7 +22,7 @@ def strongest_bound(problem: Problem) -> tuple[int, str]:
               for column in columns]
     bounds += [(_chain_bound(problem, stage), f"the way to stage {stage}, its work, and the way back")
                for stage in stages]
-    bounds += [(_crowded_bound(problem, stage), f"the wait of stage {stage} for helpers at other stages")
+    bounds += [(_crowded_bound(problem, stage), f"the wait of stage {stage} for peers at other stages")
                for stage in stages]
     if problem.optimizer == "synchronous":
         bounds += [(_synchronous_bound(problem, column), f"the way to column {column}, and its work")
@@ -199,7 +199,7 @@ def _chain(problem: Problem, stage: int, count: int) -> int:
 
 
 def _crowded_bound(problem: Problem, stage: int) -> int:
-    """Path bound through the helpers of a stage with dead workers.
+    """Path bound through the peers at a stage with dead workers.
 
     Take from each pipeline whose worker of this stage lives the micro-batch whose I is the first there. At a later
     stage with fewer live workers, q = ceil(pipelines / live workers) of these micro-batches meet on one worker, so one

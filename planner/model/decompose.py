@@ -1,8 +1,8 @@
 """Solve what is equal once: pipelines that share no micro-batches meet only at the all-reduce.
 
-A broken pipeline needs some peers to help it, and the rest of the pipelines are whole. So a job falls into pieces:
-groups of broken pipelines and their helpers, and single healthy pipelines. Equal pieces share one plan, and planning
-grows with the number of different pieces, not with the number of workers.
+A broken pipeline needs peers for its micro-batches, and the rest of the pipelines are whole. So a job falls into
+pieces: groups of broken pipelines with healthy ones as peers, and single healthy pipelines. Equal pieces share one
+plan, and planning grows with the number of different pieces, not with the number of workers.
 """
 
 from collections import defaultdict
@@ -15,7 +15,7 @@ from schedules.schedule import Worker
 from schedules.tables.pattern import Columns, columns_by_pipeline
 
 LARGEST_GROUP = 60_000
-"""Compute ops of a group up to which it is given more helpers than it needs."""
+"""Compute ops of a group up to which it is given more healthy pipelines than it needs."""
 
 Dead = Mapping[int, Columns]
 """The columns in which each broken pipeline has no worker."""
@@ -38,12 +38,12 @@ def decompose(problem: Problem) -> tuple[Piece, ...]:
     """Pieces that together are the problem; groups of broken pipelines first. Just one where nothing can be gained.
 
     Exact for healthy pipelines, which may run equal plans without lengthening any window. For broken ones it decides
-    who helps whom: never so that a worker gets more micro-batches than the busiest must anyway.
+    who runs whose micro-batches: never so that a worker gets more micro-batches than the busiest must anyway.
     """
     whole = undivided(problem)
     if problem.times.slow:
         return (whole,)
-    dead = columns_by_pipeline(set(problem.grid.workers()) - set(problem.player))
+    dead = columns_by_pipeline(problem.failed)
     if not dead:
         pieces = tuple(_healthy(problem, members) for members in _by_count(problem, range(problem.grid.pipelines)))
         return pieces if len(pieces) < problem.grid.pipelines else (whole,)
@@ -75,73 +75,72 @@ def _part(problem: Problem, pipelines: Sequence[int]) -> Problem:
     grid = msgspec.structs.replace(problem.grid, pipelines=len(pipelines),
                                    microbatches=tuple(problem.grid.microbatches[pipeline] for pipeline in pipelines))
     live = [set(pipelines) for pipelines in problem.live_by_column]
-    roles = [Worker(index, column) for index, pipeline in enumerate(pipelines)
-             for column in range(grid.columns) if pipeline in live[column]]
-    failed = frozenset(grid.workers()) - frozenset(roles)
-    return msgspec.structs.replace(problem, grid=grid, player={role: role for role in roles}, failed=failed)
+    failed = frozenset(Worker(index, column) for index, pipeline in enumerate(pipelines)
+                       for column in range(grid.columns) if pipeline not in live[column])
+    return msgspec.structs.replace(problem, grid=grid, failed=failed)
 
 
 def _groups(problem: Problem, dead: Dead) -> list[list[int]]:
-    """Broken pipelines with their helpers, as many groups as there are helpers for."""
+    """Broken pipelines with healthy ones as peers, as many groups as there are healthy pipelines for."""
     spare = [pipeline for pipeline in range(problem.grid.pipelines) if pipeline not in dead]
     broken = sorted(dead, key=lambda pipeline: (dead[pipeline], pipeline))
     for count in range(len(broken), 0, -1):
-        teams = _teams(dead, broken, count)
-        needs = [_helpers_needed(problem, dead, team) for team in teams]
+        parts = _parts(dead, broken, count)
+        needs = [_peers_needed(problem, dead, part) for part in parts]
         if count == 1 or sum(needs) <= len(spare):
             break
     if count == 1:
-        needs = [min(len(spare), max(needs[0], _helpers_wanted(problem, dead, teams[0])))]
+        needs = [min(len(spare), max(needs[0], _peers_wanted(problem, dead, parts[0])))]
     else:
         more = (len(spare) - sum(needs)) // count
-        needs = [max(need, min(need + more, _helpers_wanted(problem, dead, team)))
-                 for need, team in zip(needs, teams, strict=True)]
+        needs = [max(need, min(need + more, _peers_wanted(problem, dead, part)))
+                 for need, part in zip(needs, parts, strict=True)]
     groups = []
-    for need, team in zip(needs, teams, strict=True):
-        groups.append([*team, *spare[:need]])
+    for need, part in zip(needs, parts, strict=True):
+        groups.append([*part, *spare[:need]])
         spare = spare[need:]
     return groups
 
 
-def _teams(dead: Dead, broken: Sequence[int], count: int) -> list[list[int]]:
-    """Broken pipelines in so many teams, as few different ones as can be, and different dead columns in each.
+def _parts(dead: Dead, broken: Sequence[int], count: int) -> list[list[int]]:
+    """Broken pipelines in so many parts, as few different ones as can be, and different dead columns in each.
 
     Where that does not come out even, pipelines are assigned in turn: those with the same dead columns are neighbours
-    in the order given, and so land in different teams as well.
+    in the order given, and so come to different parts as well.
     """
     left: dict[Columns, list[int]] = defaultdict(list)
     for pipeline in broken:
         left[dead[pipeline]].append(pipeline)
-    teams: list[list[int]] = []
-    while len(teams) < count:
-        size = -(-sum(map(len, left.values())) // (count - len(teams)))
+    parts: list[list[int]] = []
+    while len(parts) < count:
+        size = -(-sum(map(len, left.values())) // (count - len(parts)))
         most = sorted(left, key=lambda columns: -len(left[columns]))[:size]
         if len(most) < size or not left[most[-1]]:
             return [list(broken[index::count]) for index in range(count)]
-        times = min(len(left[most[-1]]), count - len(teams))
+        times = min(len(left[most[-1]]), count - len(parts))
         for _ in range(times):
-            if -(-sum(map(len, left.values())) // (count - len(teams))) != size:
+            if -(-sum(map(len, left.values())) // (count - len(parts))) != size:
                 break
-            teams.append([left[columns].pop() for columns in most])
-    return teams
+            parts.append([left[columns].pop() for columns in most])
+    return parts
 
 
-def _helpers_needed(problem: Problem, dead: Dead, team: Sequence[int]) -> int:
+def _peers_needed(problem: Problem, dead: Dead, part: Sequence[int]) -> int:
     """Healthy pipelines without which a worker would get more than the busiest must run anyway."""
     count, total = problem.grid.microbatches[0], problem.grid.total_microbatches
     need = 0
     for column, live in enumerate(problem.live_by_column):
-        down = sum(column in dead[pipeline] for pipeline in team)
+        down = sum(column in dead[pipeline] for pipeline in part)
         extra = -(-total // len(live)) - count
         if down:
-            need = max(need, -(-down * count // extra) - (len(team) - down))
+            need = max(need, -(-down * count // extra) - (len(part) - down))
     return need
 
 
-def _helpers_wanted(problem: Problem, dead: Dead, team: Sequence[int]) -> int:
+def _peers_wanted(problem: Problem, dead: Dead, part: Sequence[int]) -> int:
     """Healthy pipelines with which each need run one micro-batch of others at one stage, if that is not too large."""
     count = problem.grid.microbatches[0]
-    down = sum(len(dead[pipeline]) for pipeline in team)
+    down = sum(len(dead[pipeline]) for pipeline in part)
     ops = count * problem.grid.depth * len(problem.kinds)
     return min(down * count, LARGEST_GROUP // ops)
 

@@ -1,7 +1,7 @@
 """The scheduling problem in whole ticks: what is fixed, before anything is decided."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class Unit(NamedTuple):
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """A job with its failures. Workers are named by role; `player` maps a live role to the machine that plays it."""
+    """A job with its failures."""
 
     name: str
     tick_seconds: float
@@ -36,11 +36,14 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     times: Times
     memory: Memory | None
     failed: frozenset[Worker]
-    """Physical workers that are down."""
-    player: dict[Worker, Worker]
-    """Every live role."""
+    """Workers that are down."""
     backward: BackwardMode = "split"
     optimizer: OptimizerMode = "staggered"
+
+    @cached_property
+    def live(self) -> tuple[Worker, ...]:
+        """The workers that are not down, sorted."""
+        return tuple(worker for worker in self.grid.workers() if worker not in self.failed)
 
     @cached_property
     def column_of(self) -> tuple[int, ...]:
@@ -69,23 +72,23 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def live_by_column(self) -> tuple[tuple[int, ...], ...]:
-        """For each column, the pipelines whose role there is played by a live worker."""
+        """For each column, the pipelines whose worker there is live."""
         return tuple(tuple(pipeline for pipeline in range(self.grid.pipelines)
-                           if Worker(pipeline, column) in self.player) for column in range(self.grid.columns))
+                           if Worker(pipeline, column) not in self.failed) for column in range(self.grid.columns))
 
     def hosts(self, stage: int, pipeline: int) -> tuple[int, ...]:
         """The pipelines whose worker may run this stage of this pipeline's micro-batches: its own, else its peers."""
         live = self.live_by_column[self.column_of[stage]]
-        return (pipeline,) if Worker(pipeline, self.column_of[stage]) in self.player else live
+        return live if self.worker(stage, pipeline) in self.failed else (pipeline,)
 
-    def role(self, stage: int, host: int) -> Worker:
-        """The role that holds this stage in pipeline `host`."""
+    def worker(self, stage: int, host: int) -> Worker:
+        """The worker that holds this stage in pipeline `host`."""
         return Worker(host, self.column_of[stage])
 
     def cost(self, kind: OpKind, stage: int, host: int) -> int:
         """Ticks of a compute op or A of this stage on pipeline `host`'s worker."""
         return self._cost[kind, stage] if not self.times.slow else \
-            self.times.duration_ticks(kind, stage, self.player[self.role(stage, host)])
+            self.times.duration_ticks(kind, stage, self.worker(stage, host))
 
     @cached_property
     def _cost(self) -> dict[tuple[OpKind, int], int]:
@@ -147,20 +150,16 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode = "split",
-                  optimizer: OptimizerMode = "staggered", roles: Mapping[Worker, Worker] | None = None) -> Problem:
-    """Translate a job to ticks. `roles` maps live workers that play another role to it (default: none does).
+                  optimizer: OptimizerMode = "staggered") -> Problem:
+    """Translate a job to ticks.
 
     Raises NoPlanError when a stage has no live worker or a worker cannot hold a single micro-batch.
     """
-    roles = roles or {}
     grid = Grid(pipelines=job.pipelines, columns=job.stages, microbatches=job.microbatches, stages=_stages(job),
                 chains=job.chains)
     tick = _tick(job)
-    down = frozenset(failed)
-    player = {roles.get(worker, worker): worker for worker in grid.workers() if worker not in down}
     problem = Problem(name=job.name, tick_seconds=float(tick), grid=grid, times=_times(job, grid, tick),
-                      memory=_memory(job), failed=down, player=player, backward=backward,
-                      optimizer=optimizer)
+                      memory=_memory(job), failed=frozenset(failed), backward=backward, optimizer=optimizer)
     _require_feasible(problem)
     return problem
 

@@ -25,7 +25,7 @@ def assign(problem: Problem, rule: AssignmentRule) -> dict[Unit, int]:
             elif units:
                 rerouted.setdefault(stage, []).extend(units)
     for units in rerouted.values():
-        # By micro-batch, so that those of several pipelines share their helpers evenly over time.
+        # By micro-batch, so that those of several pipelines share their peers evenly over time.
         units.sort(key=lambda unit: (unit.microbatch, unit.pipeline))
     lost = _lost(problem)
     if rule == "spread":
@@ -42,16 +42,16 @@ def _round_robin(live: tuple[int, ...], units: list[Unit]) -> dict[Unit, int]:
 
 
 def _spread(problem: Problem, rerouted: Mapping[int, list[Unit]], lost: Sequence[int]) -> dict[Unit, int]:
-    """Each to the peer whose pipeline helps least so far, at whatever stage, while that peer has time for it.
+    """Each to the peer whose pipeline runs the fewest of others so far, at whatever stage, where that peer has time.
 
-    Pipelines that need help themselves come last: their micro-batches wait for helpers, and their workers had better
+    Pipelines with dead workers of their own come last: their micro-batches wait for peers, and their workers had better
     have time to spare.
 
     A peer has time for more than its share where the bound is set by another stage. The stages with the least to spare
     choose first.
     """
     bound = lower_bound(problem)
-    helps = [gone * count for gone, count in zip(lost, problem.grid.microbatches, strict=True)]
+    rerouted_to = [gone * count for gone, count in zip(lost, problem.grid.microbatches, strict=True)]
     hosts: dict[Unit, int] = {}
     for stage in sorted(rerouted, key=lambda stage: -window_bound(problem, problem.column_of[stage])):
         price = _prices(problem, stage)
@@ -60,10 +60,10 @@ def _spread(problem: Problem, rerouted: Mapping[int, list[Unit]], lost: Sequence
         busiest = -(-(sum(loads.values()) + len(rerouted[stage]) * max(price.values())) // len(price))
         room = max(bound - least, 0) + busiest
         for unit in rerouted[stage]:
-            host = min(price, key=lambda host: (loads[host] + price[host] > room, helps[host], loads[host], host))
+            host = min(price, key=lambda host: (loads[host] + price[host] > room, rerouted_to[host], loads[host], host))
             hosts[unit] = host
             loads[host] += price[host]
-            helps[host] += 1
+            rerouted_to[host] += 1
     return hosts
 
 

@@ -20,7 +20,7 @@ def one_f_one_b(problem: Problem) -> Solution:
 def recycle(problem: Problem) -> Solution:
     """ReCycle's rule (SOSP 2024): round-robin assignment, every worker's own micro-batches in 1F1B order.
 
-    Re-routed micro-batches and weight gradients go into what bubbles that order leaves. A helper may have as many more
+    Re-routed micro-batches and weight gradients go into what bubbles that order leaves. A peer may have as many more
     micro-batches in flight as it runs more of them.
     """
     return _list(problem, DispatchRule(forward_order="oldest", rerouted="last", in_flight=in_flight(problem)))

@@ -39,7 +39,7 @@ class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
     rerouted: Rerouted = "in turn"
     """Whether re-routed micro-batches go before those of the worker's own pipeline, after them, or in turn.
 
-    First is good where the broken pipeline, which has to wait for several helpers, sets the pace.
+    First is good where the broken pipeline, which has to wait for several peers, sets the pace.
     """
     make_room: bool = False
     """Where an F waits for room, run a W before anything else."""
@@ -119,7 +119,7 @@ def _ranks(arrays: ProblemArrays, rerouted: Rerouted) -> Ints:
     found = ints([unit.microbatch * pipelines + unit.pipeline for unit in arrays.units])
     if rerouted == "in turn":
         return found
-    home = ints([role.pipeline for role in arrays.workers])[arrays.ops.worker] == ints(
+    home = ints([worker.pipeline for worker in arrays.workers])[arrays.ops.worker] == ints(
         [unit.pipeline for unit in arrays.units])
     later: Ints = (home if rerouted == "first" else ~home).astype(np.int64)
     return found + later * int(found.max() + 1)

@@ -248,8 +248,3 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def parameters_of(state: LayerState) -> dict[str, Tensor]:
-    """The layer's parameters and buffers alone, by their names in the model."""
-    return {name.removeprefix("model."): tensor for name, tensor in state.items() if name.startswith("model.")}

@@ -1,14 +1,14 @@
 """Fits a schedule planned for some failed workers to other failed workers, with the fewest layers to load.
 
-A role that no worker plays is *empty*. Which roles are empty can change in two ways that keep the period:
+A role that no worker plays is *vacant*. Which roles are vacant can change in two ways that keep the period:
 
 - interchangeable pipelines swap numbers: no worker changes its role;
 - a live worker takes over another role. Within its column it already holds the parameters; in another column it must
   load the layers it lacks from a peer.
 
-The least number of layers to load follows from the empty roles and the failures of each column alone, and any
-renumbering of pipelines attains it. So pipelines are first renumbered such that the most empty roles are those of
-failed workers, which leaves the fewest roles to be taken over. Then the live workers whose own role is empty take over
+The least number of layers to load follows from the vacant roles and the failures of each column alone, and any
+renumbering of pipelines attains it. So pipelines are first renumbered such that the most vacant roles are those of
+failed workers, which leaves the fewest roles to be taken over. Then the live workers whose own role is vacant take over
 the roles of the other failed workers.
 """
 
@@ -47,7 +47,7 @@ def _layers(grid: Grid, column: int) -> set[object]:
 
 
 def relabel(schedule: Schedule, failed: Iterable[Worker], *, held_elsewhere: bool = False) -> Schedule | None:
-    """The same schedule for other failed workers, as many as it has empty roles; None where that is impossible.
+    """The same schedule for other failed workers, as many as it has vacant roles; None where that is impossible.
 
     It is impossible where a column has no live worker left to load its parameters from, unless they are
     `held_elsewhere`: by workers of other columns, whose roles have moved before. It is also impossible where the role
@@ -57,18 +57,18 @@ def relabel(schedule: Schedule, failed: Iterable[Worker], *, held_elsewhere: boo
     """
     down = tuple(sorted(set(failed)))
     if len(down) != len(schedule.failed):
-        raise ValueError(f"{len(down)} failed workers for a schedule with {len(schedule.failed)} empty roles")
+        raise ValueError(f"{len(down)} failed workers for a schedule with {len(schedule.failed)} vacant roles")
     if any(seat.worker != seat.role for seat in schedule.seats):
         raise ValueError("a schedule with moved workers cannot be relabelled again")
     live = {worker.column for worker in set(schedule.grid.workers()) - set(down)}
     if not held_elsewhere and live != set(range(schedule.grid.columns)):
         return None
     renumbered = _renumber(schedule, down)
-    empty = {Worker(renumbered[role.pipeline], role.column) for role in schedule.failed}
-    moves = _fill(schedule, empty, set(down))
+    vacant = {Worker(renumbered[role.pipeline], role.column) for role in schedule.failed}
+    moves = _fill(schedule, vacant, set(down))
     if moves is None:
         return None
-    players = {role: role for role in schedule.grid.workers() if role not in empty and role not in moves} | moves
+    players = {role: role for role in schedule.grid.workers() if role not in vacant and role not in moves} | moves
     return _rebuilt(schedule, down, renumbered, players)
 
 
@@ -76,26 +76,26 @@ def relabel(schedule: Schedule, failed: Iterable[Worker], *, held_elsewhere: boo
 
 
 def _renumber(schedule: Schedule, failed: Sequence[Worker]) -> dict[int, int]:
-    """New pipeline numbers, within classes, such that as many empty roles as possible are those of failed workers."""
-    empty, lost = columns_by_pipeline(schedule.failed), columns_by_pipeline(failed)
+    """New pipeline numbers, within classes, such that as many vacant roles as possible are those of failed workers."""
+    vacant, lost = columns_by_pipeline(schedule.failed), columns_by_pipeline(failed)
     members: dict[int, list[int]] = defaultdict(list)
     for pipeline, kind in enumerate(pipeline_classes(schedule.grid, schedule.times)):
         members[kind].append(pipeline)
     numbers: dict[int, int] = {}
     for pipelines in members.values():
-        numbers |= _match(pipelines, empty, lost)
+        numbers |= _match(pipelines, vacant, lost)
     return numbers
 
 
-def _match(pipelines: Sequence[int], empty: Mapping[int, Columns], lost: Mapping[int, Columns]) -> dict[int, int]:
+def _match(pipelines: Sequence[int], vacant: Mapping[int, Columns], lost: Mapping[int, Columns]) -> dict[int, int]:
     """The new number of each pipeline of one class: equal patterns first, which is never worse, then by overlap."""
     sources, targets = defaultdict(list), defaultdict(list)
     numbers = {}
     for pipeline in pipelines:
-        if empty.get(pipeline) == lost.get(pipeline):
+        if vacant.get(pipeline) == lost.get(pipeline):
             numbers[pipeline] = pipeline
         else:
-            sources[empty.get(pipeline, ())].append(pipeline)
+            sources[vacant.get(pipeline, ())].append(pipeline)
             targets[lost.get(pipeline, ())].append(pipeline)
     pairs = [(columns, columns, min(len(sources[columns]), len(targets[columns])))
              for columns in sorted(set(sources) & set(targets))]
@@ -104,27 +104,27 @@ def _match(pipelines: Sequence[int], empty: Mapping[int, Columns], lost: Mapping
     for columns, _, count in pairs:
         supply[columns] -= count
         demand[columns] -= count
-    rest = transport(supply, demand, lambda empty_columns, lost_columns: -len(set(empty_columns) & set(lost_columns)))
+    rest = transport(supply, demand, lambda vacant_columns, lost_columns: -len(set(vacant_columns) & set(lost_columns)))
     assert rest is not None
-    for empty_columns, lost_columns, count in [*pairs, *rest]:
+    for vacant_columns, lost_columns, count in [*pairs, *rest]:
         for _ in range(count):
-            numbers[sources[empty_columns].pop(0)] = targets[lost_columns].pop(0)
+            numbers[sources[vacant_columns].pop(0)] = targets[lost_columns].pop(0)
     return numbers
 
 
 # --- Who plays what ---------------------------------------------------------------------------------------------------
 
 
-def _fill(schedule: Schedule, empty: set[Worker], failed: set[Worker]) -> dict[Worker, Worker] | None:
-    """The new player of every role that is not empty and whose own worker is down, with the fewest layers to load.
+def _fill(schedule: Schedule, vacant: set[Worker], failed: set[Worker]) -> dict[Worker, Worker] | None:
+    """The new player of every role that is not vacant and whose own worker is down, with the fewest layers to load.
 
-    The players are live workers whose own role is empty, each at least as fast as the role was planned for.
+    The players are live workers whose own role is vacant, each at least as fast as the role was planned for.
     """
     speed = schedule.times.per_mille_of
     unfilled, idle = defaultdict(list), defaultdict(list)
-    for role in sorted(failed - empty):
+    for role in sorted(failed - vacant):
         unfilled[role.column, speed.get(role, 1000)].append(role)
-    for worker in sorted(empty - failed):
+    for worker in sorted(vacant - failed):
         idle[worker.column, speed.get(worker, 1000)].append(worker)
 
     def cost(have: tuple[int, int], want: tuple[int, int]) -> int | None:

@@ -2,13 +2,14 @@
 
 import json
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from cli.app import app
-from cli.drawing.simulation_report import COLOURS
+from cli.drawing.simulation_report import COLOURS, colour
 from planner.fleet.policies import POLICIES
 from tests.browser import find_browser
 
@@ -53,6 +54,18 @@ def test_a_job_and_a_trace_are_enough(job, tmp_path):
     assert text.startswith("<!doctype html>") and "Lost time by cause" in text
     # Nothing is fetched from anywhere.
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "") and "src=" not in text and "@import" not in text
+
+
+def test_a_new_policy_has_a_colour_of_its_own(job, monkeypatch):
+    class Newcomer(POLICIES["recycle"]):
+        name = "newcomer"
+
+    monkeypatch.setitem(POLICIES, "newcomer", Newcomer)
+    result = slipstream("simulate", job, "--trace", "trace.txt")
+    assert result.exit_code == 0, result.output
+    colours = {name: colour(name) for name in POLICIES}
+    assert len(set(colours.values())) == len(POLICIES)
+    assert colours["newcomer"] in Path("job-simulation.html").read_text()
 
 
 def test_slow_workers_are_told_to_be_left_out(job):

@@ -136,11 +136,11 @@ def test_ctrl_c_leaves_no_process(job, tmp_path):
     losses = tmp_path / "out" / "losses.jsonl"
     wait_for(lambda: losses.exists() and losses.read_text().count("\n") >= 2)
     processes = below(running.pid)
-    assert len(processes) == 5  # the fork_server and 4 workers
+    assert len(processes) == 5  # the fork server and 4 workers
     began = time.monotonic()
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=20)
-    assert running.returncode == 130 and time.monotonic() - began < 10
+    assert running.returncode == 130 and time.monotonic() - began < 5
     assert "Traceback" not in errors and "interrupted" in errors
     wait_for(lambda: not any(alive(process) for process in processes))
 

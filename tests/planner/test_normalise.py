@@ -5,10 +5,11 @@ from itertools import combinations, product
 import msgspec
 import pytest
 
+from planner import normalise
 from planner.model.problem import NoPlanError, build_problem
 from planner.normalise import Windows, candidates, normal_form, normalised
 from planner.options import PlanOptions
-from planner.plan import plan_job
+from planner.plan import plan_job, plan_only
 from schedules.check import check
 from schedules.codec import encode
 from schedules.schedule import Worker
@@ -24,6 +25,15 @@ SMALL = {
     "counts": grid(3, 2, [2, 3, 2]),
     "slow": grid(3, 2, 2, times="forward = 2\nbackward_input = 2\nbackward_weight = 2\nslow = {'1.1' = 1.5}\n"),
 }
+
+
+def test_ctrl_c_is_told_also_where_roles_stay(monkeypatch):
+    job = SMALL["deep"]
+    made = plan_only(GREEDY, job, [Worker(0, 1)])
+    monkeypatch.setattr(normalise, "normal_form", lambda *_, **__: msgspec.structs.replace(made, interrupted=True))
+    monkeypatch.setattr(normalise, "_cannot_be_beaten", lambda *_: False)
+    plan = normalised(job, [Worker(0, 1)], GREEDY)
+    assert plan.interrupted and not plan.schedule.moves
 
 
 def failure_sets(job, size):

@@ -42,16 +42,16 @@ def make_chain(arrays: ProblemArrays, order: Ints, seed: int) -> Chain:
 
 
 def _instance(arrays: ProblemArrays) -> Instance:
-    problem, roles = arrays.problem, arrays.workers
+    problem, workers = arrays.problem, arrays.workers
     memory = problem.memory
     movable = [number for number, unit in enumerate(arrays.units) if len(problem.hosts(unit.stage, unit.pipeline)) > 1]
     return Instance(
         kinds=arrays.ops.kinds, unit=arrays.ops.unit, stage=arrays.ops.stage,
         predecessors=_arcs(arrays.ops.predecessors, arrays.ops.transfer),
         successors=_arcs(arrays.ops.successors, arrays.ops.transfer),
-        group=ints([problem.tied[role.column] for role in roles]), tail=_tails(arrays),
-        pipeline=ints([role.pipeline for role in roles]), members=_members(arrays),
-        capacity=ints([memory.capacity[role.column] if memory else -1 for role in roles]),
+        group=ints([problem.tied[worker.column] for worker in workers]), tail=_tails(arrays),
+        pipeline=ints([worker.pipeline for worker in workers]), members=_members(arrays),
+        capacity=ints([memory.capacity[worker.column] if memory else -1 for worker in workers]),
         holds=ints([_holds(problem, stage) for stage in arrays.ops.stage.tolist()]).ravel(), movable=ints(movable),
         hosts=_hosts(arrays), cost=_costs(arrays))
 
@@ -94,14 +94,14 @@ def _tails(arrays: ProblemArrays) -> Ints:
 def _members(arrays: ProblemArrays) -> Ints:
     """[pipeline, number] its workers."""
     members: list[list[int]] = [[] for _ in range(arrays.problem.grid.pipelines)]
-    for worker, role in enumerate(arrays.workers):
-        members[role.pipeline].append(worker)
+    for row, worker in enumerate(arrays.workers):
+        members[worker.pipeline].append(row)
     return _padded(members)
 
 
 def _hosts(arrays: ProblemArrays) -> Ints:
     """[stage, number] the workers that may run it."""
-    by_column = [[worker for worker, role in enumerate(arrays.workers) if role.column == column]
+    by_column = [[row for row, worker in enumerate(arrays.workers) if worker.column == column]
                  for column in range(arrays.problem.grid.columns)]
     return _padded([by_column[column] for column in arrays.problem.column_of])
 
@@ -110,9 +110,9 @@ def _costs(arrays: ProblemArrays) -> Ints:
     """[kind, stage, worker] ticks of an op; 0 where it cannot run."""
     problem = arrays.problem
     cost = np.zeros((len(problem.kinds), len(problem.grid.stages), len(arrays.workers)), dtype=np.int64)
-    for worker, role in enumerate(arrays.workers):
-        for stage in problem.grid.stages_of(role.column):
-            cost[:, stage, worker] = [problem.cost(kind, stage, role.pipeline) for kind in problem.kinds]
+    for row, worker in enumerate(arrays.workers):
+        for stage in problem.grid.stages_of(worker.column):
+            cost[:, stage, row] = [problem.cost(kind, stage, worker.pipeline) for kind in problem.kinds]
     return cost
 
 

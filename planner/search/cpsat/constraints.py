@@ -67,14 +67,14 @@ class Constraints:
         memory = self._problem.memory
         if memory is None:
             return
-        for role in self._problem.player:
+        for worker in self._problem.live:
             demands: list[tuple[IntervalVar, int]] = []
-            for kind, unit, host, _ in self._variables.runs[role]:
+            for kind, unit, host, _ in self._variables.runs[worker]:
                 if kind is OpKind.F:
                     demands += self._holdings(unit, host)
-            if sum(demand for _, demand in demands) > memory.capacity[role.column]:
+            if sum(demand for _, demand in demands) > memory.capacity[worker.column]:
                 self._model.add_cumulative([interval for interval, _ in demands], [demand for _, demand in demands],
-                                           memory.capacity[role.column])
+                                           memory.capacity[worker.column])
 
     def _holdings(self, unit: Unit, host: int) -> list[tuple[IntervalVar, int]]:
         """What a unit holds on a host: (interval, amount), present when the host is chosen."""

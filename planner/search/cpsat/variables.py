@@ -20,7 +20,7 @@ class Variables:
         self.on: dict[tuple[Unit, int], BoolVarT] = {}
         self.start: dict[OpKey, IntVar] = {}
         self.end: dict[OpKey, IntVar | LinearExprT] = {}
-        self.runs: dict[Worker, list[tuple[OpKind, Unit, int, IntervalVar]]] = {role: [] for role in problem.player}
+        self.runs: dict[Worker, list[tuple[OpKind, Unit, int, IntervalVar]]] = {worker: [] for worker in problem.live}
         for unit in self.units:
             self._add_unit(model, problem, unit)
         columns = range(problem.grid.columns)
@@ -53,7 +53,7 @@ class Variables:
                 else:
                     interval = model.new_optional_fixed_size_interval_var(start, costs[host], self.on[unit, host],
                                                                           label)
-                self.runs[problem.role(unit.stage, host)].append((kind, unit, host, interval))
+                self.runs[problem.worker(unit.stage, host)].append((kind, unit, host, interval))
 
     def literals(self, unit: Unit) -> Iterator[tuple[int, BoolVarT | None]]:
         """Each possible host with the literal that chooses it, None where there is no choice."""

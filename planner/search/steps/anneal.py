@@ -15,6 +15,6 @@ def anneal(known: Incumbent, budget: Budget, cycles: int | None = None) -> Incum
 
     problems = [piece.problem for piece in known.pieces]
     done = anneal_pieces(problems, known.solutions, known.bound, budget, cycles)
+    effort = AnnealingEffort(done.steps, done.stale, done.cycles) if done.steps else known.annealing
     return msgspec.structs.replace(known, solutions=tuple(done.solutions), deadlines=done.deadlines,
-                                   periods=tuple(map(solution_period, problems, done.solutions)),
-                                   annealing=AnnealingEffort(done.steps, done.stale, done.cycles))
+                                   periods=tuple(map(solution_period, problems, done.solutions)), annealing=effort)

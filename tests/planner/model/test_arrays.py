@@ -23,7 +23,7 @@ def test_arcs_durations_and_hops(data, job, backward, rule):
         unit = made.units[ops.unit[op]]
         assert (unit.stage, unit.pipeline, unit.microbatch) == (stage, pipeline, microbatch)
         host = hosts[unit]
-        assert made.workers[ops.worker[ops.unit[op]]] == problem.role(stage, host)
+        assert made.workers[ops.worker[ops.unit[op]]] == problem.worker(stage, host)
         assert ops.duration[op] == problem.cost(kind, stage, host)
         arcs = ops.predecessors
         found = []

@@ -19,14 +19,16 @@ def optimal_period(problem: Problem) -> int:
     best += 2 * len(units) * problem.times.transfer + sum(map(problem.tail, range(problem.grid.columns)))
     for choice in itertools.product(*(problem.hosts(unit.stage, unit.pipeline) for unit in units)):
         hosts = dict(zip(units, choice, strict=True))
-        orders = [_orders(problem, role, [unit for unit in units if problem.role(unit.stage, hosts[unit]) == role])
-                  for role in problem.player]
+        units_of: dict[Worker, list[Unit]] = {worker: [] for worker in problem.live}
+        for unit in units:
+            units_of[problem.worker(unit.stage, hosts[unit])].append(unit)
+        orders = [_orders(problem, worker, held) for worker, held in units_of.items()]
         for sequences in itertools.product(*orders):
             best = _shorten(problem, hosts, sequences, best)
     return best
 
 
-def _orders(problem: Problem, role: Worker, units: list[Unit]):
+def _orders(problem: Problem, worker: Worker, units: list[Unit]):
     """Every order of a worker's ops in which each unit's own ops follow each other and memory is never exceeded."""
     labels = [unit for unit in units for _ in problem.kinds]
     found = []
@@ -36,12 +38,12 @@ def _orders(problem: Problem, role: Worker, units: list[Unit]):
         for unit in labelled:
             sequence.append((problem.kinds[done[unit]], unit))
             done[unit] += 1
-        if _fits(problem, role, sequence):
+        if _fits(problem, worker, sequence):
             found.append(sequence)
     return found
 
 
-def _fits(problem: Problem, role: Worker, sequence) -> bool:
+def _fits(problem: Problem, worker: Worker, sequence) -> bool:
     if problem.memory is None:
         return True
     used = 0
@@ -52,7 +54,7 @@ def _fits(problem: Problem, role: Worker, sequence) -> bool:
             used -= problem.stash(unit.stage)
         else:
             used += problem.stash(unit.stage) - problem.activation(unit.stage)
-        if used > problem.memory.capacity[role.column]:
+        if used > problem.memory.capacity[worker.column]:
             return False
     return True
 

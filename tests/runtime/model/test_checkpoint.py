@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from runtime.config import RunConfig
-from runtime.model import checkpoint
 from runtime.model.checkpoint import KEEP, CheckpointError, identity_of, latest, load, save
 from runtime.model.data import Microbatch, load_corpus
 from runtime.model.layers import model_for
@@ -347,7 +346,3 @@ def test_no_tensors(data, tmp_path) -> None:
         with pytest.raises(TensorError) as caught:
             read()
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
-
-
-def test_parameters_alone() -> None:
-    assert checkpoint.parameters_of(states()[0]).keys() == {"weight"}

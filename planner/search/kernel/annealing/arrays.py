@@ -1,7 +1,7 @@
 """The arrays of annealing. All are of 64-bit integers.
 
 Indices: op (unit * kinds + kind, as in `planner.model.arrays`), unit (a micro-batch at a stage), worker (the row of a
-live role), place (in a worker's order), group (a reduce group), stage, pipeline. Times are in ticks.
+live worker), place (in a worker's order), group (a reduce group), stage, pipeline. Times are in ticks.
 """
 
 from typing import NamedTuple

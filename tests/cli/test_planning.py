@@ -1,0 +1,47 @@
+"""What planning commands have in common: the inner loops are compiled before the first plan, and a line says so."""
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.app import app
+from cli.shared.failure_schedules import scheduler
+from planner.job.file import read_job
+from planner.plan import plan_job
+from planner.search import compiled
+
+JOB = "pipelines = 2\nstages = 2\nmicrobatches = 2\n[time]\nforward = 1\nbackward_input = 1\nbackward_weight = 1\n"
+LINE = "compiling the planner's inner loops"
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text(JOB)
+    assert CliRunner().invoke(app, ["table", "job.toml", "--max-failures", "0", "--out", "table"]).exit_code == 0
+    plan = plan_job(read_job(tmp_path / "job.toml"), backward="fused")
+    assert CliRunner().invoke(app, ["plan", "job.toml", "--backward", "fused", "--out", "plan.json"]).exit_code == 0
+    assert CliRunner().invoke(app, ["export", "plan.json", "--to", "torch-csv", "--out", "order.csv"]).exit_code == 0
+    return plan.schedule
+
+
+@pytest.fixture
+def not_compiled(tmp_path, monkeypatch):
+    """As on a new installation; what is compiled in truth is used."""
+    monkeypatch.setattr(compiled, "_marker", lambda _: tmp_path / "compiled-marker")
+    monkeypatch.setattr(compiled, "_remove_code", lambda _: None)
+    monkeypatch.setattr(compiled, "_use_once", lambda: None)
+
+
+@pytest.mark.parametrize("arguments", [
+    "plan job.toml", "plan job.toml --from torch-csv order.csv", "table job.toml --max-failures 1 --jobs 1 --out other",
+    "lookup table --failed 0.1", "simulate job.toml --policy recycle --days 1 --json"])
+def test_commands_that_plan_say_that_they_compile_first(job, not_compiled, tmp_path, arguments):
+    first, second = (CliRunner().invoke(app, arguments.split()) for _ in range(2))
+    assert first.exit_code == second.exit_code == 0
+    assert first.stderr.count(LINE) == 1 and second.stderr.count(LINE) == 0
+    assert LINE not in first.stdout
+
+
+def test_a_run_compiles_before_its_first_failure(job, not_compiled, tmp_path, capsys):
+    scheduler(read_job(tmp_path / "job.toml"), job, None)
+    assert capsys.readouterr().err.count(LINE) == 1

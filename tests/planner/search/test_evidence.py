@@ -1,0 +1,41 @@
+"""Which of plan and bound leaves a gap: told by what was tried."""
+
+import time
+
+import msgspec
+import pytest
+
+from planner.model.problem import build_problem
+from planner.search.budget import Budget
+from planner.search.evidence import evidence
+from planner.search.incumbent import AnnealingEffort
+from planner.search.steps.anneal import anneal
+from planner.search.steps.bound import bound
+from planner.search.steps.list_schedules import list_schedules
+from schedules.schedule import Worker
+from tests.jobs import grid
+
+
+@pytest.fixture(scope="module")
+def listed():
+    """List schedules of a job with little memory: above the bound."""
+    problem = build_problem(grid(3, 8, 8, more="[memory]\ncapacity = 8\nweight_stash = 1\n"), [Worker(0, 4)])
+    known = list_schedules(bound(problem), Budget(deadline=time.monotonic() + 0.1))
+    assert known.open
+    return known
+
+
+@pytest.mark.parametrize(("effort", "says"), [
+    (None, "best of list schedules only"), (AnnealingEffort(0, 0.0, 0), "best of list schedules only"),
+    (AnnealingEffort(1000, 0.9, 2), "1,000 orders were tried, the last 90% of them without a better plan: the gap is "
+                                    "likely the plan's"),
+    (AnnealingEffort(1000, 0.4, 9), "the gap is likely the plan's"),
+    (AnnealingEffort(1000, 0.9, 9), "the gap is likely the bound's")])
+def test_little_tried_blames_the_plan_and_much_in_vain_the_bound(listed, effort, says):
+    text = evidence(msgspec.structs.replace(listed, annealing=effort))
+    assert says in text and text.startswith(f"the bound counts {listed.bound_counts}")
+
+
+def test_annealing_without_time_forgets_nothing(listed):
+    tried = msgspec.structs.replace(listed, annealing=AnnealingEffort(1000, 0.9, 9))
+    assert anneal(tried, Budget(deadline=time.monotonic() - 1)).annealing == tried.annealing
