@@ -9,6 +9,7 @@ what it has forked lives on when the launcher is killed; and its requests are pi
 2 busy cores: all forked in 0.5 s here and in 0.8 to 2.7 s there, 254 and 287 MiB of memory for all of them together.
 """
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -279,7 +280,8 @@ def _redirect(log: Path, append: bool) -> None:
 
 
 def _tell(news: _Started | ProcessEnded) -> None:
-    os.write(1, msgspec.json.encode(news) + b"\n")
+    with contextlib.suppress(BrokenPipeError):  # the launcher is gone: the end of the input is next
+        os.write(1, msgspec.json.encode(news) + b"\n")
 
 
 def _die_with(parent: int) -> None:

@@ -50,9 +50,6 @@ class Executor:
         self._before_op = before_op
         self._iteration = 0
         self._void_rounds = 0
-        self._handlers: Mapping[OpKind, Callable[[Op], None]] = {
-            OpKind.F: self._forward, OpKind.B: self._backward, OpKind.I: self._backward,
-            OpKind.W: self._backward_weight, OpKind.A: self._all_reduce, OpKind.O: self._step}
 
     def run(self, iteration: int) -> float:
         """Run one iteration: this worker's part of the mean loss (0 off the last stage).
@@ -75,7 +72,7 @@ class Executor:
                 self._steps.settle()
             elif self._steps.void:
                 return False
-            (self._pass_empty if self._steps.void else self._handlers[op.kind])(op)
+            (Executor._pass_empty if self._steps.void else _HANDLERS[op.kind])(self, op)
         return True
 
     def _forget_round(self) -> None:
@@ -155,3 +152,10 @@ class Executor:
     def _round(self) -> int:
         """The iteration, counting those that were void."""
         return self._iteration + self._void_rounds
+
+
+_HANDLERS: Mapping[OpKind, Callable[[Executor, Op], None]] = {
+    OpKind.F: Executor._forward, OpKind.B: Executor._backward, OpKind.I: Executor._backward,
+    OpKind.W: Executor._backward_weight, OpKind.A: Executor._all_reduce, OpKind.O: Executor._step}
+"""Not bound to an executor, which would then hold itself, and with it tensors and connections of a generation that is
+over, until Python looks for such circles."""

@@ -1,6 +1,9 @@
 """One worker in this process, and the order in which several exchange tensors."""
 
+import gc
+import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,6 +54,20 @@ def test_a_lone_worker_runs_its_program_as_it_stands(backward):
     assert stage.in_flight() == 0
     communicator.drop()
     del store
+
+
+def test_an_executor_is_gone_with_its_last_reference():
+    """It has what belongs to a generation: tensors, transfers, connections. None waits for the garbage collector."""
+    schedule = schedule_for(grid(1, 1, 3))
+    one = SimpleNamespace(worker=Worker(0, 0))
+    executor = Executor(schedule, stages={}, steps=one, communicator=one, exchange=one, feed=one, recorder=one)
+    there = weakref.ref(executor)
+    gc.disable()
+    try:
+        del executor
+        assert there() is None
+    finally:
+        gc.enable()
 
 
 class Wire:
