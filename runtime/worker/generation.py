@@ -156,8 +156,8 @@ class Generation:
     def leave(self, order: Order) -> None:
         """The next order has come: close the connections, and go back to the last committed iteration."""
         self._over.set()
-        if self._thread is not None and self._context.setup.transport == "nccl":
-            self._thread.join(STUCK_SECONDS)  # it may be stuck; over gloo, it may close connections while others meet
+        if self._thread is not None:
+            self._thread.join(STUCK_SECONDS)  # it may be stuck for good
         if self._steps is not None:
             committed, factor = order.first_iteration - 1, order.factor
             assert factor is None or factor.iteration == committed
