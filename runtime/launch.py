@@ -40,7 +40,7 @@ from runtime.protocol.setup import JOIN_TIMEOUT, Form, Setup
 from runtime.protocol.to_coordinator import Ended, JoinNode
 from runtime.protocol.to_node_agent import KillWorker, NodeSetup, RunEnded, StartWorker, ToNodeAgent
 from runtime.replay.communication import Transport, choose_transport
-from runtime.replay.placement import PlacementError, deal_to_nodes, layer_ranges
+from runtime.replay.placement import PlacementError, assign_to_nodes, layer_ranges
 from schedules import codec
 from schedules.check import check
 from schedules.measured_trace import MeasuredTrace, write_measured_trace
@@ -115,8 +115,8 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
     first = 0 if resilience.resume is None else resilience.resume.iteration
     _check_checkpoints(resilience, identity_of(config, model.layers), first)
     workers = [seat.worker for seat in schedule.seats]
-    dealt = deal_to_nodes(workers, nodes)
-    gpus = gpu_share([len(share) for share in dealt], 0, local)
+    shares = assign_to_nodes(workers, nodes)
+    gpus = gpu_share([len(share) for share in shares], 0, local)
     transport = choose_transport(config.training.backend, device, gpus.workers, _gpus(device))
     _clear(out, "parameters/layer-*.*", "logs/worker-*.log", "trace.json")
     codec.write(schedule, out / "schedule.json")
@@ -132,12 +132,12 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
                        iterations=config.training.iterations if iterations is None else iterations)
         log = CommitLog(schedule.job, first_iteration=first, skips=config.training.skip_nonfinite,
                         validates=watches_gradients(config.training))
-        processes = NodeProcesses(fork_server, opened, dealt[0], _gpus(device), out, gpus.first)
-        manager = ProcessManager(processes, {worker: node for node, share in enumerate(dealt) for worker in share},
+        processes = NodeProcesses(fork_server, opened, shares[0], _gpus(device), out, gpus.first)
+        manager = ProcessManager(processes, {worker: node for node, share in enumerate(shares) for worker in share},
                                  resilience.returns,
                                  [worker for worker in schedule.grid.workers() if worker not in workers])
         events = EventLoop(
-            Run(schedule=schedule, scheduler=resilience.scheduler, setup=setup, shares=dealt,
+            Run(schedule=schedule, scheduler=resilience.scheduler, setup=setup, shares=shares,
                 injections=resilience.injections, out=out, notify=notify or (lambda _: None)),
             log, stack.enter_context(LossFile(out / "losses.jsonl", first, progress)), manager)
         with _running(fork_server, processes):

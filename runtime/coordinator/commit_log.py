@@ -88,7 +88,7 @@ class CommitLog:
         self._open[report.iteration][report.worker] = report
         yield from self._commit_all()
 
-    def settled(self, order: int, factor: Factor) -> Iterator[tuple[int, float]]:
+    def validated(self, order: int, factor: Factor) -> Iterator[tuple[int, float]]:
         """Enter the factor of an iteration; the iterations that are now committed, with their losses."""
         if order != self._order:
             return

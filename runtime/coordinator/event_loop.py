@@ -43,9 +43,9 @@ from runtime.protocol.to_coordinator import (
     Paused,
     Ran,
     Ready,
-    Settled,
     Started,
     ToCoordinator,
+    Validated,
 )
 from runtime.protocol.to_node_agent import NodeSetup, RunEnded, ToNodeAgent
 from schedules.schedule import Schedule, Worker
@@ -192,15 +192,15 @@ class EventLoop:
             case Ran():
                 self._commit(self._log.ran(message))
                 coordinator.ran(message)
-            case Settled():
-                self._commit(self._log.settled(message.order, message.factor))
+            case Validated():
+                self._commit(self._log.validated(message.order, message.factor))
             case Started():
                 recovery = coordinator.started(message)
                 if recovery is not None:
                     self._run.notify(recovery)
             case Paused():
-                if message.settled is not None:
-                    self._commit(self._log.settled(message.order, message.settled))
+                if message.validated is not None:
+                    self._commit(self._log.validated(message.order, message.validated))
                 coordinator.paused(message)
             case FetchUpToDate():
                 coordinator.fetch_up_to_date(message)

@@ -54,7 +54,7 @@ class StageOptimizer:
     """Steps the parameters of some layers by their `.grad`.
 
     An iteration's step is *open* from `step` until it is committed or undone. At most one is open: stepping the next
-    iteration commits the one before, because a worker gets there only after all others have settled that one. So
+    iteration commits the one before, because a worker gets there only after all others have validated that one. So
     recovery is, on each survivor, when c is the last iteration that all have committed::
 
         if optimizer.open_iteration is not None and optimizer.open_iteration > c:

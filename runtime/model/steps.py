@@ -73,8 +73,8 @@ class Steps:
         self._iteration = 0
         self._others_guess = False
         self._guessed = False
-        self._when_settled: list[Callable[[], None]] = []
-        self.settled: tuple[int, float | None] | None = None
+        self._when_validated: list[Callable[[], None]] = []
+        self.validated: tuple[int, float | None] | None = None
         """The last iteration of which it is known how to step, with its `clip_factor`; None where all are 1."""
         self.void = False
         """Whether what the workers compute from here to the next step rests on a wrong guess; reset it then."""
@@ -95,14 +95,14 @@ class Steps:
         if self._guessed:
             self._step(iteration, 1.0)
         else:
-            self.settle()
+            self.validate()
 
     def poll(self) -> None:
-        """Settle the step if that can be done without waiting: before a forward. Raises CommunicationError."""
+        """Validate the step if that can be done without waiting: before a forward. Raises CommunicationError."""
         if self._sums is not None and self._sums.arrived():
-            self.settle()
+            self.validate()
 
-    def settle(self) -> None:
+    def validate(self) -> None:
         """Wait until it is known how to step, and see to it that this was done. Raises CommunicationError.
 
         Needed before a backward: until then the gradients of the iteration before are kept for a second step.
@@ -117,7 +117,7 @@ class Steps:
         `factor` is the one of that iteration, for the case that this worker has not heard of it. At most one step has
         been made after it, by anyone. Gradients are zero afterwards.
         """
-        self._when_settled.clear()
+        self._when_validated.clear()
         if self._sums is not None and self._iteration == committed:
             self._conclude(factor)
         for optimizer in self._optimizers.values():
@@ -136,17 +136,17 @@ class Steps:
         if not right and factor is not None:
             self._step(self._iteration, factor)
         self._sums = None
-        self.settled = self._iteration, factor
+        self.validated = self._iteration, factor
         self._unclipped = self._unclipped + 1 if factor == 1.0 else 0
         self.void = self._others_guess and factor != 1.0
         self._end(factor)
 
-    def when_settled(self, call: Callable[[], None]) -> None:
+    def when_validated(self, call: Callable[[], None]) -> None:
         """Call as soon as the last step is for good: now, or when it has been validated."""
         if self._sums is None:
             call()
         else:
-            self._when_settled.append(call)
+            self._when_validated.append(call)
 
     def _contribution(self, squares: Mapping[int, Mapping[int, float]]) -> list[float]:
         values = [0.0] * self._layers
@@ -164,7 +164,7 @@ class Steps:
             self._stepped(self._iteration)
         for stage in self._stages.values():
             stage.zero_gradients()
-        calls, self._when_settled = self._when_settled, []
+        calls, self._when_validated = self._when_validated, []
         for call in calls:
             call()
 

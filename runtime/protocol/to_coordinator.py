@@ -61,7 +61,7 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
     """When its ops ran, on the shared clock, in the iterations that are traced."""
 
 
-class Settled(msgspec.Struct, frozen=True, tag=True):
+class Validated(msgspec.Struct, frozen=True, tag=True):
     """Where steps depend on all gradients: how all made the step of an iteration. The first member sends it."""
 
     order: int
@@ -75,7 +75,7 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
     order: int
     stages: tuple[int, ...]
     """Those whose layers it holds."""
-    settled: Factor | None
+    validated: Factor | None
     """Of the last iteration of which it knows."""
     reason: str | None
     """An error, which ends the order for all; None when it stopped as told."""
@@ -141,8 +141,8 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     """As in subprocess, the exit code or minus the signal."""
 
 
-FromWorker = (JoinWorker | Heartbeat | Ready | Started | Ran | Settled | Paused | FetchUpToDate | FetchFailed | Finished
-              | Note | Injected | Failed)
+FromWorker = (JoinWorker | Heartbeat | Ready | Started | Ran | Validated | Paused
+              | FetchUpToDate | FetchFailed | Finished | Note | Injected | Failed)
 FromNodeAgent = JoinNode | Ended
 ToCoordinator = FromWorker | FromNodeAgent
 

@@ -69,7 +69,7 @@ class Executor:
             if op.kind is OpKind.F:
                 self._steps.poll()
             elif op.kind is not OpKind.O:
-                self._steps.settle()
+                self._steps.validate()
             elif self._steps.void:
                 return False
             (Executor._pass_empty if self._steps.void else _HANDLERS[op.kind])(self, op)

@@ -43,7 +43,7 @@ def reduce_group(schedule: Schedule, stage: int) -> list[Worker]:
     return sorted(seat.worker for seat in schedule.seats if seat.role.column in columns)
 
 
-def deal_to_nodes(workers: Sequence[Worker], nodes: int) -> list[list[Worker]]:
+def assign_to_nodes(workers: Sequence[Worker], nodes: int) -> list[list[Worker]]:
     """Cut the live workers, in their order, into one run of neighbours a node, sizes differing by at most one."""
     ends = [len(workers) * node // nodes for node in range(nodes + 1)]
     return [list(workers[start:end]) for start, end in pairwise(ends)]

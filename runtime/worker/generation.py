@@ -22,7 +22,7 @@ from runtime.protocol.channel import Channel
 from runtime.protocol.failure_injection import Injector
 from runtime.protocol.rendezvous import RendezvousError
 from runtime.protocol.setup import Setup
-from runtime.protocol.to_coordinator import Paused, Ran, Settled, Started
+from runtime.protocol.to_coordinator import Paused, Ran, Started, Validated
 from runtime.protocol.to_worker import Acknowledged, Factor, Order, ToWorker, Train
 from runtime.replay.communication import CommunicationError, Communicator, Membership
 from runtime.replay.exchange import Exchange
@@ -166,9 +166,9 @@ class Generation:
 
     def _say_paused(self, reason: str | None) -> None:
         self._paused = True
-        settled = None if self._steps is None or self._steps.settled is None else Factor(*self._steps.settled)
+        validated = None if self._steps is None or self._steps.validated is None else Factor(*self._steps.validated)
         self._context.channel.send(Paused(self._worker, self.number, tuple(sorted(self._context.stage_store.stages)),
-                                          settled, reason))
+                                          validated, reason))
 
     def _meet(self) -> Communicator:
         order, context = self._order, self._context
@@ -222,7 +222,7 @@ class Generation:
             context.injector.at(iteration, "stepped")
             if self._report(iteration, loss, recorder):
                 break
-        steps.settle()
+        steps.validate()
         exchange.flush()
 
     def _before_op(self, first_of_group: Sequence[int], iteration: int, place: int, kind: OpKind) -> None:
@@ -259,7 +259,7 @@ class Generation:
         context.channel.send(Ran(self._worker, number, iteration, loss if abs(loss) < float("inf") else None,
                                  recorder.window_seconds(), recorder.ops()))
         if self._worker == self._schedule.seats[0].worker and watches_gradients(context.setup.config.training):
-            self._steps.when_settled(self._report_settled)
+            self._steps.when_validated(self._report_validated)
         try:
             answer = self._acknowledged.get(timeout=ANSWER_SECONDS)
         except queue.Empty:
@@ -268,9 +268,9 @@ class Generation:
         context.injector.at(iteration, "reported")
         return answer.stop
 
-    def _report_settled(self) -> None:
-        assert self._steps is not None and self._steps.settled is not None
-        self._context.channel.send(Settled(self.number, Factor(*self._steps.settled)))
+    def _report_validated(self) -> None:
+        assert self._steps is not None and self._steps.validated is not None
+        self._context.channel.send(Validated(self.number, Factor(*self._steps.validated)))
 
     def _read(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         config, device = self._context.setup.config, self._context.device

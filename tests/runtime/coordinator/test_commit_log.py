@@ -58,6 +58,6 @@ def test_with_validation_an_iteration_is_committed_when_its_factor_is_known():
     log = begun(first_iteration=7, validates=True)
     for worker in WORKERS:
         assert list(log.ran(Ran(worker, 1, 7, 1.0, 0.1))) == []
-    assert list(log.settled(0, Factor(7, 0.5))) == [] and log.factor is None
-    assert list(log.settled(1, Factor(7, 0.5))) == [(7, 3.0)]
+    assert list(log.validated(0, Factor(7, 0.5))) == [] and log.factor is None
+    assert list(log.validated(1, Factor(7, 0.5))) == [(7, 3.0)]
     assert log.factor == Factor(7, 0.5) and log.next_iteration == 8

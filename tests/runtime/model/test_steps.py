@@ -62,7 +62,7 @@ class Pair:
         self.workers = [Steps({index: FakeStage(layer)}, {index: StageOptimizer({index: layer}, config)}, config,
                               speaks_for=[index], layers=2, share=self.wires.share, staggered=staggered)
                         for index, layer in enumerate(self.layers)]
-        self.settled: list[int] = []
+        self.validated: list[int] = []
         for layer in self.layers:
             nn.init.zeros_(layer.weight)
 
@@ -70,9 +70,9 @@ class Pair:
         for index, (steps, layer, gradient) in enumerate(zip(self.workers, self.layers, gradients, strict=True)):
             layer.weight.grad = torch.full((1, 1), gradient, dtype=torch.float64)
             steps.step(iteration)
-            steps.when_settled(lambda index=index: self.settled.append(index))
+            steps.when_validated(lambda index=index: self.validated.append(index))
 
-    def settle(self) -> None:
+    def validate(self) -> None:
         self.wires.open = True
         for steps in self.workers:
             steps.poll()
@@ -91,9 +91,9 @@ def test_a_guess_is_validated(gradients, factor) -> None:
     pair = Pair(CLIPPED)
     pair.step(0, gradients)
     assert pair.weights == [-gradient for gradient in gradients], "stepped at once"
-    assert not pair.settled, "but not for good"
-    pair.settle()
-    assert pair.weights == [-gradient * factor for gradient in gradients] and pair.settled == [0, 1]
+    assert not pair.validated, "but not for good"
+    pair.validate()
+    assert pair.weights == [-gradient * factor for gradient in gradients] and pair.validated == [0, 1]
     assert [steps.void for steps in pair.workers] == [factor != 1.0] * 2
     assert all(not layer.weight.grad.any() for layer in pair.layers)
 
@@ -105,8 +105,8 @@ def test_who_knows_that_the_guess_is_wrong_waits(gradient, weight) -> None:
     pair.wires.open = True
     pair.step(0, (gradient, 0.0))
     assert pair.workers[0].void and not pair.workers[1].void, "the second has guessed, and not heard yet"
-    assert pair.weights[0] == weight and pair.settled == [0]
-    pair.settle()
+    assert pair.weights[0] == weight and pair.validated == [0]
+    pair.validate()
     assert pair.workers[1].void and pair.weights == [weight, 0.0]
 
 
@@ -118,8 +118,8 @@ def test_no_guess_for_a_while_after_a_wrong_one() -> None:
         gradient = 4.5 if iteration < 2 else 0.0
         pair.wires.given.append([0.0, gradient**2])  # for the first, that of the second, in case it waits
         pair.step(iteration, (gradient, gradient))
-        guessed.append(len(pair.settled) == 2 * iteration)
-        pair.settle()
+        guessed.append(len(pair.validated) == 2 * iteration)
+        pair.validate()
         assert all(steps.void == (iteration == 0) for steps in pair.workers)
     assert guessed == [True, *[False] * (UNCLIPPED + 1), *[True] * (UNCLIPPED - 2)]
 

@@ -7,7 +7,7 @@ import pytest
 
 from runtime.processes.launchers import GpuShare, Launched, LocalProcess, gpu_share, launched, to_open
 from runtime.protocol.rendezvous import Rendezvous
-from runtime.replay.placement import deal_to_nodes
+from runtime.replay.placement import assign_to_nodes
 from schedules.schedule import Worker
 from tests.runtime.running import command_environment, judge_of_text, losses_in, tiny_text
 
@@ -77,16 +77,16 @@ def test_no_two_workers_of_a_machine_get_the_same_gpu(machines, nodes):
     """Processes have unequal shares: of 12 workers on 2 machines of 4 processes, 1, 2, 1, 2, ..."""
     if nodes % machines:
         return
-    dealt = deal_to_nodes([Worker(0, column) for column in range(12)], nodes)
+    shares = assign_to_nodes([Worker(0, column) for column in range(12)], nodes)
     beside = nodes // machines
     for machine in range(machines):
         taken, total = [], 0
         for rank in range(beside):
             node = machine * beside + rank
-            share = gpu_share([len(workers) for workers in dealt], node, LocalProcess(rank=rank, processes=beside))
-            taken += range(share.first, share.first + len(dealt[node]))
+            share = gpu_share([len(workers) for workers in shares], node, LocalProcess(rank=rank, processes=beside))
+            taken += range(share.first, share.first + len(shares[node]))
             total = share.workers
-        assert sorted(taken) == list(range(total)) and total == sum(map(len, dealt[machine * beside:][:beside]))
+        assert sorted(taken) == list(range(total)) and total == sum(map(len, shares[machine * beside:][:beside]))
 
 
 def test_a_process_that_launchers_told_nothing_of_takes_the_first_gpus():

@@ -18,7 +18,7 @@ from runtime.protocol.rendezvous import host_store
 from runtime.replay.communication import Communicator, Membership
 from runtime.replay.exchange import LOOKAHEAD, Exchange, TensorName
 from runtime.replay.executor import Executor
-from runtime.replay.placement import PlacementError, deal_to_nodes, layer_ranges, reduce_group
+from runtime.replay.placement import PlacementError, assign_to_nodes, layer_ranges, reduce_group
 from runtime.replay.recorder import Recorder
 from schedules.precedence import op_key, producers
 from schedules.schedule import OpKind, Schedule, Worker
@@ -183,7 +183,7 @@ def test_reduce_groups_are_the_live_workers_of_a_stage():
     assert reduce_group(schedule, 1) == [Worker(0, 1), Worker(2, 1)]
 
 
-def test_workers_are_dealt_to_nodes_in_order():
+def test_workers_are_assigned_to_nodes_in_order():
     workers = [Worker(0, column) for column in range(5)]
-    assert deal_to_nodes(workers, 2) == [workers[:2], workers[2:]]
-    assert deal_to_nodes(workers[:1], 3) == [[], [], workers[:1]]
+    assert assign_to_nodes(workers, 2) == [workers[:2], workers[2:]]
+    assert assign_to_nodes(workers[:1], 3) == [[], [], workers[:1]]
