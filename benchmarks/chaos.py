@@ -70,7 +70,7 @@ class ChaosError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class ChaosScenario:
     """What to train, and how often something happens."""
 
     job: Job
@@ -123,7 +123,7 @@ class Tally:
                 f"largest deviation {self.deviation:.3g}")
 
 
-def failures(setting: Setting, rng: random.Random, first: int) -> tuple[list[Injection], list[Return]]:
+def failures(setting: ChaosScenario, rng: random.Random, first: int) -> tuple[list[Injection], list[Return]]:
     """Failures at places, and when those that they hit come back."""
     workers = [Worker(pipeline, column) for pipeline in range(setting.job.pipelines)
                for column in range(setting.job.stages)]
@@ -149,7 +149,7 @@ def _action(rng: random.Random) -> Action:
     return rng.choices(list(ACTIONS), list(ACTIONS.values()))[0]
 
 
-def scheduler(setting: Setting) -> Scheduler:
+def scheduler(setting: ChaosScenario) -> Scheduler:
     """Schedules by the list schedulers; moved to a normal form where the setting says so."""
     options = PlanOptions(method="greedy", time_limit=1.0)
 
@@ -221,7 +221,7 @@ def storming(fork_server: ForkServer, rng: random.Random, seconds: float) -> Ite
         storm.stop()
 
 
-def train_through(setting: Setting, rng: random.Random, fork_server: ForkServer, out: Path, tally: Tally, *,
+def train_through(setting: ChaosScenario, rng: random.Random, fork_server: ForkServer, out: Path, tally: Tally, *,
                   storm_seconds: float = 3.0) -> None:
     """One training to its end, whatever happens; enters what happened. Raises ChaosError."""
     reference = judge(setting.config, setting.job.microbatches, setting.iterations)
@@ -280,7 +280,7 @@ def _compare_parameters(out: Path, reference: ReferenceResult, tally: Tally) -> 
         tally.deviation = max(tally.deviation, float((parameters[name] - theirs).abs().max()))
 
 
-def settings(grid: str, iterations: int) -> list[Setting]:
+def settings(grid: str, iterations: int) -> list[ChaosScenario]:
     """Plain, clipped now and then, with roles that move, with both."""
     pipelines, stages = map(int, grid.split("x"))
     job = uniform_job(pipelines, stages, 2, op=1, optimizer=1, transfer=0)
@@ -289,7 +289,7 @@ def settings(grid: str, iterations: int) -> list[Setting]:
     for clip_norm, moves in itertools.product((None, 1.8), (False, True)):
         config = parse_run_config(model, {"batch": 1, "dtype": "float64", "device": "cpu", "iterations": iterations,
                                           "clip_norm": clip_norm})
-        made.append(Setting(job=job, config=config, iterations=iterations, moves=moves))
+        made.append(ChaosScenario(job=job, config=config, iterations=iterations, moves=moves))
     return made
 
 

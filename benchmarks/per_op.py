@@ -44,7 +44,7 @@ WARM_UP = 20
 Rival = Literal["table", "1F1B"]
 
 
-class Setting(NamedTuple):
+class Comparison(NamedTuple):
     """What both run."""
 
     name: str
@@ -66,7 +66,7 @@ class Cost(NamedTuple):
     cpu: float
 
 
-class Outcome(NamedTuple):
+class OpCosts(NamedTuple):
     """Costs of an op."""
 
     name: str
@@ -85,18 +85,18 @@ class Outcome(NamedTuple):
         return self.ours.cpu / self.torchs.cpu
 
 
-def settings(stages: int, microbatches: int, width: int, iterations: int) -> list[Setting]:
+def settings(stages: int, microbatches: int, width: int, iterations: int) -> list[Comparison]:
     """1F1B, and a schedule that splits the backward."""
     zero_first = [0] + [1] * (stages - 1)
     job = parse_job(f"pipelines = 1\nstages = {stages}\nmicrobatches = {microbatches}\n[time]\nforward = 1\n"
                     f"backward_input = {zero_first}\nbackward_weight = 1\noptimizer = 1\n")
     config = parse_run_config({"blocks": 2 * stages - 2, "width": width, "heads": 2, "context": 8},
                               {"batch": 1, "device": "cpu", "iterations": iterations, "backend": "gloo"})
-    return [Setting("1F1B", plan_job(job, method="1f1b").schedule, config, ("table", "1F1B")),
-            Setting("split", plan_job(job, optimizer="synchronous", method="greedy").schedule, config, ("table",))]
+    return [Comparison("1F1B", plan_job(job, method="1f1b").schedule, config, ("table", "1F1B")),
+            Comparison("split", plan_job(job, optimizer="synchronous", method="greedy").schedule, config, ("table",))]
 
 
-def ours(setting: Setting, fork_server: ForkServer) -> Cost:
+def ours(setting: Comparison, fork_server: ForkServer) -> Cost:
     """Costs of an iteration here."""
     ends: list[tuple[float, float]] = []
 
@@ -118,7 +118,7 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def torchs(setting: Setting, rival: Rival) -> Cost:
+def torchs(setting: Comparison, rival: Rival) -> Cost:
     """Costs of an iteration in torch.distributed.pipelining."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
@@ -184,7 +184,7 @@ def _torch_schedule(rival: Rival, stage: PipelineStage, microbatches: int, loss:
     return schedule
 
 
-def compare(setting: Setting, repeats: int) -> list[Outcome]:
+def compare(setting: Comparison, repeats: int) -> list[OpCosts]:
     """All runs of a setting, in turns."""
     here: list[Cost] = []
     there: dict[Rival, list[Cost]] = {rival: [] for rival in setting.rivals}
@@ -193,7 +193,7 @@ def compare(setting: Setting, repeats: int) -> list[Outcome]:
             here.append(ours(setting, fork_server))
             for rival, costs in there.items():
                 costs.append(torchs(setting, rival))
-    return [Outcome(setting.name, rival, least(here, setting.ops), least(costs, setting.ops))
+    return [OpCosts(setting.name, rival, least(here, setting.ops), least(costs, setting.ops))
             for rival, costs in there.items()]
 
 

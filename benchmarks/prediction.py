@@ -37,7 +37,7 @@ TRIES = 4
 """Times as many repeats as are asked for, at most."""
 
 
-class Outcome(NamedTuple):
+class Predicted(NamedTuple):
     """Periods in seconds; whether the machine was calm."""
 
     planned: float
@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
     calm: bool
 
 
-def predict_and_measure(options: argparse.Namespace, stages: int, backward: str, folder: Path) -> Outcome:
+def predict_and_measure(options: argparse.Namespace, stages: int, backward: str, folder: Path) -> Predicted:
     """One repeat."""
     guess = gpt_job(stages, options.microbatches, options, iterations=options.iterations)
     config = parse_run_config(guess.model, guess.training)
@@ -58,7 +58,7 @@ def predict_and_measure(options: argparse.Namespace, stages: int, backward: str,
     assert result.measured_period_seconds is not None
     after = measure()
     calm = abs(work(after) / work(measured) - 1) < CALM and max(measured.waiting, after.waiting) < CALM
-    return Outcome(result.planned_period_seconds, result.measured_period_seconds, calm)
+    return Predicted(result.planned_period_seconds, result.measured_period_seconds, calm)
 
 
 def work(measured: Profile) -> float:

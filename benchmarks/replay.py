@@ -35,7 +35,7 @@ WARM_UP = 2
 """Iterations that do not count for the cadence."""
 
 
-class Outcome(NamedTuple):
+class Replayed(NamedTuple):
     """Periods in seconds."""
 
     name: str
@@ -67,7 +67,7 @@ def sleeping_job(pipelines: int, stages: int, microbatches: int, unit: float) ->
         """)
 
 
-def replay(name: str, schedule: Schedule, unit: float, iterations: int) -> Outcome:
+def replay(name: str, schedule: Schedule, unit: float, iterations: int) -> Replayed:
     """Run a schedule with ops that sleep."""
     config = parse_run_config({**MODEL, "blocks": schedule.grid.depth}, TRAINING)
     ends: list[float] = []
@@ -77,7 +77,7 @@ def replay(name: str, schedule: Schedule, unit: float, iterations: int) -> Outco
     assert result.measured_period_seconds is not None
     between = statistics.median(after - before for before, after in pairwise(ends[WARM_UP:]))
     failed = set(schedule.grid.workers()) - {seat.worker for seat in schedule.seats}
-    return Outcome(name, tuple(map(str, sorted(failed))), len(schedule.seats), result.planned_period_seconds,
+    return Replayed(name, tuple(map(str, sorted(failed))), len(schedule.seats), result.planned_period_seconds,
                    result.measured_period_seconds, between)
 
 

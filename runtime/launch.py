@@ -36,7 +36,7 @@ from runtime.protocol import to_node_agent
 from runtime.protocol.channel import Channel
 from runtime.protocol.failure_injection import Injection
 from runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store, listen
-from runtime.protocol.setup import JOIN_TIMEOUT, Form, Setup
+from runtime.protocol.setup import JOIN_TIMEOUT, BoundarySpec, Setup
 from runtime.protocol.to_coordinator import Ended, JoinNode
 from runtime.protocol.to_node_agent import KillWorker, NodeSetup, RunEnded, StartWorker, ToNodeAgent
 from runtime.replay.communication import Transport, choose_transport
@@ -226,7 +226,7 @@ def _setup(schedule: Schedule, config: RunConfig, model: LayeredModel, ranges: R
     return Setup(
         config=config, first_iteration=first, iterations=iterations, traced=traced, nodes=nodes, transport=transport,
         device=device, store=store, columns=tuple(stage.column for stage in schedule.grid.stages),
-        ranges=tuple(ranges), forms=tuple(Form.of(one) for one in boundaries(model, ranges, config)),
+        ranges=tuple(ranges), boundaries=tuple(BoundarySpec.of(one) for one in boundaries(model, ranges, config)),
         loss_scale=1 / schedule.grid.total_microbatches,
         heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,
         resume=None if resilience.resume is None else str(resilience.resume.path.resolve()),

@@ -67,7 +67,7 @@ class ListScheduler:
         stash = [problem.stash(stage) for stage in range(len(problem.grid.stages))]
         capacity = problem.memory.capacity if problem.memory else [UNLIMITED] * problem.grid.columns
         self._kernel: Any = kernel
-        self._memory = kernel.Memory(capacity=ints(capacity)[arrays.column],
+        self._memory = kernel.MemoryLimits(capacity=ints(capacity)[arrays.column],
                                      room=ints(list(zip(aside.at_start, stash, aside.needed, strict=True))))
         first = np.flatnonzero(np.diff(ops.predecessors.start) == 0)
         chain = ops.stage[ops.unit[first]] // ops.depth

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from runtime.coordinator.layer_moves import Holders
-from runtime.protocol.to_worker import Fetch, Move
+from runtime.protocol.to_worker import Fetch, LayerMove
 from schedules.schedule import Schedule, Worker
 
 PAUSE_SECONDS = 0.5
@@ -57,7 +57,7 @@ class JoinPlanner:
         """Whether all have the layers that the join gives them."""
         return self._join is not None and not self._join.waits_for
 
-    def begin(self, order: int, schedule: Schedule, moves: tuple[Move, ...], needs: Holders, holds: Holders,
+    def begin(self, order: int, schedule: Schedule, moves: tuple[LayerMove, ...], needs: Holders, holds: Holders,
               addresses: Mapping[Worker, tuple[str, int]], iteration: int) -> None:
         """Have the targets of the moves get their layers from the sources.
 

@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
-from runtime.protocol.to_worker import Move
+from runtime.protocol.to_worker import LayerMove
 from schedules.schedule import Worker
 
 Holders = Mapping[Worker, Collection[int]]
@@ -16,7 +16,7 @@ def stages_without_holder(holds: Holders, ranges: Sequence[tuple[int, int]]) -> 
     return [stage for stage, layers in enumerate(ranges) if not held.issuperset(range(*layers))]
 
 
-def plan_moves(needs: Holders, holds: Holders, ranges: Sequence[tuple[int, int]]) -> tuple[Move, ...]:
+def plan_moves(needs: Holders, holds: Holders, ranges: Sequence[tuple[int, int]]) -> tuple[LayerMove, ...]:
     """One move for each layer that a worker needs and lacks, from the holder that sends the fewest layers so far.
 
     Every stage that is needed must have holders (`stages_without_holder`).
@@ -31,7 +31,7 @@ def plan_moves(needs: Holders, holds: Holders, ranges: Sequence[tuple[int, int]]
         for layer in sorted(_layers(needed, ranges) - _layers(holds.get(target, ()), ranges)):
             source = min(holders[layer], key=lambda worker: (sent[worker], worker))
             sent[source] += 1
-            moves.append(Move(target, source, layer))
+            moves.append(LayerMove(target, source, layer))
     return tuple(moves)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from runtime.config import ConfigError, RunConfig
-from runtime.model.references import load_reference
+from runtime.model.object_reference import load_reference
 from runtime.model.seeds import derive_seed
 
 LIBRARY_BYTES = 4 * 2**20

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from runtime.config import ConfigError, DtypeName, ModelConfig
 from runtime.model.gpt import GPT
-from runtime.model.references import is_reference, load_reference
+from runtime.model.object_reference import is_reference, load_reference
 from runtime.model.seeds import derive_seed, seeded
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.config import ConfigError, TrainingConfig
-from runtime.model.references import is_reference, load_reference
+from runtime.model.object_reference import is_reference, load_reference
 from runtime.torch_private import copy_all
 
 Groups = list[dict[str, Any]]

@@ -16,7 +16,7 @@ JOIN_TIMEOUT = timedelta(minutes=10)
 """For all workers to be there: on several machines, people start them."""
 
 
-class Form(msgspec.Struct, frozen=True, array_like=True):
+class BoundarySpec(msgspec.Struct, frozen=True, array_like=True):
     """A `runtime.model.stage.Boundary` as JSON: shape and dtype of what a stage takes, and of what it gives."""
 
     input_shape: tuple[int, ...]
@@ -25,7 +25,7 @@ class Form(msgspec.Struct, frozen=True, array_like=True):
     output_dtype: str
 
     @classmethod
-    def of(cls, boundary: Boundary) -> "Form":
+    def of(cls, boundary: Boundary) -> "BoundarySpec":
         """Write a boundary."""
         return cls(boundary.input_shape, str(boundary.input_dtype), boundary.output_shape, str(boundary.output_dtype))
 
@@ -52,7 +52,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Of the worker that holds each stage."""
     ranges: tuple[tuple[int, int], ...]
     """Half-open range of layers of each stage."""
-    forms: tuple[Form, ...]
+    boundaries: tuple[BoundarySpec, ...]
     """Of each stage."""
     loss_scale: float
     heartbeat_timeout_seconds: float

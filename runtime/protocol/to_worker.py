@@ -19,7 +19,7 @@ class Factor(msgspec.Struct, frozen=True, array_like=True):
     factor: float | None
 
 
-class Move(msgspec.Struct, frozen=True, array_like=True, order=True):
+class LayerMove(msgspec.Struct, frozen=True, array_like=True, order=True):
     """A layer, with its optimizer's state, that `target` lacks and gets from `source`."""
 
     target: Worker
@@ -39,7 +39,7 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     first_iteration: int
     """The iterations before it are committed."""
     schedule: msgspec.Raw
-    moves: tuple[Move, ...] = ()
+    moves: tuple[LayerMove, ...] = ()
     """Made before the first op, while all wait."""
     addresses: tuple[tuple[Worker, tuple[str, int]], ...] = ()
     """Where each of their sources listens (`runtime.worker.layer_sender`)."""
@@ -88,7 +88,7 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     number: int
     order: int
     """The one that is being followed."""
-    moves: tuple[Move, ...] = ()
+    moves: tuple[LayerMove, ...] = ()
     needs: tuple[tuple[Worker, tuple[int, ...]], ...] = ()
     """The stages that are new to each target."""
     addresses: tuple[tuple[Worker, tuple[str, int]], ...] = ()

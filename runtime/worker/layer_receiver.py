@@ -21,7 +21,7 @@ from torch import Tensor
 from runtime.config import TrainingConfig
 from runtime.model.optimizer import StageOptimizer, build_optimizer
 from runtime.model.stage import StageModule
-from runtime.protocol.to_worker import Move
+from runtime.protocol.to_worker import LayerMove
 from runtime.replay.communication import TIMEOUT, CommunicationError
 from runtime.worker.layer_messages import (
     GenerationBegins,
@@ -64,7 +64,7 @@ class LayerFetch(NamedTuple):
     """Whether the senders train meanwhile."""
 
 
-def senders_for(worker: Worker, moves: Iterable[Move], addresses: Iterable[tuple[Worker, Address]]
+def senders_for(worker: Worker, moves: Iterable[LayerMove], addresses: Iterable[tuple[Worker, Address]]
                 ) -> dict[Worker, Sender]:
     """Where the layers come from that some moves bring to a worker; `addresses` are those of all their sources."""
     at = dict(addresses)

@@ -103,7 +103,7 @@ class _Worker:
         self._context = WorkerContext(
             worker=spec.worker, channel=channel, store=connect_store(setup.store), setup=setup, device=device,
             layers=model.layers, corpus=load_corpus(setup.config), stage_store=self._stage_store,
-            boundaries=[form.boundary() for form in setup.forms], injector=injector,
+            boundaries=[spec.boundary() for spec in setup.boundaries], injector=injector,
             checkpointer=Checkpointer(setup, model.layers, spec.worker,
                                       lambda text: channel.send(Note(spec.worker, text))),
             layer_receiver=LayerReceiver(self._stage_store.fresh, training, device,

@@ -11,7 +11,6 @@ from planner.model.problem import Problem
 from planner.search.kernel.annealing.arrays import (
     BUCKETS,
     LARGEST_RUN,
-    Arcs,
     Chain,
     Instance,
     Log,
@@ -19,6 +18,7 @@ from planner.search.kernel.annealing.arrays import (
     Sorting,
     State,
     Timing,
+    TransferArcs,
 )
 
 SPARE_UNITS = 8
@@ -56,9 +56,9 @@ def _instance(arrays: ProblemArrays) -> Instance:
         hosts=_hosts(arrays), cost=_costs(arrays))
 
 
-def _arcs(arcs: model.Arcs, transfer: int) -> Arcs:
+def _arcs(arcs: model.Arcs, transfer: int) -> TransferArcs:
     """Without the hops of the first assignment, since annealing changes it."""
-    return Arcs(start=arcs.start, op=arcs.op, transfer=arcs.tensor * transfer)
+    return TransferArcs(start=arcs.start, op=arcs.op, transfer=arcs.tensor * transfer)
 
 
 def _state(arrays: ProblemArrays, order: Ints) -> State:

@@ -31,7 +31,7 @@ its heaps begin and how many keys they hold, and how many more micro-batches it 
 AT_START, STASH, NEEDED = 0, 1, 2
 
 
-class Memory(NamedTuple):
+class MemoryLimits(NamedTuple):
     """Room on the workers, and what ops take of it."""
 
     capacity: Ints
@@ -189,7 +189,7 @@ def _pick(heap: Ints, state: Ints, room: Ints, stage: Ints, duration: Ints, choi
 
 
 @jit
-def _idle_workers(worker: Ints, memory: Memory, dispatch: Dispatch) -> Ints:
+def _idle_workers(worker: Ints, memory: MemoryLimits, dispatch: Dispatch) -> Ints:
     """The state of all workers before the first op: empty heaps with room for all of their units, arrivals twice."""
     state = np.zeros((memory.capacity.shape[0], SLOTS + memory.room.shape[0]), np.int64)
     state[:, CAPACITY] = memory.capacity
@@ -206,7 +206,7 @@ def _idle_workers(worker: Ints, memory: Memory, dispatch: Dispatch) -> Ints:
 
 
 @jit
-def list_order(ops: "Ops", memory: Memory, dispatch: Dispatch, first: Ints, order: Ints, done: int) -> int:
+def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints, order: Ints, done: int) -> int:
     """Fill `order` from place `done` on with the ops in the order in which they start; the place behind the last.
 
     `first` are the ops to begin with, which wait for nothing; what follows from them is run. One long loop on local

@@ -10,7 +10,7 @@ from runtime.coordinator.coordinator import Coordinator
 from runtime.coordinator.join_planning import FAILURES, PAUSE_SECONDS
 from runtime.coordinator.planning import NoScheduleError, RunError
 from runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Paused, Ran, Ready
-from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Move, Train
+from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, LayerMove, Train
 from schedules.codec import decode
 from schedules.schedule import Worker
 from tests.jobs import grid
@@ -98,7 +98,7 @@ def test_one_that_comes_back_fetches_its_layers_and_is_taken_in_at_a_turn(run):
     run.coordinator.ready(ready(BACK))
     told = run.last(Fetch)
     assert told == run.last(Fetch, BACK) and told.order == 1 and told.needs == ((BACK, (1,)),)
-    assert told.moves == (Move(BACK, Worker(0, 1), 2), Move(BACK, Worker(0, 1), 3))
+    assert told.moves == (LayerMove(BACK, Worker(0, 1), 2), LayerMove(BACK, Worker(0, 1), 3))
     assert told.addresses == ((Worker(0, 1), ("127.0.0.1", 2)),)
     assert run.ran(1) == [False] * 3
     run.fetch_up_to_date(1)

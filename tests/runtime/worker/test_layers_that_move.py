@@ -15,7 +15,7 @@ from runtime.config import TrainingConfig
 from runtime.model.layers import model_for, parameter_dtype
 from runtime.model.optimizer import StageOptimizer, build_optimizer
 from runtime.model.stage import StageModule
-from runtime.protocol.to_worker import Move
+from runtime.protocol.to_worker import LayerMove
 from runtime.replay.communication import CommunicationError
 from runtime.worker import layer_sender
 from runtime.worker.layer_messages import (
@@ -111,7 +111,8 @@ class Team:
               follow: bool = True) -> None:
         """Have layers 0 and 2 come from the left, 1 from the right."""
         addresses = (LEFT, self.members[LEFT].sender.address), (RIGHT, right or self.members[RIGHT].sender.address)
-        moves = Move(TARGET, LEFT, 0), Move(TARGET, RIGHT, 1), Move(TARGET, LEFT, 2), Move(LEFT, RIGHT, 1)
+        moves = (LayerMove(TARGET, LEFT, 0), LayerMove(TARGET, RIGHT, 1), LayerMove(TARGET, LEFT, 2),
+                 LayerMove(LEFT, RIGHT, 1))
         self.receiver.begin(LayerFetch(number, generation, (0,), senders_for(TARGET, moves, addresses), follow))
 
     def until_asked(self) -> None:

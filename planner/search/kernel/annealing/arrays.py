@@ -18,7 +18,7 @@ FOREVER = 2**61
 """Ticks beyond those of any plan."""
 
 
-class Arcs(NamedTuple):
+class TransferArcs(NamedTuple):
     """Precedence arcs, compressed: those of op i have the numbers start[i] to below start[i + 1]."""
 
     start: Ints
@@ -38,9 +38,9 @@ class Instance(NamedTuple):
     """[op]"""
     stage: Ints
     """[unit]"""
-    predecessors: Arcs
+    predecessors: TransferArcs
     """What each op waits for."""
-    successors: Arcs
+    successors: TransferArcs
     """What waits for each op."""
     group: Ints
     """[worker] its reduce group"""
