@@ -166,10 +166,15 @@ class Coordinator:
             self._choose_stop()
 
     def _plan_join(self) -> None:
-        """Where workers want to join, start a fetch of the layers that this needs, while training goes on."""
+        """Where workers want to join, start a fetch of the layers that this needs, while training goes on.
+
+        Where there is no schedule with them, they wait, and the members train on.
+        """
         if not self._ready - self._members or not self._joins.open or not self._may_stop():
             return
-        schedule = self._schedule_of(sorted(self._members | self._ready))
+        schedule = None
+        with contextlib.suppress(RunError):
+            schedule = self._schedule_of(sorted(self._members | self._ready))
         if schedule is None:
             return
         needs = self._needs(schedule)

@@ -214,3 +214,10 @@ def test_no_schedule_is_told_when_the_answer_comes(run):
     run.planner.answer((Worker(1, 0), BACK), NoScheduleError("the table has none"))
     with pytest.raises(RunError, match=r"^killed, and the table has none$"):
         run.coordinator.advance()
+
+
+def test_members_train_on_where_there_is_no_schedule_for_who_comes_back(run):
+    run.planner.answer((), NoScheduleError("the table has none"))
+    run.ran(0)
+    run.coordinator.ready(ready(BACK))
+    assert run.ran(1) == [False] * 3 and run.last(Fetch) is None and run.last(EndOrder) is None
