@@ -13,7 +13,7 @@ LayersMode = Literal["fixed", "move"]
 
 
 class LayoutProblem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Costs of layers, live workers and what they hold. Times are ticks; memory is in any one unit, in whole numbers."""
+    """Costs of layers, live workers and what they hold. Times are ticks; memory is whole numbers of any one unit."""
 
     forward: tuple[int, ...]
     """Ticks of each layer."""
