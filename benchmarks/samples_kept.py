@@ -34,7 +34,7 @@ from planner.job.file import Job
 from planner.plan import plan_job
 from runtime.config import parse_run_config
 from runtime.coordinator.planning import RunError
-from runtime.launch import Resilience, RunResult, run
+from runtime.launch import Resilience, RunOptions, RunResult, run
 from runtime.model.checkpoint import latest
 from runtime.processes.process_manager import Return
 from runtime.protocol.failure_injection import Injection
@@ -94,7 +94,7 @@ def train(scenario: Scenario, schedule: Schedule, clock: Clock, folder: Path, it
     """Run ops that sleep."""
     config = parse_run_config({**MODEL, "blocks": schedule.grid.depth}, TRAINING)
     with sleeping(scenario.unit, scenario.unit, scenario.unit, 3 * scenario.unit):
-        return run(schedule, config, out=folder, iterations=iterations, traced=0, progress=clock,
+        return run(schedule, config, out=folder, iterations=iterations, options=RunOptions(traced=0), progress=clock,
                    resilience=resilience)
 
 

@@ -19,7 +19,7 @@ from cli.shared.planning import make_plan, plan_options
 from cli.shared.train_inputs import events, find_checkpoint, how_to_resume, look_up, read_table, require_fit
 from planner.job.file import Job
 from runtime.config import ConfigError, RunConfig, parse_run_config
-from runtime.launch import Resilience, RunError, RunResult, join, run
+from runtime.launch import Resilience, RunError, RunOptions, RunResult, join, run
 from runtime.model.checkpoint import CheckpointError
 from runtime.processes.launchers import announce, find, to_open
 from runtime.processes.process_manager import Return
@@ -108,8 +108,8 @@ def train(job: JobFile,
         injections=tuple(Injection(worker, at, KILL_BEFORE_OP) for worker, at in kills),
         returns=tuple(Return(worker, at) for worker, at in returns))
     with _refusals(job, folder), _progress(config.training.iterations) as (tell, say):
-        result = run(chosen, config, out=folder, nodes=here.nodes, rendezvous=to_open(here), local=here.local,
-                     announce=partial(announce, here), progress=tell, notify=say, resilience=resilience)
+        result = run(chosen, config, out=folder, progress=tell, resilience=resilience, options=RunOptions(
+            nodes=here.nodes, rendezvous=to_open(here), announce=partial(announce, here), local=here.local, notify=say))
     if json:
         print_json(report(result))
     else:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from msgspec.structs import replace
 
 from runtime.config import ConfigError, RunConfig
 from runtime.coordinator.commit_log import CommitLog
@@ -30,7 +31,7 @@ from runtime.model.digest import combined_digest
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
 from runtime.model.stage import boundaries
 from runtime.processes.fork_server import ForkServer, ForkServerError
-from runtime.processes.launchers import ALONE, LocalProcess, gpu_share
+from runtime.processes.launchers import ALONE, GpuShare, LocalProcess, gpu_share
 from runtime.processes.process_manager import NodeProcesses, ProcessManager, Return
 from runtime.protocol import to_node_agent
 from runtime.protocol.channel import Channel
@@ -94,51 +95,72 @@ class Resilience:
     """Workers to start again once they are dead."""
 
 
-def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | None = None, nodes: int = 1,
-        rendezvous: Rendezvous | None = None, announce: Callable[[Rendezvous], None] | None = None,
-        local: LocalProcess = ALONE, traced: int = 3, fork_server: ForkServer | None = None,
-        progress: Progress | None = None, notify: Notify | None = None,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """Where a run takes place, and what is told about it."""
+
+    nodes: int = 1
+    rendezvous: Rendezvous | None = None
+    """Where node 0 listens; None: on loopback."""
+    announce: Callable[[Rendezvous], None] = lambda _: None
+    """Called with the meeting point once it is open."""
+    local: LocalProcess = ALONE
+    """Which of the processes that share this machine this is."""
+    traced: int = 3
+    """How many iterations, the last ones, `trace.json` holds."""
+    notify: Notify = lambda _: None
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """What schedule, configuration and machine make together."""
+
+    device: Literal["cpu", "cuda"]
+    model: LayeredModel
+    ranges: Ranges
+    shares: Sequence[Sequence[Worker]]
+    """The workers of each node that are there from the start."""
+    gpus: GpuShare
+    transport: Transport
+
+
+def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | None = None,
+        options: RunOptions = RunOptions(), fork_server: ForkServer | None = None, progress: Progress | None = None,
         resilience: Resilience = Resilience()) -> RunResult:
     """Train by a schedule, from the first iteration or a checkpoint; on node 0 when there are several.
 
     Writes `schedule.json`, `losses.jsonl` (line by line as iterations are committed), `trace.json`, `parameters/` and
-    `logs/` into `out`. The trace holds the last `traced` iterations. A `fork_server` may serve several runs, one
-    after the other. `announce` is called with the meeting point once it is open; `local` says which of the processes
-    that share this machine this is.
+    `logs/` into `out`. `iterations` replaces those of `config`. A `fork_server` may serve several runs, one after the
+    other.
 
     Raises ConfigError or PlacementError when schedule, configuration and machine do not fit, CheckpointError when the
     checkpoint does not, OSError when `out` cannot be written, RendezvousError when `rendezvous` cannot be opened, and
     RunError when failures leave no way to go on; then no process is left, and the losses of the committed iterations
     are on disk.
     """
-    device, model, ranges = _prepare(schedule, config)
+    if iterations is not None:
+        config = replace(config, training=replace(config.training, iterations=iterations))
+    fit = _prepare(schedule, config, options)
     first = 0 if resilience.resume is None else resilience.resume.iteration
-    _check_checkpoints(resilience, identity_of(config, model.layers), first)
-    workers = [seat.worker for seat in schedule.seats]
-    shares = assign_to_nodes(workers, nodes)
-    gpus = gpu_share([len(share) for share in shares], 0, local)
-    transport = choose_transport(config.training.backend, device, gpus.workers, _gpus(device))
+    _check_checkpoints(resilience, identity_of(config, fit.model.layers), first)
     _clear(out, "parameters/layer-*.*", "logs/worker-*.log", "trace.json")
     codec.write(schedule, out / "schedule.json")
     with ExitStack() as stack:
         fork_server = fork_server or stack.enter_context(ForkServer())
-        listener, opened = listen(rendezvous)
+        listener, opened = listen(options.rendezvous)
         stack.callback(listener.close)
         store, store_address = host_store(Rendezvous(opened.host, 0))
-        if announce is not None:
-            announce(opened)
-        setup = _setup(schedule, config, model, ranges, device, transport, resilience, first=first, nodes=nodes,
-                       store=store_address, traced=traced,
-                       iterations=config.training.iterations if iterations is None else iterations)
+        options.announce(opened)
+        setup = _setup(schedule, config, fit, store_address, options, resilience)
         log = CommitLog(schedule.job, first_iteration=first, skips=config.training.skip_nonfinite,
                         validates=watches_gradients(config.training))
-        processes = NodeProcesses(fork_server, opened, shares[0], _gpus(device), out, gpus.first)
-        manager = ProcessManager(processes, {worker: node for node, share in enumerate(shares) for worker in share},
-                                 resilience.returns,
-                                 [worker for worker in schedule.grid.workers() if worker not in workers])
+        processes = NodeProcesses(fork_server, opened, fit.shares[0], _gpus(fit.device), out, fit.gpus.first)
+        places = {worker: node for node, share in enumerate(fit.shares) for worker in share}
+        manager = ProcessManager(processes, places, resilience.returns,
+                                 [worker for worker in schedule.grid.workers() if worker not in places])
         events = EventLoop(
-            Run(schedule=schedule, scheduler=resilience.scheduler, setup=setup, shares=shares,
-                injections=resilience.injections, out=out, notify=notify or (lambda _: None)),
+            Run(schedule=schedule, scheduler=resilience.scheduler, setup=setup, shares=fit.shares,
+                injections=resilience.injections, out=out, notify=options.notify),
             log, stack.enter_context(LossFile(out / "losses.jsonl", first, progress)), manager)
         with _running(fork_server, processes):
             asyncio.run(events.serve(listener))
@@ -219,14 +241,15 @@ def _running(fork_server: ForkServer, processes: NodeProcesses) -> Iterator[None
         fork_server.kill_all()
 
 
-def _setup(schedule: Schedule, config: RunConfig, model: LayeredModel, ranges: Ranges,
-           device: Literal["cpu", "cuda"], transport: Transport, resilience: Resilience, *, store: Rendezvous,
-           first: int, iterations: int, nodes: int, traced: int) -> Setup:
+def _setup(schedule: Schedule, config: RunConfig, fit: _Fit, store: Rendezvous, options: RunOptions,
+           resilience: Resilience) -> Setup:
     """What the workers must know. Shapes are found out once, here, for all of them."""
     return Setup(
-        config=config, first_iteration=first, iterations=iterations, traced=traced, nodes=nodes, transport=transport,
-        device=device, store=store, columns=tuple(stage.column for stage in schedule.grid.stages),
-        ranges=tuple(ranges), boundaries=tuple(BoundarySpec.of(one) for one in boundaries(model, ranges, config)),
+        config=config, first_iteration=0 if resilience.resume is None else resilience.resume.iteration,
+        iterations=config.training.iterations, traced=options.traced, nodes=options.nodes, transport=fit.transport,
+        device=fit.device, store=store, columns=tuple(stage.column for stage in schedule.grid.stages),
+        ranges=tuple(fit.ranges),
+        boundaries=tuple(BoundarySpec.of(one) for one in boundaries(fit.model, fit.ranges, config)),
         loss_scale=1 / schedule.grid.total_microbatches,
         heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,
         resume=None if resilience.resume is None else str(resilience.resume.path.resolve()),
@@ -245,11 +268,8 @@ def _check_checkpoints(resilience: Resilience, identity: Mapping[str, object], f
                                   "already; go on from it with --resume, or save to another folder")
 
 
-def _prepare(schedule: Schedule, config: RunConfig) -> tuple[Literal["cpu", "cuda"], LayeredModel, Ranges]:
-    """Check that schedule, configuration and machine fit.
-
-    The kind of device to compute on, the model there, and the layers of each stage.
-    """
+def _prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> _Fit:
+    """Check that schedule, configuration and machine fit. Raises PlacementError and ConfigError."""
     violations = check(schedule)
     if violations:
         raise PlacementError(f"the schedule breaks a rule: {violations[0]}")
@@ -258,7 +278,10 @@ def _prepare(schedule: Schedule, config: RunConfig) -> tuple[Literal["cpu", "cud
     model = model_for(config.model, training.seed, parameter_dtype(training.dtype), torch.device(device))
     ranges = layer_ranges(schedule, model.layers)
     load_corpus(config)
-    return device, model, ranges
+    shares = assign_to_nodes([seat.worker for seat in schedule.seats], options.nodes)
+    gpus = gpu_share([len(share) for share in shares], 0, options.local)
+    return _Fit(device, model, ranges, shares, gpus,
+                choose_transport(training.backend, device, gpus.workers, _gpus(device)))
 
 
 def _gpus(device: str) -> int:

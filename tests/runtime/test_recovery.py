@@ -12,7 +12,7 @@ from cli.shared.failure_schedules import scheduler
 from planner.normalise import normal_form
 from planner.options import PlanOptions
 from runtime.coordinator.planning import NoScheduleError, RunError
-from runtime.launch import Resilience, join, run
+from runtime.launch import Resilience, RunOptions, join, run
 from runtime.model.checkpoint import latest
 from runtime.processes.fork_server import ForkServer
 from runtime.processes.process_manager import Return
@@ -177,7 +177,8 @@ def train_on_two_nodes(rendezvous: Rendezvous, other: ForkServer, fork_server: F
         if iteration == 2:
             os.kill(other._process.pid, signal.SIGKILL)
 
-    return run(schedule_for(JOB), LONG, out=out, fork_server=fork_server, nodes=2, rendezvous=rendezvous, progress=kill,
+    return run(schedule_for(JOB), LONG, out=out, fork_server=fork_server, progress=kill,
+               options=RunOptions(nodes=2, rendezvous=rendezvous),
                resilience=Resilience(scheduler=planned(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS))
 
 
