@@ -70,11 +70,16 @@ def blocks_within(job: Job, ops: int, seconds: float, plan_block: PlanBlock) -> 
         return None
     joining = pace.join * ops
     allowed = left + max(GRACE_SECONDS, GRACE_SHARE * seconds) - pace.plan * SAMPLE
-    if joining * MARGIN > allowed:
-        raise TooLargeError(_too_large(job, ops, ops * allowed / (joining * MARGIN), joining * MARGIN))
     planning = max(0.0, left - joining)
     size = max(SAMPLE, BLOCK_SHARE * planning / pace.plan / 2)  # nearly equal blocks are of two sizes
-    return Blocks(max(2, min(round(ops / size), min(job.microbatches) // job.chains)), planning)
+    number = max(2, min(round(ops / size), min(job.microbatches) // job.chains))
+    if min(job.microbatches) // number < 2 * job.depth:  # the pipelines would hardly be full before they drain
+        if pace.plan * ops < allowed:
+            return None
+        joining = pace.plan * ops
+    if joining * MARGIN > allowed:
+        raise TooLargeError(_too_large(job, ops, ops * allowed / (joining * MARGIN), joining * MARGIN))
+    return Blocks(number, planning)
 
 
 def measured(job: Job, ops: int, plan_block: PlanBlock) -> Pace:
