@@ -85,10 +85,11 @@ class ForkServer:
     """The launcher's side. Used as a context manager, so that no process outlives it; may serve several runs."""
 
     def __init__(self) -> None:
-        # A session of its own: Ctrl-C reaches the launcher only, which then ends the others.
+        # A session of its own: Ctrl-C reaches the launcher only, which then ends the others. -P: nothing is imported
+        # from the working directory (`runtime.model.object_reference` adds it where the job names code of its own).
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "runtime.processes.fork_server"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            bufsize=0, env=environment(**ONE_THREAD), start_new_session=True)
+            [sys.executable, "-P", "-m", "runtime.processes.fork_server"], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, bufsize=0, env=environment(**ONE_THREAD), start_new_session=True)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._lines = _Lines(self._process.stdout.fileno())
         self._selector = selectors.DefaultSelector()
