@@ -7,8 +7,8 @@ SIGSTOP, an exception, a broken connection, or by just ending; before any op, be
 the middle of a recovery, while layers are fetched, several at once, or at any time by the clock. Runs differ in whether
 gradients are clipped and roles move, and in how fast layers can be fetched. When a stage has no worker left, training
 goes on from the last checkpoint. With `--switch-interval`, threads of all processes take turns as often as that, and
-meet in unlucky moments. Prints how long recoveries took and the largest deviation of any loss and any parameter from the same training in one process. Exit status 1 when that is above 1e-9, or when anything else goes
-wrong.
+meet in unlucky moments. Prints how long recoveries took and the largest deviation of any loss and any parameter from
+the same training in one process. Exit status 1 when that is above 1e-9, or when anything else goes wrong.
 """
 
 import argparse
