@@ -34,8 +34,8 @@ class ProtocolError(ValueError):
 class Decoder(Generic[T]):
     """Reads the messages of one union.
 
-    Made at import and used once for each type, before any thread starts: msgspec crashes where two threads decode a
-    type for the first time at once.
+    Made at import, before any thread starts, and used once for each type: msgspec crashes where two threads are the
+    first to read a type at the same moment.
     """
 
     def __init__(self, union: object) -> None:

@@ -54,11 +54,12 @@ CONNECT_SECONDS = 60.0
 HEARTBEATS_PER_TIMEOUT = 5
 LOOK_SECONDS = 0.02
 """While a generation should come to its end."""
+_SPEC = msgspec.json.Decoder(WorkerSpec)
 
 
 def main(task: bytes) -> int:
     """Run one worker, as a `WorkerSpec` says; its exit status. Errors are reported to the coordinator."""
-    spec = msgspec.json.decode(task, type=WorkerSpec)
+    spec = _SPEC.decode(task)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(spec.coordinator) or "")
     try:
         channel = Channel(spec.coordinator, JoinWorker(spec.worker), to_worker.decode, CONNECT_SECONDS)
