@@ -35,6 +35,8 @@ class DocumentKind(Generic[T]):
     """Keys whose values are most of the file; there are no JSON objects in them."""
     max_bytes: int
     error: type[DocumentError]
+    older: tuple[int, ...] = ()
+    """Versions that are read beside `version`."""
 
     def decode(self, data: bytes, source: str) -> T:
         """Read a document; `source` names it in errors. Raises `error`, whose message is one line."""
@@ -45,9 +47,9 @@ class DocumentKind(Generic[T]):
             if header.format != self.format:
                 raise self.error(f"{source}: no Slipstream {self.name}: key 'format' is {header.format!r}, not "
                                  f"{self.format!r}")
-            if header.version != self.version:
+            if header.version not in (*self.older, self.version):
                 raise self.error(f"{source}: {self.name} format version {header.version}; this Slipstream reads "
-                                 f"{self.version}")
+                                 f"{' and '.join(map(str, (*self.older, self.version)))}")
             document = msgspec.json.decode(data, type=self.content)
             self._refuse_duplicates(data)
         except DocumentError:

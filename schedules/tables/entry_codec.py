@@ -29,7 +29,7 @@ def _stored_text(program: Program) -> tuple[bytes, tuple[int, ...]]:
     """The text of a program, with positions for the pipelines it helps, and these pipelines in their order."""
     position: dict[int, int] = {}
     ops = [op if op.pipeline is None else
-           ProgramOp(op.kind, op.stage, op.microbatch, op.start_ticks, position.setdefault(op.pipeline, len(position)))
+           ProgramOp(op.kind, op.slice, op.microbatch, op.start_ticks, position.setdefault(op.pipeline, len(position)))
            for op in program]
     return msgspec.json.encode(ops), tuple(position)
 
@@ -70,4 +70,4 @@ def _with_pipelines(program: Program, helped: Sequence[int]) -> Program:
     if not helped:
         return program
     return tuple(op if op.pipeline is None else
-                 ProgramOp(op.kind, op.stage, op.microbatch, op.start_ticks, helped[op.pipeline]) for op in program)
+                 ProgramOp(op.kind, op.slice, op.microbatch, op.start_ticks, helped[op.pipeline]) for op in program)

@@ -59,15 +59,15 @@ def test_the_trace_holds_every_op_in_the_order_of_the_programs(fork_server, tmp_
     assert [iteration.iteration for iteration in trace.iterations] == [1, 2, 3]
     for iteration in trace.iterations:
         assert min(op.start_seconds for op in iteration.ops) == 0
-        ends = {(op.kind, op.stage, op.pipeline, op.microbatch): op.end_seconds for op in iteration.ops}
+        ends = {(op.kind, op.slice, op.pipeline, op.microbatch): op.end_seconds for op in iteration.ops}
         for seat in schedule.seats:
             measured = [op for op in iteration.ops if op.worker == seat.worker]
-            assert [(op.kind, op.stage, op.pipeline, op.microbatch) for op in measured] \
-                == [(op.kind, op.stage, op.pipeline, op.microbatch) for op in schedule.ops(seat.worker)]
+            assert [(op.kind, op.slice, op.pipeline, op.microbatch) for op in measured] \
+                == [(op.kind, op.slice, op.pipeline, op.microbatch) for op in schedule.ops(seat.worker)]
             for left, right in itertools.pairwise(measured):
                 assert left.end_seconds <= right.start_seconds
         for op in iteration.ops:  # one clock for all: what an op needs has ended on the other worker
-            if op.kind is OpKind.F and op.stage == 1:
+            if op.kind is OpKind.F and op.slice == 1:
                 assert ends[(OpKind.F, 0, op.pipeline, op.microbatch)] < op.end_seconds
 
 
