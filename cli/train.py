@@ -27,6 +27,7 @@ from runtime.protocol.failure_injection import Injection
 from runtime.protocol.rendezvous import RendezvousError
 from runtime.protocol.setup import JOIN_TIMEOUT
 from runtime.replay.placement import PlacementError
+from runtime.run_folder import FolderError
 from schedules.check import check
 from schedules.schedule import Schedule
 
@@ -61,6 +62,8 @@ def train(job: JobFile,
           checkpoint_every: Annotated[int, typer.Option("--checkpoint-every", metavar="N", min=0, max=MAX_ITERATIONS,
                                                         help=(
               "Save a checkpoint to DIR/checkpoints of --out every N iterations and at the end; 0: never."))] = 0,
+          force: Annotated[bool, typer.Option("--force", help=(
+              "Remove what another run has left in --out, instead of refusing to train there."))] = False,
           resume: Annotated[Path | None, typer.Option("--resume", metavar="DIR", help=(
               "Go on from the newest checkpoint there: the --out of another run, or one checkpoint's folder. The grid "
               "may be another."))] = None,
@@ -104,12 +107,13 @@ def train(job: JobFile,
         chosen = look_up(loaded, down) or make_plan(wanted, down, options).schedule
     resilience = Resilience(
         scheduler=scheduler(wanted, chosen, loaded), heartbeat_timeout_seconds=heartbeat_timeout,
-        checkpoints=folder / "checkpoints", checkpoint_every=checkpoint_every, resume=resume_from,
+        checkpoint_every=checkpoint_every, resume=resume_from,
         injections=tuple(Injection(worker, at, KILL_BEFORE_OP) for worker, at in kills),
         returns=tuple(Return(worker, at) for worker, at in returns))
     with _refusals(job, folder), _progress(config.training.iterations) as (tell, say):
         result = run(chosen, config, out=folder, progress=tell, resilience=resilience, options=RunOptions(
-            nodes=here.nodes, rendezvous=to_open(here), announce=partial(announce, here), local=here.local, notify=say))
+            nodes=here.nodes, rendezvous=to_open(here), announce=partial(announce, here), local=here.local, notify=say,
+            force=force))
     if json:
         print_json(report(result))
     else:
@@ -169,7 +173,7 @@ def _refusals(job: Path | None = None, folder: Path | None = None) -> Iterator[N
         yield
     except PlacementError as error:
         refuse(f"{error}; see [placement] and [model] of {job}" if job else error)
-    except (ConfigError, RendezvousError, CheckpointError) as error:
+    except (ConfigError, RendezvousError, CheckpointError, FolderError) as error:
         refuse(error)
     except OSError as error:
         refuse(f"{error.filename or '--out'}: cannot be used: {error.strerror}")
