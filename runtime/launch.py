@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from runtime.config import ConfigError, RunConfig
 from runtime.coordinator.commit_log import CommitLog
-from runtime.coordinator.event_loop import EventLoop, Notify, Run
+from runtime.coordinator.event_loop import STALL_TIMEOUT_SECONDS, EventLoop, Notify, Run
 from runtime.coordinator.loss_file import LossFile, Progress
 from runtime.coordinator.planning import RunError as RunError
 from runtime.coordinator.planning import Scheduler
@@ -37,7 +37,7 @@ from runtime.protocol import to_node_agent
 from runtime.protocol.channel import Channel
 from runtime.protocol.failure_injection import Injection
 from runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store, listen
-from runtime.protocol.setup import JOIN_TIMEOUT, BoundarySpec, Setup
+from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, BoundarySpec, Setup
 from runtime.protocol.to_coordinator import Ended, JoinNode
 from runtime.protocol.to_node_agent import KillWorker, NodeSetup, RunEnded, StartWorker, ToNodeAgent
 from runtime.replay.communication import Transport, choose_transport
@@ -81,6 +81,10 @@ class Resilience:
     """Gives the schedule for other failures, in a thread of its own; None: the first failure ends the run."""
     heartbeat_timeout_seconds: float = 5.0
     """A worker that shows no sign of life for so long is given up."""
+    join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS
+    """How long workers are waited for before the first iteration."""
+    stall_timeout_seconds: float = STALL_TIMEOUT_SECONDS
+    """When nothing has been committed for so long, it is said who waits for what."""
     fetch_bytes_per_second: float | None = None
     """How fast a worker that comes in is sent layers by each of the others while they train; None: as fast as it goes.
     """
@@ -165,7 +169,9 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
                                  [worker for worker in schedule.grid.workers() if worker not in places])
         events = EventLoop(
             Run(schedule=schedule, scheduler=resilience.scheduler, setup=setup, shares=fit.shares,
-                injections=resilience.injections, out=out, notify=options.notify),
+                injections=resilience.injections, out=out, notify=options.notify,
+                join_timeout_seconds=resilience.join_timeout_seconds,
+                stall_timeout_seconds=resilience.stall_timeout_seconds),
             log, stack.enter_context(LossFile(out / LOSSES, first, progress)), manager)
         with _running(fork_server, processes):
             asyncio.run(events.serve(listener))
@@ -179,14 +185,16 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
 
 
 def join(rendezvous: Rendezvous, *, node: int, nodes: int, out: Path, fork_server: ForkServer | None = None,
-         local: LocalProcess = ALONE) -> None:
+         local: LocalProcess = ALONE, join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS,
+         notify: Callable[[str], None] = lambda _: None) -> None:
     """Take part in the run that node 0 leads, with this node's share of the workers.
 
-    Into `out` go the logs of its workers, and the parameters of layers that they write. Raises RendezvousError when
+    Into `out` go the logs of its workers, and the parameters of layers that they write. `notify` is called while node 0
+    is waited for. Raises RendezvousError when
     node 0 cannot be reached, ConfigError when this machine does not fit, RunError when the run fails.
     """
     channel: Channel[ToNodeAgent] = Channel(rendezvous, JoinNode(node), to_node_agent.decode,
-                                            JOIN_TIMEOUT.total_seconds())
+                                            join_timeout_seconds, notify)
     with closing(channel):
         setup = channel.wait_for(NodeSetup)
         if len(setup.shares) != nodes:
