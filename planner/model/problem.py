@@ -3,12 +3,14 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
 
 from planner.job.file import Job
+from planner.job.layers import exact
 from schedules.schedule import BackwardMode, Grid, Memory, OpKind, OptimizerMode, Slow, Times, VirtualStage, Worker
 
 FINEST = 10**6
@@ -124,6 +126,18 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 held += self.activation(other)
         return most
 
+    @cached_property
+    def least_ways(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(forward, back): for 0, 1, 2 ... stages from the first on, the least ticks of their F, or of their I (or B),
+        each with the way to the stage behind.
+        """
+        stages = range(len(self.grid.stages))
+        hops = [0 if self.column_of[stage] == self.column_of[stage + 1] else self.times.transfer
+                for stage in stages[:-1]] + [0]
+        forward, back = (tuple(accumulate((self.fastest(kind, stage) + hops[stage] for stage in stages), initial=0))
+                         for kind in (OpKind.F, self.gradient_kind))
+        return forward, back
+
     def activation(self, stage: int) -> int:
         """Memory held from F start to the end of I (or B); 0 where memory is unlimited."""
         return self.memory.activation[stage] if self.memory else 0
@@ -176,9 +190,9 @@ def _stages(job: Job) -> tuple[VirtualStage, ...]:
 def _tick(job: Job) -> Fraction:
     """The coarsest tick that holds every time exactly, or the longest op / FINEST when that is coarser."""
     time = job.time
-    compute = [_exact(value) for value in {*time.forward, *time.backward_input, *time.backward_weight}]
+    compute = [exact(value) for value in {*time.forward, *time.backward_input, *time.backward_weight}]
     slowed = [value * Fraction(_per_mille(factor), 1000) for _, factor in time.slow for value in compute]
-    values = [value for value in (*compute, *slowed, *map(_exact, (*time.optimizer, *time.all_reduce, time.transfer)))
+    values = [value for value in (*compute, *slowed, *map(exact, (*time.optimizer, *time.all_reduce, time.transfer)))
               if value]
     return max(_common(values), max(values) / FINEST)
 
@@ -193,15 +207,9 @@ def _common(values: Iterable[Fraction]) -> Fraction:
     return Fraction(numerator, denominator)
 
 
-@lru_cache(maxsize=4096)
-def _exact(value: float) -> Fraction:
-    """The decimal number that the user wrote, not the binary one that stands for it."""
-    return Fraction(repr(value))
-
-
 def _times(job: Job, grid: Grid, tick: Fraction) -> Times:
     def ticks(values: Sequence[float]) -> tuple[int, ...]:
-        return tuple(round(_exact(value) / tick) for value in values)
+        return tuple(round(exact(value) / tick) for value in values)
 
     time = job.time
     optimizer = ticks(time.optimizer)
@@ -221,8 +229,8 @@ def _memory(job: Job) -> Memory | None:
     """Whole multiples of the coarsest exact unit; rounded to the safe side where that would need huge numbers."""
     if job.memory is None:
         return None
-    used = [_exact(value) for value in (*job.memory.activation, *job.memory.weight_stash)]
-    room = [_exact(value) for value in job.memory.capacity]
+    used = [exact(value) for value in (*job.memory.activation, *job.memory.weight_stash)]
+    room = [exact(value) for value in job.memory.capacity]
     positive = [value for value in (*used, *room) if value]
     unit = max(_common(positive), max(positive) / 2**40) if positive else Fraction(1)
     count = len(job.memory.activation)
