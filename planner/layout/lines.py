@@ -33,7 +33,8 @@ def fill_idle(problem: LayoutProblem, worker: Worker, held: Sequence[int], count
     """Ticks that a worker idles at least between its first F and its first I, by lack of memory or of micro-batches.
 
     It holds the layers `held` and runs `count` micro-batches, each of which has `hops` transfers to the line's end. The
-    I of its first one starts after F of `held`, F and I of all layers after these, and the transfers of both ways. Until then the worker runs only F, of as many micro-batches as it has, and as it has room for.
+    I of its first one starts after F of `held`, F and I of all layers after these, and the transfers of both ways.
+    Until then the worker runs only F, of as many micro-batches as it has, and as it has room for.
     """
     forward = sum(problem.forward[layer] for layer in held)
     most = sum(problem.most(layer) for layer in held)
