@@ -7,7 +7,7 @@ the schedule; those of the others (`join`) are node agents, which start and end 
 import asyncio
 import selectors
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +18,13 @@ from msgspec.structs import replace
 
 from runtime.config import ConfigError, RunConfig
 from runtime.coordinator.commit_log import CommitLog
-from runtime.coordinator.event_loop import EventLoop, Notify, Run
+from runtime.coordinator.event_loop import STALL_TIMEOUT_SECONDS, EventLoop, Notify, Run
 from runtime.coordinator.loss_file import LossFile, Progress
 from runtime.coordinator.planning import RunError as RunError
 from runtime.coordinator.planning import Scheduler
 from runtime.coordinator.recovery import Recovery
 from runtime.device import choose_device
-from runtime.model.checkpoint import Checkpoint, CheckpointError, identity_of, latest, open_checkpoint
+from runtime.model.checkpoint import Checkpoint, identity_of, open_checkpoint
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import load_corpus
 from runtime.model.digest import combined_digest
@@ -37,11 +37,12 @@ from runtime.protocol import to_node_agent
 from runtime.protocol.channel import Channel
 from runtime.protocol.failure_injection import Injection
 from runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store, listen
-from runtime.protocol.setup import JOIN_TIMEOUT, BoundarySpec, Setup
+from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, BoundarySpec, Setup
 from runtime.protocol.to_coordinator import Ended, JoinNode
 from runtime.protocol.to_node_agent import KillWorker, NodeSetup, RunEnded, StartWorker, ToNodeAgent
 from runtime.replay.communication import Transport, choose_transport
 from runtime.replay.placement import PlacementError, assign_to_nodes, layer_ranges
+from runtime.run_folder import CHECKPOINTS, LOSSES, claim, clean_up, clear_parameters, locked
 from schedules import codec
 from schedules.check import check
 from schedules.measured_trace import MeasuredTrace, write_measured_trace
@@ -80,11 +81,13 @@ class Resilience:
     """Gives the schedule for other failures, in a thread of its own; None: the first failure ends the run."""
     heartbeat_timeout_seconds: float = 5.0
     """A worker that shows no sign of life for so long is given up."""
+    join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS
+    """How long workers are waited for before the first iteration."""
+    stall_timeout_seconds: float = STALL_TIMEOUT_SECONDS
+    """When nothing has been committed for so long, it is said who waits for what."""
     fetch_bytes_per_second: float | None = None
     """How fast a worker that comes in is sent layers by each of the others while they train; None: as fast as it goes.
     """
-    checkpoints: Path | None = None
-    """Folder to save checkpoints in."""
     checkpoint_every: int = 0
     """Iterations from one checkpoint to the next; 0: none."""
     resume: Checkpoint | None = None
@@ -108,6 +111,8 @@ class RunOptions:
     """Which of the processes that share this machine this is."""
     traced: int = 3
     """How many iterations, the last ones, `trace.json` holds."""
+    force: bool = False
+    """Remove what another run has left in the folder, instead of refusing to write there."""
     notify: Notify = lambda _: None
 
 
@@ -134,7 +139,8 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
     other.
 
     Raises ConfigError or PlacementError when schedule, configuration and machine do not fit, CheckpointError when the
-    checkpoint does not, OSError when `out` cannot be written, RendezvousError when `rendezvous` cannot be opened, and
+    checkpoint does not, FolderError when another run writes to `out` or has left its results there, OSError when `out`
+    cannot be written, RendezvousError when the meeting point cannot be opened, and
     RunError when failures leave no way to go on; then no process is left, and the losses of the committed iterations
     are on disk.
     """
@@ -142,16 +148,19 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         config = replace(config, training=replace(config.training, iterations=iterations))
     fit = _prepare(schedule, config, options)
     first = 0 if resilience.resume is None else resilience.resume.iteration
-    _check_checkpoints(resilience, identity_of(config, fit.model.layers), first)
-    _clear(out, "parameters/layer-*.*", "logs/worker-*.log", "trace.json")
-    codec.write(schedule, out / "schedule.json")
+    if resilience.resume is not None:
+        open_checkpoint(resilience.resume.path, identity_of(config, fit.model.layers))
     with ExitStack() as stack:
-        fork_server = fork_server or stack.enter_context(ForkServer())
+        stack.enter_context(locked(out, 0))
         listener, opened = listen(options.rendezvous)
         stack.callback(listener.close)
+        claim(out, resilience.resume, force=options.force)
+        stack.callback(clean_up, out)
+        codec.write(schedule, out / "schedule.json")
+        fork_server = fork_server or stack.enter_context(ForkServer())
         store, store_address = host_store(Rendezvous(opened.host, 0))
         options.announce(opened)
-        setup = _setup(schedule, config, fit, store_address, options, resilience)
+        setup = _setup(schedule, config, fit, store_address, out, options, resilience)
         log = CommitLog(schedule.job, first_iteration=first, skips=config.training.skip_nonfinite,
                         validates=watches_gradients(config.training))
         processes = NodeProcesses(fork_server, opened, fit.shares[0], _gpus(fit.device), out, fit.gpus.first)
@@ -160,13 +169,15 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
                                  [worker for worker in schedule.grid.workers() if worker not in places])
         events = EventLoop(
             Run(schedule=schedule, scheduler=resilience.scheduler, setup=setup, shares=fit.shares,
-                injections=resilience.injections, out=out, notify=options.notify),
-            log, stack.enter_context(LossFile(out / "losses.jsonl", first, progress)), manager)
+                injections=resilience.injections, out=out, notify=options.notify,
+                join_timeout_seconds=resilience.join_timeout_seconds,
+                stall_timeout_seconds=resilience.stall_timeout_seconds),
+            log, stack.enter_context(LossFile(out / LOSSES, first, progress)), manager)
         with _running(fork_server, processes):
             asyncio.run(events.serve(listener))
         del store
-    trace = log.trace()
-    write_measured_trace(trace, out / "trace.json")
+        trace = log.trace()
+        write_measured_trace(trace, out / "trace.json")
     return RunResult(first_iteration=first, losses=tuple(log.losses), parameter_digest=combined_digest(log.digests),
                      trace=trace, out=out, measured_period_seconds=log.measured_period_seconds(),
                      planned_period_seconds=schedule.seconds(schedule.period_ticks),
@@ -174,14 +185,16 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
 
 
 def join(rendezvous: Rendezvous, *, node: int, nodes: int, out: Path, fork_server: ForkServer | None = None,
-         local: LocalProcess = ALONE) -> None:
+         local: LocalProcess = ALONE, join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS,
+         notify: Callable[[str], None] = lambda _: None) -> None:
     """Take part in the run that node 0 leads, with this node's share of the workers.
 
-    Into `out` go the logs of its workers, and the parameters of layers that they write. Raises RendezvousError when
+    Into `out` go the logs of its workers, and the parameters of layers that they write. `notify` is called while node 0
+    is waited for. Raises RendezvousError when
     node 0 cannot be reached, ConfigError when this machine does not fit, RunError when the run fails.
     """
     channel: Channel[ToNodeAgent] = Channel(rendezvous, JoinNode(node), to_node_agent.decode,
-                                            JOIN_TIMEOUT.total_seconds())
+                                            join_timeout_seconds, notify)
     with closing(channel):
         setup = channel.wait_for(NodeSetup)
         if len(setup.shares) != nodes:
@@ -189,8 +202,9 @@ def join(rendezvous: Rendezvous, *, node: int, nodes: int, out: Path, fork_serve
         cards, gpus = _gpus(setup.device), gpu_share(setup.shares, node, local)
         if setup.device == "cuda" and (cards == 0 or (setup.transport == "nccl" and cards < gpus.workers)):
             raise ConfigError(f"node {node} has {cards} GPUs for {gpus.workers} workers; {setup.transport} needs more")
-        _clear(out, "parameters/layer-*.*")  # the folder may be shared with node 0, whose workers have logs there
         with ExitStack() as stack:
+            stack.enter_context(locked(out, node))
+            clear_parameters(out)  # the folder may be shared with node 0, whose workers have logs there
             fork_server = fork_server or stack.enter_context(ForkServer())
             processes = NodeProcesses(fork_server, rendezvous, setup.workers, cards, out, gpus.first)
             with _running(fork_server, processes):
@@ -241,7 +255,7 @@ def _running(fork_server: ForkServer, processes: NodeProcesses) -> Iterator[None
         fork_server.kill_all()
 
 
-def _setup(schedule: Schedule, config: RunConfig, fit: _Fit, store: Rendezvous, options: RunOptions,
+def _setup(schedule: Schedule, config: RunConfig, fit: _Fit, store: Rendezvous, out: Path, options: RunOptions,
            resilience: Resilience) -> Setup:
     """What the workers must know. Shapes are found out once, here, for all of them."""
     return Setup(
@@ -253,19 +267,8 @@ def _setup(schedule: Schedule, config: RunConfig, fit: _Fit, store: Rendezvous, 
         loss_scale=1 / schedule.grid.total_microbatches,
         heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,
         resume=None if resilience.resume is None else str(resilience.resume.path.resolve()),
-        checkpoints=None if resilience.checkpoints is None else str(resilience.checkpoints.resolve()),
+        checkpoints=str((out / CHECKPOINTS).resolve()) if resilience.checkpoint_every else None,
         checkpoint_every=resilience.checkpoint_every, fetch_bytes_per_second=resilience.fetch_bytes_per_second)
-
-
-def _check_checkpoints(resilience: Resilience, identity: Mapping[str, object], first: int) -> None:
-    """Raises CheckpointError where going on from a checkpoint, or saving new ones, would not do what is expected."""
-    if resilience.resume is not None:
-        open_checkpoint(resilience.resume.path, identity)
-    if resilience.checkpoints is not None and resilience.checkpoint_every:
-        newest = latest(resilience.checkpoints)
-        if newest is not None and newest.iteration > first:
-            raise CheckpointError(f"{resilience.checkpoints}: holds a checkpoint of iteration {newest.iteration} "
-                                  "already; go on from it with --resume, or save to another folder")
 
 
 def _prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> _Fit:
@@ -286,11 +289,3 @@ def _prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> _Fit
 
 def _gpus(device: str) -> int:
     return torch.cuda.device_count() if device == "cuda" else 0
-
-
-def _clear(out: Path, *patterns: str) -> None:
-    """Make the folder, and remove what an earlier run left there under names that this one may not overwrite."""
-    out.mkdir(parents=True, exist_ok=True)
-    for pattern in patterns:
-        for path in out.glob(pattern):
-            path.unlink(missing_ok=True)

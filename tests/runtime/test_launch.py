@@ -14,6 +14,7 @@ from runtime.launch import RunError, RunOptions, join, run
 from runtime.processes.fork_server import ForkServer
 from runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store
 from runtime.replay.placement import PlacementError
+from runtime.run_folder import FolderError
 from schedules.codec import read
 from schedules.measured_trace import read_measured_trace
 from schedules.schedule import OpKind
@@ -76,10 +77,12 @@ def test_no_iterations_leave_the_initial_parameters(fork_server, tmp_path):
     assert result.parameter_digest == judge(tiny(), JOB.microbatches, 0).digest
 
 
-def test_a_run_forgets_the_one_before(fork_server, tmp_path):
+def test_a_run_that_is_forced_to_forgets_the_one_before(fork_server, tmp_path):
     (tmp_path / "parameters").mkdir()
     (tmp_path / "parameters" / "layer-0099.safetensors").write_bytes(b"old")
-    result = run(schedule_for(JOB), tiny(), out=tmp_path, fork_server=fork_server)
+    with pytest.raises(FolderError, match=r"holds the results of a run already \(parameters\): .* --force"):
+        run(schedule_for(JOB), tiny(), out=tmp_path, fork_server=fork_server)
+    result = run(schedule_for(JOB), tiny(), out=tmp_path, fork_server=fork_server, options=RunOptions(force=True))
     assert_same_numbers(result, judge(tiny(), JOB.microbatches))
 
 

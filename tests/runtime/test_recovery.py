@@ -207,9 +207,9 @@ def test_a_schedule_of_another_job_ends_the_run(fork_server, tmp_path):
 def test_one_comes_back_after_the_checkpoint_of_the_start_is_gone(fork_server, tmp_path):
     """It is swept away by newer ones; whoever comes back takes all from the others."""
     folder = tmp_path / "checkpoints"
-    train([], fork_server, tmp_path, checkpoints=folder, checkpoint_every=3)
+    train([], fork_server, tmp_path, checkpoint_every=3)
     first = latest(folder)
-    given = Resilience(scheduler=planned(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS, checkpoints=folder,
+    given = Resilience(scheduler=planned(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS,
                        checkpoint_every=2, resume=first, injections=(at("0.0", 20),),
                        returns=(Return(Worker(0, 0), 21),))
     result = run(schedule_for(JOB), LONG, out=tmp_path, fork_server=fork_server, resilience=given)
