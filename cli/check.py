@@ -24,8 +24,8 @@ Bound = Annotated[bool, typer.Option("--bound", help=(
 def check(files: ScheduleFiles, bound: Bound = False, json: Json = False) -> None:
     """Check schedules against every rule, independently of how they were made.
 
-    Exits 1 when a rule is broken, and draws the ops around the one that breaks it. The lower bound that a file states is
-    a claim: --bound proves it again, and exits 1 when it cannot.
+    Exits 1 when a rule is broken, and draws the ops around the one that breaks it. A bound in a file is a claim:
+    --bound proves it again, and exits 1 when it cannot.
     """
     answers: list[dict[str, object]] = []
     bounds: list[dict[str, object]] = []
