@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from runtime.coordinator.checkpoint_timer import CheckpointTimer
 from runtime.coordinator.commit_log import CommitLog, CommitLogError
 from runtime.coordinator.coordinator import Coordinator
 from runtime.coordinator.gathering import TELL_SECONDS, who_is_awaited
@@ -45,6 +46,7 @@ from runtime.protocol.to_coordinator import (
     Paused,
     Ran,
     Ready,
+    Saved,
     Started,
     Status,
     ToCoordinator,
@@ -97,7 +99,9 @@ class EventLoop:
         schedules = None if run.scheduler is None else ScheduleService(
             run.scheduler, lambda: self._events.put_nowait(lambda: None))
         setup = run.setup
+        self.checkpoints = CheckpointTimer(automatic=setup.checkpoints is not None and setup.checkpoint_every is None)
         self._coordinator = Coordinator(run.schedule, schedules, self._send, log, ranges=setup.ranges,
+                                        checkpoints=self.checkpoints,
                                         iterations=range(setup.first_iteration,
                                                          max(setup.first_iteration, setup.iterations)))
         self._workers: dict[Worker, Connection] = {}
@@ -255,6 +259,8 @@ class EventLoop:
                 self._compare_corpus(message)
                 self._monitor.add(worker)
                 coordinator.ready(message)
+            case Saved() if message.iteration < self._run.setup.iterations:  # the last one costs no training
+                self.checkpoints.saved(message.iteration, message.seconds)
             case Note():
                 self._note(message.text)
             case Injected():
