@@ -65,7 +65,7 @@ _KIND = DocumentKind(name="part", format="slipstream.part", version=VERSION, con
 def make_part(basis: Basis, key: str, schedule: Schedule) -> Part:
     """The part for a schedule."""
     numbers: dict[bytes, int] = {}
-    entry = encode_entry(key, schedule, numbers)
+    entry = encode_entry(key, schedule, basis, numbers)
     return Part(basis=basis, entry=entry, programs=tuple(msgspec.Raw(text) for text in numbers),
                 failures=len(schedule.failed))
 
@@ -134,10 +134,10 @@ class TableFolder:
         numbers: dict[bytes, int] = {}
         files: dict[str, bytes] = {}
         rows: list[Row] = []
-        fault_free = 0
+        fault_free = 0.0
         for key in keys:
             part = self._read_part(self._part_path(key))
-            fault_free = fault_free or part.entry.period_ticks
+            fault_free = fault_free or part.entry.period_ticks * part.entry.tick_seconds(part.basis)
             row = _row(part, fault_free)
             if part.reason is None:
                 files[entry_file(key)] = data = encode_document(_document(part, numbers))
@@ -199,11 +199,11 @@ def _document(part: Part, numbers: dict[bytes, int]) -> EntryDocument:
     return EntryDocument(**fields)
 
 
-def _row(part: Part, fault_free: int) -> Row:
-    entry, grid, tick = part.entry, part.basis.grid, part.basis.tick_seconds
+def _row(part: Part, fault_free: float) -> Row:
+    entry, grid, tick = part.entry, part.basis.grid, part.entry.tick_seconds(part.basis)
     if part.reason is not None:
         return Row(key=entry.key, failures=part.failures, failed=entry.failed, status="no plan", reason=part.reason)
     period, bound, workers = entry.period_ticks, entry.lower_bound_ticks, grid.pipelines * grid.columns
     return Row(key=entry.key, failures=part.failures, failed=entry.failed, status=entry.status, period=period * tick,
-               lower_bound=bound * tick, gap=period / bound - 1 if bound else 0.0, throughput=fault_free / period,
-               fault_scaled=(workers - part.failures) / workers)
+               lower_bound=bound * tick, gap=period / bound - 1 if bound else 0.0,
+               throughput=fault_free / (period * tick), fault_scaled=(workers - part.failures) / workers)
