@@ -3,12 +3,13 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
 
 from planner.job.file import Job
+from planner.job.layers import exact
 from schedules.schedule import BackwardMode, Grid, Memory, OpKind, OptimizerMode, Slow, Times, VirtualStage, Worker
 
 FINEST = 10**6
@@ -176,9 +177,9 @@ def _stages(job: Job) -> tuple[VirtualStage, ...]:
 def _tick(job: Job) -> Fraction:
     """The coarsest tick that holds every time exactly, or the longest op / FINEST when that is coarser."""
     time = job.time
-    compute = [_exact(value) for value in {*time.forward, *time.backward_input, *time.backward_weight}]
+    compute = [exact(value) for value in {*time.forward, *time.backward_input, *time.backward_weight}]
     slowed = [value * Fraction(_per_mille(factor), 1000) for _, factor in time.slow for value in compute]
-    values = [value for value in (*compute, *slowed, *map(_exact, (*time.optimizer, *time.all_reduce, time.transfer)))
+    values = [value for value in (*compute, *slowed, *map(exact, (*time.optimizer, *time.all_reduce, time.transfer)))
               if value]
     return max(_common(values), max(values) / FINEST)
 
@@ -193,15 +194,9 @@ def _common(values: Iterable[Fraction]) -> Fraction:
     return Fraction(numerator, denominator)
 
 
-@lru_cache(maxsize=4096)
-def _exact(value: float) -> Fraction:
-    """The decimal number that the user wrote, not the binary one that stands for it."""
-    return Fraction(repr(value))
-
-
 def _times(job: Job, grid: Grid, tick: Fraction) -> Times:
     def ticks(values: Sequence[float]) -> tuple[int, ...]:
-        return tuple(round(_exact(value) / tick) for value in values)
+        return tuple(round(exact(value) / tick) for value in values)
 
     time = job.time
     optimizer = ticks(time.optimizer)
@@ -221,8 +216,8 @@ def _memory(job: Job) -> Memory | None:
     """Whole multiples of the coarsest exact unit; rounded to the safe side where that would need huge numbers."""
     if job.memory is None:
         return None
-    used = [_exact(value) for value in (*job.memory.activation, *job.memory.weight_stash)]
-    room = [_exact(value) for value in job.memory.capacity]
+    used = [exact(value) for value in (*job.memory.activation, *job.memory.weight_stash)]
+    room = [exact(value) for value in job.memory.capacity]
     positive = [value for value in (*used, *room) if value]
     unit = max(_common(positive), max(positive) / 2**40) if positive else Fraction(1)
     count = len(job.memory.activation)
