@@ -22,7 +22,7 @@ class TimedPiece(msgspec.Struct, frozen=True, kw_only=True):
     start: Ints
 
     def late(self, ends: Sequence[int]) -> "TimedPiece":
-        """Every op as late as these ends of the columns allow."""
+        """Every op as late as these ends of the groups allow."""
         return msgspec.structs.replace(self, start=start_times.latest(self.arrays, self.order, ends))
 
     def shifted(self, first: int) -> "TimedPiece":
@@ -34,7 +34,7 @@ def align(problem: Problem, solved: Sequence[tuple[Piece, Solution]],
           deadlines: Sequence[int] | None = None) -> list[TimedPiece]:
     """Put solved pieces on one clock, the first op of all at 0.
 
-    Staggered, and if there are several: each op as late as the common ends of the columns allow, so that the windows
+    Staggered, and if there are several: each op as late as the common ends of the groups allow, so that the windows
     of all pieces are as short as their orders permit. These ends are the `deadlines` where given; else those of the
     longest piece, or the latest of all pieces when each begins at 0, whichever gives the shorter period.
     """
@@ -49,7 +49,7 @@ def align(problem: Problem, solved: Sequence[tuple[Piece, Solution]],
     periods = [start_times.period(one.arrays, one.start) for one in timed]
     least = max(periods)
     longest = timed[periods.index(least)]
-    choices.append(start_times.column_ends(longest.arrays, longest.start).tolist())
+    choices.append(start_times.group_ends(longest.arrays, longest.start).tolist())
     choices.append(ends([one.shifted(one.start.min()) for one in timed]))
     best: tuple[int, list[TimedPiece]] | None = None
     for choice in choices:
@@ -65,8 +65,8 @@ def align(problem: Problem, solved: Sequence[tuple[Piece, Solution]],
 
 
 def ends(timed: Sequence[TimedPiece]) -> list[int]:
-    """When the last compute op of each column ends."""
-    latest: list[int] = np.max([start_times.column_ends(one.arrays, one.start) for one in timed], axis=0).tolist()
+    """When the last compute op of each group ends."""
+    latest: list[int] = np.max([start_times.group_ends(one.arrays, one.start) for one in timed], axis=0).tolist()
     return latest
 
 
@@ -103,12 +103,12 @@ def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, So
 def _closing(problem: Problem, ready: Sequence[int]) -> list[Program]:
     """The ops that end an iteration, by column: the all-reduces of its stages one after the other, then the step.
 
-    They start once all workers of the column have done their last compute op; with a synchronous optimizer, the step
+    They start once all workers of the group have done their last compute op; with a synchronous optimizer, the step
     not before the last compute op of the whole job.
     """
     programs = []
-    for column, clock in enumerate(ready):
-        ops = []
+    for column in range(problem.grid.columns):
+        ops, clock = [], ready[problem.tied[column]]
         # The same order of copies on all columns that hold them.
         for stage in sorted(problem.grid.stages_of(column), key=problem.grid.original):
             ops.append(ProgramOp(OpKind.A, stage, None, clock))
@@ -129,7 +129,7 @@ def _programs(timed: TimedPiece, closing: Sequence[Program]) -> dict[Worker, Pro
         unit, row = arrays.units[number], row_of[number]
         if unit.pipeline != arrays.workers[row].pipeline:
             rerouted[row].append((len(bodies[row]), unit.pipeline))
-        bodies[row].append(ProgramOp(kinds[kind], unit.stage, unit.microbatch, begin))
+        bodies[row].append(ProgramOp(kinds[kind], unit.slice, unit.microbatch, begin))
     programs: dict[Worker, Program] = {}
     for row, worker in enumerate(arrays.workers):
         program = (*bodies[row], *closing[worker.column])

@@ -31,7 +31,7 @@ def strongest_bound(problem: Problem) -> tuple[int, str]:
 
 
 def _unit_cost(problem: Problem, stage: int, host: int) -> int:
-    return sum(problem.cost(kind, stage, host) for kind in problem.kinds)
+    return sum(problem.cost(kind, stage, problem.worker(stage, host)) for kind in problem.kinds)
 
 
 def _least_makespan(problem: Problem, column: int) -> tuple[int, int]:
@@ -100,7 +100,7 @@ def window_bound(problem: Problem, column: int) -> int:
     if len(stages) == 1 and count:
         stage = stages[0]
         idle = _fill_idle(problem, stage, count) + _drain_idle(problem, stage, count, problem.kinds[1:])
-    return work + idle + problem.tail(column)
+    return work + idle + problem.column_tail(column)
 
 
 def _fill_idle(problem: Problem, stage: int, count: int) -> int:
@@ -194,7 +194,7 @@ def _chain(problem: Problem, stage: int, count: int) -> int:
         last_weight = problem.fastest(OpKind.W, 0)
     work += drain
     chain = _reach(problem, stage) + work + _way_back(problem, stage) + (last_weight if stage else 0)
-    tail = problem.tail(problem.column_of[0])
+    tail = problem.column_tail(problem.column_of[0])
     return chain + (tail if problem.optimizer == "staggered" else max(tail, *problem.times.optimizer))
 
 
@@ -217,7 +217,7 @@ def _crowded_bound(problem: Problem, stage: int) -> int:
     work = count * sum(problem.fastest(kind, stage) for kind in problem.kinds)
     idle += _drain_idle(problem, stage, count, problem.kinds[1:])
     early = _crowding(problem, stage, problem.gradient_kind, range(stage))
-    return max(work + idle + problem.tail(column), _chain(problem, stage, count) + early)
+    return max(work + idle + problem.column_tail(column), _chain(problem, stage, count) + early)
 
 
 def _crowding(problem: Problem, stage: int, kind: OpKind, others: range) -> int:
@@ -229,8 +229,8 @@ def _crowding(problem: Problem, stage: int, kind: OpKind, others: range) -> int:
 
 def _slowest(problem: Problem, kind: OpKind, stage: int) -> int:
     """The most that this op takes on any live worker of the stage."""
-    live = problem.live_by_column[problem.column_of[stage]]
-    return max(problem.cost(kind, stage, host) for host in (live if problem.times.slow else live[:1]))
+    holders = problem.holders[stage]
+    return max(problem.cost(kind, stage, host) for host in (holders if problem.times.slow else holders[:1]))
 
 
 def _stashed(problem: Problem, stage: int, count: int) -> int:

@@ -46,4 +46,4 @@ def _prove_piece(known: Incumbent, index: int, budget: Budget) -> Incumbent:
 
 def _options(problem: Problem) -> int:
     """Compute ops, counted once per possible host."""
-    return sum(len(problem.hosts(unit.stage, unit.pipeline)) for unit in problem.units()) * len(problem.kinds)
+    return sum(len(problem.hosts(unit.slice, unit.pipeline)) for unit in problem.units()) * len(problem.kinds)
