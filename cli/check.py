@@ -45,7 +45,7 @@ def _violation_report(violation: Violation, schedule: Schedule, file: Path) -> d
         "message": violation.message,
         "op": str(op.kind) if op is not None else None,
         "worker": str(worker) if worker is not None else None,
-        "stage": op.stage if op is not None else None,
+        "stage": op.slice if op is not None else None,
         "pipeline": op.pipeline if op is not None else None,
         "microbatch": op.microbatch if op is not None else None,
         "start": schedule.seconds(op.start_ticks) if op is not None else None,

@@ -177,7 +177,7 @@ def _closing(case: _Case) -> Iterator[Violation]:
     """Every live worker runs one A for each of its stages and one O, its last op."""
     for worker, ops in case.programs.items():
         held = case.stages_of[case.schedule.seat_of[worker].role.column]
-        reduced = Counter(op.stage for op in ops if op.kind is OpKind.A)
+        reduced = Counter(op.slice for op in ops if op.kind is OpKind.A)
         for stage in sorted(set(held) | {stage for stage in reduced if stage is not None}):
             expected = 1 if stage in held else 0
             if reduced[stage] != expected:
@@ -289,8 +289,8 @@ def _all_reduce(case: _Case) -> Iterator[Violation]:
                 last[one] = op
     first: dict[int, Op] = {}
     for op in (op for ops in case.programs.values() for op in ops if op.kind is OpKind.A):
-        assert op.stage is not None
-        one = original(op.stage)
+        assert op.slice is not None
+        one = original(op.slice)
         together = first.setdefault(one, op)
         if op.start_ticks != together.start_ticks:
             yield Violation("all-reduce", f"{op} starts at {case.at(op.start_ticks)}, but {together} at "

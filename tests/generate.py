@@ -50,7 +50,7 @@ def planned(job: Job, failed: Sequence[Worker] = (), **options) -> Schedule:
 def measured_of(schedule: Schedule, number: int = 0, factor: float = 1.5) -> MeasuredIteration:
     """What a run could have measured: everything `factor` as long as planned."""
     return MeasuredIteration(number, tuple(
-        MeasuredOp(op.worker, op.kind, op.stage, op.pipeline, op.microbatch, schedule.seconds(op.start_ticks) * factor,
+        MeasuredOp(op.worker, op.kind, op.slice, op.pipeline, op.microbatch, schedule.seconds(op.start_ticks) * factor,
                    schedule.seconds(op.end_ticks) * factor) for op in schedule.all_ops()))
 
 
@@ -86,7 +86,7 @@ def share_programs(ops: Mapping[Worker, Sequence[Op]], roles: Mapping[Worker, Wo
 
 def _stored(op: Op, own: int) -> ProgramOp:
     pipeline = None if op.pipeline == own else op.pipeline
-    return ProgramOp(op.kind, op.stage, op.microbatch, op.start_ticks, pipeline)
+    return ProgramOp(op.kind, op.slice, op.microbatch, op.start_ticks, pipeline)
 
 
 def programs(schedule: Schedule) -> Programs:
@@ -201,7 +201,7 @@ def before_its_input(draw, schedule):
     ops, worker, index = _pick(draw, schedule, _is_compute)
     by_key = {op_key(op): op for program in ops.values() for op in program if _is_compute(op)}
     op = ops[worker][index]
-    inputs = [by_key[key] for key in producers(op_key(op), schedule.grid.depth) if key in by_key]
+    inputs = [by_key[key] for key in producers(op_key(op), schedule.path(*op_key(op)[2:])) if key in by_key]
     assume(inputs)
     hop = schedule.times.transfer if inputs[0].worker != worker else 0
     start = inputs[0].end_ticks + hop - draw(st.integers(1, 4))
@@ -239,9 +239,9 @@ def other_microbatch(draw, schedule):
 
 def other_stage(draw, schedule):
     ops, worker, index = _pick(draw, schedule, lambda op: op.kind is not OpKind.O)
-    stages = [stage for stage in range(len(schedule.grid.stages)) if stage != ops[worker][index].stage]
+    stages = [stage for stage in range(len(schedule.grid.stages)) if stage != ops[worker][index].slice]
     assume(stages)
-    ops[worker][index] = replace(ops[worker][index], stage=draw(st.sampled_from(stages)))
+    ops[worker][index] = replace(ops[worker][index], slice=draw(st.sampled_from(stages)))
     return with_programs(schedule, ops)
 
 

@@ -58,7 +58,7 @@ def test_json_of_a_violation_without_an_op(tmp_path):
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"\xff" * 100, b"[" * 10**6, encode(by_hand(HEALTHY))[:-20],
-                                  encode(by_hand(HEALTHY)).replace(b'"version":1', b'"version":9'),
+                                  encode(by_hand(HEALTHY)).replace(b'"version":2', b'"version":9'),
                                   encode(by_hand(HEALTHY)).replace(b'"pipelines":2', b'"pipelines":1000000000')])
 @pytest.mark.parametrize("more", [[], ["--json"]])
 def test_unreadable(tmp_path, data, more):

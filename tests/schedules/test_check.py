@@ -157,7 +157,7 @@ def test_deadlock_of_all_reduces():
     schedule = by_hand(lines, columns=(0, 0), microbatches=1, time=0, lower_bound_ticks=0, status="optimal")
     (violation,) = check(schedule)
     assert violation.rule == "deadlock"
-    assert "A(stage 1) on all its workers" in violation.message
+    assert "A(layer 1) on all its workers" in violation.message
 
 
 def test_violations_are_bounded():

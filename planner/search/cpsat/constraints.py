@@ -35,7 +35,7 @@ class Constraints:
         """
         problem, variables = self._problem, self._variables
         for key, start in variables.start.items():
-            for producer, rule in waits(key, problem.grid.depth):
+            for producer, rule in waits(key, problem.grid.path(key[3])):
                 if producer not in variables.start:
                     continue
                 hop = problem.times.transfer if rule.tensor else 0

@@ -34,7 +34,7 @@ def test_arcs_durations_and_hops(data, job, backward, rule):
             assert arcs.hop[arc] == (hop if arcs.tensor[arc] else 0)
             follows.add((int(arcs.op[arc]), op, int(arcs.tensor[arc]), int(arcs.hop[arc])))
         assert found == [(key, rule.tensor is not None)
-                         for key, rule in waits((kind, stage, pipeline, microbatch), problem.grid.depth)]
+                         for key, rule in waits((kind, stage, pipeline, microbatch), problem.grid.path(microbatch))]
     arcs = ops.successors
     assert follows == {(op, int(arcs.op[arc]), int(arcs.tensor[arc]), int(arcs.hop[arc]))
                        for op in range(len(keys)) for arc in range(arcs.start[op], arcs.start[op + 1])}
