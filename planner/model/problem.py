@@ -30,10 +30,16 @@ class Unit(NamedTuple):
     microbatch: int
 
 
+class Leg(NamedTuple):
+    """A slice of a route, and the worker that the layout has for it."""
+
+    slice: int
+    worker: Worker
+
+
 class Holding(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a live worker holds, where that does not follow from its column."""
 
-    layers: tuple[LayerRange, ...]
     room: int
     """Memory for activations."""
     step: int
@@ -41,7 +47,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tail: int
     """Ticks of the all-reduces and the optimizer step that close an iteration."""
     group: int
-    """The same for all workers that hold the same layers."""
+    """The same for all workers that hold the same layers; see `Problem.groups`."""
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -62,10 +68,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """
     slices: tuple[LayerRange, ...] = ()
     """Those beside the stages, which have the next numbers."""
-    routes: Mapping[MicroBatch, tuple[int, ...]] | None = None
+    routes: Mapping[MicroBatch, tuple[Leg, ...]] | None = None
     """The slices that each micro-batch passes, in order; None: the stages of its chain."""
     holdings: Mapping[Worker, Holding] | None = None
     """By live worker; None: the stages of its column."""
+    groups: tuple[tuple[LayerRange, ...], ...] = ()
+    """With holdings: the layers that the workers of each group hold."""
     reductions: tuple[tuple[LayerRange, tuple[int, ...]], ...] = ()
     """With holdings: layers whose gradients are reduced together, and the groups that hold them."""
 
@@ -107,10 +115,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def layers_of(self) -> tuple[LayerRange, ...]:
-        """[slice] its layers. Where the job does not say, every stage of a chain is one layer."""
-        stages = [stage.layers or (self.grid.original(index), self.grid.original(index) + 1)
-                  for index, stage in enumerate(self.grid.stages)]
-        return (*stages, *self.slices)
+        """[slice] its layers."""
+        return (*self.grid.layers_by_stage, *self.slices)
 
     @cached_property
     def ahead(self) -> tuple[int, ...]:
@@ -122,7 +128,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def path(self, pipeline: int, microbatch: int) -> Sequence[int]:
         """The slices that a micro-batch passes, in order."""
-        return self.grid.path(microbatch) if self.routes is None else self.routes[MicroBatch(pipeline, microbatch)]
+        if self.routes is None:
+            return self.grid.path(microbatch)
+        return [leg.slice for leg in self.routes[MicroBatch(pipeline, microbatch)]]
 
     @cached_property
     def holders(self) -> tuple[tuple[Worker, ...], ...]:
@@ -131,13 +139,13 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             by_column = [tuple(Worker(pipeline, column) for pipeline in live)
                          for column, live in enumerate(self.live_by_column)]
             return tuple(by_column[column] for column in self.column_of)
-        of_group = {holding.group: holding.layers for holding in self.holdings.values()}
-        found = []
-        for first, end in self.layers_of:
-            groups = {group for group, held in of_group.items()
-                      if any(low <= first and end <= high for low, high in held)}
-            found.append(tuple(worker for worker in self.live if self.holdings[worker].group in groups))
-        return tuple(found)
+        members: dict[int, list[Worker]] = {group: [] for group in range(len(self.groups))}
+        for worker in self.live:
+            members[self.holdings[worker].group].append(worker)
+        return tuple(tuple(sorted(worker for group, held in enumerate(self.groups)
+                                  if any(low <= first and end <= high for low, high in held)
+                                  for worker in members[group]))
+                     for first, end in self.layers_of)
 
     def hosts(self, slice_: int, pipeline: int) -> tuple[Worker, ...]:
         """The workers that may run this slice of this pipeline's micro-batches."""
@@ -222,9 +230,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """[group] those that reduce some gradients with it, itself included: its window ends with the last of them."""
         if self.holdings is None:
             return tuple((group,) for group in range(self.grid.columns))
-        count = 1 + max(*(group for _, groups in self.reductions for group in groups),
-                        *(holding.group for holding in self.holdings.values()))
-        found: list[set[int]] = [{group} for group in range(count)]
+        found: list[set[int]] = [{group} for group in range(len(self.groups))]
         for _, groups in self.reductions:
             for group in groups:
                 found[group].update(groups)

@@ -10,6 +10,10 @@ from planner.model.problem import Problem
 from planner.model.solution import Solution
 
 
+NEVER = -2**60
+"""Before all ticks."""
+
+
 def earliest(arrays: ProblemArrays, order: Ints) -> Ints:
     """[op] start ticks: every op as early as the order allows."""
     start, free = np.zeros_like(arrays.ops.duration), np.zeros_like(arrays.group)
@@ -38,8 +42,8 @@ def group_ends(arrays: ProblemArrays, start: Ints) -> Ints:
 
 
 def _ends(arrays: ProblemArrays, last: Ints) -> Ints:
-    """`group_ends` from those of the workers."""
-    ends = np.full(len(arrays.problem.linked), last.min())
+    """`group_ends` from those of the workers; NEVER for groups without any."""
+    ends = np.full(len(arrays.problem.linked), NEVER)
     np.maximum.at(ends, arrays.group, last)
     return ends
 
@@ -75,6 +79,15 @@ def _period(arrays: ProblemArrays, first: Ints, ends: Ints) -> int:
         last = max(closing.max(), ends.max() + arrays.problem.longest_step)
         return int(last - first.min())
     return int((closing - first)[arrays.load > 0].max())
+
+
+def period_until(arrays: ProblemArrays, start: Ints, ends: Ints) -> int:
+    """The longest window in ticks, staggered, where those of [group] end at these ticks; synchronous: the last one."""
+    first = np.full(len(arrays.workers), start.max())
+    np.minimum.at(first, arrays.ops.worker[arrays.ops.unit], start)
+    if arrays.problem.optimizer == "synchronous":
+        return int(ends.max() - first.min())
+    return int((ends[arrays.group] - first)[arrays.load > 0].max())
 
 
 def timed(arrays: ProblemArrays, order: Ints) -> tuple[int, Ints]:

@@ -81,4 +81,5 @@ def memory_in_units(job: Job, costs: LayerCosts | None = None, slices: Sequence[
 
     return Memory(unit=float(unit), capacity=tuple(math.floor(value / unit) for value in room),
                   activation=units(job.memory.activation, costs.activation if costs else ()),
-                  weight_stash=units(job.memory.weight_stash, costs.weight_stash if costs else ()))
+                  weight_stash=units(job.memory.weight_stash, costs.weight_stash if costs else ()),
+                  weights=() if costs is None else tuple(math.ceil(value / unit) for value in costs.weights))

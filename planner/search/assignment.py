@@ -14,7 +14,9 @@ ASSIGNMENT_RULES: tuple[AssignmentRule, ...] = get_args(AssignmentRule)
 
 
 def assign(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
-    """A host for every unit: its own worker where that is alive, else a peer by the given rule."""
+    """A host for every unit: its own worker where that is alive, else a peer by the given rule; or that of the layout."""
+    if problem.routes is not None:
+        return {Unit(leg.slice, *batch): leg.worker for batch, route in problem.routes.items() for leg in route}
     hosts: dict[Unit, Worker] = {}
     rerouted: dict[int, list[Unit]] = {}
     for stage in range(len(problem.grid.stages)):

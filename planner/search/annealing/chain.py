@@ -7,6 +7,7 @@ import numpy as np
 from planner.model.arrays import ProblemArrays
 from planner.model.problem import Problem
 from planner.model.solution import Solution
+from planner.model.start_times import late_ends
 from planner.search.annealing.arrays import make_chain
 from planner.search.annealing.cooling import CYCLES, first_cycle_steps, slice_steps
 from planner.search.kernel.annealing.arrays import BASE, FOREVER, PERIOD, SPAN, Cycle, State
@@ -45,6 +46,9 @@ class AnnealingChain:
         chain = self._chain
         if self._problem.optimizer == "staggered":
             set_deadlines(chain.instance, chain.state, chain.sorting)
+            here = np.unique(self._arrays.group)
+            chain.state.deadline[here] = late_ends(self._problem, chain.state.deadline)[here]
+            set_ends(chain.instance, chain.state)
             return
         chain.state.deadline[:] = -chain.instance.tail.max()
         for tail, group in zip(chain.instance.tail, chain.instance.group, strict=True):
