@@ -17,6 +17,8 @@ def lower_bound(problem: Problem) -> int:
 
 def strongest_bound(problem: Problem) -> tuple[int, str]:
     """The best proven lower bound on the period, in ticks, and in words what it counts."""
+    if problem.holdings is not None:
+        return problem.least, "the work of all layers that workers share"
     stages, columns = range(len(problem.grid.stages)), range(problem.grid.columns)
     bounds = [(window_bound(problem, column), f"work and round trips of the busiest worker of column {column}")
               for column in columns]

@@ -16,8 +16,8 @@ Held = tuple[LayerRange, ...]
 
 
 def problem_of_layout(job: Job, failed: Sequence[Worker], layout: Layout, *, backward: BackwardMode = "split",
-                      optimizer: OptimizerMode = "staggered") -> Problem:
-    """Translate a job with a layout to ticks, fine enough for those of single layers.
+                      optimizer: OptimizerMode = "staggered", least: int = 0) -> Problem:
+    """Translate a job with a layout to ticks, fine enough for those of single layers; `least` is a bound in these.
 
     Raises JobError where a stage has no layer.
     """
@@ -34,7 +34,7 @@ def problem_of_layout(job: Job, failed: Sequence[Worker], layout: Layout, *, bac
               for batch, route in layout.routes.items()}
     return Problem(name=job.name, tick_seconds=float(tick), grid=grid, times=times, memory=memory,
                    failed=frozenset(failed), backward=backward, optimizer=optimizer, sharing=True, slices=slices,
-                   routes=routes, reductions=reductions, groups=groups,
+                   routes=routes, least=least, reductions=reductions, groups=groups,
                    holdings=_holdings(grid, times, memory, layout.holds, groups,
                                       [sum(times.all_reduce[number[layers]] for layers, sharers in reductions
                                            if group in sharers) for group in range(len(groups))]))

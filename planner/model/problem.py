@@ -76,6 +76,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """With holdings: the layers that the workers of each group hold."""
     reductions: tuple[tuple[LayerRange, tuple[int, ...]], ...] = ()
     """With holdings: layers whose gradients are reduced together, and the groups that hold them."""
+    least: int = 0
+    """With holdings: no period is shorter, whatever the layout; in ticks."""
 
     @cached_property
     def live(self) -> tuple[Worker, ...]:
