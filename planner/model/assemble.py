@@ -107,7 +107,8 @@ def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, So
     return Schedule(job=problem.name, tick_seconds=problem.tick_seconds, grid=problem.grid,
                     slices=problem.slices, times=problem.times, memory=problem.memory,
                     backward=problem.backward, optimizer=problem.optimizer, failed=tuple(sorted(problem.failed)),
-                    seats=seats, programs=stored, period_ticks=ticks, lower_bound_ticks=lower_bound, status=status, method=method)
+                    seats=seats, programs=stored, period_ticks=ticks, lower_bound_ticks=lower_bound, status=status,
+                    method=method)
 
 
 def _programs(timed: TimedPiece, closing: Mapping[int, Program]) -> dict[Worker, Program]:

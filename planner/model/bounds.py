@@ -1,12 +1,14 @@
 """Proven lower bounds on the period. Each is valid on its own; the largest counts.
 
-All hold for any choice of hosts, any order, and either backward mode.
+All hold for any order and either backward mode; those of this module, where micro-batches stay with their own workers
+while these live. `shared_bounds` has those without that rule.
 """
 
 import heapq
 from collections.abc import Sequence
 
 from planner.model.problem import Problem
+from planner.model.shared_bounds import shared_bounds
 from schedules.schedule import OpKind
 
 
@@ -19,6 +21,8 @@ def strongest_bound(problem: Problem) -> tuple[int, str]:
     """The best proven lower bound on the period, in ticks, and in words what it counts."""
     if problem.holdings is not None:
         return problem.least, "the work of all layers that workers share"
+    if problem.sharing:
+        return max(shared_bounds(problem), key=lambda bound: bound[0])
     stages, columns = range(len(problem.grid.stages)), range(problem.grid.columns)
     bounds = [(window_bound(problem, column), f"work and round trips of the busiest worker of column {column}")
               for column in columns]
@@ -82,7 +86,7 @@ def _round_trip(problem: Problem, stage: int) -> int:
     """Least ticks from the end of a unit's F to the start of its I: to the last stage and back."""
     there, back = problem.least_ways
     # The hop from the stage to the next one, there and back; that behind the last stage is 0.
-    hops = 2 * _hop(problem, stage) if stage + 1 < len(problem.grid.stages) else 0
+    hops = 2 * problem.least_hop(stage) if stage + 1 < len(problem.grid.stages) else 0
     return there[-1] - there[stage + 1] + back[-1] - back[stage + 1] + hops
 
 
@@ -254,6 +258,3 @@ def _way_back(problem: Problem, stage: int) -> int:
     return problem.least_ways[1][stage]
 
 
-def _hop(problem: Problem, stage: int) -> int:
-    """Least ticks between the workers of a stage and the next."""
-    return 0 if problem.column_of[stage] == problem.column_of[stage + 1] else problem.times.transfer

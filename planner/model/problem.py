@@ -66,6 +66,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     sharing: bool = False
     """Any live holder of a slice may run any micro-batch of it. Else only micro-batches of failed workers go to others.
     """
+    parts: tuple[int, ...] = ()
+    """By stage, into how many equal layers a micro-batch may be cut, 0 where layers are not equal; (): never. What is
+    planned here are whole stages: it is the bound that counts them.
+    """
     slices: tuple[LayerRange, ...] = ()
     """Those beside the stages, which have the next numbers."""
     routes: Mapping[MicroBatch, tuple[Leg, ...]] | None = None
@@ -197,14 +201,23 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 held += self.activation(other)
         return most
 
+    def least_hop(self, stage: int) -> int:
+        """The least ticks that a tensor needs from a stage to the next one."""
+        same = self.column_of[stage] == self.column_of[stage + 1]
+        # With several chains, a worker holds layers of both directions, which may follow each other.
+        return 0 if same or (self.sharing and self.grid.chains > 1) else self.times.transfer
+
+    def parts_of(self, stage: int) -> int:
+        """Into how many equal layers a micro-batch may be cut at a stage; 0 where its layers are not equal."""
+        return self.parts[stage] if self.parts else 1
+
     @cached_property
     def least_ways(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(forward, back): for 0, 1, 2 ... stages from the first on, the least ticks of their F, or of their I (or B),
         each with the way to the stage behind.
         """
         stages = range(len(self.grid.stages))
-        hops = [0 if self.column_of[stage] == self.column_of[stage + 1] else self.times.transfer
-                for stage in stages[:-1]] + [0]
+        hops = [self.least_hop(stage) for stage in stages[:-1]] + [0]
         forward, back = (tuple(accumulate((self.fastest(kind, stage) + hops[stage] for stage in stages), initial=0))
                          for kind in (OpKind.F, self.gradient_kind))
         return forward, back
@@ -268,16 +281,21 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode = "split",
-                  optimizer: OptimizerMode = "staggered", sharing: bool = False) -> Problem:
+                  optimizer: OptimizerMode = "staggered", sharing: bool | None = None,
+                  sliced: bool = False) -> Problem:
     """Translate a job to ticks.
 
+    `sharing` is on unless given where it can gain something: where workers are down or slow, or pipelines have
+    different numbers of micro-batches. With it, `sliced` has the bound hold for micro-batches that are cut, too.
     Raises NoPlanError when a stage has no live worker or a worker cannot hold a single micro-batch.
     """
     grid = grid_of(job)
     tick = tick_of(job)
+    if sharing is None:
+        sharing = bool(failed or job.time.slow or len(set(job.microbatches)) > 1)
     problem = Problem(name=job.name, tick_seconds=float(tick), grid=grid, times=times_in_ticks(job, grid, tick),
                       memory=memory_in_units(job), failed=frozenset(failed), backward=backward, optimizer=optimizer,
-                      sharing=sharing)
+                      sharing=sharing, parts=_parts(job) if sharing and sliced else ())
     _require_feasible(problem)
     return problem
 
@@ -286,6 +304,13 @@ def grid_of(job: Job) -> Grid:
     """The job's shape."""
     return Grid(pipelines=job.pipelines, columns=job.stages, microbatches=job.microbatches, stages=_stages(job),
                 chains=job.chains)
+
+
+def _parts(job: Job) -> tuple[int, ...]:
+    """Layers of each stage; 0 where they are not equal."""
+    if job.layers is None:
+        return ()
+    return tuple(count if job.layer_values is None or count < 2 else 0 for count in job.layers)
 
 
 def _stages(job: Job) -> tuple[VirtualStage, ...]:

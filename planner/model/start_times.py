@@ -9,7 +9,6 @@ from planner.model.arrays import Ints, ProblemArrays
 from planner.model.problem import Problem
 from planner.model.solution import Solution
 
-
 NEVER = -2**60
 """Before all ticks."""
 

@@ -1,4 +1,4 @@
-"""Assignment: who runs the micro-batches of a dead worker, chosen before anything is timed."""
+"""Assignment: who runs the micro-batches of dead and of slow workers, chosen before anything is timed."""
 
 import heapq
 from collections import Counter
@@ -9,14 +9,19 @@ from planner.model.bounds import lower_bound, window_bound
 from planner.model.problem import Problem, Unit
 from schedules.schedule import Worker
 
-AssignmentRule = Literal["least-loaded", "spread", "round-robin"]
+AssignmentRule = Literal["least-loaded", "spread", "round-robin", "by-speed"]
 ASSIGNMENT_RULES: tuple[AssignmentRule, ...] = get_args(AssignmentRule)
 
 
 def assign(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
-    """A host for every unit: its own worker where that is alive, else a peer by the given rule; or that of the layout."""
+    """A host for every unit: that of the layout; else its own worker where that is alive, else a peer by the rule.
+
+    "by-speed" leaves live workers only what they have time for: see `_by_speed`.
+    """
     if problem.routes is not None:
         return {Unit(leg.slice, *batch): leg.worker for batch, route in problem.routes.items() for leg in route}
+    if rule == "by-speed":
+        return _by_speed(problem)
     hosts: dict[Unit, Worker] = {}
     rerouted: dict[int, list[Unit]] = {}
     for stage in range(len(problem.grid.stages)):
@@ -38,6 +43,49 @@ def assign(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
         live = problem.holders[stage]
         hosts |= _round_robin(live, units) if rule == "round-robin" else _least_loaded(problem, stage, units, lost)
     return hosts
+
+
+def _by_speed(problem: Problem) -> dict[Unit, Worker]:
+    """Each stage's micro-batches over its live workers, so that the last of them is done as early as can be.
+
+    A worker keeps as many of its own as it gets, and the others, even over the iteration, go to those that get more:
+    to workers of pipelines that run the fewest of others so far.
+    """
+    hosts: dict[Unit, Worker] = {}
+    foreign: Counter[int] = Counter()
+    for stage in range(len(problem.grid.stages)):
+        price = _prices(problem, stage)
+        own = {pipeline: [Unit(stage, pipeline, microbatch) for microbatch in range(count)
+                          if stage in problem.grid.path(microbatch)]
+               for pipeline, count in enumerate(problem.grid.microbatches)}
+        free = _counts(price, {host: len(own[host]) for host in price}, sum(map(len, own.values())))
+        shed: list[Unit] = []
+        for pipeline, units in own.items():
+            gone = len(units) - min(len(units), free.get(pipeline, 0))
+            leaving = {(2 * step + 1) * len(units) // (2 * gone) for step in range(gone)}
+            shed += [unit for index, unit in enumerate(units) if index in leaving]
+            stay = [unit for index, unit in enumerate(units) if index not in leaving]
+            hosts.update(dict.fromkeys(stay, problem.worker(stage, pipeline)))
+            if pipeline in free:
+                free[pipeline] -= len(stay)
+        for unit in sorted(shed, key=lambda unit: (unit.microbatch, unit.pipeline)):
+            host = min((host for host in free if free[host]), key=lambda host: (foreign[host], -free[host], host))
+            hosts[unit] = problem.worker(stage, host)
+            free[host] -= 1
+            foreign[host] += 1
+    return hosts
+
+
+def _counts(price: Mapping[int, int], own: Mapping[int, int], total: int) -> dict[int, int]:
+    """How many units each host runs so that the last is done first; of equal choices, its own."""
+    counts = dict.fromkeys(price, 0)
+    heap = [(price[host], own[host] < 1, host) for host in price]
+    heapq.heapify(heap)
+    for _ in range(total):
+        load, _, host = heap[0]
+        counts[host] += 1
+        heapq.heapreplace(heap, (load + price[host], counts[host] + 1 > own[host], host))
+    return counts
 
 
 def _round_robin(live: tuple[Worker, ...], units: list[Unit]) -> dict[Unit, Worker]:

@@ -100,7 +100,8 @@ def search(problem: Problem, bound: int, deadline: float, seed: int, tell: Tell,
            stop: threading.Event) -> tuple[Solution, int]:
     """The best of many list schedules until the deadline (a time.monotonic()) or until told to stop; at least one.
 
-    With its period in ticks. Raises StuckError where all of them get stuck. `tell` is called with the period, in ticks, of each better one.
+    With its period in ticks. `tell` is called with the period, in ticks, of each better one. Raises StuckError where
+    all get stuck.
     """
     best = _Best(problem, bound, deadline, tell, stop)
     _try_grid(best)
@@ -141,7 +142,10 @@ class _Schedulers:
         return self._made[index]
 
     def _new(self, index: int) -> ListScheduler | None:
-        if index and (self._problem.routes is not None or not self._problem.failed):
+        problem, rule = self._problem, ASSIGNMENT_RULES[index]
+        if index and (problem.routes is not None or (not problem.failed and rule != "by-speed")):
+            return None
+        if rule == "by-speed" and not _shed(problem):
             return None
         hosts = assign(self._problem, ASSIGNMENT_RULES[index])
         if any(hosts == made.arrays.hosts for made in self._made if made):
@@ -149,18 +153,24 @@ class _Schedulers:
         return ListScheduler(ProblemArrays(self._problem, hosts))
 
 
+def _shed(problem: Problem) -> bool:
+    """Whether some live workers have less time for their own micro-batches than others have for theirs."""
+    return problem.sharing and (bool(problem.times.slow) or len(set(problem.grid.microbatches)) > 1)
+
+
 def _shortlist(problem: Problem) -> Iterator[tuple[int, DispatchRule]]:
     """(assignment rule, dispatch rule) of the grid that together come close to the best of it."""
     for assignment, limits, lookahead, make_room in SHORTLIST:
-        assignment = 0 if problem.routes is not None else assignment
-        if limits is None:
-            yield assignment, DispatchRule(ignore_transfers=True)
-            continue
-        slope, extra = limits
-        yield assignment, DispatchRule(
-            lookahead=lookahead, forward_lookahead=float(slope == 2.0 and not extra),
-            make_room=make_room and problem.memory is not None and problem.backward == "split",
-            in_flight=in_flight(problem, slope, extra))
+        rule = DispatchRule(ignore_transfers=True)
+        if limits is not None:
+            slope, extra = limits
+            rule = DispatchRule(
+                lookahead=lookahead, forward_lookahead=float(slope == 2.0 and not extra),
+                make_room=make_room and problem.memory is not None and problem.backward == "split",
+                in_flight=in_flight(problem, slope, extra))
+        if problem.routes is None and _shed(problem):
+            yield ASSIGNMENT_RULES.index("by-speed"), rule
+        yield 0 if problem.routes is not None else assignment, rule
 
 
 def _grid(problem: Problem) -> Iterator[DispatchRule]:

@@ -38,8 +38,10 @@ def _prove_piece(known: Incumbent, index: int, budget: Budget) -> Incumbent:
     found = known
     if result.period_ticks < period:
         found = found.with_piece(index, result.solution, result.period_ticks)
-    if target == known.bound and (len(known.pieces) == 1 or not problem.failed):
-        # Without the ops of others, its workers in any plan of the whole run a plan of this piece.
+    whole = len(known.pieces) == 1 and not any(count != 1 for count in problem.parts)
+    if target == known.bound and (whole or not known.problem.sharing):
+        # Without sharing, its workers in any plan of the whole run a plan of this piece, if the ops of others are left
+        # out. With sharing, others might help them; and what might be cut is not proven by whole micro-batches.
         better = result.lower_bound_ticks > known.bound
         found = found.with_bound(result.lower_bound_ticks, "what CP-SAT proved" if better else known.bound_counts)
     return found
