@@ -48,8 +48,7 @@ def judge_order(job: Job, rows: Sequence[Sequence[Action]], source: str, *,
     # An order that takes too much memory may be faster than any that does not.
     schedule = build_schedule(problem, arrays.solution(order, start), lower_bound=min(lower_bound(problem), period),
                               method="torch-csv")
-    plan = Plan(schedule=schedule, fault_free_period=schedule.seconds(schedule.period_ticks),
-                solve_seconds=time.monotonic() - began)
+    plan = Plan(schedule=schedule, fault_free=None, solve_seconds=time.monotonic() - began)
     return Judged(plan, check(schedule))
 
 

@@ -15,12 +15,13 @@ from planner.model.decompose import decompose
 from planner.model.problem import Problem
 from planner.options import PlanOptions
 from planner.progress import ProgressCallback, quiet
-from planner.repetition import blocks_within, repeated
+from planner.reference import FaultFree
+from planner.repetition import TooLargeError, blocks_within, repeated
+from planner.search.baselines import BASELINES
 from planner.search.budget import Budget
 from planner.search.compiled import ready
 from planner.search.solve import Method, Solved, solve
 from schedules.check import check
-from schedules.memory import memory_peaks
 from schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
 
 FAULT_FREE_SHARE = 0.15
@@ -31,30 +32,25 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A schedule that passed the checker, and how it came about."""
 
     schedule: Schedule
-    fault_free_period: float
-    """Seconds, by the same method with no worker down."""
+    fault_free: FaultFree | None
+    """By the same method with no worker down; None where there was no time to plan that."""
     solve_seconds: float
     evidence: str | None = None
     """Where the period is above the bound: which of the two is likely to blame, and why."""
     interrupted: bool = False
     """The search was stopped by Ctrl-C; the schedule is the best one found until then."""
+    fixed_period: float | None = None
+    """Seconds, of the best plan in which no layers change hands, where they do in this one."""
 
-    def report(self) -> dict[str, object]:
-        """The answer of `slipstream plan --json`; durations in seconds, memory in the job's unit."""
-        schedule = self.schedule
-        return {
-            "period": schedule.seconds(schedule.period_ticks),
-            "lower_bound": schedule.seconds(schedule.lower_bound_ticks),
-            "gap": schedule.gap,
-            "status": schedule.status,
-            "solve_seconds": round(self.solve_seconds, 3),
-            "fault_free_period": self.fault_free_period,
-            "rerouted": schedule.rerouted,
-            "peak_memory": peak_memory(schedule),
-            "evidence": self.evidence,
-            "interrupted": self.interrupted,
-            "moves": [{"worker": str(seat.worker), "role": str(seat.role)} for seat in schedule.moves],
-        }
+    @property
+    def period(self) -> float:
+        """Seconds."""
+        return self.schedule.seconds(self.schedule.period_ticks)
+
+    @property
+    def fault_free_period(self) -> float | None:
+        """Seconds, of the best plan found with no worker down."""
+        return self.fault_free.period if self.fault_free else None
 
 
 def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode | None = None,
@@ -69,25 +65,46 @@ def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode 
     return plan_with(options, job, failed, progress=progress)
 
 
-def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *,
+def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, known: FaultFree | None = None,
               progress: ProgressCallback = quiet) -> Plan:
-    """As `plan_job`, by options."""
+    """As `plan_job`, by options. `known` is what earlier plans say about the fault-free period."""
     require_known(failed, job)
     ready(progress)
     began = time.monotonic()
     with _garbage_collection_off(), interruptible() as stop:
-        share = options.time_limit * FAULT_FREE_SHARE if failed else 0.0
-        budget = Budget(deadline=began + options.time_limit - share, seed=options.seed, progress=progress, stop=stop)
-        found = _search(options, job, failed, budget)
+        budget = Budget(deadline=began + options.time_limit, seed=options.seed, stop=stop)
+        told = msgspec.structs.replace(budget, progress=progress)
+        aside = msgspec.structs.replace(budget.share(FAULT_FREE_SHARE),
+                                        progress=lambda line: progress(f"with no worker down, to compare with: {line}"))
+        fault_free = _fault_free(options, job, known, aside) if failed else known
+        found = _search(options, job, failed, told)
         schedule = found.schedule
-        whole = schedule
         if failed:
-            rest = Budget(deadline=time.monotonic() + share, seed=options.seed, stop=stop)
-            whole = _search(options, job, (), rest).schedule
+            # Where the search is over early, the rest of the time goes to the reference.
+            fault_free = _fault_free(options, job, fault_free, budget)
+            fault_free = fault_free and fault_free.at_most(schedule.seconds(schedule.period_ticks))
+        else:
+            fault_free = _reference(schedule, options).better(known)
         interrupted = stop.is_set()
     return Plan(schedule=schedule, solve_seconds=time.monotonic() - began, interrupted=interrupted,
-                evidence=None if schedule.status == "optimal" else found.evidence or None,
-                fault_free_period=schedule.seconds(whole.period_ticks))
+                evidence=None if schedule.status == "optimal" else found.evidence or None, fault_free=fault_free)
+
+
+def _fault_free(options: PlanOptions, job: Job, known: FaultFree | None, budget: Budget) -> FaultFree | None:
+    """What is known of the fault-free period after as much time as it is worth."""
+    if (known and known.close) or (budget.seconds < 0.0 and known):
+        return known
+    try:
+        return _reference(_search(options, job, (), budget).schedule, options).better(known)
+    except TooLargeError:
+        return known
+
+
+def _reference(schedule: Schedule, options: PlanOptions) -> FaultFree:
+    """Of a plan with no worker down. What others run is what it is: there is no better one by the same method."""
+    period = schedule.seconds(schedule.period_ticks)
+    bound = period if options.method in BASELINES else schedule.seconds(schedule.lower_bound_ticks)
+    return FaultFree(period=period, bound=bound)
 
 
 class Planned(msgspec.Struct, frozen=True):
@@ -163,10 +180,3 @@ def _garbage_collection_off() -> Iterator[None]:
     finally:
         if on:
             gc.enable()
-
-
-def peak_memory(schedule: Schedule) -> float | None:
-    """The most that any worker holds at any time, in the job's unit; None where the job gives no memory."""
-    if schedule.memory is None:
-        return None
-    return max(memory_peaks(schedule).values(), default=0) * schedule.memory.unit

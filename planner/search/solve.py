@@ -1,5 +1,6 @@
 """From a problem to the best solution found in the time given."""
 
+import time
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -48,6 +49,7 @@ def solve(problem: Problem, method: Method, budget: Budget) -> Solved:
     ready(budget.progress)
     if method in BASELINES:
         return _baseline(problem, method)
+    began = time.monotonic()
     known = bound(problem)
     budget = _before_finish(known, budget)
     if method == "greedy":
@@ -56,7 +58,7 @@ def solve(problem: Problem, method: Method, budget: Budget) -> Solved:
         known = list_schedules(known, budget.share(LIST_SHARE))
         known = _improve(known, budget)
     return Solved(list(zip(known.pieces, known.solutions, strict=True)), known.bound, known.deadlines,
-                  evidence(known))
+                  evidence(known, time.monotonic() - began))
 
 
 def _improve(known: Incumbent, budget: Budget) -> Incumbent:
