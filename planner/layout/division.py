@@ -7,6 +7,7 @@ consecutive cells, in one order of workers, no two routes pass two workers in op
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from planner.layout.lines import Chunk, Line, chunk_ticks, cut, fill_idle
@@ -40,9 +41,10 @@ class Divider:
     """Divides the work of a problem over given lines, for a given longest load."""
 
     def __init__(self, problem: LayoutProblem, lines: Sequence[Line], *, floating: bool = True,
-                 spread: bool = True) -> None:
+                 spread: bool = True, staggered: bool = False) -> None:
         """`floating`: two neighbours of a line may hold one layer; `spread`: a micro-batch may visit several lines."""
-        self._problem, self._lines, self._floating, self._spread = problem, tuple(lines), floating, spread
+        self._problem, self._lines, self._spread = problem, tuple(lines), spread
+        self._cut = partial(cut, floating=floating, staggered=staggered)
         self._kinds = [self._kind(line) for line in lines]
         self._known: dict[tuple[object, int], int] = {}
 
@@ -101,11 +103,8 @@ class Divider:
 
     def _fits(self, line: Line, counts: Sequence[int], limit: int) -> bool:
         if line.cut:
-            return self._cut(line, counts, limit) is not None
+            return self._cut(self._problem, line.workers, counts, limit) is not None
         return all(self._kept_ticks(line, position, counts[0]) <= limit for position in range(len(line.workers)))
-
-    def _cut(self, line: Line, counts: Sequence[int], limit: int) -> list[Chunk] | None:
-        return cut(self._problem, line.workers, counts, limit, floating=self._floating)
 
     def _kept_ticks(self, line: Line, position: int, count: int) -> int:
         """The load of a worker that keeps its layers, and its least idle time."""
@@ -186,11 +185,11 @@ class Divider:
         low, high = 0, self._problem.ample_ticks
         while high - low > 1:
             middle = (low + high) // 2
-            if self._cut(line, counts, middle) is None:
+            if self._cut(self._problem, line.workers, counts, middle) is None:
                 low = middle
             else:
                 high = middle
-        chunks = self._cut(line, counts, high)
+        chunks = self._cut(self._problem, line.workers, counts, high)
         assert chunks is not None, "a line holds its counts"
         return tuple(chunks)
 

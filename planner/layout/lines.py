@@ -47,11 +47,12 @@ def fill_idle(problem: LayoutProblem, worker: Worker, held: Sequence[int], count
 
 
 def cut(problem: LayoutProblem, workers: Sequence[Worker], counts: Sequence[int], limit: int, *,
-        floating: bool = True) -> list[Chunk] | None:
+        floating: bool = True, staggered: bool = False) -> list[Chunk] | None:
     """Chunks of at most `limit` ticks that cover counts[layer] cells of every layer; None if the line is too short.
 
     A chunk's ticks are its load and what its worker idles at least by lack of memory (`fill_idle`). From the first
-    worker on, each takes as many cells as fit. Not `floating`: only whole layers.
+    worker on, each takes as many cells as fit. Not `floating`: only whole layers. `staggered`: a worker
+    loses the time between the reductions of the stages it has a part in (`LayoutProblem.stagger`).
     """
     chunks: list[Chunk] = []
     layer, left = 0, counts[0]
@@ -63,7 +64,8 @@ def cut(problem: LayoutProblem, workers: Sequence[Worker], counts: Sequence[int]
                 layer += 1
                 left = counts[layer] if layer < len(counts) else 0
                 continue
-            taken = _most_cells(problem, worker, chunk, layer, left, limit, hops)
+            taken = _most_cells(problem, worker, chunk, layer, left,
+                                limit - (problem.stagger(min(chunk, default=layer), layer) if staggered else 0), hops)
             if not taken or not (floating or taken == left):
                 break
             chunk[layer] = taken

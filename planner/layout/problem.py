@@ -99,6 +99,15 @@ class LayoutProblem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Ticks of I of this layer and all after it."""
         return self._after[1][layer]
 
+    def stagger(self, first: int, last: int) -> int:
+        """Ticks between the starts of the job's stages that hold these two layers: F and a transfer of each between.
+
+        As long as the stages' reductions are apart: a slice over both is done before the first of them, and its worker
+        then waits for the second.
+        """
+        return sum(self.transfer + sum(self.forward[low:high])
+                   for (low, high), _ in self.paths[0] if first < high <= last)
+
     @cached_property
     def _after(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return tuple(tuple(accumulate((0, *reversed(ticks))))[::-1]
