@@ -12,8 +12,9 @@ from planner.job.file import Job, require_known
 from planner.model.assemble import build_schedule
 from planner.model.bounds import lower_bound
 from planner.model.decompose import decompose
-from planner.model.problem import Problem
+from planner.model.problem import NoPlanError, Problem
 from planner.options import PlanOptions
+from planner.portfolio import best_answer
 from planner.progress import ProgressCallback, quiet
 from planner.reference import FaultFree
 from planner.repetition import TooLargeError, blocks_within, repeated
@@ -87,7 +88,8 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
             fault_free = _reference(schedule, options).better(known)
         interrupted = stop.is_set()
     return Plan(schedule=schedule, solve_seconds=time.monotonic() - began, interrupted=interrupted,
-                evidence=None if schedule.status == "optimal" else found.evidence or None, fault_free=fault_free)
+                evidence=None if schedule.status == "optimal" else found.evidence or None, fault_free=fault_free,
+                fixed_period=found.fixed_period)
 
 
 def _fault_free(options: PlanOptions, job: Job, known: FaultFree | None, budget: Budget) -> FaultFree | None:
@@ -132,11 +134,18 @@ class _Found(msgspec.Struct, frozen=True):
 
     schedule: Schedule
     evidence: str
+    fixed_period: float | None = None
+    """Seconds, of the best plan with layers in place, where they move in this one."""
 
 
 def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget) -> _Found:
     """The best schedule of a job within the budget; where that is too little for the whole job, of its blocks."""
-    problem = options.problem(job, failed)
+    try:
+        problem = options.problem(job, failed)
+    except NoPlanError:
+        if options.layers != "move":
+            raise
+        return _answered(options, job, failed, None, budget)
     in_place = msgspec.structs.replace(options, layers="fixed", slices=False)
 
     def plan_block(block: Job, seconds: float) -> Schedule:
@@ -146,12 +155,19 @@ def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Bu
     ops = sum(piece.problem.operations for piece in decompose(problem))
     blocks = blocks_within(job, ops, budget.seconds, plan_block)
     if blocks is None:
-        return _whole(options, problem, budget)
+        return _answered(options, job, failed, problem, budget)
     said = f"{blocks.number} blocks of about {max(job.microbatches) // blocks.number} micro-batches a pipeline"
     budget.progress(f"too many micro-batches to plan at once in this time: planning {said}")
     schedule = repeated(job, blocks, lower_bound(problem), plan_block)
     return _Found(schedule, f"planned as {said}, each of which fills and drains the pipelines; with more time the "
                   "whole iteration is planned at once")
+
+
+def _answered(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: Problem | None,
+              budget: Budget) -> _Found:
+    """The best schedule of whatever answers these failures."""
+    answer = best_answer(options, job, failed, problem, budget)
+    return _Found(_checked(answer.problem, answer.solved, options.method), answer.solved.evidence, answer.fixed_period)
 
 
 def _whole(options: PlanOptions, problem: Problem, budget: Budget) -> _Found:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
 import msgspec
@@ -10,6 +11,8 @@ from planner.layout.types import LayerRange, MicroBatch, Stop
 from schedules.schedule import Worker
 
 LayersMode = Literal["fixed", "move"]
+
+UNLIMITED = 1 << 62
 
 
 class LayoutProblem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -69,6 +72,51 @@ class LayoutProblem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def slowness(self, worker: Worker) -> int:
         """Per mille of the usual time that this worker takes."""
         return self.per_mille.get(worker, 1000)
+
+    def room_of(self, worker: Worker) -> int:
+        """Memory of this worker; where it is unlimited, more than anything needs."""
+        return self.room[worker] if self.room is not None else UNLIMITED
+
+    def slice_ticks(self, layers: LayerRange, worker: Worker) -> int:
+        """Ticks of F, I and W of these layers on a worker; each op is rounded up by itself."""
+        slow = self.slowness(worker)
+        return sum(-(-(sums[layers[1]] - sums[layers[0]]) * slow // 1000) for sums in self._sums)
+
+    @cached_property
+    def _sums(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(accumulate(ticks, initial=0))
+                     for ticks in (self.forward, self.backward_input, self.backward_weight))
+
+    def weight(self, layer: int) -> int:
+        """Memory of a layer's parameters; 0 where memory is unlimited."""
+        return self.weights[layer] if self.weights and self.room is not None else 0
+
+    def forward_from(self, layer: int) -> int:
+        """Ticks of F of this layer and all after it."""
+        return self._after[0][layer]
+
+    def backward_from(self, layer: int) -> int:
+        """Ticks of I of this layer and all after it."""
+        return self._after[1][layer]
+
+    @cached_property
+    def _after(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return tuple(tuple(accumulate((0, *reversed(ticks))))[::-1]
+                     for ticks in (self.forward, self.backward_input))  # type: ignore[return-value]
+
+    def most(self, layer: int) -> int:
+        """The most that a micro-batch ever holds of a layer: its activation, or after its I its stash."""
+        return max(self.activation[layer], self.weight_stash[layer]) if self.activation and self.room is not None else 0
+
+    def layers_held(self, worker: Worker) -> tuple[int, ...]:
+        """The layers that a worker holds now, ascending."""
+        return tuple(layer for first, end in self.holds[worker] for layer in range(first, end))
+
+    @cached_property
+    def ample_ticks(self) -> int:
+        """More than the longest load can be: the slowest worker runs everything."""
+        slowest = max(map(self.slowness, self.live))
+        return (sum(self.work) * self.total_microbatches * slowest) // 1000 + sum(self.tail) + 1
 
     @property
     def total_microbatches(self) -> int:
