@@ -83,7 +83,7 @@ def plan(job: JobFile, failed: Failed = None, backward: Backward = None, optimiz
         return
     out.print(timeline(made.schedule, out.width))
     chosen = [*(["--normalise"] if normalise else []), *(["--layers move"] if layers == "move" else [])]
-    lines = [summary(made, transition(made, wanted, bandwidth)), *comparison(made, others, chosen)]
+    lines = [summary(made, transition(made.schedule, wanted, bandwidth)), *comparison(made, others, chosen)]
     out.print("\n".join(lines), highlight=False)
     if out_file is not None:
         err.print(f"written to {out_file}", highlight=False)

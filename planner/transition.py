@@ -24,26 +24,28 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True):
     gives no weights."""
     seconds: float | None
     """Until the busiest worker has sent or received its share."""
-    pays_after_iterations: int | None
-    """From how many iterations on the time gained is more than `seconds`, if training stood still so long; it need not,
-    for layers can be streamed while it goes on. None where nothing is gained, or the bytes are not known."""
 
 
-def transition(plan: Plan, job: Job, bandwidth: float = BANDWIDTH) -> Transition:
-    """What a plan moves, at `bandwidth` bytes a second for each worker."""
-    schedule = plan.schedule
+def transition(schedule: Schedule, job: Job, bandwidth: float = BANDWIDTH) -> Transition:
+    """What a schedule moves, at `bandwidth` bytes a second for each worker."""
     received = layers_received(schedule)
     count = sum(map(len, received.values()))
-    memory = job.memory
-    if memory is None or not memory.weights:
-        known = (0.0, 0.0) if not count else (None, None)
-        return Transition(layers=count, bytes=known[0], seconds=known[1], pays_after_iterations=None)
-    size = [float(weights) * memory.unit_bytes for weights in layer_costs(job).weights] if count else []
-    total = sum(size[layer] for layers in received.values() for layer in layers)
-    seconds = _busiest(schedule, received, size) / bandwidth
+    if not count:
+        return Transition(layers=0, bytes=0.0, seconds=0.0)
+    if job.memory is None or not job.memory.weights:
+        return Transition(layers=count, bytes=None, seconds=None)
+    size = [float(weights) * job.memory.unit_bytes for weights in layer_costs(job).weights]
+    return Transition(layers=count, bytes=sum(size[layer] for layers in received.values() for layer in layers),
+                      seconds=_busiest(schedule, received, size) / bandwidth)
+
+
+def pays_after_iterations(plan: Plan, moved: Transition) -> int | None:
+    """From how many iterations on a plan has gained more time than moving took, if training stood still so long.
+
+    It need not, for layers can be streamed while it goes on. None where nothing is gained or the bytes are not known.
+    """
     gained = (plan.fixed_period or plan.period) - plan.period
-    return Transition(layers=count, bytes=total, seconds=seconds,
-                      pays_after_iterations=math.ceil(seconds / gained) if gained > 0 else None)
+    return math.ceil(moved.seconds / gained) if moved.seconds is not None and gained > 0 else None
 
 
 def layers_received(schedule: Schedule) -> dict[Worker, list[int]]:
