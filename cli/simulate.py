@@ -84,6 +84,10 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
         with _progress() as (tell, describe):
             throughputs = _throughputs(wanted, samples, table, describe)
             if seeds > 1:
+                if trace is not None and _same(make(seed), make(seed + 1)):
+                    err.print(f"note: there is nothing to draw: all {seeds} runs over {trace} would be equal; this is "
+                              "one", style="dim", highlight=False, soft_wrap=True, markup=False)
+                    seeds = 1
                 traces = [make(seed + index) for index in range(seeds)]
                 values = throughputs_over_traces(kinds, throughputs, costs, traces, tell)
                 _print_seeds(values, kinds, json)
@@ -135,6 +139,11 @@ def _trace_maker(job: Job, path: Path | None, preset: str, mtbf: float | None, d
             refuse(error)
 
     return draw
+
+
+def _same(one: AvailabilityTrace, other: AvailabilityTrace) -> bool:
+    """Whether the same happens in both."""
+    return (one.live, one.changes) == (other.live, other.changes)
 
 
 def _read(path: Path, seed: int = 0) -> AvailabilityTrace:
@@ -251,7 +260,8 @@ def _print_seeds(values: Mapping[str, Floats], kinds: Sequence[type[Policy]], js
     if json:
         print_json({"policies": {name: row["mean"] for name, row in spread.items()}, "spread": spread, "seeds": count})
         return
-    grid = Grid("policy", "mean samples/s", "5 %", "95 %", box=None, header_style="bold", title=f"{count} traces")
+    grid = Grid("policy", "mean samples/s", "5 %", "95 %", box=None, header_style="bold",
+                title=f"{count} trace{'s' * (count > 1)}")
     for name, row in spread.items():
         grid.add_row(name, *(f"{row[key]:.4g}" for key in ("mean", "p5", "p95")),
                      style="dim" if POLICIES[name].is_reference else None)

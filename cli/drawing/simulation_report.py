@@ -13,7 +13,7 @@ from planner.fleet.simulation import Comparison, PolicyRun
 BINS = 480
 """Throughput is averaged over so many equal parts of the trace."""
 COLOURS = {
-    "slipstream": "#0b6e4f", "slipstream-static": "#6fb98f", "recycle": "#e69f00", "oobleck": "#0072b2",
+    "slipstream": "#0b6e4f", "slipstream-fixed": "#6fb98f", "recycle": "#e69f00", "oobleck": "#0072b2",
     "bamboo": "#cc79a7", "torchft": "#d55e00", "checkpoint-restart": "#7a5195", "hot-spares": "#56b4e9",
     "fault-scaled": "#555555", "work-conserving": "#aaaaaa",
 }

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from planner.fleet.availability_trace import AvailabilityTrace
 from planner.fleet.costs import Costs
 from planner.fleet.policies import POLICIES
-from planner.fleet.policy import Cause, Phase, Policy, Scenario
+from planner.fleet.policy import Cause, Checkpoints, Phase, Policy, Scenario
 from planner.fleet.throughput import Throughputs
 from planner.progress import CountCallback
 
@@ -32,13 +32,16 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True):
     """Samples per second lost to writing checkpoints, by span."""
     cause: npt.NDArray[np.int64]
     """Index into `CAUSES`, by span."""
-    switches: int
-    """Changes after which it switched its schedule, or restarted."""
-
     @property
     def length_seconds(self) -> float:
         """Length of the trace."""
         return float(self.seconds[-1])
+
+    @property
+    def switches(self) -> int:
+        """How many times it stopped to switch its schedule, or to restart."""
+        stopped = np.isin(self.cause, [_NUMBER[Cause.SWITCH], _NUMBER[Cause.RESTART]])
+        return int(np.count_nonzero(stopped & ~np.concatenate([[False], stopped[:-1]])))
 
     @property
     def throughput(self) -> float:
@@ -70,25 +73,24 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True):
 def simulate(policy: Policy, trace: AvailabilityTrace) -> PolicyRun:
     """Simulate one policy over a trace that was fitted to its job (`availability_trace.fit_to_job`)."""
     assert trace.places == policy.scenario.workers, "the trace does not fit the job"
-    recorder = _SpanRecorder()
+    recorder = _SpanRecorder(policy.checkpoints)
     phases: Sequence[Phase] = policy.start(trace.live)
-    switches = 0
     for change in trace.changes:
         if change.seconds >= trace.length_seconds:
             break
         remaining = recorder.spend(phases, change.seconds)
         phases = policy.on_change(change, remaining)
-        switches += phases[0].cause in (Cause.SWITCH, Cause.RESTART)
     recorder.spend(phases, trace.length_seconds)
-    return PolicyRun(policy=policy.name, fault_free_rate=policy.fault_free_rate, switches=switches,
-                     seconds=np.array(recorder.begin), rate=np.array(recorder.rate),
-                     checkpoints=np.array(recorder.checkpoints), cause=np.array(recorder.cause, dtype=np.int64))
+    return PolicyRun(policy=policy.name, fault_free_rate=policy.fault_free_rate, seconds=np.array(recorder.begin),
+                     rate=np.array(recorder.rate), checkpoints=np.array(recorder.checkpoints),
+                     cause=np.array(recorder.cause, dtype=np.int64))
 
 
 class _SpanRecorder:
     """Collects the spans of a run."""
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
         self.begin = [0.0]
         self.rate: list[float] = []
         self.checkpoints: list[float] = []
@@ -104,6 +106,9 @@ class _SpanRecorder:
                 self.rate.append(phase.rate)
                 self.checkpoints.append(phase.checkpoints)
                 self.cause.append(_NUMBER[phase.cause])
+                if phase.rate or phase.redone:
+                    rate = phase.rate + phase.checkpoints + phase.redone
+                    self._checkpoints.train(clock, min(end, until), rate)
             if end > until:
                 return [phase._replace(seconds=end - until), *phases[index + 1:]]
             clock = end

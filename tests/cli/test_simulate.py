@@ -104,6 +104,17 @@ def test_traces_are_drawn_where_none_is_given(job):
     assert "20 traces" in slipstream(*arguments[:-1], "--seeds", 20).stdout
 
 
+def test_seeds_of_a_trace_that_leaves_nothing_to_draw_are_one_run(job, tmp_path):
+    (tmp_path / "events.csv").write_text("".join(f"0,add,m{index}\n" for index in range(6))
+                                         + "60000,remove,m1\n3600000,add,m7\n")
+    arguments = ("simulate", job, "--policy", "recycle", "--seeds", 50)
+    result = slipstream(*arguments, "--trace", "events.csv", "--json")
+    assert result.exit_code == 0 and "there is nothing to draw" in result.stderr
+    assert json.loads(result.stdout)["seeds"] == 1
+    drawn = slipstream(*arguments, "--trace", "trace.txt", "--json")  # says how many leave, not which
+    assert json.loads(drawn.stdout)["seeds"] == 50 and "nothing to draw" not in drawn.stderr
+
+
 def test_periods_are_taken_from_a_table(job, tmp_path):
     made = slipstream("table", job, "--max-failures", 2, "--time-limit", 1, "--jobs", 1, "--out", "table")
     assert made.exit_code == 0

@@ -15,8 +15,8 @@ class Oobleck(Policy):
     title = "Oobleck: pipelines of several lengths"
     assumptions = ("starts as the job's grid, its stages cut into layers; a pipeline needs at least half the nodes it "
                    "starts with; the batch is split for the shortest iteration; who joins waits for the next failure; "
-                   "a failure loses half an iteration and the published reconfiguration time; parameters survive "
-                   "while some pipeline can be formed")
+                   "a failure loses half an iteration and the published reconfiguration time; layers that "
+                   "no live node holds come from a checkpoint")
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
@@ -45,12 +45,13 @@ class Oobleck(Policy):
         self._idle = sorted(live)
         self._pipelines = []
         self._instantiate()
-        return self.resume_training(0.0, self.rate([len(nodes) for nodes in self._pipelines]))
+        return self.resume_training(self.rate([len(nodes) for nodes in self._pipelines]))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
         """Newcomers wait for the next failure in a pipeline, which instantiates templates of new lengths."""
         gone = set(change.removed)
         died = any(gone.intersection(nodes) for nodes in self._pipelines)
+        layers_lost = not self._covered(gone)
         self._idle = [machine for machine in (*self._idle, *change.added) if machine not in gone]
         self._pipelines = [[machine for machine in nodes if machine not in gone] for nodes in self._pipelines]
         waiting = remaining[0].cause is Cause.WAIT
@@ -58,10 +59,21 @@ class Oobleck(Policy):
             return remaining
         self._instantiate()
         rate = self.rate([len(nodes) for nodes in self._pipelines])
-        if self.needs_checkpoint(remaining):
-            return self.restart(change.seconds, rate)
-        return self.resume_training(change.seconds, rate, Phase(Cause.SWITCH, self.costs.oobleck_seconds),
+        if self.needs_checkpoint(remaining) or layers_lost:
+            return self.restart(rate, remaining)
+        return self.resume_training(rate, Phase(Cause.SWITCH, self.costs.oobleck_seconds),
                                     lost_samples=self.lost_samples(remaining, worker_died=died))
+
+    def _covered(self, gone: set[int]) -> bool:
+        """Whether the machines that are left of all pipelines hold every layer. Node k of n holds the k-th n-th."""
+        parts = sorted((index / len(nodes), (index + 1) / len(nodes)) for nodes in self._pipelines
+                       for index, machine in enumerate(nodes) if machine not in gone)
+        reached = 0.0
+        for first, end in parts:
+            if first > reached + 1e-9:
+                return False
+            reached = max(reached, end)
+        return reached > 1 - 1e-9
 
     def _instantiate(self) -> None:
         """Give pipelines new lengths: idle nodes fill short ones or form new ones; too short ones grow or merge."""

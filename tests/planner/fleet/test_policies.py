@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 
 from planner.fleet.costs import BAMBOO_SECONDS, costs_for, interpolated
@@ -40,7 +41,7 @@ def test_every_policy_says_what_it_assumes_and_runs_whole_at_its_rate(name):
 
 
 @pytest.mark.parametrize(("name", "rate"), [
-    ("slipstream", 18 / 19), ("slipstream-static", 18 / 19), ("recycle", WHOLE), ("oobleck", WHOLE),
+    ("slipstream", 18 / 19), ("slipstream-fixed", 18 / 19), ("recycle", WHOLE), ("oobleck", WHOLE),
     ("bamboo", WHOLE * 13.41 / 20.55), ("torchft", WHOLE), ("checkpoint-restart", WHOLE),
     ("hot-spares", 18 / 31),  # two pipelines of nine micro-batches: (9 + 1) x 3 + 1
     ("fault-scaled", WHOLE), ("work-conserving", 18 / 19)])
@@ -51,19 +52,37 @@ def test_rates_with_all_workers_alive(name, rate):
 def test_slipstream_loses_half_an_iteration_and_a_switch():
     result = run("slipstream", lose(100.0, 0), gain(300.0, 0))
     after = 18 / 28  # two workers of stage 0 run nine micro-batches each: 27 + 1
+    # The newcomer loads its stage for three seconds while the others train on.
     assert spans(result) == [("RUN", 100.0), ("SWITCH", 2.0), ("LOST", 9 / after), ("RUN", 200 - 2 - 9 / after),
-                             ("SWITCH", 2.0), ("LOAD", 3.0), ("RUN", 695.0)]
-    useful = 100 * 18 / 19 + (200 - 2 - 14) * after + 695 * 18 / 19
+                             ("RUN", 3.0), ("SWITCH", 2.0), ("RUN", 695.0)]
+    useful = 100 * 18 / 19 + (203 - 2 - 14) * after + 695 * 18 / 19
     assert result.throughput == pytest.approx(useful / 1000) and result.switches == 2
 
 
-def test_slipstream_moves_a_worker_where_that_pays_and_static_does_not():
+def test_recycle_waits_for_those_who_load():
+    result = run("recycle", lose(100.0, 0), gain(300.0, 0))
+    assert spans(result)[-3:] == [("SWITCH", 2.0), ("LOAD", 3.0), ("RUN", 695.0)]
+
+
+def test_what_is_not_redone_when_a_newcomer_is_ready_is_redone_faster():
+    result = run("slipstream", lose(100.0, 0), gain(104.0, 0))
+    before, after = 18 / 28, 18 / 19
+    redone = 5 * before  # from 102 to 107
+    assert spans(result) == [("RUN", 100.0), ("SWITCH", 2.0), ("LOST", 2.0), ("LOST", 3.0), ("SWITCH", 2.0),
+                             ("LOST", (9 - redone) / after), ("RUN", 1000 - 109 - (9 - redone) / after)]
+
+
+def test_slipstream_moves_a_worker_where_that_pays_and_slipstream_fixed_does_not():
     both = [lose(100.0, 0), lose(200.0, 2)]  # two of stage 0
-    assert ("LOAD", 3.0) in spans(run("slipstream", *both))
-    stays = run("slipstream-static", *both)
-    assert ("LOAD", 3.0) not in spans(stays)
+    moves = run("slipstream", *both)
+    assert ("LOAD", 3.0) in spans(moves), "all wait: another switch would take longer than what three seconds train"
+    slow = msgspec.structs.replace(COSTS, load_seconds=100.0)
+    trains = spans(run("slipstream", *both, scenario={"costs": slow}))
+    assert [name for name, _ in trains].count("SWITCH") == 3 and "LOAD" not in dict(trains)
+    stays = run("slipstream-fixed", *both)
+    assert [name for name, _ in spans(stays)].count("SWITCH") == 2
     assert stays.rate[-1] == pytest.approx(18 / (18 * 3 + 1))
-    assert run("slipstream", *both).rate[-1] == pytest.approx(18 / 28)  # one of each stage down
+    assert moves.rate[-1] == pytest.approx(18 / 28)  # one of each stage down
 
 
 def test_a_stage_without_workers_goes_back_to_the_checkpoint():
@@ -78,6 +97,19 @@ def test_a_stage_without_workers_goes_back_to_the_checkpoint():
 def test_a_failure_during_a_restart_starts_it_anew():
     result = run("slipstream", lose(100.0, 0, 2, 4), lose(120.0, 1))
     assert spans(result)[1:3] == [("RESTART", 20.0), ("RESTART", 50.0)]
+
+
+def test_who_comes_during_a_restart_joins_after_it():
+    result = run("slipstream", lose(100.0, 0, 2, 4), gain(120.0, 0), gain(130.0, 2))
+    assert [span for span in spans(result) if span[0] == "RESTART"] == [
+        ("RESTART", 20.0), ("RESTART", 10.0), ("RESTART", 20.0)], "50 seconds in all"
+    assert result.rate[-1] == pytest.approx(18 / 28), "five workers"
+
+
+def test_a_machine_that_is_still_loading_does_not_save_its_stage():
+    """Stage 0 is left to one that loads it: with its source gone, nobody has the parameters."""
+    result = run("slipstream", lose(100.0, 0, 2), lose(101.0, 4), seconds=1000.0)
+    assert "RESTART" in [name for name, _ in spans(result)]
 
 
 @pytest.mark.parametrize("failures", range(5))
@@ -250,13 +282,15 @@ def test_no_policy_beats_the_work_conserving_limit_and_time_adds_up(seed, order)
 
 def test_checkpoints_count_what_is_beyond_the_last():
     kept = Checkpoints(100.0, 10.0)
-    assert kept.lost(50.0) == 0.0  # nothing has begun
-    kept.resume(0.0, 2.0)
-    assert [kept.lost(at) for at in (30.0, 105.0, 130.0)] == [60.0, 200.0, 40.0] and kept.next(30.0) == 110.0
-    kept.resume(200.0, 1.0, lost_samples=40.0)
-    assert kept.lost(190.0) == 40.0 and kept.lost(210.0) == 50.0
-    kept.halt(210.0)
-    assert kept.lost(500.0) == 50.0
+    assert kept.go_back() == 0.0 and kept.next(30.0) == 110.0 and kept.next(110.0) == 220.0
+    kept.train(0.0, 30.0, 2.0)
+    kept.train(40.0, 105.0, 1.0)
+    kept.discard(20.0)
+    assert kept.go_back() == pytest.approx(60 + 60 - 20) and kept.go_back() == 0.0
+    kept.train(200.0, 230.0, 3.0)  # one is complete at 220
+    assert kept.go_back() == pytest.approx(30.0)
+    kept.train(300.0, 1000.0, 3.0)  # and at 990
+    assert kept.go_back() == pytest.approx(30.0)
 
 
 def test_phases_have_a_cause():
