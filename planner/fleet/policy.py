@@ -42,6 +42,13 @@ class Phase(NamedTuple):
     redone: float = 0.0
     """Samples per second trained a second time."""
 
+    def slower(self, factor: float) -> "Phase":
+        """The same where all training takes so many times as long."""
+        if factor == 1.0 or not (self.rate or self.redone):
+            return self
+        seconds = self.seconds * factor if self.redone else self.seconds
+        return Phase(self.cause, seconds, self.rate / factor, self.checkpoints / factor, self.redone / factor)
+
 
 class Scenario(NamedTuple):
     """What is the same for all policies: the job's throughputs, the costs, and how often failures come."""
@@ -88,6 +95,8 @@ class Policy(ABC):
     """Whether this is only a line to compare with, and not a system that exists."""
     pauses: ClassVar[bool] = False
     """Whether training stops while a checkpoint is written. Otherwise it is written in the background."""
+    balances_speeds: ClassVar[bool] = False
+    """Whether it changes its plan when workers become slow. Otherwise all wait for the slowest, whatever its rate."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -95,6 +104,8 @@ class Policy(ABC):
         self.costs = scenario.costs
         self.checkpoints = Checkpoints(scenario.checkpoint_interval,
                                        scenario.costs.checkpoint_seconds if self.pauses else 0.0)
+        self.slow: dict[int, float] = {}
+        """How many times as long each live machine that is slow takes."""
         self._owed = 0.0
         """Samples that a job which waits for workers has to train a second time, besides those of no checkpoint."""
 
@@ -114,6 +125,28 @@ class Policy(ABC):
     @abstractmethod
     def steady_rate(self, failures: int) -> float:
         """Samples per second in steady state with so many workers down, where they cost least; without checkpoints."""
+
+    @staticmethod
+    def alive_gpus(alive: int, whole: int) -> int:
+        """With how many GPUs a worker goes on of which so many are alive; 0: it is down, as by default."""
+        return alive if alive == whole else 0
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long training takes as its phases say, because it waits for slow machines."""
+        return 1.0 if self.balances_speeds else max(self.slow.values(), default=1.0)
+
+    def answer(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
+        """The phases from a change on; one of speeds alone is for policies that balance them."""
+        for machine in (*change.removed, *change.added):
+            self.slow.pop(machine, None)
+        for machine, factor in change.slowed:
+            self.slow[machine] = factor
+            if factor == 1.0:
+                del self.slow[machine]
+        if change.removed or change.added or self.balances_speeds:
+            return self.on_change(change, remaining)
+        return remaining
 
     # --- Shared by several policies -----------------------------------------------------------------------------------
 

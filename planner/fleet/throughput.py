@@ -263,9 +263,12 @@ class Throughputs:
         """The fastest of these with all workers alive."""
         return max(self.planned((0,) * self.job.stages), self.one_f_one_b(self.job.pipelines))
 
-    def work_conserving(self, live: int) -> float:
-        """An upper bound for synchronous training: the work spread evenly over live workers, then one step."""
-        if live < 1:
+    def work_conserving(self, live: float) -> float:
+        """An upper bound for synchronous training: the work spread evenly over live workers, then one step.
+
+        A worker at half speed counts half.
+        """
+        if live <= 0:
             return 0.0
         clock, depth = self.job.time, self.job.depth
         work = sum(map(sum, zip(clock.forward[:depth], clock.backward_input[:depth], clock.backward_weight[:depth],

@@ -25,4 +25,4 @@ class ReCycle(Rerouting):
         if self._held != self._stage:
             stalls.append(Phase(Cause.LOAD, self.costs.load_seconds))
         self._loaded_at = now + sum(stall.seconds for stall in stalls)
-        return self.resume_training(self.rate(self._down(self._stage)), *stalls, lost_samples=lost_samples)
+        return self.resume_training(self._rate_of(self._stage), *stalls, lost_samples=lost_samples)

@@ -53,7 +53,7 @@ class Rerouting(Policy):
         if self._stage_lost(self._stage):
             self._reassign_all()
         self._held = dict(self._stage)
-        return self.resume_training(self.rate(self._down(self._stage)))
+        return self.resume_training(self._rate_of(self._stage))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
         """Re-route, let newcomers join, move workers."""
@@ -68,7 +68,7 @@ class Rerouting(Policy):
             self._stage |= dict.fromkeys(change.added, 0)
             self._reassign_all()
             self._held = dict(self._stage)
-            return self.restart(self.rate(self._down(self._stage)), remaining)
+            return self.restart(self._rate_of(self._stage), remaining)
         lost = self.lost_samples(remaining, worker_died=bool(change.removed))
         self._assign_newcomers(change.added)
         if self.moves_workers:
@@ -86,6 +86,10 @@ class Rerouting(Policy):
     @abstractmethod
     def _reconfigure(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
         """The phases from `now` on: these stalls first, and sooner or later each machine in its stage."""
+
+    def _rate_of(self, stages: dict[int, int]) -> float:
+        """Samples per second of machines that hold these stages."""
+        return self.rate(self._down(stages))
 
     # --- Which machine holds which stage ------------------------------------------------------------------------------
 
