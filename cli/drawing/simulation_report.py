@@ -16,9 +16,10 @@ BINS = 480
 COLOURS = {
     "slipstream": "#0b6e4f", "slipstream-fixed": "#6fb98f", "recycle": "#e69f00", "oobleck": "#0072b2",
     "bamboo": "#cc79a7", "torchft": "#d55e00", "checkpoint-restart": "#7a5195", "hot-spares": "#56b4e9",
+    "trainmover": "#1b9e9e", "elaswave": "#b8860b", "malleus": "#8c564b", "resihp": "#808000",
     "fault-scaled": "#555555", "work-conserving": "#aaaaaa",
 }
-MORE_COLOURS = ("#b8860b", "#1b9e9e", "#8c564b", "#4b0082", "#808000")
+MORE_COLOURS = ("#4b0082", "#2f4f4f", "#a0522d", "#c71585", "#6b8e23")
 """For policies without a colour above, in turn."""
 CAUSE_COLOURS = {
     Cause.RUN: "#0072b2", Cause.WHOLE: "#9ecae1", Cause.SWITCH: "#d55e00", Cause.LOAD: "#e69f00", Cause.LOST: "#cc79a7",

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from planner.fleet.availability_trace import Change
 from planner.fleet.policies.oobleck_templates import iteration_seconds, layers_of
+from planner.fleet.policies.uneven_pipelines import all_layers_held
 from planner.fleet.policy import Cause, Phase, Policy, Scenario
 
 
@@ -51,7 +52,7 @@ class Oobleck(Policy):
         """Newcomers wait for the next failure in a pipeline, which instantiates templates of new lengths."""
         gone = set(change.removed)
         died = any(gone.intersection(nodes) for nodes in self._pipelines)
-        layers_lost = not self._covered(gone)
+        layers_lost = not all_layers_held(self._pipelines, gone)
         self._idle = [machine for machine in (*self._idle, *change.added) if machine not in gone]
         self._pipelines = [[machine for machine in nodes if machine not in gone] for nodes in self._pipelines]
         waiting = remaining[0].cause is Cause.WAIT
@@ -63,17 +64,6 @@ class Oobleck(Policy):
             return self.restart(rate, remaining)
         return self.resume_training(rate, Phase(Cause.SWITCH, self.costs.oobleck_seconds),
                                     lost_samples=self.lost_samples(remaining, worker_died=died))
-
-    def _covered(self, gone: set[int]) -> bool:
-        """Whether the machines that are left of all pipelines hold every layer. Node k of n holds the k-th n-th."""
-        parts = sorted((index / len(nodes), (index + 1) / len(nodes)) for nodes in self._pipelines
-                       for index, machine in enumerate(nodes) if machine not in gone)
-        reached = 0.0
-        for first, end in parts:
-            if first > reached + 1e-9:
-                return False
-            reached = max(reached, end)
-        return reached > 1 - 1e-9
 
     def _instantiate(self) -> None:
         """Give pipelines new lengths: idle nodes fill short ones or form new ones; too short ones grow or merge."""

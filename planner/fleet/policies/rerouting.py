@@ -1,6 +1,7 @@
 """Policies that re-route micro-batches to peers: every live worker holds a stage, and all of them train."""
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 
 from planner.fleet.availability_trace import Change
@@ -94,10 +95,8 @@ class Rerouting(Policy):
     # --- Which machine holds which stage ------------------------------------------------------------------------------
 
     def _down(self, stages: dict[int, int]) -> DownByStage:
-        live = [0] * self.scenario.stages
-        for stage in stages.values():
-            live[stage] += 1
-        return tuple(self.scenario.pipelines - count for count in live)
+        live = Counter(stages.values())
+        return tuple(self.scenario.pipelines - live[stage] for stage in range(self.scenario.stages))
 
     def _stage_lost(self, stages: dict[int, int]) -> bool:
         return max(self._down(stages)) >= self.scenario.pipelines

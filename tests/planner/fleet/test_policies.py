@@ -9,7 +9,8 @@ from planner.fleet.availability_trace import Change
 from planner.fleet.costs import BAMBOO_SECONDS, costs_for, interpolated
 from planner.fleet.policies import POLICIES
 from planner.fleet.policies.oobleck import stacked_sizes
-from planner.fleet.policies.oobleck_templates import layers_of, template
+from planner.fleet.policies.oobleck_templates import Template, layers_of, template
+from planner.fleet.policies.uneven_pipelines import cut_by_speed, fastest_split
 from planner.fleet.policy import Cause, Checkpoints, Phase
 from planner.fleet.simulation import compare, simulate
 from planner.fleet.synthetic_trace import FailureRates, draw_slow_workers, draw_trace, published_fail_slow
@@ -44,6 +45,7 @@ def test_every_policy_says_what_it_assumes_and_runs_whole_at_its_rate(name):
 @pytest.mark.parametrize(("name", "rate"), [
     ("slipstream", 18 / 19), ("slipstream-fixed", 18 / 19), ("recycle", WHOLE), ("oobleck", WHOLE),
     ("bamboo", WHOLE * 13.41 / 20.55), ("torchft", WHOLE), ("checkpoint-restart", WHOLE),
+    ("elaswave", WHOLE), ("malleus", WHOLE), ("resihp", WHOLE), ("trainmover", 18 / 31),
     ("hot-spares", 18 / 31),  # two pipelines of nine micro-batches: (9 + 1) x 3 + 1
     ("fault-scaled", WHOLE), ("work-conserving", 18 / 19)])
 def test_rates_with_all_workers_alive(name, rate):
@@ -263,6 +265,66 @@ def test_reference_lines():
     assert both_ways.work_conserving(3) == pytest.approx(18 / (18 * 6 / 3 + 1)), "the same work"
 
 
+# --- Layers by speed, standby machines --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factors", [(1.0, 1.0, 1.0), (1.0, 2.0, 1.0), (1.5, 1.0), (3.0,)])
+def test_layers_are_cut_by_the_speed_of_each_node(factors):
+    layers = (1.0, 2.0, 1.0, 1.0, 3.0, 1.0)
+    best = min(max(time * factor for time, factor in zip(times, factors, strict=True))
+               for times in splits(layers, len(factors)))
+    assert cut_by_speed(layers, factors).step == pytest.approx(best)
+
+
+def test_a_node_that_is_far_too_slow_gets_no_layer():
+    assert cut_by_speed((1.0,) * 4, (1.0, 50.0)).step == pytest.approx(4.0)
+    with pytest.raises(ValueError, match="no nodes"):
+        cut_by_speed((1.0,), ())
+
+
+def test_the_batch_is_divided_by_the_speed_of_pipelines():
+    one, half = Template(1.0, 0.0), Template(2.0, 0.0)
+    assert fastest_split({one: 1, half: 1}, 9) == pytest.approx(6.0)
+    assert fastest_split({one: 2}, 9) == pytest.approx(5.0)
+
+
+def test_elaswave_gives_a_stage_with_fewer_replicas_fewer_layers():
+    """3 x 2 workers, 8 layers of 3/8 s a stage: two of three replicas take 6 layers of 9/16 s, three take 10."""
+    policy = POLICIES["elaswave"](scenario())
+    now = 6 * 9 / 16 + 10 * 3 / 8 + 5 * 10 * 3 / 8
+    assert policy.rate((1, 0)) == pytest.approx(WHOLE * (21 + 1) / (now + 1))
+    result = simulate(policy, trace(lose(100.0, 0)))
+    old = 18 / (21 * 1.5 + 1)
+    assert result.rate[-1] == pytest.approx(policy.rate((1, 0)))
+    assert spans(result)[1:5] == [("SWITCH", 2.0), ("LOST", 3.0),
+                                  ("SWITCH", 2.0), ("LOST", (9 - 3 * old) / result.rate[-1])]
+
+
+def test_malleus_and_resihp_cut_the_broken_pipeline():
+    for name in ("malleus", "resihp"):
+        policy = POLICIES[name](scenario())
+        # 2 + 2 + 1 nodes: 7, 7 and 4 micro-batches of 3, 3 and 6 seconds.
+        assert policy.steady_rate(1) == pytest.approx(18 / 25)
+        result = simulate(policy, trace(lose(100.0, 0)))
+        assert result.rate[-1] == pytest.approx(18 / 25) and ("LOAD", 3.0) in spans(result)
+        assert 18 / 31 < run(name, Change(100.0, slowed=((0, 2.0),))).rate[-1] < WHOLE
+
+
+def test_resihp_goes_on_with_the_gpus_that_are_left_and_malleus_with_a_power_of_two():
+    left = {name: [POLICIES[name].alive_gpus(alive, 8) for alive in range(9)] for name in ("malleus", "resihp")}
+    assert left == {"malleus": [0, 1, 2, 2, 4, 4, 4, 4, 8], "resihp": list(range(9))}
+
+
+def test_trainmover_replaces_in_seconds():
+    result = run("trainmover", lose(100.0, 0))
+    assert spans(result)[1:3] == [("SWITCH", 17.0), ("LOAD", 3.0)], "20 seconds in all"
+
+
+def test_spares_cannot_replace_the_last_holder_of_a_stage():
+    result = run("hot-spares", lose(100.0, 0, 2))  # two pipelines run: both workers of stage 0
+    assert "RESTART" in [name for name, _ in spans(result)]
+
+
 # --- Slow workers, and workers that lost GPUs -------------------------------------------------------------------------
 
 
@@ -271,7 +333,7 @@ def slow(seconds, machine, factor):
 
 
 def test_who_does_not_balance_waits_for_the_slowest():
-    for name in ("recycle", "oobleck", "torchft", "hot-spares", "bamboo"):
+    for name in ("recycle", "oobleck", "torchft", "hot-spares", "bamboo", "elaswave"):
         result = run(name, slow(500.0, 1, 2.0))
         assert result.throughput == pytest.approx(0.75 * result.fault_free_rate), name
     both = run("recycle", slow(100.0, 1, 2.0), slow(200.0, 3, 1.5), slow(300.0, 1, 1.0), slow(400.0, 3, 1.0))
