@@ -30,6 +30,7 @@ MANIFEST = "manifest.json"
 KEEP = 2
 _COMPLETE = re.compile(r"iteration-(\d{1,18})")
 _SAVING = re.compile(r"\.saving-(\d{1,18})")
+_TEMPORARY = re.compile(r"\.(layer-\d{4,7}|manifest\.json)[-.]")
 
 LayerState = Mapping[str, Tensor]
 """What `StageOptimizer.layer_state` gives."""
@@ -154,6 +155,26 @@ def load(checkpoint: Checkpoint, layers: Iterable[int]) -> dict[int, dict[str, T
     return {layer: _load(checkpoint, layer) for layer in layers}
 
 
+def tidy(folder: Path) -> None:
+    """Remove what killed writers have left: checkpoints half written or half removed, and temporary files in others.
+
+    No writer may be alive.
+    """
+    for pattern in (_SAVING, _COMPLETE):
+        for path in _named(folder, pattern).values():
+            if pattern is _SAVING or not (path / MANIFEST).exists():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                _drop_unnamed(path)
+
+
+def drop_newer(folder: Path, iteration: int) -> None:
+    """Remove the checkpoints of later iterations."""
+    for number, path in _numbered(folder, _COMPLETE).items():
+        if number > iteration:
+            _remove(path)
+
+
 def _load(checkpoint: Checkpoint, layer: int) -> dict[str, Tensor]:
     if not 0 <= layer < len(checkpoint.manifest.layers):
         raise CheckpointError(f"{checkpoint.path}: has {len(checkpoint.manifest.layers)} layers, and no layer {layer}")
@@ -208,8 +229,10 @@ def _complete(folder: Path, saving: Path, iteration: int, identity: dict[str, An
     whole = Manifest(iteration=iteration, identity=identity, layers=tuple(files))
     write_atomically(saving / MANIFEST, msgspec.json.encode(whole))
     _sync(saving)
-    saving.rename(folder / f"iteration-{iteration}")
+    complete = folder / f"iteration-{iteration}"
+    saving.rename(complete)
     _sync(folder)
+    _drop_unnamed(complete)
     _sweep(folder, iteration)
 
 
@@ -218,16 +241,38 @@ def _sweep(folder: Path, iteration: int) -> None:
     complete = _numbered(folder, _COMPLETE)
     old = [path for number, path in _numbered(folder, _SAVING).items() if number <= iteration]
     for path in (*old, *(complete[number] for number in sorted(complete)[:-KEEP])):
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
         (path / MANIFEST).unlink(missing_ok=True)  # first: without it, what is left is no checkpoint
-        shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _drop_unnamed(path: Path) -> None:
+    """Remove from a complete checkpoint the files of layers that were saved anew, and temporary ones.
+
+    A worker that is still writing one of them finds that the checkpoint is complete.
+    """
+    with contextlib.suppress(CheckpointError, OSError):
+        named = {one.file for one in open_checkpoint(path).manifest.layers}
+        for file in path.iterdir():
+            if _TEMPORARY.match(file.name) or (file.suffix == ".safetensors" and file.name not in named):
+                file.unlink(missing_ok=True)
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    return {number: path for number, path in _named(folder, pattern).items()
+            if pattern is _SAVING or (path / MANIFEST).exists()}
+
+
+def _named(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
     found = {}
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for path in folder.iterdir():
             match = pattern.fullmatch(path.name)
-            if match and (pattern is _SAVING or (path / MANIFEST).exists()):
+            if match:
                 found[int(match[1])] = path
     return found
 

@@ -123,6 +123,17 @@ class Injected(msgspec.Struct, frozen=True, tag=True):
     """By the clock that all processes of a machine share (time.monotonic)."""
 
 
+class Status(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `ReportStatus`: what a worker does."""
+
+    worker: Worker
+    doing: str
+    seconds: float
+    """For how long."""
+    waits: bool
+    """Whether for somebody else; else it computes, or does something else of its own."""
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """A worker gives up through an error of its own, and ends. The coordinator counts it as lost."""
 
@@ -142,7 +153,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 FromWorker = (JoinWorker | Heartbeat | Ready | Started | Ran | Validated | Paused
-              | FetchUpToDate | FetchFailed | Finished | Note | Injected | Failed)
+              | FetchUpToDate | FetchFailed | Finished | Note | Injected | Status | Failed)
 FromNodeAgent = JoinNode | Ended
 ToCoordinator = FromWorker | FromNodeAgent
 

@@ -29,7 +29,7 @@ def _stored_text(program: Program) -> tuple[bytes, tuple[int, ...]]:
     """The text of a program, with positions for the pipelines it helps, and these pipelines in their order."""
     position: dict[int, int] = {}
     ops = [op if op.pipeline is None else
-           ProgramOp(op.kind, op.stage, op.microbatch, op.start_ticks, position.setdefault(op.pipeline, len(position)))
+           ProgramOp(op.kind, op.slice, op.microbatch, op.start_ticks, position.setdefault(op.pipeline, len(position)))
            for op in program]
     return msgspec.json.encode(ops), tuple(position)
 
@@ -44,6 +44,9 @@ def decode_entry(entry: Entry, basis: Basis, programs: Sequence[bytes | msgspec.
         raise TableError(f"entry {entry.key}: not readable: {' '.join(str(error).split())[:200]}") from None
 
 
+_PROGRAM: msgspec.json.Decoder[Program] = msgspec.json.Decoder(Program)
+
+
 def _schedule_of(entry: Entry, basis: Basis, programs: Sequence[bytes | msgspec.Raw]) -> Schedule:
     down = set(entry.failed)
     live = [worker for worker in basis.grid.workers() if worker not in down]
@@ -54,7 +57,7 @@ def _schedule_of(entry: Entry, basis: Basis, programs: Sequence[bytes | msgspec.
     lengths = 0
     for number, *_ in order:
         if number not in decoded:
-            decoded[number] = msgspec.json.decode(programs[number], type=Program)
+            decoded[number] = _PROGRAM.decode(programs[number])
             lengths += len(decoded[number])
             if lengths > MAX_OPS:
                 raise ValueError(f"more than {MAX_OPS} ops")
@@ -70,4 +73,4 @@ def _with_pipelines(program: Program, helped: Sequence[int]) -> Program:
     if not helped:
         return program
     return tuple(op if op.pipeline is None else
-                 ProgramOp(op.kind, op.stage, op.microbatch, op.start_ticks, helped[op.pipeline]) for op in program)
+                 ProgramOp(op.kind, op.slice, op.microbatch, op.start_ticks, helped[op.pipeline]) for op in program)

@@ -26,7 +26,9 @@ from schedules.schedule import (
     Worker,
 )
 
-VERSION = 1
+VERSION = 2
+OLDER = (1,)
+"""Versions that are read, too. Version 1 has no slices and no holdings."""
 INDEX = "index.json"
 READABLE_INDEX = "index.md"
 JOB = "job.toml"
@@ -87,6 +89,12 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     fault_scaled: float | None = None
     """Live workers / all workers."""
     reason: str | None = None
+    layers_moved: int | None = None
+    """Of a settled entry: copies of layers that workers load, for these roles."""
+    bytes_moved: float | None = None
+    """Their weights, where the job says what layers weigh."""
+    seconds_to_move: float | None = None
+    """At the bandwidth that the table was made for."""
     sha256: str | None = None
     """Digest of the entry's file."""
 
@@ -102,6 +110,8 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     max_failures: int
     exact: bool
     """Whether every failure pattern of up to `max_failures` has its own entry."""
+    settled: bool = False
+    """Whether each has a second entry, for which layers may have moved."""
     job_sha256: str
     programs_sha256: str
     entries: tuple[Row, ...]
@@ -123,11 +133,11 @@ class EntryDocument(Entry, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 INDEX_KIND = DocumentKind(name="table", format="slipstream.table", version=VERSION, content=Index, bulk=("entries",),
-                          max_bytes=MAX_INDEX_BYTES, error=TableError)
+                          max_bytes=MAX_INDEX_BYTES, error=TableError, older=OLDER)
 PROGRAMS_KIND = DocumentKind(name="program", format="slipstream.programs", version=VERSION, content=Programs,
-                             bulk=("programs",), max_bytes=MAX_PROGRAMS_BYTES, error=TableError)
+                             bulk=("programs",), max_bytes=MAX_PROGRAMS_BYTES, error=TableError, older=OLDER)
 ENTRY_KIND = DocumentKind(name="entry", format="slipstream.entry", version=VERSION, content=EntryDocument,
-                          bulk=("seats",), max_bytes=MAX_INDEX_BYTES, error=TableError)
+                          bulk=("seats",), max_bytes=MAX_INDEX_BYTES, error=TableError, older=OLDER)
 
 
 def digest(data: bytes) -> str:
@@ -155,8 +165,10 @@ def with_digest(index: Index) -> Index:
 def read_index(folder: Path) -> Index:
     """The index of a table. Raises TableError, also when its digest is not its own."""
     path = folder / INDEX
-    index = INDEX_KIND.decode(INDEX_KIND.read_bytes(path), str(path))
-    if with_digest(index).sha256 != index.sha256:
+    data = INDEX_KIND.read_bytes(path)
+    index = INDEX_KIND.decode(data, str(path))
+    blank = data.replace(f'"sha256":"{index.sha256}"'.encode(), b'"sha256":""', 1)  # as it was when it was computed
+    if digest(blank) != index.sha256:
         raise TableError(f"{path}: changed since it was written: its digest does not match")
     return index
 

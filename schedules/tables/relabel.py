@@ -195,7 +195,7 @@ def renamed(program: Program, numbers: Mapping[int, int]) -> Program:
     if all(op.pipeline is None or numbers[op.pipeline] == op.pipeline for op in program):
         return program
     return tuple(op if op.pipeline is None else
-                 type(op)(op.kind, op.stage, op.microbatch, op.start_ticks, numbers[op.pipeline]) for op in program)
+                 type(op)(op.kind, op.slice, op.microbatch, op.start_ticks, numbers[op.pipeline]) for op in program)
 
 
 def _bound(schedule: Schedule, players: Mapping[Worker, Worker]) -> int:

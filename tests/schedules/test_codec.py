@@ -55,7 +55,7 @@ def test_schema_accepts_what_is_written(schedule):
 
 def test_schema_refuses_other_documents():
     validator = jsonschema.Draft202012Validator(json_schema())
-    for document in ({}, json.loads(GOOD) | {"version": 2}, json.loads(GOOD) | {"surprise": 1}):
+    for document in ({}, json.loads(GOOD) | {"version": 3}, json.loads(GOOD) | {"surprise": 1}):
         assert not validator.is_valid(document)
 
 
@@ -88,7 +88,7 @@ def test_random_corruption():
     (b"{}", "key 'format' is None"),
     (changed("format", value="slipstream.trace"), "no Slipstream schedule: key 'format' is 'slipstream.trace'"),
     (changed("format", value="x" * 10**6), "no readable schedule"),
-    (changed("version", value=2), "schedule format version 2; this Slipstream reads 1"),
+    (changed("version", value=3), "schedule format version 3; this Slipstream reads 1 and 2"),
     (changed("version", value=10**30), "no readable schedule"),
     (changed("job", value="\x1b[2J"), "printable"),
     (changed("job", value="x" * 10**6), "job is"),
@@ -117,13 +117,13 @@ def test_random_corruption():
     (changed("seats", 0, value=[[0, 0], [0, 0], 99]), "worker 0.0 names program 99"),
     (changed("seats", 0, value=[[0, 0], [0, 0], -1]), "worker 0.0 names program -1"),
     (changed("seats", 0, value=[[0, 0, 0], [0, 0], 0]), "no readable schedule"),
-    (changed("programs", 0, 0, value=["F", 10**9, 0, 0]), "programs[0][0] stage is 1000000000"),
+    (changed("programs", 0, 0, value=["F", 10**9, 0, 0]), "programs[0][0] slice is 1000000000"),
     (changed("programs", 0, 0, value=["F", 0, 10**9, 0]), "programs[0][0] micro-batch is 1000000000"),
     (changed("programs", 0, 0, value=["F", 0, 0, -1]), "programs[0][0] start is -1"),
     (changed("programs", 0, 0, value=["F", 0, 0, 10**400]), "start is 1000"),
     (changed("programs", 0, 0, value=["F", 0, 0, 0, 2]), "programs[0][0] pipeline is 2"),
-    (changed("programs", 0, 0, value=["F", None, 0, 0]), "F needs a stage"),
-    (changed("programs", 0, 0, value=["O", 0, None, 0]), "O takes no stage"),
+    (changed("programs", 0, 0, value=["F", None, 0, 0]), "F needs a slice"),
+    (changed("programs", 0, 0, value=["O", 0, None, 0]), "O takes no slice"),
     (changed("programs", 0, 0, value=["A", 0, 1, 0]), "A takes no micro-batch"),
     (changed("programs", 0, 0, value=["X", 0, 0, 0]), "no readable schedule"),
     (b"[" * 10**6, "no readable schedule"),
