@@ -4,6 +4,7 @@ is made to hold for those of a table, which are only as good as the search.
 A plan for one failure more is one for fewer, in which a live worker stands by: it runs no micro-batch.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -39,7 +40,7 @@ def _sources(failures: int) -> Sequence[tuple[str, tuple[str, ...]]]:
 
 
 def _period(part: Part) -> float:
-    return part.entry.period_ticks * part.basis.tick_seconds
+    return part.entry.period_ticks * part.entry.tick_seconds(part.basis)
 
 
 def _taken_over(own: Part, source: Part) -> Part | None:
@@ -51,7 +52,9 @@ def _taken_over(own: Part, source: Part) -> Part | None:
             return None
         schedule = standing_by
     moved = source.moved or (own.moved and Transition(layers=0, bytes=0.0, seconds=0.0))
-    bound = min(schedule.period_ticks, own.entry.lower_bound_ticks)
+    tick = own.entry.tick_seconds(own.basis) / schedule.tick_seconds  # a bound in other ticks is rounded down
+    lower = own.entry.lower_bound_ticks if tick == 1 else math.floor(own.entry.lower_bound_ticks * tick * (1 - 1e-12))
+    bound = min(schedule.period_ticks, lower)
     status = "optimal" if bound == schedule.period_ticks else "feasible"
     return make_part(own.basis, own.entry.key,
                      msgspec.structs.replace(schedule, lower_bound_ticks=bound, status=status), moved)
