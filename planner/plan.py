@@ -9,10 +9,13 @@ import msgspec
 
 from planner.interrupt import interruptible
 from planner.job.file import Job, require_known
-from planner.model.assemble import build_schedule, period
+from planner.model.assemble import build_schedule
+from planner.model.bounds import lower_bound
+from planner.model.decompose import decompose
 from planner.model.problem import Problem
 from planner.options import PlanOptions
 from planner.progress import ProgressCallback, quiet
+from planner.repetition import blocks_within, repeated
 from planner.search.budget import Budget
 from planner.search.compiled import ready
 from planner.search.solve import Method, Solved, solve
@@ -74,20 +77,17 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *,
     began = time.monotonic()
     with _garbage_collection_off(), interruptible() as stop:
         share = options.time_limit * FAULT_FREE_SHARE if failed else 0.0
-        problem = options.problem(job, failed)
-        solved = solve(problem, options.method, Budget(deadline=began + options.time_limit - share, seed=options.seed,
-                                                       progress=progress, stop=stop))
-        fault_free = None
+        budget = Budget(deadline=began + options.time_limit - share, seed=options.seed, progress=progress, stop=stop)
+        found = _search(options, job, failed, budget)
+        schedule = found.schedule
+        whole = schedule
         if failed:
-            whole = options.problem(job)
-            healthy = solve(whole, options.method, Budget(deadline=time.monotonic() + share, seed=options.seed,
-                                                          stop=stop))
-            fault_free = period(whole, healthy.pieces, healthy.deadlines)
+            rest = Budget(deadline=time.monotonic() + share, seed=options.seed, stop=stop)
+            whole = _search(options, job, (), rest).schedule
         interrupted = stop.is_set()
-        schedule = _checked(problem, solved, options.method)
     return Plan(schedule=schedule, solve_seconds=time.monotonic() - began, interrupted=interrupted,
-                evidence=None if schedule.status == "optimal" else solved.evidence or None,
-                fault_free_period=schedule.seconds(fault_free or schedule.period_ticks))
+                evidence=None if schedule.status == "optimal" else found.evidence or None,
+                fault_free_period=schedule.seconds(whole.period_ticks))
 
 
 class Planned(msgspec.Struct, frozen=True):
@@ -105,10 +105,42 @@ def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker]) -> Plann
     ready()
     began = time.monotonic()
     with _garbage_collection_off(), interruptible() as stop:
-        problem = options.problem(job, failed)
         budget = Budget(deadline=began + max(0.01, options.time_limit), seed=options.seed, stop=stop)
-        schedule = _checked(problem, solve(problem, options.method, budget), options.method)
-        return Planned(schedule, stop.is_set(), time.monotonic() - began)
+        found = _search(options, job, failed, budget)
+        return Planned(found.schedule, stop.is_set(), time.monotonic() - began)
+
+
+class _Found(msgspec.Struct, frozen=True):
+    """A checked schedule, and what is known about its gap."""
+
+    schedule: Schedule
+    evidence: str
+
+
+def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget) -> _Found:
+    """The best schedule of a job within the budget; where that is too little for the whole job, of its blocks."""
+    problem = options.problem(job, failed)
+    in_place = msgspec.structs.replace(options, layers="fixed", slices=False)
+
+    def plan_block(block: Job, seconds: float) -> Schedule:
+        within = msgspec.structs.replace(budget, deadline=time.monotonic() + seconds, progress=quiet)
+        return _whole(in_place, in_place.problem(block, failed), within).schedule
+
+    ops = sum(piece.problem.operations for piece in decompose(problem))
+    blocks = blocks_within(job, ops, budget.seconds, plan_block)
+    if blocks is None:
+        return _whole(options, problem, budget)
+    said = f"{blocks.number} blocks of about {max(job.microbatches) // blocks.number} micro-batches a pipeline"
+    budget.progress(f"too many micro-batches to plan at once in this time: planning {said}")
+    schedule = repeated(job, blocks, lower_bound(problem), plan_block)
+    return _Found(schedule, f"planned as {said}, each of which fills and drains the pipelines; with more time the "
+                  "whole iteration is planned at once")
+
+
+def _whole(options: PlanOptions, problem: Problem, budget: Budget) -> _Found:
+    """The best schedule of a problem within the budget."""
+    solved = solve(problem, options.method, budget)
+    return _Found(_checked(problem, solved, options.method), solved.evidence)
 
 
 def _checked(problem: Problem, solved: Solved, method: Method) -> Schedule:

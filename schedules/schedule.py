@@ -119,7 +119,14 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     def stages_of(self, column: int) -> tuple[int, ...]:
         """The virtual stages a worker of this column holds, ascending."""
-        return tuple(index for index, stage in enumerate(self.stages) if stage.column == column)
+        return self._stages_by_column[column]
+
+    @cached_property
+    def _stages_by_column(self) -> tuple[tuple[int, ...], ...]:
+        held: list[list[int]] = [[] for _ in range(self.columns)]
+        for index, stage in enumerate(self.stages):
+            held[stage.column].append(index)
+        return tuple(map(tuple, held))
 
     @cached_property
     def layers_by_stage(self) -> tuple[LayerRange, ...]:

@@ -78,8 +78,10 @@ def _along(problem: Problem, stage: int, pipeline: int) -> int:
 
 def _round_trip(problem: Problem, stage: int) -> int:
     """Least ticks from the end of a unit's F to the start of its I: to the last stage and back."""
-    return sum(problem.fastest(OpKind.F, later) + problem.fastest(problem.gradient_kind, later)
-               + 2 * _hop(problem, later - 1) for later in range(stage + 1, len(problem.grid.stages)))
+    there, back = problem.least_ways
+    # The hop from the stage to the next one, there and back; that behind the last stage is 0.
+    hops = 2 * _hop(problem, stage) if stage + 1 < len(problem.grid.stages) else 0
+    return there[-1] - there[stage + 1] + back[-1] - back[stage + 1] + hops
 
 
 def window_bound(problem: Problem, column: int) -> int:
@@ -160,7 +162,8 @@ def _synchronous_bound(problem: Problem, column: int) -> int:
 def _reach(problem: Problem, stage: int) -> int:
     """Least ticks before the first F of a stage may start."""
     first = stage - problem.grid.original(stage)
-    return sum(problem.fastest(OpKind.F, earlier) + _hop(problem, earlier) for earlier in range(first, stage))
+    there, _ = problem.least_ways
+    return there[stage] - there[first]
 
 
 def _chain_bound(problem: Problem, stage: int) -> int:
@@ -222,9 +225,12 @@ def _crowded_bound(problem: Problem, stage: int) -> int:
 
 def _crowding(problem: Problem, stage: int, kind: OpKind, others: range) -> int:
     """How long the last of one op of each pipeline waits at the most crowded of the other stages."""
+    if not problem.failed:
+        return 0
     pipelines = len(problem.live_by_column[problem.column_of[stage]])
-    return max(((-(-pipelines // len(problem.live_by_column[problem.column_of[other]])) - 1)
-                * problem.fastest(kind, other) for other in others), default=0)
+    live = problem.live_by_column
+    return max(((-(-pipelines // len(live[column])) - 1) * problem.fastest(kind, other)
+                for other in others if len(live[column := problem.column_of[other]]) < pipelines), default=0)
 
 
 def _slowest(problem: Problem, kind: OpKind, stage: int) -> int:
@@ -243,7 +249,7 @@ def _stashed(problem: Problem, stage: int, count: int) -> int:
 
 def _way_back(problem: Problem, stage: int) -> int:
     """Least ticks from the end of an I of a stage to the end of that micro-batch's I at stage 0."""
-    return sum(problem.fastest(problem.gradient_kind, earlier) + _hop(problem, earlier) for earlier in range(stage))
+    return problem.least_ways[1][stage]
 
 
 def _hop(problem: Problem, stage: int) -> int:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
@@ -124,6 +125,18 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 most = max(most, held + self.hold(other))
                 held += self.activation(other)
         return most
+
+    @cached_property
+    def least_ways(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(forward, back): for 0, 1, 2 ... stages from the first on, the least ticks of their F, or of their I (or B),
+        each with the way to the stage behind.
+        """
+        stages = range(len(self.grid.stages))
+        hops = [0 if self.column_of[stage] == self.column_of[stage + 1] else self.times.transfer
+                for stage in stages[:-1]] + [0]
+        forward, back = (tuple(accumulate((self.fastest(kind, stage) + hops[stage] for stage in stages), initial=0))
+                         for kind in (OpKind.F, self.gradient_kind))
+        return forward, back
 
     def activation(self, stage: int) -> int:
         """Memory held from F start to the end of I (or B); 0 where memory is unlimited."""

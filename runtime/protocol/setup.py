@@ -1,6 +1,5 @@
 """What a worker must know before its first order."""
 
-from datetime import timedelta
 from typing import Literal
 
 import msgspec
@@ -12,7 +11,7 @@ from runtime.protocol.failure_injection import Injection
 from runtime.protocol.rendezvous import Rendezvous
 from runtime.replay.communication import Transport
 
-JOIN_TIMEOUT = timedelta(minutes=10)
+JOIN_TIMEOUT_SECONDS = 600.0
 """For all workers to be there: on several machines, people start them."""
 
 

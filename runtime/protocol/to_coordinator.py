@@ -132,6 +132,23 @@ class Injected(msgspec.Struct, frozen=True, tag=True):
     """By the clock that all processes of a machine share (time.monotonic)."""
 
 
+class Status(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `ReportStatus`: what a worker does."""
+
+    worker: Worker
+    doing: str
+    seconds: float
+    """For how long."""
+    waits: bool
+    """Whether for somebody else; else it computes, or does something else of its own."""
+
+
+class Leaving(msgspec.Struct, frozen=True, tag=True):
+    """A worker, or the node that it is on, was told to end by somebody else (SIGTERM), and waits for `Leave`."""
+
+    worker: Worker
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """A worker gives up through an error of its own, and ends. The coordinator counts it as lost."""
 
@@ -151,8 +168,8 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 FromWorker = (JoinWorker | Heartbeat | Ready | Started | Ran | Validated | Paused
-              | FetchUpToDate | FetchFailed | Finished | Saved | Note | Injected | Failed)
-FromNodeAgent = JoinNode | Ended
+              | FetchUpToDate | FetchFailed | Finished | Saved | Note | Injected | Leaving | Status | Failed)
+FromNodeAgent = JoinNode | Leaving | Ended
 ToCoordinator = FromWorker | FromNodeAgent
 
 decode: Decoder[ToCoordinator] = Decoder(ToCoordinator)

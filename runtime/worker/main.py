@@ -3,6 +3,7 @@
 import contextlib
 import os
 import selectors
+import signal
 import socket
 import sys
 import threading
@@ -37,9 +38,21 @@ from runtime.protocol.to_coordinator import (
     Heartbeat,
     Injected,
     JoinWorker,
+    Leaving,
     Ready,
+    Status,
 )
-from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, Leave, Order, ToWorker, Train
+from runtime.protocol.to_worker import (
+    Acknowledged,
+    EndOrder,
+    Fetch,
+    Finish,
+    Leave,
+    Order,
+    ReportStatus,
+    ToWorker,
+    Train,
+)
 from runtime.replay.stuck_calls import AbandonedError
 from runtime.worker.checkpointer import Checkpointer
 from runtime.worker.generation import Generation, WorkerContext
@@ -53,11 +66,12 @@ CONNECT_SECONDS = 60.0
 HEARTBEATS_PER_TIMEOUT = 5
 LOOK_SECONDS = 0.02
 """While a generation should come to its end."""
+_SPEC = msgspec.json.Decoder(WorkerSpec)
 
 
 def main(task: bytes) -> int:
     """Run one worker, as a `WorkerSpec` says; its exit status. Errors are reported to the coordinator."""
-    spec = msgspec.json.decode(task, type=WorkerSpec)
+    spec = _SPEC.decode(task)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(spec.coordinator) or "")
     try:
         channel = Channel(spec.coordinator, JoinWorker(spec.worker), to_worker.decode, CONNECT_SECONDS)
@@ -111,6 +125,15 @@ class _Worker:
         self._finishing = threading.Lock()
         self._error: BaseException | None = None
         self._waker, self._woken = socket.socketpair()
+        self._told_to_end = False
+        signal.signal(signal.SIGTERM, self._end_soon)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # until now blocked, as in the fork server
+
+    def _end_soon(self, *_: object) -> None:
+        """SIGTERM: leave when the others can do without this worker; a second one ends it at once."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._told_to_end = True
+        self._waker.send(b"!")
 
     def serve(self) -> int:
         """Handle the coordinator's messages until this worker may leave; the exit status.
@@ -133,6 +156,10 @@ class _Worker:
                 ready = selector.select(min(pause, LOOK_SECONDS) if ending else pause)
                 if self._error is not None:
                     raise self._error
+                if self._told_to_end:
+                    self._told_to_end = False
+                    self._woken.recv(1)
+                    self._channel.send(Leaving(self._worker))
                 for message in self._channel.read() if any(key.fileobj is self._channel for key, _ in ready) else ():
                     if isinstance(message, Leave):
                         return 0
@@ -162,6 +189,16 @@ class _Worker:
                 generation.acknowledged(message)
             case Fetch():
                 self._context.layer_receiver.begin(_fetch_for(self._worker, message))
+            case ReportStatus():
+                self._channel.send(self._status())
+
+    def _status(self) -> Status:
+        """What this worker does. It has no generation before its first order, and after its last."""
+        if self._generation is not None:
+            return self._generation.status()
+        if self._finishing.locked():
+            return Status(self._worker, "writes its parameters", 0.0, waits=False)
+        return Status(self._worker, "waits for an order", 0.0, waits=True)
 
     def _begin(self, name: str, work: Callable[[], None]) -> None:
         """Run long work in a thread; an error there ends the main thread."""
@@ -194,7 +231,7 @@ class _Worker:
             self._leave(previous, order)
             stages = self._stage_store.stages.values()
             for layer, worker in order.writers:
-                if worker == self._worker:
+                if worker == self._worker and order.parameters:
                     stage = next(stage for stage in stages if layer in range(*stage.layers))
                     save_layer(Path(self._spec.out), layer, stage.layer_state(layer))
             self._context.checkpointer.save_last(order, self._stage_store)

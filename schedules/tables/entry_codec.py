@@ -44,6 +44,9 @@ def decode_entry(entry: Entry, basis: Basis, programs: Sequence[bytes | msgspec.
         raise TableError(f"entry {entry.key}: not readable: {' '.join(str(error).split())[:200]}") from None
 
 
+_PROGRAM: msgspec.json.Decoder[Program] = msgspec.json.Decoder(Program)
+
+
 def _schedule_of(entry: Entry, basis: Basis, programs: Sequence[bytes | msgspec.Raw]) -> Schedule:
     down = set(entry.failed)
     live = [worker for worker in basis.grid.workers() if worker not in down]
@@ -54,7 +57,7 @@ def _schedule_of(entry: Entry, basis: Basis, programs: Sequence[bytes | msgspec.
     lengths = 0
     for number, *_ in order:
         if number not in decoded:
-            decoded[number] = msgspec.json.decode(programs[number], type=Program)
+            decoded[number] = _PROGRAM.decode(programs[number])
             lengths += len(decoded[number])
             if lengths > MAX_OPS:
                 raise ValueError(f"more than {MAX_OPS} ops")
