@@ -11,6 +11,7 @@ from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.event_loop import EventLoop, Run
 from runtime.coordinator.loss_file import LossFile
 from runtime.coordinator.planning import RunError
+from runtime.processes.stop_signals import StopSignals
 from runtime.protocol import to_worker
 from runtime.protocol.channel import Frames, frame
 from runtime.protocol.rendezvous import Rendezvous, listen
@@ -160,7 +161,7 @@ class World:
                 others.append(asyncio.create_task(script(self)))
             try:
                 async with asyncio.timeout(SOON):
-                    await self.events.serve(listener)
+                    await self.events.serve(listener, StopSignals())
             finally:
                 for other in others:
                     other.cancel()
