@@ -68,7 +68,7 @@ _KIND = DocumentKind(name="part", format="slipstream.part", version=VERSION, con
 def make_part(basis: Basis, key: str, schedule: Schedule, moved: Transition | None = None) -> Part:
     """The part for a schedule."""
     numbers: dict[bytes, int] = {}
-    entry = encode_entry(key, schedule, numbers)
+    entry = encode_entry(key, schedule, basis, numbers)
     return Part(basis=basis, entry=entry, programs=tuple(msgspec.Raw(text) for text in numbers),
                 failures=len(schedule.failed), moved=moved)
 
@@ -142,10 +142,10 @@ class TableFolder:
         numbers: dict[bytes, int] = {}
         files: dict[str, bytes] = {}
         rows: list[Row] = []
-        fault_free = 0
+        fault_free = 0.0
         for key in keys:
             part = self._read_part(self._part_path(key))
-            fault_free = fault_free or part.entry.period_ticks
+            fault_free = fault_free or part.entry.period_ticks * part.entry.tick_seconds(part.basis)
             row = _row(part, fault_free)
             if part.reason is None:
                 files[entry_file(key)] = data = encode_document(_document(part, numbers))
@@ -209,14 +209,14 @@ def _document(part: Part, numbers: dict[bytes, int]) -> EntryDocument:
     return EntryDocument(**fields)
 
 
-def _row(part: Part, fault_free: int) -> Row:
-    entry, grid, tick = part.entry, part.basis.grid, part.basis.tick_seconds
+def _row(part: Part, fault_free: float) -> Row:
+    entry, grid, tick = part.entry, part.basis.grid, part.entry.tick_seconds(part.basis)
     if part.reason is not None:
         return Row(key=entry.key, failures=part.failures, failed=entry.failed, status="no plan", reason=part.reason)
     period, bound, workers = entry.period_ticks, entry.lower_bound_ticks, grid.pipelines * grid.columns
     return Row(key=entry.key, failures=part.failures, failed=entry.failed, status=entry.status, period=period * tick,
-               lower_bound=bound * tick, gap=period / bound - 1 if bound else 0.0, throughput=fault_free / period,
-               fault_scaled=(workers - part.failures) / workers,
+               lower_bound=bound * tick, gap=period / bound - 1 if bound else 0.0,
+               throughput=fault_free / (period * tick), fault_scaled=(workers - part.failures) / workers,
                layers_moved=part.moved.layers if part.moved else None,
                bytes_moved=part.moved.bytes if part.moved else None,
                seconds_to_move=part.moved.seconds if part.moved else None)

@@ -4,6 +4,7 @@ is made to hold for those of a table, which are only as good as the search.
 A plan for one failure more is one for fewer, in which a live worker stands by: it runs no micro-batch.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -39,7 +40,8 @@ def _sources(failures: int) -> Sequence[tuple[str, tuple[str, ...]]]:
 
 
 def _period(part: Part) -> float:
-    return part.entry.period_ticks * part.basis.tick_seconds
+    """Seconds."""
+    return part.entry.period_ticks * part.entry.tick_seconds(part.basis)
 
 
 def _taken_over(own: Part, source: Part) -> Part | None:
@@ -51,7 +53,9 @@ def _taken_over(own: Part, source: Part) -> Part | None:
             return None
         schedule = standing_by
     moved = source.moved or (own.moved and Transition(layers=0, bytes=0.0, seconds=0.0))
-    bound = min(schedule.period_ticks, own.entry.lower_bound_ticks)
+    # The bound of the own entry in ticks of the other's schedule, rounded down.
+    bound = math.floor(own.entry.lower_bound_ticks * own.entry.tick_seconds(own.basis) / schedule.tick_seconds + 1e-6)
+    bound = min(schedule.period_ticks, bound)
     status = "optimal" if bound == schedule.period_ticks else "feasible"
     return make_part(own.basis, own.entry.key,
                      msgspec.structs.replace(schedule, lower_bound_ticks=bound, status=status), moved)
