@@ -98,8 +98,9 @@ def _group_work(problem: Problem, columns: Sequence[int]) -> int:
     work = sum(sum(problem.times.duration_ticks(kind, stage, nobody) for kind in problem.kinds) * _along(problem, stage)
                for column in columns for stage in grid.stages_of(column))
     per_mille = problem.times.per_mille_of
-    rate = sum((Fraction(1000, per_mille.get(Worker(pipeline, column), 1000)) for column in columns
-                for pipeline in problem.live_by_column[column]), start=Fraction(0))
+    kinds = Counter(per_mille.get(Worker(pipeline, column), 1000) for column in columns
+                    for pipeline in problem.live_by_column[column])
+    rate = sum((Fraction(1000 * number, slow) for slow, number in kinds.items()), start=Fraction(0))
     return -(-work * rate.denominator // rate.numerator) + min(map(problem.column_tail, columns))
 
 
@@ -125,6 +126,18 @@ def _cells(problem: Problem, stage: int, worker: Worker) -> _Cells:
                   waiting=most(activation), held=most(min(activation, stash)), stashed=most(stash))
 
 
+def _kinds(problem: Problem, stage: int) -> Counter[_Cells]:
+    """How many holders of a stage run its cells in which times."""
+    column, per_mille = problem.column_of[stage], problem.times.per_mille_of
+    workers = [Worker(pipeline, column) for pipeline in problem.live_by_column[column]]
+    speeds = Counter(per_mille.get(worker, 1000) for worker in workers)
+    one = {per_mille.get(worker, 1000): worker for worker in workers}
+    found: Counter[_Cells] = Counter()
+    for slow, number in speeds.items():
+        found[_cells(problem, stage, one[slow])] += number
+    return found
+
+
 def _window(problem: Problem, stage: int) -> int:
     """The least T such that the holders of a stage can run all of its cells in windows of T ticks.
 
@@ -132,7 +145,7 @@ def _window(problem: Problem, stage: int) -> int:
     do not fall with n. So in T it runs no more than the n with which that is T.
     """
     total = _along(problem, stage) * problem.parts_of(stage)
-    kinds = Counter(_cells(problem, stage, worker) for worker in problem.holders[stage])
+    kinds = _kinds(problem, stage)
 
     def enough(ticks: int) -> bool:
         return sum(number * _most(cells, ticks * cells.parts, total) for cells, number in kinds.items()) >= total
@@ -160,10 +173,10 @@ def _least(enough: Callable[[int], bool], high: int) -> int:
 
 def _chain(problem: Problem, stage: int) -> int:
     """Fill and drain bound, through the busiest worker of a stage; see `bounds._chain_bound`. 0 where speeds differ."""
-    kinds = {_cells(problem, stage, worker) for worker in problem.holders[stage]}
+    kinds = _kinds(problem, stage)
     if len(kinds) > 1:
         return 0
-    cells = kinds.pop()
+    cells, = kinds
     parts = cells.parts
     count = -(-_along(problem, stage) * parts // len(problem.holders[stage]))
     left = max((count - min(count, cells.stashed)) * cells.weight,

@@ -22,10 +22,18 @@ def optimal_period(problem: Problem) -> int:
         units_of: dict[Worker, list[Unit]] = {worker: [] for worker in problem.live}
         for unit in units:
             units_of[hosts[unit]].append(unit)
+        if any(_busy(problem, worker, held) >= best for worker, held in units_of.items()):
+            continue
         orders = [_orders(problem, worker, held) for worker, held in units_of.items()]
         for sequences in itertools.product(*orders):
             best = _shorten(problem, hosts, sequences, best)
     return best
+
+
+def _busy(problem: Problem, worker: Worker, held: list[Unit]) -> int:
+    """What a worker does in any order: no window of its is shorter."""
+    work = sum(problem.cost(kind, unit.slice, worker) for unit in held for kind in problem.kinds)
+    return work + problem.tail(worker) if held else 0
 
 
 def _orders(problem: Problem, worker: Worker, units: list[Unit]):
