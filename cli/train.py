@@ -60,9 +60,10 @@ def train(job: JobFile,
           table: Annotated[Path | None, typer.Option("--table", metavar="DIR", help=(
               "Take schedules from this table (`slipstream table`), the first one and those after failures. Without "
               "one, and for failures outside it, they are planned on the spot."))] = None,
-          checkpoint_every: Annotated[int, typer.Option("--checkpoint-every", metavar="N", min=0, max=MAX_ITERATIONS,
-                                                        help=(
-              "Save a checkpoint to DIR/checkpoints of --out every N iterations and at the end; 0: never."))] = 0,
+          checkpoint_every: Annotated[int | None, typer.Option("--checkpoint-every", metavar="N", min=0,
+                                                               max=MAX_ITERATIONS, help=(
+              "Save a checkpoint to checkpoints/ of --out every N iterations and at the end; 0: never. Default: as "
+              "often as costs less than 1 % of the time, and at the end."))] = None,
           force: Annotated[bool, typer.Option("--force", help=(
               "Remove what another run has left in --out, instead of refusing to train there."))] = False,
           resume: Annotated[Path | None, typer.Option("--resume", metavar="DIR", help=(

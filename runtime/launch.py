@@ -17,6 +17,7 @@ import torch
 from msgspec.structs import replace
 
 from runtime.config import ConfigError, RunConfig
+from runtime.coordinator.checkpoint_timer import CheckpointCost
 from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.event_loop import STALL_TIMEOUT_SECONDS, EventLoop, Notify, Run
 from runtime.coordinator.loss_file import LossFile, Progress
@@ -69,6 +70,8 @@ class RunResult:
     recoveries: tuple[Recovery, ...]
     notes: tuple[str, ...]
     """What went wrong and was survived besides, such as checkpoints that could not be written."""
+    checkpoints: tuple[CheckpointCost, ...]
+    """What those have cost that were written while training went on."""
     trace: MeasuredTrace
     out: Path
 
@@ -88,8 +91,8 @@ class Resilience:
     fetch_bytes_per_second: float | None = None
     """How fast a worker that comes in is sent layers by each of the others while they train; None: as fast as it goes.
     """
-    checkpoint_every: int = 0
-    """Iterations from one checkpoint to the next; 0: none."""
+    checkpoint_every: int | None = 0
+    """Iterations from one checkpoint to the next; 0: none; None: such that they cost less than 1 % of the time."""
     resume: Checkpoint | None = None
     """Where to go on from."""
     injections: tuple[Injection, ...] = ()
@@ -181,7 +184,8 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
     return RunResult(first_iteration=first, losses=tuple(log.losses), parameter_digest=combined_digest(log.digests),
                      trace=trace, out=out, measured_period_seconds=log.measured_period_seconds(),
                      planned_period_seconds=schedule.seconds(schedule.period_ticks),
-                     recoveries=tuple(events.recoveries), notes=tuple(events.notes))
+                     recoveries=tuple(events.recoveries), notes=tuple(events.notes),
+                     checkpoints=events.checkpoints.costs)
 
 
 def join(rendezvous: Rendezvous, *, node: int, nodes: int, out: Path, fork_server: ForkServer | None = None,
@@ -267,7 +271,7 @@ def _setup(schedule: Schedule, config: RunConfig, fit: _Fit, store: Rendezvous, 
         loss_scale=1 / schedule.grid.total_microbatches,
         heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,
         resume=None if resilience.resume is None else str(resilience.resume.path.resolve()),
-        checkpoints=str((out / CHECKPOINTS).resolve()) if resilience.checkpoint_every else None,
+        checkpoints=None if resilience.checkpoint_every == 0 else str((out / CHECKPOINTS).resolve()),
         checkpoint_every=resilience.checkpoint_every, fetch_bytes_per_second=resilience.fetch_bytes_per_second)
 
 

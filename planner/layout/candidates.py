@@ -51,9 +51,12 @@ def _moved(problem: LayoutProblem) -> Iterator[Callable[[], Layout | None]]:
     if len(problem.paths) > 1:
         yield from _fixed(problem)
         return
+    yield partial(_recut, problem, staggered=True)
     for aligned in (True, False):
         yield partial(_recut, problem, aligned=aligned)
     yield partial(_recut, problem, all_cut=True, aligned=True)
+    yield partial(_recut, problem, all_cut=True, staggered=True)
+    yield partial(_recut, problem, spread=False, staggered=True)
     yield partial(_recut, problem, spread=False, aligned=True)
     yield partial(_recut, problem, spread=False, floating=False)
     yield partial(one_cut, problem)
@@ -61,10 +64,10 @@ def _moved(problem: LayoutProblem) -> Iterator[Callable[[], Layout | None]]:
 
 
 def _recut(problem: LayoutProblem, *, all_cut: bool = False, floating: bool = True, spread: bool = True,
-           aligned: bool = False) -> Layout | None:
+           staggered: bool = False, aligned: bool = False) -> Layout | None:
     """The layout with the least longest load on lines; `all_cut`: healthy pipelines are cut anew, too."""
     lines = [line._replace(cut=line.cut or all_cut) for line in lines_of(problem)]
-    found = Divider(problem, lines, floating=floating, spread=spread).least()
+    found = Divider(problem, lines, floating=floating, spread=spread, staggered=staggered).least()
     if found is None:
         return None
     kind = ", ".join(["re-cut pipelines", "floating layers" if floating else "one cut each",

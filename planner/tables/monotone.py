@@ -40,7 +40,6 @@ def _sources(failures: int) -> Sequence[tuple[str, tuple[str, ...]]]:
 
 
 def _period(part: Part) -> float:
-    """Seconds."""
     return part.entry.period_ticks * part.entry.tick_seconds(part.basis)
 
 
@@ -53,9 +52,9 @@ def _taken_over(own: Part, source: Part) -> Part | None:
             return None
         schedule = standing_by
     moved = source.moved or (own.moved and Transition(layers=0, bytes=0.0, seconds=0.0))
-    # The bound of the own entry in ticks of the other's schedule, rounded down.
-    bound = math.floor(own.entry.lower_bound_ticks * own.entry.tick_seconds(own.basis) / schedule.tick_seconds + 1e-6)
-    bound = min(schedule.period_ticks, bound)
+    tick = own.entry.tick_seconds(own.basis) / schedule.tick_seconds  # a bound in other ticks is rounded down
+    lower = own.entry.lower_bound_ticks if tick == 1 else math.floor(own.entry.lower_bound_ticks * tick * (1 - 1e-12))
+    bound = min(schedule.period_ticks, lower)
     status = "optimal" if bound == schedule.period_ticks else "feasible"
     return make_part(own.basis, own.entry.key,
                      msgspec.structs.replace(schedule, lower_bound_ticks=bound, status=status), moved)

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from runtime.coordinator.checkpoint_timer import CheckpointTimer
 from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.join_planning import JoinPlanner
 from runtime.coordinator.layer_moves import plan_moves, stages_without_holder
@@ -44,10 +45,13 @@ class Coordinator:
         Finds those for other workers; None: the first failure ends the run.
     ranges
         Half-open range of layers of each stage.
+    checkpoints
+        Says when one is due that the workers do not know of; None: never.
     """
 
     def __init__(self, schedule: Schedule, schedules: ScheduleService | None, send: Send, log: CommitLog, *,
-                 iterations: range, ranges: Sequence[tuple[int, int]]) -> None:
+                 iterations: range, ranges: Sequence[tuple[int, int]], checkpoints: CheckpointTimer | None = None
+                 ) -> None:
         self._schedule = self._current = schedule
         self._schedules = schedules
         self._send = send
@@ -67,6 +71,8 @@ class Coordinator:
         self._outdated = False
         """Whether a member was lost after the order to finish, which names it."""
         self._stop_before: int | None = None
+        self._save_before: int | None = None
+        self._checkpoints = checkpoints or CheckpointTimer(automatic=False)
         self._joins = JoinPlanner(self._tell_all)
         self._addresses: dict[Worker, tuple[str, int]] = {}
         self._lost: dict[Worker, tuple[str, set[int]]] = {}
@@ -115,8 +121,10 @@ class Coordinator:
 
     def ran(self, report: Ran) -> None:
         """Acknowledge a report that the commit log has: the worker goes on, or stops where all members will."""
-        stop = report.order == self.number and report.iteration + 1 == self._stop_before
-        self._send(report.worker, Acknowledged(report.order, report.iteration, stop))
+        following = report.iteration + 1 if report.order == self.number else None
+        self._send(report.worker, Acknowledged(
+            report.order, report.iteration, stop=following is not None and following == self._stop_before,
+            save=following is not None and following == self._save_before))
 
     def committed(self) -> None:
         """An iteration was committed."""
@@ -186,6 +194,7 @@ class Coordinator:
         else:
             self._plan_join()
             self._choose_stop()
+            self._choose_save()
 
     def _plan_join(self) -> None:
         """Where workers want to join, start a fetch of the layers that this needs, while training goes on.
@@ -212,6 +221,12 @@ class Coordinator:
         """
         if self._joins.complete and self._may_stop():
             self._stop_before = self._earliest_stop()
+
+    def _choose_save(self) -> None:
+        """Where a checkpoint is due, choose the iteration before whose step all members save; told like a stop."""
+        if self._checkpoints.due() and self._may_stop():
+            self._save_before = self._earliest_stop()
+            self._checkpoints.asked(self._save_before)
 
     def _earliest_stop(self) -> int:
         return self._log.furthest + 2
@@ -250,6 +265,8 @@ class Coordinator:
         self._phase, self._current, self._ended = "training", schedule, False
         self.number += 1
         self._log.begin(self.number, live)
+        self._save_before = None
+        self._checkpoints.order_begins()
         sources = sorted({move.source for move in moves})
         self._tell(told, Train(number=self.number, first_iteration=first, moves=moves, fetch=fetch,
                                addresses=tuple((source, self._addresses[source]) for source in sources),

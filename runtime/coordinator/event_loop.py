@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from runtime.coordinator.checkpoint_timer import CheckpointTimer
 from runtime.coordinator.commit_log import CommitLog, CommitLogError
 from runtime.coordinator.coordinator import Coordinator
 from runtime.coordinator.gathering import TELL_SECONDS, who_is_awaited
@@ -45,6 +46,7 @@ from runtime.protocol.to_coordinator import (
     Paused,
     Ran,
     Ready,
+    Saved,
     Started,
     Status,
     ToCoordinator,
@@ -97,7 +99,9 @@ class EventLoop:
         schedules = None if run.scheduler is None else ScheduleService(
             run.scheduler, lambda: self._events.put_nowait(lambda: None))
         setup = run.setup
+        self.checkpoints = CheckpointTimer(automatic=setup.checkpoints is not None and setup.checkpoint_every is None)
         self._coordinator = Coordinator(run.schedule, schedules, self._send, log, ranges=setup.ranges,
+                                        checkpoints=self.checkpoints,
                                         iterations=range(setup.first_iteration,
                                                          max(setup.first_iteration, setup.iterations)))
         self._workers: dict[Worker, Connection] = {}
@@ -176,11 +180,13 @@ class EventLoop:
         self._run.notify(text)
 
     def _tell_awaited(self, address: str, *, others_only: bool = False) -> None:
-        """Say for whom this node waits, now and then; at the start only where other nodes are to come."""
+        """Say for whom this node waits, now and then; at the start only for other nodes."""
         awaited = self._coordinator.awaited
         if not awaited:
             return
-        if not others_only or len(self._run.shares) > 1:
+        if others_only:
+            awaited = [worker for worker in awaited if worker not in self._run.shares[0]]
+        if awaited:
             self._run.notify(f"node 0, at {address}, waits for "
                              + who_is_awaited(awaited, self._run.shares, self._agents))
         asyncio.get_running_loop().call_later(TELL_SECONDS, self._put, partial(self._tell_awaited, address))
@@ -255,6 +261,8 @@ class EventLoop:
                 self._compare_corpus(message)
                 self._monitor.add(worker)
                 coordinator.ready(message)
+            case Saved() if message.iteration < self._run.setup.iterations:  # the last one costs no training
+                self.checkpoints.saved(message.iteration, message.seconds)
             case Note():
                 self._note(message.text)
             case Injected():

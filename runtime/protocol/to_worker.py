@@ -76,6 +76,8 @@ class Acknowledged(msgspec.Struct, frozen=True, tag=True):
     order: int
     iteration: int
     stop: bool = False
+    save: bool = False
+    """Save a checkpoint of the state before the next iteration."""
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -37,7 +37,6 @@ from runtime.protocol.to_coordinator import (
     Heartbeat,
     Injected,
     JoinWorker,
-    Note,
     Ready,
     Status,
 )
@@ -116,8 +115,7 @@ class _Worker:
             worker=spec.worker, channel=channel, store=connect_store(setup.store), setup=setup, device=device,
             layers=model.layers, corpus=load_corpus(setup.config), stage_store=self._stage_store,
             boundaries=[spec.boundary() for spec in setup.boundaries], injector=injector,
-            checkpointer=Checkpointer(setup, model.layers, spec.worker,
-                                      lambda text: channel.send(Note(spec.worker, text))),
+            checkpointer=Checkpointer(setup, model.layers, spec.worker, channel.send),
             layer_receiver=LayerReceiver(self._stage_store.fresh, training, device,
                                          _FetchReports(spec.worker, channel, injector)),
             layer_sender=LayerSender(address_towards(spec.coordinator), setup.fetch_bytes_per_second))
