@@ -138,7 +138,7 @@ class Assignment:
         return found
 
     def _ranges_hold_cells(self, kind: _Kind) -> None:
-        """Positions hold one range or none, in order of layers, at most one layer in common; cells are of what they hold."""
+        """Positions hold one range or none, in order of layers, at most one layer in common."""
         model, count = self._model, self._problem.layer_count
         reached: cp_model.LinearExprT = 0
         for position in kind.positions:
