@@ -19,14 +19,16 @@ from cli.shared.planning import make_plan, plan_options
 from cli.shared.train_inputs import events, find_checkpoint, how_to_resume, look_up, read_table, require_fit
 from planner.job.file import Job
 from runtime.config import ConfigError, RunConfig, parse_run_config
-from runtime.launch import Resilience, RunError, RunResult, join, run
+from runtime.coordinator.event_loop import STALL_TIMEOUT_SECONDS
+from runtime.launch import Resilience, RunError, RunOptions, RunResult, join, run
 from runtime.model.checkpoint import CheckpointError
 from runtime.processes.launchers import announce, find, to_open
 from runtime.processes.process_manager import Return
 from runtime.protocol.failure_injection import Injection
 from runtime.protocol.rendezvous import RendezvousError
-from runtime.protocol.setup import JOIN_TIMEOUT
+from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
 from runtime.replay.placement import PlacementError
+from runtime.run_folder import FolderError
 from schedules.check import check
 from schedules.schedule import Schedule
 
@@ -58,9 +60,12 @@ def train(job: JobFile,
           table: Annotated[Path | None, typer.Option("--table", metavar="DIR", help=(
               "Take schedules from this table (`slipstream table`), the first one and those after failures. Without "
               "one, and for failures outside it, they are planned on the spot."))] = None,
-          checkpoint_every: Annotated[int, typer.Option("--checkpoint-every", metavar="N", min=0, max=MAX_ITERATIONS,
-                                                        help=(
-              "Save a checkpoint to DIR/checkpoints of --out every N iterations and at the end; 0: never."))] = 0,
+          checkpoint_every: Annotated[int | None, typer.Option("--checkpoint-every", metavar="N", min=0,
+                                                               max=MAX_ITERATIONS, help=(
+              "Save a checkpoint to checkpoints/ of --out every N iterations and at the end; 0: never. Default: as "
+              "often as costs less than 1 % of the time, and at the end."))] = None,
+          force: Annotated[bool, typer.Option("--force", help=(
+              "Remove what another run has left in --out, instead of refusing to train there."))] = False,
           resume: Annotated[Path | None, typer.Option("--resume", metavar="DIR", help=(
               "Go on from the newest checkpoint there: the --out of another run, or one checkpoint's folder. The grid "
               "may be another."))] = None,
@@ -71,6 +76,11 @@ def train(job: JobFile,
           heartbeat_timeout: Annotated[float, typer.Option("--heartbeat-timeout", metavar="SEC", min=0.1, max=3600,
                                                            help=(
               "Give up a worker that shows no sign of life for so long."))] = 5.0,
+          join_timeout: Annotated[float, typer.Option("--join-timeout", metavar="SEC", min=0.1, max=1e6, help=(
+              "Wait so long for other nodes and all workers before the first iteration."))] = JOIN_TIMEOUT_SECONDS,
+          stall_timeout: Annotated[float, typer.Option("--stall-timeout", metavar="SEC", min=0.1, max=1e6, help=(
+              "When no iteration has been committed for so long, say which worker waits for what, and give up one that "
+              "hangs."))] = STALL_TIMEOUT_SECONDS,
           json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Train a job's model, one process a live worker, replaying a schedule; workers may die and come back.
 
@@ -83,7 +93,8 @@ def train(job: JobFile,
     config = _config(wanted, job, dtype=dtype, seed=seed, iterations=iterations)
     if here.node > 0:
         with _refusals():
-            join(find(here, JOIN_TIMEOUT), node=here.node, nodes=here.nodes, out=folder, local=here.local)
+            join(find(here, join_timeout, _say), node=here.node, nodes=here.nodes, out=folder, local=here.local,
+                 join_timeout_seconds=join_timeout, notify=_say)
         if json:
             print_json({"node": here.node})
         return
@@ -104,12 +115,14 @@ def train(job: JobFile,
         chosen = look_up(loaded, down) or make_plan(wanted, down, options).schedule
     resilience = Resilience(
         scheduler=scheduler(wanted, chosen, loaded), heartbeat_timeout_seconds=heartbeat_timeout,
-        checkpoints=folder / "checkpoints", checkpoint_every=checkpoint_every, resume=resume_from,
+        checkpoint_every=checkpoint_every, resume=resume_from,
         injections=tuple(Injection(worker, at, KILL_BEFORE_OP) for worker, at in kills),
-        returns=tuple(Return(worker, at) for worker, at in returns))
+        returns=tuple(Return(worker, at) for worker, at in returns), join_timeout_seconds=join_timeout,
+        stall_timeout_seconds=stall_timeout)
     with _refusals(job, folder), _progress(config.training.iterations) as (tell, say):
-        result = run(chosen, config, out=folder, nodes=here.nodes, rendezvous=to_open(here), local=here.local,
-                     announce=partial(announce, here), progress=tell, notify=say, resilience=resilience)
+        result = run(chosen, config, out=folder, progress=tell, resilience=resilience, options=RunOptions(
+            nodes=here.nodes, rendezvous=to_open(here), announce=partial(announce, here), local=here.local, notify=say,
+            force=force))
     if json:
         print_json(report(result))
     else:
@@ -125,7 +138,8 @@ def report(result: RunResult) -> dict[str, object]:
         "first_iteration": result.first_iteration,
         "recoveries": [{"iteration": one.iteration, "dead": list(map(str, one.dead)),
                         "returned": list(map(str, one.returned)), "reasons": list(one.reasons),
-                        "live": one.live, "seconds": one.seconds} for one in result.recoveries],
+                        "live": one.live, "seconds": one.seconds, "broken": one.broken,
+                        "commit_gap_seconds": one.commit_gap_seconds} for one in result.recoveries],
         "measured_period": result.measured_period_seconds,
         "planned_period": result.planned_period_seconds,
     }
@@ -140,7 +154,9 @@ def summary(result: RunResult) -> str:
                      f"{duration(result.planned_period_seconds)} planned with the job file's times")
     if result.recoveries:
         worst = max(one.seconds for one in result.recoveries)
-        lines.append(f"{len(result.recoveries)} times the workers changed, the longest pause was {duration(worst)}")
+        gap = max(one.commit_gap_seconds or 0.0 for one in result.recoveries)
+        lines.append(f"{len(result.recoveries)} times the workers changed, the longest pause was {duration(worst)}"
+                     + (f"; at most {duration(gap)} from one committed iteration to the next" if gap else ""))
     lines.append(f"parameters {result.parameter_digest[:16]}, everything in {result.out}")
     return "\n".join(lines)
 
@@ -162,6 +178,10 @@ def _fitting(path: Path, job: Job) -> Schedule:
     return schedule
 
 
+def _say(line: str) -> None:
+    err.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
 @contextmanager
 def _refusals(job: Path | None = None, folder: Path | None = None) -> Iterator[None]:
     """End the program with one line when a run cannot begin (exit 2), fails (1), or is interrupted (130)."""
@@ -169,7 +189,7 @@ def _refusals(job: Path | None = None, folder: Path | None = None) -> Iterator[N
         yield
     except PlacementError as error:
         refuse(f"{error}; see [placement] and [model] of {job}" if job else error)
-    except (ConfigError, RendezvousError, CheckpointError) as error:
+    except (ConfigError, RendezvousError, CheckpointError, FolderError) as error:
         refuse(error)
     except OSError as error:
         refuse(f"{error.filename or '--out'}: cannot be used: {error.strerror}")

@@ -27,6 +27,7 @@ from planner.model.problem import NoPlanError, build_problem
 from planner.options import PlanOptions
 from planner.plan import Plan, Planned, plan_only, plan_with
 from planner.progress import ProgressCallback, quiet
+from planner.reference import FaultFree
 from planner.search.compiled import ready
 from schedules.check import check
 from schedules.schedule import Schedule, Worker
@@ -223,7 +224,7 @@ def _described(schedule: Schedule) -> str:
            f"pipelines: period {schedule.seconds(schedule.period_ticks):g} s"
 
 
-def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *,
+def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, known: FaultFree | None = None,
                progress: ProgressCallback = quiet) -> Plan:
     """Plan for these failed workers with roles moved where that shortens the period; never longer than without.
 
@@ -232,7 +233,7 @@ def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *,
     ready(progress)
     began = time.monotonic()
     half = options.within(options.time_limit / 2)
-    best = plan_with(half, job, failed, progress=progress)
+    best = plan_with(half, job, failed, known=known, progress=progress)
     windows = Windows(job, half)
     if failed and not best.interrupted and not _cannot_be_beaten(best, windows):
         normal = normal_form(job, len(set(failed)), half, windows=windows, progress=progress)
@@ -240,7 +241,7 @@ def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *,
         if schedule is not None and schedule.period_ticks < best.schedule.period_ticks:
             violations = check(schedule)
             assert not violations, f"relabelling broke a rule: {violations[0]}"
-            best = msgspec.structs.replace(best, schedule=schedule)
+            best = msgspec.structs.replace(best, schedule=schedule, fixed_period=best.period)
         best = msgspec.structs.replace(best, interrupted=normal.interrupted)
     return msgspec.structs.replace(best, solve_seconds=time.monotonic() - began)
 

@@ -17,18 +17,21 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from runtime.coordinator.checkpoint_timer import CheckpointTimer
 from runtime.coordinator.commit_log import CommitLog, CommitLogError
 from runtime.coordinator.coordinator import Coordinator
+from runtime.coordinator.gathering import TELL_SECONDS, who_is_awaited
 from runtime.coordinator.heartbeat_monitor import HeartbeatMonitor
 from runtime.coordinator.loss_file import LossFile
 from runtime.coordinator.planning import RunError, Scheduler, ScheduleService
 from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.server import Connection, serve
+from runtime.coordinator.stall_watch import StallWatch
 from runtime.processes.fork_server import ForkServerError
 from runtime.processes.process_manager import ProcessManager
 from runtime.protocol.channel import frame
 from runtime.protocol.failure_injection import Injection
-from runtime.protocol.setup import JOIN_TIMEOUT, Setup
+from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, Setup
 from runtime.protocol.to_coordinator import (
     Ended,
     Failed,
@@ -43,11 +46,14 @@ from runtime.protocol.to_coordinator import (
     Paused,
     Ran,
     Ready,
+    Saved,
     Started,
+    Status,
     ToCoordinator,
     Validated,
 )
 from runtime.protocol.to_node_agent import NodeSetup, RunEnded, ToNodeAgent
+from runtime.protocol.to_worker import ReportStatus
 from schedules.schedule import Schedule, Worker
 
 DRAIN_SECONDS = 1.0
@@ -55,6 +61,7 @@ DRAIN_SECONDS = 1.0
 ANNOUNCE_SECONDS = 2.0
 """How long the agents of other nodes may take to end once they are sent the end of the run."""
 LOOK_SECONDS = 0.005
+STALL_TIMEOUT_SECONDS = 300.0
 
 Notify = Callable[[Recovery | str], None]
 """Called with a recovery, or with something that went wrong and was survived; `str` of it is one line for people."""
@@ -72,6 +79,10 @@ class Run:
     injections: Sequence[Injection]
     out: Path
     notify: Notify = field(default=lambda _: None)
+    join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS
+    """For all workers to be there."""
+    stall_timeout_seconds: float = STALL_TIMEOUT_SECONDS
+    """Without a commit, after which it is said who waits for what."""
 
 
 class EventLoop:
@@ -83,17 +94,22 @@ class EventLoop:
         self._losses = losses
         self._processes = processes
         self._monitor = HeartbeatMonitor(run.setup.heartbeat_timeout_seconds)
+        self._stall = StallWatch(run.stall_timeout_seconds, lambda worker: self._send(worker, ReportStatus()))
         self._events: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
         schedules = None if run.scheduler is None else ScheduleService(
             run.scheduler, lambda: self._events.put_nowait(lambda: None))
         setup = run.setup
+        self.checkpoints = CheckpointTimer(automatic=setup.checkpoints is not None and setup.checkpoint_every is None)
         self._coordinator = Coordinator(run.schedule, schedules, self._send, log, ranges=setup.ranges,
+                                        checkpoints=self.checkpoints,
                                         iterations=range(setup.first_iteration,
                                                          max(setup.first_iteration, setup.iterations)))
         self._workers: dict[Worker, Connection] = {}
         self._agents: dict[int, Connection] = {}
         self._ended: dict[Worker, Ended] = {}
         """Processes that have ended, as long as messages of theirs may still arrive."""
+        self._given_up: set[Worker] = set()
+        """Workers that were lost before their processes have ended."""
         self._injected: dict[int, float] = {}
         """When each failure on purpose happened."""
         self._known = frozenset(run.schedule.grid.workers())
@@ -114,12 +130,16 @@ class EventLoop:
         loop, descriptor = asyncio.get_running_loop(), self._processes.fileno()
         loop.add_reader(descriptor, self._read_ends)
         loop.call_later(self._monitor.interval_seconds, self._look)
-        loop.call_later(JOIN_TIMEOUT.total_seconds(), self._put, self._require_all_there)
+        loop.call_later(self._run.join_timeout_seconds, self._put, self._require_all_there)
+        self._tell_awaited("{}:{}".format(*listener.getsockname()[:2]), others_only=True)
         error: str | None = "node 0 ended the run"
         try:
             while not self._coordinator.left:
                 (await self._events.get())()
+                order = self._coordinator.number
                 self._coordinator.advance()
+                if self._coordinator.number != order:
+                    self._stall.progressed()
             error = None
         except (CommitLogError, ForkServerError, RunError) as reason:
             error = (f"{reason}; {self._log.next_iteration} iterations are committed, their losses are in "
@@ -152,7 +172,35 @@ class EventLoop:
 
     def _look(self) -> None:
         self._put(self._give_up_silent)
+        self._put(self._watch)
         asyncio.get_running_loop().call_later(self._monitor.interval_seconds, self._look)
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        self._run.notify(text)
+
+    def _tell_awaited(self, address: str, *, others_only: bool = False) -> None:
+        """Say for whom this node waits, now and then; at the start only for other nodes."""
+        awaited = self._coordinator.awaited
+        if not awaited:
+            return
+        if others_only:
+            awaited = [worker for worker in awaited if worker not in self._run.shares[0]]
+        if awaited:
+            self._run.notify(f"node 0, at {address}, waits for "
+                             + who_is_awaited(awaited, self._run.shares, self._agents))
+        asyncio.get_running_loop().call_later(TELL_SECONDS, self._put, partial(self._tell_awaited, address))
+
+    def _watch(self) -> None:
+        """Where nothing is committed for long, say so, and give up who keeps the others waiting by itself."""
+        columns = self._coordinator.columns
+        stall = self._stall.look(columns, self._monitor.interval_seconds, planning=self._coordinator.planning)
+        if stall is None or not columns:
+            return
+        self._note(str(stall))
+        for one in stall.culprits(columns):
+            self._give_up(one.worker, f"worker {one.worker} hung for {one.seconds:.0f} s in {one.doing}")
+            self._processes.kill(one.worker)
 
     def _send(self, worker: Worker, message: msgspec.Struct) -> None:
         if message is not self._last_sent[0]:
@@ -180,6 +228,7 @@ class EventLoop:
             connection.close()  # not ours: a process is started anew only once its end has been handled
             return
         self._workers[worker] = connection
+        self._given_up.discard(worker)
         connection.send(frame(replace(self._run.setup, injections=tuple(
             (index, one) for index, one in enumerate(self._run.injections)
             if one.worker == worker and index not in self._injected))))
@@ -212,13 +261,16 @@ class EventLoop:
                 self._compare_corpus(message)
                 self._monitor.add(worker)
                 coordinator.ready(message)
+            case Saved() if message.iteration < self._run.setup.iterations:  # the last one costs no training
+                self.checkpoints.saved(message.iteration, message.seconds)
             case Note():
-                self.notes.append(message.text)
-                self._run.notify(message.text)
+                self._note(message.text)
             case Injected():
                 self._injected[message.index] = message.at
+            case Status():
+                self._stall.answered(message)
             case Failed():
-                self._lose(worker, f"worker {worker} failed: {message.reason} (see {self._log_of(worker)})")
+                self._give_up(worker, f"worker {worker} failed: {message.reason} (see {self._log_of(worker)})")
 
     def _handle_agent(self, connection: Connection, node: int, message: ToCoordinator) -> None:
         match message:
@@ -246,7 +298,7 @@ class EventLoop:
             for worker in self._processes.workers_of(peer):
                 # An agent that has lost the coordinator, or has died, ends its workers.
                 if worker in self._monitor:
-                    self._lose(worker, f"worker {worker} is gone with node {peer}")
+                    self._give_up(worker, f"worker {worker} is gone with node {peer}")
 
     def _read_ends(self) -> None:
         try:
@@ -270,12 +322,15 @@ class EventLoop:
 
     def _handle_end(self, ended: Ended) -> None:
         """A process has ended, and all its messages have been handled."""
-        self._lose(ended.worker, self._describe(ended))
+        if ended.worker in self._given_up:
+            self._given_up.remove(ended.worker)
+        else:
+            self._lose(ended.worker, self._describe(ended))
         self._processes.ended(ended.worker)
 
     def _give_up_silent(self) -> None:
         for worker, heard in self._monitor.missed():
-            self._lose(worker, f"worker {worker} stopped answering", heard)
+            self._give_up(worker, f"worker {worker} stopped answering", heard)
             self._processes.kill(worker)
 
     def _require_all_there(self) -> None:
@@ -283,12 +338,19 @@ class EventLoop:
         missing = self._coordinator.awaited
         if missing:
             others = f", nor are {len(missing) - 1} others" if missing[1:] else ""
-            raise RunError(f"worker {missing[0]} is not there after {JOIN_TIMEOUT.total_seconds():.0f} s{others}")
+            raise RunError(f"worker {missing[0]} is not there after {self._run.join_timeout_seconds:.0f} s{others}")
 
     def _commit(self, committed: Iterator[tuple[int, float]]) -> None:
         for iteration, loss in committed:
             self._losses.write(iteration, loss)
             self._processes.committed(iteration)
+            self._coordinator.committed()
+            self._stall.progressed()
+
+    def _give_up(self, worker: Worker, reason: str, since: float = 0.0) -> None:
+        """Count a worker as lost whose process may not have ended."""
+        self._given_up.add(worker)
+        self._lose(worker, reason, since)
 
     def _lose(self, worker: Worker, reason: str, since: float = 0.0) -> None:
         """Count a worker as lost, and close its connection."""
@@ -301,7 +363,8 @@ class EventLoop:
             self._put(lambda: self._handle_end(ended))
         if not self._coordinator.left:
             injected = [at for index, at in self._injected.items() if self._run.injections[index].worker == worker]
-            self._coordinator.lost(worker, reason, max([since, *injected]) or time.monotonic())
+            if not self._coordinator.lost(worker, reason, max([since, *injected]) or time.monotonic()):
+                self._note(f"{reason}, before it took part")
 
     def _compare_corpus(self, report: Ready) -> None:
         self._corpora.setdefault(report.corpus, report.worker)

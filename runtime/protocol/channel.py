@@ -18,6 +18,10 @@ MAX_BYTES = 2**28
 """Of a message; a schedule is the largest."""
 RETRY_SECONDS = 0.05
 """Between two attempts to connect."""
+FIRST_ATTEMPT_SECONDS, ATTEMPT_SECONDS = 1.0, 10.0
+"""How long one may take: where no packet comes back, the system would try for minutes."""
+TELL_SECONDS = 30.0
+"""How often it is said that nobody answers."""
 SILENT_SECONDS = 60
 """A peer whose machine acknowledges nothing for so long is gone (Linux)."""
 CLOSE_SECONDS = 1.0
@@ -34,8 +38,8 @@ class ProtocolError(ValueError):
 class Decoder(Generic[T]):
     """Reads the messages of one union.
 
-    Made at import and used once for each type, before any thread starts: msgspec crashes where two threads decode a
-    type for the first time at once.
+    Made at import, before any thread starts, and used once for each type: msgspec crashes where two threads are the
+    first to read a type at the same moment.
     """
 
     def __init__(self, union: object) -> None:
@@ -86,16 +90,16 @@ class Frames:
 class Channel(Generic[T]):
     """A worker's or node agent's end of its connection to the coordinator. One thread reads, any thread may send.
 
-    Connects when it is made, waiting up to `timeout_seconds` for the coordinator to listen, and sends `hello`. Raises
-    RendezvousError.
+    Connects when it is made, waiting up to `timeout_seconds` for the coordinator to listen, and sends `hello`.
+    `waiting` is called with a line at once where that takes time, and every 30 s. Raises RendezvousError.
     """
 
     def __init__(self, address: Rendezvous, hello: msgspec.Struct, decode: Callable[[bytes], T],
-                 timeout_seconds: float) -> None:
+                 timeout_seconds: float, waiting: Callable[[str], None] = lambda _: None) -> None:
         self._decode = decode
         self._frames = Frames()
         self._sending = threading.Lock()
-        self._socket = _connect(address, timeout_seconds)
+        self._socket = _connect(address, timeout_seconds, waiting)
         self._early: list[T] = []
         self.send(hello)
 
@@ -162,13 +166,17 @@ def keep_alive(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_SECONDS)
 
 
-def _connect(address: Rendezvous, timeout_seconds: float) -> socket.socket:
-    deadline = time.monotonic() + timeout_seconds
+def _connect(address: Rendezvous, timeout_seconds: float, waiting: Callable[[str], None]) -> socket.socket:
+    deadline, tell, attempt = time.monotonic() + timeout_seconds, 0.0, FIRST_ATTEMPT_SECONDS
     while True:
         try:
-            connection = socket.create_connection((address.host, address.port),
-                                                  max(RETRY_SECONDS, deadline - time.monotonic()))
+            connection = socket.create_connection(
+                (address.host, address.port), min(attempt, max(RETRY_SECONDS, deadline - time.monotonic())))
         except OSError as error:
+            if time.monotonic() >= tell:
+                waiting(f"waiting for node 0 at {address}: {error.strerror or first_line(error)}")
+                tell = time.monotonic() + TELL_SECONDS
+            attempt = ATTEMPT_SECONDS
             if time.monotonic() > deadline:
                 raise RendezvousError(f"cannot reach the meeting point {address} within {timeout_seconds:.0f} s: "
                                       f"{error.strerror or first_line(error)}") from None

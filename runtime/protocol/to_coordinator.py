@@ -107,6 +107,15 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     """Of each of its parameters, by name; those who hold the same ones must agree."""
 
 
+class Saved(msgspec.Struct, frozen=True, tag=True):
+    """A worker has written its layers of a checkpoint, or could not, which a `Note` tells."""
+
+    worker: Worker
+    iteration: int
+    seconds: float
+    """From when it began to copy them."""
+
+
 class Note(msgspec.Struct, frozen=True, tag=True):
     """A line for people, about something that training survives."""
 
@@ -121,6 +130,17 @@ class Injected(msgspec.Struct, frozen=True, tag=True):
     index: int
     at: float
     """By the clock that all processes of a machine share (time.monotonic)."""
+
+
+class Status(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `ReportStatus`: what a worker does."""
+
+    worker: Worker
+    doing: str
+    seconds: float
+    """For how long."""
+    waits: bool
+    """Whether for somebody else; else it computes, or does something else of its own."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -142,7 +162,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 FromWorker = (JoinWorker | Heartbeat | Ready | Started | Ran | Validated | Paused
-              | FetchUpToDate | FetchFailed | Finished | Note | Injected | Failed)
+              | FetchUpToDate | FetchFailed | Finished | Saved | Note | Injected | Status | Failed)
 FromNodeAgent = JoinNode | Ended
 ToCoordinator = FromWorker | FromNodeAgent
 

@@ -37,10 +37,20 @@ from runtime.protocol.to_coordinator import (
     Heartbeat,
     Injected,
     JoinWorker,
-    Note,
     Ready,
+    Status,
 )
-from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, Leave, Order, ToWorker, Train
+from runtime.protocol.to_worker import (
+    Acknowledged,
+    EndOrder,
+    Fetch,
+    Finish,
+    Leave,
+    Order,
+    ReportStatus,
+    ToWorker,
+    Train,
+)
 from runtime.replay.stuck_calls import AbandonedError
 from runtime.worker.checkpointer import Checkpointer
 from runtime.worker.generation import Generation, WorkerContext
@@ -54,11 +64,12 @@ CONNECT_SECONDS = 60.0
 HEARTBEATS_PER_TIMEOUT = 5
 LOOK_SECONDS = 0.02
 """While a generation should come to its end."""
+_SPEC = msgspec.json.Decoder(WorkerSpec)
 
 
 def main(task: bytes) -> int:
     """Run one worker, as a `WorkerSpec` says; its exit status. Errors are reported to the coordinator."""
-    spec = msgspec.json.decode(task, type=WorkerSpec)
+    spec = _SPEC.decode(task)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(spec.coordinator) or "")
     try:
         channel = Channel(spec.coordinator, JoinWorker(spec.worker), to_worker.decode, CONNECT_SECONDS)
@@ -104,8 +115,7 @@ class _Worker:
             worker=spec.worker, channel=channel, store=connect_store(setup.store), setup=setup, device=device,
             layers=model.layers, corpus=load_corpus(setup.config), stage_store=self._stage_store,
             boundaries=[spec.boundary() for spec in setup.boundaries], injector=injector,
-            checkpointer=Checkpointer(setup, model.layers, spec.worker,
-                                      lambda text: channel.send(Note(spec.worker, text))),
+            checkpointer=Checkpointer(setup, model.layers, spec.worker, channel.send),
             layer_receiver=LayerReceiver(self._stage_store.fresh, training, device,
                                          _FetchReports(spec.worker, channel, injector)),
             layer_sender=LayerSender(address_towards(spec.coordinator), setup.fetch_bytes_per_second))
@@ -164,6 +174,16 @@ class _Worker:
                 generation.acknowledged(message)
             case Fetch():
                 self._context.layer_receiver.begin(_fetch_for(self._worker, message))
+            case ReportStatus():
+                self._channel.send(self._status())
+
+    def _status(self) -> Status:
+        """What this worker does. It has no generation before its first order, and after its last."""
+        if self._generation is not None:
+            return self._generation.status()
+        if self._finishing.locked():
+            return Status(self._worker, "writes its parameters", 0.0, waits=False)
+        return Status(self._worker, "waits for an order", 0.0, waits=True)
 
     def _begin(self, name: str, work: Callable[[], None]) -> None:
         """Run long work in a thread; an error there ends the main thread."""
