@@ -138,19 +138,21 @@ class Assignment:
         return found
 
     def _ranges_hold_cells(self, kind: _Kind) -> None:
-        """Every position holds one range or none, in order of layers; cells are of layers that it holds."""
+        """Positions hold one range or none, in order of layers, at most one layer in common."""
         model, count = self._model, self._problem.layer_count
-        before: list[cp_model.LinearExprT] = []
+        reached: cp_model.LinearExprT = 0
         for position in kind.positions:
             model.add_at_most_one(position.hold.values())
             for layer, cells in position.cells.items():
                 holding = [literal for (first, end), literal in position.hold.items() if first <= layer < end]
                 model.add(cells <= self._problem.total_microbatches * sum(holding))
-            starts = sum(first * literal for (first, _), literal in position.hold.items())
+            begins = sum(first * literal for (first, _), literal in position.hold.items())
             absent = count - count * sum(position.hold.values())
-            for earlier in before[-1:]:
-                model.add(starts + absent >= earlier)
-            before.append(starts)
+            model.add(begins + absent >= reached - 1)
+            ends = model.new_int_var(0, count, "reached")
+            model.add(ends >= reached)
+            model.add(ends >= sum(end * literal for (_, end), literal in position.hold.items()))
+            reached = ends
         for layer in range(count):
             further = model.new_bool_var(f"more beyond {layer}")
             model.add(kind.more > layer).only_enforce_if(further)

@@ -73,6 +73,14 @@ class LayoutProblem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tuple(sorted(self.holds))
 
     @cached_property
+    def live_of(self) -> tuple[tuple[Worker, ...], ...]:
+        """[pipeline] its live workers, sorted."""
+        found: list[list[Worker]] = [[] for _ in self.microbatches]
+        for worker in self.live:
+            found[worker.pipeline].append(worker)
+        return tuple(map(tuple, found))
+
+    @cached_property
     def work(self) -> tuple[int, ...]:
         """Ticks of F, I and W of each layer for one micro-batch, at the usual speed."""
         return tuple(map(sum, zip(self.forward, self.backward_input, self.backward_weight, strict=True)))
