@@ -2,14 +2,14 @@
 
 from planner.job.file import Job
 from planner.plan import Plan
-from planner.transition import BANDWIDTH, transition
+from planner.transition import BANDWIDTH, pays_after_iterations, transition
 from schedules.memory import memory_peaks
 from schedules.schedule import Schedule
 
 
 def plan_report(plan: Plan, job: Job, bandwidth: float = BANDWIDTH) -> dict[str, object]:
     """Durations in seconds, memory in the job's unit, bandwidth in bytes a second for each worker."""
-    schedule, moved = plan.schedule, transition(plan, job, bandwidth)
+    schedule, moved = plan.schedule, transition(plan.schedule, job, bandwidth)
     return {
         "period": plan.period,
         "lower_bound": schedule.seconds(schedule.lower_bound_ticks),
@@ -31,7 +31,7 @@ def plan_report(plan: Plan, job: Job, bandwidth: float = BANDWIDTH) -> dict[str,
         "bytes_moved": moved.bytes,
         "seconds_to_move": moved.seconds,
         "fixed_period": plan.fixed_period or plan.period,
-        "pays_after_iterations": moved.pays_after_iterations,
+        "pays_after_iterations": pays_after_iterations(plan, moved),
     }
 
 

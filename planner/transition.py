@@ -9,6 +9,7 @@ from planner.job.file import Job
 from planner.job.layers import layer_costs
 from planner.plan import Plan
 from schedules.schedule import Schedule, Worker
+from schedules.tables.relabel import layers_lacked
 
 BANDWIDTH = 12.5e9
 """Bytes a second that a worker sends or receives: a port of 100 Gb/s."""
@@ -24,41 +25,34 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True):
     gives no weights."""
     seconds: float | None
     """Until the busiest worker has sent or received its share."""
-    pays_after_iterations: int | None
-    """From how many iterations on the time gained is more than `seconds`, if training stood still so long; it need not,
-    for layers can be streamed while it goes on. None where nothing is gained, or the bytes are not known."""
 
 
-def transition(plan: Plan, job: Job, bandwidth: float = BANDWIDTH) -> Transition:
-    """What a plan moves, at `bandwidth` bytes a second for each worker."""
-    schedule = plan.schedule
+def transition(schedule: Schedule, job: Job, bandwidth: float = BANDWIDTH) -> Transition:
+    """What a schedule moves, at `bandwidth` bytes a second for each worker."""
     received = layers_received(schedule)
     count = sum(map(len, received.values()))
-    memory = job.memory
-    if memory is None or not memory.weights:
-        known = (0.0, 0.0) if not count else (None, None)
-        return Transition(layers=count, bytes=known[0], seconds=known[1], pays_after_iterations=None)
-    size = [float(weights) * memory.unit_bytes for weights in layer_costs(job).weights] if count else []
-    total = sum(size[layer] for layers in received.values() for layer in layers)
-    seconds = _busiest(schedule, received, size) / bandwidth
+    if not count:
+        return Transition(layers=0, bytes=0.0, seconds=0.0)
+    if job.memory is None or not job.memory.weights:
+        return Transition(layers=count, bytes=None, seconds=None)
+    size = [float(weights) * job.memory.unit_bytes for weights in layer_costs(job).weights]
+    return Transition(layers=count, bytes=sum(size[layer] for layers in received.values() for layer in layers),
+                      seconds=_busiest(schedule, received, size) / bandwidth)
+
+
+def pays_after_iterations(plan: Plan, moved: Transition) -> int | None:
+    """From how many iterations on a plan has gained more time than moving took, if training stood still so long.
+
+    It need not, for layers can be streamed while it goes on. None where nothing is gained or the bytes are not known.
+    """
     gained = (plan.fixed_period or plan.period) - plan.period
-    return Transition(layers=count, bytes=total, seconds=seconds,
-                      pays_after_iterations=math.ceil(seconds / gained) if gained > 0 else None)
+    return math.ceil(moved.seconds / gained) if moved.seconds is not None and gained > 0 else None
 
 
 def layers_received(schedule: Schedule) -> dict[Worker, list[int]]:
     """The layers that each live worker holds and did not hold before, of those that receive some."""
-    grid = schedule.grid
-    received: dict[Worker, list[int]] = {}
-    for seat in schedule.seats:
-        if seat.holds is None and seat.role.column == seat.worker.column:
-            continue
-        before = [grid.layers_of(stage) for stage in grid.stages_of(seat.worker.column)]
-        new = [layer for begin, end in schedule.holds(seat.worker) for layer in range(begin, end)
-               if not any(first <= layer < last for first, last in before)]
-        if new:
-            received[seat.worker] = new
-    return received
+    received = {seat.worker: sorted(layers_lacked(schedule, seat)) for seat in schedule.seats}
+    return {worker: layers for worker, layers in received.items() if layers}
 
 
 def _busiest(schedule: Schedule, received: dict[Worker, list[int]], size: list[float]) -> float:

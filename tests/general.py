@@ -60,12 +60,44 @@ def general(rng: random.Random, *, max_pipelines: int = 3, max_columns: int = 3,
         failed=tuple(sorted(set(workers) - set(live))),
         seats=tuple(_seat(rng, grid, worker, roles[worker], holds[worker]) for worker in live),
         programs=((),), period_ticks=0, lower_bound_ticks=0, status="feasible", method="random")
+    schedule = _run(rng, schedule, slices, routes, reduced)
+    return _with_memory(rng, schedule) if rng.random() < 0.7 else schedule
+
+
+def layers_moved() -> Schedule:
+    """Two pipelines of two stages with two layers each, all of F, I and W a tick a layer; worker 1.1 is down.
+
+    1.0 holds layer 2, too. Of micro-batch 1.0 it runs layers 0 to 2; what is left, and stage 1 of 1.1, runs on 0.1,
+    re-routed. And it has time for stage 0 of 0.1, which is shed.
+    """
+    grid = Grid(pipelines=2, columns=2, microbatches=(2, 2), stages=(
+        VirtualStage(column=0, layers=(0, 2)), VirtualStage(column=1, layers=(2, 4))))
+    first, second, other = Worker(0, 0), Worker(0, 1), Worker(1, 0)
+    routes = {(0, 0): [(first, (0, 2)), (second, (2, 4))], (0, 1): [(other, (0, 2)), (second, (2, 4))],
+              (1, 0): [(other, (0, 3)), (second, (3, 4))], (1, 1): [(other, (0, 2)), (second, (2, 4))]}
+    reduced = [(0, 2), (2, 3), (3, 4)]
+    slices = {(0, 2): [0], (2, 4): [1], (0, 3): [2], (3, 4): [3], (2, 3): [4]}
+    lengths = tuple(end - begin for begin, end in slices)
+    schedule = Schedule(
+        job="layers moved", tick_seconds=0.5, grid=grid, slices=_extra(grid, slices), failed=(Worker(1, 1),),
+        times=Times(forward=lengths, backward_input=lengths, backward_weight=lengths, all_reduce=(0,) * 5,
+                    optimizer=(2, 2), transfer=0, optimizer_of_layer=(1,) * 4),
+        memory=Memory(unit=1.0, capacity=(40, 40), activation=lengths, weight_stash=lengths, weights=(8,) * 4),
+        backward="split", optimizer="staggered",
+        seats=(Seat(first, first, 0), Seat(second, second, 0), Seat(other, other, 0, ((0, 3),))),
+        programs=((),), period_ticks=0, lower_bound_ticks=1, status="feasible", method="hand")
+    return _run(random.Random(1), schedule, slices, routes, reduced)
+
+
+def _run(rng: random.Random, schedule: Schedule, slices: Mapping[LayerRange, Sequence[int]], routes: Routes,
+         reduced: Sequence[LayerRange]) -> Schedule:
+    """The schedule with programs and its period."""
     ops = _Clock(schedule, slices).run(rng, routes, reduced)
     flat = [op for program in ops.values() for op in program]
     first = min(op.start_ticks for op in flat)
     length = period_ticks(flat) if schedule.optimizer == "staggered" else max(op.end_ticks for op in flat) - first
-    schedule = with_programs(schedule, ops, period_ticks=length, status="feasible" if length else "optimal")
-    return _with_memory(rng, schedule) if rng.random() < 0.7 else schedule
+    status = "optimal" if length == schedule.lower_bound_ticks else "feasible"
+    return with_programs(schedule, ops, period_ticks=length, status=status)
 
 
 def _grid(rng: random.Random, pipelines: int, columns: int, max_layers: int, max_microbatches: int) -> Grid:

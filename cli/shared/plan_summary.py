@@ -6,7 +6,7 @@ from cli.shared.console import duration
 from cli.shared.role_changes import role_change_lines
 from planner.alternatives import Alternative
 from planner.plan import Plan
-from planner.transition import Transition
+from planner.transition import Transition, pays_after_iterations
 
 
 def summary(made: Plan, moved: Transition) -> str:
@@ -51,8 +51,8 @@ def _moved(made: Plan, moved: Transition) -> list[str]:
         line += f", {moved.bytes / 1e9:.3g} GB in about {duration(moved.seconds)}"
     if made.fixed_period and made.fixed_period > made.period:
         line += f"; with layers in place the period is {duration(made.fixed_period)}"
-    if moved.pays_after_iterations is not None:
-        line += f", so that moving pays after {moved.pays_after_iterations} iterations at the latest"
+    if (paid := pays_after_iterations(made, moved)) is not None:
+        line += f", so that moving pays after {paid} iterations at the latest"
     return [line]
 
 

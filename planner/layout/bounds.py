@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from planner.layout.fixed import parts_of
+from planner.layout.parts import parts_of
 from planner.layout.problem import LayoutProblem
 from schedules.schedule import Worker
 
@@ -83,8 +83,8 @@ def fill_ticks(problem: LayoutProblem, worker: Worker) -> int:
     held = problem.layers_held(worker)
     if not held or held[-1] + 1 == problem.layer_count:
         return 0
-    end, slow = held[-1] + 1, problem.slowness(worker)
-    behind = problem.forward_from(end) + problem.backward_from(end)
+    end, slow, sums = held[-1] + 1, problem.slowness(worker), problem.sums
+    behind = sums.forward[-1] - sums.forward[end] + sums.backward[-1] - sums.backward[end]
     fastest = min(map(problem.slowness, problem.live))
     trip = min(problem.forward[layer] for layer in held) * slow // 1000 + behind * min(1000, fastest) // 1000
     trip += 2 * problem.transfer

@@ -1,4 +1,4 @@
-"""Layouts to search orders for, the most promising first.
+"""Layouts to search orders for, the most promising first; in large clusters, group by group.
 
 Among them are the layouts of published systems as special cases, so that the best is never worse than theirs:
 
@@ -16,14 +16,25 @@ import msgspec
 from planner.layout.cuts import lines_of, one_cut
 from planner.layout.division import Divider
 from planner.layout.fixed import fixed_layout
+from planner.layout.groups import by_groups, groups_of
 from planner.layout.problem import LayoutProblem
 from planner.layout.routes import layout_of
 from planner.layout.types import Layout, Route, Stop
 
+LARGEST_SHARED = 100_000
+"""Micro-batches times stages up to which layouts are made that are not divided into groups."""
+LARGEST_WHOLE = 5_000
+"""The same, up to which layouts that divide over several pipelines are made of the whole beside those of groups."""
 
-def candidates(problem: LayoutProblem) -> Iterator[Layout]:
-    """Different layouts, the most promising first. Raises LookupError when there is none."""
-    made = _moved(problem) if problem.layers == "move" else _fixed(problem)
+
+def candidates(problem: LayoutProblem, *, seconds: float = 2.0, seed: int = 0) -> Iterator[Layout]:
+    """Different layouts, the most promising first; each is made when it is asked for.
+
+    `seconds`: for the exact assignment (`planner.layout.cpsat`), of each different group. Raises LookupError when there
+    is none: nobody holds some layer and none may be loaded from a checkpoint, or there is no room for all layers.
+    """
+    _require_layers(problem)
+    made = _moved(problem, seconds, seed) if problem.layers == "move" else _fixed(problem)
     seen = set()
     failure: LookupError | None = None
     for make in made:
@@ -47,24 +58,53 @@ def _fixed(problem: LayoutProblem) -> Iterator[Callable[[], Layout | None]]:
     yield partial(fixed_layout, problem, sliced=False)
 
 
-def _moved(problem: LayoutProblem) -> Iterator[Callable[[], Layout | None]]:
+def _moved(problem: LayoutProblem, seconds: float, seed: int) -> Iterator[Callable[[], Layout | None]]:
     if len(problem.paths) > 1:
         yield from _fixed(problem)
         return
-    for aligned in (True, False):
-        yield partial(_recut, problem, aligned=aligned)
-    yield partial(_recut, problem, all_cut=True, aligned=True)
-    yield partial(_recut, problem, spread=False, aligned=True)
-    yield partial(_recut, problem, spread=False, floating=False)
-    yield partial(one_cut, problem)
-    yield from _fixed(problem)
+    makes: list[Callable[[LayoutProblem], Layout | None]] = [
+        partial(_recut, staggered=True),
+        partial(_recut, aligned=True),
+        _recut,
+        partial(_assigned, seconds=seconds, seed=seed),
+        partial(_recut, all_cut=True, aligned=True),
+        partial(_recut, all_cut=True, staggered=True),
+        partial(_recut, spread=False, staggered=True),
+        partial(_recut, spread=False, aligned=True),
+        partial(_recut, spread=False, floating=False)]
+    groups = tuple(groups_of(problem))
+    for make in makes:
+        yield partial(by_groups, problem, groups, make)
+    if len(groups) > 1 and problem.total_microbatches * len(problem.paths[0]) <= LARGEST_WHOLE:
+        yield partial(_recut, problem, staggered=True)
+    if problem.total_microbatches * len(problem.paths[0]) <= LARGEST_SHARED:
+        yield partial(one_cut, problem)
+        yield from _fixed(problem)
+
+
+def _require_layers(problem: LayoutProblem) -> None:
+    """Raise LookupError where a layer would have to come from nowhere."""
+    held = {layer for ranges in problem.holds.values() for first, end in ranges for layer in range(first, end)}
+    missing = sorted(set(range(problem.layer_count)) - held)
+    if missing and not (problem.layers == "move" and problem.from_checkpoint):
+        raise LookupError(f"no live worker holds layer {missing[0]}")
+
+
+def _assigned(problem: LayoutProblem, *, seconds: float, seed: int) -> Layout | None:
+    """The exact assignment: no longer than the others' longest load, and fewer bytes moved."""
+    from planner.layout.cpsat import improved  # the solver takes a third of a second to load
+
+    lines = lines_of(problem)
+    known = Divider(problem, lines).least()
+    division = known and improved(problem, lines, known, seconds=seconds, seed=seed)
+    return division and layout_of(problem, lines, division, "exact assignment, floating layers, the rest spread")
 
 
 def _recut(problem: LayoutProblem, *, all_cut: bool = False, floating: bool = True, spread: bool = True,
-           aligned: bool = False) -> Layout | None:
+           staggered: bool = False, aligned: bool = False) -> Layout | None:
     """The layout with the least longest load on lines; `all_cut`: healthy pipelines are cut anew, too."""
     lines = [line._replace(cut=line.cut or all_cut) for line in lines_of(problem)]
-    found = Divider(problem, lines, floating=floating, spread=spread).least()
+    found = Divider(problem, lines, floating=floating, spread=spread, staggered=staggered).least()
     if found is None:
         return None
     kind = ", ".join(["re-cut pipelines", "floating layers" if floating else "one cut each",

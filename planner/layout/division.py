@@ -7,8 +7,10 @@ consecutive cells, in one order of workers, no two routes pass two workers in op
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
+from planner.layout.bounds import work_bound
 from planner.layout.lines import Chunk, Line, chunk_ticks, cut, fill_idle
 from planner.layout.problem import LayoutProblem
 from schedules.schedule import Worker
@@ -40,19 +42,21 @@ class Divider:
     """Divides the work of a problem over given lines, for a given longest load."""
 
     def __init__(self, problem: LayoutProblem, lines: Sequence[Line], *, floating: bool = True,
-                 spread: bool = True) -> None:
+                 spread: bool = True, staggered: bool = False) -> None:
         """`floating`: two neighbours of a line may hold one layer; `spread`: a micro-batch may visit several lines."""
-        self._problem, self._lines, self._floating, self._spread = problem, tuple(lines), floating, spread
+        self._problem, self._lines, self._spread = problem, tuple(lines), spread
+        self._cut = partial(cut, floating=floating, staggered=staggered)
         self._kinds = [self._kind(line) for line in lines]
         self._known: dict[tuple[object, int], int] = {}
 
     def least(self, within: float = 0.0) -> tuple[int, Division] | None:
         """The least longest load, and a division that has it, to this relative precision; None if nothing fits."""
-        high = self._problem.ample_ticks
-        best = self.divide(high)
-        if best is None:
-            return None
-        low = 0
+        low = work_bound(self._problem) - 1
+        high, best = low + low // 16 + 1, None
+        while (best := self.divide(high)) is None:
+            if high > self._problem.ample_ticks * 4:
+                return None
+            low, high = high, high + 2 * (high - low)
         while high - low > max(1, within * high):
             middle = (low + high) // 2
             found = self.divide(middle)
@@ -72,13 +76,29 @@ class Divider:
             left -= most
         if left and not self._spread:
             return None
-        segments, at = self._segments(whole, left, limit)
-        pieces = self._over_workers(whole, left, at, limit)
+        segments = self._segments(whole, left, limit)
+        chunks = [self._balanced(line, counts, limit) if line.cut else ()
+                  for line, counts in zip(self._lines, self._counts(whole, segments), strict=True)]
+        return self.complete(whole, chunks, segments, limit)
+
+    def complete(self, whole: Sequence[int], chunks: Sequence[Sequence[Chunk]], segments: Sequence[Piece],
+                 limit: int) -> Division | None:
+        """The division with these whole micro-batches, chunks and segments of lines that are cut anew.
+
+        The workers that keep their stages take the rest; None if it does not fit.
+        """
+        items = self._problem.total_microbatches - sum(whole)
+        begins = [0] * items
+        for piece in segments:
+            begins[piece.item] = max(begins[piece.item], piece.end)
+        pieces = self._over_workers(whole, begins, limit)
         if pieces is None:
             return None
-        chunks = tuple(self._balanced(index, counts) if self._lines[index].cut else ()
-                       for index, counts in enumerate(self._counts(whole, segments)))
-        return Division(tuple(whole), chunks, (*segments, *pieces), left)
+        return Division(tuple(whole), tuple(map(tuple, chunks)), (*segments, *pieces), items)
+
+    def most_whole(self, index: int, limit: int) -> int:
+        """The most whole micro-batches of a line within the limit."""
+        return self._most(index, limit)
 
     def _kind(self, line: Line) -> tuple[object, ...]:
         problem = self._problem
@@ -89,7 +109,8 @@ class Divider:
         """The most whole micro-batches of a line within the limit."""
         key = self._kinds[index], limit
         if key not in self._known:
-            line, low, high = self._lines[index], 0, self._problem.total_microbatches
+            line, low = self._lines[index], 0
+            high = self._at_most(line, limit)
             while low < high:
                 middle = (low + high + 1) // 2
                 if self._fits(line, [middle] * self._problem.layer_count, limit):
@@ -99,24 +120,27 @@ class Divider:
             self._known[key] = low
         return self._known[key]
 
+    def _at_most(self, line: Line, limit: int) -> int:
+        """Micro-batches that take all the time of all workers."""
+        rate = sum(1000 / self._problem.slowness(worker) for worker in line.workers)
+        work = sum(self._problem.work)
+        return min(self._problem.total_microbatches, int(limit * rate / work) + 1 if work else 1 << 30)
+
     def _fits(self, line: Line, counts: Sequence[int], limit: int) -> bool:
         if line.cut:
-            return self._cut(line, counts, limit) is not None
+            return self._cut(self._problem, line.workers, counts, limit) is not None
         return all(self._kept_ticks(line, position, counts[0]) <= limit for position in range(len(line.workers)))
-
-    def _cut(self, line: Line, counts: Sequence[int], limit: int) -> list[Chunk] | None:
-        return cut(self._problem, line.workers, counts, limit, floating=self._floating)
 
     def _kept_ticks(self, line: Line, position: int, count: int) -> int:
         """The load of a worker that keeps its layers, and its least idle time."""
         problem, worker = self._problem, line.workers[position]
         held = problem.layers_held(worker)
         idle = 0 if len(problem.holds[worker]) > 1 else fill_idle(
-            problem, worker, held, count, len(line.workers) - 1 - position)
+            problem, worker, problem.holds[worker][0], count, len(line.workers) - 1 - position)
         return chunk_ticks(problem, worker, dict.fromkeys(held, count)) + idle
 
-    def _segments(self, whole: Sequence[int], items: int, limit: int) -> tuple[list[Piece], tuple[int, int]]:
-        """What each line that is cut anew takes of the tape, and where the tape is then, as (item, layer)."""
+    def _segments(self, whole: Sequence[int], items: int, limit: int) -> list[Piece]:
+        """What each line that is cut anew takes of the tape."""
         pieces: list[Piece] = []
         item, layer = 0, 0
         count = self._problem.layer_count
@@ -126,8 +150,7 @@ class Divider:
             low, high = 0, min(count - 1, (items - item) * count - layer)
             while low < high:
                 middle = (low + high + 1) // 2
-                counts = _profile(count, whole[index], layer, middle)
-                if self._fits(line, counts, limit):
+                if self._fits(line, _profile(count, whole[index], layer, middle), limit):
                     low = middle
                 else:
                     high = middle - 1
@@ -136,38 +159,32 @@ class Divider:
                 pieces.append(Piece(item, layer, end, index, None))
                 low -= end - layer
                 item, layer = (item + 1, 0) if end == count else (item, end)
-        return pieces, (item, layer)
+        return pieces
 
-    def _over_workers(self, whole: Sequence[int], items: int, at: tuple[int, int], limit: int) -> list[Piece] | None:
-        """The rest of the tape over the workers of the lines that keep their stages; None if it does not fit."""
+    def _over_workers(self, whole: Sequence[int], begins: Sequence[int], limit: int) -> list[Piece] | None:
+        """Layers begins[item] to L of each item over the workers that keep their stages; None if they do not fit."""
         problem = self._problem
         pieces: list[Piece] = []
-        used: dict[Worker, int] = {}
-        if at[0] == items:
-            return pieces
-        kept = [index for index, line in enumerate(self._lines) if not line.cut]
+        free = {worker: limit - self._kept_ticks(line, position, whole[index])
+                for index, line in enumerate(self._lines) if not line.cut
+                for position, worker in enumerate(line.workers)} if begins else {}
         for (first, end), column in problem.paths[0]:
-            cells = [(item, layer) for item in range(at[0], items) for layer in range(first, end)
-                     if (item, layer) >= at]
+            cells = [(item, layer) for item, begin in enumerate(begins) for layer in range(max(begin, first), end)]
             placed = 0
-            for index in kept:
-                if placed == len(cells):
-                    break
-                for position, worker in enumerate(self._lines[index].workers):
-                    if worker.column != column:
+            for index, line in enumerate(self._lines):
+                for worker in line.workers:
+                    if line.cut or worker.column != column or placed == len(cells):
                         continue
-                    free = limit - used.get(worker, 0) - self._kept_ticks(self._lines[index], position, whole[index])
-                    run = 0
-                    ticks = 0
-                    while placed + run < len(cells):
-                        more = -(-problem.work[cells[placed + run][1]] * problem.slowness(worker) // 1000)
-                        if ticks + more > free:
+                    run = placed
+                    while run < len(cells):
+                        layer = cells[run][1]
+                        ticks = problem.slice_ticks((layer, layer + 1), worker)
+                        if ticks > free[worker]:
                             break
-                        ticks += more
+                        free[worker] -= ticks
                         run += 1
-                    pieces += _pieces(cells[placed:placed + run], index, worker)
-                    used[worker] = used.get(worker, 0) + ticks
-                    placed += run
+                    pieces += _pieces(cells[placed:run], index, worker)
+                    placed = run
             if placed < len(cells):
                 return None
         return pieces
@@ -180,19 +197,18 @@ class Divider:
                 counts[piece.line][layer] += 1
         return counts
 
-    def _balanced(self, index: int, counts: Sequence[int]) -> tuple[Chunk, ...]:
+    def _balanced(self, line: Line, counts: Sequence[int], limit: int) -> list[Chunk]:
         """The cut of a line whose longest load is least."""
-        line = self._lines[index]
-        low, high = 0, self._problem.ample_ticks
+        low, high = 0, limit
         while high - low > 1:
             middle = (low + high) // 2
-            if self._cut(line, counts, middle) is None:
+            if self._cut(self._problem, line.workers, counts, middle) is None:
                 low = middle
             else:
                 high = middle
-        chunks = self._cut(line, counts, high)
+        chunks = self._cut(self._problem, line.workers, counts, high)
         assert chunks is not None, "a line holds its counts"
-        return tuple(chunks)
+        return chunks
 
 
 def _profile(count: int, whole: int, first: int, more: int) -> list[int]:

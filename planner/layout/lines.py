@@ -8,7 +8,8 @@ some micro-batches are cut before it, others after it.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from planner.layout.problem import LayoutProblem
+from planner.layout.problem import UNLIMITED, LayoutProblem
+from planner.layout.types import LayerRange
 from schedules.schedule import Worker
 
 Chunk = dict[int, int]
@@ -29,44 +30,50 @@ def chunk_ticks(problem: LayoutProblem, worker: Worker, chunk: Chunk) -> int:
     return -(-compute * problem.slowness(worker) // 1000) + sum(problem.tail[layer] for layer in chunk)
 
 
-def fill_idle(problem: LayoutProblem, worker: Worker, held: Sequence[int], count: int, hops: int) -> int:
+def fill_idle(problem: LayoutProblem, worker: Worker, layers: LayerRange, count: int, hops: int) -> int:
     """Ticks that a worker idles at least between its first F and its first I, by lack of memory or of micro-batches.
 
-    It holds the layers `held` and runs `count` micro-batches, each of which has `hops` transfers to the line's end. The
-    I of its first one starts after F of `held`, F and I of all layers after these, and the transfers of both ways.
+    It holds these layers and runs `count` micro-batches, each of which has `hops` transfers to the line's end. The I of
+    its first one starts after F of what it holds, F and I of all layers after these, and the transfers of both ways.
     Until then the worker runs only F, of as many micro-batches as it has, and as it has room for.
     """
-    forward = sum(problem.forward[layer] for layer in held)
-    most = sum(problem.most(layer) for layer in held)
-    room = problem.room_of(worker) - sum(problem.weight(layer) for layer in held)
-    slow = problem.slowness(worker)
+    sums, (first, end), slow = problem.sums, layers, problem.slowness(worker)
+    forward = sums.forward[end] - sums.forward[first]
+    most = sums.most[end] - sums.most[first]
+    room = problem.room_of(worker) - sums.weight[end] + sums.weight[first]
     ran = count * forward if not most or count * most <= room else max(0, room) * forward // most
-    end = held[-1] + 1
-    trip = problem.forward_from(end) + problem.backward_from(end) + 2 * hops * problem.transfer + forward * slow // 1000
-    return max(0, trip - ran * slow // 1000)
+    behind = sums.forward[-1] - sums.forward[end] + sums.backward[-1] - sums.backward[end]
+    return max(0, behind + 2 * hops * problem.transfer + (forward - ran) * slow // 1000)
 
 
 def cut(problem: LayoutProblem, workers: Sequence[Worker], counts: Sequence[int], limit: int, *,
-        floating: bool = True) -> list[Chunk] | None:
+        floating: bool = True, staggered: bool = False) -> list[Chunk] | None:
     """Chunks of at most `limit` ticks that cover counts[layer] cells of every layer; None if the line is too short.
 
     A chunk's ticks are its load and what its worker idles at least by lack of memory (`fill_idle`). From the first
-    worker on, each takes as many cells as fit. Not `floating`: only whole layers.
+    worker on, each takes as many cells as fit. Not `floating`: only whole layers. `staggered`: a worker
+    loses the time between the reductions of the stages it has a part in (`LayoutProblem.stagger`).
     """
     chunks: list[Chunk] = []
     layer, left = 0, counts[0]
     for position, worker in enumerate(workers):
-        hops = len(workers) - 1 - position
         chunk: Chunk = {}
+        load = 0
         while layer < len(counts):
             if not left:
                 layer += 1
                 left = counts[layer] if layer < len(counts) else 0
                 continue
-            taken = _most_cells(problem, worker, chunk, layer, left, limit, hops)
+            first = min(chunk, default=layer)
+            beside = _beside(problem, worker, (first, layer + 1), counts[layer], len(workers) - 1 - position)
+            lost = problem.stagger(first, layer) if staggered else 0
+            cell = problem.work[layer] * problem.slowness(worker)
+            free = (limit - beside - lost) * 1000 - load
+            taken = max(0, min(left, free // cell if cell else left))
             if not taken or not (floating or taken == left):
                 break
             chunk[layer] = taken
+            load += taken * cell
             left -= taken
             if left:
                 break
@@ -74,14 +81,9 @@ def cut(problem: LayoutProblem, workers: Sequence[Worker], counts: Sequence[int]
     return chunks if layer == len(counts) else None
 
 
-def _most_cells(problem: LayoutProblem, worker: Worker, chunk: Chunk, layer: int, left: int, limit: int,
-                hops: int) -> int:
-    """Cells of one more layer that a worker can take."""
-    held = [*chunk, layer]
-    room = problem.room_of(worker) - sum(problem.weight(layer) + problem.most(layer) for layer in held)
-    if room < 0:
-        return 0
-    idle = fill_idle(problem, worker, held, max(chunk.values(), default=left), hops)
-    free = limit - idle - chunk_ticks(problem, worker, chunk) - problem.tail[layer]
-    cell = problem.work[layer] * problem.slowness(worker)
-    return max(0, min(left, free * 1000 // cell if cell else left))
+def _beside(problem: LayoutProblem, worker: Worker, layers: LayerRange, count: int, hops: int) -> int:
+    """Ticks that a worker with these layers has beside its cells; more than any limit where they have no room."""
+    sums, (first, end) = problem.sums, layers
+    if sums.weight[end] - sums.weight[first] + sums.most[end] - sums.most[first] > problem.room_of(worker):
+        return UNLIMITED
+    return fill_idle(problem, worker, layers, count, hops) + sums.tail[end] - sums.tail[first]
