@@ -38,6 +38,7 @@ def check(files: ScheduleFiles, json: Json = False) -> None:
 def _violation_report(violation: Violation, schedule: Schedule, file: Path) -> dict[str, object]:
     """A violation as an object of the JSON answer; `start` in seconds."""
     op = violation.op
+    slice = op.slice if op is not None else None
     worker = op.worker if op is not None else violation.worker
     return {
         "file": str(file),
@@ -45,7 +46,8 @@ def _violation_report(violation: Violation, schedule: Schedule, file: Path) -> d
         "message": violation.message,
         "op": str(op.kind) if op is not None else None,
         "worker": str(worker) if worker is not None else None,
-        "stage": op.slice if op is not None else None,
+        "stage": slice if slice is not None and slice < len(schedule.grid.stages) else None,
+        "layers": schedule.layers_of(slice) if slice is not None else None,
         "pipeline": op.pipeline if op is not None else None,
         "microbatch": op.microbatch if op is not None else None,
         "start": schedule.seconds(op.start_ticks) if op is not None else None,
