@@ -7,6 +7,8 @@ the schedule; those of the others (`join`) are node agents, which start and end 
 import asyncio
 import selectors
 import signal
+import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ import torch
 from msgspec.structs import replace
 
 from runtime.config import ConfigError, RunConfig
+from runtime.coordinator.checkpoint_timer import CheckpointCost
 from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.event_loop import STALL_TIMEOUT_SECONDS, EventLoop, Notify, Run
 from runtime.coordinator.loss_file import LossFile, Progress
@@ -33,12 +36,13 @@ from runtime.model.stage import boundaries
 from runtime.processes.fork_server import ForkServer, ForkServerError
 from runtime.processes.launchers import ALONE, GpuShare, LocalProcess, gpu_share
 from runtime.processes.process_manager import NodeProcesses, ProcessManager, Return
+from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped, StopSignals, stop_signals
 from runtime.protocol import to_node_agent
 from runtime.protocol.channel import Channel
 from runtime.protocol.failure_injection import Injection
 from runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store, listen
 from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, BoundarySpec, Setup
-from runtime.protocol.to_coordinator import Ended, JoinNode
+from runtime.protocol.to_coordinator import Ended, JoinNode, Leaving
 from runtime.protocol.to_node_agent import KillWorker, NodeSetup, RunEnded, StartWorker, ToNodeAgent
 from runtime.replay.communication import Transport, choose_transport
 from runtime.replay.placement import PlacementError, assign_to_nodes, layer_ranges
@@ -69,6 +73,8 @@ class RunResult:
     recoveries: tuple[Recovery, ...]
     notes: tuple[str, ...]
     """What went wrong and was survived besides, such as checkpoints that could not be written."""
+    checkpoints: tuple[CheckpointCost, ...]
+    """What those have cost that were written while training went on."""
     trace: MeasuredTrace
     out: Path
 
@@ -88,8 +94,8 @@ class Resilience:
     fetch_bytes_per_second: float | None = None
     """How fast a worker that comes in is sent layers by each of the others while they train; None: as fast as it goes.
     """
-    checkpoint_every: int = 0
-    """Iterations from one checkpoint to the next; 0: none."""
+    checkpoint_every: int | None = 0
+    """Iterations from one checkpoint to the next; 0: none; None: such that they cost less than 1 % of the time."""
     resume: Checkpoint | None = None
     """Where to go on from."""
     injections: tuple[Injection, ...] = ()
@@ -113,6 +119,8 @@ class RunOptions:
     """How many iterations, the last ones, `trace.json` holds."""
     force: bool = False
     """Remove what another run has left in the folder, instead of refusing to write there."""
+    grace_seconds: float = GRACE_SECONDS
+    """How long the run may go on after SIGTERM or Ctrl-C: it ends at the next iteration, with a checkpoint."""
     notify: Notify = lambda _: None
 
 
@@ -140,9 +148,9 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
 
     Raises ConfigError or PlacementError when schedule, configuration and machine do not fit, CheckpointError when the
     checkpoint does not, FolderError when another run writes to `out` or has left its results there, OSError when `out`
-    cannot be written, RendezvousError when the meeting point cannot be opened, and
-    RunError when failures leave no way to go on; then no process is left, and the losses of the committed iterations
-    are on disk.
+    cannot be written, RendezvousError when the meeting point cannot be opened, RunError when failures leave no way to
+    go on, and RunStopped, which is a KeyboardInterrupt, after SIGTERM or Ctrl-C. Then no process is left, and the
+    losses of the committed iterations are on disk.
     """
     if iterations is not None:
         config = replace(config, training=replace(config.training, iterations=iterations))
@@ -151,6 +159,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
     if resilience.resume is not None:
         open_checkpoint(resilience.resume.path, identity_of(config, fit.model.layers))
     with ExitStack() as stack:
+        stop = stack.enter_context(stop_signals())
         stack.enter_context(locked(out, 0))
         listener, opened = listen(options.rendezvous)
         stack.callback(listener.close)
@@ -160,38 +169,48 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         fork_server = fork_server or stack.enter_context(ForkServer())
         store, store_address = host_store(Rendezvous(opened.host, 0))
         options.announce(opened)
-        setup = _setup(schedule, config, fit, store_address, out, options, resilience)
         log = CommitLog(schedule.job, first_iteration=first, skips=config.training.skip_nonfinite,
                         validates=watches_gradients(config.training))
         processes = NodeProcesses(fork_server, opened, fit.shares[0], _gpus(fit.device), out, fit.gpus.first)
         places = {worker: node for node, share in enumerate(fit.shares) for worker in share}
-        manager = ProcessManager(processes, places, resilience.returns,
-                                 [worker for worker in schedule.grid.workers() if worker not in places])
         events = EventLoop(
-            Run(schedule=schedule, scheduler=resilience.scheduler, setup=setup, shares=fit.shares,
-                injections=resilience.injections, out=out, notify=options.notify,
+            Run(schedule=schedule, scheduler=resilience.scheduler, shares=fit.shares, injections=resilience.injections,
+                setup=_setup(schedule, config, fit, store_address, out, options, resilience), out=out,
+                notify=options.notify, grace_seconds=options.grace_seconds,
                 join_timeout_seconds=resilience.join_timeout_seconds,
                 stall_timeout_seconds=resilience.stall_timeout_seconds),
-            log, stack.enter_context(LossFile(out / LOSSES, first, progress)), manager)
+            log, stack.enter_context(LossFile(out / LOSSES, first, progress)),
+            ProcessManager(processes, places, resilience.returns,
+                           [worker for worker in schedule.grid.workers() if worker not in places]))
         with _running(fork_server, processes):
-            asyncio.run(events.serve(listener))
+            asyncio.run(events.serve(listener, stop))
         del store
-        trace = log.trace()
-        write_measured_trace(trace, out / "trace.json")
+        if events.stopped:
+            number = stop.received or signal.SIGTERM
+            raise RunStopped(number, f"interrupted by {number.name}" + (
+                f", and not ended within {options.grace_seconds:g} s" if events.out_of_time else ""))
+        write_measured_trace(log.trace(), out / "trace.json")
+    return _result(schedule, first, log, events, out)
+
+
+def _result(schedule: Schedule, first: int, log: CommitLog, events: EventLoop, out: Path) -> RunResult:
     return RunResult(first_iteration=first, losses=tuple(log.losses), parameter_digest=combined_digest(log.digests),
-                     trace=trace, out=out, measured_period_seconds=log.measured_period_seconds(),
+                     trace=log.trace(), out=out, measured_period_seconds=log.measured_period_seconds(),
                      planned_period_seconds=schedule.seconds(schedule.period_ticks),
-                     recoveries=tuple(events.recoveries), notes=tuple(events.notes))
+                     recoveries=tuple(events.recoveries), notes=tuple(events.notes),
+                     checkpoints=events.checkpoints.costs)
 
 
 def join(rendezvous: Rendezvous, *, node: int, nodes: int, out: Path, fork_server: ForkServer | None = None,
          local: LocalProcess = ALONE, join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS,
-         notify: Callable[[str], None] = lambda _: None) -> None:
+         grace_seconds: float = GRACE_SECONDS, notify: Callable[[str], None] = lambda _: None) -> None:
     """Take part in the run that node 0 leads, with this node's share of the workers.
 
     Into `out` go the logs of its workers, and the parameters of layers that they write. `notify` is called while node 0
-    is waited for. Raises RendezvousError when
-    node 0 cannot be reached, ConfigError when this machine does not fit, RunError when the run fails.
+    is waited for. After SIGTERM or Ctrl-C its workers leave the run at the next iteration, and the others go on.
+
+    Raises RendezvousError when node 0 cannot be reached, ConfigError when this machine does not fit, FolderError when
+    another process writes to `out` as this node, RunError when the run fails, and RunStopped.
     """
     channel: Channel[ToNodeAgent] = Channel(rendezvous, JoinNode(node), to_node_agent.decode,
                                             join_timeout_seconds, notify)
@@ -203,44 +222,74 @@ def join(rendezvous: Rendezvous, *, node: int, nodes: int, out: Path, fork_serve
         if setup.device == "cuda" and (cards == 0 or (setup.transport == "nccl" and cards < gpus.workers)):
             raise ConfigError(f"node {node} has {cards} GPUs for {gpus.workers} workers; {setup.transport} needs more")
         with ExitStack() as stack:
+            stop = stack.enter_context(stop_signals())
             stack.enter_context(locked(out, node))
             clear_parameters(out)  # the folder may be shared with node 0, whose workers have logs there
             fork_server = fork_server or stack.enter_context(ForkServer())
             processes = NodeProcesses(fork_server, rendezvous, setup.workers, cards, out, gpus.first)
             with _running(fork_server, processes):
-                error = _serve_coordinator(channel, processes, setup.workers)
+                error = _NodeAgent(channel, processes, stop, grace_seconds).serve()
+    if stop.received is not None:
+        raise RunStopped(stop.received, f"interrupted by {stop.received.name}; the workers of node {node} have left"
+                         + ("" if error is None else f": {error}"))
     if error is not None:
         raise RunError(error)
 
 
-def _serve_coordinator(channel: Channel[ToNodeAgent], processes: NodeProcesses,
-                       workers: Sequence[Worker]) -> str | None:
-    """Node agent: do what the coordinator says and tell it which workers here end, until the run has.
+class _NodeAgent:
+    """Does what the coordinator says and tells it which workers here end, until the run has, or has been left."""
 
-    How it ended: None, or why it failed. Raises RunError when node 0 is gone, ForkServerError when the workers are.
-    """
-    with selectors.DefaultSelector() as selector:
-        selector.register(channel, selectors.EVENT_READ)
-        selector.register(processes, selectors.EVENT_READ)
-        try:
-            while True:
-                ready = [] if channel.pending else [key.fileobj for key, _ in selector.select()]
-                if processes in ready:
-                    for ended in processes.poll():
-                        channel.send(ended)
-                for message in channel.read() if channel.pending or channel in ready else ():
-                    match message:
-                        case RunEnded():
-                            return message.error
-                        case StartWorker() | KillWorker():
-                            processes.do(message)
-        except RendezvousError as error:
-            raise RunError(str(error)) from None
-        except ForkServerError:
-            with suppress(RendezvousError):  # node 0 would miss them anyway, but later
-                for worker in workers:
-                    channel.send(Ended(worker, -signal.SIGKILL))
-            raise
+    def __init__(self, channel: Channel[ToNodeAgent], processes: NodeProcesses, stop: StopSignals,
+                 grace_seconds: float) -> None:
+        self._channel = channel
+        self._processes = processes
+        self._stop = stop
+        self._grace_seconds = grace_seconds
+        self._deadline: float | None = None
+        """Once it was told to end."""
+
+    def serve(self) -> str | None:
+        """How it ended: None, or why it failed.
+
+        Raises RunError when node 0 is gone, ForkServerError when the workers are.
+        """
+        waker, woken = socket.socketpair()
+        with waker, woken, selectors.DefaultSelector() as selector, self._stop.asking(lambda: waker.send(b"!")):
+            for one in (self._channel, self._processes, woken):
+                selector.register(one, selectors.EVENT_READ)
+            try:
+                while True:
+                    ready = [] if self._channel.pending else [
+                        key.fileobj for key, _ in selector.select(self._seconds_left())]
+                    if woken in ready:
+                        woken.recv(1)
+                        self._leave()
+                    if self._processes in ready:
+                        for ended in self._processes.poll():
+                            self._channel.send(ended)
+                    for message in self._channel.read() if self._channel.pending or self._channel in ready else ():
+                        match message:
+                            case RunEnded():
+                                return message.error
+                            case StartWorker() | KillWorker():
+                                self._processes.do(message)
+                    if self._deadline is not None and not (self._processes.alive() and self._seconds_left()):
+                        return None
+            except RendezvousError as error:
+                raise RunError(str(error)) from None
+            except ForkServerError:
+                with suppress(RendezvousError):  # node 0 would miss them anyway, but later
+                    for worker in self._processes.alive():
+                        self._channel.send(Ended(worker, -signal.SIGKILL))
+                raise
+
+    def _leave(self) -> None:
+        self._deadline = time.monotonic() + self._grace_seconds
+        for worker in self._processes.alive():
+            self._channel.send(Leaving(worker))
+
+    def _seconds_left(self) -> float | None:
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
 
 @contextmanager
@@ -267,7 +316,7 @@ def _setup(schedule: Schedule, config: RunConfig, fit: _Fit, store: Rendezvous, 
         loss_scale=1 / schedule.grid.total_microbatches,
         heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,
         resume=None if resilience.resume is None else str(resilience.resume.path.resolve()),
-        checkpoints=str((out / CHECKPOINTS).resolve()) if resilience.checkpoint_every else None,
+        checkpoints=None if resilience.checkpoint_every == 0 else str((out / CHECKPOINTS).resolve()),
         checkpoint_every=resilience.checkpoint_every, fetch_bytes_per_second=resilience.fetch_bytes_per_second)
 
 

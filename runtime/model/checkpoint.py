@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,6 +34,7 @@ _TEMPORARY = re.compile(r"\.(layer-\d{4,7}|manifest\.json)[-.]")
 
 LayerState = Mapping[str, Tensor]
 """What `StageOptimizer.layer_state` gives."""
+Ended = Callable[["CheckpointError | None"], None]
 
 
 class CheckpointError(DocumentError):
@@ -93,8 +94,9 @@ class Saving:
     """A checkpoint being written by this worker, in a thread of its own."""
 
     def __init__(self, folder: Path, iteration: int, layers: Mapping[int, LayerState],
-                 identity: Mapping[str, Any]) -> None:
+                 identity: Mapping[str, Any], ended: Ended) -> None:
         self._error: CheckpointError | None = None
+        self._ended = ended
         self._thread = threading.Thread(target=self._run, args=(folder, iteration, layers, identity), daemon=True)
         self._thread.start()
 
@@ -116,17 +118,20 @@ class Saving:
         except OSError as error:
             self._error = CheckpointError(f"{error.filename or folder}: checkpoint of iteration {iteration} cannot be "
                                           f"written: {error.strerror or error}; earlier ones are untouched")
+        self._ended(self._error)
 
 
-def save(folder: Path, iteration: int, layers: Mapping[int, LayerState], identity: Mapping[str, Any]) -> Saving:
+def save(folder: Path, iteration: int, layers: Mapping[int, LayerState], identity: Mapping[str, Any],
+         ended: Ended = lambda _: None) -> Saving:
     """Start to write this worker's share of a checkpoint; training goes on.
 
     The tensors are copied to host memory before this returns. Each layer of the model must be saved by some worker,
-    and should be by one only. `iteration` counts the iterations done. Errors come with `Saving.wait`.
+    and should be by one only. `iteration` counts the iterations done. Errors come with `Saving.wait`. `ended` is
+    called from a thread when this share is on the disk, with None, or has failed, with the error.
     """
     copied = {layer: {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
               for layer, state in layers.items()}
-    return Saving(folder, iteration, copied, identity)
+    return Saving(folder, iteration, copied, identity, ended)
 
 
 def latest(folder: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint | None:
@@ -194,6 +199,9 @@ def _write(folder: Path, iteration: int, layers: Mapping[int, LayerState], ident
         return
     saving = folder / f".saving-{iteration}"
     saving.mkdir(parents=True, exist_ok=True)
+    unfinished = _numbered(folder, _SAVING)
+    for number in sorted(unfinished)[:-KEEP]:  # as where not all nodes see the same folder: none is ever complete
+        shutil.rmtree(unfinished[number], ignore_errors=True)
     written: list[Path] = []
     try:
         for layer, state in layers.items():

@@ -48,6 +48,10 @@ class NodeProcesses:
             self._fork_server.start(WorkerSpec(command.worker, self._coordinator, self.card(command.worker),
                                                str(self._out), command.restarted).process())
 
+    def alive(self) -> list[Worker]:
+        """Those that have been started, and not ended."""
+        return [worker for worker in self._places if self._fork_server.lives(str(worker))]
+
     def card(self, worker: Worker) -> int | None:
         """The GPU of a worker; None where there are none."""
         place = self._places.setdefault(worker, len(self._places))

@@ -107,6 +107,12 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     fault_scaled: float | None = None
     """Live workers / all workers."""
     reason: str | None = None
+    layers_moved: int | None = None
+    """Of a settled entry: copies of layers that workers load, for these roles."""
+    bytes_moved: float | None = None
+    """Their weights, where the job says what layers weigh."""
+    seconds_to_move: float | None = None
+    """At the bandwidth that the table was made for."""
     sha256: str | None = None
     """Digest of the entry's file."""
 
@@ -122,6 +128,8 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     max_failures: int
     exact: bool
     """Whether every failure pattern of up to `max_failures` has its own entry."""
+    settled: bool = False
+    """Whether each has a second entry, for which layers may have moved."""
     job_sha256: str
     programs_sha256: str
     entries: tuple[Row, ...]

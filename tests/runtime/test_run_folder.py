@@ -6,17 +6,22 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from runtime.coordinator import checkpoint_timer
 from runtime.coordinator.loss_file import LossFile
 from runtime.launch import Resilience, RunOptions, run
-from runtime.model.checkpoint import latest, load, open_checkpoint, save
+from runtime.model.checkpoint import KEEP, latest, load, open_checkpoint, save
 from runtime.model.parameters import save_layer
+from runtime.processes.process_manager import Return
 from runtime.run_folder import FolderError, claim, clean_up, locked
 from schedules.files import write_atomically
+from schedules.schedule import Worker
 from tests.jobs import grid
+from tests.runtime.failing import at, train
 from tests.runtime.model.test_checkpoint import IDENTITY, assert_same, share, states, write
 from tests.runtime.running import assert_same_numbers, command_environment, judge, schedule_for, tiny
 
@@ -228,3 +233,30 @@ def load_all(folder: Path):
     newest = latest(folder, IDENTITY)
     assert newest is not None
     return load(newest, range(4))
+
+
+def test_checkpoints_are_saved_as_often_as_they_cost_little(fork_server, tmp_path, monkeypatch):
+    """By the run's own measure; a worker dies and comes back meanwhile."""
+    monkeypatch.setattr(checkpoint_timer, "LEAST_SECONDS", 0.05)
+    monkeypatch.setattr(checkpoint_timer, "SHARE", 0.1)
+    began = time.monotonic()
+    seen = set()
+
+    def progress(*_: object) -> None:
+        seen.update(path.name for path in (tmp_path / "checkpoints").glob("iteration-*"))
+
+    result = train([at("0.0", 60)], fork_server, tmp_path, config=tiny(iterations=200), progress=progress,
+                   checkpoint_every=None, returns=(Return(Worker(0, 0), 70),))
+    *before, last = result.checkpoints
+    assert before and all(one.seconds > 0 for one in result.checkpoints) and last.iteration < 200
+    assert sum(one.seconds for one in before) <= 0.1 * (time.monotonic() - began)
+    assert len(seen) >= 2
+    newest = latest(tmp_path / "checkpoints")
+    assert newest is not None and newest.iteration == 200
+
+
+def test_what_is_never_complete_does_not_fill_the_disk(tmp_path):
+    """As where the nodes see different folders."""
+    for iteration in range(5):
+        save(tmp_path, iteration, share(states(), 0, 1), IDENTITY).wait()
+    assert len(list(tmp_path.iterdir())) <= KEEP + 1
