@@ -22,7 +22,6 @@ from schedules.schedule import Worker
 from tests.jobs import grid
 from tests.planner.search.brute_force import optimal_period
 
-
 OWN = [(1, 1, 2, []), (1, 2, 2, []), (1, 3, 1, []), (2, 2, 1, ["1.0"]), (2, 2, 1, ["0.1"]), (3, 2, 1, ["2.1"]),
        (2, 1, 1, ["0.0"]), (3, 2, 1, ["0.0", "1.1"]), (2, 3, 1, ["1.1"]), (2, 1, [2, 1], []), (2, 2, [2, 1], ["1.1"]),
        (3, 1, [1, 2, 1], ["0.0"])]
