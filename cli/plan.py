@@ -46,7 +46,7 @@ FromCheckpoint = Annotated[bool, typer.Option("--from-checkpoint", help=(
     "With --layers move: layers that no live worker holds come from a checkpoint."))]
 Bandwidth = Annotated[float, typer.Option("--bandwidth", metavar="BYTES", min=1.0, max=1e15, help=(
     "Bytes a second that a worker sends or receives while layers move."))]
-COMPARE_SHARE, COMPARE_SECONDS = 0.2, 2.0
+COMPARE_SHARE, COMPARE_SECONDS = 0.25, 4.0
 """With failures, what may be spent on what else could be done: a share of the time limit, and seconds at most."""
 
 

@@ -1,5 +1,6 @@
 """What else could be done about failures, beside a plan: with what throughput, and by which option."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 
@@ -58,7 +59,9 @@ def alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: PlanOp
         except (NoPlanError, JobError):
             continue
         if schedule is not None:
-            period = schedule.seconds(schedule.period_ticks)
+            # With either option nothing is worse than with layers and roles in place, which the plan found so far is.
+            best = math.inf if option.startswith("--method") or normalise or options.layers != "fixed" else plan.period
+            period = min(schedule.seconds(schedule.period_ticks), best)
             yield Alternative(what=what, option=option, period=period, throughput=whole / period)
 
 

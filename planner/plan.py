@@ -16,7 +16,7 @@ from planner.model.problem import NoPlanError, Problem
 from planner.options import PlanOptions
 from planner.portfolio import best_answer
 from planner.progress import ProgressCallback, quiet
-from planner.reference import FaultFree
+from planner.reference import FaultFree, reference_options
 from planner.repetition import TooLargeError, blocks_within, repeated
 from planner.search.baselines import BASELINES
 from planner.search.budget import Budget
@@ -97,7 +97,7 @@ def _fault_free(options: PlanOptions, job: Job, known: FaultFree | None, budget:
     if (known and known.close) or (budget.seconds < 0.0 and known):
         return known
     try:
-        return _reference(_search(options, job, (), budget).schedule, options).better(known)
+        return _reference(_search(reference_options(options), job, (), budget).schedule, options).better(known)
     except TooLargeError:
         return known
 
@@ -117,6 +117,11 @@ class Planned(msgspec.Struct, frozen=True):
     """Ctrl-C cut the search short."""
     seconds: float = 0.0
     """Spent on it."""
+
+    @property
+    def period(self) -> float:
+        """Seconds."""
+        return self.schedule.seconds(self.schedule.period_ticks)
 
 
 def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker]) -> Planned:

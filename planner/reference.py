@@ -41,9 +41,14 @@ class FaultFree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return FaultFree(period=min(self.period, period), bound=min(self.bound, period))
 
 
+def reference_options(options: PlanOptions) -> PlanOptions:
+    """What plans are compared with: the job as it runs when nothing has failed, whatever may move or be cut then."""
+    return msgspec.structs.replace(options, layers="fixed", slices=False, from_checkpoint=False)
+
+
 def reference_key(options: PlanOptions, job: Job) -> str:
     """A digest of all that the fault-free period depends on."""
-    problem = options.problem(job)
-    rules = (VERSION, options.method, options.layers, options.slices, problem.backward, problem.optimizer)
+    problem = reference_options(options).problem(job)
+    rules = (VERSION, options.method, problem.backward, problem.optimizer)
     text = msgspec.json.encode((rules, problem.tick_seconds, problem.grid, problem.times, problem.memory))
     return hashlib.sha256(text).hexdigest()

@@ -9,6 +9,7 @@ from planner.job.file import Job
 from planner.job.layers import layer_costs
 from planner.plan import Plan
 from schedules.schedule import Schedule, Worker
+from schedules.tables.relabel import layers_lacked
 
 BANDWIDTH = 12.5e9
 """Bytes a second that a worker sends or receives: a port of 100 Gb/s."""
@@ -50,17 +51,8 @@ def pays_after_iterations(plan: Plan, moved: Transition) -> int | None:
 
 def layers_received(schedule: Schedule) -> dict[Worker, list[int]]:
     """The layers that each live worker holds and did not hold before, of those that receive some."""
-    grid = schedule.grid
-    received: dict[Worker, list[int]] = {}
-    for seat in schedule.seats:
-        if seat.holds is None and seat.role.column == seat.worker.column:
-            continue
-        before = [grid.layers_of(stage) for stage in grid.stages_of(seat.worker.column)]
-        new = [layer for begin, end in schedule.holds(seat.worker) for layer in range(begin, end)
-               if not any(first <= layer < last for first, last in before)]
-        if new:
-            received[seat.worker] = new
-    return received
+    received = {seat.worker: sorted(layers_lacked(schedule, seat)) for seat in schedule.seats}
+    return {worker: layers for worker, layers in received.items() if layers}
 
 
 def _busiest(schedule: Schedule, received: dict[Worker, list[int]], size: list[float]) -> float:

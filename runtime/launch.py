@@ -7,6 +7,8 @@ the schedule; those of the others (`join`) are node agents, which start and end 
 import asyncio
 import selectors
 import signal
+import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -34,13 +36,14 @@ from runtime.model.stage import boundaries
 from runtime.processes.fork_server import ForkServer, ForkServerError
 from runtime.processes.launchers import ALONE, GpuShare, LocalProcess, gpu_share
 from runtime.processes.process_manager import NodeProcesses, ProcessManager, Return
+from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped, StopSignals, stop_signals
 from runtime.protocol import to_node_agent
 from runtime.protocol.channel import Channel
 from runtime.protocol.failure_injection import Injection
 from runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store, listen
 from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, BoundarySpec, Setup
-from runtime.protocol.to_coordinator import Ended, JoinNode
-from runtime.protocol.to_node_agent import KillWorker, NodeSetup, RunEnded, StartWorker, ToNodeAgent
+from runtime.protocol.to_coordinator import Ended, JoinNode, Leaving
+from runtime.protocol.to_node_agent import KillWorker, NodeSetup, NodeTaken, RunEnded, StartWorker, ToNodeAgent
 from runtime.replay.communication import Transport, choose_transport
 from runtime.replay.placement import PlacementError, assign_to_nodes, layer_ranges
 from runtime.run_folder import CHECKPOINTS, LOSSES, claim, clean_up, clear_parameters, locked
@@ -51,6 +54,8 @@ from schedules.schedule import Schedule, Worker
 
 Ranges = Sequence[tuple[int, int]]
 """Half-open range of layers of each stage."""
+ASK_AGAIN_SECONDS = 0.5
+"""A node that the coordinator still has from before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +121,8 @@ class RunOptions:
     """How many iterations, the last ones, `trace.json` holds."""
     force: bool = False
     """Remove what another run has left in the folder, instead of refusing to write there."""
+    grace_seconds: float = GRACE_SECONDS
+    """How long the run may go on after SIGTERM or Ctrl-C: it ends at the next iteration, with a checkpoint."""
     notify: Notify = lambda _: None
 
 
@@ -143,9 +150,9 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
 
     Raises ConfigError or PlacementError when schedule, configuration and machine do not fit, CheckpointError when the
     checkpoint does not, FolderError when another run writes to `out` or has left its results there, OSError when `out`
-    cannot be written, RendezvousError when the meeting point cannot be opened, and
-    RunError when failures leave no way to go on; then no process is left, and the losses of the committed iterations
-    are on disk.
+    cannot be written, RendezvousError when the meeting point cannot be opened, RunError when failures leave no way to
+    go on, and RunStopped, which is a KeyboardInterrupt, after SIGTERM or Ctrl-C. Then no process is left, and the
+    losses of the committed iterations are on disk.
     """
     if iterations is not None:
         config = replace(config, training=replace(config.training, iterations=iterations))
@@ -154,6 +161,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
     if resilience.resume is not None:
         open_checkpoint(resilience.resume.path, identity_of(config, fit.model.layers))
     with ExitStack() as stack:
+        stop = stack.enter_context(stop_signals())
         stack.enter_context(locked(out, 0))
         listener, opened = listen(options.rendezvous)
         stack.callback(listener.close)
@@ -163,26 +171,33 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         fork_server = fork_server or stack.enter_context(ForkServer())
         store, store_address = host_store(Rendezvous(opened.host, 0))
         options.announce(opened)
-        setup = _setup(schedule, config, fit, store_address, out, options, resilience)
         log = CommitLog(schedule.job, first_iteration=first, skips=config.training.skip_nonfinite,
                         validates=watches_gradients(config.training))
         processes = NodeProcesses(fork_server, opened, fit.shares[0], _gpus(fit.device), out, fit.gpus.first)
         places = {worker: node for node, share in enumerate(fit.shares) for worker in share}
-        manager = ProcessManager(processes, places, resilience.returns,
-                                 [worker for worker in schedule.grid.workers() if worker not in places])
         events = EventLoop(
-            Run(schedule=schedule, scheduler=resilience.scheduler, setup=setup, shares=fit.shares,
-                injections=resilience.injections, out=out, notify=options.notify,
+            Run(schedule=schedule, scheduler=resilience.scheduler, shares=fit.shares, injections=resilience.injections,
+                setup=_setup(schedule, config, fit, store_address, out, options, resilience), out=out,
+                notify=options.notify, grace_seconds=options.grace_seconds,
                 join_timeout_seconds=resilience.join_timeout_seconds,
                 stall_timeout_seconds=resilience.stall_timeout_seconds),
-            log, stack.enter_context(LossFile(out / LOSSES, first, progress)), manager)
+            log, stack.enter_context(LossFile(out / LOSSES, first, progress)),
+            ProcessManager(processes, places, resilience.returns,
+                           [worker for worker in schedule.grid.workers() if worker not in places]))
         with _running(fork_server, processes):
-            asyncio.run(events.serve(listener))
+            asyncio.run(events.serve(listener, stop))
         del store
-        trace = log.trace()
-        write_measured_trace(trace, out / "trace.json")
+        if events.stopped:
+            number = stop.received or signal.SIGTERM
+            raise RunStopped(number, f"interrupted by {number.name}" + (
+                f", and not ended within {options.grace_seconds:g} s" if events.out_of_time else ""))
+        write_measured_trace(log.trace(), out / "trace.json")
+    return _result(schedule, first, log, events, out)
+
+
+def _result(schedule: Schedule, first: int, log: CommitLog, events: EventLoop, out: Path) -> RunResult:
     return RunResult(first_iteration=first, losses=tuple(log.losses), parameter_digest=combined_digest(log.digests),
-                     trace=trace, out=out, measured_period_seconds=log.measured_period_seconds(),
+                     trace=log.trace(), out=out, measured_period_seconds=log.measured_period_seconds(),
                      planned_period_seconds=schedule.seconds(schedule.period_ticks),
                      recoveries=tuple(events.recoveries), notes=tuple(events.notes),
                      checkpoints=events.checkpoints.costs)
@@ -190,68 +205,122 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
 
 def join(rendezvous: Rendezvous, *, node: int, nodes: int, out: Path, fork_server: ForkServer | None = None,
          local: LocalProcess = ALONE, join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS,
-         notify: Callable[[str], None] = lambda _: None) -> None:
+         grace_seconds: float = GRACE_SECONDS, notify: Callable[[str], None] = lambda _: None) -> None:
     """Take part in the run that node 0 leads, with this node's share of the workers.
 
     Into `out` go the logs of its workers, and the parameters of layers that they write. `notify` is called while node 0
-    is waited for. Raises RendezvousError when
-    node 0 cannot be reached, ConfigError when this machine does not fit, RunError when the run fails.
+    is waited for. After SIGTERM or Ctrl-C its workers leave the run at the next iteration, and the others go on.
+
+    Raises RendezvousError when node 0 cannot be reached, ConfigError when this machine does not fit, FolderError when
+    another process writes to `out` as this node, RunError when the run fails, and RunStopped.
     """
-    channel: Channel[ToNodeAgent] = Channel(rendezvous, JoinNode(node), to_node_agent.decode,
-                                            join_timeout_seconds, notify)
+    channel, setup = _join_node(rendezvous, node, join_timeout_seconds, notify)
     with closing(channel):
-        setup = channel.wait_for(NodeSetup)
         if len(setup.shares) != nodes:
             raise ConfigError(f"--nodes is {nodes} here and {len(setup.shares)} at node 0; expected the same")
         cards, gpus = _gpus(setup.device), gpu_share(setup.shares, node, local)
         if setup.device == "cuda" and (cards == 0 or (setup.transport == "nccl" and cards < gpus.workers)):
             raise ConfigError(f"node {node} has {cards} GPUs for {gpus.workers} workers; {setup.transport} needs more")
         with ExitStack() as stack:
+            stop = stack.enter_context(stop_signals())
             stack.enter_context(locked(out, node))
-            clear_parameters(out)  # the folder may be shared with node 0, whose workers have logs there
+            if not setup.restarted:
+                clear_parameters(out)  # the folder may be shared with node 0, whose workers have logs there
             fork_server = fork_server or stack.enter_context(ForkServer())
             processes = NodeProcesses(fork_server, rendezvous, setup.workers, cards, out, gpus.first)
-            with _running(fork_server, processes):
-                error = _serve_coordinator(channel, processes, setup.workers)
+            with _running(fork_server, processes, restarted=setup.restarted):
+                error = _NodeAgent(channel, processes, stop, grace_seconds).serve()
+    if stop.received is not None:
+        raise RunStopped(stop.received, f"interrupted by {stop.received.name}; the workers of node {node} have left"
+                         + ("" if error is None else f": {error}"))
     if error is not None:
         raise RunError(error)
 
 
-def _serve_coordinator(channel: Channel[ToNodeAgent], processes: NodeProcesses,
-                       workers: Sequence[Worker]) -> str | None:
-    """Node agent: do what the coordinator says and tell it which workers here end, until the run has.
+def _join_node(rendezvous: Rendezvous, node: int, timeout_seconds: float,
+               notify: Callable[[str], None]) -> tuple[Channel[ToNodeAgent], NodeSetup]:
+    """The connection to the coordinator, and its answer; asks again while that has not missed the node's last process.
 
-    How it ended: None, or why it failed. Raises RunError when node 0 is gone, ForkServerError when the workers are.
+    Raises RendezvousError.
     """
-    with selectors.DefaultSelector() as selector:
-        selector.register(channel, selectors.EVENT_READ)
-        selector.register(processes, selectors.EVENT_READ)
-        try:
-            while True:
-                ready = [] if channel.pending else [key.fileobj for key, _ in selector.select()]
-                if processes in ready:
-                    for ended in processes.poll():
-                        channel.send(ended)
-                for message in channel.read() if channel.pending or channel in ready else ():
-                    match message:
-                        case RunEnded():
-                            return message.error
-                        case StartWorker() | KillWorker():
-                            processes.do(message)
-        except RendezvousError as error:
-            raise RunError(str(error)) from None
-        except ForkServerError:
-            with suppress(RendezvousError):  # node 0 would miss them anyway, but later
-                for worker in workers:
-                    channel.send(Ended(worker, -signal.SIGKILL))
-            raise
+    deadline = time.monotonic() + timeout_seconds
+    told = False
+    while True:
+        channel: Channel[ToNodeAgent] = Channel(rendezvous, JoinNode(node), to_node_agent.decode,
+                                                max(0.0, deadline - time.monotonic()), notify)
+        answer = channel.wait_for(NodeSetup, NodeTaken)
+        if isinstance(answer, NodeSetup):
+            return channel, answer
+        channel.close()
+        if time.monotonic() > deadline:
+            raise RendezvousError(f"node {node} takes part in the run at {rendezvous} already")
+        if not told:
+            notify(f"node {node} takes part in the run at {rendezvous} already; waits until it is missed there")
+            told = True
+        time.sleep(ASK_AGAIN_SECONDS)
+
+
+class _NodeAgent:
+    """Does what the coordinator says and tells it which workers here end, until the run has, or has been left."""
+
+    def __init__(self, channel: Channel[ToNodeAgent], processes: NodeProcesses, stop: StopSignals,
+                 grace_seconds: float) -> None:
+        self._channel = channel
+        self._processes = processes
+        self._stop = stop
+        self._grace_seconds = grace_seconds
+        self._deadline: float | None = None
+        """Once it was told to end."""
+
+    def serve(self) -> str | None:
+        """How it ended: None, or why it failed.
+
+        Raises RunError when node 0 is gone, ForkServerError when the workers are.
+        """
+        waker, woken = socket.socketpair()
+        with waker, woken, selectors.DefaultSelector() as selector, self._stop.asking(lambda: waker.send(b"!")):
+            for one in (self._channel, self._processes, woken):
+                selector.register(one, selectors.EVENT_READ)
+            try:
+                while True:
+                    ready = [] if self._channel.pending else [
+                        key.fileobj for key, _ in selector.select(self._seconds_left())]
+                    if woken in ready:
+                        woken.recv(1)
+                        self._leave()
+                    if self._processes in ready:
+                        for ended in self._processes.poll():
+                            self._channel.send(ended)
+                    for message in self._channel.read() if self._channel.pending or self._channel in ready else ():
+                        match message:
+                            case RunEnded():
+                                return message.error
+                            case StartWorker() | KillWorker():
+                                self._processes.do(message)
+                    if self._deadline is not None and not (self._processes.alive() and self._seconds_left()):
+                        return None
+            except RendezvousError as error:
+                raise RunError(str(error)) from None
+            except ForkServerError:
+                with suppress(RendezvousError):  # node 0 would miss them anyway, but later
+                    for worker in self._processes.alive():
+                        self._channel.send(Ended(worker, -signal.SIGKILL))
+                raise
+
+    def _leave(self) -> None:
+        self._deadline = time.monotonic() + self._grace_seconds
+        for worker in self._processes.alive():
+            self._channel.send(Leaving(worker))
+
+    def _seconds_left(self) -> float | None:
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
 
 @contextmanager
-def _running(fork_server: ForkServer, processes: NodeProcesses) -> Iterator[None]:
+def _running(fork_server: ForkServer, processes: NodeProcesses, *, restarted: bool = False) -> Iterator[None]:
     """Worker processes on this machine; none is left at the end. Raises RunError."""
     try:
-        processes.start_all()
+        processes.start_all(restarted=restarted)
         yield
     except ForkServerError as error:
         raise RunError(str(error)) from None

@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -307,10 +307,16 @@ def grid_of(job: Job) -> Grid:
 
 
 def _parts(job: Job) -> tuple[int, ...]:
-    """Layers of each stage; 0 where they are not equal."""
+    """Layers of each stage; 0 where their ops or what they hold are not equal."""
     if job.layers is None:
         return ()
-    return tuple(count if job.layer_values is None or count < 2 else 0 for count in job.layers)
+    given = job.layer_values
+    values = [] if given is None else [of_layer for of_layer in (
+        given.forward, given.backward_input, given.backward_weight, given.activation, given.weight_stash) if of_layer]
+    ends = list(accumulate(job.layers[:len(job.layers) // job.chains], initial=0))
+    parts = [end - begin if all(len(set(of_layer[begin:end])) <= 1 for of_layer in values) else 0
+             for begin, end in pairwise(ends)]
+    return tuple(parts) * job.chains
 
 
 def _stages(job: Job) -> tuple[VirtualStage, ...]:

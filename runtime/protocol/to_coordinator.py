@@ -143,6 +143,12 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     """Whether for somebody else; else it computes, or does something else of its own."""
 
 
+class Leaving(msgspec.Struct, frozen=True, tag=True):
+    """A worker, or the node that it is on, was told to end by somebody else (SIGTERM), and waits for `Leave`."""
+
+    worker: Worker
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """A worker gives up through an error of its own, and ends. The coordinator counts it as lost."""
 
@@ -162,8 +168,8 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 FromWorker = (JoinWorker | Heartbeat | Ready | Started | Ran | Validated | Paused
-              | FetchUpToDate | FetchFailed | Finished | Saved | Note | Injected | Status | Failed)
-FromNodeAgent = JoinNode | Ended
+              | FetchUpToDate | FetchFailed | Finished | Saved | Note | Injected | Leaving | Status | Failed)
+FromNodeAgent = JoinNode | Leaving | Ended
 ToCoordinator = FromWorker | FromNodeAgent
 
 decode: Decoder[ToCoordinator] = Decoder(ToCoordinator)

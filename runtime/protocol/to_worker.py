@@ -57,6 +57,8 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One after the last."""
     writers: tuple[tuple[int, Worker], ...]
     """Each layer, and the worker that writes it."""
+    parameters: bool = True
+    """Whether to write the final parameters; else a checkpoint only, as where the run ends early."""
     factor: Factor | None = None
 
 

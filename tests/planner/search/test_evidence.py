@@ -27,9 +27,9 @@ def listed():
 
 @pytest.mark.parametrize(("effort", "says"), [
     (None, "only list schedules were tried"), (AnnealingEffort(0, 0.0, 0), "only list schedules were tried"),
-    (AnnealingEffort(1000, 0.9, 2), "still improving 18 s before the end (1,000 orders were tried): try --time-limit "
-                                    "100;"),
-    (AnnealingEffort(1000, 0.4, 9), "still improving 8 s before the end"),
+    (AnnealingEffort(1000, 0.9, 2), "still improving when the time was up (1,000 orders were tried): try "
+                                    "--time-limit 100;"),
+    (AnnealingEffort(1000, 0.4, 9), "still improving when the time was up"),
     (AnnealingEffort(1000, 0.9, 9), "no improvement for the last 18 s (1,000 orders were tried): this is probably "
                                     "close to the best")])
 def test_little_tried_asks_for_more_time_and_much_in_vain_does_not(listed, effort, says):
