@@ -66,14 +66,14 @@ def _moved(problem: LayoutProblem, seconds: float, seed: int) -> Iterator[Callab
         partial(_recut, staggered=True),
         partial(_recut, spread=False, staggered=True),
         partial(_recut, aligned=True),
-        partial(_recut, spread=False, floating=False),
-        partial(_recut, all_cut=True, aligned=True)]
+        partial(_recut, spread=False, floating=False)]
     groups = tuple(groups_of(problem))
     for make in makes:
         yield partial(by_groups, problem, groups, make)
     if problem.total_microbatches * len(problem.paths[0]) <= LARGEST_SHARED:
         yield partial(one_cut, problem)
-        yield from _fixed(problem)
+        yield partial(fixed_layout, problem, sliced=problem.sliced)
+    yield partial(by_groups, problem, groups, partial(_recut, all_cut=True, aligned=True))
     yield partial(by_groups, problem, groups, partial(_assigned, seconds=seconds, seed=seed))
     if len(groups) > 1 and problem.total_microbatches * len(problem.paths[0]) <= LARGEST_WHOLE:
         yield partial(_recut, problem, staggered=True)
