@@ -246,7 +246,7 @@ def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, know
         if schedule is not None and schedule.seconds(schedule.period_ticks) < best.period:
             violations = check(schedule)
             assert not violations, f"relabelling broke a rule: {violations[0]}"
-            best = msgspec.structs.replace(best, schedule=schedule, fixed_period=best.period)
+            best = msgspec.structs.replace(best, schedule=schedule, evidence=None, fixed_period=best.period)
         best = msgspec.structs.replace(best, interrupted=normal.interrupted)
     return msgspec.structs.replace(best, solve_seconds=time.monotonic() - began)
 
