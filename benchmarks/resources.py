@@ -6,7 +6,7 @@ Trains layers that sleep for 2 ms in an op, in 3 pipelines of 2 stages, with cli
 or lose their connections; the others are killed again and again, and come back. At every commit, the open descriptors
 and the threads of the living are counted. A worker holds more for a moment, while orders change, so that minima are
 compared: those of each fifth of the recoveries. Exit status 1 when the last fifth's is higher than the first's by more
-than what a connection to each other worker takes.
+than one process group, which a worker has or has not, by who lives when it is counted.
 """
 
 import argparse
@@ -39,6 +39,8 @@ CUTS = 0.2
 """Share of the failures that are broken connections of a worker that lives."""
 STABLE = (Worker(0, 0), Worker(0, 1))
 PARTS = 5
+A_GROUP = {"descriptors": 8, "threads": 3}
+"""What a process group of six workers holds: a connection to each other one, and three of its own."""
 
 
 @dataclass(slots=True)
@@ -100,9 +102,9 @@ def main() -> None:
         samples = kills(options.recoveries, options.seed, fork_server, Path(folder))
     print(f"{samples.recoveries} recoveries; minima of each fifth of them")
     for worker in STABLE:
-        for number, what in enumerate(("descriptors", "threads"), start=1):
+        for number, (what, slack) in enumerate(A_GROUP.items(), start=1):
             minima = samples.minima(worker, number)
-            rose |= minima[-1] > minima[0]
+            rose |= minima[-1] > minima[0] + slack
             print(f"worker {worker}: {what} {' '.join(map(str, minima))}")
     sys.exit(rose)
 
