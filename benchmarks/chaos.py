@@ -1,14 +1,14 @@
 """Seeded chaos: workers are killed and come back at random, and the numbers must be those of one process.
 
-    python -m benchmarks.chaos --kills 300 --seed 1 [--grid 3x2] [--iterations 60]
+    python -m benchmarks.chaos --kills 300 --seed 1 [--grid 3x2] [--iterations 60] [--switch-interval 1e-6]
 
 Trains a small GPT in float64, again and again, until so many workers have died or lost their connections: by SIGKILL,
 SIGSTOP, an exception, a broken connection, or by just ending; before any op, between the staggered optimizer steps, in
 the middle of a recovery, while layers are fetched, several at once, or at any time by the clock. Runs differ in whether
 gradients are clipped and roles move, and in how fast layers can be fetched. When a stage has no worker left, training
-goes on from the last checkpoint. Prints how long recoveries took and the largest deviation of any loss and any
-parameter from the same training in one process. Exit status 1 when that is above 1e-9, or when anything else goes
-wrong.
+goes on from the last checkpoint. With `--switch-interval`, threads of all processes take turns as often as that, and
+meet in unlucky moments. Prints how long recoveries took and the largest deviation of any loss and any parameter from
+the same training in one process. Exit status 1 when that is above 1e-9, or when anything else goes wrong.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from planner.plan import plan_job
 from runtime.config import RunConfig, parse_run_config
 from runtime.coordinator.planning import NoScheduleError, RunError, Scheduler
 from runtime.coordinator.recovery import Recovery
-from runtime.launch import Resilience, run
+from runtime.launch import Resilience, RunOptions, run
 from runtime.model.checkpoint import latest
 from runtime.model.parameters import load_parameters
 from runtime.processes.fork_server import ForkServer
@@ -237,13 +237,13 @@ def train_through(setting: ChaosScenario, rng: random.Random, fork_server: ForkS
         injections, returns = failures(setting, rng, 0 if resume is None else resume.iteration)
         resilience = Resilience(
             scheduler=scheduler(setting), heartbeat_timeout_seconds=setting.heartbeat_timeout_seconds,
-            checkpoints=out / "checkpoints", checkpoint_every=7, resume=resume, injections=tuple(injections),
+            checkpoint_every=7, resume=resume, injections=tuple(injections),
             returns=tuple(returns),
             fetch_bytes_per_second=rng.choice(FETCH_BYTES_PER_SECOND))
         try:
             with storming(fork_server, rng, storm_seconds) as storm:
-                run(whole, setting.config, out=out, fork_server=fork_server, resilience=resilience, notify=tell,
-                    progress=storm.progress)
+                run(whole, setting.config, out=out, fork_server=fork_server, resilience=resilience,
+                    options=RunOptions(notify=tell, force=True), progress=storm.progress)
         except RunError as error:
             if not any(reason in str(error) for reason in SURVIVED) or life > setting.iterations:
                 raise ChaosError(f"{out}: {error}") from None
@@ -293,18 +293,40 @@ def settings(grid: str, iterations: int) -> list[ChaosScenario]:
     return made
 
 
+@contextmanager
+def switching(seconds: float | None) -> Iterator[None]:
+    """Threads of this process and of those it starts meanwhile take turns so often; None: as usual, every 5 ms.
+
+    Python imports `sitecustomize` at its start, wherever its path has it.
+    """
+    if seconds is None:
+        yield
+        return
+    before, path = sys.getswitchinterval(), os.environ.get("PYTHONPATH")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "sitecustomize.py").write_text(f"import sys\nsys.setswitchinterval({seconds!r})\n")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, path)))
+        sys.setswitchinterval(seconds)
+        try:
+            yield
+        finally:
+            sys.setswitchinterval(before)
+            os.environ["PYTHONPATH"] = path or ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--grid", default="3x2", help="pipelines x stages")
     parser.add_argument("--iterations", type=int, default=60, help="of each run")
+    parser.add_argument("--switch-interval", type=float, metavar="SECONDS", help="of all threads; usually 5e-3")
     options = parser.parse_args()
     torch.set_num_threads(1)
     tally, rng = Tally(), random.Random(options.seed)
     made = itertools.cycle(settings(options.grid, options.iterations))
     try:
-        with ForkServer() as fork_server:
+        with switching(options.switch_interval), ForkServer() as fork_server:
             while tally.kills < options.kills:
                 with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                     train_through(next(made), rng, fork_server, Path(folder), tally)

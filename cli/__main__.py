@@ -1,5 +1,13 @@
 """`python -m cli` is `slipstream`, for launchers that start Python modules."""
 
+import sys
+from pathlib import Path
+
+if not sys.flags.safe_path:
+    # Python has put the working directory first. Nothing in it may replace what this program imports.
+    _root = str(Path(__file__).resolve().parents[1])
+    sys.path[:1] = [] if _root in sys.path[1:] else [_root]
+
 from cli.start import main
 
 main()

@@ -6,7 +6,7 @@ A `RunConfig` travels to worker processes as JSON (`to_json`, `from_json`).
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -108,13 +108,16 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """One line of JSON; `from_json` reads it back to an equal value."""
         return msgspec.json.encode(self).decode()
 
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
+    @staticmethod
+    def from_json(text: str | bytes) -> "RunConfig":
         """Read what `to_json` wrote. Raises ConfigError."""
         try:
-            return msgspec.json.decode(text, type=cls)
+            return _RUN_CONFIG.decode(text)
         except msgspec.DecodeError as error:
             raise ConfigError(f"no readable run configuration: {error}") from None
+
+
+_RUN_CONFIG = msgspec.json.Decoder(RunConfig)
 
 
 def parse_run_config(model: Mapping[str, object], training: Mapping[str, object], **overrides: object) -> RunConfig:

@@ -1,7 +1,7 @@
 """Reads JSON files that may be truncated, malicious or not ours: refused in one line, in bounded memory."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -23,9 +23,16 @@ class Header(msgspec.Struct, frozen=True):
     version: Annotated[int, msgspec.Meta(ge=-2**63, le=2**63 - 1)] | None = None
 
 
+_HEADER = msgspec.json.Decoder(Header)
+_VALUES = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
 @dataclass(frozen=True, slots=True)
 class DocumentKind(Generic[T]):
-    """A kind of JSON file: one object with keys `format` and `version`."""
+    """A kind of JSON file: one object with keys `format` and `version`. Made at import, as all decoders are:
+
+    msgspec crashes where two threads read a type for the first time at once.
+    """
 
     name: str
     format: str
@@ -35,20 +42,26 @@ class DocumentKind(Generic[T]):
     """Keys whose values are most of the file; there are no JSON objects in them."""
     max_bytes: int
     error: type[DocumentError]
+    older: tuple[int, ...] = ()
+    """Versions that are read beside `version`."""
+    _decoder: msgspec.json.Decoder[T] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_decoder", msgspec.json.Decoder(self.content))
 
     def decode(self, data: bytes, source: str) -> T:
         """Read a document; `source` names it in errors. Raises `error`, whose message is one line."""
         if len(data) > self.max_bytes:
             raise self.error(f"{source}: more than {self.max_bytes} bytes{self._remark}")
         try:
-            header = msgspec.json.decode(data, type=Header)
+            header = _HEADER.decode(data)
             if header.format != self.format:
                 raise self.error(f"{source}: no Slipstream {self.name}: key 'format' is {header.format!r}, not "
                                  f"{self.format!r}")
-            if header.version != self.version:
+            if header.version not in (*self.older, self.version):
                 raise self.error(f"{source}: {self.name} format version {header.version}; this Slipstream reads "
-                                 f"{self.version}")
-            document = msgspec.json.decode(data, type=self.content)
+                                 f"{' and '.join(map(str, (*self.older, self.version)))}")
+            document = self._decoder.decode(data)
             self._refuse_duplicates(data)
         except DocumentError:
             raise
@@ -67,7 +80,7 @@ class DocumentKind(Generic[T]):
 
     def _refuse_duplicates(self, data: bytes) -> None:
         """Refuse keys that are given twice. The bulk is cut out first, so that the rest is small."""
-        values = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        values = _VALUES.decode(data)
         for key in self.bulk:
             data = data.replace(bytes(values[key]), b"0", 1)
         json.loads(data, object_pairs_hook=_distinct)

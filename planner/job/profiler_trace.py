@@ -41,6 +41,10 @@ class _ChromeTrace(msgspec.Struct, frozen=True):
     traceEvents: list[_Event]  # noqa: N815 - its name in the file
 
 
+_LIST = msgspec.json.Decoder(list[_Event])
+_OBJECT = msgspec.json.Decoder(_ChromeTrace)
+
+
 class OpRange(NamedTuple):
     """One run of an op."""
 
@@ -121,8 +125,8 @@ def _events(path: Path) -> list[_Event]:
         raise ProfilerTraceError(f"{path}: more than {MAX_BYTES} bytes")
     try:
         if data.lstrip()[:1] == b"[":
-            return msgspec.json.decode(data, type=list[_Event])
-        return msgspec.json.decode(data, type=_ChromeTrace).traceEvents
+            return _LIST.decode(data)
+        return _OBJECT.decode(data).traceEvents
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise ProfilerTraceError(f"{path}: no Chrome trace: {error}") from None
 

@@ -5,6 +5,7 @@ The standard pools either hang when a process is killed (multiprocessing.Pool) o
 """
 
 import multiprocessing
+import os
 import signal
 import threading
 import traceback
@@ -34,7 +35,7 @@ def run_all(function: Callable[[Task], Result], tasks: Iterable[Task], jobs: int
     context = multiprocessing.get_context("spawn")
     processes: list[_PoolProcess[Task]] = []
     try:
-        with _interrupts_ignored():  # the processes inherit it, from their first instant on
+        with _interrupts_ignored(), _safe_path():  # the processes inherit both, from their first instant on
             processes += [_PoolProcess(context, function) for _ in range(min(jobs, len(pending)))]
         for process in processes:
             process.start(pending.pop())
@@ -61,6 +62,20 @@ def _interrupts_ignored() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Processes that are started within look for no module in the working directory before they know our path."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 class _PoolProcess(Generic[Task]):

@@ -8,11 +8,13 @@ not committed. An event that comes while a schedule is being planned only change
 """
 
 import contextlib
+import time
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import msgspec
 
+from runtime.coordinator.checkpoint_timer import CheckpointTimer
 from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.join_planning import JoinPlanner
 from runtime.coordinator.layer_moves import plan_moves, stages_without_holder
@@ -44,10 +46,13 @@ class Coordinator:
         Finds those for other workers; None: the first failure ends the run.
     ranges
         Half-open range of layers of each stage.
+    checkpoints
+        Says when one is due that the workers do not know of; None: never.
     """
 
     def __init__(self, schedule: Schedule, schedules: ScheduleService | None, send: Send, log: CommitLog, *,
-                 iterations: range, ranges: Sequence[tuple[int, int]]) -> None:
+                 iterations: range, ranges: Sequence[tuple[int, int]], checkpoints: CheckpointTimer | None = None
+                 ) -> None:
         self._schedule = self._current = schedule
         self._schedules = schedules
         self._send = send
@@ -67,6 +72,12 @@ class Coordinator:
         self._outdated = False
         """Whether a member was lost after the order to finish, which names it."""
         self._stop_before: int | None = None
+        self._save_before: int | None = None
+        self._checkpoints = checkpoints or CheckpointTimer(automatic=False)
+        self._stopping = False
+        """Whether the run is to end at the next iteration, with a checkpoint."""
+        self._leaving: set[Worker] = set()
+        """Members that were told to end by somebody else, and stay until the others can go on without them."""
         self._joins = JoinPlanner(self._tell_all)
         self._addresses: dict[Worker, tuple[str, int]] = {}
         self._lost: dict[Worker, tuple[str, set[int]]] = {}
@@ -79,6 +90,11 @@ class Coordinator:
     def left(self) -> bool:
         """Whether everything is done, and the workers may go."""
         return self._phase == "left"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run has ended before its last iteration, as it was told to."""
+        return self.left and self._log.next_iteration < self._iterations.stop
 
     @property
     def awaited(self) -> list[Worker]:
@@ -115,8 +131,10 @@ class Coordinator:
 
     def ran(self, report: Ran) -> None:
         """Acknowledge a report that the commit log has: the worker goes on, or stops where all members will."""
-        stop = report.order == self.number and report.iteration + 1 == self._stop_before
-        self._send(report.worker, Acknowledged(report.order, report.iteration, stop))
+        following = report.iteration + 1 if report.order == self.number else None
+        self._send(report.worker, Acknowledged(
+            report.order, report.iteration, stop=following is not None and following == self._stop_before,
+            save=following is not None and following == self._save_before))
 
     def committed(self) -> None:
         """An iteration was committed."""
@@ -135,7 +153,7 @@ class Coordinator:
         was_member = worker in self._members
         seat = self._current.seat_of.get(worker)
         self._lost[worker] = reason, {worker.column} if seat is None else {worker.column, seat.role.column}
-        for group in (self._members, self._ready, self._paused, self._finished):
+        for group in (self._members, self._ready, self._paused, self._finished, self._leaving):
             group.discard(worker)
         self._holds.pop(worker, None)
         self._joins.lost(worker)
@@ -147,6 +165,31 @@ class Coordinator:
         elif self._phase == "finishing":
             self._outdated = True
         return True
+
+    def stop(self) -> None:
+        """End the run at the next iteration, with a checkpoint. Raises RunError."""
+        self._stopping = True
+        if self._phase == "gathering":
+            self._leave()
+        else:
+            self.advance()
+
+    def hurry(self) -> None:
+        """Where the run is to end, do not wait for the end of the iteration."""
+        if self._stopping and self._phase == "training":
+            self._end_order()
+
+    def leaving(self, worker: Worker) -> None:
+        """A worker was told to end by somebody else. The others go on without it from the next iteration; where they
+        cannot, the run ends there, with a checkpoint. Raises RunError.
+        """
+        if self._phase == "training" and worker in self._members:
+            self._leaving.add(worker)
+            self.advance()
+        elif self._phase in ("gathering", "training"):
+            self._ready.discard(worker)
+            self._joins.lost(worker)
+            self._send(worker, Leave())
 
     def paused(self, report: Paused) -> None:
         """A member has stopped."""
@@ -171,8 +214,7 @@ class Coordinator:
             self._log.finished(report)
             self._finished.add(report.worker)
             if self._finished == self._members:
-                self._tell_all(Leave())
-                self._phase = "left"
+                self._leave()
 
     def advance(self) -> None:
         """Do what has become possible; to be called after every event. Raises RunError."""
@@ -186,6 +228,7 @@ class Coordinator:
         else:
             self._plan_join()
             self._choose_stop()
+            self._choose_save()
 
     def _plan_join(self) -> None:
         """Where workers want to join, start a fetch of the layers that this needs, while training goes on.
@@ -205,13 +248,21 @@ class Coordinator:
                           self._addresses, self._log.next_iteration)
 
     def _choose_stop(self) -> None:
-        """Where all layers for a join are there, choose the iteration before which all members stop.
+        """Where all layers for a join are there, or the run or a member is to end, choose the iteration before which
+        all members stop.
 
         A worker that has reported the furthest iteration has been acknowledged, and runs the one after it. When members
         report that one, the acknowledgement tells them to stop.
         """
-        if self._joins.complete and self._may_stop():
+        wanted = self._joins.complete or self._stopping or bool(self._leaving)
+        if wanted and self._may_stop():
             self._stop_before = self._earliest_stop()
+
+    def _choose_save(self) -> None:
+        """Where a checkpoint is due, choose the iteration before whose step all members save; told like a stop."""
+        if self._checkpoints.due() and self._may_stop():
+            self._save_before = self._earliest_stop()
+            self._checkpoints.asked(self._save_before)
 
     def _earliest_stop(self) -> int:
         return self._log.furthest + 2
@@ -231,7 +282,12 @@ class Coordinator:
         first = self._log.next_iteration
         untouched = first == self._iterations.start
         self._require_holders(untouched)
-        if first >= self._iterations.stop and self._phase != "gathering":
+        if self._leaving and first < self._iterations.stop and not self._release(untouched):
+            return
+        if self._stopping and untouched:
+            self._leave()
+            return
+        if (first >= self._iterations.stop or self._stopping) and self._phase != "gathering":
             self._finish()
             return
         join = None if untouched else self._joins.current()
@@ -250,10 +306,38 @@ class Coordinator:
         self._phase, self._current, self._ended = "training", schedule, False
         self.number += 1
         self._log.begin(self.number, live)
+        self._save_before = None
+        self._checkpoints.order_begins()
         sources = sorted({move.source for move in moves})
         self._tell(told, Train(number=self.number, first_iteration=first, moves=moves, fetch=fetch,
                                addresses=tuple((source, self._addresses[source]) for source in sources),
                                schedule=msgspec.Raw(codec.encode(schedule)), factor=self._log.factor))
+
+    def _release(self, untouched: bool) -> bool:
+        """Let members go that are to end. Where the others cannot go on without them, end the run instead.
+
+        Whether that is decided: the schedule without them may have to be planned first.
+        """
+        staying = self._members - self._leaving
+        holds = {worker: stages for worker, stages in self._holds.items() if worker in staying}
+        try:
+            if self._stopping or not staying or (not untouched and stages_without_holder(holds, self._ranges)):
+                self._stopping = True
+                return True
+            if self._schedule_of(sorted(staying)) is None:
+                return False
+        except RunError:
+            self._stopping = True
+            return True
+        for worker in sorted(self._leaving):
+            self._recovery.lost(worker, f"worker {worker} has left, as it was told to", time.monotonic())
+            self._members.discard(worker)
+            self._paused.discard(worker)
+            self._holds.pop(worker, None)
+            self._joins.lost(worker)
+            self._send(worker, Leave())
+        self._leaving.clear()
+        return True
 
     def _next_schedule(self, untouched: bool) -> Schedule | None:
         """The schedule of the next order, where no layers have been fetched for it.
@@ -288,7 +372,7 @@ class Coordinator:
         return {seat.worker: self.grid.stages_of(seat.role.column) for seat in schedule.seats}
 
     def _finish(self) -> None:
-        """All iterations are committed; the first holder of each layer writes it."""
+        """All iterations are committed, or the run is to end here; the first holder of each layer writes it."""
         writers = {layer: worker for worker, stages in sorted(self._holds.items(), reverse=True)
                    for stage in stages for layer in range(*self._ranges[stage])}
         self._phase, self._outdated = "finishing", False
@@ -296,7 +380,12 @@ class Coordinator:
         self.number += 1
         self._log.begin(self.number, self._members)
         self._tell(self._members, Finish(number=self.number, first_iteration=self._log.next_iteration,
-                                         writers=tuple(writers.items()), factor=self._log.factor))
+                                         writers=tuple(writers.items()), factor=self._log.factor,
+                                         parameters=self._log.next_iteration >= self._iterations.stop))
+
+    def _leave(self) -> None:
+        self._tell_all(Leave())
+        self._phase = "left"
 
     def _require_holders(self, untouched: bool) -> None:
         """Raises RunError where parameters are lost; before the first step every worker can build any."""

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from runtime.coordinator.checkpoint_timer import CheckpointTimer
 from runtime.coordinator.commit_log import CommitLog, CommitLogError
 from runtime.coordinator.coordinator import Coordinator
 from runtime.coordinator.gathering import TELL_SECONDS, who_is_awaited
@@ -28,6 +29,7 @@ from runtime.coordinator.server import Connection, serve
 from runtime.coordinator.stall_watch import StallWatch
 from runtime.processes.fork_server import ForkServerError
 from runtime.processes.process_manager import ProcessManager
+from runtime.processes.stop_signals import StopSignals
 from runtime.protocol.channel import frame
 from runtime.protocol.failure_injection import Injection
 from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, Setup
@@ -41,16 +43,18 @@ from runtime.protocol.to_coordinator import (
     Injected,
     JoinNode,
     JoinWorker,
+    Leaving,
     Note,
     Paused,
     Ran,
     Ready,
+    Saved,
     Started,
     Status,
     ToCoordinator,
     Validated,
 )
-from runtime.protocol.to_node_agent import NodeSetup, RunEnded, ToNodeAgent
+from runtime.protocol.to_node_agent import NodeSetup, NodeTaken, RunEnded, ToNodeAgent
 from runtime.protocol.to_worker import ReportStatus
 from schedules.schedule import Schedule, Worker
 
@@ -76,6 +80,8 @@ class Run:
     """The workers of each node that are there from the start."""
     injections: Sequence[Injection]
     out: Path
+    grace_seconds: float = 20.0
+    """How long the run may go on once it is told to end."""
     notify: Notify = field(default=lambda _: None)
     join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS
     """For all workers to be there."""
@@ -97,7 +103,9 @@ class EventLoop:
         schedules = None if run.scheduler is None else ScheduleService(
             run.scheduler, lambda: self._events.put_nowait(lambda: None))
         setup = run.setup
+        self.checkpoints = CheckpointTimer(automatic=setup.checkpoints is not None and setup.checkpoint_every is None)
         self._coordinator = Coordinator(run.schedule, schedules, self._send, log, ranges=setup.ranges,
+                                        checkpoints=self.checkpoints,
                                         iterations=range(setup.first_iteration,
                                                          max(setup.first_iteration, setup.iterations)))
         self._workers: dict[Worker, Connection] = {}
@@ -113,14 +121,24 @@ class EventLoop:
         self._last_sent: tuple[msgspec.Struct | None, bytes] = None, b""
         """The last message and its bytes: an order, with its schedule, is encoded once for all workers."""
         self.notes: list[str] = []
+        self.out_of_time = False
+        """Whether the run was told to end, and could not in time."""
 
     @property
     def recoveries(self) -> Sequence[Recovery]:
         """All changes of the workers that take part."""
         return self._coordinator.recoveries
 
-    async def serve(self, listener: socket.socket) -> None:
-        """Return when all is done. Raises RunError when there is no way to go on."""
+    @property
+    def stopped(self) -> bool:
+        """Whether the run has ended before its last iteration, as it was told to."""
+        return self.out_of_time or self._coordinator.stopped
+
+    async def serve(self, listener: socket.socket, stop: StopSignals) -> None:
+        """Return when all is done, or the run has ended as it was told to.
+
+        Raises RunError when there is no way to go on.
+        """
         self._processes.connect(self._send_to_agent)
         server = await serve(listener, self._heard)
         loop, descriptor = asyncio.get_running_loop(), self._processes.fileno()
@@ -130,13 +148,14 @@ class EventLoop:
         self._tell_awaited("{}:{}".format(*listener.getsockname()[:2]), others_only=True)
         error: str | None = "node 0 ended the run"
         try:
-            while not self._coordinator.left:
-                (await self._events.get())()
-                order = self._coordinator.number
-                self._coordinator.advance()
-                if self._coordinator.number != order:
-                    self._stall.progressed()
-            error = None
+            with stop.asking(partial(loop.call_soon_threadsafe, self._stop)):
+                while not self._coordinator.left and not self.out_of_time:
+                    (await self._events.get())()
+                    order = self._coordinator.number
+                    self._coordinator.advance()
+                    if self._coordinator.number != order:
+                        self._stall.progressed()
+            error = "node 0 was told to end the run" if self.stopped else None
         except (CommitLogError, ForkServerError, RunError) as reason:
             error = (f"{reason}; {self._log.next_iteration} iterations are committed, their losses are in "
                      f"{self._run.out / 'losses.jsonl'}")
@@ -156,6 +175,18 @@ class EventLoop:
                     await asyncio.sleep(LOOK_SECONDS)
         for connection in (*self._workers.values(), *self._agents.values()):
             connection.close()
+
+    def _stop(self) -> None:
+        """A signal has come: end at the next iteration, or in it where that takes too much of the time there is."""
+        loop, grace = asyncio.get_running_loop(), self._run.grace_seconds
+        self._run.notify(f"told to end: the run ends at the next iteration, within {grace:g} s; a second signal ends "
+                         "it at once")
+        self._put(self._coordinator.stop)
+        loop.call_later(grace / 2, self._put, self._coordinator.hurry)
+        loop.call_later(grace, self._put, self._run_out_of_time)
+
+    def _run_out_of_time(self) -> None:
+        self.out_of_time = not self._coordinator.left
 
     def _put(self, event: Callable[[], None]) -> None:
         self._events.put_nowait(event)
@@ -257,27 +288,49 @@ class EventLoop:
                 self._compare_corpus(message)
                 self._monitor.add(worker)
                 coordinator.ready(message)
+            case Saved() if message.iteration < self._run.setup.iterations:  # the last one costs no training
+                self.checkpoints.saved(message.iteration, message.seconds)
             case Note():
                 self._note(message.text)
             case Injected():
                 self._injected[message.index] = message.at
             case Status():
                 self._stall.answered(message)
+            case Leaving():
+                coordinator.leaving(worker)
             case Failed():
                 self._give_up(worker, f"worker {worker} failed: {message.reason} (see {self._log_of(worker)})")
 
     def _handle_agent(self, connection: Connection, node: int, message: ToCoordinator) -> None:
         match message:
-            case JoinNode() if node in self._agents:
-                connection.close()  # not ours: each node has one agent
+            case JoinNode() if node in self._agents and not self._is_missed(node):
+                connection.send(frame(NodeTaken()))
+                connection.close()
             case JoinNode():
-                setup, shares, known = self._run.setup, self._run.shares, 0 < node < self._run.setup.nodes
-                if known:
-                    self._agents[node] = connection
-                connection.send(frame(NodeSetup(tuple(map(len, shares)), setup.device, setup.transport,
-                                                tuple(shares[node]) if known else ())))
+                self._admit_node(connection, node)
+            case Leaving() if self._agents.get(node) is connection \
+                    and message.worker in self._processes.workers_of(node):
+                self._coordinator.leaving(message.worker)
             case Ended() if self._agents.get(node) is connection and message.worker in self._processes.workers_of(node):
                 self._process_ended(message)
+
+    def _admit_node(self, connection: Connection, node: int) -> None:
+        """Have a node start its workers: those of one that is started again come in as any that return."""
+        setup, shares, known = self._run.setup, self._run.shares, 0 < node < self._run.setup.nodes
+        if known:
+            before = self._agents.get(node)
+            self._agents[node] = connection
+            if before is not None:
+                before.close()
+            self._processes.node_started(node)
+        connection.send(frame(NodeSetup(
+            tuple(map(len, shares)), setup.device, setup.transport, tuple(shares[node]) if known else (),
+            restarted=self._coordinator.number > 0)))
+
+    def _is_missed(self, node: int) -> bool:
+        """Whether all workers of a node have been given up: its machine may be gone without a word."""
+        workers = self._processes.workers_of(node)
+        return bool(workers) and all(worker in self._given_up and worker not in self._workers for worker in workers)
 
     def _disconnected(self, connection: Connection) -> None:
         """A connection has ended, and all messages that came over it have been handled."""
@@ -293,6 +346,8 @@ class EventLoop:
                 # An agent that has lost the coordinator, or has died, ends its workers.
                 if worker in self._monitor:
                     self._give_up(worker, f"worker {worker} is gone with node {peer}")
+                elif worker in self._workers:  # it was not ready yet
+                    self._workers.pop(worker).close()
 
     def _read_ends(self) -> None:
         try:

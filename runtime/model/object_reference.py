@@ -1,8 +1,11 @@
 """A user's own code, named in the job file as `module:attribute`."""
 
 import importlib
+import importlib.util
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from runtime.config import ConfigError
@@ -15,22 +18,42 @@ def is_reference(name: str) -> bool:
 
 
 def load_reference(key: str, name: str) -> Any:
-    """Import what `module:attribute` names, from the working directory or wherever Python finds it.
+    """Import what `module:attribute` names, from wherever Python finds it or from the working directory.
 
-    It is the user's code, on the user's machine: importing it runs it. `key` names the job file's key in errors.
-    Raises ConfigError, in one line, when it cannot be imported or is not callable.
+    It is the user's code, on the user's machine: importing it runs it. The working directory is searched last, and only
+    from here on: nothing in it replaces a module of this program or of a library. `key` names the job file's key in
+    errors. Raises ConfigError, in one line, when it cannot be imported, when a module of the same name is found
+    elsewhere first, or when it is not callable.
     """
     module, _, attribute = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:  # `slipstream` is a script elsewhere, other than `python -m`
-        sys.path.insert(0, here)
+    here = Path.cwd()
+    if str(here) not in sys.path:
+        sys.path.append(str(here))
+    wrong, before = f"{key} is {name!r}", set(sys.modules)
+    _refuse_clash(wrong, here, [module])
     try:
         found: Any = importlib.import_module(module)
+        used = [one.__name__ for one in vars(found).values() if isinstance(one, ModuleType)]
         for part in attribute.split("."):
             found = getattr(found, part)
     except Exception as error:  # whatever the user's module raises when it runs
+        _refuse_clash(wrong, here, [getattr(error, "name", None) or module])
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{key} is {name!r}, which cannot be imported: {reason}") from None
+        raise ConfigError(f"{wrong}, which cannot be imported: {reason}") from None
+    _refuse_clash(wrong, here, [*used, *sys.modules.keys() - before])
     if not callable(found):
-        raise ConfigError(f"{key} is {name!r}, a {type(found).__name__}; expected something to call")
+        raise ConfigError(f"{wrong}, a {type(found).__name__}; expected something to call")
     return found
+
+
+def _refuse_clash(wrong: str, here: Path, names: Iterable[str]) -> None:
+    """Raises ConfigError where one of the modules is in the working directory, and another one was found first."""
+    for top in {name.partition(".")[0] for name in names}:
+        local = next((path for path in (here / top / "__init__.py", here / f"{top}.py") if path.is_file()), None)
+        if local is None:
+            continue
+        spec = getattr(sys.modules.get(top), "__spec__", None) or importlib.util.find_spec(top)
+        taken = "Python itself" if spec is None or spec.origin is None else spec.origin
+        if not Path(taken).exists() or not local.samefile(taken):
+            raise ConfigError(f"{wrong}, and there are two modules {top!r}: {local}, and {taken}, which Python finds "
+                              "first; rename the one in the working directory")

@@ -27,6 +27,9 @@ class _Task(msgspec.Struct, frozen=True):
     """The file for it."""
 
 
+_TASK = msgspec.json.Decoder(_Task)
+
+
 class Children:
     """One process a task, started when this is made, and ended when it is closed.
 
@@ -91,7 +94,7 @@ class Children:
 
 def run(data: bytes) -> int:
     """In a process: run the task, and write the answer to its file."""
-    task = msgspec.json.decode(data, type=_Task)
+    task = _TASK.decode(data)
     target: Callable[[bytes], Any] = load_target(task.target)
     Path(task.answer).write_bytes(target(task.content.encode()))
     return 0

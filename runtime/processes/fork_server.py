@@ -74,6 +74,10 @@ class ProcessEnded(msgspec.Struct, frozen=True, tag=True):
     """As in subprocess, the exit code or minus the signal."""
 
 
+_REQUEST: msgspec.json.Decoder[ProcessSpec | _Kill | _KillAll] = msgspec.json.Decoder(ProcessSpec | _Kill | _KillAll)
+_NEWS: msgspec.json.Decoder[_Started | ProcessEnded] = msgspec.json.Decoder(_Started | ProcessEnded)
+
+
 def environment(**more: str) -> dict[str, str]:
     """This process's, in which another finds the modules of this program, wherever it was started."""
     root = str(Path(__file__).resolve().parents[2])
@@ -85,10 +89,14 @@ class ForkServer:
     """The launcher's side. Used as a context manager, so that no process outlives it; may serve several runs."""
 
     def __init__(self) -> None:
-        # A session of its own: Ctrl-C reaches the launcher only, which then ends the others.
+        # A session of its own: Ctrl-C reaches the launcher only, which then ends the others. -P: nothing is imported
+        # from the working directory (`runtime.model.object_reference` adds it where the job names code of its own).
+        # SIGTERM, which schedulers send to all processes, stays blocked there, and in a worker until that handles it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "runtime.processes.fork_server"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            bufsize=0, env=environment(**ONE_THREAD), start_new_session=True)
+            [sys.executable, "-P", "-m", "runtime.processes.fork_server"], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, bufsize=0, env=environment(**ONE_THREAD), start_new_session=True)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._lines = _Lines(self._process.stdout.fileno())
         self._selector = selectors.DefaultSelector()
@@ -130,7 +138,7 @@ class ForkServer:
         ended = []
         if self._selector.select(seconds):
             for line in self._lines.read():
-                news = msgspec.json.decode(line, type=_Started | ProcessEnded)
+                news = _NEWS.decode(line)
                 if isinstance(news, _Started):
                     self.pids[news.name] = news.pid
                 else:
@@ -208,7 +216,7 @@ class _Server:
 
     def _answer(self) -> None:
         for line in self._asked.read():
-            request = msgspec.json.decode(line, type=ProcessSpec | _Kill | _KillAll)
+            request = _REQUEST.decode(line)
             if isinstance(request, ProcessSpec):
                 self._fork(request)
             elif isinstance(request, _Kill):

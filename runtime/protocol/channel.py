@@ -38,8 +38,8 @@ class ProtocolError(ValueError):
 class Decoder(Generic[T]):
     """Reads the messages of one union.
 
-    Made at import and used once for each type, before any thread starts: msgspec crashes where two threads decode a
-    type for the first time at once.
+    Made at import, before any thread starts, and used once for each type: msgspec crashes where two threads are the
+    first to read a type at the same moment.
     """
 
     def __init__(self, union: object) -> None:
@@ -137,12 +137,12 @@ class Channel(Generic[T]):
         except ProtocolError as error:
             raise RendezvousError(f"node 0 sent what makes no sense: {error}") from None
 
-    def wait_for(self, kind: type[M]) -> M:
-        """The coordinator's first message. Raises RendezvousError."""
+    def wait_for(self, *kinds: type[M]) -> M:
+        """The coordinator's first message, of one of these types. Raises RendezvousError."""
         while not self._early:
             self._early = self.read()
         first = self._early.pop(0)
-        if not isinstance(first, kind):
+        if not isinstance(first, kinds):
             raise RendezvousError(f"node 0 sent what makes no sense: {type(first).__name__} first")
         return first
 

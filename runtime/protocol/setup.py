@@ -61,8 +61,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Folder to save checkpoints in."""
     fetch_bytes_per_second: float | None = None
     """How fast a layer goes to each worker that fetches it while all train, at most."""
-    checkpoint_every: int = 0
-    """Iterations from one checkpoint to the next; 0: none."""
+    checkpoint_every: int | None = None
+    """Iterations from one checkpoint to the next; None: the coordinator says when (`Acknowledged`)."""
     injections: tuple[tuple[int, Injection], ...] = ()
     """This worker's failures on purpose that have not happened yet, by their index among all."""
 

@@ -98,6 +98,10 @@ class _Answer(msgspec.Struct, frozen=True):
     waiting: float
 
 
+_TASK = msgspec.json.Decoder(_Task)
+_ANSWER = msgspec.json.Decoder(_Answer)
+
+
 def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int, workers: int, microbatches: int,
             rounds: int = 7) -> Profile:
     """Measure the stages that hold these ranges of layers.
@@ -134,7 +138,7 @@ def _ask(tasks: Sequence[_Task]) -> list[_Answer]:
     """Run one process a task, all at a time; none is left at the end."""
     with Children("runtime.tools.profile:measure", tasks) as children:
         try:
-            return [msgspec.json.decode(answer, type=_Answer) for answer in children.answers(TIMEOUT_SECONDS)]
+            return [_ANSWER.decode(answer) for answer in children.answers(TIMEOUT_SECONDS)]
         except ChildError as error:
             raise ProfileError(f"measuring failed: {error}") from None
         except TimeoutError:
@@ -351,7 +355,7 @@ def _output_bytes(boundary: Boundary) -> int:
 
 def measure(data: bytes) -> bytes:
     """One measuring process."""
-    task = msgspec.json.decode(data, type=_Task)
+    task = _TASK.decode(data)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(task.rendezvous) or "")
     store = connect_store(task.rendezvous)
     return msgspec.json.encode(_Measurer(task).answer(store))

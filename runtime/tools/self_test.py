@@ -34,6 +34,10 @@ class _Task(msgspec.Struct, frozen=True):
     rendezvous: Rendezvous
 
 
+_TASK = msgspec.json.Decoder(_Task)
+_RESULT = msgspec.json.Decoder(SelfTestResult)
+
+
 class SelfTest:
     """Two processes, started when this is made and ended when it is closed."""
 
@@ -53,7 +57,7 @@ class SelfTest:
     def wait(self, timeout: float) -> SelfTestResult:
         """What the second of them measured. Raises SelfTestError."""
         try:
-            return msgspec.json.decode(self._children.answers(timeout)[1], type=SelfTestResult)
+            return _RESULT.decode(self._children.answers(timeout)[1])
         except ChildError as error:
             raise SelfTestError(str(error)) from None
         except TimeoutError:
@@ -87,6 +91,6 @@ def _exchange(task: _Task) -> SelfTestResult:
 
 def meet(data: bytes) -> bytes:
     """One of the two processes."""
-    task = msgspec.json.decode(data, type=_Task)
+    task = _TASK.decode(data)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(task.rendezvous) or "")
     return msgspec.json.encode(_exchange(task))

@@ -303,6 +303,8 @@ class Generation:
         except queue.Empty:
             raise RendezvousError(f"node 0 has not answered within {ANSWER_SECONDS:.0f} s") from None
         assert answer.iteration == iteration
+        if answer.save:
+            context.checkpointer.ask(iteration + 1)
         context.injector.at(iteration, "reported")
         return answer.stop
 

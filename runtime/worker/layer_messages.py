@@ -77,7 +77,7 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
 
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(_Header)
-# msgspec crashes where two threads are the first to decode a type at the same time: decode each kind once, here.
+# msgspec crashes where two threads are the first to read a type at the same moment: each kind is read once, here.
 for _message in (LayerRequest(()), LayerState(0, 0), LayerGradients(0, 0), GenerationBegins(0, 0), UpToDate()):
     _DECODER.decode(_ENCODER.encode(_Header(_message)))
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import selectors
+import signal
 import socket
 import sys
 import threading
@@ -37,7 +38,7 @@ from runtime.protocol.to_coordinator import (
     Heartbeat,
     Injected,
     JoinWorker,
-    Note,
+    Leaving,
     Ready,
     Status,
 )
@@ -65,11 +66,12 @@ CONNECT_SECONDS = 60.0
 HEARTBEATS_PER_TIMEOUT = 5
 LOOK_SECONDS = 0.02
 """While a generation should come to its end."""
+_SPEC = msgspec.json.Decoder(WorkerSpec)
 
 
 def main(task: bytes) -> int:
     """Run one worker, as a `WorkerSpec` says; its exit status. Errors are reported to the coordinator."""
-    spec = msgspec.json.decode(task, type=WorkerSpec)
+    spec = _SPEC.decode(task)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(spec.coordinator) or "")
     try:
         channel = Channel(spec.coordinator, JoinWorker(spec.worker), to_worker.decode, CONNECT_SECONDS)
@@ -115,8 +117,7 @@ class _Worker:
             worker=spec.worker, channel=channel, store=connect_store(setup.store), setup=setup, device=device,
             layers=model.layers, corpus=load_corpus(setup.config), stage_store=self._stage_store,
             boundaries=[spec.boundary() for spec in setup.boundaries], injector=injector,
-            checkpointer=Checkpointer(setup, model.layers, spec.worker,
-                                      lambda text: channel.send(Note(spec.worker, text))),
+            checkpointer=Checkpointer(setup, model.layers, spec.worker, channel.send),
             layer_receiver=LayerReceiver(self._stage_store.fresh, training, device,
                                          _FetchReports(spec.worker, channel, injector)),
             layer_sender=LayerSender(address_towards(spec.coordinator), setup.fetch_bytes_per_second))
@@ -124,6 +125,15 @@ class _Worker:
         self._finishing = threading.Lock()
         self._error: BaseException | None = None
         self._waker, self._woken = socket.socketpair()
+        self._told_to_end = False
+        signal.signal(signal.SIGTERM, self._end_soon)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # until now blocked, as in the fork server
+
+    def _end_soon(self, *_: object) -> None:
+        """SIGTERM: leave when the others can do without this worker; a second one ends it at once."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._told_to_end = True
+        self._waker.send(b"!")
 
     def serve(self) -> int:
         """Handle the coordinator's messages until this worker may leave; the exit status.
@@ -146,6 +156,10 @@ class _Worker:
                 ready = selector.select(min(pause, LOOK_SECONDS) if ending else pause)
                 if self._error is not None:
                     raise self._error
+                if self._told_to_end:
+                    self._told_to_end = False
+                    self._woken.recv(1)
+                    self._channel.send(Leaving(self._worker))
                 for message in self._channel.read() if any(key.fileobj is self._channel for key, _ in ready) else ():
                     if isinstance(message, Leave):
                         return 0
@@ -217,7 +231,7 @@ class _Worker:
             self._leave(previous, order)
             stages = self._stage_store.stages.values()
             for layer, worker in order.writers:
-                if worker == self._worker:
+                if worker == self._worker and order.parameters:
                     stage = next(stage for stage in stages if layer in range(*stage.layers))
                     save_layer(Path(self._spec.out), layer, stage.layer_state(layer))
             self._context.checkpointer.save_last(order, self._stage_store)

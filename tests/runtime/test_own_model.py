@@ -1,6 +1,7 @@
 """docs/own-model.md as it stands: its model, its data and its job file, trained and compared with one process."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,8 @@ def here(tmp_path, monkeypatch) -> Path:
     (tmp_path / "my_data.py").write_text(data)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    for name in ("my_llama", "my_data"):  # those of another test's directory
+        monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
 
 

@@ -11,6 +11,7 @@ from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.event_loop import EventLoop, Run
 from runtime.coordinator.loss_file import LossFile
 from runtime.coordinator.planning import RunError
+from runtime.processes.stop_signals import StopSignals
 from runtime.protocol import to_worker
 from runtime.protocol.channel import Frames, frame
 from runtime.protocol.rendezvous import Rendezvous, listen
@@ -28,6 +29,7 @@ from runtime.protocol.to_coordinator import (
     Started,
     Status,
 )
+from runtime.protocol.to_node_agent import NodeTaken
 from runtime.protocol.to_worker import Acknowledged, EndOrder, Finish, Leave, ReportStatus, Train
 from schedules.codec import decode
 from schedules.schedule import Worker
@@ -63,6 +65,9 @@ class Processes:
     def end(self, worker, status=-9):
         self._ends.append(Ended(worker, status))
         os.write(self._writable, b"!")
+
+    def node_started(self, node):
+        pass
 
     def workers_of(self, node):
         return WORKERS[node:node + 1]
@@ -160,7 +165,7 @@ class World:
                 others.append(asyncio.create_task(script(self)))
             try:
                 async with asyncio.timeout(SOON):
-                    await self.events.serve(listener)
+                    await self.events.serve(listener, StopSignals())
             finally:
                 for other in others:
                     other.cancel()
@@ -231,7 +236,7 @@ def test_a_second_agent_of_a_node_is_refused_and_ends_nobody(tmp_path):
             await asyncio.sleep(0.05)
         reader, writer = world.agents[1]
         writer.write(frame(Ended(WORKERS[1], 1)))
-        assert await reader.read() == b""
+        assert await reader.read() == frame(NodeTaken())
         for talker in world.talkers.values():
             talker.say(Ran(talker.worker, 1, 2, 1.0, 0.1))
 

@@ -1,0 +1,74 @@
+"""Nothing in the working directory runs that the job does not name, in whichever process."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.running import command_environment, tiny_text
+
+SLIPSTREAM = str(Path(sys.executable).with_name("slipstream"))
+"""The installed command."""
+SHADOWS = ("msgspec.py", "pickle.py", "torch.py", "runtime/__init__.py", "schedules/__init__.py", "planner/__init__.py")
+MODEL = """
+import helper
+from runtime.model.gpt import GPT
+
+def model(config, seed, dtype, device):
+    return GPT(config, seed, dtype, device)
+"""
+
+
+@pytest.fixture
+def here(tmp_path):
+    """A working directory with modules that have the names of ours, of a library's and of Python's."""
+    folder = tmp_path / "here"
+    for name in SHADOWS:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"with open({str(tmp_path / 'ran')!r}, 'a') as file:\n    file.write({name!r})\n")
+    (folder / "job.toml").write_text(tiny_text(pipelines=2, iterations=2))
+    return folder
+
+
+def run(here: Path, *command: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command, cwd=here, env=command_environment(), capture_output=True, text=True, timeout=200)
+
+
+def slipstream(here: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return run(here, SLIPSTREAM, *arguments)
+
+
+@pytest.mark.parametrize("command", [
+    [SLIPSTREAM, "train", "job.toml", "--method", "greedy"],
+    [sys.executable, "-m", "cli", "train", "job.toml", "--method", "greedy"],
+    [SLIPSTREAM, "table", "job.toml", "--max-failures", "1", "--method", "greedy", "--out", "t"],
+], ids=["the fork server and its workers", "python -m cli", "the planner's processes"])
+def test_modules_there_are_not_imported(command, here):
+    done = run(here, *command)
+    assert done.returncode == 0, done.stderr
+    assert not (here.parent / "ran").exists(), (here.parent / "ran").read_text()
+
+
+def test_the_module_that_the_job_names_is_found_there_and_so_is_what_it_imports(tmp_path):
+    (tmp_path / "job.toml").write_text(tiny_text(2, 2).replace("[model]", "[model]\nname = 'own:model'"))
+    (tmp_path / "own.py").write_text(MODEL)
+    (tmp_path / "helper.py").write_text("")
+    done = slipstream(tmp_path, "train", "job.toml", "--method", "greedy")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("name", "model", "clash"), [
+    ("queue:model", MODEL, "queue"), ("msgspec:model", MODEL, "msgspec"),
+    ("own:model", "import colorsys\n" + MODEL, "colorsys"), ("own:model", "import runtime\n" + MODEL, "runtime"),
+    ("own:model", "from runtime.speed import fast\n", "runtime")],
+    ids=["named", "named, and loaded already", "imported", "imported, and ours", "imported, and not there in ours"])
+def test_two_modules_of_one_name_are_refused_with_both_files(name, model, clash, tmp_path):
+    (tmp_path / "job.toml").write_text(tiny_text(2, 2).replace("[model]", f"[model]\nname = '{name}'"))
+    for file in ("own", "helper", clash):
+        (tmp_path / f"{file}.py").write_text(model if file == name.partition(":")[0] else "")
+    done = slipstream(tmp_path, "train", "job.toml", "--method", "greedy")
+    theirs = __import__(clash).__file__
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert f"two modules '{clash}': {tmp_path / clash}.py, and {theirs}," in done.stderr.splitlines()[-1]
