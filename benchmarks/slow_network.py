@@ -74,7 +74,8 @@ def measure(latency: float, loss: float, layers: int, iterations: int) -> Measur
     result = json.loads(answer)
     death, *returns = result["recoveries"]
     joined = next((one for one in returns if one["returned"]), None)
-    assert joined is not None, "it is not back in time: more iterations are needed"
+    if joined is None:
+        raise OSError(f"worker {VICTIM} was not back before the end: give more --iterations")
     return Measured(result["measured_period"], death["seconds"], death["commit_gap_seconds"],
                     joined["commit_gap_seconds"], joined["iteration"] - back)
 
