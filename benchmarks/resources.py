@@ -21,7 +21,7 @@ from benchmarks.sleeping import MODEL, TRAINING, sleeping
 from planner.plan import plan_job
 from runtime.config import parse_run_config
 from runtime.coordinator.recovery import Recovery
-from runtime.launch import Resilience, run
+from runtime.launch import Resilience, RunOptions, run
 from runtime.processes.fork_server import ForkServer
 from runtime.processes.process_manager import Return
 from runtime.protocol.failure_injection import Injection, Place
@@ -82,7 +82,8 @@ def kills(count: int, seed: int, fork_server: ForkServer, out: Path) -> Samples:
     def schedule(down: tuple[Worker, ...]) -> Schedule:
         return plan_job(job, down, method="greedy").schedule
 
-    run(schedule(()), config, out=out, fork_server=fork_server, progress=samples.progress, notify=samples.notify,
+    run(schedule(()), config, out=out, fork_server=fork_server, progress=samples.progress,
+        options=RunOptions(notify=samples.notify),
         resilience=Resilience(
             scheduler=schedule, injections=tuple(
                 Injection(worker, at, rng.choice(PLACES), "cut" if worker in STABLE else "kill")
