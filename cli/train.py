@@ -13,13 +13,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cli.shared.console import answer_no, duration, err, out, print_json, refuse
 from cli.shared.failure_schedules import scheduler
 from cli.shared.inputs import parse_workers, read_job_or_refuse, read_schedule_or_refuse
-from cli.shared.launch_options import launched_as
+from cli.shared.launch_options import given_secret_or_refuse, launched_as
 from cli.shared.options import Backward, Failed, JobFile, MethodName, Optimizer, TimeLimit
 from cli.shared.planning import make_plan, plan_options
 from cli.shared.train_inputs import events, find_checkpoint, how_to_resume, look_up, read_table, require_fit
 from planner.job.file import Job
 from runtime.config import ConfigError, RunConfig, parse_run_config
-from runtime.launch import Resilience, RunError, RunResult, join, run
+from runtime.launch import NodeJob, Resilience, RunError, RunResult, join, run
 from runtime.model.checkpoint import CheckpointError
 from runtime.processes.launchers import announce, find, to_open
 from runtime.processes.process_manager import Return
@@ -28,7 +28,7 @@ from runtime.protocol.rendezvous import RendezvousError
 from runtime.protocol.setup import JOIN_TIMEOUT
 from runtime.replay.placement import PlacementError
 from schedules.check import check
-from schedules.schedule import Schedule
+from schedules.schedule import Schedule, Worker
 
 MAX_ITERATIONS = 2**40
 KILL_BEFORE_OP = 2
@@ -54,7 +54,7 @@ def train(job: JobFile,
           node: Annotated[int | None, typer.Option("--node", metavar="I", min=0, max=2**20, help=(
               "Which of them this is. Node 0 plans and leads."))] = None,
           rendezvous: Annotated[str | None, typer.Option("--rendezvous", metavar="HOST:PORT", help=(
-              "Where node 0 can be reached by the others. Only in a network you trust."))] = None,
+              "Where node 0 can be reached by the others. All nodes need the same SLIPSTREAM_SECRET_FILE."))] = None,
           table: Annotated[Path | None, typer.Option("--table", metavar="DIR", help=(
               "Take schedules from this table (`slipstream table`), the first one and those after failures. Without "
               "one, and for failures outside it, they are planned on the spot."))] = None,
@@ -81,9 +81,15 @@ def train(job: JobFile,
     folder = out_folder or Path("runs") / job.stem
     wanted = read_job_or_refuse(job)
     config = _config(wanted, job, dtype=dtype, seed=seed, iterations=iterations)
+    secret = given_secret_or_refuse(here)
     if here.node > 0:
+        assert secret is not None
+        own = NodeJob(config=config, workers=[Worker(pipeline, column) for pipeline in range(wanted.pipelines)
+                                              for column in range(wanted.stages)],
+                      secret=secret, checkpoints=folder / "checkpoints",
+                      resume=None if resume is None else find_checkpoint(resume))
         with _refusals():
-            join(find(here, JOIN_TIMEOUT), node=here.node, nodes=here.nodes, out=folder, local=here.local)
+            join(find(here, JOIN_TIMEOUT), own, node=here.node, nodes=here.nodes, out=folder, local=here.local)
         if json:
             print_json({"node": here.node})
         return
@@ -109,7 +115,7 @@ def train(job: JobFile,
         returns=tuple(Return(worker, at) for worker, at in returns))
     with _refusals(job, folder), _progress(config.training.iterations) as (tell, say):
         result = run(chosen, config, out=folder, nodes=here.nodes, rendezvous=to_open(here), local=here.local,
-                     announce=partial(announce, here), progress=tell, notify=say, resilience=resilience)
+                     secret=secret, announce=partial(announce, here), progress=tell, notify=say, resilience=resilience)
     if json:
         print_json(report(result))
     else:

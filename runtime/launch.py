@@ -32,7 +32,10 @@ from runtime.model.stage import boundaries
 from runtime.processes.fork_server import ForkServer, ForkServerError
 from runtime.processes.launchers import ALONE, LocalProcess, gpu_share
 from runtime.processes.process_manager import NodeProcesses, ProcessManager, Return
+from runtime.processes.start_limit import StartLimit, StartLimitError
+from runtime.processes.worker_start import NodeSettings
 from runtime.protocol import to_node_agent
+from runtime.protocol.authentication import HOW, Secret, new_secret
 from runtime.protocol.channel import Channel
 from runtime.protocol.failure_injection import Injection
 from runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store, listen
@@ -96,21 +99,24 @@ class Resilience:
 
 def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | None = None, nodes: int = 1,
         rendezvous: Rendezvous | None = None, announce: Callable[[Rendezvous], None] | None = None,
-        local: LocalProcess = ALONE, traced: int = 3, fork_server: ForkServer | None = None,
-        progress: Progress | None = None, notify: Notify | None = None,
+        secret: Secret | None = None, local: LocalProcess = ALONE, traced: int = 3,
+        fork_server: ForkServer | None = None, progress: Progress | None = None, notify: Notify | None = None,
         resilience: Resilience = Resilience()) -> RunResult:
     """Train by a schedule, from the first iteration or a checkpoint; on node 0 when there are several.
 
     Writes `schedule.json`, `losses.jsonl` (line by line as iterations are committed), `trace.json`, `parameters/` and
     `logs/` into `out`. The trace holds the last `traced` iterations. A `fork_server` may serve several runs, one
     after the other. `announce` is called with the meeting point once it is open; `local` says which of the processes
-    that share this machine this is.
+    that share this machine this is. All nodes have the same `secret` (`runtime.protocol.authentication`); where there
+    is one node, it makes one.
 
     Raises ConfigError or PlacementError when schedule, configuration and machine do not fit, CheckpointError when the
     checkpoint does not, OSError when `out` cannot be written, RendezvousError when `rendezvous` cannot be opened, and
     RunError when failures leave no way to go on; then no process is left, and the losses of the committed iterations
     are on disk.
     """
+    if nodes > 1 and secret is None:
+        raise ConfigError(f"a run on {nodes} nodes needs a secret that all of them have: {HOW} on each")
     device, model, ranges = _prepare(schedule, config)
     first = 0 if resilience.resume is None else resilience.resume.iteration
     _check_checkpoints(resilience, identity_of(config, model.layers), first)
@@ -127,18 +133,23 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         store, store_address = host_store(Rendezvous(opened.host, 0))
         if announce is not None:
             announce(opened)
+        settings = NodeSettings(
+            config=config, secret=secret or new_secret(), out=str(out),
+            resume=None if resilience.resume is None else str(resilience.resume.path.resolve()),
+            checkpoints=None if resilience.checkpoints is None else str(resilience.checkpoints.resolve()))
         setup = _setup(schedule, config, model, ranges, device, transport, resilience, first=first, nodes=nodes,
                        store=store_address, traced=traced,
                        iterations=config.training.iterations if iterations is None else iterations)
         log = CommitLog(schedule.job, first_iteration=first, skips=config.training.skip_nonfinite,
                         validates=watches_gradients(config.training))
-        processes = NodeProcesses(fork_server, opened, shares[0], _gpus(device), out, gpus.first)
+        processes = NodeProcesses(fork_server, opened, shares[0], _gpus(device), settings, gpus.first)
         manager = ProcessManager(processes, {worker: node for node, share in enumerate(shares) for worker in share},
                                  resilience.returns,
                                  [worker for worker in schedule.grid.workers() if worker not in workers])
         events = EventLoop(
             Run(schedule=schedule, scheduler=resilience.scheduler, setup=setup, shares=shares,
-                injections=resilience.injections, out=out, notify=notify or (lambda _: None)),
+                injections=resilience.injections, out=out, config=config, secret=settings.secret,
+                notify=notify or (lambda _: None)),
             log, stack.enter_context(LossFile(out / "losses.jsonl", first, progress)), manager)
         with _running(fork_server, processes):
             asyncio.run(events.serve(listener))
@@ -151,30 +162,70 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
                      recoveries=tuple(events.recoveries), notes=tuple(events.notes))
 
 
-def join(rendezvous: Rendezvous, *, node: int, nodes: int, out: Path, fork_server: ForkServer | None = None,
-         local: LocalProcess = ALONE) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeJob:
+    """What a node runs that is not node 0: its own job file and command line say so, and nothing that it is sent."""
+
+    config: RunConfig
+    workers: Sequence[Worker]
+    """All of the job: no other is started."""
+    secret: Secret
+    resume: Checkpoint | None = None
+    """One of the checkpoints beside which that is where node 0 goes on from."""
+    checkpoints: Path | None = None
+    """Folder to save checkpoints in."""
+
+
+def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Path,
+         fork_server: ForkServer | None = None, local: LocalProcess = ALONE) -> None:
     """Take part in the run that node 0 leads, with this node's share of the workers.
 
     Into `out` go the logs of its workers, and the parameters of layers that they write. Raises RendezvousError when
-    node 0 cannot be reached, ConfigError when this machine does not fit, RunError when the run fails.
+    node 0 cannot be reached or has another secret, ConfigError when its job or this machine do not fit, RunError when
+    the run fails.
     """
-    channel: Channel[ToNodeAgent] = Channel(rendezvous, JoinNode(node), to_node_agent.decode,
+    channel: Channel[ToNodeAgent] = Channel(rendezvous, job.secret, JoinNode(node), to_node_agent.decode,
                                             JOIN_TIMEOUT.total_seconds())
     with closing(channel):
         setup = channel.wait_for(NodeSetup)
         if len(setup.shares) != nodes:
             raise ConfigError(f"--nodes is {nodes} here and {len(setup.shares)} at node 0; expected the same")
+        settings = _own_settings(job, setup, out)
         cards, gpus = _gpus(setup.device), gpu_share(setup.shares, node, local)
         if setup.device == "cuda" and (cards == 0 or (setup.transport == "nccl" and cards < gpus.workers)):
             raise ConfigError(f"node {node} has {cards} GPUs for {gpus.workers} workers; {setup.transport} needs more")
         _clear(out, "parameters/layer-*.*")  # the folder may be shared with node 0, whose workers have logs there
         with ExitStack() as stack:
             fork_server = fork_server or stack.enter_context(ForkServer())
-            processes = NodeProcesses(fork_server, rendezvous, setup.workers, cards, out, gpus.first)
+            processes = NodeProcesses(fork_server, rendezvous, setup.workers, cards, settings, gpus.first)
             with _running(fork_server, processes):
                 error = _serve_coordinator(channel, processes, setup.workers)
     if error is not None:
         raise RunError(error)
+
+
+def _own_settings(job: NodeJob, setup: NodeSetup, out: Path) -> NodeSettings:
+    """What the workers here are given. Raises ConfigError where node 0 runs another job."""
+    for table in ("model", "training"):
+        ours, theirs = getattr(job.config, table), getattr(setup.config, table)
+        for key in ours.__struct_fields__:
+            if getattr(ours, key) != getattr(theirs, key):
+                raise ConfigError(f"{table}.{key} is {getattr(ours, key)!r} here and {getattr(theirs, key)!r} at node "
+                                  "0; start every node with the same job file and options")
+    strange = set(setup.workers) - set(job.workers)
+    if strange:
+        raise ConfigError(f"node 0 has a worker {min(strange)}, which the job here has not; start every node with the "
+                          "same job file")
+    if setup.first_iteration and job.resume is None:
+        raise ConfigError(f"node 0 goes on from iteration {setup.first_iteration}; start every node with --resume")
+    path = None
+    if setup.first_iteration and job.resume is not None:
+        path = job.resume.path
+        if job.resume.iteration != setup.first_iteration:  # a newer one has come into being meanwhile
+            path = path.parent / f"iteration-{setup.first_iteration}"
+    return NodeSettings(config=job.config, secret=job.secret, out=str(out),
+                        resume=None if path is None else str(path.resolve()),
+                        checkpoints=None if job.checkpoints is None else str(job.checkpoints.resolve()))
 
 
 def _serve_coordinator(channel: Channel[ToNodeAgent], processes: NodeProcesses,
@@ -183,6 +234,7 @@ def _serve_coordinator(channel: Channel[ToNodeAgent], processes: NodeProcesses,
 
     How it ended: None, or why it failed. Raises RunError when node 0 is gone, ForkServerError when the workers are.
     """
+    limit = StartLimit(workers)
     with selectors.DefaultSelector() as selector:
         selector.register(channel, selectors.EVENT_READ)
         selector.register(processes, selectors.EVENT_READ)
@@ -196,9 +248,12 @@ def _serve_coordinator(channel: Channel[ToNodeAgent], processes: NodeProcesses,
                     match message:
                         case RunEnded():
                             return message.error
-                        case StartWorker() | KillWorker():
+                        case StartWorker():
+                            limit.require(message.worker)
                             processes.do(message)
-        except RendezvousError as error:
+                        case KillWorker():
+                            processes.do(message)
+        except (RendezvousError, StartLimitError) as error:
             raise RunError(str(error)) from None
         except ForkServerError:
             with suppress(RendezvousError):  # node 0 would miss them anyway, but later
@@ -224,13 +279,11 @@ def _setup(schedule: Schedule, config: RunConfig, model: LayeredModel, ranges: R
            first: int, iterations: int, nodes: int, traced: int) -> Setup:
     """What the workers must know. Shapes are found out once, here, for all of them."""
     return Setup(
-        config=config, first_iteration=first, iterations=iterations, traced=traced, nodes=nodes, transport=transport,
+        first_iteration=first, iterations=iterations, traced=traced, nodes=nodes, transport=transport,
         device=device, store=store, columns=tuple(stage.column for stage in schedule.grid.stages),
         ranges=tuple(ranges), boundaries=tuple(BoundarySpec.of(one) for one in boundaries(model, ranges, config)),
         loss_scale=1 / schedule.grid.total_microbatches,
         heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,
-        resume=None if resilience.resume is None else str(resilience.resume.path.resolve()),
-        checkpoints=None if resilience.checkpoints is None else str(resilience.checkpoints.resolve()),
         checkpoint_every=resilience.checkpoint_every, fetch_bytes_per_second=resilience.fetch_bytes_per_second)
 
 

@@ -17,16 +17,19 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from runtime.config import RunConfig
 from runtime.coordinator.commit_log import CommitLog, CommitLogError
 from runtime.coordinator.coordinator import Coordinator
 from runtime.coordinator.heartbeat_monitor import HeartbeatMonitor
 from runtime.coordinator.loss_file import LossFile
 from runtime.coordinator.planning import RunError, Scheduler, ScheduleService
+from runtime.coordinator.plausible import Bounds, printable
 from runtime.coordinator.recovery import Recovery
-from runtime.coordinator.server import Connection, serve
+from runtime.coordinator.server import Connection, Server, serve
 from runtime.processes.fork_server import ForkServerError
 from runtime.processes.process_manager import ProcessManager
-from runtime.protocol.channel import frame
+from runtime.protocol.authentication import Secret
+from runtime.protocol.channel import Frame, frame
 from runtime.protocol.failure_injection import Injection
 from runtime.protocol.setup import JOIN_TIMEOUT, Setup
 from runtime.protocol.to_coordinator import (
@@ -55,6 +58,8 @@ DRAIN_SECONDS = 1.0
 ANNOUNCE_SECONDS = 2.0
 """How long the agents of other nodes may take to end once they are sent the end of the run."""
 LOOK_SECONDS = 0.005
+MOST_UNKNOWN = 256
+"""Connections that may be open of peers that have not said who they are, besides one for each worker."""
 
 Notify = Callable[[Recovery | str], None]
 """Called with a recovery, or with something that went wrong and was survived; `str` of it is one line for people."""
@@ -71,6 +76,9 @@ class Run:
     """The workers of each node that are there from the start."""
     injections: Sequence[Injection]
     out: Path
+    config: RunConfig
+    secret: Secret
+    """What all who take part know."""
     notify: Notify = field(default=lambda _: None)
 
 
@@ -98,7 +106,8 @@ class EventLoop:
         """When each failure on purpose happened."""
         self._known = frozenset(run.schedule.grid.workers())
         self._corpora: dict[str, Worker] = {}
-        self._last_sent: tuple[msgspec.Struct | None, bytes] = None, b""
+        self._bounds = Bounds(setup, len(run.injections))
+        self._last_sent: tuple[msgspec.Struct | None, Frame] = None, Frame(b"", b"")
         """The last message and its bytes: an order, with its schedule, is encoded once for all workers."""
         self.notes: list[str] = []
 
@@ -110,7 +119,8 @@ class EventLoop:
     async def serve(self, listener: socket.socket) -> None:
         """Return when all is done. Raises RunError when there is no way to go on."""
         self._processes.connect(self._send_to_agent)
-        server = await serve(listener, self._heard)
+        server = await serve(listener, Server(self._run.secret, self._heard, self._run.notify,
+                                              MOST_UNKNOWN + len(self._known)))
         loop, descriptor = asyncio.get_running_loop(), self._processes.fileno()
         loop.add_reader(descriptor, self._read_ends)
         loop.call_later(self._monitor.interval_seconds, self._look)
@@ -167,7 +177,10 @@ class EventLoop:
     def _handle(self, connection: Connection, message: ToCoordinator) -> None:
         """Handle a message of a worker or a node agent."""
         peer = connection.peer
-        if isinstance(peer, int):
+        wrong = self._bounds.wrong(message, self._log.next_iteration)
+        if wrong is not None:
+            connection.cut_off(wrong)
+        elif isinstance(peer, int):
             self._handle_agent(connection, peer, message)
         elif isinstance(message, JoinWorker):
             self._admit(connection, message.worker)
@@ -213,12 +226,12 @@ class EventLoop:
                 self._monitor.add(worker)
                 coordinator.ready(message)
             case Note():
-                self.notes.append(message.text)
-                self._run.notify(message.text)
+                self.notes.append(printable(message.text))
+                self._run.notify(self.notes[-1])
             case Injected():
                 self._injected[message.index] = message.at
             case Failed():
-                self._lose(worker, f"worker {worker} failed: {message.reason} (see {self._log_of(worker)})")
+                self._lose(worker, f"worker {worker} failed: {printable(message.reason)} (see {self._log_of(worker)})")
 
     def _handle_agent(self, connection: Connection, node: int, message: ToCoordinator) -> None:
         match message:
@@ -229,7 +242,8 @@ class EventLoop:
                 if known:
                     self._agents[node] = connection
                 connection.send(frame(NodeSetup(tuple(map(len, shares)), setup.device, setup.transport,
-                                                tuple(shares[node]) if known else ())))
+                                                tuple(shares[node]) if known else (), self._run.config,
+                                                setup.first_iteration)))
             case Ended() if self._agents.get(node) is connection and message.worker in self._processes.workers_of(node):
                 self._process_ended(message)
 
@@ -311,7 +325,8 @@ class EventLoop:
 
     def _describe(self, ended: Ended) -> str:
         if ended.status < 0:
-            return f"worker {ended.worker} was killed by {signal.Signals(-ended.status).name}"
+            with suppress(ValueError):  # a signal that has no name
+                return f"worker {ended.worker} was killed by {signal.Signals(-ended.status).name}"
         return f"worker {ended.worker} ended with exit status {ended.status} (see {self._log_of(ended.worker)})"
 
     def _log_of(self, worker: Worker) -> Path:

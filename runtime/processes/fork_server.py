@@ -25,6 +25,8 @@ from typing import Self
 
 import msgspec
 
+from runtime.protocol.authentication import VARIABLE
+
 PR_SET_PDEATHSIG = 1
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 """numpy's BLAS would start threads at import, and a process with threads is not safe to fork."""
@@ -79,10 +81,13 @@ _NEWS: msgspec.json.Decoder[_Started | ProcessEnded] = msgspec.json.Decoder(_Sta
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's, in which another finds the modules of this program, wherever it was started."""
+    """This process's, in which another finds the modules of this program, wherever it was started.
+
+    Without the run's secret: workers get it over a pipe, and what they start themselves need not know it.
+    """
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": path, **more}
+    return {**{key: value for key, value in os.environ.items() if key != VARIABLE}, "PYTHONPATH": path, **more}
 
 
 class ForkServer:

@@ -4,6 +4,7 @@ from typing import Literal
 
 import msgspec
 
+from runtime.config import RunConfig
 from runtime.protocol.channel import Decoder
 from runtime.replay.communication import Transport
 from schedules.schedule import Worker
@@ -18,6 +19,10 @@ class NodeSetup(msgspec.Struct, frozen=True, tag=True):
     transport: Transport
     workers: tuple[Worker, ...]
     """Those of this node."""
+    config: RunConfig
+    """Node 0's: the agent compares it with its own job file, which is what it runs."""
+    first_iteration: int
+    """That of the checkpoint to go on from, which the agent's own command line names; 0: from the start."""
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag=True):

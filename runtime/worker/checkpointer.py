@@ -6,6 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from runtime.model.checkpoint import CheckpointError, Saving, identity_of, save
+from runtime.processes.worker_start import NodeSettings
 from runtime.protocol.setup import Setup
 from runtime.protocol.to_worker import Finish
 from runtime.worker.stage_store import StageStore
@@ -18,11 +19,12 @@ class Checkpointer:
     A checkpoint that cannot be written ends no training: `notify` is called with the reason, and the earlier ones stay.
     """
 
-    def __init__(self, setup: Setup, layers: int, worker: Worker, notify: Callable[[str], None]) -> None:
-        self._folder = None if setup.checkpoints is None else Path(setup.checkpoints)
+    def __init__(self, setup: Setup, settings: NodeSettings, layers: int, worker: Worker,
+                 notify: Callable[[str], None]) -> None:
+        self._folder = None if settings.checkpoints is None else Path(settings.checkpoints)
         self._every = setup.checkpoint_every
         self._first = setup.first_iteration
-        self._identity = identity_of(setup.config, layers)
+        self._identity = identity_of(settings.config, layers)
         self._worker = worker
         self._notify = notify
         self._saving: Saving | None = None

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from runtime.config import ConfigError
-from runtime.launch import RunError, join, run
+from runtime.launch import NodeJob, RunError, join, run
 from runtime.processes.fork_server import ForkServer
 from runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store
 from runtime.replay.placement import PlacementError
@@ -27,6 +27,7 @@ from tests.runtime.running import (
     tiny,
     wait_until_gone,
 )
+from tests.runtime.speaking import SECRET
 
 JOB = grid(2, 2, 2, more="optimizer = 1")
 
@@ -148,7 +149,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(fork_server, tmp_path):
 def test_two_nodes(fork_server, own_fork_server, tmp_path):
     rendezvous, failed = Rendezvous("127.0.0.1", free_port()), ["1.0"]
     other = Joining(rendezvous, own_fork_server, tmp_path)  # both write into one folder, as on a shared disk
-    result = run(schedule_for(JOB, failed), tiny(), out=tmp_path, nodes=2, rendezvous=rendezvous,
+    result = run(schedule_for(JOB, failed), tiny(), out=tmp_path, nodes=2, rendezvous=rendezvous, secret=SECRET,
                  fork_server=fork_server)
     other.thread.join(10)
     assert other.error is None and not other.thread.is_alive()
@@ -165,8 +166,8 @@ def test_a_failure_on_one_node_ends_all(fork_server, own_fork_server, tmp_path):
             os.kill(own_fork_server.pids["1.1"], signal.SIGKILL)
 
     with pytest.raises(RunError, match=r"^worker 1\.1 was killed by SIGKILL"):
-        run(schedule_for(JOB), tiny(), out=tmp_path / "lead", nodes=2, rendezvous=rendezvous, fork_server=fork_server,
-            iterations=10_000, progress=kill)
+        run(schedule_for(JOB), tiny(), out=tmp_path / "lead", nodes=2, rendezvous=rendezvous, secret=SECRET,
+            fork_server=fork_server, iterations=10_000, progress=kill)
     other.thread.join(10)
     assert str(other.error).startswith("worker 1.1 was killed by SIGKILL")
     assert own_fork_server.pids == fork_server.pids == {}
@@ -206,6 +207,7 @@ class Joining:
 
     def _join(self, rendezvous: Rendezvous, fork_server: ForkServer, out: Path) -> None:
         try:
-            join(rendezvous, node=1, nodes=2, out=out, fork_server=fork_server)
+            own = NodeJob(config=tiny(), workers=[seat.worker for seat in schedule_for(JOB).seats], secret=SECRET)
+            join(rendezvous, own, node=1, nodes=2, out=out, fork_server=fork_server)
         except Exception as error:
             self.error = error
