@@ -7,6 +7,7 @@ the schedule; those of the others (`join`) are node agents, which start and end 
 import asyncio
 import selectors
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -239,8 +240,13 @@ def _serve_coordinator(channel: Channel[ToNodeAgent], processes: NodeProcesses,
         selector.register(channel, selectors.EVENT_READ)
         selector.register(processes, selectors.EVENT_READ)
         try:
+            heard = time.monotonic()
             while True:
-                ready = [] if channel.pending else [key.fileobj for key, _ in selector.select()]
+                pause = to_node_agent.SILENT_SECONDS - (time.monotonic() - heard)
+                if pause <= 0:
+                    raise RunError(f"node 0 is gone: it has said nothing for {to_node_agent.SILENT_SECONDS:.0f} s")
+                ready = [] if channel.pending else [key.fileobj for key, _ in selector.select(pause)]
+                heard = time.monotonic() if channel.pending or channel in ready else heard
                 if processes in ready:
                     for ended in processes.poll():
                         channel.send(ended)

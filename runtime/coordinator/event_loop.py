@@ -50,7 +50,7 @@ from runtime.protocol.to_coordinator import (
     ToCoordinator,
     Validated,
 )
-from runtime.protocol.to_node_agent import NodeSetup, RunEnded, ToNodeAgent
+from runtime.protocol.to_node_agent import STILL_RUNNING_SECONDS, NodeSetup, RunEnded, StillRunning, ToNodeAgent
 from schedules.schedule import Schedule, Worker
 
 DRAIN_SECONDS = 1.0
@@ -124,6 +124,7 @@ class EventLoop:
         loop, descriptor = asyncio.get_running_loop(), self._processes.fileno()
         loop.add_reader(descriptor, self._read_ends)
         loop.call_later(self._monitor.interval_seconds, self._look)
+        loop.call_later(STILL_RUNNING_SECONDS, self._reassure_agents)
         loop.call_later(JOIN_TIMEOUT.total_seconds(), self._put, self._require_all_there)
         error: str | None = "node 0 ended the run"
         try:
@@ -163,6 +164,11 @@ class EventLoop:
     def _look(self) -> None:
         self._put(self._give_up_silent)
         asyncio.get_running_loop().call_later(self._monitor.interval_seconds, self._look)
+
+    def _reassure_agents(self) -> None:
+        for agent in self._agents.values():
+            agent.send(frame(StillRunning()))
+        asyncio.get_running_loop().call_later(STILL_RUNNING_SECONDS, self._reassure_agents)
 
     def _send(self, worker: Worker, message: msgspec.Struct) -> None:
         if message is not self._last_sent[0]:

@@ -9,6 +9,10 @@ from runtime.protocol.channel import Decoder
 from runtime.replay.communication import Transport
 from schedules.schedule import Worker
 
+STILL_RUNNING_SECONDS = 20.0
+SILENT_SECONDS = 600.0
+"""As long as a worker waits for an acknowledgement: a node 0 that was stopped for less goes on."""
+
 
 class NodeSetup(msgspec.Struct, frozen=True, tag=True):
     """The answer to `JoinNode`: what to start. The agent checks that it fits its machine, and starts the workers."""
@@ -39,6 +43,10 @@ class KillWorker(msgspec.Struct, frozen=True, tag=True):
     worker: Worker
 
 
+class StillRunning(msgspec.Struct, frozen=True, tag=True):
+    """Sent every `STILL_RUNNING_SECONDS`: an agent that hears nothing for long ends its workers, and itself."""
+
+
 class RunEnded(msgspec.Struct, frozen=True, tag=True):
     """When the run is over: the agent ends its workers, closes the connection, and ends with this result."""
 
@@ -46,6 +54,6 @@ class RunEnded(msgspec.Struct, frozen=True, tag=True):
     """None: all iterations are done."""
 
 
-ToNodeAgent = NodeSetup | StartWorker | KillWorker | RunEnded
+ToNodeAgent = NodeSetup | StartWorker | KillWorker | StillRunning | RunEnded
 
 decode: Decoder[ToNodeAgent] = Decoder(ToNodeAgent)
