@@ -166,6 +166,8 @@ def test_one_command_a_node(job, tmp_path):
     (["--backward", "odd"], "--backward odd: expected split or fused"),
     (["--nodes", "2"], "--nodes needs --rendezvous"),
     (["--nodes", "2", "--node", "2", "--rendezvous", "127.0.0.1:1"], "--node 2: expected 0 to 1"),
+    (["--nodes", "2", "--node", "1", "--rendezvous", "127.0.0.1:1"],
+     "a run on 2 nodes needs a secret that all of them have: set SLIPSTREAM_SECRET_FILE"),
     (["--rendezvous", "nowhere"], "'nowhere' is no meeting point"),
     (["--schedule", "/no/such.json"], "/no/such.json: cannot be read"),
     (["--schedule", "x.json", "--failed", "1.0"], "leave out --failed"),
