@@ -39,7 +39,7 @@ from planner.plan import plan_job
 from runtime.config import RunConfig, parse_run_config
 from runtime.coordinator.planning import NoScheduleError, RunError, Scheduler
 from runtime.coordinator.recovery import Recovery
-from runtime.launch import Resilience, run
+from runtime.launch import Resilience, RunOptions, run
 from runtime.model.checkpoint import latest
 from runtime.model.parameters import load_parameters
 from runtime.processes.fork_server import ForkServer
@@ -237,13 +237,13 @@ def train_through(setting: ChaosScenario, rng: random.Random, fork_server: ForkS
         injections, returns = failures(setting, rng, 0 if resume is None else resume.iteration)
         resilience = Resilience(
             scheduler=scheduler(setting), heartbeat_timeout_seconds=setting.heartbeat_timeout_seconds,
-            checkpoints=out / "checkpoints", checkpoint_every=7, resume=resume, injections=tuple(injections),
+            checkpoint_every=7, resume=resume, injections=tuple(injections),
             returns=tuple(returns),
             fetch_bytes_per_second=rng.choice(FETCH_BYTES_PER_SECOND))
         try:
             with storming(fork_server, rng, storm_seconds) as storm:
-                run(whole, setting.config, out=out, fork_server=fork_server, resilience=resilience, notify=tell,
-                    progress=storm.progress)
+                run(whole, setting.config, out=out, fork_server=fork_server, resilience=resilience,
+                    options=RunOptions(notify=tell, force=True), progress=storm.progress)
         except RunError as error:
             if not any(reason in str(error) for reason in SURVIVED) or life > setting.iterations:
                 raise ChaosError(f"{out}: {error}") from None

@@ -24,7 +24,7 @@ from benchmarks.sleeping import MODEL, TRAINING, sleeping
 from planner.plan import plan_job
 from runtime.config import parse_run_config
 from runtime.coordinator.recovery import Recovery
-from runtime.launch import Resilience, run
+from runtime.launch import Resilience, RunOptions, run
 from runtime.processes.fork_server import ForkServer
 from runtime.processes.process_manager import Return
 from runtime.protocol.failure_injection import Injection
@@ -72,7 +72,8 @@ def returns(count: int, width: int, bytes_per_second: float, fork_server: ForkSe
     def schedule(down: tuple[Worker, ...]) -> Schedule:
         return plan_job(job, down, method="greedy").schedule
 
-    run(schedule(()), config, out=out, fork_server=fork_server, progress=clock.progress, notify=clock.notify,
+    run(schedule(()), config, out=out, fork_server=fork_server, progress=clock.progress,
+        options=RunOptions(notify=clock.notify),
         resilience=Resilience(
         scheduler=schedule, fetch_bytes_per_second=bytes_per_second,
         injections=tuple(Injection(WORKER, death) for death in deaths),

@@ -32,7 +32,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from planner.job.file import parse_job
 from planner.plan import plan_job
 from runtime.config import RunConfig, parse_run_config
-from runtime.launch import run
+from runtime.launch import RunOptions, run
 from runtime.model.data import Microbatch, load_corpus
 from runtime.model.layers import model_for, parameter_dtype, split_layers
 from runtime.processes.fork_server import ForkServer
@@ -105,7 +105,7 @@ def ours(setting: Comparison, fork_server: ForkServer) -> Cost:
             ends.append((time.perf_counter(), sum(map(cpu_seconds, fork_server.pids.values()))))
 
     with tempfile.TemporaryDirectory() as folder:
-        run(setting.schedule, setting.config, out=Path(folder), traced=0, fork_server=fork_server,
+        run(setting.schedule, setting.config, out=Path(folder), options=RunOptions(traced=0), fork_server=fork_server,
             progress=note)
     (began, ran), (ended, ran_then) = ends
     iterations = setting.config.training.iterations - 1 - WARM_UP

@@ -27,7 +27,7 @@ from benchmarks.sleeping import MODEL, TRAINING, sleeping
 from planner.job.file import Job, parse_job
 from planner.plan import plan_job
 from runtime.config import parse_run_config
-from runtime.launch import run
+from runtime.launch import RunOptions, run
 from schedules.schedule import Schedule, Worker
 
 LIMIT = 1.05
@@ -72,7 +72,7 @@ def replay(name: str, schedule: Schedule, unit: float, iterations: int) -> Repla
     config = parse_run_config({**MODEL, "blocks": schedule.grid.depth}, TRAINING)
     ends: list[float] = []
     with tempfile.TemporaryDirectory() as folder, sleeping(unit, unit, unit, 3 * unit):
-        result = run(schedule, config, out=Path(folder), iterations=iterations, traced=0,
+        result = run(schedule, config, out=Path(folder), iterations=iterations, options=RunOptions(traced=0),
                      progress=lambda *_: ends.append(time.perf_counter()))
     assert result.measured_period_seconds is not None
     between = statistics.median(after - before for before, after in pairwise(ends[WARM_UP:]))

@@ -34,7 +34,7 @@ from planner.job.file import Job
 from planner.plan import plan_job
 from runtime.config import parse_run_config
 from runtime.coordinator.planning import RunError
-from runtime.launch import Resilience, RunResult, run
+from runtime.launch import Resilience, RunOptions, RunResult, run
 from runtime.model.checkpoint import latest
 from runtime.processes.process_manager import Return
 from runtime.protocol.failure_injection import Injection
@@ -94,8 +94,8 @@ def train(scenario: Scenario, schedule: Schedule, clock: Clock, folder: Path, it
     """Run ops that sleep."""
     config = parse_run_config({**MODEL, "blocks": schedule.grid.depth}, TRAINING)
     with sleeping(scenario.unit, scenario.unit, scenario.unit, 3 * scenario.unit):
-        return run(schedule, config, out=folder, iterations=iterations, traced=0, progress=clock,
-                   resilience=resilience)
+        return run(schedule, config, out=folder, iterations=iterations, progress=clock, resilience=resilience,
+                   options=RunOptions(traced=0, force=True))
 
 
 def without_failures(scenario: Scenario, schedule: Schedule, folder: Path) -> float:
@@ -142,7 +142,7 @@ def restarted(scenario: Scenario, whole: Schedule, folder: Path) -> Kept:
         worker, at = scenario.failure(life) if life < scenario.failures else (Worker(0, 0), 2**30)
         try:
             train(scenario, whole, clock, folder, scenario.iterations, Resilience(
-                checkpoints=folder / "checkpoints", checkpoint_every=CHECKPOINT_EVERY, resume=resume,
+                checkpoint_every=CHECKPOINT_EVERY, resume=resume,
                 injections=(Injection(worker, at, PLACE),)))
         except RunError:
             stops.append((at, clock.times[at - 1]))

@@ -19,7 +19,8 @@ from cli.shared.planning import compile_planner
 from planner.job.file import Job, StageMemory, read_job
 from planner.plan import Plan, plan_job
 from runtime.config import ConfigError, RunConfig, parse_run_config
-from runtime.launch import RunError, RunResult, run
+from runtime.launch import RunError, RunOptions, RunResult, run
+from runtime.run_folder import FolderError
 from runtime.tools.reference import reference_run
 from schedules.schedule import Schedule, Worker
 
@@ -53,7 +54,7 @@ def demo(out_dir: Out = Path("out/demo"), short: Short = False, json: Json = Fal
     out.print(f"\nThe whole demo took {duration(time.monotonic() - began)}. Next: slipstream plan "
               f"{JOBS / 'worked-example.toml'} --failed 1.2 --failed 2.0", highlight=False, soft_wrap=True)
     if json:
-        print_json({"periods": {idea.name: idea.plan.report()["period"] for idea in ideas}, **answer})
+        print_json({"periods": {idea.name: idea.plan.period for idea in ideas}, **answer})
 
 
 def _plan_worked_example() -> list[_Idea]:
@@ -114,7 +115,7 @@ def _train(folder: Path, short: bool) -> dict[str, object]:
             reference = reference_run(config, job.microbatches, config.training.iterations)
     except OSError as error:
         refuse(f"{error.filename or folder}: cannot be used: {error.strerror}")
-    except (ConfigError, RunError) as error:
+    except (ConfigError, FolderError, RunError) as error:
         refuse(error)
     losses = {name: result.losses for name, result in runs.items()} | {"one process": tuple(reference.losses)}
     digits = min(agreeing_digits(losses["one process"], series) for series in losses.values())
@@ -134,8 +135,9 @@ def _run(schedule: Schedule, config: RunConfig, folder: Path, title: str) -> Run
                TimeElapsedColumn())
     with Progress(*columns, console=err) as progress:
         task = progress.add_task(title, total=config.training.iterations, loss="")
-        return run(schedule, config, out=folder, progress=lambda iteration, loss: progress.update(
-            task, completed=iteration + 1, loss=f"loss {loss:.4f}"))
+        return run(schedule, config, out=folder, options=RunOptions(force=True),
+                   progress=lambda iteration, loss: progress.update(task, completed=iteration + 1,
+                                                                    loss=f"loss {loss:.4f}"))
 
 
 def agreeing_digits(left: Sequence[float], right: Sequence[float]) -> int:

@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from cli.shared.console import duration, err, out, print_json, refuse
@@ -14,7 +15,7 @@ from planner.job.file import Job, placement_table
 from planner.job.writer import job_text, rounded
 
 if TYPE_CHECKING:
-    from runtime.tools.profile import Profile
+    from runtime.tools.profile import Profile, StageProfile
 
 DEFAULT = Path(__file__).parent / "jobs" / "small-gpt.toml"
 KIB = 1024
@@ -50,14 +51,19 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
         layers = model_for(config.model, 0, parameter_dtype(config.training.dtype), torch.device("meta")).layers
         ranges = _ranges(wanted.layers[:wanted.depth], layers) if wanted.layers else split_layers(layers, wanted.depth)
         with err.status("measuring"):
-            measured = measure(config, ranges, copies=wanted.pipelines * wanted.chains, rounds=rounds,
-                               workers=wanted.pipelines * wanted.stages, microbatches=sum(wanted.microbatches))
+            measured, by_layer = (
+                measure(config, parts, copies=wanted.pipelines * wanted.chains, rounds=rounds,
+                        workers=wanted.pipelines * wanted.stages, microbatches=sum(wanted.microbatches))
+                for parts in (ranges, [(layer, layer + 1) for layer in range(layers)]))
     except (ConfigError, ProfileError) as error:
         refuse(f"{job}: {error}")
-    if measured.waiting > BUSY:
-        err.print(f"the machine was busy: measuring waited {measured.waiting:.0%} of the time, and the times are too "
+    waiting = max(measured.waiting, by_layer.waiting)
+    if waiting > BUSY:
+        err.print(f"the machine was busy: measuring waited {waiting:.0%} of the time, and the times are too "
                   "long by as much", style="yellow", highlight=False)
     tables = job_tables(wanted, measured)
+    tables["placement"] = {**tables.get("placement", {}), "layers": [end - begin for begin, end in ranges]}
+    tables["layers"] = layer_table(by_layer, ranges[0][1])
     text = job_text(tables, comments(wanted, measured))
     if out_file is not None:
         write_or_refuse(out_file, text.encode())
@@ -87,8 +93,7 @@ def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
         "time": {name: seconds(name)
                  for name in ("forward", "backward_input", "backward_weight", "optimizer", "all_reduce")},
         "memory": {"capacity": [max(0, (room - held) // KIB) for held in static],
-                   "activation": [-(-stage.activation_bytes // KIB) for stage in stages],
-                   "weight_stash": [-(-stage.stash_bytes // KIB) for stage in stages]},
+                   **_sizes(stages), "unit_bytes": KIB},
         "model": dict(job.model), "training": dict(job.training),
     }
     tables["time"]["transfer"], = rounded([measured.transfer], longest)
@@ -97,6 +102,23 @@ def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
     if laid_out := placement_table(job):
         tables["placement"] = laid_out
     return tables
+
+
+def layer_table(measured: "Profile", first: int) -> dict[str, Any]:
+    """The `[layers]` table. The `first` layers are those of the first stage, which leaves its whole backward to W."""
+    layers = [msgspec.structs.replace(layer, backward_input=0.0,
+                                      backward_weight=layer.backward_weight + layer.backward_input)
+              if index < first else layer for index, layer in enumerate(measured.stages)]
+    return {**{name: rounded([getattr(layer, name) for layer in layers])
+               for name in ("forward", "backward_input", "backward_weight", "optimizer", "all_reduce")},
+            **_sizes(layers)}
+
+
+def _sizes(stages: "Sequence[StageProfile]") -> dict[str, list[int]]:
+    """What is held, in KiB, by stage or by layer."""
+    return {"activation": [-(-stage.activation_bytes // KIB) for stage in stages],
+            "weight_stash": [-(-stage.stash_bytes // KIB) for stage in stages],
+            "weights": [-(-stage.static_bytes // KIB) for stage in stages]}
 
 
 def comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
@@ -114,6 +136,7 @@ def comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
         "memory": [f"KiB. capacity: what {where}, has beyond what is held always.",
                    f"Held always, in MiB a stage: {static};",
                    f"of it the copies by which a step can be undone: {undo}."],
+        "layers": ["Each layer measured by itself: how a stage divides over its layers."],
     }
 
 

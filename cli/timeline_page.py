@@ -135,7 +135,7 @@ def _columns(own: int, ops: Sequence[Op], unit: int) -> Columns:
     starts = [0, *(op.start_ticks // unit for op in ops)]
     return {
         "kinds": "".join(op.kind for op in ops),
-        "stages": [-1 if op.stage is None else op.stage for op in ops],
+        "stages": [-1 if op.slice is None else op.slice for op in ops],
         "microbatches": [-1 if op.microbatch is None else op.microbatch for op in ops],
         "rerouted": [(index, op.pipeline) for index, op in enumerate(ops) if op.pipeline not in (None, own)],
         "steps": [after - before for before, after in pairwise(starts)],

@@ -12,21 +12,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cli.shared.console import answer_no, duration, err, out, print_json, refuse
 from cli.shared.failure_schedules import scheduler
+from cli.shared.going_on import how_to_resume, left_by
 from cli.shared.inputs import parse_workers, read_job_or_refuse, read_schedule_or_refuse
 from cli.shared.launch_options import given_secret_or_refuse, launched_as
 from cli.shared.options import Backward, Failed, JobFile, MethodName, Optimizer, TimeLimit
 from cli.shared.planning import make_plan, plan_options
-from cli.shared.train_inputs import events, find_checkpoint, how_to_resume, look_up, read_table, require_fit
+from cli.shared.train_inputs import events, find_checkpoint, look_up, read_table, require_fit
 from planner.job.file import Job
 from runtime.config import ConfigError, RunConfig, parse_run_config
-from runtime.launch import NodeJob, Resilience, RunError, RunResult, join, run
-from runtime.model.checkpoint import CheckpointError
+from runtime.coordinator.event_loop import STALL_TIMEOUT_SECONDS
+from runtime.launch import NodeJob, Resilience, RunError, RunOptions, RunResult, join, run
+from runtime.model.checkpoint import Checkpoint, CheckpointError
 from runtime.processes.launchers import announce, find, to_open
 from runtime.processes.process_manager import Return
+from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped
 from runtime.protocol.failure_injection import Injection
 from runtime.protocol.rendezvous import RendezvousError
-from runtime.protocol.setup import JOIN_TIMEOUT
+from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
 from runtime.replay.placement import PlacementError
+from runtime.run_folder import FolderError, results
 from schedules.check import check
 from schedules.schedule import Schedule, Worker
 
@@ -35,7 +39,7 @@ KILL_BEFORE_OP = 2
 """--kill kills a worker before the op of its program with this index: in the middle of the iteration."""
 
 
-def train(job: JobFile,
+def train(ctx: typer.Context, job: JobFile,
           schedule: Annotated[Path | None, typer.Option("--schedule", metavar="FILE", help=(
               "Train by this schedule, made with `slipstream plan`, instead of planning one."))] = None,
           iterations: Annotated[int | None, typer.Option("--iterations", metavar="N", min=0, max=MAX_ITERATIONS, help=(
@@ -58,12 +62,15 @@ def train(job: JobFile,
           table: Annotated[Path | None, typer.Option("--table", metavar="DIR", help=(
               "Take schedules from this table (`slipstream table`), the first one and those after failures. Without "
               "one, and for failures outside it, they are planned on the spot."))] = None,
-          checkpoint_every: Annotated[int, typer.Option("--checkpoint-every", metavar="N", min=0, max=MAX_ITERATIONS,
-                                                        help=(
-              "Save a checkpoint to DIR/checkpoints of --out every N iterations and at the end; 0: never."))] = 0,
+          checkpoint_every: Annotated[int | None, typer.Option("--checkpoint-every", metavar="N", min=0,
+                                                               max=MAX_ITERATIONS, help=(
+              "Save a checkpoint to checkpoints/ of --out every N iterations and at the end; 0: never. Default: as "
+              "often as costs less than 1 % of the time, and at the end."))] = None,
+          force: Annotated[bool, typer.Option("--force", help=(
+              "Remove what another run has left in --out, instead of refusing to train there."))] = False,
           resume: Annotated[Path | None, typer.Option("--resume", metavar="DIR", help=(
               "Go on from the newest checkpoint there: the --out of another run, or one checkpoint's folder. The grid "
-              "may be another."))] = None,
+              "may be another. The same folder as --out may be empty: then start."))] = None,
           kill: Annotated[list[str] | None, typer.Option("--kill", metavar="D.S@ITERATION", help=(
               "For rehearsals: have this worker killed in that iteration; may be repeated."))] = None,
           bring_back: Annotated[list[str] | None, typer.Option("--return", metavar="D.S@ITERATION", help=(
@@ -71,6 +78,14 @@ def train(job: JobFile,
           heartbeat_timeout: Annotated[float, typer.Option("--heartbeat-timeout", metavar="SEC", min=0.1, max=3600,
                                                            help=(
               "Give up a worker that shows no sign of life for so long."))] = 5.0,
+          join_timeout: Annotated[float, typer.Option("--join-timeout", metavar="SEC", min=0.1, max=1e6, help=(
+              "Wait so long for other nodes and all workers before the first iteration."))] = JOIN_TIMEOUT_SECONDS,
+          stall_timeout: Annotated[float, typer.Option("--stall-timeout", metavar="SEC", min=0.1, max=1e6, help=(
+              "When no iteration has been committed for so long, say which worker waits for what, and give up one that "
+              "hangs."))] = STALL_TIMEOUT_SECONDS,
+          grace: Annotated[float, typer.Option("--grace", metavar="SEC", min=0.1, max=1e6, help=(
+              "After SIGTERM or Ctrl-C, end at the next iteration with a checkpoint, within so many seconds; a second "
+              "signal ends at once."))] = GRACE_SECONDS,
           json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Train a job's model, one process a live worker, replaying a schedule; workers may die and come back.
 
@@ -84,12 +99,12 @@ def train(job: JobFile,
     secret = given_secret_or_refuse(here)
     if here.node > 0:
         assert secret is not None
-        own = NodeJob(config=config, workers=[Worker(pipeline, column) for pipeline in range(wanted.pipelines)
-                                              for column in range(wanted.stages)],
-                      secret=secret, checkpoints=folder / "checkpoints",
-                      resume=None if resume is None else find_checkpoint(resume))
+        own = NodeJob(config=config, secret=secret, resume=resume,
+                      workers=[Worker(pipeline, column) for pipeline in range(wanted.pipelines)
+                               for column in range(wanted.stages)])
         with _refusals():
-            join(find(here, JOIN_TIMEOUT), own, node=here.node, nodes=here.nodes, out=folder, local=here.local)
+            join(find(here, join_timeout, _say), own, node=here.node, nodes=here.nodes, out=folder, local=here.local,
+                 join_timeout_seconds=join_timeout, grace_seconds=grace, notify=_say)
         if json:
             print_json({"node": here.node})
         return
@@ -98,7 +113,9 @@ def train(job: JobFile,
         refuse("--schedule says which workers are down and how to run: leave out --failed, --backward and --optimizer")
     if loaded is not None and (backward or optimizer):
         refuse("--table says how to run: leave out --backward and --optimizer")
-    resume_from = None if resume is None else find_checkpoint(resume)
+    resume_from = None if resume is None else _find_checkpoint(resume, folder)
+    if resume_from is not None and _nothing_left(folder, resume_from, config.training.iterations, json):
+        return
     kills, returns = events("--kill", kill, wanted), events("--return", bring_back, wanted)
     if schedule is not None:
         chosen = _fitting(schedule, wanted)
@@ -106,16 +123,19 @@ def train(job: JobFile,
         down = parse_workers(failed or [])
         options = plan_options(
             backward=loaded.basis.backward if loaded else backward, method=method, seed=seed or 0,
-            optimizer=loaded.basis.optimizer if loaded else optimizer, time_limit=time_limit)
+            optimizer=loaded.basis.optimizer if loaded else optimizer, time_limit=time_limit, slices=False)
         chosen = look_up(loaded, down) or make_plan(wanted, down, options).schedule
     resilience = Resilience(
         scheduler=scheduler(wanted, chosen, loaded), heartbeat_timeout_seconds=heartbeat_timeout,
-        checkpoints=folder / "checkpoints", checkpoint_every=checkpoint_every, resume=resume_from,
+        checkpoint_every=checkpoint_every, resume=resume_from,
         injections=tuple(Injection(worker, at, KILL_BEFORE_OP) for worker, at in kills),
-        returns=tuple(Return(worker, at) for worker, at in returns))
-    with _refusals(job, folder), _progress(config.training.iterations) as (tell, say):
-        result = run(chosen, config, out=folder, nodes=here.nodes, rendezvous=to_open(here), local=here.local,
-                     secret=secret, announce=partial(announce, here), progress=tell, notify=say, resilience=resilience)
+        returns=tuple(Return(worker, at) for worker, at in returns), join_timeout_seconds=join_timeout,
+        stall_timeout_seconds=stall_timeout)
+    with _refusals(job, lambda: how_to_resume(ctx, folder, resume_from)), \
+            _progress(config.training.iterations) as (tell, say):
+        result = run(chosen, config, out=folder, progress=tell, resilience=resilience, options=RunOptions(
+            nodes=here.nodes, rendezvous=to_open(here), announce=partial(announce, here), local=here.local, notify=say,
+            secret=secret, force=force, grace_seconds=grace))
     if json:
         print_json(report(result))
     else:
@@ -131,7 +151,8 @@ def report(result: RunResult) -> dict[str, object]:
         "first_iteration": result.first_iteration,
         "recoveries": [{"iteration": one.iteration, "dead": list(map(str, one.dead)),
                         "returned": list(map(str, one.returned)), "reasons": list(one.reasons),
-                        "live": one.live, "seconds": one.seconds} for one in result.recoveries],
+                        "live": one.live, "seconds": one.seconds, "broken": one.broken,
+                        "commit_gap_seconds": one.commit_gap_seconds} for one in result.recoveries],
         "measured_period": result.measured_period_seconds,
         "planned_period": result.planned_period_seconds,
     }
@@ -146,7 +167,9 @@ def summary(result: RunResult) -> str:
                      f"{duration(result.planned_period_seconds)} planned with the job file's times")
     if result.recoveries:
         worst = max(one.seconds for one in result.recoveries)
-        lines.append(f"{len(result.recoveries)} times the workers changed, the longest pause was {duration(worst)}")
+        gap = max(one.commit_gap_seconds or 0.0 for one in result.recoveries)
+        lines.append(f"{len(result.recoveries)} times the workers changed, the longest pause was {duration(worst)}"
+                     + (f"; at most {duration(gap)} from one committed iteration to the next" if gap else ""))
     lines.append(f"parameters {result.parameter_digest[:16]}, everything in {result.out}")
     return "\n".join(lines)
 
@@ -168,22 +191,52 @@ def _fitting(path: Path, job: Job) -> Schedule:
     return schedule
 
 
+def _say(line: str) -> None:
+    err.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
 @contextmanager
-def _refusals(job: Path | None = None, folder: Path | None = None) -> Iterator[None]:
-    """End the program with one line when a run cannot begin (exit 2), fails (1), or is interrupted (130)."""
+def _refusals(job: Path | None = None, goes_on: Callable[[], str] = str) -> Iterator[None]:
+    """End the program with one line when a run cannot begin (exit 2), fails (1), or is interrupted (130, 143)."""
     try:
         yield
     except PlacementError as error:
         refuse(f"{error}; see [placement] and [model] of {job}" if job else error)
-    except (ConfigError, RendezvousError, CheckpointError) as error:
+    except (ConfigError, RendezvousError, CheckpointError, FolderError) as error:
         refuse(error)
     except OSError as error:
         refuse(f"{error.filename or '--out'}: cannot be used: {error.strerror}")
     except RunError as error:
-        answer_no(f"{error}{how_to_resume(job, folder)}")
+        answer_no(f"{error}{goes_on()}")
+    except RunStopped as stopped:
+        err.print(f"slipstream: {stopped}; all workers are gone, and the losses so far are on disk{goes_on()}",
+                  style="yellow", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(128 + stopped.number) from None
     except KeyboardInterrupt:
         err.print("slipstream: interrupted; all workers are gone, and the losses so far are on disk", style="yellow")
         raise typer.Exit(130) from None
+
+
+def _find_checkpoint(resume: Path, folder: Path) -> Checkpoint | None:
+    """Where to go on from; None where a run goes on in its own folder, which is empty: schedulers repeat commands."""
+    if resume.resolve() == folder.resolve() and not results(folder):
+        err.print(f"{folder}: nothing is there to go on from; starts with iteration 0", style="yellow", markup=False,
+                  highlight=False, soft_wrap=True)
+        return None
+    return find_checkpoint(resume)
+
+
+def _nothing_left(folder: Path, resume: Checkpoint, iterations: int, json: bool) -> bool:
+    """Say so where a checkpoint has seen all iterations; whether its parameters are there, too."""
+    if resume.iteration < iterations:
+        return False
+    left = left_by(folder, resume, iterations)
+    err.print(f"{resume.path} has seen {resume.iteration} iterations of {iterations}: nothing is left to do"
+              f"{'' if left else ' but to write the parameters'}; --iterations trains further", style="yellow",
+              markup=False, highlight=False, soft_wrap=True)
+    if left is not None and json:
+        print_json(left)
+    return left is not None
 
 
 @contextmanager

@@ -134,35 +134,35 @@ class Replay:
 
     def forward(self, op: Op) -> None:
         """F: the activation goes to the next stage; the last stage computes the loss."""
-        key = op.stage, op.pipeline, op.microbatch
+        key = op.slice, op.pipeline, op.microbatch
         tokens, targets = self.data.batch(Microbatch(self.iteration, op.pipeline, op.microbatch), *SHAPE)
-        value = self.sent.pop(key).requires_grad_() if op.stage else tokens
+        value = self.sent.pop(key).requires_grad_() if op.slice else tokens
         output = nn.Sequential(*self.layers[op.worker])(value)
-        if self.schedule.grid.is_last(op.stage):
+        if self.schedule.grid.is_last(op.slice):
             output = self.model.loss(output, targets) / self.schedule.grid.total_microbatches
             self.loss += output.item()
         else:
-            self.sent[op.stage + 1, op.pipeline, op.microbatch] = output.detach()
+            self.sent[op.slice + 1, op.pipeline, op.microbatch] = output.detach()
         self.held[key] = value, output, None
 
     def backward_input(self, op: Op) -> None:
         """I: the gradient of the input, for which the stage before waits. The first stage's tokens have none."""
-        key = op.stage, op.pipeline, op.microbatch
+        key = op.slice, op.pipeline, op.microbatch
         value, output, _ = self.held[key]
-        gradient = None if self.schedule.grid.is_last(op.stage) else self.sent.pop(key)
+        gradient = None if self.schedule.grid.is_last(op.slice) else self.sent.pop(key)
         self.held[key] = value, output, gradient
-        if op.stage:
+        if op.slice:
             (result,) = torch.autograd.grad(output, value, gradient, retain_graph=True)
-            self.sent[op.stage - 1, op.pipeline, op.microbatch] = result
+            self.sent[op.slice - 1, op.pipeline, op.microbatch] = result
 
     def backward_weight(self, op: Op) -> None:
         """W: the gradients of the parameters, added to those of earlier micro-batches. No other stage waits for it."""
-        _, output, gradient = self.held.pop((op.stage, op.pipeline, op.microbatch))
+        _, output, gradient = self.held.pop((op.slice, op.pipeline, op.microbatch))
         output.backward(gradient, inputs=list(self.layers[op.worker].parameters()))
 
     def all_reduce(self, op: Op) -> None:
         """A: sum the gradients of a stage over its live workers. It stands in all their programs; the first does it."""
-        peers = [worker for worker in self.layers if worker.column == op.stage]
+        peers = [worker for worker in self.layers if worker.column == op.slice]
         if op.worker == peers[0]:
             for copies in zip(*(self.layers[peer].parameters() for peer in peers), strict=True):
                 total = torch.stack([copy.grad for copy in copies]).sum(0)

@@ -1,13 +1,18 @@
 """How to plan: what the command line and callers of the library choose."""
 
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import msgspec
 
 from planner.job.file import Job
 from planner.model.problem import Problem, build_problem
+from planner.search.baselines import BASELINES
 from planner.search.solve import Method
 from schedules.schedule import BackwardMode, OptimizerMode, Worker
+
+Layers = Literal["fixed", "move"]
+LAYERS: tuple[Layers, ...] = get_args(Layers)
 
 
 class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,12 +26,19 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     time_limit: float = 10.0
     """Seconds."""
     seed: int = 0
+    layers: Layers = "fixed"
+    """fixed: parameters stay with the workers that hold them; move: layers may change hands."""
+    slices: bool = True
+    """Whether a micro-batch may be cut within a stage: the runtime runs whole stages only."""
+    from_checkpoint: bool = False
+    """With layers that move: those that no live worker holds are taken from a checkpoint."""
 
     def problem(self, job: Job, failed: Sequence[Worker] = ()) -> Problem:
         """The problem to solve. Raises NoPlanError."""
         usual = self.method == "1f1b"
         return build_problem(job, failed, backward=self.backward or ("fused" if usual else "split"),
-                             optimizer=self.optimizer or ("synchronous" if usual else "staggered"))
+                             optimizer=self.optimizer or ("synchronous" if usual else "staggered"),
+                             sliced=self.slices and self.method not in BASELINES)
 
     @property
     def comparing(self) -> "PlanOptions":

@@ -1,7 +1,7 @@
 """What a program that brings its own model, data or optimizer needs; docs/own-model.md shows how."""
 
 from runtime.config import ConfigError, ModelConfig, RunConfig, TrainingConfig, parse_run_config
-from runtime.launch import RunError, RunResult, run
+from runtime.launch import RunError, RunOptions, RunResult, run
 from runtime.model.data import Data, Microbatch
 from runtime.model.layers import LayeredModel
 from runtime.model.seeds import derive_seed, seeded
@@ -17,6 +17,7 @@ __all__ = [
     "ReferenceResult",
     "RunConfig",
     "RunError",
+    "RunOptions",
     "RunResult",
     "TrainingConfig",
     "derive_seed",

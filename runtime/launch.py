@@ -7,44 +7,49 @@ the schedule; those of the others (`join`) are node agents, which start and end 
 import asyncio
 import selectors
 import signal
+import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
+from msgspec.structs import replace
 
 from runtime.config import ConfigError, RunConfig
+from runtime.coordinator.checkpoint_timer import CheckpointCost
 from runtime.coordinator.commit_log import CommitLog
-from runtime.coordinator.event_loop import EventLoop, Notify, Run
+from runtime.coordinator.event_loop import STALL_TIMEOUT_SECONDS, EventLoop, Notify, Run
 from runtime.coordinator.loss_file import LossFile, Progress
 from runtime.coordinator.planning import RunError as RunError
 from runtime.coordinator.planning import Scheduler
 from runtime.coordinator.recovery import Recovery
 from runtime.device import choose_device
-from runtime.model.checkpoint import Checkpoint, CheckpointError, identity_of, latest, open_checkpoint
+from runtime.model.checkpoint import Checkpoint, CheckpointError, identity_of, open_checkpoint
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import load_corpus
 from runtime.model.digest import combined_digest
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
 from runtime.model.stage import boundaries
 from runtime.processes.fork_server import ForkServer, ForkServerError
-from runtime.processes.launchers import ALONE, LocalProcess, gpu_share
+from runtime.processes.launchers import ALONE, GpuShare, LocalProcess, gpu_share
 from runtime.processes.process_manager import NodeProcesses, ProcessManager, Return
 from runtime.processes.start_limit import StartLimit, StartLimitError
+from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped, StopSignals, stop_signals
 from runtime.processes.worker_start import NodeSettings
 from runtime.protocol import to_node_agent
 from runtime.protocol.authentication import HOW, Secret, new_secret
 from runtime.protocol.channel import Channel
 from runtime.protocol.failure_injection import Injection
 from runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store, listen
-from runtime.protocol.setup import JOIN_TIMEOUT, BoundarySpec, Setup
-from runtime.protocol.to_coordinator import Ended, JoinNode
-from runtime.protocol.to_node_agent import KillWorker, NodeSetup, RunEnded, StartWorker, ToNodeAgent
+from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, BoundarySpec, Setup
+from runtime.protocol.to_coordinator import Ended, JoinNode, Leaving
+from runtime.protocol.to_node_agent import KillWorker, NodeSetup, NodeTaken, RunEnded, StartWorker, ToNodeAgent
 from runtime.replay.communication import Transport, choose_transport
 from runtime.replay.placement import PlacementError, assign_to_nodes, layer_ranges
+from runtime.run_folder import CHECKPOINTS, LOSSES, claim, clean_up, clear_parameters, locked
 from schedules import codec
 from schedules.check import check
 from schedules.measured_trace import MeasuredTrace, write_measured_trace
@@ -52,6 +57,8 @@ from schedules.schedule import Schedule, Worker
 
 Ranges = Sequence[tuple[int, int]]
 """Half-open range of layers of each stage."""
+ASK_AGAIN_SECONDS = 0.5
+"""A node that the coordinator still has from before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +78,8 @@ class RunResult:
     recoveries: tuple[Recovery, ...]
     notes: tuple[str, ...]
     """What went wrong and was survived besides, such as checkpoints that could not be written."""
+    checkpoints: tuple[CheckpointCost, ...]
+    """What those have cost that were written while training went on."""
     trace: MeasuredTrace
     out: Path
 
@@ -83,13 +92,15 @@ class Resilience:
     """Gives the schedule for other failures, in a thread of its own; None: the first failure ends the run."""
     heartbeat_timeout_seconds: float = 5.0
     """A worker that shows no sign of life for so long is given up."""
+    join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS
+    """How long workers are waited for before the first iteration."""
+    stall_timeout_seconds: float = STALL_TIMEOUT_SECONDS
+    """When nothing has been committed for so long, it is said who waits for what."""
     fetch_bytes_per_second: float | None = None
     """How fast a worker that comes in is sent layers by each of the others while they train; None: as fast as it goes.
     """
-    checkpoints: Path | None = None
-    """Folder to save checkpoints in."""
-    checkpoint_every: int = 0
-    """Iterations from one checkpoint to the next; 0: none."""
+    checkpoint_every: int | None = 0
+    """Iterations from one checkpoint to the next; 0: none; None: such that they cost less than 1 % of the time."""
     resume: Checkpoint | None = None
     """Where to go on from."""
     injections: tuple[Injection, ...] = ()
@@ -98,69 +109,109 @@ class Resilience:
     """Workers to start again once they are dead."""
 
 
-def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | None = None, nodes: int = 1,
-        rendezvous: Rendezvous | None = None, announce: Callable[[Rendezvous], None] | None = None,
-        secret: Secret | None = None, local: LocalProcess = ALONE, traced: int = 3,
-        fork_server: ForkServer | None = None, progress: Progress | None = None, notify: Notify | None = None,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """Where a run takes place, and what is told about it."""
+
+    nodes: int = 1
+    rendezvous: Rendezvous | None = None
+    """Where node 0 listens; None: on loopback."""
+    announce: Callable[[Rendezvous], None] = lambda _: None
+    """Called with the meeting point once it is open."""
+    local: LocalProcess = ALONE
+    """Which of the processes that share this machine this is."""
+    secret: Secret | None = None
+    """What all nodes know (`runtime.protocol.authentication`); None: there is one node, and it makes one."""
+    traced: int = 3
+    """How many iterations, the last ones, `trace.json` holds."""
+    force: bool = False
+    """Remove what another run has left in the folder, instead of refusing to write there."""
+    grace_seconds: float = GRACE_SECONDS
+    """How long the run may go on after SIGTERM or Ctrl-C: it ends at the next iteration, with a checkpoint."""
+    notify: Notify = lambda _: None
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """What schedule, configuration and machine make together."""
+
+    device: Literal["cpu", "cuda"]
+    model: LayeredModel
+    ranges: Ranges
+    shares: Sequence[Sequence[Worker]]
+    """The workers of each node that are there from the start."""
+    gpus: GpuShare
+    transport: Transport
+
+
+def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | None = None,
+        options: RunOptions = RunOptions(), fork_server: ForkServer | None = None, progress: Progress | None = None,
         resilience: Resilience = Resilience()) -> RunResult:
     """Train by a schedule, from the first iteration or a checkpoint; on node 0 when there are several.
 
     Writes `schedule.json`, `losses.jsonl` (line by line as iterations are committed), `trace.json`, `parameters/` and
-    `logs/` into `out`. The trace holds the last `traced` iterations. A `fork_server` may serve several runs, one
-    after the other. `announce` is called with the meeting point once it is open; `local` says which of the processes
-    that share this machine this is. All nodes have the same `secret` (`runtime.protocol.authentication`); where there
-    is one node, it makes one.
+    `logs/` into `out`. `iterations` replaces those of `config`. A `fork_server` may serve several runs, one after the
+    other.
 
     Raises ConfigError or PlacementError when schedule, configuration and machine do not fit, CheckpointError when the
-    checkpoint does not, OSError when `out` cannot be written, RendezvousError when `rendezvous` cannot be opened, and
-    RunError when failures leave no way to go on; then no process is left, and the losses of the committed iterations
-    are on disk.
+    checkpoint does not, FolderError when another run writes to `out` or has left its results there, OSError when `out`
+    cannot be written, RendezvousError when the meeting point cannot be opened, RunError when failures leave no way to
+    go on, and RunStopped, which is a KeyboardInterrupt, after SIGTERM or Ctrl-C. Then no process is left, and the
+    losses of the committed iterations are on disk.
     """
-    if nodes > 1 and secret is None:
-        raise ConfigError(f"a run on {nodes} nodes needs a secret that all of them have: {HOW} on each")
-    device, model, ranges = _prepare(schedule, config)
+    if iterations is not None:
+        config = replace(config, training=replace(config.training, iterations=iterations))
+    if options.nodes > 1 and options.secret is None:
+        raise ConfigError(f"a run on {options.nodes} nodes needs a secret that all of them have: {HOW} on each")
+    fit = _prepare(schedule, config, options)
     first = 0 if resilience.resume is None else resilience.resume.iteration
-    _check_checkpoints(resilience, identity_of(config, model.layers), first)
-    workers = [seat.worker for seat in schedule.seats]
-    shares = assign_to_nodes(workers, nodes)
-    gpus = gpu_share([len(share) for share in shares], 0, local)
-    transport = choose_transport(config.training.backend, device, gpus.workers, _gpus(device))
-    _clear(out, "parameters/layer-*.*", "logs/worker-*.log", "trace.json")
-    codec.write(schedule, out / "schedule.json")
+    if resilience.resume is not None:
+        open_checkpoint(resilience.resume.path, identity_of(config, fit.model.layers))
     with ExitStack() as stack:
-        fork_server = fork_server or stack.enter_context(ForkServer())
-        listener, opened = listen(rendezvous)
+        stop = stack.enter_context(stop_signals())
+        stack.enter_context(locked(out, 0))
+        listener, opened = listen(options.rendezvous)
         stack.callback(listener.close)
+        claim(out, resilience.resume, force=options.force)
+        stack.callback(clean_up, out)
+        codec.write(schedule, out / "schedule.json")
+        fork_server = fork_server or stack.enter_context(ForkServer())
         store, store_address = host_store(Rendezvous(opened.host, 0))
-        if announce is not None:
-            announce(opened)
-        settings = NodeSettings(
-            config=config, secret=secret or new_secret(), out=str(out),
-            resume=None if resilience.resume is None else str(resilience.resume.path.resolve()),
-            checkpoints=None if resilience.checkpoints is None else str(resilience.checkpoints.resolve()))
-        setup = _setup(schedule, config, model, ranges, device, transport, resilience, first=first, nodes=nodes,
-                       store=store_address, traced=traced,
-                       iterations=config.training.iterations if iterations is None else iterations)
+        options.announce(opened)
         log = CommitLog(schedule.job, first_iteration=first, skips=config.training.skip_nonfinite,
                         validates=watches_gradients(config.training))
-        processes = NodeProcesses(fork_server, opened, shares[0], _gpus(device), settings, gpus.first)
-        manager = ProcessManager(processes, {worker: node for node, share in enumerate(shares) for worker in share},
-                                 resilience.returns,
-                                 [worker for worker in schedule.grid.workers() if worker not in workers])
+        settings = NodeSettings(
+            config=config, secret=options.secret or new_secret(), out=str(out.resolve()),
+            resume=None if resilience.resume is None else str(resilience.resume.path.resolve()))
+        processes = NodeProcesses(fork_server, opened, fit.shares[0], _gpus(fit.device), settings, fit.gpus.first)
+        places = {worker: node for node, share in enumerate(fit.shares) for worker in share}
         events = EventLoop(
-            Run(schedule=schedule, scheduler=resilience.scheduler, setup=setup, shares=shares,
-                injections=resilience.injections, out=out, config=config, secret=settings.secret,
-                notify=notify or (lambda _: None)),
-            log, stack.enter_context(LossFile(out / "losses.jsonl", first, progress)), manager)
+            Run(schedule=schedule, scheduler=resilience.scheduler, shares=fit.shares, injections=resilience.injections,
+                setup=_setup(schedule, config, fit, store_address, options, resilience), out=out, config=config,
+                secret=settings.secret,
+                notify=options.notify, grace_seconds=options.grace_seconds,
+                join_timeout_seconds=resilience.join_timeout_seconds,
+                stall_timeout_seconds=resilience.stall_timeout_seconds),
+            log, stack.enter_context(LossFile(out / LOSSES, first, progress)),
+            ProcessManager(processes, places, resilience.returns,
+                           [worker for worker in schedule.grid.workers() if worker not in places]))
         with _running(fork_server, processes):
-            asyncio.run(events.serve(listener))
+            asyncio.run(events.serve(listener, stop))
         del store
-    trace = log.trace()
-    write_measured_trace(trace, out / "trace.json")
+        if events.stopped:
+            number = stop.received or signal.SIGTERM
+            raise RunStopped(number, f"interrupted by {number.name}" + (
+                f", and not ended within {options.grace_seconds:g} s" if events.out_of_time else ""))
+        write_measured_trace(log.trace(), out / "trace.json")
+    return _result(schedule, first, log, events, out)
+
+
+def _result(schedule: Schedule, first: int, log: CommitLog, events: EventLoop, out: Path) -> RunResult:
     return RunResult(first_iteration=first, losses=tuple(log.losses), parameter_digest=combined_digest(log.digests),
-                     trace=trace, out=out, measured_period_seconds=log.measured_period_seconds(),
+                     trace=log.trace(), out=out, measured_period_seconds=log.measured_period_seconds(),
                      planned_period_seconds=schedule.seconds(schedule.period_ticks),
-                     recoveries=tuple(events.recoveries), notes=tuple(events.notes))
+                     recoveries=tuple(events.recoveries), notes=tuple(events.notes),
+                     checkpoints=events.checkpoints.costs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,36 +222,43 @@ class NodeJob:
     workers: Sequence[Worker]
     """All of the job: no other is started."""
     secret: Secret
-    resume: Checkpoint | None = None
-    """One of the checkpoints beside which that is where node 0 goes on from."""
-    checkpoints: Path | None = None
-    """Folder to save checkpoints in."""
+    resume: Path | None = None
+    """Folder with the checkpoint that node 0 goes on from, or that of a run that has it."""
 
 
 def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Path,
-         fork_server: ForkServer | None = None, local: LocalProcess = ALONE) -> None:
+         fork_server: ForkServer | None = None, local: LocalProcess = ALONE,
+         join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS, grace_seconds: float = GRACE_SECONDS,
+         notify: Callable[[str], None] = lambda _: None) -> None:
     """Take part in the run that node 0 leads, with this node's share of the workers.
 
-    Into `out` go the logs of its workers, and the parameters of layers that they write. Raises RendezvousError when
-    node 0 cannot be reached or has another secret, ConfigError when its job or this machine do not fit, RunError when
-    the run fails.
+    Into `out` go the logs of its workers, and the parameters of layers that they write. `notify` is called while node 0
+    is waited for. After SIGTERM or Ctrl-C its workers leave the run at the next iteration, and the others go on.
+
+    Raises RendezvousError when node 0 cannot be reached or has another secret, ConfigError when its job or this machine
+    do not fit, FolderError when another process writes to `out` as this node, RunError when the run fails, and
+    RunStopped.
     """
-    channel: Channel[ToNodeAgent] = Channel(rendezvous, job.secret, JoinNode(node), to_node_agent.decode,
-                                            JOIN_TIMEOUT.total_seconds())
+    channel, setup = _join_node(rendezvous, job.secret, node, join_timeout_seconds, notify)
     with closing(channel):
-        setup = channel.wait_for(NodeSetup)
         if len(setup.shares) != nodes:
             raise ConfigError(f"--nodes is {nodes} here and {len(setup.shares)} at node 0; expected the same")
         settings = _own_settings(job, setup, out)
         cards, gpus = _gpus(setup.device), gpu_share(setup.shares, node, local)
         if setup.device == "cuda" and (cards == 0 or (setup.transport == "nccl" and cards < gpus.workers)):
             raise ConfigError(f"node {node} has {cards} GPUs for {gpus.workers} workers; {setup.transport} needs more")
-        _clear(out, "parameters/layer-*.*")  # the folder may be shared with node 0, whose workers have logs there
         with ExitStack() as stack:
+            stop = stack.enter_context(stop_signals())
+            stack.enter_context(locked(out, node))
+            if not setup.restarted:
+                clear_parameters(out)  # the folder may be shared with node 0, whose workers have logs there
             fork_server = fork_server or stack.enter_context(ForkServer())
             processes = NodeProcesses(fork_server, rendezvous, setup.workers, cards, settings, gpus.first)
-            with _running(fork_server, processes):
-                error = _serve_coordinator(channel, processes, setup.workers)
+            with _running(fork_server, processes, restarted=setup.restarted):
+                error = _NodeAgent(channel, processes, StartLimit(setup.workers), stop, grace_seconds).serve()
+    if stop.received is not None:
+        raise RunStopped(stop.received, f"interrupted by {stop.received.name}; the workers of node {node} have left"
+                         + ("" if error is None else f": {error}"))
     if error is not None:
         raise RunError(error)
 
@@ -210,69 +268,132 @@ def _own_settings(job: NodeJob, setup: NodeSetup, out: Path) -> NodeSettings:
     for table in ("model", "training"):
         ours, theirs = getattr(job.config, table), getattr(setup.config, table)
         for key in ours.__struct_fields__:
-            if getattr(ours, key) != getattr(theirs, key):
+            # How long to train is for node 0 to say, like the other numbers of `Setup`.
+            if key != "iterations" and getattr(ours, key) != getattr(theirs, key):
                 raise ConfigError(f"{table}.{key} is {getattr(ours, key)!r} here and {getattr(theirs, key)!r} at node "
                                   "0; start every node with the same job file and options")
     strange = set(setup.workers) - set(job.workers)
     if strange:
         raise ConfigError(f"node 0 has a worker {min(strange)}, which the job here has not; start every node with the "
                           "same job file")
-    if setup.first_iteration and job.resume is None:
-        raise ConfigError(f"node 0 goes on from iteration {setup.first_iteration}; start every node with --resume")
-    path = None
-    if setup.first_iteration and job.resume is not None:
-        path = job.resume.path
-        if job.resume.iteration != setup.first_iteration:  # a newer one has come into being meanwhile
-            path = path.parent / f"iteration-{setup.first_iteration}"
-    return NodeSettings(config=job.config, secret=job.secret, out=str(out),
-                        resume=None if path is None else str(path.resolve()),
-                        checkpoints=None if job.checkpoints is None else str(job.checkpoints.resolve()))
+    resume = None
+    if setup.first_iteration and not setup.restarted:  # later, layers come from other workers
+        if job.resume is None:
+            raise ConfigError(f"node 0 goes on from iteration {setup.first_iteration}; start every node with --resume")
+        resume = str(_own_checkpoint(job.resume, setup.first_iteration).resolve())
+    return NodeSettings(config=job.config, secret=job.secret, out=str(out.resolve()), resume=resume)
 
 
-def _serve_coordinator(channel: Channel[ToNodeAgent], processes: NodeProcesses,
-                       workers: Sequence[Worker]) -> str | None:
-    """Node agent: do what the coordinator says and tell it which workers here end, until the run has.
+def _own_checkpoint(folder: Path, iteration: int) -> Path:
+    """The checkpoint of an iteration: in a folder, in that of a run, or the folder itself. Raises CheckpointError."""
+    name = f"iteration-{iteration}"
+    path = next((path for path in (folder / CHECKPOINTS / name, folder / name) if path.is_dir()), folder)
+    found = open_checkpoint(path).iteration
+    if found != iteration:
+        raise CheckpointError(f"{path}: a checkpoint of iteration {found}; node 0 goes on from that of {iteration}")
+    return path
 
-    How it ended: None, or why it failed. Raises RunError when node 0 is gone, ForkServerError when the workers are.
+
+def _join_node(rendezvous: Rendezvous, secret: Secret, node: int, timeout_seconds: float,
+               notify: Callable[[str], None]) -> tuple[Channel[ToNodeAgent], NodeSetup]:
+    """The connection to the coordinator, and its answer; asks again while that has not missed the node's last process.
+
+    Raises RendezvousError.
     """
-    limit = StartLimit(workers)
-    with selectors.DefaultSelector() as selector:
-        selector.register(channel, selectors.EVENT_READ)
-        selector.register(processes, selectors.EVENT_READ)
-        try:
-            heard = time.monotonic()
-            while True:
-                pause = to_node_agent.SILENT_SECONDS - (time.monotonic() - heard)
-                if pause <= 0:
-                    raise RunError(f"node 0 is gone: it has said nothing for {to_node_agent.SILENT_SECONDS:.0f} s")
-                ready = [] if channel.pending else [key.fileobj for key, _ in selector.select(pause)]
-                heard = time.monotonic() if channel.pending or channel in ready else heard
-                if processes in ready:
-                    for ended in processes.poll():
-                        channel.send(ended)
-                for message in channel.read() if channel.pending or channel in ready else ():
-                    match message:
-                        case RunEnded():
-                            return message.error
-                        case StartWorker():
-                            limit.require(message.worker)
-                            processes.do(message)
-                        case KillWorker():
-                            processes.do(message)
-        except (RendezvousError, StartLimitError) as error:
-            raise RunError(str(error)) from None
-        except ForkServerError:
-            with suppress(RendezvousError):  # node 0 would miss them anyway, but later
-                for worker in workers:
-                    channel.send(Ended(worker, -signal.SIGKILL))
-            raise
+    deadline = time.monotonic() + timeout_seconds
+    told = False
+    while True:
+        channel: Channel[ToNodeAgent] = Channel(rendezvous, secret, JoinNode(node), to_node_agent.decode,
+                                                max(0.0, deadline - time.monotonic()), notify)
+        answer = channel.wait_for(NodeSetup, NodeTaken)
+        if isinstance(answer, NodeSetup):
+            return channel, answer
+        channel.close()
+        if time.monotonic() > deadline:
+            raise RendezvousError(f"node {node} takes part in the run at {rendezvous} already")
+        if not told:
+            notify(f"node {node} takes part in the run at {rendezvous} already; waits until it is missed there")
+            told = True
+        time.sleep(ASK_AGAIN_SECONDS)
+
+
+class _NodeAgent:
+    """Does what the coordinator says and tells it which workers here end, until the run has, or has been left."""
+
+    def __init__(self, channel: Channel[ToNodeAgent], processes: NodeProcesses, limit: StartLimit, stop: StopSignals,
+                 grace_seconds: float) -> None:
+        self._channel = channel
+        self._limit = limit
+        self._heard = time.monotonic()
+        """When node 0 said anything last."""
+        self._processes = processes
+        self._stop = stop
+        self._grace_seconds = grace_seconds
+        self._deadline: float | None = None
+        """Once it was told to end."""
+
+    def serve(self) -> str | None:
+        """How it ended: None, or why it failed.
+
+        Raises RunError when node 0 is gone, ForkServerError when the workers are.
+        """
+        waker, woken = socket.socketpair()
+        with waker, woken, selectors.DefaultSelector() as selector, self._stop.asking(lambda: waker.send(b"!")):
+            for one in (self._channel, self._processes, woken):
+                selector.register(one, selectors.EVENT_READ)
+            try:
+                while True:
+                    ready = [] if self._channel.pending else [
+                        key.fileobj for key, _ in selector.select(self._pause())]
+                    if self._channel in ready:
+                        self._heard = time.monotonic()
+                    elif time.monotonic() - self._heard >= to_node_agent.SILENT_SECONDS:
+                        raise RunError("node 0 is gone: it has said nothing for "
+                                       f"{to_node_agent.SILENT_SECONDS:.0f} s")
+                    if woken in ready:
+                        woken.recv(1)
+                        self._leave()
+                    if self._processes in ready:
+                        for ended in self._processes.poll():
+                            self._channel.send(ended)
+                    for message in self._channel.read() if self._channel.pending or self._channel in ready else ():
+                        match message:
+                            case RunEnded():
+                                return message.error
+                            case StartWorker():
+                                self._limit.require(message.worker)
+                                self._processes.do(message)
+                            case KillWorker():
+                                self._processes.do(message)
+                    if self._deadline is not None and not (self._processes.alive() and self._seconds_left()):
+                        return None
+            except (RendezvousError, StartLimitError) as error:
+                raise RunError(str(error)) from None
+            except ForkServerError:
+                with suppress(RendezvousError):  # node 0 would miss them anyway, but later
+                    for worker in self._processes.alive():
+                        self._channel.send(Ended(worker, -signal.SIGKILL))
+                raise
+
+    def _leave(self) -> None:
+        self._deadline = time.monotonic() + self._grace_seconds
+        for worker in self._processes.alive():
+            self._channel.send(Leaving(worker))
+
+    def _pause(self) -> float:
+        silent = max(0.0, self._heard + to_node_agent.SILENT_SECONDS - time.monotonic())
+        left = self._seconds_left()
+        return silent if left is None else min(silent, left)
+
+    def _seconds_left(self) -> float | None:
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
 
 @contextmanager
-def _running(fork_server: ForkServer, processes: NodeProcesses) -> Iterator[None]:
+def _running(fork_server: ForkServer, processes: NodeProcesses, *, restarted: bool = False) -> Iterator[None]:
     """Worker processes on this machine; none is left at the end. Raises RunError."""
     try:
-        processes.start_all()
+        processes.start_all(restarted=restarted)
         yield
     except ForkServerError as error:
         raise RunError(str(error)) from None
@@ -280,35 +401,22 @@ def _running(fork_server: ForkServer, processes: NodeProcesses) -> Iterator[None
         fork_server.kill_all()
 
 
-def _setup(schedule: Schedule, config: RunConfig, model: LayeredModel, ranges: Ranges,
-           device: Literal["cpu", "cuda"], transport: Transport, resilience: Resilience, *, store: Rendezvous,
-           first: int, iterations: int, nodes: int, traced: int) -> Setup:
+def _setup(schedule: Schedule, config: RunConfig, fit: _Fit, store: Rendezvous, options: RunOptions,
+           resilience: Resilience) -> Setup:
     """What the workers must know. Shapes are found out once, here, for all of them."""
     return Setup(
-        first_iteration=first, iterations=iterations, traced=traced, nodes=nodes, transport=transport,
-        device=device, store=store, columns=tuple(stage.column for stage in schedule.grid.stages),
-        ranges=tuple(ranges), boundaries=tuple(BoundarySpec.of(one) for one in boundaries(model, ranges, config)),
+        first_iteration=0 if resilience.resume is None else resilience.resume.iteration,
+        iterations=config.training.iterations, traced=options.traced, nodes=options.nodes, transport=fit.transport,
+        device=fit.device, store=store, columns=tuple(stage.column for stage in schedule.grid.stages),
+        ranges=tuple(fit.ranges),
+        boundaries=tuple(BoundarySpec.of(one) for one in boundaries(fit.model, fit.ranges, config)),
         loss_scale=1 / schedule.grid.total_microbatches,
         heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,
         checkpoint_every=resilience.checkpoint_every, fetch_bytes_per_second=resilience.fetch_bytes_per_second)
 
 
-def _check_checkpoints(resilience: Resilience, identity: Mapping[str, object], first: int) -> None:
-    """Raises CheckpointError where going on from a checkpoint, or saving new ones, would not do what is expected."""
-    if resilience.resume is not None:
-        open_checkpoint(resilience.resume.path, identity)
-    if resilience.checkpoints is not None and resilience.checkpoint_every:
-        newest = latest(resilience.checkpoints)
-        if newest is not None and newest.iteration > first:
-            raise CheckpointError(f"{resilience.checkpoints}: holds a checkpoint of iteration {newest.iteration} "
-                                  "already; go on from it with --resume, or save to another folder")
-
-
-def _prepare(schedule: Schedule, config: RunConfig) -> tuple[Literal["cpu", "cuda"], LayeredModel, Ranges]:
-    """Check that schedule, configuration and machine fit.
-
-    The kind of device to compute on, the model there, and the layers of each stage.
-    """
+def _prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> _Fit:
+    """Check that schedule, configuration and machine fit. Raises PlacementError and ConfigError."""
     violations = check(schedule)
     if violations:
         raise PlacementError(f"the schedule breaks a rule: {violations[0]}")
@@ -317,16 +425,11 @@ def _prepare(schedule: Schedule, config: RunConfig) -> tuple[Literal["cpu", "cud
     model = model_for(config.model, training.seed, parameter_dtype(training.dtype), torch.device(device))
     ranges = layer_ranges(schedule, model.layers)
     load_corpus(config)
-    return device, model, ranges
+    shares = assign_to_nodes([seat.worker for seat in schedule.seats], options.nodes)
+    gpus = gpu_share([len(share) for share in shares], 0, options.local)
+    return _Fit(device, model, ranges, shares, gpus,
+                choose_transport(training.backend, device, gpus.workers, _gpus(device)))
 
 
 def _gpus(device: str) -> int:
     return torch.cuda.device_count() if device == "cuda" else 0
-
-
-def _clear(out: Path, *patterns: str) -> None:
-    """Make the folder, and remove what an earlier run left there under names that this one may not overwrite."""
-    out.mkdir(parents=True, exist_ok=True)
-    for pattern in patterns:
-        for path in out.glob(pattern):
-            path.unlink(missing_ok=True)

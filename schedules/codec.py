@@ -3,6 +3,8 @@
 Reading checks the form only: types, lengths, ranges and indices. `schedules.check` checks the scheduling rules.
 """
 
+from collections import Counter
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,12 @@ import msgspec
 
 from schedules.document import DocumentError, DocumentKind
 from schedules.files import write_atomically
-from schedules.schedule import Grid, Memory, OpKind, ProgramOp, Schedule, Times, Worker
+from schedules.schedule import Grid, LayerRange, Memory, OpKind, ProgramOp, Schedule, Times, Worker
 
 FORMAT = "slipstream.schedule"
-VERSION = 1
+VERSION = 2
+OLDER = (1,)
+"""Versions that are read, too. Version 1 has neither slices nor holdings."""
 MAX_FILE_BYTES = 64 * 2**20
 MAX_WORKERS = 2**17
 MAX_MICROBATCHES = 2**16
@@ -22,6 +26,9 @@ MAX_OPS = 2**23
 """Ops of all workers together. A program is stored once, so a small file could stand for far more."""
 MAX_NAME = 200
 MAX_TICKS = 2**53
+MAX_LAYERS = 2**17
+MAX_SLICE_LAYERS = 2**22
+"""Layers of all slices together, and of all ranges that seats hold."""
 
 
 class ScheduleError(DocumentError):
@@ -37,7 +44,7 @@ class Document(Schedule, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 _FIELDS = Schedule.__struct_fields__
 _KIND = DocumentKind(name="schedule", format=FORMAT, version=VERSION, content=Document, bulk=("programs", "seats"),
-                     max_bytes=MAX_FILE_BYTES, error=ScheduleError)
+                     max_bytes=MAX_FILE_BYTES, error=ScheduleError, older=OLDER)
 
 
 def encode(schedule: Schedule) -> bytes:
@@ -52,6 +59,8 @@ def decode(data: bytes, source: str = "schedule") -> Schedule:
     document = _KIND.decode(data, source)
     schedule = Schedule(**{name: getattr(document, name) for name in _FIELDS})
     try:
+        if document.version == 1:
+            _require_version_1(schedule)
         validate(schedule)
     except ValueError as error:
         raise ScheduleError(f"{source}: {str(error)[:300]}") from None  # a number may have thousands of digits
@@ -73,9 +82,19 @@ def json_schema() -> dict[str, Any]:
     schema = msgspec.json.schema(Document)
     document = schema["$defs"]["Document"]
     document["properties"]["format"] = {"const": FORMAT}
-    document["properties"]["version"] = {"const": VERSION}
+    document["properties"]["version"] = {"enum": [*OLDER, VERSION]}
     document["required"] = [*document["required"], "format", "version"]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Slipstream schedule", **schema}
+
+
+def _require_version_1(schedule: Schedule) -> None:
+    """Raises ValueError for what version 1 does not know, so that a file of it means what it meant."""
+    seats = any(seat.holds is not None for seat in schedule.seats)
+    weights = schedule.memory is not None and schedule.memory.weights
+    for key, used in (("slices", schedule.slices), ("seats: layers held", seats), ("memory.weights", weights),
+                      ("times.optimizer_of_layer", schedule.times.optimizer_of_layer)):
+        if used:
+            raise ValueError(f"{key}: not in version 1 of the format; expected version {VERSION}")
 
 
 def validate(schedule: Schedule) -> None:
@@ -87,9 +106,10 @@ def validate(schedule: Schedule) -> None:
         if not text.isprintable() or len(text) > MAX_NAME:
             raise ValueError(f"{key} is {text[:MAX_NAME]!r}; expected at most {MAX_NAME} printable characters")
     _validate_grid(schedule.grid)
-    _validate_times(schedule.times, schedule.grid)
+    _validate_slices(schedule)
+    _validate_times(schedule.times, schedule)
     if schedule.memory is not None:
-        _validate_memory(schedule.memory, schedule.grid)
+        _validate_memory(schedule.memory, schedule)
     _in_range("tick_seconds", schedule.tick_seconds, 1e-12, 1e6)
     _ticks("period_ticks", schedule.period_ticks)
     _ticks("lower_bound_ticks", schedule.lower_bound_ticks)
@@ -102,12 +122,13 @@ def validate(schedule: Schedule) -> None:
         if not 0 <= seat.program < len(schedule.programs):
             raise ValueError(f"seats: worker {seat.worker} names program {seat.program} of {len(schedule.programs)}")
     _ascending("seats", tuple(seat.worker for seat in schedule.seats))
+    _validate_holdings(schedule)
     total = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
     if total > MAX_OPS:
         raise ValueError(f"the programs of all seats have {total} ops; expected at most {MAX_OPS}")
     for index, program in enumerate(schedule.programs):
         for position, op in enumerate(program):
-            _validate_op(f"programs[{index}][{position}]", op, schedule.grid)
+            _validate_op(f"programs[{index}][{position}]", op, schedule)
 
 
 def _validate_grid(grid: Grid) -> None:
@@ -119,7 +140,7 @@ def _validate_grid(grid: Grid) -> None:
     _in_range("number of grid.stages", len(grid.stages), grid.columns, MAX_WORKERS)
     for stage in grid.stages:
         _in_range("grid.stages column", stage.column, 0, grid.columns - 1)
-        if stage.layers is not None and not 0 <= stage.layers[0] <= stage.layers[1] <= MAX_TICKS:
+        if stage.layers is not None and not 0 <= stage.layers[0] <= stage.layers[1] <= MAX_LAYERS:
             raise ValueError(f"grid.stages layers: {list(stage.layers)} is no range of layers [first, end)")
     _validate_chains(grid)
 
@@ -143,11 +164,54 @@ def _validate_chains(grid: Grid) -> None:
         raise ValueError("grid.stages: a column holds two copies of one stage; expected one at most")
 
 
-def _validate_times(times: Times, grid: Grid) -> None:
+def _validate_slices(schedule: Schedule) -> None:
+    """Slices are distinct ranges of the model's layers; where a schedule names layers, so do the stages, or none."""
+    grid, slices = schedule.grid, schedule.slices
+    named = any(stage.layers is not None for stage in grid.stages)
+    if named and grid.layers_by_stage != tuple(stage.layers for stage in grid.stages) and (
+            slices or any(seat.holds is not None for seat in schedule.seats)):
+        raise ValueError("grid.stages layers: with slices or layers held, expected those of each chain to follow each "
+                         "other from 0 on, at least one a stage, or none at all")
+    _ranges("slices", slices, grid.layer_count)
+    for layers, times in Counter(slices).items():
+        if times > 1:
+            raise ValueError(f"slices: {list(layers)} is given {times} times; expected each once")
+    if sum(end - first for first, end in slices) > MAX_SLICE_LAYERS:
+        raise ValueError(f"slices: more than {MAX_SLICE_LAYERS} layers together")
+
+
+def _validate_holdings(schedule: Schedule) -> None:
+    """Layers held are ascending ranges that do not touch; what depends on them is given for each layer."""
+    layers, seats = schedule.grid.layer_count, [seat for seat in schedule.seats if seat.holds is not None]
+    if sum(len(seat.holds or ()) for seat in seats) > MAX_SLICE_LAYERS:
+        raise ValueError(f"seats: more than {MAX_SLICE_LAYERS} ranges of layers held")
+    for seat in seats:
+        name = f"seats: layers held by worker {seat.worker}"
+        _ranges(name, seat.holds or (), layers)
+        for before, after in pairwise(seat.holds or ()):
+            if before[1] >= after[0]:
+                raise ValueError(f"{name}: {list(after)} after {list(before)}; expected ascending ranges that do not "
+                                 "touch")
+    if seats:
+        _length("times.optimizer_of_layer", schedule.times.optimizer_of_layer, layers, "layer")
+        if schedule.memory is not None:
+            _length("memory.weights", schedule.memory.weights, layers, "layer")
+
+
+def _ranges(name: str, ranges: Iterable[LayerRange], layers: int) -> None:
+    for first, end in ranges:
+        if not 0 <= first < end <= layers:
+            raise ValueError(f"{name}: [{first}, {end}] is no range [first, end) of the {layers} layers")
+
+
+def _validate_times(times: Times, schedule: Schedule) -> None:
+    grid = schedule.grid
     for name in ("forward", "backward_input", "backward_weight", "all_reduce"):
-        _length(f"times.{name}", getattr(times, name), len(grid.stages), "stage")
+        _length(f"times.{name}", getattr(times, name), len(schedule.layers_by_slice), _per(schedule))
     _length("times.optimizer", times.optimizer, grid.columns, "column")
-    for name in ("forward", "backward_input", "backward_weight", "all_reduce", "optimizer"):
+    if times.optimizer_of_layer:
+        _length("times.optimizer_of_layer", times.optimizer_of_layer, grid.layer_count, "layer")
+    for name in ("forward", "backward_input", "backward_weight", "all_reduce", "optimizer", "optimizer_of_layer"):
         for ticks in getattr(times, name):
             _ticks(f"times.{name}", ticks)
     _ticks("times.transfer", times.transfer)
@@ -157,22 +221,28 @@ def _validate_times(times: Times, grid: Grid) -> None:
     _ascending("times.slow", tuple(slow.worker for slow in times.slow))
 
 
-def _validate_memory(memory: Memory, grid: Grid) -> None:
+def _validate_memory(memory: Memory, schedule: Schedule) -> None:
     _in_range("memory.unit", memory.unit, 1e-300, 1e300)
-    _length("memory.capacity", memory.capacity, grid.columns, "column")
+    _length("memory.capacity", memory.capacity, schedule.grid.columns, "column")
     for name in ("activation", "weight_stash"):
-        _length(f"memory.{name}", getattr(memory, name), len(grid.stages), "stage")
-    for name in ("capacity", "activation", "weight_stash"):
+        _length(f"memory.{name}", getattr(memory, name), len(schedule.layers_by_slice), _per(schedule))
+    if memory.weights:
+        _length("memory.weights", memory.weights, schedule.grid.layer_count, "layer")
+    for name in ("capacity", "activation", "weight_stash", "weights"):
         for amount in getattr(memory, name):
             _ticks(f"memory.{name}", amount)
 
 
-def _validate_op(name: str, op: ProgramOp, grid: Grid) -> None:
+def _per(schedule: Schedule) -> str:
+    return "slice, stages first" if schedule.slices else "stage"
+
+
+def _validate_op(name: str, op: ProgramOp, schedule: Schedule) -> None:
     _ticks(f"{name} start", op.start_ticks)
-    if (op.stage is None) != (op.kind is OpKind.O):
-        raise ValueError(f"{name}: {op.kind} {'needs a' if op.stage is None else 'takes no'} stage")
-    if op.stage is not None:
-        _in_range(f"{name} stage", op.stage, 0, len(grid.stages) - 1)
+    if (op.slice is None) != (op.kind is OpKind.O):
+        raise ValueError(f"{name}: {op.kind} {'needs a' if op.slice is None else 'takes no'} slice")
+    if op.slice is not None:
+        _in_range(f"{name} slice", op.slice, 0, len(schedule.layers_by_slice) - 1)
     of_microbatch = op.kind not in (OpKind.A, OpKind.O)
     if (op.microbatch is not None) != of_microbatch:
         raise ValueError(f"{name}: {op.kind} {'needs a' if of_microbatch else 'takes no'} micro-batch")
@@ -181,7 +251,7 @@ def _validate_op(name: str, op: ProgramOp, grid: Grid) -> None:
     if op.pipeline is not None:
         if not of_microbatch:
             raise ValueError(f"{name}: {op.kind} takes no pipeline")
-        _in_range(f"{name} pipeline", op.pipeline, 0, grid.pipelines - 1)
+        _in_range(f"{name} pipeline", op.pipeline, 0, schedule.grid.pipelines - 1)
 
 
 def _ticks(name: str, value: int) -> None:

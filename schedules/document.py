@@ -42,6 +42,8 @@ class DocumentKind(Generic[T]):
     """Keys whose values are most of the file; there are no JSON objects in them."""
     max_bytes: int
     error: type[DocumentError]
+    older: tuple[int, ...] = ()
+    """Versions that are read beside `version`."""
     _decoder: msgspec.json.Decoder[T] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -56,9 +58,9 @@ class DocumentKind(Generic[T]):
             if header.format != self.format:
                 raise self.error(f"{source}: no Slipstream {self.name}: key 'format' is {header.format!r}, not "
                                  f"{self.format!r}")
-            if header.version != self.version:
+            if header.version not in (*self.older, self.version):
                 raise self.error(f"{source}: {self.name} format version {header.version}; this Slipstream reads "
-                                 f"{self.version}")
+                                 f"{' and '.join(map(str, (*self.older, self.version)))}")
             document = self._decoder.decode(data)
             self._refuse_duplicates(data)
         except DocumentError:

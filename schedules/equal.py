@@ -6,10 +6,12 @@ from collections.abc import Mapping
 import msgspec
 
 from schedules.graph import groups
-from schedules.schedule import Program, Schedule
+from schedules.schedule import LayerRange, Program, Schedule
 
-RoleProgram = tuple[int, int, int | None]
-"""(column, program, speed) of a role."""
+Holding = tuple[int, tuple[LayerRange, ...]]
+"""(own column of the worker, which says how much room it has; layers held)."""
+RoleProgram = tuple[int, int, int | None, Holding | None]
+"""(column, program, speed, holding where it is not that of the column) of a role."""
 Behaviour = tuple[int, tuple[RoleProgram, ...]]
 
 
@@ -19,10 +21,7 @@ def equal_pipelines(schedule: Schedule) -> list[tuple[int, ...]]:
     Equal are pipelines of as many micro-batches whose roles run the same programs at the same speed, and that share no
     micro-batch with others. Pipelines that do share some are each a set of their own.
     """
-    slow = schedule.times.per_mille_of
-    roles: dict[int, list[RoleProgram]] = defaultdict(list)
-    for seat in schedule.seats:
-        roles[seat.role.pipeline].append((seat.role.column, seat.program, slow.get(seat.worker)))
+    roles = _roles(schedule)
     sets: dict[Behaviour, list[int]] = defaultdict(list)
     alone: list[tuple[int, ...]] = []
     for group in groups(schedule):
@@ -41,10 +40,7 @@ def equal_groups(schedule: Schedule) -> list[tuple[int, ...]]:
     re-routed micro-batches being named by their pipeline's number within the group. Groups that are equal in another
     order only are told apart, which costs time but does no harm.
     """
-    slow = schedule.times.per_mille_of
-    roles: dict[int, list[RoleProgram]] = defaultdict(list)
-    for seat in schedule.seats:
-        roles[seat.role.pipeline].append((seat.role.column, seat.program, slow.get(seat.worker)))
+    roles = _roles(schedule)
     known: dict[Program, int] = {}
     found: dict[tuple[Behaviour, ...], tuple[int, ...]] = {}
     for group in groups(schedule):
@@ -52,11 +48,22 @@ def equal_groups(schedule: Schedule) -> list[tuple[int, ...]]:
         key = []
         for pipeline in group:
             named = []
-            for column, program, speed in sorted(roles[pipeline], key=lambda role: role[0]):
-                named.append((column, _numbered(schedule.programs[program], program, number_of, known), speed))
+            for column, program, speed, holding in sorted(roles[pipeline], key=lambda role: role[0]):
+                stored = _numbered(schedule.programs[program], program, number_of, known)
+                named.append((column, stored, speed, holding))
             key.append((schedule.grid.microbatches[pipeline], tuple(named)))
         found.setdefault(tuple(key), group)
     return list(found.values())
+
+
+def _roles(schedule: Schedule) -> Mapping[int, list[RoleProgram]]:
+    """The roles of each pipeline."""
+    slow = schedule.times.per_mille_of
+    roles: dict[int, list[RoleProgram]] = defaultdict(list)
+    for seat in schedule.seats:
+        holding = None if seat.holds is None else (seat.worker.column, seat.holds)
+        roles[seat.role.pipeline].append((seat.role.column, seat.program, slow.get(seat.worker), holding))
+    return roles
 
 
 def _numbered(program: Program, number: int, number_of: Mapping[int, int], known: dict[Program, int]) -> int:

@@ -1,8 +1,8 @@
 """What waits for what: the graph of ops and transfers, and the order in which workers exchange tensors.
 
-Nodes are ops, transfers, and one node per stage for its gradient all-reduce (a collective: it starts when the last of
-its workers gets there). Edges are data dependencies, the order of ops on a worker, and the order of transfers between
-two workers. No cycle means no deadlock, whatever the real durations are.
+Nodes are ops, transfers, and one node per range of layers for its gradient all-reduce (a collective: it starts when the
+last of its workers gets there). Edges are data dependencies, the order of ops on a worker, and the order of transfers
+between two workers. No cycle means no deadlock, whatever the real durations are.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from schedules.precedence import OpKey, Tensor, consumers, op_key, producers
-from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
+from schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Worker, layers_text
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
 class Transfer(NamedTuple):
     """One tensor on its way: the activation or gradient of micro-batch `pipeline.microbatch`.
 
-    `stage` is the virtual stage that consumes it: an activation comes from the stage before, a gradient from the one
+    `slice` is the one that consumes it: an activation comes from the slice before on the route, a gradient from the one
     after.
     """
 
     kind: Tensor
-    stage: int
+    slice: int
     pipeline: int
     microbatch: int
     source: Worker
     target: Worker
 
     def __str__(self) -> str:
-        return f"{self.kind} of micro-batch {self.pipeline}.{self.microbatch} to stage {self.stage}, " \
+        return f"{self.kind} of micro-batch {self.pipeline}.{self.microbatch} to slice {self.slice}, " \
                f"{self.source} -> {self.target}"
 
 
 class Collective(NamedTuple):
-    """The gradient all-reduce of a stage over all its live workers."""
+    """The gradient all-reduce of some layers over all live workers that hold them."""
 
-    stage: int
+    layers: LayerRange
 
     def __str__(self) -> str:
-        return f"A(stage {self.stage}) on all its workers"
+        return f"A({layers_text(self.layers)}) on all its workers"
 
 
 Node = Op | Transfer | Collective
@@ -57,10 +57,11 @@ def transfers(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> li
     """
     by_key = _by_key(programs)
     found = []
-    for node in topological_order(op_graph(schedule, programs)):
+    for node in topological_order(schedule, op_graph(schedule, programs)):
         if not isinstance(node, Op) or node.kind not in COMPUTE_KINDS:
             continue
-        for key, rule in consumers(op_key(node), schedule.grid.depth):
+        _, _, pipeline, microbatch = made = op_key(node)
+        for key, rule in consumers(made, schedule.path(pipeline, microbatch)):
             consumer = by_key.get(key)
             if rule.tensor is not None and consumer is not None and consumer.worker != node.worker:
                 found.append(Transfer(rule.tensor, *key[1:], node.worker, consumer.worker))
@@ -73,12 +74,13 @@ def arcs(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> Iterato
     `programs` holds the ops of the workers to look at: all of them, or those of pipelines that share no micro-batch
     with the rest.
     """
-    depth = schedule.grid.depth
     for ops in programs.values():
-        yield from pairwise(_node(op, depth) for op in ops)
+        yield from pairwise(_node(op, schedule) for op in ops)
     by_key = _by_key(programs)
     for key, op in by_key.items():
-        yield from ((by_key[producer], op) for producer in producers(key, depth) if producer in by_key)
+        _, _, pipeline, microbatch = key
+        path = schedule.path(pipeline, microbatch)
+        yield from ((by_key[producer], op) for producer in producers(key, path) if producer in by_key)
 
 
 def _by_key(programs: Mapping[Worker, Sequence[Op]]) -> dict[OpKey, Op]:
@@ -90,16 +92,16 @@ def op_graph(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> "nx
     import networkx as nx  # a tenth of a second, which a plan need not wait for
 
     graph: nx.DiGraph[Node] = nx.DiGraph()
-    graph.add_nodes_from(_node(op, schedule.grid.depth) for ops in programs.values() for op in ops)
+    graph.add_nodes_from(_node(op, schedule) for ops in programs.values() for op in ops)
     graph.add_edges_from(arcs(schedule, programs))
     return graph
 
 
-def _node(op: Op, depth: int) -> Node:
-    return Collective(op.stage % depth) if op.kind is OpKind.A and op.stage is not None else op
+def _node(op: Op, schedule: Schedule) -> Node:
+    return Collective(schedule.layers_of(op.slice)) if op.kind is OpKind.A and op.slice is not None else op
 
 
-def topological_order(graph: "nx.DiGraph[Node]") -> list[Node]:
+def topological_order(schedule: Schedule, graph: "nx.DiGraph[Node]") -> list[Node]:
     """All nodes, each after what it waits for, otherwise by planned time. Raises ValueError naming a circle."""
     import networkx as nx
 
@@ -107,7 +109,7 @@ def topological_order(graph: "nx.DiGraph[Node]") -> list[Node]:
         return list(nx.lexicographical_topological_sort(graph, key=_planned))
     except nx.NetworkXUnfeasible:
         circle = [before for before, _ in nx.find_cycle(graph)]
-        raise _deadlock([*circle, circle[0]]) from None
+        raise _deadlock(schedule, [*circle, circle[0]]) from None
 
 
 def require_acyclic(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> None:
@@ -118,12 +120,13 @@ def require_acyclic(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]])
     try:
         sorter.prepare()
     except CycleError as error:
-        raise _deadlock(error.args[1]) from None
+        raise _deadlock(schedule, error.args[1]) from None
 
 
-def _deadlock(circle: Iterable[Node]) -> ValueError:
+def _deadlock(schedule: Schedule, circle: Iterable[Node]) -> ValueError:
     """`circle`: each node waits for the one before it, the first for the last, which is the same."""
-    return ValueError("deadlock: " + " waits for ".join(map(str, reversed(list(circle)))))
+    texts = [schedule.op_text(node) if isinstance(node, Op) else str(node) for node in circle]
+    return ValueError("deadlock: " + " waits for ".join(reversed(texts)))
 
 
 def _planned(node: Node) -> tuple[int, str]:

@@ -23,14 +23,14 @@ class MeasuredTraceError(DocumentError):
 
 
 class MeasuredOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
-    """An op as it ran: `[worker, kind, stage, pipeline, microbatch, start_seconds, end_seconds]`, half-open.
+    """An op as it ran: `[worker, kind, slice, pipeline, microbatch, start_seconds, end_seconds]`, half-open.
 
-    `stage` is None for O; `pipeline` and `microbatch` are None for A and O.
+    `slice` is None for O; `pipeline` and `microbatch` are None for A and O.
     """
 
     worker: Worker
     kind: OpKind
-    stage: int | None
+    slice: int | None
     pipeline: int | None
     microbatch: int | None
     start_seconds: float
@@ -89,7 +89,7 @@ def placed_ops(iteration: MeasuredIteration) -> dict[Worker, list[Op]]:
     """The ops of each worker in order of start, as if planned in ticks of TICK_SECONDS."""
     ops: dict[Worker, list[Op]] = defaultdict(list)
     for op in iteration.ops:
-        ops[op.worker].append(Op(op.kind, op.stage, op.pipeline, op.microbatch, op.worker,
+        ops[op.worker].append(Op(op.kind, op.slice, op.pipeline, op.microbatch, op.worker,
                                  round(op.start_seconds / TICK_SECONDS), round(op.end_seconds / TICK_SECONDS)))
     for program in ops.values():
         program.sort(key=lambda op: (op.start_ticks, op.end_ticks))

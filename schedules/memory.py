@@ -15,9 +15,9 @@ def memory_profile(memory: Memory, ops: Iterable[Op]) -> list[tuple[int, int]]:
     """
     change: dict[int, int] = defaultdict(int)
     for op in ops:
-        if op.stage is None:
+        if op.slice is None:
             continue
-        activation, stash = memory.activation[op.stage], memory.weight_stash[op.stage]
+        activation, stash = memory.activation[op.slice], memory.weight_stash[op.slice]
         if op.kind is OpKind.F:
             change[op.start_ticks] += activation
         elif op.kind is OpKind.I:

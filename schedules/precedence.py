@@ -4,7 +4,7 @@
 timeline page expand it. The checker has rules of its own, because it judges what is made from these.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -12,25 +12,25 @@ from schedules.schedule import Op, OpKind
 
 Tensor = Literal["activation", "gradient"]
 OpKey = tuple[OpKind, int, int, int]
-"""(kind, stage, pipeline, microbatch)."""
+"""(kind, slice, pipeline, microbatch)."""
 
 
 class Rule(NamedTuple):
-    """An op of `kind` waits for the op `awaited` of the same micro-batch, `step` stages further along its chain.
+    """An op of `kind` waits for the op `awaited` of the same micro-batch, `step` slices further along its route.
 
-    Where the chain has no such stage, there is nothing to wait for.
+    Where the route has no such slice, there is nothing to wait for.
     """
 
     kind: OpKind
     position: Literal["first", "last", "any"]
-    """The stages of a chain at which the rule holds."""
+    """The slices of a route at which the rule holds."""
     awaited: OpKind
     step: Literal[-1, 0, 1]
     tensor: Tensor | None
     """What the op takes from the one it waits for: between two workers it needs `times.transfer` to arrive."""
 
     def positions(self, depth: int) -> range:
-        """Where in a chain of so many stages an op waits by this rule."""
+        """Where in a route of so many slices an op waits by this rule."""
         first, last = {"first": (0, 0), "last": (depth - 1, depth - 1), "any": (0, depth - 1)}[self.position]
         return range(max(first, -self.step), min(last, depth - 1 - self.step) + 1)
 
@@ -47,30 +47,39 @@ RULES = (
 
 def op_key(op: Op) -> OpKey:
     """The identity of a compute op, on any worker."""
-    assert op.stage is not None and op.pipeline is not None and op.microbatch is not None
-    return (op.kind, op.stage, op.pipeline, op.microbatch)
+    assert op.slice is not None and op.pipeline is not None and op.microbatch is not None
+    return (op.kind, op.slice, op.pipeline, op.microbatch)
 
 
-def waits(key: OpKey, depth: int) -> Iterator[tuple[OpKey, Rule]]:
-    """The ops that must end before this one may start, each with the rule that says so."""
-    kind, stage, pipeline, microbatch = key
-    for rule in _rules_of(kind, stage % depth, depth):
-        yield (rule.awaited, stage + rule.step, pipeline, microbatch), rule
+def waits(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKey, Rule]]:
+    """The ops that must end before this one may start, each with the rule that says so.
+
+    `path`: the slices of the micro-batch's route, in order. A slice that is not among them waits for nothing.
+    """
+    kind, slice, pipeline, microbatch = key
+    if slice not in path:
+        return
+    position = path.index(slice)
+    for rule in _rules_of(kind, position, len(path)):
+        yield (rule.awaited, path[position + rule.step], pipeline, microbatch), rule
 
 
-def producers(key: OpKey, depth: int) -> Iterator[OpKey]:
-    """The ops that must end before this one may start."""
-    return (producer for producer, _ in waits(key, depth))
+def producers(key: OpKey, path: Sequence[int]) -> Iterator[OpKey]:
+    """The ops that must end before this one may start; `path` as for `waits`."""
+    return (producer for producer, _ in waits(key, path))
 
 
-def consumers(key: OpKey, depth: int) -> Iterator[tuple[OpKey, Rule]]:
-    """The ops that may not start before this one has ended, each with the rule that says so."""
-    kind, stage, pipeline, microbatch = key
+def consumers(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKey, Rule]]:
+    """The ops that may not start before this one has ended, each with the rule that says so; `path` as for `waits`."""
+    kind, slice, pipeline, microbatch = key
+    if slice not in path:
+        return
+    position = path.index(slice)
     for rule in RULES:
-        if rule.awaited == kind and stage % depth - rule.step in rule.positions(depth):
-            yield (rule.kind, stage - rule.step, pipeline, microbatch), rule
+        if rule.awaited == kind and position - rule.step in rule.positions(len(path)):
+            yield (rule.kind, path[position - rule.step], pipeline, microbatch), rule
 
 
 @cache
-def _rules_of(kind: OpKind, position: int, depth: int) -> tuple[Rule, ...]:
-    return tuple(rule for rule in RULES if rule.kind == kind and position in rule.positions(depth))
+def _rules_of(kind: OpKind, position: int, length: int) -> tuple[Rule, ...]:
+    return tuple(rule for rule in RULES if rule.kind == kind and position in rule.positions(length))

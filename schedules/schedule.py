@@ -1,13 +1,18 @@
 """What a schedule is: plain, frozen data, shared by planner, checker, runtime and command line.
 
+The model is a row of layers. A *slice* is a range of layers that one worker runs for one micro-batch; a stage is the
+usual one. What a micro-batch passes is its *route*: slices that tile all layers, each on a worker that holds them.
+
 Times are integer ticks (`tick_seconds` says how long one is), intervals half-open [start, end). Memory is counted in
 integer multiples of `Memory.unit`. A program is stored once and shared by every worker that runs it, so its ops name
 the pipeline of a micro-batch only where it differs from the pipeline of the role that runs it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, Self
 
 import msgspec
@@ -15,6 +20,14 @@ import msgspec
 BackwardMode = Literal["split", "fused"]
 OptimizerMode = Literal["staggered", "synchronous"]
 Status = Literal["optimal", "feasible"]
+LayerRange = tuple[int, int]
+"""Consecutive layers [first, end)."""
+
+
+def layers_text(layers: LayerRange) -> str:
+    """`layer 3` or `layers 4 to 6`."""
+    first, end = layers
+    return f"layer {first}" if end == first + 1 else f"layers {first} to {end - 1}"
 
 
 class OpKind(StrEnum):
@@ -24,7 +37,7 @@ class OpKind(StrEnum):
     I = "I"  # backward for the input
     W = "W"  # backward for the weights
     B = "B"  # I then W, fused
-    A = "A"  # gradient all-reduce over a stage's live workers
+    A = "A"  # gradient all-reduce of a slice over all live workers that hold its layers
     O = "O"  # optimizer step of a worker
 
 
@@ -56,10 +69,11 @@ class VirtualStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """A virtual stage: the worker column that holds it and, when known, its half-open range of model layers."""
 
     column: int
-    layers: tuple[int, int] | None = None
+    layers: LayerRange | None = None
 
 
-class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True,
+           dict=True):
     """The job's shape. `stages` are the virtual stages in the order in which a micro-batch visits them.
 
     With several chains (bidirectional pipelines: Chimera, Li & Hoefler 2021) they are as many runs of equal length, one
@@ -105,12 +119,47 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     def stages_of(self, column: int) -> tuple[int, ...]:
         """The virtual stages a worker of this column holds, ascending."""
-        return tuple(index for index, stage in enumerate(self.stages) if stage.column == column)
+        return self._stages_by_column[column]
+
+    @cached_property
+    def _stages_by_column(self) -> tuple[tuple[int, ...], ...]:
+        held: list[list[int]] = [[] for _ in range(self.columns)]
+        for index, stage in enumerate(self.stages):
+            held[stage.column].append(index)
+        return tuple(map(tuple, held))
+
+    @cached_property
+    def layers_by_stage(self) -> tuple[LayerRange, ...]:
+        """The layers of each virtual stage.
+
+        They are the model's where the stages of each chain name them, from 0 on and at least one each. Else every
+        stage counts as one layer.
+        """
+        given = tuple(stage.layers for stage in self.stages)
+        named = tuple(layers for layers in given if layers is not None)
+        chains = [named[first:first + self.depth] for first in range(0, len(given), self.depth)]
+        if len(named) == len(given) and all(_tile_from_zero(chain) for chain in chains):
+            return named
+        return tuple((stage % self.depth, stage % self.depth + 1) for stage in range(len(given)))
+
+    @property
+    def layer_count(self) -> int:
+        """Layers of the model: a route tiles 0 to `layer_count`."""
+        return self.layers_by_stage[self.depth - 1][1]
+
+    def layers_of(self, stage: int) -> LayerRange:
+        """The layers of a virtual stage."""
+        return self.layers_by_stage[stage]
 
     @property
     def total_microbatches(self) -> int:
         """Micro-batches of all pipelines in one iteration."""
         return sum(self.microbatches)
+
+
+def _tile_from_zero(ranges: Sequence[LayerRange]) -> bool:
+    return ranges[0][0] == 0 and all(first < end for first, end in ranges) and all(
+        before[1] == after[0] for before, after in pairwise(ranges))
 
 
 class Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -121,7 +170,7 @@ class Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
 
 
 class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """Durations in ticks: one per virtual stage; `optimizer` one per column; `transfer` one hop between workers."""
+    """Durations in ticks: one a slice, stages first; `optimizer` one a column; `transfer` one hop between workers."""
 
     forward: tuple[int, ...]
     backward_input: tuple[int, ...]
@@ -130,11 +179,13 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     optimizer: tuple[int, ...]
     transfer: int
     slow: tuple[Slow, ...] = ()
+    optimizer_of_layer: tuple[int, ...] = ()
+    """One a layer: the O of a seat with `holds` takes the sum over what it holds."""
 
     def duration_ticks(self, kind: OpKind, where: int, worker: Worker) -> int:
         """How long an op takes on a physical worker: the one place where durations are looked up.
 
-        `where` is the virtual stage; for O, the column whose role the worker plays.
+        `where` is the slice; for O, the column whose role the worker plays (see also `optimizer_ticks`).
         """
         if kind is OpKind.O:
             return self.optimizer[where]
@@ -142,8 +193,18 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             return self.all_reduce[where]
         if kind is OpKind.B:
             return self.duration_ticks(OpKind.I, where, worker) + self.duration_ticks(OpKind.W, where, worker)
-        ticks = _per_stage(self, kind)[where]
+        ticks = _per_slice(self, kind)[where]
         return -(-ticks * self.per_mille_of.get(worker, 1000) // 1000)
+
+    def optimizer_ticks(self, seat: "Seat") -> int:
+        """How long the O of a live worker takes: by its column, or by the layers that it holds."""
+        if seat.holds is None:
+            return self.optimizer[seat.role.column]
+        return total(self._optimizer_before, seat.holds)
+
+    @cached_property
+    def _optimizer_before(self) -> tuple[int, ...]:
+        return totals(self.optimizer_of_layer)
 
     @cached_property
     def per_mille_of(self) -> Mapping[Worker, int]:
@@ -151,31 +212,50 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return {slow.worker: slow.per_mille for slow in self.slow}
 
 
-def _per_stage(times: Times, kind: OpKind) -> tuple[int, ...]:
+def _per_slice(times: Times, kind: OpKind) -> tuple[int, ...]:
     if kind is OpKind.F:
         return times.forward
     return times.backward_input if kind is OpKind.I else times.backward_weight
 
 
-class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Room for activations: `capacity` one per column, the others one per virtual stage, in multiples of `unit`."""
+def totals(values: Sequence[int]) -> tuple[int, ...]:
+    """The sums of the first 0, 1, 2 ... values."""
+    return tuple(accumulate(values, initial=0))
+
+
+def total(before: Sequence[int], ranges: Iterable[LayerRange]) -> int:
+    """The sum over all layers of some ranges; `before` as `totals` gives it."""
+    return sum(before[end] - before[first] for first, end in ranges)
+
+
+class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
+    """Room on a worker, in multiples of `unit`."""
 
     unit: float
     capacity: tuple[int, ...]
+    """One a column: what a worker has for activations beside the layers of its own stages."""
     activation: tuple[int, ...]
-    """Held from F start to I end, per micro-batch."""
+    """One a slice, stages first: held from F start to I end, per micro-batch."""
     weight_stash: tuple[int, ...]
-    """Held from I end to W end, per micro-batch."""
+    """One a slice, stages first: held from I end to W end, per micro-batch."""
+    weights: tuple[int, ...] = ()
+    """One a layer: parameters, gradients and the optimizer's state, for seats with `holds`."""
+
+    @cached_property
+    def weights_before(self) -> tuple[int, ...]:
+        """The weights of the first 0, 1, 2 ... layers."""
+        return totals(self.weights)
 
 
 class ProgramOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
-    """An op as a program stores it: `[kind, stage, microbatch, start_ticks]`, then the pipeline if re-routed.
+    """An op as a program stores it: `[kind, slice, microbatch, start_ticks]`, then the pipeline if not the role's.
 
-    `stage` is None for O, `microbatch` for A and O. `pipeline` None means the pipeline of the role that runs it.
+    `slice` is a number of `Schedule.layers_of`, None for O; `microbatch` is None for A and O. `pipeline` None means the
+    pipeline of the role that runs it.
     """
 
     kind: OpKind
-    stage: int | None
+    slice: int | None
     microbatch: int | None
     start_ticks: int
     pipeline: int | None = None
@@ -185,18 +265,23 @@ Program = tuple[ProgramOp, ...]
 
 
 class Seat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
-    """A live worker: `[worker, role, program]`. Role equals worker unless normalisation moved it."""
+    """A live worker: `[worker, role, program, holds]`. Role equals worker unless normalisation moved it."""
 
     worker: Worker
     role: Worker
     program: int
+    holds: tuple[LayerRange, ...] | None = None
+    """The layers it holds: ascending ranges that do not touch. None: those of its role's stages."""
 
 
 class Op(msgspec.Struct, frozen=True, gc=False, order=True):
-    """An op in place: on a physical worker, with absolute pipeline and both ends of its interval."""
+    """An op in place: on a physical worker, with absolute pipeline and both ends of its interval.
+
+    `Schedule.op_text` says which layers its slice has.
+    """
 
     kind: OpKind
-    stage: int | None
+    slice: int | None
     pipeline: int | None
     microbatch: int | None
     worker: Worker
@@ -207,8 +292,8 @@ class Op(msgspec.Struct, frozen=True, gc=False, order=True):
         if self.kind is OpKind.O:
             return f"O on {self.worker}"
         if self.kind is OpKind.A:
-            return f"A(stage {self.stage}) on {self.worker}"
-        return f"{self.kind}(micro-batch {self.pipeline}.{self.microbatch}, stage {self.stage}) on {self.worker}"
+            return f"A(slice {self.slice}) on {self.worker}"
+        return f"{self.kind}(micro-batch {self.pipeline}.{self.microbatch}, slice {self.slice}) on {self.worker}"
 
 
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
@@ -217,6 +302,8 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     job: str
     tick_seconds: float
     grid: Grid
+    slices: tuple[LayerRange, ...] = ()
+    """Slices beyond the stages, all different."""
     times: Times
     memory: Memory | None
     backward: BackwardMode
@@ -268,9 +355,113 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def rerouted(self) -> int:
-        """Micro-batches at a stage that a peer runs because their own worker is down."""
-        return sum(1 for seat in self.seats for op in self.programs[seat.program]
-                   if op.kind is OpKind.F and op.pipeline is not None)
+        """Slices of micro-batches that a worker of another pipeline runs because their own worker is down."""
+        return self._foreign[True]
+
+    @property
+    def shed(self) -> int:
+        """Slices of micro-batches that a worker of another pipeline runs although their own worker is alive."""
+        return self._foreign[False]
+
+    @cached_property
+    def _foreign(self) -> Mapping[bool, int]:
+        count = {True: 0, False: 0}
+        for seat in self.seats:
+            for op in self.programs[seat.program]:
+                if op.kind is OpKind.F and op.pipeline not in (None, seat.role.pipeline):
+                    assert op.pipeline is not None and op.microbatch is not None and op.slice is not None
+                    count[self.own_is_down(op.pipeline, op.microbatch, op.slice)] += 1
+        return count
+
+    # --- Slices, holdings and routes ----------------------------------------------------------------------------------
+
+    def layers_of(self, slice: int) -> LayerRange:
+        """The layers of a slice: a stage, or one of `slices`."""
+        return self.layers_by_slice[slice]
+
+    @cached_property
+    def layers_by_slice(self) -> tuple[LayerRange, ...]:
+        """The layers of each slice, stages first."""
+        return self.grid.layers_by_stage + self.slices
+
+    def slice_text(self, slice: int) -> str:
+        """`stage 3` or, for a slice that is no stage, `layers 4 to 6`."""
+        return f"stage {slice}" if slice < len(self.grid.stages) else layers_text(self.layers_of(slice))
+
+    def op_text(self, op: Op) -> str:
+        """An op in words, with the stage or the layers of its slice."""
+        if op.slice is None:
+            return str(op)
+        microbatch = "" if op.microbatch is None else f"micro-batch {op.pipeline}.{op.microbatch}, "
+        return f"{op.kind}({microbatch}{self.slice_text(op.slice)}) on {op.worker}"
+
+    def holds(self, worker: Worker) -> tuple[LayerRange, ...]:
+        """The layers that a live worker holds, as ascending ranges that do not touch."""
+        return self.holds_of(self.seat_of[worker])
+
+    def holds_of(self, seat: Seat) -> tuple[LayerRange, ...]:
+        """The layers that the worker of a seat holds, as ascending ranges that do not touch."""
+        return self.holds_of_column(seat.role.column) if seat.holds is None else seat.holds
+
+    def holds_of_column(self, column: int) -> tuple[LayerRange, ...]:
+        """The layers of a column's stages, as ascending ranges that do not touch."""
+        return self._holds_of_column[column]
+
+    @cached_property
+    def _holds_of_column(self) -> tuple[tuple[LayerRange, ...], ...]:
+        held: list[list[LayerRange]] = [[] for _ in range(self.grid.columns)]
+        for stage, layers in zip(self.grid.stages, self.grid.layers_by_stage, strict=True):
+            held[stage.column].append(layers)
+        return tuple(map(joined, held))
+
+    def path(self, pipeline: int, microbatch: int) -> Sequence[int]:
+        """The slices of a micro-batch's route, in order; empty for one that no worker runs."""
+        if not self.slices and self.grid.chains == 1:
+            return self.grid.path(microbatch)
+        return self.routes.get((pipeline, microbatch), ())
+
+    @cached_property
+    def routes(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
+        """The slices that each micro-batch (pipeline, number) passes, in the order of their layers."""
+        found: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for seat in self.seats:
+            for op in self.programs[seat.program]:
+                if op.kind is OpKind.F:
+                    assert op.microbatch is not None and op.slice is not None
+                    found[seat.role.pipeline if op.pipeline is None else op.pipeline, op.microbatch].append(op.slice)
+        known: dict[tuple[int, ...], tuple[int, ...]] = {}  # many micro-batches share a route
+        return {microbatch: known.setdefault(route, route) for microbatch, slices in found.items()
+                for route in [tuple(sorted(slices, key=lambda slice: (self.layers_by_slice[slice], slice)))]}
+
+    def own_is_down(self, pipeline: int, microbatch: int, slice: int) -> bool:
+        """Whether a worker of the micro-batch's own pipeline that would run these layers by its column is down.
+
+        A worker of another pipeline that runs the slice runs it *re-routed* then, else *shed*.
+        """
+        chain = microbatch % self.grid.chains
+        key = (pipeline, chain, slice)
+        known = self._own_is_down
+        if key not in known:
+            first, end = self.layers_of(slice)
+            own = (stage for stage in self.grid.path(chain) if self.grid.layers_of(stage)[0] < end
+                   and first < self.grid.layers_of(stage)[1])
+            known[key] = any(Worker(pipeline, self.grid.stages[stage].column) not in self.player_of for stage in own)
+        return known[key]
+
+    @cached_property
+    def _own_is_down(self) -> dict[tuple[int, int, int], bool]:
+        return {}
+
+
+def joined(ranges: Iterable[LayerRange]) -> tuple[LayerRange, ...]:
+    """The same layers as ascending ranges that do not touch."""
+    found: list[LayerRange] = []
+    for first, end in sorted(ranges):
+        if found and first <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((first, end))
+    return tuple(found)
 
 
 def place(program: Program, seat: Seat, times: Times) -> Iterator[Op]:
@@ -278,12 +469,12 @@ def place(program: Program, seat: Seat, times: Times) -> Iterator[Op]:
     own, worker = seat.role.pipeline, seat.worker
     cost: dict[tuple[OpKind, int | None], int] = {}
     for op in program:
-        key = (op.kind, op.stage)
+        key = (op.kind, op.slice)
         if key not in cost:
-            where = seat.role.column if op.stage is None else op.stage
-            cost[key] = times.duration_ticks(op.kind, where, worker)
+            cost[key] = times.optimizer_ticks(seat) if op.slice is None else \
+                times.duration_ticks(op.kind, op.slice, worker)
         pipeline = None if op.microbatch is None else own if op.pipeline is None else op.pipeline
-        yield Op(op.kind, op.stage, pipeline, op.microbatch, worker, op.start_ticks, op.start_ticks + cost[key])
+        yield Op(op.kind, op.slice, pipeline, op.microbatch, worker, op.start_ticks, op.start_ticks + cost[key])
 
 
 def period_ticks(ops: Iterable[Op]) -> int:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from schedules.graph import Collective, op_graph, programs_of, topological_order
 from schedules.precedence import OpKey, op_key, waits
-from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
+from schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Worker
 
 Floats = npt.NDArray[np.float64]
 
@@ -32,7 +32,7 @@ class Noise(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Step(NamedTuple):
-    """One op, or a stage's all-reduce as a whole: numbers of its workers, of what it waits for, and its length."""
+    """One op, or an all-reduce as a whole: numbers of its workers, of what it waits for, and its length."""
 
     workers: tuple[int, ...]
     sources: tuple[tuple[int, float], ...]
@@ -86,14 +86,14 @@ def _steps(schedule: Schedule, noise: Noise) -> tuple[list[_Step], int]:
     """All steps, each after what it waits for, and the number of workers."""
     programs = programs_of(schedule)
     number = {worker: index for index, worker in enumerate(programs)}
-    depth = schedule.grid.depth
     done: dict[OpKey, tuple[int, Worker]] = {}
-    members = _members(programs, depth)
+    members = _members(schedule, programs)
     steps: list[_Step] = []
-    for node in topological_order(op_graph(schedule, programs)):
+    for node in topological_order(schedule, op_graph(schedule, programs)):
         if isinstance(node, Collective):
-            steps.append(_Step(workers=tuple(number[worker] for worker in members[node.stage]), sources=(), noisy=False,
-                               seconds=schedule.seconds(schedule.times.all_reduce[node.stage])))
+            reductions = members[node.layers]
+            steps.append(_Step(workers=tuple(number[op.worker] for op in reductions), sources=(), noisy=False,
+                               seconds=schedule.seconds(max(op.end_ticks - op.start_ticks for op in reductions))))
             continue
         assert isinstance(node, Op)
         seconds = schedule.seconds(node.end_ticks - node.start_ticks)
@@ -107,20 +107,21 @@ def _steps(schedule: Schedule, noise: Noise) -> tuple[list[_Step], int]:
     return steps, len(number)
 
 
-def _members(programs: Mapping[Worker, Sequence[Op]], depth: int) -> dict[int, list[Worker]]:
-    """The workers of each stage's all-reduce; copies of a stage reduce together."""
-    members: dict[int, dict[Worker, None]] = {}
-    for worker, ops in programs.items():
+def _members(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> dict[LayerRange, list[Op]]:
+    """The As of each all-reduce, one a worker."""
+    members: dict[LayerRange, list[Op]] = {}
+    for ops in programs.values():
         for op in ops:
-            if op.kind is OpKind.A and op.stage is not None:
-                members.setdefault(op.stage % depth, {})[worker] = None
-    return {stage: list(workers) for stage, workers in members.items()}
+            if op.kind is OpKind.A and op.slice is not None:
+                members.setdefault(schedule.layers_of(op.slice), []).append(op)
+    return members
 
 
 def _sources(key: OpKey, own: Worker, schedule: Schedule, done: Mapping[OpKey, tuple[int, Worker]]) -> \
         Iterator[tuple[int, float]]:
     hop = schedule.seconds(schedule.times.transfer)
-    for producer, rule in waits(key, schedule.grid.depth):
+    _, _, pipeline, microbatch = key
+    for producer, rule in waits(key, schedule.path(pipeline, microbatch)):
         if producer in done and done[producer][1] != own:
             yield done[producer][0], hop if rule.tensor else 0.0
 

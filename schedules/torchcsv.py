@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from schedules.graph import Transfer, programs_of, transfers
 from schedules.precedence import OpKey, Tensor, consumers, op_key, waits
-from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
+from schedules.schedule import COMPUTE_KINDS, Grid, Op, OpKind, Schedule, Worker
 
 MAX_BYTES = 64 * 2**20
 _ACTION = re.compile(r"(\d{1,9})(F|I|B|W)(\d{1,9})")
@@ -49,7 +49,7 @@ def write_order(schedule: Schedule, pipeline: int = 0, *, communication: bool = 
     if communication:
         programs = programs_of(schedule, [pipeline])
         crossing = transfers(schedule, programs)
-        rows = [_with_communication(programs[worker], crossing, worker, schedule.grid.depth) for worker in workers]
+        rows = [_with_communication(programs[worker], crossing, worker, schedule.grid) for worker in workers]
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
@@ -96,10 +96,10 @@ def _compute(ops: Sequence[Op]) -> Iterator[Action]:
             yield Action(kind, stage, microbatch)
 
 
-def _with_communication(ops: Sequence[Op], crossing: Sequence[Transfer], worker: Worker, depth: int) -> list[str]:
+def _with_communication(ops: Sequence[Op], crossing: Sequence[Transfer], worker: Worker, grid: Grid) -> list[str]:
     """Each receive before the op that needs it, each send after the op that made it, all in the common order."""
     mine = [transfer for transfer in crossing if worker in (transfer.source, transfer.target)]
-    numbers = {(transfer.source == worker, transfer.kind, transfer.stage, transfer.microbatch): index
+    numbers = {(transfer.source == worker, transfer.kind, transfer.slice, transfer.microbatch): index
                for index, transfer in enumerate(mine)}
 
     def last(sends: bool, tensors: Iterable[tuple[OpKey, Tensor | None]]) -> int:
@@ -111,12 +111,13 @@ def _with_communication(ops: Sequence[Op], crossing: Sequence[Transfer], worker:
     issued = 0
     for op in ops:
         if op.kind is OpKind.A:
-            row.append(f"{op.stage}REDUCE_GRAD")
+            row.append(f"{op.slice}REDUCE_GRAD")
         if op.kind not in COMPUTE_KINDS:
             continue
         key = op_key(op)
-        needs = last(False, ((key, rule.tensor) for _, rule in waits(key, depth)))
-        makes = last(True, ((consumer, rule.tensor) for consumer, rule in consumers(key, depth)))
+        path = grid.path(key[3])
+        needs = last(False, ((key, rule.tensor) for _, rule in waits(key, path)))
+        makes = last(True, ((consumer, rule.tensor) for consumer, rule in consumers(key, path)))
         row += [_transfer(transfer, worker) for transfer in mine[issued:needs + 1]]
         row.append(str(Action(op.kind, key[1], key[3])))
         issued = max(issued, needs + 1)
@@ -130,8 +131,8 @@ def _transfer(transfer: Transfer, worker: Worker) -> str:
     forward = transfer.kind == "activation"
     letter = "F" if forward else "B"
     if transfer.target == worker:
-        return f"{transfer.stage}RECV_{letter}{transfer.microbatch}"
-    return f"{transfer.stage + (-1 if forward else 1)}SEND_{letter}{transfer.microbatch}"
+        return f"{transfer.slice}RECV_{letter}{transfer.microbatch}"
+    return f"{transfer.slice + (-1 if forward else 1)}SEND_{letter}{transfer.microbatch}"
 
 
 def _parse(cell: str, where: str) -> Iterator[Action]:

@@ -43,7 +43,7 @@ def _process_events(schedule: Schedule, title: str, block: int, programs: Progra
         role = schedule.seat_of[worker].role if worker in schedule.seat_of else worker
         for op in ops:
             yield _slice(op, role, process(worker), tick_seconds)
-    for producer, consumer in _crossings(programs, schedule.grid.depth):
+    for producer, consumer in _crossings(programs, schedule):
         flow = {"name": "activation" if consumer.kind is OpKind.F else "gradient", "cat": "transfer",
                 "id": next(flows)}
         yield flow | {"ph": "s"} | _inside(producer, process(producer.worker), tick_seconds)
@@ -66,7 +66,7 @@ def _metadata(name: str, pid: int, tid: int, args: Mapping[str, object]) -> Even
 
 def _slice(op: Op, role: Worker, pid: int, tick_seconds: float) -> Event:
     begin, end = _nanoseconds(op.start_ticks, tick_seconds), _nanoseconds(op.end_ticks, tick_seconds)
-    args = {"stage": op.stage, "pipeline": op.pipeline, "microbatch": op.microbatch,
+    args = {"stage": op.slice, "pipeline": op.pipeline, "microbatch": op.microbatch,
             "rerouted": op.pipeline is not None and op.pipeline != role.pipeline}
     micro = f" {op.pipeline}.{op.microbatch}" if op.microbatch is not None else ""
     return {"ph": "X", "name": f"{op.kind}{micro}", "cat": NAMES[op.kind], "pid": pid, "tid": op.worker.column + 1,
@@ -83,14 +83,15 @@ def _nanoseconds(ticks: int, tick_seconds: float) -> int:
     return round(ticks * tick_seconds * 1e9)
 
 
-def _crossings(programs: Programs, stages: int) -> Iterator[tuple[Op, Op]]:
+def _crossings(programs: Programs, schedule: Schedule) -> Iterator[tuple[Op, Op]]:
     """Producer and consumer of each tensor that goes to another worker.
 
     Ops without duration have no inside to which an arrow could be bound; theirs are left out.
     """
     by_key = {op_key(op): op for op in _compute(programs.values())}
     for key, op in by_key.items():
-        for source, rule in waits(key, stages):
+        _, _, pipeline, microbatch = key
+        for source, rule in waits(key, schedule.path(pipeline, microbatch)):
             producer = by_key.get(source)
             if rule.tensor and producer is not None and producer.worker != op.worker:
                 yield producer, op

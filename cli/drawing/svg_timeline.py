@@ -63,7 +63,7 @@ def _row(schedule: Schedule, worker: Worker, y: int, scale: float) -> Iterator[s
     held = schedule.grid.stages_of(role.column)
     for op in schedule.ops(worker):
         if op.end_ticks > op.start_ticks:
-            yield from _cell(op, role.pipeline, held.index(op.stage) if op.stage in held else 0, y, scale)
+            yield from _cell(op, role.pipeline, held.index(op.slice) if op.slice in held else 0, y, scale)
 
 
 def _cell(op: Op, own: int, chunk: int, y: int, scale: float) -> Iterator[str]:

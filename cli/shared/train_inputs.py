@@ -1,6 +1,5 @@
 """What `slipstream train` reads besides the job: tables, checkpoints and events."""
 
-from contextlib import suppress
 from pathlib import Path
 
 from cli.shared.console import refuse
@@ -67,11 +66,3 @@ def events(option: str, texts: list[str] | None, job: Job) -> list[tuple[Worker,
             refuse(f"{option} {text}: the job has no worker {worker}")
         events.append((worker, int(iteration)))
     return events
-
-
-def how_to_resume(job: Path | None, folder: Path | None) -> str:
-    """How to resume after a run that failed; empty without a checkpoint."""
-    with suppress(CheckpointError):
-        if folder is not None and (found := latest(folder / "checkpoints")) is not None:
-            return f"; go on from iteration {found.iteration}: slipstream train {job} --resume {folder}"
-    return ""

@@ -2,6 +2,7 @@
 
     toml_table        reads a table key by key, and checks every value
     file              TOML to a checked `Job`
+    layers            what each layer costs
     writer            writes job files
     estimate          stage times and memory from a model's shape and a GPU's data sheet
     profiler_trace    stage times from Chrome traces

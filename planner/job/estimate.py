@@ -10,6 +10,7 @@ arXiv 2401.10241).
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,6 +21,8 @@ BYTES_HELD = 18
 """For each parameter: bf16 weight, float32 gradient, float32 master weight and two moments of AdamW."""
 BYTES_UNDO = 12
 """For each parameter: the copies by which a step can be undone, of master weight and moments."""
+UNIT_BYTES = 10**6
+"""The unit of memory, on each GPU."""
 BYTES_STEPPED = 34
 """Moved by an AdamW step for each parameter: gradient, master weight and moments read, all but the first written."""
 
@@ -87,8 +90,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the peak that matrix products reach."""
 
 
-class _StageCost(NamedTuple):
-    """What one stage needs for one micro-batch, on each GPU of a worker."""
+class _Cost(NamedTuple):
+    """What some layers need for one micro-batch, on each GPU of a worker."""
 
     forward: float
     """Floating-point operations; so are the two below."""
@@ -115,64 +118,83 @@ def estimate(name: str, shape: ModelShape, layout: Layout) -> tuple[dict[str, An
     if shape.hidden % shape.heads or shape.heads % (shape.kv_heads or shape.heads):
         raise ValueError(f"hidden size {shape.hidden}, {shape.heads} heads, {shape.kv_heads or shape.heads} heads of "
                          "keys and values: expected each to divide the one before")
-    counts, costs = _stage_costs(shape, layout)
-    tables = {
+    counts = _layer_counts(shape, layout)
+    ends = [sum(counts[:index]) for index in range(len(counts) + 1)]
+    stages = [_costs(shape, layout, begin, end, whole=begin == 0) for begin, end in pairwise(ends)]
+    layers = [_costs(shape, layout, layer, layer + 1, whole=layer < counts[0]) for layer in range(shape.layers)]
+    by_layer: dict[str, Sequence[float]] = {**_times(layers, layout), **_sizes(layers)}
+    boundary_bytes = 2 * layout.microbatch_size * shape.sequence * shape.hidden
+    transfer = boundary_bytes / layout.tensor_parallel / layout.gpu.network
+    tables: dict[str, Any] = {
         "name": name, "pipelines": layout.pipelines, "stages": layout.stages, "microbatches": layout.microbatches,
-        "time": _times(costs, shape, layout), "memory": _memory(costs, layout.gpu), "placement": {"layers": counts}}
+        "time": {**_times(stages, layout), "transfer": rounded([transfer])[0]},
+        "memory": {"capacity": _capacity(stages, layout.gpu), **_sizes(stages),
+                   "unit_bytes": UNIT_BYTES * layout.tensor_parallel},
+        "placement": {"layers": counts},
+        "layers": {key: by_layer[key] for key in by_layer if len(set(by_layer[key])) > 1}}
     return tables, _comments(shape, layout)
 
 
-def _stage_costs(shape: ModelShape, layout: Layout) -> tuple[list[int], list[_StageCost]]:
-    """The layers of each stage, and what it needs."""
+def _layer_counts(shape: ModelShape, layout: Layout) -> list[int]:
+    """The layers of each stage."""
     tokens = layout.microbatch_size * shape.sequence
-    attention = 4 * layout.microbatch_size * shape.sequence**2 * shape.hidden
-    products = 2 * shape.layer_parameters * tokens
-    head = 2 * tokens * shape.hidden * shape.vocabulary
-    counts = _layers_by_stage(shape.layers, layout.stages, 3 * (products + attention), 3 * head)
-    costs = []
-    for stage, count in enumerate(counts):
-        first, last = stage == 0, stage == layout.stages - 1
-        head_here = head if last else 0
-        backward_input = count * (products + 2 * attention) + head_here
-        backward_weight = count * products + head_here
-        costs.append(_StageCost(
-            forward=count * (products + attention) + head_here,
-            # The first stage's input needs no gradient: torch leaves its whole backward to W.
-            backward_input=0 if first else backward_input,
-            backward_weight=backward_weight + backward_input if first else backward_weight,
-            activation=(34 * count * tokens * shape.hidden + 4 * tokens * shape.vocabulary * last)
-            / layout.tensor_parallel,
-            stash=32 * count * tokens * shape.hidden / layout.tensor_parallel,
-            parameters=(count * shape.layer_parameters + (first + last) * shape.vocabulary * shape.hidden)
-            / layout.tensor_parallel))
-    return counts, costs
+    layer = 3 * (2 * shape.layer_parameters * tokens + _attention(shape, layout))
+    return _layers_by_stage(shape.layers, layout.stages, layer, 6 * tokens * shape.hidden * shape.vocabulary)
 
 
-def _times(costs: Sequence[_StageCost], shape: ModelShape, layout: Layout) -> dict[str, Any]:
-    """The `[time]` table, in seconds."""
+def _attention(shape: ModelShape, layout: Layout) -> int:
+    """Floating-point operations of the attention of a layer."""
+    return 4 * layout.microbatch_size * shape.sequence**2 * shape.hidden
+
+
+def _costs(shape: ModelShape, layout: Layout, begin: int, end: int, *, whole: bool) -> _Cost:
+    """What layers `begin` to `end` - 1 need; the embedding is with the first layer, the head with the last.
+
+    `whole`: the first stage's input needs no gradient, so torch leaves its whole backward to W.
+    """
+    tokens, count = layout.microbatch_size * shape.sequence, end - begin
+    attention, products = _attention(shape, layout), 2 * shape.layer_parameters * tokens
+    first, last = begin == 0, end == shape.layers
+    head = 2 * tokens * shape.hidden * shape.vocabulary * last
+    backward_input, backward_weight = count * (products + 2 * attention) + head, count * products + head
+    return _Cost(
+        forward=count * (products + attention) + head,
+        backward_input=0 if whole else backward_input,
+        backward_weight=backward_weight + backward_input if whole else backward_weight,
+        activation=(34 * count * tokens * shape.hidden + 4 * tokens * shape.vocabulary * last) / layout.tensor_parallel,
+        stash=32 * count * tokens * shape.hidden / layout.tensor_parallel,
+        parameters=(count * shape.layer_parameters + (first + last) * shape.vocabulary * shape.hidden)
+        / layout.tensor_parallel)
+
+
+def _times(costs: Sequence[_Cost], layout: Layout) -> dict[str, list[float]]:
+    """Seconds of each op, by stage or by layer."""
     gpu = layout.gpu
     rate = gpu.flops * layout.efficiency * layout.tensor_parallel
     ring = 2 * (layout.pipelines - 1) / layout.pipelines * 4 / gpu.network
-    boundary_bytes = 2 * layout.microbatch_size * shape.sequence * shape.hidden
     return {
         "forward": rounded([cost.forward / rate for cost in costs]),
         "backward_input": rounded([cost.backward_input / rate for cost in costs]),
         "backward_weight": rounded([cost.backward_weight / rate for cost in costs]),
         "optimizer": rounded([cost.parameters * BYTES_STEPPED / gpu.memory_bandwidth for cost in costs]),
         "all_reduce": rounded([cost.parameters * ring for cost in costs]),
-        "transfer": rounded([boundary_bytes / layout.tensor_parallel / gpu.network])[0],
     }
 
 
-def _memory(costs: Sequence[_StageCost], gpu: GpuSpec) -> dict[str, Any]:
-    """The `[memory]` table, in MB on each GPU. Raises ValueError where a stage does not fit."""
+def _capacity(costs: Sequence[_Cost], gpu: GpuSpec) -> list[int]:
+    """What is left on each GPU beside a stage. Raises ValueError where a stage does not fit."""
     for stage, cost in enumerate(costs):
         if gpu.memory_bytes - cost.held_bytes < cost.activation:
             raise ValueError(f"stage {stage} needs {(cost.held_bytes + cost.activation) / 1e9:.0f} GB on each GPU, "
                              f"{gpu.name} has {gpu.memory_bytes / 1e9:.0f}: use more stages or more tensor parallelism")
-    return {"capacity": [math.floor((gpu.memory_bytes - cost.held_bytes) / 1e6) for cost in costs],
-            "activation": [math.ceil(cost.activation / 1e6) for cost in costs],
-            "weight_stash": [math.ceil(cost.stash / 1e6) for cost in costs]}
+    return [math.floor((gpu.memory_bytes - cost.held_bytes) / UNIT_BYTES) for cost in costs]
+
+
+def _sizes(costs: Sequence[_Cost]) -> dict[str, list[int]]:
+    """What is held on each GPU, by stage or by layer."""
+    return {"activation": [math.ceil(cost.activation / UNIT_BYTES) for cost in costs],
+            "weight_stash": [math.ceil(cost.stash / UNIT_BYTES) for cost in costs],
+            "weights": [math.ceil(cost.held_bytes / UNIT_BYTES) for cost in costs]}
 
 
 def _comments(shape: ModelShape, layout: Layout) -> dict[str, list[str]]:
@@ -186,8 +208,11 @@ def _comments(shape: ModelShape, layout: Layout) -> dict[str, list[str]]:
                  f"all_reduce: a ring of float32 gradients at {gpu.network / 1e9:g} GB/s; transfer: bf16."],
         "memory": [f"MB on each GPU. capacity: what is left beside {BYTES_HELD} bytes a parameter, and {BYTES_UNDO} by "
                    "which a step can be undone.",
-                   "activation: 34 bytes a token and unit of width and layer (attention fused); weight_stash: 32."],
+                   "activation: 34 bytes a token and unit of width and layer (attention fused); weight_stash: 32.",
+                   f"weights: those {BYTES_HELD + BYTES_UNDO} bytes; unit_bytes: of a worker, which is "
+                   f"{layout.tensor_parallel} x {gpu.name}."],
         "placement": ["Model layers of each stage; embedding and head come on top."],
+        "layers": ["How a stage divides over its layers; the embedding is with the first, the head with the last."],
     }
 
 

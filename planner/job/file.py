@@ -40,6 +40,28 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Room on a worker, one value for each column."""
     activation: tuple[float, ...]
     weight_stash: tuple[float, ...]
+    weights: tuple[float, ...] = ()
+    """Parameters, gradients, optimizer state and undo copies of a stage; `capacity` is what is left beside them. A
+    worker that takes over layers has less room by their weights. Empty where the job does not say: then they take none.
+    """
+    unit_bytes: float = 1.0
+    """Bytes on a worker that are one unit."""
+
+
+class LayerValues(msgspec.Struct, frozen=True, kw_only=True):
+    """How a stage's values are divided over its layers: in proportion to these, one for each layer of the model.
+
+    None: evenly. See `planner.job.layers`.
+    """
+
+    forward: tuple[float, ...] | None = None
+    backward_input: tuple[float, ...] | None = None
+    backward_weight: tuple[float, ...] | None = None
+    optimizer: tuple[float, ...] | None = None
+    all_reduce: tuple[float, ...] | None = None
+    activation: tuple[float, ...] | None = None
+    weight_stash: tuple[float, ...] | None = None
+    weights: tuple[float, ...] | None = None
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +81,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Into how many runs of equal length the virtual stages fall; a micro-batch passes one (see `Grid`)."""
     layers: tuple[int, ...] | None = None
     """Model layers of each virtual stage, where the job says so."""
+    layer_values: LayerValues | None = None
+    """The `[layers]` table."""
     model: Mapping[str, Any] = {}
     """The `[model]` table, unchecked; the runtime reads it."""
     training: Mapping[str, Any] = {}
@@ -112,13 +136,16 @@ def _job(table: TomlTable) -> Job:
     placement.finish()
     time = _times(table.table("time"), virtual, chains, pipelines, stages)
     memory = _memory(table.table("memory"), virtual, chains, stages) if table.has("memory") else None
+    layer_values = None
+    if table.has("layers"):
+        layer_values = _layer_values(table.table("layers"), virtual if layers is None else sum(layers[:virtual]))
     model, training = table.take("model", {}), table.take("training", {})
     for key, value in (("model", model), ("training", training)):
         if not isinstance(value, dict):
             raise JobError(f"{key} is {shortened(value)}; expected a table")
     table.finish()
     return Job(name=name, pipelines=pipelines, stages=stages, microbatches=microbatches, time=time, memory=memory,
-               columns=columns, chains=chains, layers=layers, model=model, training=training)
+               columns=columns, chains=chains, layers=layers, layer_values=layer_values, model=model, training=training)
 
 
 _ORDERED: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {
@@ -207,9 +234,17 @@ def _memory(table: TomlTable, virtual: int, chains: int, stages: int) -> StageMe
     per = "virtual stage" if virtual != stages else "stage"
     memory = StageMemory(capacity=table.numbers("capacity", stages, "stage"),
                          activation=table.numbers("activation", virtual, per, 1.0) * chains,
-                         weight_stash=table.numbers("weight_stash", virtual, per, 0.0) * chains)
+                         weight_stash=table.numbers("weight_stash", virtual, per, 0.0) * chains,
+                         weights=table.numbers("weights", virtual, per) * chains if table.known("weights") else (),
+                         unit_bytes=table.number("unit_bytes", 1.0))
     table.finish()
     return memory
+
+
+def _layer_values(table: TomlTable, layers: int) -> LayerValues:
+    values = {key: table.numbers(key, layers, "layer") for key in LayerValues.__struct_fields__ if table.known(key)}
+    table.finish()
+    return LayerValues(**values)
 
 
 def require_in_grid(name: str, worker: Worker, pipelines: int, stages: int) -> None:

@@ -35,6 +35,11 @@ class TomlTable:
         """Whether the key is given."""
         return key in self._left
 
+    def known(self, key: str) -> bool:
+        """Whether an optional key is given; messages about unknown keys name it either way."""
+        self._known.append(key)
+        return key in self._left
+
     def take(self, key: str, default: Any = None) -> Any:
         """The value as it stands, unchecked."""
         self._known.append(key)

@@ -132,5 +132,5 @@ class CommitLog:
 def _from_start(ops: list[MeasuredOp]) -> tuple[MeasuredOp, ...]:
     """The ops in seconds from the start of the first of them."""
     start = min(op.start_seconds for op in ops)
-    return tuple(MeasuredOp(op.worker, op.kind, op.stage, op.pipeline, op.microbatch, op.start_seconds - start,
+    return tuple(MeasuredOp(op.worker, op.kind, op.slice, op.pipeline, op.microbatch, op.start_seconds - start,
                             op.end_seconds - start) for op in ops)

@@ -8,11 +8,13 @@ not committed. An event that comes while a schedule is being planned only change
 """
 
 import contextlib
+import time
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import msgspec
 
+from runtime.coordinator.checkpoint_timer import CheckpointTimer
 from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.join_planning import JoinPlanner
 from runtime.coordinator.layer_moves import plan_moves, stages_without_holder
@@ -44,10 +46,13 @@ class Coordinator:
         Finds those for other workers; None: the first failure ends the run.
     ranges
         Half-open range of layers of each stage.
+    checkpoints
+        Says when one is due that the workers do not know of; None: never.
     """
 
     def __init__(self, schedule: Schedule, schedules: ScheduleService | None, send: Send, log: CommitLog, *,
-                 iterations: range, ranges: Sequence[tuple[int, int]]) -> None:
+                 iterations: range, ranges: Sequence[tuple[int, int]], checkpoints: CheckpointTimer | None = None
+                 ) -> None:
         self._schedule = self._current = schedule
         self._schedules = schedules
         self._send = send
@@ -64,14 +69,22 @@ class Coordinator:
         """The stages of each member that has paused."""
         self._ended = False
         """Whether `EndOrder` has been sent."""
+        self._outdated = False
+        """Whether a member was lost after the order to finish, which names it."""
         self._stop_before: int | None = None
+        self._save_before: int | None = None
+        self._checkpoints = checkpoints or CheckpointTimer(automatic=False)
+        self._stopping = False
+        """Whether the run is to end at the next iteration, with a checkpoint."""
+        self._leaving: set[Worker] = set()
+        """Members that were told to end by somebody else, and stay until the others can go on without them."""
         self._joins = JoinPlanner(self._tell_all)
         self._addresses: dict[Worker, tuple[str, int]] = {}
-        self._lost: dict[Worker, str] = {}
+        self._lost: dict[Worker, tuple[str, set[int]]] = {}
+        """Why each is gone, and the columns whose stages it may have held."""
         self._recovery = RecoveryClock()
         self.number = 0
         """Of the last order."""
-        self.recoveries: list[Recovery] = []
 
     @property
     def left(self) -> bool:
@@ -79,26 +92,53 @@ class Coordinator:
         return self._phase == "left"
 
     @property
+    def stopped(self) -> bool:
+        """Whether the run has ended before its last iteration, as it was told to."""
+        return self.left and self._log.next_iteration < self._iterations.stop
+
+    @property
     def awaited(self) -> list[Worker]:
         """Those without whom the first order cannot be given."""
         return sorted(self._members - self._ready) if self._phase == "gathering" else []
+
+    @property
+    def columns(self) -> dict[Worker, int]:
+        """The column of the role of each member, once there is an order that is not done."""
+        if self._phase in ("gathering", "left"):
+            return {}
+        return {seat.worker: seat.role.column for seat in self._current.seats if seat.worker in self._members}
+
+    @property
+    def planning(self) -> bool:
+        """Whether all members wait for a schedule."""
+        return self._phase == "training" and bool(self._members) and self._paused >= self._members
 
     @property
     def grid(self) -> Grid:
         """The job's shape."""
         return self._schedule.grid
 
+    @property
+    def recoveries(self) -> Sequence[Recovery]:
+        """All changes of the workers that take part."""
+        return self._recovery.recoveries
+
     def ready(self, report: Ready) -> None:
-        """A worker waits for an order. Raises RunError."""
+        """A worker waits for an order."""
         self._lost.pop(report.worker, None)
         self._ready.add(report.worker)
         self._addresses[report.worker] = report.address
-        self.advance()
 
     def ran(self, report: Ran) -> None:
         """Acknowledge a report that the commit log has: the worker goes on, or stops where all members will."""
-        stop = report.order == self.number and report.iteration + 1 == self._stop_before
-        self._send(report.worker, Acknowledged(report.order, report.iteration, stop))
+        following = report.iteration + 1 if report.order == self.number else None
+        self._send(report.worker, Acknowledged(
+            report.order, report.iteration, stop=following is not None and following == self._stop_before,
+            save=following is not None and following == self._save_before))
+
+    def committed(self) -> None:
+        """An iteration was committed."""
+        self._recovery.committed()
 
     def fetch_up_to_date(self, report: FetchUpToDate) -> None:
         """A worker has the layers of a fetch."""
@@ -108,42 +148,65 @@ class Coordinator:
         """A worker could not get the layers of a fetch."""
         self._joins.fetch_failed(report.fetch)
 
-    def lost(self, worker: Worker, reason: str, since: float) -> None:
-        """A worker is gone, since a time by time.monotonic. Raises RunError when there is no way to go on."""
+    def lost(self, worker: Worker, reason: str, since: float) -> bool:
+        """A worker is gone, since a time by time.monotonic; whether it was a member, whose loss is a recovery's."""
         was_member = worker in self._members
-        self._lost.setdefault(worker, reason)
-        for group in (self._members, self._ready, self._paused, self._finished):
+        seat = self._current.seat_of.get(worker)
+        self._lost[worker] = reason, {worker.column} if seat is None else {worker.column, seat.role.column}
+        for group in (self._members, self._ready, self._paused, self._finished, self._leaving):
             group.discard(worker)
         self._holds.pop(worker, None)
         self._joins.lost(worker)
         if self._phase == "left" or not was_member:
-            return
+            return False
         self._recovery.lost(worker, reason, since)
         if self._phase == "training":
             self._end_order()
         elif self._phase == "finishing":
-            self._give_next()
-        self.advance()
+            self._outdated = True
+        return True
+
+    def stop(self) -> None:
+        """End the run at the next iteration, with a checkpoint. Raises RunError."""
+        self._stopping = True
+        if self._phase == "gathering":
+            self._leave()
+        else:
+            self.advance()
+
+    def hurry(self) -> None:
+        """Where the run is to end, do not wait for the end of the iteration."""
+        if self._stopping and self._phase == "training":
+            self._end_order()
+
+    def leaving(self, worker: Worker) -> None:
+        """A worker was told to end by somebody else. The others go on without it from the next iteration; where they
+        cannot, the run ends there, with a checkpoint. Raises RunError.
+        """
+        if self._phase == "training" and worker in self._members:
+            self._leaving.add(worker)
+            self.advance()
+        elif self._phase in ("gathering", "training"):
+            self._ready.discard(worker)
+            self._joins.lost(worker)
+            self._send(worker, Leave())
 
     def paused(self, report: Paused) -> None:
-        """A member has stopped. Raises RunError."""
+        """A member has stopped."""
         if report.order != self.number or report.worker not in self._members:
             return
         self._paused.add(report.worker)
         self._holds[report.worker] = report.stages
         if report.reason is not None:
-            self._recovery.begin()
+            if not self._ended:
+                self._recovery.broke(report.worker, report.reason)
             self._end_order()
-        self.advance()
 
     def started(self, report: Started) -> Recovery | None:
         """A member begins its first op; the recovery that this ends, for the first of them."""
         if report.order != self.number:
             return None
-        recovery = self._recovery.end(self._log.next_iteration, live=len(self._members))
-        if recovery is not None:
-            self.recoveries.append(recovery)
-        return recovery
+        return self._recovery.end(self._log.next_iteration, live=len(self._members))
 
     def finished(self, report: Finished) -> None:
         """A member has written its parameters."""
@@ -151,8 +214,7 @@ class Coordinator:
             self._log.finished(report)
             self._finished.add(report.worker)
             if self._finished == self._members:
-                self._tell_all(Leave())
-                self._phase = "left"
+                self._leave()
 
     def advance(self) -> None:
         """Do what has become possible; to be called after every event. Raises RunError."""
@@ -161,9 +223,12 @@ class Coordinator:
         elif self._phase == "training" and self._paused >= self._members:
             self._recovery.begin()
             self._give_next()
+        elif self._phase == "finishing" and self._outdated:
+            self._give_next()
         else:
             self._plan_join()
             self._choose_stop()
+            self._choose_save()
 
     def _plan_join(self) -> None:
         """Where workers want to join, start a fetch of the layers that this needs, while training goes on.
@@ -183,13 +248,21 @@ class Coordinator:
                           self._addresses, self._log.next_iteration)
 
     def _choose_stop(self) -> None:
-        """Where all layers for a join are there, choose the iteration before which all members stop.
+        """Where all layers for a join are there, or the run or a member is to end, choose the iteration before which
+        all members stop.
 
         A worker that has reported the furthest iteration has been acknowledged, and runs the one after it. When members
         report that one, the acknowledgement tells them to stop.
         """
-        if self._joins.complete and self._may_stop():
+        wanted = self._joins.complete or self._stopping or bool(self._leaving)
+        if wanted and self._may_stop():
             self._stop_before = self._earliest_stop()
+
+    def _choose_save(self) -> None:
+        """Where a checkpoint is due, choose the iteration before whose step all members save; told like a stop."""
+        if self._checkpoints.due() and self._may_stop():
+            self._save_before = self._earliest_stop()
+            self._checkpoints.asked(self._save_before)
 
     def _earliest_stop(self) -> int:
         return self._log.furthest + 2
@@ -209,7 +282,12 @@ class Coordinator:
         first = self._log.next_iteration
         untouched = first == self._iterations.start
         self._require_holders(untouched)
-        if first >= self._iterations.stop and self._phase != "gathering":
+        if self._leaving and first < self._iterations.stop and not self._release(untouched):
+            return
+        if self._stopping and untouched:
+            self._leave()
+            return
+        if (first >= self._iterations.stop or self._stopping) and self._phase != "gathering":
             self._finish()
             return
         join = None if untouched else self._joins.current()
@@ -228,10 +306,38 @@ class Coordinator:
         self._phase, self._current, self._ended = "training", schedule, False
         self.number += 1
         self._log.begin(self.number, live)
+        self._save_before = None
+        self._checkpoints.order_begins()
         sources = sorted({move.source for move in moves})
         self._tell(told, Train(number=self.number, first_iteration=first, moves=moves, fetch=fetch,
                                addresses=tuple((source, self._addresses[source]) for source in sources),
                                schedule=msgspec.Raw(codec.encode(schedule)), factor=self._log.factor))
+
+    def _release(self, untouched: bool) -> bool:
+        """Let members go that are to end. Where the others cannot go on without them, end the run instead.
+
+        Whether that is decided: the schedule without them may have to be planned first.
+        """
+        staying = self._members - self._leaving
+        holds = {worker: stages for worker, stages in self._holds.items() if worker in staying}
+        try:
+            if self._stopping or not staying or (not untouched and stages_without_holder(holds, self._ranges)):
+                self._stopping = True
+                return True
+            if self._schedule_of(sorted(staying)) is None:
+                return False
+        except RunError:
+            self._stopping = True
+            return True
+        for worker in sorted(self._leaving):
+            self._recovery.lost(worker, f"worker {worker} has left, as it was told to", time.monotonic())
+            self._members.discard(worker)
+            self._paused.discard(worker)
+            self._holds.pop(worker, None)
+            self._joins.lost(worker)
+            self._send(worker, Leave())
+        self._leaving.clear()
+        return True
 
     def _next_schedule(self, untouched: bool) -> Schedule | None:
         """The schedule of the next order, where no layers have been fetched for it.
@@ -266,15 +372,20 @@ class Coordinator:
         return {seat.worker: self.grid.stages_of(seat.role.column) for seat in schedule.seats}
 
     def _finish(self) -> None:
-        """All iterations are committed; the first holder of each layer writes it."""
+        """All iterations are committed, or the run is to end here; the first holder of each layer writes it."""
         writers = {layer: worker for worker, stages in sorted(self._holds.items(), reverse=True)
                    for stage in stages for layer in range(*self._ranges[stage])}
-        self._phase = "finishing"
+        self._phase, self._outdated = "finishing", False
         self._finished.clear()
         self.number += 1
         self._log.begin(self.number, self._members)
         self._tell(self._members, Finish(number=self.number, first_iteration=self._log.next_iteration,
-                                         writers=tuple(writers.items()), factor=self._log.factor))
+                                         writers=tuple(writers.items()), factor=self._log.factor,
+                                         parameters=self._log.next_iteration >= self._iterations.stop))
+
+    def _leave(self) -> None:
+        self._tell_all(Leave())
+        self._phase = "left"
 
     def _require_holders(self, untouched: bool) -> None:
         """Raises RunError where parameters are lost; before the first step every worker can build any."""
@@ -285,10 +396,19 @@ class Coordinator:
             raise RunError(f"no worker is left: {self._why()}")
 
     def _why(self, stage: int | None = None) -> str:
-        """Why workers are lost: all that are, or those of a stage."""
-        column = None if stage is None else self.grid.stages[stage].column
-        told = [reason for worker, reason in self._lost.items() if column in (None, worker.column)]
-        return ", ".join(told or self._lost.values()) or "none was there from the start"
+        """Why workers are lost: all that are, or all that may have held a stage."""
+        if stage is None:
+            return ", ".join(reason for reason, _ in self._lost.values()) or "none was there from the start"
+        grid = self.grid
+        columns = {one.column for index, one in enumerate(grid.stages) if grid.original(index) == grid.original(stage)}
+        told = [reason for reason, held in self._lost.values() if held & columns]
+        for worker in grid.workers():
+            if worker.column in columns and worker not in self._lost:
+                if worker in self._ready - self._members:
+                    told.append(f"worker {worker} is back, but has no layers yet")
+                elif worker not in self._members:
+                    told.append(f"worker {worker} was not there from the start")
+        return ", ".join(told)
 
     def _tell_all(self, message: Fetch | Leave) -> None:
         self._tell(self._members | self._ready, message)

@@ -18,20 +18,24 @@ import msgspec
 from msgspec.structs import replace
 
 from runtime.config import RunConfig
+from runtime.coordinator.checkpoint_timer import CheckpointTimer
 from runtime.coordinator.commit_log import CommitLog, CommitLogError
 from runtime.coordinator.coordinator import Coordinator
+from runtime.coordinator.gathering import TELL_SECONDS, who_is_awaited
 from runtime.coordinator.heartbeat_monitor import HeartbeatMonitor
 from runtime.coordinator.loss_file import LossFile
 from runtime.coordinator.planning import RunError, Scheduler, ScheduleService
 from runtime.coordinator.plausible import Bounds, printable
 from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.server import Connection, Server, serve
+from runtime.coordinator.stall_watch import StallWatch
 from runtime.processes.fork_server import ForkServerError
 from runtime.processes.process_manager import ProcessManager
+from runtime.processes.stop_signals import StopSignals
 from runtime.protocol.authentication import Secret
 from runtime.protocol.channel import Frame, frame
 from runtime.protocol.failure_injection import Injection
-from runtime.protocol.setup import JOIN_TIMEOUT, Setup
+from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, Setup
 from runtime.protocol.to_coordinator import (
     Ended,
     Failed,
@@ -42,15 +46,26 @@ from runtime.protocol.to_coordinator import (
     Injected,
     JoinNode,
     JoinWorker,
+    Leaving,
     Note,
     Paused,
     Ran,
     Ready,
+    Saved,
     Started,
+    Status,
     ToCoordinator,
     Validated,
 )
-from runtime.protocol.to_node_agent import STILL_RUNNING_SECONDS, NodeSetup, RunEnded, StillRunning, ToNodeAgent
+from runtime.protocol.to_node_agent import (
+    STILL_RUNNING_SECONDS,
+    NodeSetup,
+    NodeTaken,
+    RunEnded,
+    StillRunning,
+    ToNodeAgent,
+)
+from runtime.protocol.to_worker import ReportStatus
 from schedules.schedule import Schedule, Worker
 
 DRAIN_SECONDS = 1.0
@@ -58,6 +73,7 @@ DRAIN_SECONDS = 1.0
 ANNOUNCE_SECONDS = 2.0
 """How long the agents of other nodes may take to end once they are sent the end of the run."""
 LOOK_SECONDS = 0.005
+STALL_TIMEOUT_SECONDS = 300.0
 MOST_UNKNOWN = 256
 """Connections that may be open of peers that have not said who they are, besides one for each worker."""
 
@@ -79,7 +95,13 @@ class Run:
     config: RunConfig
     secret: Secret
     """What all who take part know."""
+    grace_seconds: float = 20.0
+    """How long the run may go on once it is told to end."""
     notify: Notify = field(default=lambda _: None)
+    join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS
+    """For all workers to be there."""
+    stall_timeout_seconds: float = STALL_TIMEOUT_SECONDS
+    """Without a commit, after which it is said who waits for what."""
 
 
 class EventLoop:
@@ -91,17 +113,22 @@ class EventLoop:
         self._losses = losses
         self._processes = processes
         self._monitor = HeartbeatMonitor(run.setup.heartbeat_timeout_seconds)
+        self._stall = StallWatch(run.stall_timeout_seconds, lambda worker: self._send(worker, ReportStatus()))
         self._events: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
         schedules = None if run.scheduler is None else ScheduleService(
             run.scheduler, lambda: self._events.put_nowait(lambda: None))
         setup = run.setup
+        self.checkpoints = CheckpointTimer(automatic=setup.checkpoint_every is None)
         self._coordinator = Coordinator(run.schedule, schedules, self._send, log, ranges=setup.ranges,
+                                        checkpoints=self.checkpoints,
                                         iterations=range(setup.first_iteration,
                                                          max(setup.first_iteration, setup.iterations)))
         self._workers: dict[Worker, Connection] = {}
         self._agents: dict[int, Connection] = {}
         self._ended: dict[Worker, Ended] = {}
         """Processes that have ended, as long as messages of theirs may still arrive."""
+        self._given_up: set[Worker] = set()
+        """Workers that were lost before their processes have ended."""
         self._injected: dict[int, float] = {}
         """When each failure on purpose happened."""
         self._known = frozenset(run.schedule.grid.workers())
@@ -110,14 +137,24 @@ class EventLoop:
         self._last_sent: tuple[msgspec.Struct | None, Frame] = None, Frame(b"", b"")
         """The last message and its bytes: an order, with its schedule, is encoded once for all workers."""
         self.notes: list[str] = []
+        self.out_of_time = False
+        """Whether the run was told to end, and could not in time."""
 
     @property
     def recoveries(self) -> Sequence[Recovery]:
         """All changes of the workers that take part."""
         return self._coordinator.recoveries
 
-    async def serve(self, listener: socket.socket) -> None:
-        """Return when all is done. Raises RunError when there is no way to go on."""
+    @property
+    def stopped(self) -> bool:
+        """Whether the run has ended before its last iteration, as it was told to."""
+        return self.out_of_time or self._coordinator.stopped
+
+    async def serve(self, listener: socket.socket, stop: StopSignals) -> None:
+        """Return when all is done, or the run has ended as it was told to.
+
+        Raises RunError when there is no way to go on.
+        """
         self._processes.connect(self._send_to_agent)
         server = await serve(listener, Server(self._run.secret, self._heard, self._run.notify,
                                               MOST_UNKNOWN + len(self._known)))
@@ -125,13 +162,18 @@ class EventLoop:
         loop.add_reader(descriptor, self._read_ends)
         loop.call_later(self._monitor.interval_seconds, self._look)
         loop.call_later(STILL_RUNNING_SECONDS, self._reassure_agents)
-        loop.call_later(JOIN_TIMEOUT.total_seconds(), self._put, self._require_all_there)
+        loop.call_later(self._run.join_timeout_seconds, self._put, self._require_all_there)
+        self._tell_awaited("{}:{}".format(*listener.getsockname()[:2]), others_only=True)
         error: str | None = "node 0 ended the run"
         try:
-            while not self._coordinator.left:
-                (await self._events.get())()
-                self._coordinator.advance()
-            error = None
+            with stop.asking(partial(loop.call_soon_threadsafe, self._stop)):
+                while not self._coordinator.left and not self.out_of_time:
+                    (await self._events.get())()
+                    order = self._coordinator.number
+                    self._coordinator.advance()
+                    if self._coordinator.number != order:
+                        self._stall.progressed()
+            error = "node 0 was told to end the run" if self.stopped else None
         except (CommitLogError, ForkServerError, RunError) as reason:
             error = (f"{reason}; {self._log.next_iteration} iterations are committed, their losses are in "
                      f"{self._run.out / 'losses.jsonl'}")
@@ -152,6 +194,18 @@ class EventLoop:
         for connection in (*self._workers.values(), *self._agents.values()):
             connection.close()
 
+    def _stop(self) -> None:
+        """A signal has come: end at the next iteration, or in it where that takes too much of the time there is."""
+        loop, grace = asyncio.get_running_loop(), self._run.grace_seconds
+        self._run.notify(f"told to end: the run ends at the next iteration, within {grace:g} s; a second signal ends "
+                         "it at once")
+        self._put(self._coordinator.stop)
+        loop.call_later(grace / 2, self._put, self._coordinator.hurry)
+        loop.call_later(grace, self._put, self._run_out_of_time)
+
+    def _run_out_of_time(self) -> None:
+        self.out_of_time = not self._coordinator.left
+
     def _put(self, event: Callable[[], None]) -> None:
         self._events.put_nowait(event)
 
@@ -163,12 +217,40 @@ class EventLoop:
 
     def _look(self) -> None:
         self._put(self._give_up_silent)
+        self._put(self._watch)
         asyncio.get_running_loop().call_later(self._monitor.interval_seconds, self._look)
 
     def _reassure_agents(self) -> None:
         for agent in self._agents.values():
             agent.send(frame(StillRunning()))
         asyncio.get_running_loop().call_later(STILL_RUNNING_SECONDS, self._reassure_agents)
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        self._run.notify(text)
+
+    def _tell_awaited(self, address: str, *, others_only: bool = False) -> None:
+        """Say for whom this node waits, now and then; at the start only for other nodes."""
+        awaited = self._coordinator.awaited
+        if not awaited:
+            return
+        if others_only:
+            awaited = [worker for worker in awaited if worker not in self._run.shares[0]]
+        if awaited:
+            self._run.notify(f"node 0, at {address}, waits for "
+                             + who_is_awaited(awaited, self._run.shares, self._agents))
+        asyncio.get_running_loop().call_later(TELL_SECONDS, self._put, partial(self._tell_awaited, address))
+
+    def _watch(self) -> None:
+        """Where nothing is committed for long, say so, and give up who keeps the others waiting by itself."""
+        columns = self._coordinator.columns
+        stall = self._stall.look(columns, self._monitor.interval_seconds, planning=self._coordinator.planning)
+        if stall is None or not columns:
+            return
+        self._note(str(stall))
+        for one in stall.culprits(columns):
+            self._give_up(one.worker, f"worker {one.worker} hung for {one.seconds:.0f} s in {one.doing}")
+            self._processes.kill(one.worker)
 
     def _send(self, worker: Worker, message: msgspec.Struct) -> None:
         if message is not self._last_sent[0]:
@@ -199,6 +281,7 @@ class EventLoop:
             connection.close()  # not ours: a process is started anew only once its end has been handled
             return
         self._workers[worker] = connection
+        self._given_up.discard(worker)
         connection.send(frame(replace(self._run.setup, injections=tuple(
             (index, one) for index, one in enumerate(self._run.injections)
             if one.worker == worker and index not in self._injected))))
@@ -231,27 +314,50 @@ class EventLoop:
                 self._compare_corpus(message)
                 self._monitor.add(worker)
                 coordinator.ready(message)
+            case Saved() if message.iteration < self._run.setup.iterations:  # the last one costs no training
+                self.checkpoints.saved(message.iteration, message.seconds)
             case Note():
-                self.notes.append(printable(message.text))
-                self._run.notify(self.notes[-1])
+                self._note(printable(message.text))
             case Injected():
                 self._injected[message.index] = message.at
+            case Status():
+                self._stall.answered(message)
+            case Leaving():
+                coordinator.leaving(worker)
             case Failed():
-                self._lose(worker, f"worker {worker} failed: {printable(message.reason)} (see {self._log_of(worker)})")
+                self._give_up(worker, f"worker {worker} failed: {printable(message.reason)} "
+                                      f"(see {self._log_of(worker)})")
 
     def _handle_agent(self, connection: Connection, node: int, message: ToCoordinator) -> None:
         match message:
-            case JoinNode() if node in self._agents:
-                connection.close()  # not ours: each node has one agent
+            case JoinNode() if node in self._agents and not self._is_missed(node):
+                connection.send(frame(NodeTaken()))
+                connection.close()
             case JoinNode():
-                setup, shares, known = self._run.setup, self._run.shares, 0 < node < self._run.setup.nodes
-                if known:
-                    self._agents[node] = connection
-                connection.send(frame(NodeSetup(tuple(map(len, shares)), setup.device, setup.transport,
-                                                tuple(shares[node]) if known else (), self._run.config,
-                                                setup.first_iteration)))
+                self._admit_node(connection, node)
+            case Leaving() if self._agents.get(node) is connection \
+                    and message.worker in self._processes.workers_of(node):
+                self._coordinator.leaving(message.worker)
             case Ended() if self._agents.get(node) is connection and message.worker in self._processes.workers_of(node):
                 self._process_ended(message)
+
+    def _admit_node(self, connection: Connection, node: int) -> None:
+        """Have a node start its workers: those of one that is started again come in as any that return."""
+        setup, shares, known = self._run.setup, self._run.shares, 0 < node < self._run.setup.nodes
+        if known:
+            before = self._agents.get(node)
+            self._agents[node] = connection
+            if before is not None:
+                before.close()
+            self._processes.node_started(node)
+        connection.send(frame(NodeSetup(
+            tuple(map(len, shares)), setup.device, setup.transport, tuple(shares[node]) if known else (),
+            self._run.config, setup.first_iteration, restarted=self._coordinator.number > 0)))
+
+    def _is_missed(self, node: int) -> bool:
+        """Whether all workers of a node have been given up: its machine may be gone without a word."""
+        workers = self._processes.workers_of(node)
+        return bool(workers) and all(worker in self._given_up and worker not in self._workers for worker in workers)
 
     def _disconnected(self, connection: Connection) -> None:
         """A connection has ended, and all messages that came over it have been handled."""
@@ -266,7 +372,9 @@ class EventLoop:
             for worker in self._processes.workers_of(peer):
                 # An agent that has lost the coordinator, or has died, ends its workers.
                 if worker in self._monitor:
-                    self._lose(worker, f"worker {worker} is gone with node {peer}")
+                    self._give_up(worker, f"worker {worker} is gone with node {peer}")
+                elif worker in self._workers:  # it was not ready yet
+                    self._workers.pop(worker).close()
 
     def _read_ends(self) -> None:
         try:
@@ -290,12 +398,15 @@ class EventLoop:
 
     def _handle_end(self, ended: Ended) -> None:
         """A process has ended, and all its messages have been handled."""
-        self._lose(ended.worker, self._describe(ended))
+        if ended.worker in self._given_up:
+            self._given_up.remove(ended.worker)
+        else:
+            self._lose(ended.worker, self._describe(ended))
         self._processes.ended(ended.worker)
 
     def _give_up_silent(self) -> None:
         for worker, heard in self._monitor.missed():
-            self._lose(worker, f"worker {worker} stopped answering", heard)
+            self._give_up(worker, f"worker {worker} stopped answering", heard)
             self._processes.kill(worker)
 
     def _require_all_there(self) -> None:
@@ -303,12 +414,19 @@ class EventLoop:
         missing = self._coordinator.awaited
         if missing:
             others = f", nor are {len(missing) - 1} others" if missing[1:] else ""
-            raise RunError(f"worker {missing[0]} is not there after {JOIN_TIMEOUT.total_seconds():.0f} s{others}")
+            raise RunError(f"worker {missing[0]} is not there after {self._run.join_timeout_seconds:.0f} s{others}")
 
     def _commit(self, committed: Iterator[tuple[int, float]]) -> None:
         for iteration, loss in committed:
             self._losses.write(iteration, loss)
             self._processes.committed(iteration)
+            self._coordinator.committed()
+            self._stall.progressed()
+
+    def _give_up(self, worker: Worker, reason: str, since: float = 0.0) -> None:
+        """Count a worker as lost whose process may not have ended."""
+        self._given_up.add(worker)
+        self._lose(worker, reason, since)
 
     def _lose(self, worker: Worker, reason: str, since: float = 0.0) -> None:
         """Count a worker as lost, and close its connection."""
@@ -321,7 +439,8 @@ class EventLoop:
             self._put(lambda: self._handle_end(ended))
         if not self._coordinator.left:
             injected = [at for index, at in self._injected.items() if self._run.injections[index].worker == worker]
-            self._coordinator.lost(worker, reason, max([since, *injected]) or time.monotonic())
+            if not self._coordinator.lost(worker, reason, max([since, *injected]) or time.monotonic()):
+                self._note(f"{reason}, before it took part")
 
     def _compare_corpus(self, report: Ready) -> None:
         self._corpora.setdefault(report.corpus, report.worker)

@@ -9,6 +9,8 @@ from typing import Self
 
 import msgspec
 
+from schedules.files import write_atomically
+
 Progress = Callable[[int, float], None]
 """Called with the number and the loss of each iteration that is committed, in order."""
 
@@ -27,9 +29,8 @@ class LossFile:
                     if msgspec.json.decode(line)["iteration"] < first:
                         kept.append(line + "\n")
         self._progress = progress
-        self._file = path.open("w")
-        self._file.writelines(kept)
-        self._file.flush()
+        write_atomically(path, "".join(kept).encode())  # whoever is killed here has lost none
+        self._file = path.open("a")
 
     def write(self, iteration: int, loss: float) -> None:
         """Enter the next iteration."""

@@ -1,4 +1,4 @@
-"""Schedules for the workers that are left: looked up or planned in a thread, since that may take seconds."""
+"""Schedules for the workers that are left: looked up or planned in threads, since that may take seconds."""
 
 import asyncio
 import contextlib
@@ -19,11 +19,14 @@ class NoScheduleError(RuntimeError):
 Scheduler = Callable[[tuple[Worker, ...]], Schedule]
 """The schedule to use when these workers are down, of the same job as the first one. Raises NoScheduleError.
 
-Called from the planning thread, one call at a time."""
+Called from planning threads, up to `AT_ONCE` at a time."""
+
+AT_ONCE = 2
+"""A schedule for which all wait does not wait for one that a join needs, or that another death has made useless."""
 
 
 class ScheduleService:
-    """Asks a `Scheduler` for one schedule at a time, and keeps the answers until `forget`.
+    """Asks a `Scheduler` for schedules, and keeps the answers until `forget`.
 
     Parameters
     ----------
@@ -37,18 +40,18 @@ class ScheduleService:
         self._scheduler = scheduler
         self._answered = answered
         self._answers: dict[tuple[Worker, ...], Schedule | BaseException] = {}
-        self._asked: tuple[Worker, ...] | None = None
-        """The failures for which the thread is finding a schedule."""
+        self._asked: set[tuple[Worker, ...]] = set()
+        """The failures for which threads are finding schedules."""
 
     def get(self, down: tuple[Worker, ...]) -> Schedule | None:
         """The schedule for these failures; None: it is being found, call again when `answered` has been called.
 
-        Raises what the scheduler has raised. One schedule is found at a time.
+        Raises what the scheduler has raised.
         """
         answer = self._answers.get(down)
         if isinstance(answer, BaseException):
             raise answer
-        if answer is None and self._asked is None:
+        if answer is None and down not in self._asked and len(self._asked) < AT_ONCE:
             self._ask(down)
         return answer
 
@@ -57,7 +60,8 @@ class ScheduleService:
         self._answers.clear()
 
     def _ask(self, down: tuple[Worker, ...]) -> None:
-        self._asked, loop = down, asyncio.get_running_loop()
+        self._asked.add(down)
+        loop = asyncio.get_running_loop()
 
         def work() -> None:
             answer: Schedule | BaseException
@@ -72,5 +76,6 @@ class ScheduleService:
         threading.Thread(target=work, daemon=True, name="planning").start()
 
     def _take(self, down: tuple[Worker, ...], answer: Schedule | BaseException) -> None:
-        self._answers[down], self._asked = answer, None
+        self._answers[down] = answer
+        self._asked.remove(down)
         self._answered()

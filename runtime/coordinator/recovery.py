@@ -20,25 +20,35 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     live: int
     """Workers that take part from then on."""
     seconds: float
-    """From the first death, or from when all had stopped, until the first worker began its first op."""
+    """The pause: from the first death, or from when all had stopped, until the first worker began its first op."""
+    broken: str | None = None
+    """Where it began with a connection that broke: who lost it, to whom, and why."""
     meanwhile: int = 0
     """Iterations that were committed while layers were fetched for it."""
+    commit_gap_seconds: float | None = None
+    """From the last commit before to the first one after: the pause, what was lost, and an iteration. None: there were
+    not both in this run."""
 
     def __str__(self) -> str:
         back = [f"worker {worker} is back" for worker in self.returned]
-        causes = ", ".join([*self.reasons, *back]) or "a connection broke"
+        causes = ", ".join([*self.reasons, *back]) or self.broken or "a connection broke"
         return f"{causes}: iteration {self.iteration} runs on {self.live} workers, {self.seconds:.2f} s later"
 
 
 class RecoveryClock:
-    """Measures a recovery, which may take several orders."""
+    """Measures recoveries, each of which may take several orders."""
 
     def __init__(self) -> None:
         self._began: float | None = None
         self._ordered = 0.0
         self._dead: list[tuple[Worker, str]] = []
+        self._broken: str | None = None
         self._returned: set[Worker] = set()
         self._meanwhile = 0
+        self._committed: float | None = None
+        self._without_gap = 0
+        """Recoveries, the last ones, after which nothing has been committed."""
+        self.recoveries: list[Recovery] = []
 
     def lost(self, worker: Worker, reason: str, since: float) -> None:
         """A member is gone, since a time by time.monotonic. Time before the last order does not count."""
@@ -52,6 +62,11 @@ class RecoveryClock:
         if self._began is None:
             self._began = time.monotonic()
 
+    def broke(self, worker: Worker, reason: str) -> None:
+        """A member has lost a connection. What others then lose follows from it."""
+        self.begin()
+        self._broken = self._broken or f"worker {worker} lost a connection, {reason}"
+
     def ordered(self, returned: Collection[Worker], meanwhile: int) -> None:
         """An order is given, with workers that come in."""
         self._returned.update(returned)
@@ -64,6 +79,17 @@ class RecoveryClock:
         recovery = Recovery(
             iteration=iteration, dead=tuple(worker for worker, _ in self._dead), live=live,
             returned=tuple(sorted(self._returned)), reasons=tuple(reason for _, reason in self._dead),
-            seconds=time.monotonic() - self._began, meanwhile=self._meanwhile)
-        self._began, self._dead, self._returned = None, [], set()
+            seconds=time.monotonic() - self._began, broken=self._broken, meanwhile=self._meanwhile)
+        self._began, self._dead, self._broken, self._returned = None, [], None, set()
+        self.recoveries.append(recovery)
+        self._without_gap += 1
         return recovery
+
+    def committed(self) -> None:
+        """An iteration was committed."""
+        now = time.monotonic()
+        if self._without_gap and self._committed is not None:
+            gap = now - self._committed
+            self.recoveries[-self._without_gap:] = [msgspec.structs.replace(one, commit_gap_seconds=gap)
+                                                 for one in self.recoveries[-self._without_gap:]]
+        self._committed, self._without_gap = now, 0

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,9 +30,11 @@ MANIFEST = "manifest.json"
 KEEP = 2
 _COMPLETE = re.compile(r"iteration-(\d{1,18})")
 _SAVING = re.compile(r"\.saving-(\d{1,18})")
+_TEMPORARY = re.compile(r"\.(layer-\d{4,7}|manifest\.json)[-.]")
 
 LayerState = Mapping[str, Tensor]
 """What `StageOptimizer.layer_state` gives."""
+Ended = Callable[["CheckpointError | None"], None]
 
 
 class CheckpointError(DocumentError):
@@ -92,8 +94,9 @@ class Saving:
     """A checkpoint being written by this worker, in a thread of its own."""
 
     def __init__(self, folder: Path, iteration: int, layers: Mapping[int, LayerState],
-                 identity: Mapping[str, Any]) -> None:
+                 identity: Mapping[str, Any], ended: Ended) -> None:
         self._error: CheckpointError | None = None
+        self._ended = ended
         self._thread = threading.Thread(target=self._run, args=(folder, iteration, layers, identity), daemon=True)
         self._thread.start()
 
@@ -115,17 +118,20 @@ class Saving:
         except OSError as error:
             self._error = CheckpointError(f"{error.filename or folder}: checkpoint of iteration {iteration} cannot be "
                                           f"written: {error.strerror or error}; earlier ones are untouched")
+        self._ended(self._error)
 
 
-def save(folder: Path, iteration: int, layers: Mapping[int, LayerState], identity: Mapping[str, Any]) -> Saving:
+def save(folder: Path, iteration: int, layers: Mapping[int, LayerState], identity: Mapping[str, Any],
+         ended: Ended = lambda _: None) -> Saving:
     """Start to write this worker's share of a checkpoint; training goes on.
 
     The tensors are copied to host memory before this returns. Each layer of the model must be saved by some worker,
-    and should be by one only. `iteration` counts the iterations done. Errors come with `Saving.wait`.
+    and should be by one only. `iteration` counts the iterations done. Errors come with `Saving.wait`. `ended` is
+    called from a thread when this share is on the disk, with None, or has failed, with the error.
     """
     copied = {layer: {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
               for layer, state in layers.items()}
-    return Saving(folder, iteration, copied, identity)
+    return Saving(folder, iteration, copied, identity, ended)
 
 
 def latest(folder: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint | None:
@@ -154,6 +160,26 @@ def load(checkpoint: Checkpoint, layers: Iterable[int]) -> dict[int, dict[str, T
     return {layer: _load(checkpoint, layer) for layer in layers}
 
 
+def tidy(folder: Path) -> None:
+    """Remove what killed writers have left: checkpoints half written or half removed, and temporary files in others.
+
+    No writer may be alive.
+    """
+    for pattern in (_SAVING, _COMPLETE):
+        for path in _named(folder, pattern).values():
+            if pattern is _SAVING or not (path / MANIFEST).exists():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                _drop_unnamed(path)
+
+
+def drop_newer(folder: Path, iteration: int) -> None:
+    """Remove the checkpoints of later iterations."""
+    for number, path in _numbered(folder, _COMPLETE).items():
+        if number > iteration:
+            _remove(path)
+
+
 def _load(checkpoint: Checkpoint, layer: int) -> dict[str, Tensor]:
     if not 0 <= layer < len(checkpoint.manifest.layers):
         raise CheckpointError(f"{checkpoint.path}: has {len(checkpoint.manifest.layers)} layers, and no layer {layer}")
@@ -173,6 +199,9 @@ def _write(folder: Path, iteration: int, layers: Mapping[int, LayerState], ident
         return
     saving = folder / f".saving-{iteration}"
     saving.mkdir(parents=True, exist_ok=True)
+    unfinished = _numbered(folder, _SAVING)
+    for number in sorted(unfinished)[:-KEEP]:  # as where not all nodes see the same folder: none is ever complete
+        shutil.rmtree(unfinished[number], ignore_errors=True)
     written: list[Path] = []
     try:
         for layer, state in layers.items():
@@ -208,8 +237,10 @@ def _complete(folder: Path, saving: Path, iteration: int, identity: dict[str, An
     whole = Manifest(iteration=iteration, identity=identity, layers=tuple(files))
     write_atomically(saving / MANIFEST, msgspec.json.encode(whole))
     _sync(saving)
-    saving.rename(folder / f"iteration-{iteration}")
+    complete = folder / f"iteration-{iteration}"
+    saving.rename(complete)
     _sync(folder)
+    _drop_unnamed(complete)
     _sweep(folder, iteration)
 
 
@@ -218,16 +249,38 @@ def _sweep(folder: Path, iteration: int) -> None:
     complete = _numbered(folder, _COMPLETE)
     old = [path for number, path in _numbered(folder, _SAVING).items() if number <= iteration]
     for path in (*old, *(complete[number] for number in sorted(complete)[:-KEEP])):
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
         (path / MANIFEST).unlink(missing_ok=True)  # first: without it, what is left is no checkpoint
-        shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _drop_unnamed(path: Path) -> None:
+    """Remove from a complete checkpoint the files of layers that were saved anew, and temporary ones.
+
+    A worker that is still writing one of them finds that the checkpoint is complete.
+    """
+    with contextlib.suppress(CheckpointError, OSError):
+        named = {one.file for one in open_checkpoint(path).manifest.layers}
+        for file in path.iterdir():
+            if _TEMPORARY.match(file.name) or (file.suffix == ".safetensors" and file.name not in named):
+                file.unlink(missing_ok=True)
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    return {number: path for number, path in _named(folder, pattern).items()
+            if pattern is _SAVING or (path / MANIFEST).exists()}
+
+
+def _named(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
     found = {}
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for path in folder.iterdir():
             match = pattern.fullmatch(path.name)
-            if match and (pattern is _SAVING or (path / MANIFEST).exists()):
+            if match:
                 found[int(match[1])] = path
     return found
 

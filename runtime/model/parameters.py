@@ -1,5 +1,6 @@
 """The parameters that a run leaves: one safetensors file a layer, `parameters/layer-NNNN.safetensors`."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def save_layer(out: Path, layer: int, state: Mapping[str, Tensor]) -> None:
     """Write a layer's parameters and buffers, whole or not at all. Raises OSError."""
     path = layer_path(out, layer)
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".draft")
+    draft = path.with_name(f".{path.stem}-{os.getpid()}")
     write_tensors(draft, state)
     draft.replace(path)
 

@@ -101,9 +101,12 @@ class ForkServer:
     def __init__(self) -> None:
         # A session of its own: Ctrl-C reaches the launcher only, which then ends the others. -P: nothing is imported
         # from the working directory (`runtime.model.object_reference` adds it where the job names code of its own).
+        # SIGTERM, which schedulers send to all processes, stays blocked there, and in a worker until that handles it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "runtime.processes.fork_server"], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, bufsize=0, env=environment(**ONE_THREAD), start_new_session=True)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._lines = _Lines(self._process.stdout.fileno())
         self._selector = selectors.DefaultSelector()

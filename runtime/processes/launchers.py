@@ -6,16 +6,20 @@ there are as many processes as workers. The node's process outlives its workers,
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
-from torch.distributed import DistError
+from torch.distributed import DistError, DistStoreError
 
 from runtime.errors import first_line
 from runtime.protocol.rendezvous import Rendezvous, RendezvousError, connect_store
 
+TELL_SECONDS = 30.0
+"""How often a node that waits says so."""
 DEFAULT_PORT = 29500
 """torch's own; only where MASTER_PORT is not set."""
 
@@ -111,14 +115,22 @@ def announce(here: Launched, opened: Rendezvous) -> None:
             raise RendezvousError(f"torchrun at {here.master} is gone: {first_line(error)}") from None
 
 
-def find(here: Launched, timeout: timedelta) -> Rendezvous:
-    """Where node 0 listens, once it does. Raises RendezvousError."""
+def find(here: Launched, timeout_seconds: float, waiting: Callable[[str], None] = lambda _: None) -> Rendezvous:
+    """Where node 0 listens, once it does; `waiting` is called now and then until then. Raises RendezvousError."""
     assert here.master is not None
     if not here.agent:
         return here.master
-    store = connect_store(here.master, timeout)
+    deadline = time.monotonic() + timeout_seconds
+    store = connect_store(here.master, timedelta(seconds=timeout_seconds))
     try:
-        store.wait([_key(here)], timeout)
+        while not store.check([_key(here)]):
+            waiting(f"waiting for node 0 to say to torchrun at {here.master} where it is")
+            left = deadline - time.monotonic()
+            with suppress(DistStoreError):
+                store.wait([_key(here)], timedelta(seconds=max(0.001, min(left, TELL_SECONDS))))
+            if left <= 0:
+                raise RendezvousError(f"node 0 has not said to torchrun at {here.master} where it is, in "
+                                      f"{timeout_seconds:.0f} s")
         return Rendezvous.parse(store.get(_key(here)).decode())
     except (DistError, ValueError) as error:
         raise RendezvousError(f"node 0 has not said to torchrun at {here.master} where it is: "

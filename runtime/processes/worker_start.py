@@ -18,11 +18,10 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     secret: Secret
     """What all who take part in the run know."""
     out: str
-    """The run's folder: parameters go to `parameters/`, what the process prints to `logs/`."""
+    """The run's folder: parameters go to `parameters/`, what the process prints to `logs/`, checkpoints to
+    `checkpoints/`."""
     resume: str | None = None
     """Folder of the checkpoint to start from."""
-    checkpoints: str | None = None
-    """Folder to save checkpoints in."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):

@@ -23,6 +23,10 @@ MAX_BYTES = 2**28
 """Of a message; a schedule is the largest."""
 RETRY_SECONDS = 0.05
 """Between two attempts to connect."""
+FIRST_ATTEMPT_SECONDS, ATTEMPT_SECONDS = 1.0, 10.0
+"""How long one may take: where no packet comes back, the system would try for minutes."""
+TELL_SECONDS = 30.0
+"""How often it is said that nobody answers."""
 SILENT_SECONDS = 60
 """A peer whose machine acknowledges nothing for so long is gone (Linux)."""
 ANSWER_SECONDS = 60.0
@@ -115,15 +119,15 @@ class Frames:
 class Channel(Generic[T]):
     """A worker's or node agent's end of its connection to the coordinator. One thread reads, any thread may send.
 
-    Connects when it is made, waiting up to `timeout_seconds` for the coordinator to listen, and sends `hello`. Raises
-    RendezvousError.
+    Connects when it is made, waiting up to `timeout_seconds` for the coordinator to listen, and sends `hello`.
+    `waiting` is called with a line at once where that takes time, and every 30 s. Raises RendezvousError.
     """
 
     def __init__(self, address: Rendezvous, secret: Secret, hello: msgspec.Struct, decode: Callable[[bytes], T],
-                 timeout_seconds: float) -> None:
+                 timeout_seconds: float, waiting: Callable[[str], None] = lambda _: None) -> None:
         self._decode = decode
         self._sending = threading.Lock()
-        self._socket = _connect(address, timeout_seconds)
+        self._socket = _connect(address, timeout_seconds, waiting)
         self._early: list[T] = []
         try:
             self._tags, receiving = introduce(self._socket, secret, "control", frame(hello).tagged)
@@ -170,15 +174,18 @@ class Channel(Generic[T]):
         except ProtocolError as error:
             raise RendezvousError(f"node 0 sent what makes no sense: {error}") from None
 
-    def wait_for(self, kind: type[M]) -> M:
-        """The coordinator's first message. Raises RendezvousError, also where it does not come in `ANSWER_SECONDS`."""
+    def wait_for(self, *kinds: type[M]) -> M:
+        """The coordinator's first message, of one of these types.
+
+        Raises RendezvousError, also where it does not come in `ANSWER_SECONDS`.
+        """
         deadline = time.monotonic() + ANSWER_SECONDS
         while not self._early:
             if time.monotonic() > deadline:
                 raise _gone("it takes too long to answer")
             self._early = self.read()
         first = self._early.pop(0)
-        if not isinstance(first, kind):
+        if not isinstance(first, kinds):
             raise RendezvousError(f"node 0 sent what makes no sense: {type(first).__name__} first")
         return first
 
@@ -202,13 +209,17 @@ def keep_alive(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_SECONDS)
 
 
-def _connect(address: Rendezvous, timeout_seconds: float) -> socket.socket:
-    deadline = time.monotonic() + timeout_seconds
+def _connect(address: Rendezvous, timeout_seconds: float, waiting: Callable[[str], None]) -> socket.socket:
+    deadline, tell, attempt = time.monotonic() + timeout_seconds, 0.0, FIRST_ATTEMPT_SECONDS
     while True:
         try:
-            connection = socket.create_connection((address.host, address.port),
-                                                  max(RETRY_SECONDS, deadline - time.monotonic()))
+            connection = socket.create_connection(
+                (address.host, address.port), min(attempt, max(RETRY_SECONDS, deadline - time.monotonic())))
         except OSError as error:
+            if time.monotonic() >= tell:
+                waiting(f"waiting for node 0 at {address}: {error.strerror or first_line(error)}")
+                tell = time.monotonic() + TELL_SECONDS
+            attempt = ATTEMPT_SECONDS
             if time.monotonic() > deadline:
                 raise RendezvousError(f"cannot reach the meeting point {address} within {timeout_seconds:.0f} s: "
                                       f"{error.strerror or first_line(error)}") from None

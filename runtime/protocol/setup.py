@@ -1,6 +1,5 @@
 """What a worker must know before its first order."""
 
-from datetime import timedelta
 from typing import Literal
 
 import msgspec
@@ -11,7 +10,7 @@ from runtime.protocol.failure_injection import Injection
 from runtime.protocol.rendezvous import Rendezvous
 from runtime.replay.communication import Transport
 
-JOIN_TIMEOUT = timedelta(minutes=10)
+JOIN_TIMEOUT_SECONDS = 600.0
 """For all workers to be there: on several machines, people start them."""
 
 
@@ -59,8 +58,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     heartbeat_timeout_seconds: float
     fetch_bytes_per_second: float | None = None
     """How fast a layer goes to each worker that fetches it while all train, at most."""
-    checkpoint_every: int = 0
-    """Iterations from one checkpoint to the next; 0: none."""
+    checkpoint_every: int | None = None
+    """Iterations from one checkpoint to the next; None: the coordinator says when (`Acknowledged`)."""
     injections: tuple[tuple[int, Injection], ...] = ()
     """This worker's failures on purpose that have not happened yet, by their index among all."""
 

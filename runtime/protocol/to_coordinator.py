@@ -107,6 +107,15 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     """Of each of its parameters, by name; those who hold the same ones must agree."""
 
 
+class Saved(msgspec.Struct, frozen=True, tag=True):
+    """A worker has written its layers of a checkpoint, or could not, which a `Note` tells."""
+
+    worker: Worker
+    iteration: int
+    seconds: float
+    """From when it began to copy them."""
+
+
 class Note(msgspec.Struct, frozen=True, tag=True):
     """A line for people, about something that training survives."""
 
@@ -121,6 +130,23 @@ class Injected(msgspec.Struct, frozen=True, tag=True):
     index: int
     at: float
     """By the clock that all processes of a machine share (time.monotonic)."""
+
+
+class Status(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `ReportStatus`: what a worker does."""
+
+    worker: Worker
+    doing: str
+    seconds: float
+    """For how long."""
+    waits: bool
+    """Whether for somebody else; else it computes, or does something else of its own."""
+
+
+class Leaving(msgspec.Struct, frozen=True, tag=True):
+    """A worker, or the node that it is on, was told to end by somebody else (SIGTERM), and waits for `Leave`."""
+
+    worker: Worker
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -142,8 +168,8 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 FromWorker = (JoinWorker | Heartbeat | Ready | Started | Ran | Validated | Paused
-              | FetchUpToDate | FetchFailed | Finished | Note | Injected | Failed)
-FromNodeAgent = JoinNode | Ended
+              | FetchUpToDate | FetchFailed | Finished | Saved | Note | Injected | Leaving | Status | Failed)
+FromNodeAgent = JoinNode | Leaving | Ended
 ToCoordinator = FromWorker | FromNodeAgent
 
 decode: Decoder[ToCoordinator] = Decoder(ToCoordinator)

@@ -27,6 +27,12 @@ class NodeSetup(msgspec.Struct, frozen=True, tag=True):
     """Node 0's: the agent compares it with its own job file, which is what it runs."""
     first_iteration: int
     """That of the checkpoint to go on from, which the agent's own command line names; 0: from the start."""
+    restarted: bool = False
+    """Whether the run has been going on without them."""
+
+
+class NodeTaken(msgspec.Struct, frozen=True, tag=True):
+    """The other answer to `JoinNode`: that node is there already, or has not been missed yet. Ask again later."""
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag=True):
@@ -54,6 +60,6 @@ class RunEnded(msgspec.Struct, frozen=True, tag=True):
     """None: all iterations are done."""
 
 
-ToNodeAgent = NodeSetup | StartWorker | KillWorker | StillRunning | RunEnded
+ToNodeAgent = NodeSetup | NodeTaken | StartWorker | KillWorker | StillRunning | RunEnded
 
 decode: Decoder[ToNodeAgent] = Decoder(ToNodeAgent)

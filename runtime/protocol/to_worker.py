@@ -57,6 +57,8 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One after the last."""
     writers: tuple[tuple[int, Worker], ...]
     """Each layer, and the worker that writes it."""
+    parameters: bool = True
+    """Whether to write the final parameters; else a checkpoint only, as where the run ends early."""
     factor: Factor | None = None
 
 
@@ -76,6 +78,8 @@ class Acknowledged(msgspec.Struct, frozen=True, tag=True):
     order: int
     iteration: int
     stop: bool = False
+    save: bool = False
+    """Save a checkpoint of the state before the next iteration."""
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -95,7 +99,11 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Where each source listens (`runtime.worker.layer_sender`)."""
 
 
+class ReportStatus(msgspec.Struct, frozen=True, tag=True):
+    """Sent when nothing has been committed for long: say what you do (`Status`)."""
+
+
 Order = Train | Finish
-ToWorker = Setup | Train | Finish | Leave | EndOrder | Acknowledged | Fetch
+ToWorker = Setup | Train | Finish | Leave | EndOrder | Acknowledged | Fetch | ReportStatus
 
 decode: Decoder[ToWorker] = Decoder(ToWorker)

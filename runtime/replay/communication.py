@@ -227,7 +227,7 @@ class Communicator:
 @contextmanager
 def _told_in_one_line(what: str) -> Iterator[None]:
     """Turn what a process group raises into one line that says what was going on."""
-    OPEN_CALLS.begin()
+    OPEN_CALLS.begin(what)
     try:
         yield
     except RuntimeError as error:

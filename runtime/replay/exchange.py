@@ -135,7 +135,7 @@ class Exchange:
         if transfer.source == self._worker:
             self._leaving.append(self._communicator.send(self._ready.pop(number), transfer.target, tag))
         else:
-            shape, dtype = self._form(transfer.kind, transfer.stage)
+            shape, dtype = self._form(transfer.kind, transfer.slice)
             self._arriving[number] = self._communicator.receive(shape, dtype, transfer.source, tag)
 
     def _transfer(self, number: int) -> tuple[int, Transfer]:
@@ -150,4 +150,4 @@ class Exchange:
 
 
 def _name(transfer: Transfer) -> TensorName:
-    return TensorName(transfer.kind, transfer.stage, transfer.pipeline, transfer.microbatch)
+    return TensorName(transfer.kind, transfer.slice, transfer.pipeline, transfer.microbatch)

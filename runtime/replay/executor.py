@@ -130,16 +130,16 @@ class Executor:
             self._steps.step(self._iteration)
 
     def _stage(self, op: Op) -> StageModule:
-        assert op.stage is not None
-        return self._stages[op.stage]
+        assert op.slice is not None
+        return self._stages[op.slice]
 
     def _microbatch(self, op: Op) -> Microbatch:
         assert op.pipeline is not None and op.microbatch is not None
         return Microbatch(self._iteration, op.pipeline, op.microbatch)
 
     def _take(self, kind: TensorKind, op: Op) -> Tensor:
-        assert op.stage is not None
-        return self._exchange.take(self._round, self._name(kind, op, op.stage))
+        assert op.slice is not None
+        return self._exchange.take(self._round, self._name(kind, op, op.slice))
 
     def _give(self, kind: TensorKind, op: Op, stage: int, tensor: Tensor) -> None:
         self._exchange.give(self._round, self._name(kind, op, stage), tensor)

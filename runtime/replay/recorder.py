@@ -69,7 +69,7 @@ class Recorder:
 
     def ops(self) -> tuple[MeasuredOp, ...]:
         """The ops of a traced iteration, in shared seconds; call `window_seconds` before."""
-        return tuple(MeasuredOp(op.worker, op.kind, op.stage, op.pipeline, op.microbatch, self._seconds(start),
+        return tuple(MeasuredOp(op.worker, op.kind, op.slice, op.pipeline, op.microbatch, self._seconds(start),
                                 self._seconds(end)) for op, start, end in self._ops)
 
     def _stamp(self) -> Stamp:

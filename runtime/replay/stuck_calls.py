@@ -6,38 +6,51 @@ a lock that the event loop may be waiting for. Nothing releases it. It is rare, 
 
 import threading
 import time
+from typing import NamedTuple
 
 
 class AbandonedError(RuntimeError):
     """The call has returned after the thread was left behind: it must change nothing."""
 
 
+class OpenCall(NamedTuple):
+    """A call that has not returned."""
+
+    what: str
+    began: float
+    """By time.monotonic."""
+
+
 class OpenCalls:
     """Which threads are inside a call, since when."""
 
     def __init__(self) -> None:
-        self._since: dict[int, float] = {}
+        self._calls: dict[int, OpenCall] = {}
         self._abandoned: set[int] = set()
 
-    def begin(self) -> None:
+    def begin(self, what: str) -> None:
         """This thread makes a call."""
-        self._since[threading.get_ident()] = time.monotonic()
+        self._calls[threading.get_ident()] = OpenCall(what, time.monotonic())
 
     def end(self) -> None:
         """The call is over. Raises AbandonedError."""
         thread = threading.get_ident()
-        self._since.pop(thread, None)
+        self._calls.pop(thread, None)
         if thread in self._abandoned:
             self._abandoned.discard(thread)
             raise AbandonedError("nobody waits any more")
 
+    def of(self, thread: int) -> OpenCall | None:
+        """The call that a thread is inside of."""
+        return self._calls.get(thread)
+
     def abandon(self, thread: int, seconds: float) -> bool:
         """Whether a thread has been in one call for so long; then it ends with an error if it ever comes out of it."""
-        began = self._since.get(thread)
-        if began is None or time.monotonic() - began < seconds:
+        call = self._calls.get(thread)
+        if call is None or time.monotonic() - call.began < seconds:
             return False
         self._abandoned.add(thread)
-        if self._since.get(thread) == began:
+        if self._calls.get(thread) is call:
             return True
         self._abandoned.discard(thread)  # it has just come out
         return False

@@ -1,14 +1,20 @@
 """Checkpointer: when a worker writes checkpoints, and of which layers."""
 
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
 from runtime.model.checkpoint import CheckpointError, Saving, identity_of, save
 from runtime.processes.worker_start import NodeSettings
+from runtime.protocol.rendezvous import RendezvousError
 from runtime.protocol.setup import Setup
+from runtime.protocol.to_coordinator import Note, Saved
 from runtime.protocol.to_worker import Finish
+from runtime.run_folder import CHECKPOINTS
 from runtime.worker.stage_store import StageStore
 from schedules.schedule import Worker
 
@@ -16,29 +22,37 @@ from schedules.schedule import Worker
 class Checkpointer:
     """Saves what is committed, every few iterations and at the end. One worker of each stage does so.
 
-    A checkpoint that cannot be written ends no training: `notify` is called with the reason, and the earlier ones stay.
+    A checkpoint that cannot be written ends no training: the coordinator is told the reason, and the earlier ones stay.
     """
 
     def __init__(self, setup: Setup, settings: NodeSettings, layers: int, worker: Worker,
-                 notify: Callable[[str], None]) -> None:
-        self._folder = None if settings.checkpoints is None else Path(settings.checkpoints)
+                 tell: Callable[[Note | Saved], None]) -> None:
+        self._folder = None if setup.checkpoint_every == 0 else Path(settings.out) / CHECKPOINTS
         self._every = setup.checkpoint_every
         self._first = setup.first_iteration
         self._identity = identity_of(settings.config, layers)
         self._worker = worker
-        self._notify = notify
+        self._tell = tell
+        self._asked: int | None = None
         self._saving: Saving | None = None
 
     def due(self, iteration: int) -> bool:
         """Whether the state before an iteration is to be saved."""
+        if self._every is None:
+            return iteration == self._asked
         return self._folder is not None and self._every > 0 and iteration > self._first \
             and iteration % self._every == 0
+
+    def ask(self, iteration: int) -> None:
+        """The coordinator wants the state before an iteration."""
+        self._asked = iteration
 
     def save(self, iteration: int, states: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Begin to save layers as they are before an iteration; returns once they are copied."""
         self._wait()
         if self._folder is not None and states:
-            self._saving = save(self._folder, iteration, states, self._identity)
+            self._saving = save(self._folder, iteration, states, self._identity,
+                                partial(self._ended, iteration, time.monotonic()))
 
     def save_last(self, order: Finish, stage_store: StageStore) -> None:
         """Save, to the end, the layers that an order gives to this worker."""
@@ -49,7 +63,12 @@ class Checkpointer:
     def _wait(self) -> None:
         saving, self._saving = self._saving, None
         if saving is not None:
-            try:
+            with suppress(CheckpointError):  # which has been told
                 saving.wait()
-            except CheckpointError as error:
-                self._notify(str(error))
+
+    def _ended(self, iteration: int, began: float, error: CheckpointError | None) -> None:
+        """In the thread that has written, or has failed to."""
+        with suppress(RendezvousError):  # when node 0 is gone, the main thread finds out by itself
+            if error is not None:
+                self._tell(Note(self._worker, str(error)))
+            self._tell(Saved(self._worker, iteration, time.monotonic() - began))

@@ -23,7 +23,7 @@ from runtime.protocol.channel import Channel
 from runtime.protocol.failure_injection import Injector
 from runtime.protocol.rendezvous import RendezvousError
 from runtime.protocol.setup import Setup
-from runtime.protocol.to_coordinator import Paused, Ran, Started, Validated
+from runtime.protocol.to_coordinator import Paused, Ran, Started, Status, Validated
 from runtime.protocol.to_worker import Acknowledged, Factor, Order, ToWorker, Train
 from runtime.replay.communication import CommunicationError, Communicator, Membership
 from runtime.replay.exchange import Exchange
@@ -46,6 +46,8 @@ MEETING_SECONDS = 0.1
 """Making a process group can block where nothing can be cut yet: on a peer that died before it connected."""
 ANSWER_SECONDS = 600.0
 """The coordinator acknowledges an iteration in a millisecond."""
+_WAITS = "waits"
+"""What a generation that waits for others says that it does begins so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +99,8 @@ class Generation:
         """The next order has come: no peer reads from the connections any more."""
         self._ended_at: float | None = None
         self._paused = False
+        self._doing: tuple[str | tuple[int, int], float] = "begins an order", time.monotonic()
+        """What `run` does, or the iteration and the place of an op in the program; since when."""
 
     @property
     def number(self) -> int:
@@ -132,6 +136,20 @@ class Generation:
             self._communicator = None  # the thread keeps it: dropping what is stuck would not return
             self._say_paused("stuck in a process group")
 
+    def status(self) -> Status:
+        """What `run` does at this moment."""
+        if self._paused:
+            return Status(self._worker, "waits for the next order", 0.0, waits=True)
+        doing, since = self._doing
+        if not isinstance(doing, str):
+            iteration, place = doing
+            doing = f"iteration {iteration}, {self._schedule.ops(self._worker)[place]}"
+        call = None if self._thread is None else OPEN_CALLS.of(self._thread.ident or 0)
+        if call is not None:
+            doing, since = f"{doing}: {call.what}", call.began
+        return Status(self._worker, doing, time.monotonic() - since,
+                      waits=call is not None or doing.startswith(_WAITS))
+
     def run(self) -> None:
         """Carry out the order, and report how it ended; then close the connections, once no peer reads from them.
 
@@ -143,6 +161,7 @@ class Generation:
         try:
             self._context.injector.at(self._order.first_iteration, "ordered")
             self._connections.require()
+            self._does("meets the other workers")
             self._communicator = self._meet()
             self._connections.made()
             self._iterate(self._communicator)
@@ -157,15 +176,21 @@ class Generation:
             communicator.drop()
 
     def leave(self, order: Order) -> None:
-        """The next order has come: close the connections, and go back to the last committed iteration."""
+        """The next order has come: go back to the last committed iteration.
+
+        The order came after `Paused`, so that `run` changes nothing any more. It closes the connections meanwhile:
+        gloo takes 10 ms and more for that.
+        """
+        assert self._paused
         self._over.set()
-        if self._thread is not None:
-            self._thread.join(STUCK_SECONDS)  # it may be stuck for good
         if self._steps is not None:
             committed, factor = order.first_iteration - 1, order.factor
             assert factor is None or factor.iteration == committed
             self._steps.go_back(committed, None if factor is None else factor.factor)
         self._context.stage_store.discard()
+
+    def _does(self, what: str | tuple[int, int]) -> None:
+        self._doing = what, time.monotonic()
 
     def _say_paused(self, reason: str | None) -> None:
         self._paused = True
@@ -198,6 +223,7 @@ class Generation:
         order, context, require = self._order, self._context, self._connections.require
         stages = tuple(index for index in self._needed() if index not in context.stage_store.stages)
         senders = senders_for(self._worker, order.moves, order.addresses)
+        self._does(f"{_WAITS} for layers to move")
         context.layer_receiver.begin(LayerFetch(0, order.number, stages, senders, follow=False))
         receivers = {move.target for move in order.moves if move.source == self._worker}
         context.layer_sender.give(order.number, order.first_iteration - 1, len(receivers), context.stage_store, require)
@@ -207,6 +233,7 @@ class Generation:
     def _iterate(self, communicator: Communicator) -> None:
         order, context, setup = self._order, self._context, self._context.setup
         self._take_layers()
+        self._does("prepares its program")
         recorder = Recorder(context.device, communicator.clock_offset() if setup.nodes > 1 else 0.0)
         stages, training = context.stage_store.stages, context.config.training
         iterations = range(order.first_iteration, setup.iterations)
@@ -225,6 +252,7 @@ class Generation:
             context.injector.at(iteration, "stepped")
             if self._report(iteration, loss, recorder):
                 break
+        self._does("ends its last iteration")
         steps.validate()
         exchange.flush()
 
@@ -232,6 +260,7 @@ class Generation:
         """Before each op: stop when the order is over. Before O: copy the state that the step overwrites, where a
         checkpoint or another worker needs it."""
         context = self._context
+        self._does((iteration, place))
         self._connections.require()
         context.injector.at(iteration, place)
         if kind is OpKind.A:
@@ -263,11 +292,14 @@ class Generation:
                                  recorder.window_seconds(), recorder.ops()))
         if self._worker == self._schedule.seats[0].worker and watches_gradients(context.config.training):
             self._steps.when_validated(self._report_validated)
+        self._does(f"{_WAITS} for node 0 to acknowledge iteration {iteration}")
         try:
             answer = self._acknowledged.get(timeout=ANSWER_SECONDS)
         except queue.Empty:
             raise RendezvousError(f"node 0 has not answered within {ANSWER_SECONDS:.0f} s") from None
         assert answer.iteration == iteration
+        if answer.save:
+            context.checkpointer.ask(iteration + 1)
         context.injector.at(iteration, "reported")
         return answer.stop
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import selectors
+import signal
 import socket
 import sys
 import threading
@@ -37,10 +38,21 @@ from runtime.protocol.to_coordinator import (
     Heartbeat,
     Injected,
     JoinWorker,
-    Note,
+    Leaving,
     Ready,
+    Status,
 )
-from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, Leave, Order, ToWorker, Train
+from runtime.protocol.to_worker import (
+    Acknowledged,
+    EndOrder,
+    Fetch,
+    Finish,
+    Leave,
+    Order,
+    ReportStatus,
+    ToWorker,
+    Train,
+)
 from runtime.replay.stuck_calls import AbandonedError
 from runtime.worker.checkpointer import Checkpointer
 from runtime.worker.generation import Generation, WorkerContext
@@ -110,8 +122,7 @@ class _Worker:
             worker=spec.worker, channel=channel, store=connect_store(setup.store), setup=setup, config=config,
             device=device, layers=model.layers, corpus=load_corpus(config), stage_store=self._stage_store,
             boundaries=[spec.boundary() for spec in setup.boundaries], injector=injector,
-            checkpointer=Checkpointer(setup, spec.settings, model.layers, spec.worker,
-                                      lambda text: channel.send(Note(spec.worker, text))),
+            checkpointer=Checkpointer(setup, spec.settings, model.layers, spec.worker, channel.send),
             layer_receiver=LayerReceiver(self._stage_store.fresh, training, device, spec.settings.secret,
                                          _FetchReports(spec.worker, channel, injector)),
             layer_sender=LayerSender(address_towards(spec.coordinator), spec.settings.secret,
@@ -120,6 +131,15 @@ class _Worker:
         self._finishing = threading.Lock()
         self._error: BaseException | None = None
         self._waker, self._woken = socket.socketpair()
+        self._told_to_end = False
+        signal.signal(signal.SIGTERM, self._end_soon)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # until now blocked, as in the fork server
+
+    def _end_soon(self, *_: object) -> None:
+        """SIGTERM: leave when the others can do without this worker; a second one ends it at once."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._told_to_end = True
+        self._waker.send(b"!")
 
     def serve(self) -> int:
         """Handle the coordinator's messages until this worker may leave; the exit status.
@@ -142,6 +162,10 @@ class _Worker:
                 ready = selector.select(min(pause, LOOK_SECONDS) if ending else pause)
                 if self._error is not None:
                     raise self._error
+                if self._told_to_end:
+                    self._told_to_end = False
+                    self._woken.recv(1)
+                    self._channel.send(Leaving(self._worker))
                 for message in self._channel.read() if any(key.fileobj is self._channel for key, _ in ready) else ():
                     if isinstance(message, Leave):
                         return 0
@@ -171,6 +195,16 @@ class _Worker:
                 generation.acknowledged(message)
             case Fetch():
                 self._context.layer_receiver.begin(_fetch_for(self._worker, message))
+            case ReportStatus():
+                self._channel.send(self._status())
+
+    def _status(self) -> Status:
+        """What this worker does. It has no generation before its first order, and after its last."""
+        if self._generation is not None:
+            return self._generation.status()
+        if self._finishing.locked():
+            return Status(self._worker, "writes its parameters", 0.0, waits=False)
+        return Status(self._worker, "waits for an order", 0.0, waits=True)
 
     def _begin(self, name: str, work: Callable[[], None]) -> None:
         """Run long work in a thread; an error there ends the main thread."""
@@ -203,7 +237,7 @@ class _Worker:
             self._leave(previous, order)
             stages = self._stage_store.stages.values()
             for layer, worker in order.writers:
-                if worker == self._worker:
+                if worker == self._worker and order.parameters:
                     stage = next(stage for stage in stages if layer in range(*stage.layers))
                     save_layer(Path(self._spec.settings.out), layer, stage.layer_state(layer))
             self._context.checkpointer.save_last(order, self._stage_store)

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from cli.app import app
 from cli.profile import job_tables
 from planner.job.file import Job, parse_job, read_job
+from planner.job.layers import layer_costs
 from planner.job.writer import job_text
 from planner.plan import plan_job
 from runtime.config import parse_run_config
@@ -56,6 +57,9 @@ def test_a_job_is_measured(tmp_path) -> None:
     assert parse_run_config(after.model, after.training) == parse_run_config(before.model, before.training)
     assert plan_job(after, time_limit=1).schedule.period_ticks > 0
     require_sense(after)
+    costs = layer_costs(after)
+    assert len(costs.weights) == 6 and sum(costs.weights) == sum(after.memory.weights)
+    assert 0 < min(costs.weights) < max(costs.weights), "a block holds more than the last norm"
 
 
 BIDIRECTIONAL = """
@@ -89,7 +93,8 @@ def test_a_bidirectional_job_is_measured_as_one_chain(tmp_path) -> None:
     assert result.stdout.startswith("2 stages measured")
     assert "all_reduce: 4 of 4 copies of a stage" in (tmp_path / "out.toml").read_text()
     before, after = parse_job(BIDIRECTIONAL), read_job(tmp_path / "out.toml")
-    assert (after.columns, after.chains, after.layers) == (before.columns, before.chains, before.layers)
+    assert (after.columns, after.chains) == (before.columns, before.chains)
+    assert after.layers == (2, 2) * 2, "the layers of each stage that were measured"
     assert len(set(after.time.forward)) == 2, "two measured values, each for both chains"
     assert plan_job(after, time_limit=1).schedule.period_ticks > 0
 

@@ -77,7 +77,7 @@ def test_the_same_seed_gives_the_same_plan():
 
 def test_rerouted_micro_batches_go_to_live_peers_of_their_stage():
     schedule = plan_job(grid(3, 2, 4), [Worker(1, 1)]).schedule
-    hosts = {op.worker for op in schedule.all_ops() if op.kind is OpKind.F and op.stage == 1 and op.pipeline == 1}
+    hosts = {op.worker for op in schedule.all_ops() if op.kind is OpKind.F and op.slice == 1 and op.pipeline == 1}
     assert hosts <= {Worker(0, 1), Worker(2, 1)} and schedule.rerouted == 4
 
 

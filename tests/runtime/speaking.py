@@ -4,6 +4,9 @@ import asyncio
 import hashlib
 import socket
 
+from planner.job.file import Job
+from runtime.config import RunConfig
+from runtime.launch import NodeJob
 from runtime.protocol.authentication import (
     GREETING_BYTES,
     HELLO_BYTES,
@@ -16,6 +19,7 @@ from runtime.protocol.authentication import (
 )
 from runtime.protocol.channel import Frames, frame
 from runtime.worker.layer_messages import pack, read_message
+from schedules.schedule import Worker
 
 SECRET = Secret(b"the secret of tests has 32 bytes")
 
@@ -98,3 +102,9 @@ def be_asked(connection: socket.socket, purpose="layers", secret: Secret = SECRE
     proof, keys = challenge.admit(hello)
     connection.sendall(proof)
     return Asking(connection, keys)
+
+
+def own_job(job: Job, config: RunConfig) -> NodeJob:
+    """What a node that is not node 0 has on its own disk."""
+    workers = [Worker(pipeline, column) for pipeline in range(job.pipelines) for column in range(job.stages)]
+    return NodeJob(config=config, workers=workers, secret=SECRET)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from runtime.coordinator.coordinator import Coordinator
-from runtime.launch import run
+from runtime.launch import RunOptions, run
 from runtime.processes.fork_server import ForkServer
 from runtime.protocol.authentication import GREETING_BYTES, SPOKEN, TAG_BYTES, VARIABLE, Answer, Secret, introduce
 from runtime.protocol.channel import frame
@@ -71,8 +71,9 @@ class Victim:
         def announce(opened) -> None:
             self.control = opened.host, opened.port
 
-        result = run(schedule_for(JOB, [str(ABSENT)]), CONFIG, out=self._out, announce=announce, progress=begin,
-                     fork_server=self._fork_server, secret=secret, notify=lambda news: self.said.append(str(news)))
+        result = run(schedule_for(JOB, [str(ABSENT)]), CONFIG, out=self._out, progress=begin,
+                     fork_server=self._fork_server, options=RunOptions(
+                         announce=announce, secret=secret, notify=lambda news: self.said.append(str(news))))
         thread.join(SOON)
         assert not thread.is_alive() and not self.errors, self.errors
         assert result.recoveries == ()

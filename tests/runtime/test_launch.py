@@ -10,10 +10,11 @@ import pytest
 from msgspec.structs import replace
 
 from runtime.config import ConfigError
-from runtime.launch import NodeJob, RunError, join, run
+from runtime.launch import RunError, RunOptions, join, run
 from runtime.processes.fork_server import ForkServer
 from runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store
 from runtime.replay.placement import PlacementError
+from runtime.run_folder import FolderError
 from schedules.codec import read
 from schedules.measured_trace import read_measured_trace
 from schedules.schedule import OpKind
@@ -27,7 +28,7 @@ from tests.runtime.running import (
     tiny,
     wait_until_gone,
 )
-from tests.runtime.speaking import SECRET
+from tests.runtime.speaking import SECRET, own_job
 
 JOB = grid(2, 2, 2, more="optimizer = 1")
 
@@ -59,15 +60,15 @@ def test_the_trace_holds_every_op_in_the_order_of_the_programs(fork_server, tmp_
     assert [iteration.iteration for iteration in trace.iterations] == [1, 2, 3]
     for iteration in trace.iterations:
         assert min(op.start_seconds for op in iteration.ops) == 0
-        ends = {(op.kind, op.stage, op.pipeline, op.microbatch): op.end_seconds for op in iteration.ops}
+        ends = {(op.kind, op.slice, op.pipeline, op.microbatch): op.end_seconds for op in iteration.ops}
         for seat in schedule.seats:
             measured = [op for op in iteration.ops if op.worker == seat.worker]
-            assert [(op.kind, op.stage, op.pipeline, op.microbatch) for op in measured] \
-                == [(op.kind, op.stage, op.pipeline, op.microbatch) for op in schedule.ops(seat.worker)]
+            assert [(op.kind, op.slice, op.pipeline, op.microbatch) for op in measured] \
+                == [(op.kind, op.slice, op.pipeline, op.microbatch) for op in schedule.ops(seat.worker)]
             for left, right in itertools.pairwise(measured):
                 assert left.end_seconds <= right.start_seconds
         for op in iteration.ops:  # one clock for all: what an op needs has ended on the other worker
-            if op.kind is OpKind.F and op.stage == 1:
+            if op.kind is OpKind.F and op.slice == 1:
                 assert ends[(OpKind.F, 0, op.pipeline, op.microbatch)] < op.end_seconds
 
 
@@ -77,10 +78,12 @@ def test_no_iterations_leave_the_initial_parameters(fork_server, tmp_path):
     assert result.parameter_digest == judge(tiny(), JOB.microbatches, 0).digest
 
 
-def test_a_run_forgets_the_one_before(fork_server, tmp_path):
+def test_a_run_that_is_forced_to_forgets_the_one_before(fork_server, tmp_path):
     (tmp_path / "parameters").mkdir()
     (tmp_path / "parameters" / "layer-0099.safetensors").write_bytes(b"old")
-    result = run(schedule_for(JOB), tiny(), out=tmp_path, fork_server=fork_server)
+    with pytest.raises(FolderError, match=r"holds the results of a run already \(parameters\): .* --force"):
+        run(schedule_for(JOB), tiny(), out=tmp_path, fork_server=fork_server)
+    result = run(schedule_for(JOB), tiny(), out=tmp_path, fork_server=fork_server, options=RunOptions(force=True))
     assert_same_numbers(result, judge(tiny(), JOB.microbatches))
 
 
@@ -149,8 +152,8 @@ def test_a_loss_that_is_not_finite_ends_the_run(fork_server, tmp_path):
 def test_two_nodes(fork_server, own_fork_server, tmp_path):
     rendezvous, failed = Rendezvous("127.0.0.1", free_port()), ["1.0"]
     other = Joining(rendezvous, own_fork_server, tmp_path)  # both write into one folder, as on a shared disk
-    result = run(schedule_for(JOB, failed), tiny(), out=tmp_path, nodes=2, rendezvous=rendezvous, secret=SECRET,
-                 fork_server=fork_server)
+    result = run(schedule_for(JOB, failed), tiny(), out=tmp_path,
+                 options=RunOptions(nodes=2, rendezvous=rendezvous, secret=SECRET), fork_server=fork_server)
     other.thread.join(10)
     assert other.error is None and not other.thread.is_alive()
     assert_same_numbers(result, judge(tiny(), JOB.microbatches))
@@ -166,8 +169,8 @@ def test_a_failure_on_one_node_ends_all(fork_server, own_fork_server, tmp_path):
             os.kill(own_fork_server.pids["1.1"], signal.SIGKILL)
 
     with pytest.raises(RunError, match=r"^worker 1\.1 was killed by SIGKILL"):
-        run(schedule_for(JOB), tiny(), out=tmp_path / "lead", nodes=2, rendezvous=rendezvous, secret=SECRET,
-            fork_server=fork_server, iterations=10_000, progress=kill)
+        run(schedule_for(JOB), tiny(), out=tmp_path / "lead", fork_server=fork_server, iterations=10_000,
+            options=RunOptions(nodes=2, rendezvous=rendezvous, secret=SECRET), progress=kill)
     other.thread.join(10)
     assert str(other.error).startswith("worker 1.1 was killed by SIGKILL")
     assert own_fork_server.pids == fork_server.pids == {}
@@ -176,7 +179,7 @@ def test_a_failure_on_one_node_ends_all(fork_server, own_fork_server, tmp_path):
 def test_a_meeting_point_that_is_taken_is_named(fork_server, tmp_path):
     store, taken = host_store()
     with pytest.raises(RendezvousError, match=f"cannot open the meeting point {taken}: .*in use"):
-        run(schedule_for(JOB), tiny(), out=tmp_path, rendezvous=taken, fork_server=fork_server)
+        run(schedule_for(JOB), tiny(), out=tmp_path, options=RunOptions(rendezvous=taken), fork_server=fork_server)
     del store
 
 
@@ -207,7 +210,7 @@ class Joining:
 
     def _join(self, rendezvous: Rendezvous, fork_server: ForkServer, out: Path) -> None:
         try:
-            own = NodeJob(config=tiny(), workers=[seat.worker for seat in schedule_for(JOB).seats], secret=SECRET)
+            own = own_job(JOB, tiny())
             join(rendezvous, own, node=1, nodes=2, out=out, fork_server=fork_server)
         except Exception as error:
             self.error = error

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from runtime.config import ConfigError
-from runtime.launch import NodeJob, RunError, join, run
+from runtime.launch import NodeJob, RunError, RunOptions, join, run
 from runtime.processes import start_limit
 from runtime.processes.start_limit import STARTS, StartLimit, StartLimitError
 from runtime.protocol import to_node_agent
@@ -23,7 +23,7 @@ from tests.runtime.speaking import SECRET, be_asked
 SCHEDULE = schedule_for(grid(2, 2, 2))
 WORKERS = [seat.worker for seat in SCHEDULE.seats]
 OWN = NodeJob(config=tiny(), workers=WORKERS, secret=SECRET)
-SETUP = NodeSetup((2, 2), "cpu", "gloo", (), tiny(), 0)
+SETUP = NodeSetup((2, 2), "cpu", "gloo", (), tiny(), 0, restarted=False)
 SOON = 20.0
 
 
@@ -92,5 +92,5 @@ def test_a_node_0_that_falls_silent_is_given_up(node_0, fork_server, tmp_path, m
 
 def test_several_nodes_without_a_secret_are_refused_with_the_way_to_make_one(fork_server, tmp_path):
     with pytest.raises(ConfigError, match=r"a run on 2 nodes needs a secret .*SLIPSTREAM_SECRET_FILE.*openssl rand"):
-        run(SCHEDULE, tiny(), out=tmp_path / "out", nodes=2, fork_server=fork_server)
+        run(SCHEDULE, tiny(), out=tmp_path / "out", options=RunOptions(nodes=2), fork_server=fork_server)
     assert not (tmp_path / "out").exists()

@@ -12,7 +12,7 @@ from cli.shared.failure_schedules import scheduler
 from planner.normalise import normal_form
 from planner.options import PlanOptions
 from runtime.coordinator.planning import NoScheduleError, RunError
-from runtime.launch import Resilience, join, run
+from runtime.launch import Resilience, RunOptions, join, run
 from runtime.model.checkpoint import latest
 from runtime.processes.fork_server import ForkServer
 from runtime.processes.process_manager import Return
@@ -21,6 +21,7 @@ from schedules.schedule import Worker
 from schedules.tables.relabel import relabel
 from tests.runtime.failing import JOB, LONG, TIMEOUT_SECONDS, WIDE, at, dead, planned, returned, train
 from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
+from tests.runtime.speaking import SECRET, own_job
 
 PLANNING_SECONDS = 3.0
 
@@ -157,7 +158,7 @@ def test_a_whole_node_dies(fork_server, tmp_path):
 
     def follow(other):
         try:
-            join(rendezvous, node=1, nodes=2, out=tmp_path / "other", fork_server=other)
+            join(rendezvous, own_job(JOB, LONG), node=1, nodes=2, out=tmp_path / "other", fork_server=other)
         except RunError as error:
             errors.append(str(error))
 
@@ -177,7 +178,8 @@ def train_on_two_nodes(rendezvous: Rendezvous, other: ForkServer, fork_server: F
         if iteration == 2:
             os.kill(other._process.pid, signal.SIGKILL)
 
-    return run(schedule_for(JOB), LONG, out=out, fork_server=fork_server, nodes=2, rendezvous=rendezvous, progress=kill,
+    return run(schedule_for(JOB), LONG, out=out, fork_server=fork_server, progress=kill,
+               options=RunOptions(nodes=2, rendezvous=rendezvous, secret=SECRET),
                resilience=Resilience(scheduler=planned(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS))
 
 
@@ -206,9 +208,9 @@ def test_a_schedule_of_another_job_ends_the_run(fork_server, tmp_path):
 def test_one_comes_back_after_the_checkpoint_of_the_start_is_gone(fork_server, tmp_path):
     """It is swept away by newer ones; whoever comes back takes all from the others."""
     folder = tmp_path / "checkpoints"
-    train([], fork_server, tmp_path, checkpoints=folder, checkpoint_every=3)
+    train([], fork_server, tmp_path, checkpoint_every=3)
     first = latest(folder)
-    given = Resilience(scheduler=planned(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS, checkpoints=folder,
+    given = Resilience(scheduler=planned(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS,
                        checkpoint_every=2, resume=first, injections=(at("0.0", 20),),
                        returns=(Return(Worker(0, 0), 21),))
     result = run(schedule_for(JOB), LONG, out=tmp_path, fork_server=fork_server, resilience=given)

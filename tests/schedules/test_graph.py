@@ -28,10 +28,10 @@ def full_graph(schedule, programs):
         by_pair[frozenset((transfer.source, transfer.target))].append(transfer)
         kinds = ("F",) if transfer.kind == "activation" else ("I", "B")
         key = transfer.pipeline, transfer.microbatch
-        producer, consumer = (next(op for op in programs[worker] if op.stage == stage and op.kind in kinds
+        producer, consumer = (next(op for op in programs[worker] if op.slice == stage and op.kind in kinds
                                    and (op.pipeline, op.microbatch) == key) for worker, stage in (
-            (transfer.source, transfer.stage - 1 if transfer.kind == "activation" else transfer.stage + 1),
-            (transfer.target, transfer.stage)))
+            (transfer.source, transfer.slice - 1 if transfer.kind == "activation" else transfer.slice + 1),
+            (transfer.target, transfer.slice)))
         graph.remove_edge(producer, consumer)
         nx.add_path(graph, (producer, transfer, consumer))
     for sequence in by_pair.values():
@@ -44,7 +44,7 @@ def test_transfers_by_hand():
     found = transfers(by_hand(BROKEN), programs_of(by_hand(BROKEN)))
     assert len(found) == 8
     assert found[1] == Transfer("activation", 1, 1, 0, Worker(1, 0), Worker(0, 1))
-    assert str(found[1]) == "activation of micro-batch 1.0 to stage 1, 1.0 -> 0.1"
+    assert str(found[1]) == "activation of micro-batch 1.0 to slice 1, 1.0 -> 0.1"
     assert [transfer[2:4] for transfer in found if transfer.kind == "gradient"] == [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
@@ -81,7 +81,7 @@ def test_workers_can_follow_the_order_of_transfers(schedule):
     assert nx.is_directed_acyclic_graph(graph)
     crossings = [(before, after) for before, after in op_graph(schedule, programs).edges
                  if isinstance(before, Op) and isinstance(after, Op) and before.worker != after.worker
-                 and any(rule.tensor for key, rule in waits(op_key(after), schedule.grid.depth)
+                 and any(rule.tensor for key, rule in waits(op_key(after), schedule.path(*op_key(after)[2:]))
                          if key == op_key(before))]
     assert len(found) == len(set(found)) == len(crossings)
     pairs = defaultdict(list)
@@ -89,7 +89,7 @@ def test_workers_can_follow_the_order_of_transfers(schedule):
         pairs[frozenset((transfer.source, transfer.target))].append(transfer)
     for sequence in pairs.values():
         assert all(graph.has_edge(before, after) for before, after in pairwise(sequence))
-    position = {node: index for index, node in enumerate(topological_order(graph))}
+    position = {node: index for index, node in enumerate(topological_order(schedule, graph))}
     assert all(position[before] < position[after] for before, after in graph.edges)
 
 
@@ -99,7 +99,7 @@ def test_pipelines_in_sets_are_alike(schedule):
     sets = equal_pipelines(schedule)
     assert sorted(pipeline for equal in sets for pipeline in equal) == list(range(schedule.grid.pipelines))
     for equal in sets:
-        timings = {tuple((op.kind, op.stage, op.microbatch, op.start_ticks, op.end_ticks)
+        timings = {tuple((op.kind, op.slice, op.microbatch, op.start_ticks, op.end_ticks)
                          for column in range(schedule.grid.columns)
                          if Worker(pipeline, column) in schedule.seat_of
                          for op in schedule.ops(Worker(pipeline, column))) for pipeline in equal}

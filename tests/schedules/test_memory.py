@@ -22,7 +22,7 @@ def test_rerouted_work_counts_on_its_host():
 def held(schedule, worker, tick):
     """What a worker holds at an instant, op by op."""
     memory, total = schedule.memory, 0
-    by_unit = {(op.kind, op.stage, op.pipeline, op.microbatch): op for op in schedule.ops(worker)}
+    by_unit = {(op.kind, op.slice, op.pipeline, op.microbatch): op for op in schedule.ops(worker)}
     for (kind, *unit), op in by_unit.items():
         if kind is OpKind.F:
             gradient = by_unit.get((OpKind.I, *unit)) or by_unit[OpKind.B, *unit]

@@ -34,7 +34,7 @@ def test_ops_waits_and_memory_of_any_schedules(chromium, tmp_path_factory, many)
         for seat, ops in zip(schedule.seats, dump, strict=True):
             expected = sorted(schedule.ops(seat.worker), key=lambda op: op.start_ticks)
             assert [(*op[:4], op[4], op[5] * ticks, op[6] * ticks) for op in ops] == [
-                (op.kind, -1 if op.stage is None else op.stage, -1 if op.pipeline is None else op.pipeline,
+                (op.kind, -1 if op.slice is None else op.slice, -1 if op.pipeline is None else op.pipeline,
                  -1 if op.microbatch is None else op.microbatch, str(op.worker), op.start_ticks, op.end_ticks)
                 for op in expected]
             for one, told in zip(expected, ops, strict=True):
@@ -47,8 +47,8 @@ def test_ops_waits_and_memory_of_any_schedules(chromium, tmp_path_factory, many)
 def assert_waits(schedule, op, told):
     if op.kind not in COMPUTE_KINDS:
         return
-    by_key = {op_key(other): str(other) for other in schedule.all_ops() if other.kind in COMPUTE_KINDS}
-    needed = {by_key[key] for key in producers(op_key(op), schedule.grid.depth) if key in by_key}
+    by_key = {op_key(other): schedule.op_text(other) for other in schedule.all_ops() if other.kind in COMPUTE_KINDS}
+    needed = {by_key[key] for key in producers(op_key(op), schedule.path(*op_key(op)[2:])) if key in by_key}
     assert needed <= set(told) and len(told) <= len(needed) + 1
     assert all(f"on {op.worker}" in other for other in set(told) - needed)
 

@@ -1,11 +1,13 @@
 """Estimates against figures that were measured."""
 
 import tomllib
+from itertools import pairwise
 
 import pytest
 
 from planner.job.estimate import GPUS, Layout, ModelShape, estimate
 from planner.job.file import parse_job
+from planner.job.layers import layer_costs
 from planner.job.presets import preset, preset_names
 from planner.job.writer import job_text
 from planner.plan import plan_job
@@ -43,6 +45,20 @@ def test_presets_are_jobs(name):
 def test_sizes_of_llama_3():
     sizes = [float(preset(name).split("measured: ")[1].split(" billion")[0]) for name in ("llama-3-8b", "llama-3-70b")]
     assert sizes == [pytest.approx(8.03, abs=0.01), pytest.approx(70.6, abs=0.1)]
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "llama-3-70b"])
+def test_layers_are_estimated_like_stages(name):
+    """The embedding weighs on the first layer and the head on the last; the stages are about the sums of layers."""
+    job = parse_job(preset(name))
+    memory, values = job.memory, job.layer_values
+    ends = [sum(job.layers[:index]) for index in range(job.depth + 1)]
+    for key in ("forward", "backward_weight", "optimizer", "weights"):
+        stages = memory.weights if key == "weights" else getattr(job.time, key)
+        sums = [sum(getattr(values, key)[begin:end]) for begin, end in pairwise(ends)]
+        assert sums == pytest.approx(stages, rel=2e-3)
+    costs = layer_costs(job)
+    assert costs.forward[0] < costs.forward[-1] and costs.weights[1] < costs.weights[0]
 
 
 def test_the_head_takes_layers_from_the_last_stage():

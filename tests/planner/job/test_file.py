@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.job.file import JobError, parse_job, read_job
+from planner.job.file import JobError, LayerValues, parse_job, read_job
 from schedules.schedule import Worker
 
 TIME = "[time]\nforward = 0.0297\nbackward_input = 0.0294\nbackward_weight = 0.0199\n"
@@ -37,7 +37,17 @@ def test_slow_workers_and_tables_of_the_runtime_are_kept():
     assert job.model == {"width": 8} and job.training == {"iterations": 2}
 
 
+def test_weights_and_values_of_layers():
+    job = parse_job(GOOD + "[memory]\ncapacity = 8\nweights = [1, 2, 3]\nunit_bytes = 1e6\n"
+                    "[placement]\nlayers = [1, 2, 1]\n[layers]\nforward = 2\nweights = [1, 2, 3, 4]\n")
+    assert job.memory is not None and job.memory.weights == (1.0, 2.0, 3.0) and job.memory.unit_bytes == 1e6
+    assert job.layer_values == LayerValues(forward=(2.0,) * 4, weights=(1.0, 2.0, 3.0, 4.0))
+
+
 @pytest.mark.parametrize(("text", "says"), [
+    (GOOD + "[layers]\nforward = [1, 2]\n", "layers.forward has 2 values; expected 3, one a layer"),
+    (GOOD + "[layers]\ntransfer = 1\n", "unknown key 'layers.transfer'; known: activation, all_reduce"),
+    (GOOD + "[memory]\ncapacity = 1\nweight = 1\n", "unknown key 'memory.weight'; did you mean 'memory.weights'?"),
     (GOOD.replace("pipelines = 2", "pipelines = 0"), "pipelines is 0; expected a whole number"),
     (GOOD.replace("pipelines = 2", "pipelines = true"), "pipelines is True"),
     (GOOD.replace("pipelines = 2\n", ""), "key 'pipelines' is missing"),

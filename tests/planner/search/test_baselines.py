@@ -25,7 +25,7 @@ def test_never_worse_than_a_baseline(data, job, backward, optimizer):
 def test_recycle_deals_round_robin():
     schedule = plan_job(grid(4, 2, 6), [Worker(1, 1)], method="recycle").schedule
     hosts = [next(op.worker.pipeline for op in schedule.all_ops()
-                  if op.kind is OpKind.F and op.stage == 1 and op.pipeline == 1 and op.microbatch == number)
+                  if op.kind is OpKind.F and op.slice == 1 and op.pipeline == 1 and op.microbatch == number)
              for number in range(6)]
     assert hosts == [0, 2, 3, 0, 2, 3]
 

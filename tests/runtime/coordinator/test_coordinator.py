@@ -61,11 +61,20 @@ class Run:
                                        lambda worker, message: self.sent[worker].append(message), self.log,
                                        iterations=range(100), ranges=[(0, 2), (2, 4)])
         for worker in MEMBERS if job is JOB else WIDE_MEMBERS:
-            self.coordinator.ready(ready(worker))
+            self.ready(worker)
         assert self.coordinator.number == 1
 
     def last(self, kind, worker=MEMBERS[0]):
         return next((message for message in reversed(self.sent[worker]) if isinstance(message, kind)), None)
+
+    def ready(self, worker):
+        self.coordinator.ready(ready(worker))
+        self.coordinator.advance()
+
+    def lost(self, worker, reason, since=1.0):
+        was_member = self.coordinator.lost(worker, reason, since)
+        self.coordinator.advance()
+        return was_member
 
     def ran(self, iteration, workers=MEMBERS):
         """Whether each of them is told to stop."""
@@ -78,6 +87,7 @@ class Run:
     def paused(self, workers=MEMBERS):
         for worker in workers:
             self.coordinator.paused(Paused(worker, self.coordinator.number, (worker.column,), None, None))
+            self.coordinator.advance()
 
     def fetch_up_to_date(self, fetch):
         self.coordinator.fetch_up_to_date(FetchUpToDate(BACK, fetch))
@@ -95,7 +105,7 @@ def ready(worker):
 
 def test_one_that_comes_back_fetches_its_layers_and_is_taken_in_at_a_turn(run):
     run.ran(0)
-    run.coordinator.ready(ready(BACK))
+    run.ready(BACK)
     told = run.last(Fetch)
     assert told == run.last(Fetch, BACK) and told.order == 1 and told.needs == ((BACK, (1,)),)
     assert told.moves == (LayerMove(BACK, Worker(0, 1), 2), LayerMove(BACK, Worker(0, 1), 3))
@@ -112,7 +122,7 @@ def test_one_that_comes_back_fetches_its_layers_and_is_taken_in_at_a_turn(run):
 def test_all_stop_at_the_same_turn_whoever_has_reported_before_it_was_agreed_on(run):
     """A member that is ahead has begun the next iteration: all run that one, and stop before the one after it."""
     run.ran(0)
-    run.coordinator.ready(ready(BACK))
+    run.ready(BACK)
     run.ran(1, MEMBERS[:1])
     run.fetch_up_to_date(1)
     assert run.ran(1, MEMBERS[1:]) == [False] * 2
@@ -123,7 +133,7 @@ def test_all_stop_at_the_same_turn_whoever_has_reported_before_it_was_agreed_on(
 
 def test_one_that_could_not_fetch_its_layers_tries_again_later(run):
     run.ran(0)
-    run.coordinator.ready(ready(BACK))
+    run.ready(BACK)
     run.coordinator.fetch_failed(FetchFailed(BACK, 1))
     assert run.last(Fetch).number == 2 and run.last(Fetch).moves == ()  # who has begun it, ends it
     run.fetch_up_to_date(1)  # told before it heard of that
@@ -136,7 +146,7 @@ def test_one_that_could_not_fetch_its_layers_tries_again_later(run):
 
 def test_one_that_never_can_fetch_its_layers_gets_them_while_all_wait(run):
     run.ran(0)
-    run.coordinator.ready(ready(BACK))
+    run.ready(BACK)
     for _ in range(FAILURES):
         run.coordinator.fetch_failed(FetchFailed(BACK, run.last(Fetch).number))
         time.sleep(PAUSE_SECONDS)
@@ -150,8 +160,8 @@ def test_one_that_never_can_fetch_its_layers_gets_them_while_all_wait(run):
 def test_a_failure_goes_before_who_comes_back(run):
     """Nobody waits for its layers: it stays outside, and fetches anew."""
     run.ran(0)
-    run.coordinator.ready(ready(BACK))
-    run.coordinator.lost(Worker(1, 0), "killed", 1.0)
+    run.ready(BACK)
+    run.lost(Worker(1, 0), "killed", 1.0)
     assert run.last(EndOrder) == EndOrder(1) and run.last(EndOrder, BACK) is None
     run.paused(MEMBERS[:2])
     order = run.last(Train)
@@ -167,10 +177,10 @@ def test_another_death_while_a_schedule_is_planned_is_planned_for():
     run.ran(0, WIDE_MEMBERS)
     run.planner.slow = True
     one, other, *others = WIDE_MEMBERS
-    run.coordinator.lost(one, "killed", 1.0)
+    run.lost(one, "killed", 1.0)
     run.paused([other, *others])
     assert run.planner.asked == [(one, BACK)] and run.last(Train, other).number == 1
-    run.coordinator.lost(other, "killed", 2.0)
+    run.lost(other, "killed", 2.0)
     run.planner.answer((one, BACK))
     run.coordinator.advance()
     assert run.planner.asked == [(one, other, BACK)] and run.last(Train, others[0]).number == 1
@@ -183,20 +193,20 @@ def test_another_death_while_a_schedule_is_planned_is_planned_for():
 def test_a_worker_that_is_lost_while_a_schedule_is_planned_may_have_been_the_last(run):
     run.ran(0)
     run.planner.slow = True
-    run.coordinator.lost(Worker(1, 0), "killed", 1.0)
+    run.lost(Worker(1, 0), "killed", 1.0)
     run.paused(MEMBERS[:2])
     with pytest.raises(RunError, match="stage 1 has no live worker left: killed, too"):
-        run.coordinator.lost(Worker(0, 1), "killed, too", 2.0)
+        run.lost(Worker(0, 1), "killed, too", 2.0)
 
 
 def test_who_is_ready_while_a_schedule_is_planned_comes_in_later(run):
     """Nobody waits for its layers."""
     run.ran(0)
     run.planner.slow = True
-    run.coordinator.lost(Worker(1, 0), "killed", 1.0)
+    run.lost(Worker(1, 0), "killed", 1.0)
     run.paused(MEMBERS[:2])
     first = (Worker(1, 0), BACK)
-    run.coordinator.ready(ready(Worker(1, 0)))
+    run.ready(Worker(1, 0))
     assert run.planner.asked == [first] and run.last(Train).number == 1
     run.planner.answer(first)
     run.coordinator.advance()
@@ -209,7 +219,7 @@ def test_who_is_ready_while_a_schedule_is_planned_comes_in_later(run):
 def test_no_schedule_is_told_when_the_answer_comes(run):
     run.ran(0)
     run.planner.slow = True
-    run.coordinator.lost(Worker(1, 0), "killed", 1.0)
+    run.lost(Worker(1, 0), "killed", 1.0)
     run.paused(MEMBERS[:2])
     run.planner.answer((Worker(1, 0), BACK), NoScheduleError("the table has none"))
     with pytest.raises(RunError, match=r"^killed, and the table has none$"):
@@ -219,5 +229,26 @@ def test_no_schedule_is_told_when_the_answer_comes(run):
 def test_members_train_on_where_there_is_no_schedule_for_who_comes_back(run):
     run.planner.answer((), NoScheduleError("the table has none"))
     run.ran(0)
-    run.coordinator.ready(ready(BACK))
+    run.ready(BACK)
     assert run.ran(1) == [False] * 3 and run.last(Fetch) is None and run.last(EndOrder) is None
+
+
+def test_a_lost_stage_names_all_who_may_have_held_it(run):
+    """Also one that was never there, and one that is back too late; not those of other stages."""
+    run.ran(0)
+    run.lost(Worker(1, 0), "worker 1.0 was killed")
+    run.paused(MEMBERS[:2])
+    run.lost(Worker(0, 1), "worker 0.1 was killed")
+    with pytest.raises(RunError, match=r"^stage 1 has no live worker left: worker 0\.1 was killed, worker 1\.1 was not "
+                                       r"there from the start$"):
+        run.paused(MEMBERS[:1])
+
+
+def test_a_stage_whose_last_holder_dies_while_another_fetches_its_layers(run):
+    run.ran(0)
+    run.ready(BACK)
+    assert run.lost(BACK, "killed again") is False
+    run.ready(BACK)
+    assert run.lost(Worker(0, 1), "worker 0.1 was killed") is True
+    with pytest.raises(RunError, match=r"worker 0\.1 was killed, worker 1\.1 is back, but has no layers yet$"):
+        run.paused([Worker(0, 0), Worker(1, 0)])

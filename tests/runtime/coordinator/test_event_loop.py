@@ -3,17 +3,16 @@
 import asyncio
 import os
 import time
-from datetime import timedelta
 
 import pytest
 from msgspec.structs import replace
 
-from runtime.coordinator import event_loop
 from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.event_loop import EventLoop, Run
 from runtime.coordinator.loss_file import LossFile
 from runtime.coordinator.planning import RunError
-from runtime.protocol import to_worker
+from runtime.processes.stop_signals import StopSignals
+from runtime.protocol import to_node_agent, to_worker
 from runtime.protocol.rendezvous import Rendezvous, listen
 from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import (
@@ -27,8 +26,10 @@ from runtime.protocol.to_coordinator import (
     Ran,
     Ready,
     Started,
+    Status,
 )
-from runtime.protocol.to_worker import Acknowledged, EndOrder, Finish, Leave, Train
+from runtime.protocol.to_node_agent import NodeTaken
+from runtime.protocol.to_worker import Acknowledged, EndOrder, Finish, Leave, ReportStatus, Train
 from schedules.codec import decode
 from schedules.schedule import Worker
 from tests.jobs import grid
@@ -65,6 +66,9 @@ class Processes:
         self._ends.append(Ended(worker, status))
         os.write(self._writable, b"!")
 
+    def node_started(self, node):
+        pass
+
     def workers_of(self, node):
         return WORKERS[node:node + 1]
 
@@ -86,6 +90,7 @@ class Talker:
         self.stopped = asyncio.Event()
         self.talk = self.writer = None
         self.beating = self.answers = True
+        self.status = Status(worker, "waits for another", 1.0, waits=True)
 
     def say(self, message):
         self.talk.say(message)
@@ -123,6 +128,8 @@ class Talker:
                 self._run(message.order, message.iteration + 1)
             case EndOrder():
                 self.say(Paused(self.worker, message.order, (0,), None, None))
+            case ReportStatus():
+                self.say(self.status)
             case Finish():
                 self.say(Finished(self.worker, message.number, {"weight": "a"}))
 
@@ -139,12 +146,13 @@ class Talker:
 class World:
     """Three workers and their coordinator; `script` is run beside them."""
 
-    def __init__(self, out, scheduler=None, setup=SETUP):
-        self.processes, self.log, self.said = Processes(), CommitLog("job"), []
+    def __init__(self, out, scheduler=None, setup=SETUP, **limits):
+        self.processes, self.log, self.told = Processes(), CommitLog("job"), []
         self._losses = LossFile(out / "losses.jsonl", 0, None)
+        shares = [WORKERS] if setup.nodes == 1 else [WORKERS[::2], WORKERS[1:2]]
         self.events = EventLoop(
-            Run(schedule=schedule_for(JOB), scheduler=scheduler, setup=setup, shares=[WORKERS] * setup.nodes,
-                injections=(), out=out, config=tiny(), secret=SECRET, notify=self.said.append),
+            Run(schedule=schedule_for(JOB), scheduler=scheduler, setup=setup, shares=shares, config=tiny(),
+                secret=SECRET, injections=(), out=out, notify=self.told.append, **limits),
             self.log, self._losses, self.processes)
         self.talkers, self.address = {}, None
 
@@ -157,7 +165,7 @@ class World:
                 others.append(asyncio.create_task(script(self)))
             try:
                 async with asyncio.timeout(SOON):
-                    await self.events.serve(listener)
+                    await self.events.serve(listener, StopSignals())
             finally:
                 for other in others:
                     other.cancel()
@@ -226,7 +234,8 @@ def test_a_second_agent_of_a_node_is_refused_and_ends_nobody(tmp_path):
             world.agents.append(await talk(world.address, JoinNode(1)))
             await asyncio.sleep(0.05)
         world.agents[1].say(Ended(WORKERS[1], 1))
-        assert await world.agents[1].reader.read() == b""
+        (answer,) = world.agents[1].frames.feed(await world.agents[1].reader.read())
+        assert to_node_agent.decode(answer) == NodeTaken()
         for talker in world.talkers.values():
             talker.say(Ran(talker.worker, 1, 2, 1.0, 0.1))
 
@@ -235,16 +244,14 @@ def test_a_second_agent_of_a_node_is_refused_and_ends_nobody(tmp_path):
     assert world.log.losses == [3.0] * 4
 
 
-def test_workers_that_stay_away_are_waited_for_only_so_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(event_loop, "JOIN_TIMEOUT", timedelta(seconds=0.5))
-
+def test_workers_that_stay_away_are_waited_for_only_so_long(tmp_path):
     async def script(world):
         """Two connect, and say nothing more, not even that they live."""
         for worker in WORKERS[1:]:
             world.talkers[worker].beating, world.talkers[worker].answers = False, False
 
     with pytest.raises(RunError, match=r"^worker 1\.0 is not there after 0 s, nor are 1 others; 0 iterations are"):
-        World(tmp_path).play(script)
+        World(tmp_path, join_timeout_seconds=0.5).play(script)
 
 
 @pytest.mark.parametrize("claimed", [WORKERS[1], Worker(7, 0)])
@@ -288,3 +295,70 @@ def test_planning_blocks_neither_heartbeats_nor_news(tmp_path):
     assert [down for down, _, _ in planned] == [(WORKERS[0],), (WORKERS[0], WORKERS[1])]
     assert planned[0][1] < world.processes.buried[1][1] < planned[0][2]
     assert world.log.losses == [3.0] * 2 + [1.0] * 2
+
+
+def test_a_worker_that_comes_back_and_fails_again_is_told(tmp_path):
+    """Once each time, whether it says why, is silent, or just ends."""
+    async def again(world, fail):
+        talker = Talker(WORKERS[0], world.address)
+        talker.answers = False
+        live = asyncio.create_task(talker.live())
+        while WORKERS[0] not in world.events._workers:
+            await asyncio.sleep(0.005)
+        count = len(world.told)
+        fail(talker)
+        while len(world.told) == count:
+            await asyncio.sleep(0.005)
+        live.cancel()
+
+    async def script(world):
+        for talker in world.talkers.values():
+            await talker.stopped.wait()
+            talker._stops_before = 2  # the same iteration in the next order
+        world.processes.end(WORKERS[0])
+        world.talkers[WORKERS[0]].writer.close()
+        while not world.events.recoveries:
+            await asyncio.sleep(0.005)
+
+        def say_why(talker):
+            talker.say(Failed(WORKERS[0], "why"))
+            world.processes.end(WORKERS[0], 1)
+
+        await again(world, say_why)
+        await again(world, lambda _: world.processes.end(WORKERS[0], 3))
+        for talker in list(world.talkers.values())[1:]:
+            talker.say(Ran(talker.worker, 2, 2, 1.0, 0.1))
+
+    world = World(tmp_path, lambda down: schedule_for(JOB, list(map(str, down))))
+    world.play(script, stops_before=2)
+    told = [str(line) for line in world.told]
+    assert len(told) == 3 and told[0].startswith("worker 0.0 was killed by SIGKILL: iteration 2 runs on 2 workers")
+    assert told[1].startswith("worker 0.0 failed: why (see") and told[1].endswith("), before it took part")
+    assert told[2].startswith("worker 0.0 ended with exit status 3") and told[2].endswith("), before it took part")
+
+
+def test_a_worker_that_hangs_while_it_sends_heartbeats_is_told_and_given_up(tmp_path):
+    """Its main thread is well, and says what the other does."""
+    async def script(world):
+        talker = world.talkers[WORKERS[1]]
+        await talker.stopped.wait()
+        talker.status = Status(WORKERS[1], "iteration 2, F", 1.0, waits=False)
+
+    world = World(tmp_path, lambda down: schedule_for(JOB, list(map(str, down))), stall_timeout_seconds=0.6)
+    world.play(script, stops_before=2)
+    stall, recovery = map(str, world.told)
+    assert stall.startswith("nothing has been committed for 1 s; worker 1.0: iteration 2, F (1 s); worker 0.0: waits")
+    assert recovery.startswith("worker 1.0 hung for 1 s in iteration 2, F: iteration 2 runs on 2 workers")
+    assert WORKERS[1] in world.processes.killed and world.log.losses == [3.0] * 2 + [2.0] * 2
+
+
+def test_node_0_says_at_once_for_which_node_it_waits(tmp_path):
+    """And where it listens."""
+    async def script(world):
+        for worker in WORKERS[1:]:
+            world.talkers[worker].answers = False
+
+    world = World(tmp_path, setup=replace(SETUP, nodes=2), join_timeout_seconds=0.3)
+    with pytest.raises(RunError, match="is not there after 0 s"):
+        world.play(script)
+    assert world.told == [f"node 0, at 127.0.0.1:{world.address.port}, waits for node 1, which has not connected"]

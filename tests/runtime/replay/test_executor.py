@@ -49,8 +49,8 @@ def test_a_lone_worker_runs_its_program_as_it_stands(backward):
         recorder.begin(traced=True)
         losses.append(executor.run(iteration))
     assert losses == pytest.approx(judge(config, (3,), 3).losses, abs=1e-12)
-    program = [(op.kind, op.stage, op.pipeline, op.microbatch) for op in schedule.ops(worker)]
-    assert [(op.kind, op.stage, op.pipeline, op.microbatch) for op in recorder.ops()] == program
+    program = [(op.kind, op.slice, op.pipeline, op.microbatch) for op in schedule.ops(worker)]
+    assert [(op.kind, op.slice, op.pipeline, op.microbatch) for op in recorder.ops()] == program
     assert stage.in_flight() == 0
     communicator.drop()
     del store
@@ -105,11 +105,11 @@ def run_program(schedule: Schedule, worker: Worker, iterations: int, *,
     for iteration in range(iterations):
         for op in schedule.ops(worker):
             if op.kind is OpKind.F:
-                pass_on(exchange, iteration, op, "activation", not grid.is_first(op.stage),
-                        None if grid.is_last(op.stage) else op.stage + 1)
+                pass_on(exchange, iteration, op, "activation", not grid.is_first(op.slice),
+                        None if grid.is_last(op.slice) else op.slice + 1)
             elif op.kind in (OpKind.I, OpKind.B):
-                pass_on(exchange, iteration, op, "gradient", not grid.is_last(op.stage),
-                        None if grid.is_first(op.stage) else op.stage - 1)
+                pass_on(exchange, iteration, op, "gradient", not grid.is_last(op.slice),
+                        None if grid.is_first(op.slice) else op.slice - 1)
         exchange.end_iteration()
     exchange.flush()
     return log
@@ -117,7 +117,7 @@ def run_program(schedule: Schedule, worker: Worker, iterations: int, *,
 
 def pass_on(exchange, iteration, op, kind, takes, gives):
     if takes:
-        exchange.take(iteration, TensorName(kind, op.stage, op.pipeline, op.microbatch))
+        exchange.take(iteration, TensorName(kind, op.slice, op.pipeline, op.microbatch))
     if gives is not None:
         exchange.give(iteration, TensorName(kind, gives, op.pipeline, op.microbatch), torch.zeros(1))
 
@@ -141,7 +141,7 @@ def test_all_workers_follow_one_order_of_transfers(schedule):
 def crossings(schedule: Schedule) -> int:
     """Dependencies between workers, counted without the graph that the runtime uses."""
     host = {op_key(op): op.worker for op in schedule.all_ops() if op.kind not in (OpKind.A, OpKind.O)}
-    return sum(host[key] != host[producer] for key in host for producer in producers(key, schedule.grid.depth)
+    return sum(host[key] != host[producer] for key in host for producer in producers(key, schedule.path(*key[2:]))
                if producer in host)
 
 

@@ -62,7 +62,7 @@ def test_who_comes_out_of_a_call_after_being_left_behind_is_stopped():
     calls, inside, out, ended = OpenCalls(), threading.Event(), threading.Event(), []
 
     def call():
-        calls.begin()
+        calls.begin("summing")
         inside.set()
         out.wait(20)
         try:
@@ -78,15 +78,15 @@ def test_who_comes_out_of_a_call_after_being_left_behind_is_stopped():
     out.set()
     thread.join(20)
     assert ended == [True]
-    calls.begin()
+    calls.begin("summing")
     calls.end()
 
 
 def test_a_call_that_fails_says_so():
     calls = OpenCalls()
-    calls.begin()
+    calls.begin("summing")
     calls.end()
     with pytest.raises(AbandonedError):
-        calls.begin()
+        calls.begin("summing")
         assert calls.abandon(threading.get_ident(), 0)
         calls.end()

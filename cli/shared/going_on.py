@@ -1,0 +1,69 @@
+"""What `slipstream train` says about going on from a checkpoint: the command, or that nothing is left to do."""
+
+import shlex
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import typer
+from torch import Tensor
+
+from runtime.model.checkpoint import Checkpoint, CheckpointError, latest
+from runtime.model.digest import combined_digest, tensor_digest
+from runtime.model.parameters import layer_path, load_layer
+from runtime.model.tensor_codec import TensorError
+from runtime.run_folder import CHECKPOINTS
+from schedules.codec import read
+from schedules.document import DocumentError
+
+
+def how_to_resume(ctx: typer.Context, folder: Path, resumed: Checkpoint | None) -> str:
+    """How to go on after a run that ended early, as a clause; empty without a checkpoint of its own or of its start."""
+    with suppress(CheckpointError):
+        newest = latest(folder / CHECKPOINTS)
+        if newest is not None:
+            return f"; go on from iteration {newest.iteration}: {_command(ctx, folder)}"
+        if resumed is not None:
+            return f"; go on from iteration {resumed.iteration}, as before: {_command(ctx, resumed.path)}"
+    return "; there is no checkpoint to go on from"
+
+
+def _command(ctx: typer.Context, source: Path) -> str:
+    """The command line that was given, with another --resume."""
+    return shlex.join(["slipstream", "train", str(ctx.params["job"]), "--resume", str(source), *_options(ctx)])
+
+
+def _options(ctx: typer.Context) -> Iterator[str]:
+    for option in ctx.command.params:
+        name, value = str(option.name), ctx.params.get(str(option.name))
+        source = ctx.get_parameter_source(name)
+        if name in ("job", "resume", "force") or source is None or source.name != "COMMANDLINE":
+            continue
+        for one in value if isinstance(value, (list, tuple)) else (value,):
+            yield option.opts[0]
+            if not isinstance(one, bool):
+                yield str(one)
+
+
+def left_by(folder: Path, resume: Checkpoint, iterations: int) -> dict[str, object] | None:
+    """The answer of `train --json` where a run in the folder has done all iterations; None where something is left.
+
+    Also a run that has done them all leaves something to do where its parameters are missing.
+    """
+    with suppress(CheckpointError, DocumentError, TensorError, OSError):
+        newest = latest(folder / CHECKPOINTS)
+        layers = range(len(resume.manifest.layers))
+        if resume.iteration < iterations or newest is None or newest.path.resolve() != resume.path.resolve() \
+                or not all(layer_path(folder, layer).exists() for layer in layers):
+            return None
+        schedule = read(folder / "schedule.json")
+        digests = {name: tensor_digest(name, tensor) for layer in layers
+                   for name, tensor in _named(layer, folder).items()}
+        return {"iterations": 0, "losses": [], "parameter_digest": combined_digest(digests),
+                "first_iteration": resume.iteration, "recoveries": [], "measured_period": None,
+                "planned_period": schedule.seconds(schedule.period_ticks)}
+    return None
+
+
+def _named(layer: int, folder: Path) -> dict[str, Tensor]:
+    return {f"{layer}.{name}": tensor for name, tensor in load_layer(folder, layer).items()}

@@ -1,0 +1,74 @@
+"""What each layer of the model costs: a stage's times and memory, divided over its layers.
+
+A stage's value is the sum over its layers. `[layers]` says how it is divided: in proportion to the values there, evenly
+where it has none.
+"""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import lru_cache
+
+import msgspec
+
+from planner.job.file import Job, JobError
+
+
+class LayerCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """One value for each of the L layers of the model; times in seconds, memory in the job's unit."""
+
+    forward: tuple[Fraction, ...]
+    backward_input: tuple[Fraction, ...]
+    backward_weight: tuple[Fraction, ...]
+    optimizer: tuple[Fraction, ...]
+    all_reduce: tuple[Fraction, ...]
+    activation: tuple[Fraction, ...]
+    """0 without `[memory]`; so is the next."""
+    weight_stash: tuple[Fraction, ...]
+    weights: tuple[Fraction, ...]
+    """0 where the job does not say."""
+
+
+def layer_costs(job: Job) -> LayerCosts:
+    """The cost of each layer, 0..L-1: exact, so that the layers of a stage add up to the stage.
+
+    Without `placement.layers` every stage of a chain is one layer. Raises JobError where a stage has no layer: its
+    costs belong to none.
+    """
+    counts = layer_counts(job)
+    if not all(counts):
+        raise JobError(f"placement.layers gives stage {counts.index(0)} no layer; expected at least one for each, "
+                       "where stages are cut or layers moved")
+    nothing = (0.0,) * job.depth
+    time, memory = job.time, job.memory
+
+    def divided(key: str, stages: Sequence[float]) -> tuple[Fraction, ...]:
+        return _divided(stages[:job.depth], counts, getattr(job.layer_values, key) if job.layer_values else None)
+
+    return LayerCosts(
+        **{key: divided(key, getattr(time, key))
+           for key in ("forward", "backward_input", "backward_weight", "optimizer", "all_reduce")},
+        **{key: divided(key, (getattr(memory, key) if memory else ()) or nothing)
+           for key in ("activation", "weight_stash", "weights")})
+
+
+def layer_counts(job: Job) -> tuple[int, ...]:
+    """Layers of each stage of a chain."""
+    return (1,) * job.depth if job.layers is None else job.layers[:job.depth]
+
+
+@lru_cache(maxsize=4096)
+def exact(value: float) -> Fraction:
+    """The decimal number that the user wrote, not the binary one that stands for it."""
+    return Fraction(repr(value))
+
+
+def _divided(stages: Sequence[float], counts: Sequence[int], values: Sequence[float] | None) -> tuple[Fraction, ...]:
+    """Each stage's value over its layers, in proportion to `values`, which are by layer; evenly where these are 0."""
+    divided: list[Fraction] = []
+    for stage, count in zip(stages, counts, strict=True):
+        first = len(divided)
+        shares = [Fraction(1)] * count if values is None else [exact(value) for value in values[first:first + count]]
+        if not any(shares):
+            shares = [Fraction(1)] * count
+        divided += [exact(stage) * share / sum(shares) for share in shares]
+    return tuple(divided)

@@ -1,0 +1,194 @@
+"""Jobs with more micro-batches than can be planned at once: a plan of fewer of them, again and again.
+
+The micro-batches of an iteration are cut into blocks that are nearly equal, each different block is planned like a job
+of its own, and the blocks follow each other on every worker. That keeps every rule: a micro-batch lies within one
+block; a worker begins a block when it has run all of the one before, and holds no activation then. What it costs is
+that the pipeline fills and drains once in every block.
+
+How much fits into the time is not guessed: a small part of the job is planned first, and timed.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import msgspec
+
+from planner.job.file import Job, JobError
+from schedules.check import check
+from schedules.schedule import COMPUTE_KINDS, Program, ProgramOp, Schedule, Seat, Status, Worker, period_ticks, place
+
+CERTAIN = 50_000
+"""Compute ops that are planned, put together and checked in less than a second on any machine: nothing is measured."""
+SAMPLE = 21_000
+"""Compute ops of the part of a job by which speed is measured."""
+GRACE_SECONDS, GRACE_SHARE = 1.0, 0.2
+"""What a plan may take beyond its time limit: the larger of the two."""
+MARGIN = 1.25
+"""How much longer large things may take, for each op, than the sample."""
+BLOCK_SHARE = 0.3
+"""Share of the time that the first plan of all blocks may take; the rest improves it."""
+
+PlanBlock = Callable[[Job, float], Schedule]
+"""A checked schedule of a job in so many seconds, where layers stay in place and no stage is cut."""
+
+
+class TooLargeError(JobError):
+    """A job that cannot be planned in the time given. The message says what can."""
+
+
+class Pace(NamedTuple):
+    """Seconds for each compute op on this machine."""
+
+    plan: float
+    """To find a first plan, put it together and check it."""
+    join: float
+    """To join blocks and check the whole."""
+
+
+class Blocks(NamedTuple):
+    """In how many blocks to plan a job, and how long."""
+
+    number: int
+    seconds: float
+    """For all different ones together; what is left of the limit joins them."""
+
+
+def blocks_within(job: Job, ops: int, seconds: float, plan_block: PlanBlock) -> Blocks | None:
+    """How to plan a job whose different pipelines have `ops` compute ops in all within `seconds`; None: as a whole.
+
+    Raises TooLargeError where the plan could not even be put together and checked.
+    """
+    if ops <= CERTAIN:
+        return None
+    began = time.monotonic()
+    pace = measured(job, ops, plan_block)
+    left = seconds - (time.monotonic() - began)
+    if pace.plan * ops * MARGIN < left:
+        return None
+    joining = pace.join * ops
+    allowed = left + max(GRACE_SECONDS, GRACE_SHARE * seconds) - pace.plan * SAMPLE
+    planning = max(0.0, left - joining)
+    size = max(SAMPLE, BLOCK_SHARE * planning / pace.plan / 2)  # nearly equal blocks are of two sizes
+    number = max(2, min(round(ops / size), min(job.microbatches) // job.chains))
+    if min(job.microbatches) // number < 2 * job.depth:  # the pipelines would hardly be full before they drain
+        if pace.plan * ops < allowed:
+            return None
+        joining = pace.plan * ops
+    if joining * MARGIN > allowed:
+        raise TooLargeError(_too_large(job, ops, ops * allowed / (joining * MARGIN), joining * MARGIN))
+    return Blocks(number, planning)
+
+
+def measured(job: Job, ops: int, plan_block: PlanBlock) -> Pace:
+    """The pace of this machine, by a part of the job."""
+    blocks = max(1, min(ops // SAMPLE, min(job.microbatches) // job.chains))
+    sample = next(iter(blocks_of(job, blocks)))
+    began = time.monotonic()
+    schedule = plan_block(sample, 0.0)
+    planned = time.monotonic()
+    joined(sample, [schedule], 0)
+    count = sum(map(len, schedule.programs))
+    return Pace((planned - began) / count, (time.monotonic() - planned) / count)
+
+
+def blocks_of(job: Job, count: int) -> Iterator[Job]:
+    """The job cut into blocks: the first have one micro-batch more (with several chains: one of each) where the
+    numbers do not divide; a rest that is not a micro-batch of each chain is with the last.
+    """
+    whole = [divmod(total // job.chains, count) for total in job.microbatches]
+    for block in range(count):
+        sizes = [job.chains * (size + (block < more)) for size, more in whole]
+        if block == count - 1:
+            sizes = [size + total % job.chains for size, total in zip(sizes, job.microbatches, strict=True)]
+        yield msgspec.structs.replace(job, microbatches=tuple(sizes))
+
+
+def repeated(job: Job, how: Blocks, bound: int, plan_block: PlanBlock) -> Schedule:
+    """The checked schedule of a job in blocks. `bound` is proven for the whole."""
+    blocks = list(blocks_of(job, how.number))
+    different = {block.microbatches: block for block in blocks}
+    plans = {counts: plan_block(block, how.seconds / len(different)) for counts, block in different.items()}
+    return joined(job, [plans[block.microbatches] for block in blocks], bound)
+
+
+def joined(job: Job, blocks: Sequence[Schedule], bound: int) -> Schedule:
+    """One iteration of the job that runs these blocks one after the other. Makes sure that it passes the checker."""
+    shifts = _shifts(blocks)
+    before = [list(accumulate((block.grid.microbatches[pipeline] for block in blocks), initial=0))
+              for pipeline in range(job.pipelines)]
+    numbers: dict[tuple[object, ...], int] = {}
+    programs: list[Program] = []
+    seats: list[Seat] = []
+    for row, seat in enumerate(blocks[0].seats):
+        own = [block.programs[block.seats[row].program] for block in blocks]
+        key = (*map(id, own), *before[seat.role.pipeline])
+        if key not in numbers:
+            numbers[key] = len(programs)
+            programs.append(_program(own, shifts, before, seat.role.pipeline))
+        seats.append(msgspec.structs.replace(seat, program=numbers[key]))
+    whole = msgspec.structs.replace(
+        blocks[0], grid=msgspec.structs.replace(blocks[0].grid, microbatches=job.microbatches), seats=tuple(seats),
+        programs=tuple(programs))
+    period = period_ticks(op for seat in seats for op in place(_ends(programs[seat.program]), seat, whole.times))
+    status: Status = "optimal" if period <= bound else "feasible"
+    whole = msgspec.structs.replace(whole, period_ticks=period, lower_bound_ticks=bound, status=status)
+    violations = check(whole)
+    if violations:
+        raise AssertionError(f"a repeated schedule breaks a rule: {violations[0]}")
+    return whole
+
+
+def _shifts(blocks: Sequence[Schedule]) -> list[int]:
+    """How many ticks later than in its own plan each block runs: when every worker is done with those before."""
+    spans = {id(block): _spans(block) for block in blocks}
+    free: dict[Worker, int] = {}
+    shifts = []
+    for block in blocks:
+        span = spans[id(block)]
+        shift = max((free[worker] - first for worker, (first, _) in span.items() if worker in free), default=0)
+        free |= {worker: shift + last for worker, (_, last) in span.items() if last is not None}
+        shifts.append(shift)
+    return shifts
+
+
+def _spans(block: Schedule) -> dict[Worker, tuple[int, int | None]]:
+    """For each worker, the start of its first op, and the end of its last compute op; None where it has none."""
+    spans: dict[Worker, tuple[int, int | None]] = {}
+    for seat in block.seats:
+        program = block.programs[seat.program]
+        compute = [op for op in place(_ends(program), seat, block.times) if op.kind in COMPUTE_KINDS]
+        spans[seat.worker] = program[0].start_ticks, compute[-1].end_ticks if compute else None
+    return spans
+
+
+def _ends(program: Program) -> Program:
+    """The first op of a program, its last compute op, and its last."""
+    last = next((op for op in reversed(program) if op.kind in COMPUTE_KINDS), program[-1])
+    return program[0], last, program[-1]
+
+
+def _program(blocks: Sequence[Program], shifts: Sequence[int], before: Sequence[Sequence[int]],
+             pipeline: int) -> Program:
+    """One worker's ops of all blocks. `before[pipeline][block]`: that pipeline's micro-batches of earlier blocks."""
+    ops: list[ProgramOp] = []
+    for block, (program, shift) in enumerate(zip(blocks, shifts, strict=True)):
+        own, closing = before[pipeline][block], block == len(blocks) - 1
+        for op in program:
+            if op.microbatch is not None:
+                first = own if op.pipeline is None else before[op.pipeline][block]
+                ops.append(ProgramOp(op.kind, op.slice, op.microbatch + first, op.start_ticks + shift, op.pipeline))
+            elif closing:
+                ops.append(ProgramOp(op.kind, op.slice, None, op.start_ticks + shift))
+    return tuple(ops)
+
+
+def _too_large(job: Job, ops: int, fitting: float, seconds: float) -> str:
+    most = max(job.microbatches)
+    fits = int(fitting / ops * most)
+    less = f"about {fits:,} micro-batches a pipeline fit into the time limit" if fits > 0 else "use fewer"
+    return (f"{job.pipelines} x {job.stages} workers with {most:,} micro-batches a pipeline are {ops:,} ops to place. "
+            f"This machine takes about {seconds:.1f} s to put such a schedule together and check it: {less}, or "
+            f"--time-limit {math.ceil(2 * seconds)} is enough")

@@ -1,0 +1,60 @@
+"""SIGTERM, which schedulers send before they take a machine, and Ctrl-C: the first asks for a good end, the next one
+ends at once."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+GRACE_SECONDS = 20.0
+"""How long a run may take to end well: torchrun, SLURM and Kubernetes kill after 30 s unless told otherwise."""
+
+
+class RunStopped(KeyboardInterrupt):
+    """A run, or one node's part in it, that was told to end. The message is one line."""
+
+    def __init__(self, number: signal.Signals, text: str) -> None:
+        super().__init__(text)
+        self.number = number
+        """The signal."""
+
+
+class StopSignals:
+    """What the signals do while a run takes place: they raise RunStopped, or ask for a good end first."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        """The signal that asked for the end."""
+        self._ask: Callable[[], object] | None = None
+
+    @contextmanager
+    def asking(self, ask: Callable[[], object]) -> Iterator[None]:
+        """In this block the first signal calls a function, in the main thread and at any moment, and raises nothing."""
+        self._ask = ask
+        try:
+            yield
+        finally:
+            self._ask = None
+
+    def handle(self, number: int, _: object) -> None:
+        """For signal.signal."""
+        if self._ask is None or self.received is not None:
+            raise RunStopped(signal.Signals(number), f"interrupted by {signal.Signals(number).name}")
+        self.received = signal.Signals(number)
+        self._ask()
+
+
+@contextmanager
+def stop_signals() -> Iterator[StopSignals]:
+    """Take the signals over until the end of the block. Only the main thread of a program gets any."""
+    stop = StopSignals()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.signal(number, stop.handle) for number in SIGNALS}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,123 @@
+"""The folder of a run: one run writes there at a time, and none over the results of another."""
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from runtime.model.checkpoint import Checkpoint, drop_newer, latest, tidy
+
+CHECKPOINTS = "checkpoints"
+LOSSES = "losses.jsonl"
+_TEMPORARY = ("parameters/.layer-*", ".*.json.????????", f".{LOSSES}.????????")
+"""Files of writers that were killed."""
+_STALE = ("parameters/layer-*.*", "logs/worker-*.log", "trace.json")
+"""What a run makes anew, also when it goes on."""
+_RESULTS = (LOSSES, "schedule.json")
+
+
+class FolderError(ValueError):
+    """A folder that this run may not write to. The message is one line."""
+
+
+@contextlib.contextmanager
+def locked(out: Path, node: int) -> Iterator[None]:
+    """Make the folder, and hold it for one node of a run. The system lets go of it when this process ends in any way.
+
+    All that share the folder's file system see the lock, where that has flock, as NFS does. Raises FolderError while
+    another process holds it, and OSError.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f".node-{node}.lock"
+    with contextlib.ExitStack() as stack:
+        if sys.platform != "win32":
+            descriptor = _lock(path)
+            stack.callback(os.close, descriptor)
+            stack.callback(path.unlink, missing_ok=True)  # first, while it is held
+        yield
+
+
+def claim(out: Path, resume: Checkpoint | None, *, force: bool) -> None:
+    """Make sure that nothing of another run is in the folder, and remove what killed writers have left.
+
+    What a run leaves that goes on from `resume`, a checkpoint in this folder, is its own; `force` removes that of any
+    other run, and checkpoints that are newer than `resume`. The folder must be locked. Raises FolderError and OSError.
+    """
+    checkpoints = out / CHECKPOINTS
+    if resume is not None and resume.path.resolve().parent == checkpoints.resolve():
+        newest = latest(checkpoints)
+        if newest is not None and newest.iteration > resume.iteration:
+            if not force:
+                raise FolderError(f"{checkpoints}: holds a checkpoint of iteration {newest.iteration} already; go on "
+                                  "from that one with --resume, give another --out, or drop it with --force")
+            drop_newer(checkpoints, resume.iteration)
+    else:
+        found = "" if force else results(out)
+        if found:
+            raise FolderError(f"{out}: holds the results of a run already ({found}): go on with --resume {out}, give "
+                              "another --out, or start anew with --force")
+        drop_newer(checkpoints, -1)
+        for name in _RESULTS:
+            (out / name).unlink(missing_ok=True)
+    _remove(out, *_STALE)
+    clean_up(out)
+
+
+def clean_up(out: Path) -> None:
+    """Remove what killed writers have left. All of this run must have ended, and the folder be locked."""
+    _remove(out, *_TEMPORARY)
+    tidy(out / CHECKPOINTS)
+
+
+def clear_parameters(out: Path) -> None:
+    """Remove the parameters that an earlier run has left."""
+    _remove(out, _STALE[0])
+
+
+def results(out: Path) -> str:
+    """What a run has left in a folder, in words; empty where there is nothing that anybody could miss."""
+    found = []
+    with contextlib.suppress(OSError):
+        lines = (out / LOSSES).read_bytes().count(b"\n")
+        found += [f"{lines} iterations"] if lines else []
+    newest = latest(out / CHECKPOINTS)
+    found += [] if newest is None else [f"a checkpoint of iteration {newest.iteration}"]
+    found += ["parameters"] if any(out.glob("parameters/layer-*.safetensors")) else []
+    return ", ".join(found)
+
+
+def _remove(out: Path, *patterns: str) -> None:
+    for pattern in patterns:
+        for path in out.glob(pattern):
+            path.unlink(missing_ok=True)
+
+
+def _lock(path: Path) -> int:
+    """An open descriptor of the lock file, locked; it names the process that holds it."""
+    import fcntl
+
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 300, 0).decode(errors="replace").strip() or "another process"
+            os.close(descriptor)
+            raise FolderError(f"{path.parent}: {holder} is writing there; wait for its end, or give another --out"
+                              ) from None
+        except OSError:  # a file system without locks
+            return descriptor
+        if _is_there(path, descriptor):
+            break
+        os.close(descriptor)  # its last holder has removed it since it was opened
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return descriptor
+
+
+def _is_there(path: Path, descriptor: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    return False

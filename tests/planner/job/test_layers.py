@@ -1,0 +1,49 @@
+"""The costs of layers add up to those of their stages, exactly, however they are divided."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.job.file import JobError, parse_job
+from planner.job.layers import LayerCosts, layer_costs
+
+TIME = "[time]\nforward = 0.0297\nbackward_input = [0, 0.0294]\nbackward_weight = 0.0199\noptimizer = 0.01\n"
+GOOD = "pipelines = 2\nstages = 2\nmicrobatches = 4\n" + TIME
+
+
+def test_without_layers_each_stage_is_one():
+    costs = layer_costs(parse_job(GOOD))
+    assert costs.forward == (Fraction(297, 10_000),) * 2 and costs.backward_input == (0, Fraction(294, 10_000))
+    assert costs.activation == costs.weights == (0, 0)
+
+
+def test_stages_are_divided_evenly_or_as_the_job_says():
+    text = GOOD + "[memory]\ncapacity = 9\nactivation = 3\nweights = [9, 8]\n[placement]\nlayers = [3, 2]\n"
+    costs = layer_costs(parse_job(text))
+    assert costs.activation == (1, 1, 1, Fraction(3, 2), Fraction(3, 2)) and costs.weights == (3, 3, 3, 4, 4)
+    costs = layer_costs(parse_job(text + "[layers]\nactivation = [1, 2, 3, 0, 0]\nweights = [1, 1, 7, 3, 1]\n"))
+    assert costs.activation == (Fraction(1, 2), 1, Fraction(3, 2), Fraction(3, 2), Fraction(3, 2))
+    assert costs.weights == (1, 1, 7, 6, 2)
+    assert costs.forward == (*[Fraction(99, 10_000)] * 3, *[Fraction(297, 20_000)] * 2)
+
+
+def test_both_directions_of_a_pipeline_have_the_same_layers():
+    job = parse_job(GOOD + "[placement]\norder = 'bidirectional'\nlayers = [2, 1]\n")
+    assert len(layer_costs(job).forward) == 3
+
+
+@given(st.data())
+def test_layers_add_up_to_their_stages(data):
+    counts = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=2))
+    values = data.draw(st.lists(st.floats(0, 10), min_size=sum(counts), max_size=sum(counts)))
+    costs = layer_costs(parse_job(f"{GOOD}[placement]\nlayers = {counts}\n[layers]\nforward = {values}\n"))
+    for key in LayerCosts.__struct_fields__:
+        assert len(getattr(costs, key)) == sum(counts)
+    assert sum(costs.forward[:counts[0]]) == sum(costs.forward[counts[0]:]) == Fraction(297, 10_000)
+
+
+def test_a_stage_without_layers_cannot_be_divided():
+    with pytest.raises(JobError, match=r"placement\.layers gives stage 1 no layer"):
+        layer_costs(parse_job(GOOD + "[placement]\nlayers = [3, 0]\n"))

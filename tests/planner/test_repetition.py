@@ -1,0 +1,73 @@
+"""Schedules of many micro-batches as blocks of fewer: they keep every rule, cost little, and what is too large is said.
+"""
+
+import time
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.jobs import uniform_job
+from planner.model.bounds import lower_bound
+from planner.model.problem import build_problem
+from planner.options import PlanOptions
+from planner.plan import plan_job, plan_only
+from planner.repetition import Blocks, TooLargeError, blocks_of, joined, repeated
+from schedules.check import check
+from schedules.schedule import OpKind, Worker
+from tests.jobs import failures, jobs
+
+GREEDY = PlanOptions(method="greedy", time_limit=0.01)
+
+
+def in_blocks(job, count, failed=()):
+    bound = lower_bound(build_problem(job, failed))
+    return joined(job, [plan_only(GREEDY, block, failed).schedule for block in blocks_of(job, count)], bound)
+
+
+@settings(max_examples=60)
+@given(st.data(), jobs(max_microbatches=12))
+def test_blocks_one_after_the_other_keep_every_rule(data, job):
+    most = min(job.microbatches) // job.chains
+    job = job if most else msgspec.structs.replace(job, microbatches=tuple(job.chains + n for n in job.microbatches))
+    down = data.draw(failures(job))
+    schedule = in_blocks(job, data.draw(st.integers(1, max(1, most))), down)
+    assert check(schedule) == [] and schedule.grid.microbatches == job.microbatches
+    assert schedule.period_ticks >= schedule.lower_bound_ticks
+    forwards = sum(op.kind is OpKind.F for op in schedule.all_ops())
+    assert forwards == sum(job.microbatches) * job.depth
+
+
+def test_equal_pipelines_share_their_programs_and_their_blocks():
+    job = uniform_job(4, 4, 64, capacity=8)
+    schedule = in_blocks(job, 4)
+    assert len(schedule.programs) == 4 and schedule.gap < 0.25
+    assert [block.microbatches for block in blocks_of(uniform_job(2, 2, 7), 3)] == [(3, 3), (2, 2), (2, 2)]
+
+
+def test_a_block_costs_one_filling_and_draining():
+    job, down = uniform_job(3, 4, 60, capacity=8), [Worker(1, 2)]
+    block = plan_only(GREEDY, uniform_job(3, 4, 20, capacity=8), down).schedule
+    optimizer = 5
+    assert joined(job, [block] * 3, 0).period_ticks <= 3 * (block.period_ticks - optimizer) + optimizer
+
+
+def test_what_cannot_be_put_together_in_time_is_refused_at_once_with_what_can():
+    began = time.monotonic()
+    with pytest.raises(TooLargeError, match=r"65,536 micro-batches.*micro-batches a pipeline fit.*--time-limit \d+"):
+        plan_job(uniform_job(4, 8, 65_536, capacity=16), time_limit=4)
+    assert time.monotonic() - began < 10, "measured: 0.5 s on an idle machine"
+
+
+def test_many_micro_batches_are_planned_in_blocks():
+    """Six pipelines with one worker down; each different block is planned once."""
+    job, down, planned = uniform_job(6, 4, 256, capacity=8), (Worker(1, 3),), []
+
+    def plan_block(block, seconds):
+        planned.append((block.microbatches[0], seconds))
+        return plan_only(GREEDY.within(seconds), block, down).schedule
+
+    schedule = repeated(job, Blocks(7, 2.0), lower_bound(build_problem(job, down)), plan_block)
+    assert planned == [(37, 1.0), (36, 1.0)]
+    assert check(schedule) == [] and schedule.gap < 0.05

@@ -1,0 +1,59 @@
+"""Schedules are found in threads, and the one that all wait for waits for no other."""
+
+import asyncio
+import threading
+
+import pytest
+
+from runtime.coordinator.planning import NoScheduleError, ScheduleService
+from schedules.schedule import Worker
+from tests.jobs import grid
+from tests.runtime.running import schedule_for
+
+JOB = grid(2, 2, 2)
+JOIN, DEATH, LATER = (), (Worker(1, 1),), (Worker(1, 0), Worker(1, 1))
+
+
+def test_a_death_does_not_wait_for_the_plan_of_a_join():
+    """Nor is more planned than two at a time."""
+    release, asked = threading.Event(), []
+
+    def scheduler(down):
+        asked.append(down)
+        if down != DEATH:
+            release.wait(20)
+        return schedule_for(JOB, list(map(str, down)))
+
+    async def script():
+        answers = asyncio.Event()
+        service = ScheduleService(scheduler, answers.set)
+        assert service.get(JOIN) is None and service.get(DEATH) is None and service.get(LATER) is None
+        assert service.get(DEATH) is None
+        await asyncio.wait_for(answers.wait(), 20)
+        assert service.get(DEATH) is not None and service.get(JOIN) is None
+        assert asked == [JOIN, DEATH]
+        assert service.get(LATER) is None
+        release.set()
+        while service.get(JOIN) is None or service.get(LATER) is None:
+            answers.clear()
+            await asyncio.wait_for(answers.wait(), 20)
+        assert asked == [JOIN, DEATH, LATER]
+        service.forget()
+        assert service.get(DEATH) is None
+
+    asyncio.run(script())
+
+
+def test_what_the_scheduler_raises_is_raised():
+    def scheduler(_):
+        raise NoScheduleError("none")
+
+    async def script():
+        answered = asyncio.Event()
+        service = ScheduleService(scheduler, answered.set)
+        assert service.get(DEATH) is None
+        await asyncio.wait_for(answered.wait(), 20)
+        with pytest.raises(NoScheduleError, match="none"):
+            service.get(DEATH)
+
+    asyncio.run(script())

@@ -1,0 +1,78 @@
+import pytest
+
+from runtime.coordinator import stall_watch
+from runtime.coordinator.stall_watch import ANSWER_SECONDS, StallWatch
+from runtime.protocol.to_coordinator import Status
+from schedules.schedule import Worker
+
+A, B, C = Worker(0, 0), Worker(1, 0), Worker(0, 1)
+COLUMNS = {A: 0, B: 0, C: 1}
+INTERVAL = 1.0
+
+
+class World:
+    """A watch with a timeout of 10 s, whose clock is turned by hand."""
+
+    def __init__(self):
+        self.now, self.asked = 100.0, []
+        self.watch = None
+
+    def monotonic(self):
+        return self.now
+
+    def look(self, seconds, planning=False):
+        """What it says within so many seconds."""
+        said = []
+        for _ in range(round(seconds / INTERVAL)):
+            self.now += INTERVAL
+            stall = self.watch.look(COLUMNS, INTERVAL, planning=planning)
+            said += [] if stall is None else [stall]
+        return said
+
+
+@pytest.fixture
+def world(monkeypatch):
+    made = World()
+    monkeypatch.setattr(stall_watch, "time", made)
+    made.watch = StallWatch(10.0, made.asked.append)
+    return made
+
+
+def test_who_has_hung_is_told_and_named_before_those_who_wait(world):
+    assert world.look(10) == [] == world.asked
+    world.look(1)
+    assert world.asked == [A, C, B]
+    for status in (Status(A, "iteration 3, F: receiving from worker 1.0", 9.0, waits=True),
+                   Status(B, "iteration 3, W", 9.5, waits=False), Status(C, "iteration 3, F", 0.1, waits=False)):
+        world.watch.answered(status)
+    (stall,) = world.look(1)
+    assert str(stall) == ("nothing has been committed for 12 s; worker 1.0: iteration 3, W (10 s); worker 0.1: "
+                          "iteration 3, F; worker 0.0: iteration 3, F: receiving from worker 1.0 (9 s)")
+    assert [one.worker for one in stall.culprits(COLUMNS)] == [B]
+    assert world.look(10) == [] and world.look(3), "said again after the next timeout"
+
+
+def test_nobody_is_given_up_where_all_of_a_stage_are_busy_for_so_long(world):
+    world.look(11)
+    for worker in (A, B):
+        world.watch.answered(Status(worker, "iteration 0, F", 10.5, waits=False))
+    world.watch.answered(Status(C, "waits", 10.5, waits=True))
+    (stall,) = world.look(1)
+    assert stall.culprits(COLUMNS) == []
+
+
+def test_who_does_not_answer_is_waited_for_only_a_moment(world):
+    world.look(11)
+    world.watch.answered(Status(A, "waits for the next order", 0.0, waits=True))
+    (stall,) = world.look(ANSWER_SECONDS + 1, planning=True)
+    assert str(stall).endswith("worker 1.0 does not answer; node 0: plans a schedule for the workers that are left")
+
+
+def test_progress_and_time_in_which_this_process_did_not_run_count_as_none(world):
+    world.look(8)
+    world.watch.progressed()
+    assert world.look(9) == [] == world.asked
+    world.now += 500
+    assert world.look(9) == [] == world.asked
+    world.look(3)
+    assert world.asked

@@ -1,0 +1,189 @@
+"""Runs that are told to end do so at the next iteration, with a checkpoint; a worker that is told to leaves them."""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from runtime.launch import Resilience, RunOptions, RunResult, join, run
+from runtime.model.checkpoint import latest
+from runtime.processes.fork_server import ForkServer
+from runtime.processes.stop_signals import RunStopped
+from runtime.protocol.rendezvous import Rendezvous
+from tests.runtime.failing import JOB, TIMEOUT_SECONDS, dead, planned
+from tests.runtime.running import assert_same_numbers, free_port, judge, log_of, schedule_for, tiny
+from tests.runtime.speaking import SECRET, own_job
+
+ENDLESS = 100_000
+CONFIG = tiny(iterations=30)
+ONE_NODE = RunOptions()
+
+
+def committed(out: Path) -> int:
+    return len((out / "losses.jsonl").read_text().splitlines())
+
+
+def newest(out: Path) -> int | None:
+    found = latest(out / "checkpoints")
+    return None if found is None else found.iteration
+
+
+def stopped(out: Path, fork_server: ForkServer, progress, *, every: int | None = None, grace: float = 20.0,
+            **resilience) -> RunStopped:
+    with pytest.raises(RunStopped) as caught:
+        run(schedule_for(JOB), tiny(iterations=ENDLESS), out=out, fork_server=fork_server, progress=progress,
+            options=RunOptions(grace_seconds=grace), resilience=Resilience(
+                scheduler=planned(JOB), checkpoint_every=every, heartbeat_timeout_seconds=TIMEOUT_SECONDS,
+                **resilience))
+    assert fork_server.pids == {}
+    return caught.value
+
+
+def assert_goes_on(out: Path, fork_server: ForkServer) -> None:
+    """From the checkpoint, to the numbers of a run that nothing has happened to."""
+    checkpoint = latest(out / "checkpoints")
+    assert checkpoint is not None and checkpoint.iteration == committed(out) < 30
+    run(schedule_for(JOB), CONFIG, out=out, fork_server=fork_server, resilience=Resilience(resume=checkpoint))
+    losses = [json.loads(line)["loss"] for line in (out / "losses.jsonl").read_text().splitlines()]
+    reference = judge(CONFIG, JOB.microbatches, 30)
+    assert losses == pytest.approx(list(reference.losses), rel=0, abs=1e-9)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_with_a_checkpoint_from_which_it_goes_on(number, fork_server, tmp_path):
+    def tell(iteration, _):
+        if iteration == 5:
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    error = stopped(tmp_path, fork_server, tell)
+    assert error.number == number and str(error) == f"interrupted by {number.name}"
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert 6 <= committed(tmp_path) <= 10 and not (tmp_path / "parameters").exists()
+    assert_goes_on(tmp_path, fork_server)
+    assert "Traceback" not in log_of(tmp_path)
+
+
+def test_without_checkpoints_it_just_ends_at_the_next_iteration(fork_server, tmp_path):
+    def tell(iteration, _):
+        if iteration == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    stopped(tmp_path, fork_server, tell, every=0)
+    assert 6 <= committed(tmp_path) <= 10 and not (tmp_path / "checkpoints").exists()
+
+
+def test_a_second_signal_ends_it_at_once(fork_server, tmp_path):
+    def tell(iteration, _):
+        if iteration == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert stopped(tmp_path, fork_server, tell).number == signal.SIGINT
+    assert committed(tmp_path) == 6 and newest(tmp_path) is None
+
+
+def test_a_signal_before_the_first_iteration(fork_server, tmp_path):
+    def tell_when_started() -> None:
+        while not fork_server.pids:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    timer = threading.Timer(0, tell_when_started)
+    timer.start()
+    stopped(tmp_path, fork_server, None)
+    timer.join()
+
+
+def test_a_signal_while_one_is_dead_and_none_can_go_on_in_time(fork_server, tmp_path):
+    """A worker is stopped; nobody gives it up before the time is over."""
+    def tell(iteration, _):
+        if iteration == 5:
+            os.kill(fork_server.pids["1.0"], signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGTERM)
+            began.append(time.monotonic())
+
+    began: list[float] = []
+    with pytest.raises(RunStopped, match=r"^interrupted by SIGTERM, and not ended within 1 s$"):
+        run(schedule_for(JOB), tiny(iterations=ENDLESS), out=tmp_path, fork_server=fork_server, progress=tell,
+            options=RunOptions(grace_seconds=1.0),
+            resilience=Resilience(scheduler=planned(JOB), checkpoint_every=None, heartbeat_timeout_seconds=60))
+    assert time.monotonic() - began[0] < 10 and fork_server.pids == {}
+
+
+def test_a_death_while_the_run_ends_loses_no_checkpoint(fork_server, tmp_path):
+    def tell(iteration, _):
+        if iteration == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(fork_server.pids["1.0"], signal.SIGKILL)
+
+    stopped(tmp_path, fork_server, tell)
+    assert_goes_on(tmp_path, fork_server)
+
+
+def trained(out: Path, fork_server: ForkServer, progress, options: RunOptions = ONE_NODE) -> RunResult:
+    result = run(schedule_for(JOB), CONFIG, out=out, fork_server=fork_server, progress=progress, options=options,
+                 resilience=Resilience(scheduler=planned(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS))
+    assert_same_numbers(result, judge(CONFIG, JOB.microbatches, 30))
+    return result
+
+
+def test_a_worker_that_is_told_to_end_leaves_and_the_others_go_on(fork_server, tmp_path):
+    def tell(iteration, _):
+        if iteration == 5:
+            os.kill(fork_server.pids["1.0"], signal.SIGTERM)
+
+    result = trained(tmp_path, fork_server, tell)
+    assert dead(result) == ["1.0"]
+    assert result.recoveries[0].reasons == ("worker 1.0 has left, as it was told to",)
+    assert "Traceback" not in log_of(tmp_path)
+
+
+def test_all_workers_told_to_end_end_the_run_with_a_checkpoint(fork_server, tmp_path):
+    """As schedulers tell all processes of a job; none is left to go on."""
+    def tell(iteration, _):
+        if iteration == 5:
+            for pid in fork_server.pids.values():
+                os.kill(pid, signal.SIGTERM)
+
+    stopped(tmp_path, fork_server, tell)
+    assert_goes_on(tmp_path, fork_server)
+
+
+def test_a_worker_without_whom_layers_would_be_lost_ends_the_run_with_a_checkpoint(fork_server, tmp_path):
+    def tell(iteration, _):
+        if iteration == 5:
+            os.kill(fork_server.pids["1.0"], signal.SIGKILL)
+        elif iteration == 8:
+            os.kill(fork_server.pids["0.0"], signal.SIGTERM)
+
+    stopped(tmp_path, fork_server, tell)
+    assert_goes_on(tmp_path, fork_server)
+
+
+def test_a_node_whose_workers_leave(fork_server, tmp_path):
+    """The signal itself reaches the launcher of a node in `tests/cli/test_ending.py`; here each worker gets one."""
+    rendezvous, errors = Rendezvous("127.0.0.1", free_port()), []
+
+    def follow(other: ForkServer) -> None:
+        try:
+            join(rendezvous, own_job(JOB, CONFIG), node=1, nodes=2, out=tmp_path / "other", fork_server=other)
+        except Exception as error:
+            errors.append(error)
+
+    def tell(iteration, _):
+        if iteration == 5:
+            for pid in other.pids.values():
+                os.kill(pid, signal.SIGTERM)
+
+    with ForkServer() as other:
+        thread = threading.Thread(target=follow, args=(other,), daemon=True)
+        thread.start()
+        options = RunOptions(nodes=2, rendezvous=rendezvous, secret=SECRET)
+        result = trained(tmp_path / "lead", fork_server, tell, options)
+        thread.join(20)
+    assert sorted(dead(result)) == ["1.0", "1.1"] and len(result.recoveries) == 1 and not errors

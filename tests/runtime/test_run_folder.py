@@ -1,0 +1,262 @@
+"""One run writes to a folder at a time, and none over the results of another; what was killed leaves nothing behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from runtime.coordinator import checkpoint_timer
+from runtime.coordinator.loss_file import LossFile
+from runtime.launch import Resilience, RunOptions, run
+from runtime.model.checkpoint import KEEP, latest, load, open_checkpoint, save
+from runtime.model.parameters import save_layer
+from runtime.processes.process_manager import Return
+from runtime.run_folder import FolderError, claim, clean_up, locked
+from schedules.files import write_atomically
+from schedules.schedule import Worker
+from tests.jobs import grid
+from tests.runtime.failing import at, train
+from tests.runtime.model.test_checkpoint import IDENTITY, assert_same, share, states, write
+from tests.runtime.running import assert_same_numbers, command_environment, judge, schedule_for, tiny
+
+JOB = grid(2, 2, 2)
+
+
+def committed(out: Path) -> list[int]:
+    return [json.loads(line)["iteration"] for line in (out / "losses.jsonl").read_text().splitlines()]
+
+
+def names(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_second_run_in_the_folder_is_refused_and_does_no_harm(fork_server, tmp_path):
+    """Also one that would start anew."""
+    refused = []
+
+    def second(iteration, _):
+        if iteration == 2:
+            for force in (False, True):
+                with pytest.raises(FolderError, match=rf"process {os.getpid()} on .* is writing there; wait") as error:
+                    run(schedule_for(JOB), tiny(seed=1), out=tmp_path, options=RunOptions(force=force))
+                refused.append(str(error.value))
+
+    result = run(schedule_for(JOB), tiny(), out=tmp_path, fork_server=fork_server, progress=second)
+    assert len(refused) == 2
+    assert_same_numbers(result, judge(tiny(), JOB.microbatches))
+    assert committed(tmp_path) == list(range(20))
+    assert not list(tmp_path.glob(".*")), "the lock is gone with the run"
+
+
+HOLD = "import sys, time; from pathlib import Path; from runtime.run_folder import locked\n" \
+       "with locked(Path(sys.argv[1]), 0): print('held', flush=True); time.sleep(60)"
+
+
+def test_a_crash_lets_go_of_the_folder(tmp_path):
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE,
+                              env=command_environment())
+    assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+    with pytest.raises(FolderError, match=f"process {holder.pid} on "), locked(tmp_path, 0):
+        pass
+    with locked(tmp_path, 1):
+        pass  # another node of the same run
+    holder.send_signal(signal.SIGKILL)
+    holder.wait(10)
+    holder.stdout.close()
+    with locked(tmp_path, 0):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_of_many_that_want_the_folder_one_at_a_time_has_it(tmp_path):
+    """The file is removed and made again all the while."""
+    inside, most, got = 0, 0, 0
+
+    def want() -> None:
+        nonlocal inside, most, got
+        for _ in range(300):
+            try:
+                with locked(tmp_path, 0):
+                    inside += 1
+                    most, got = max(most, inside), got + 1
+                    inside -= 1
+            except FolderError:
+                pass
+
+    threads = [threading.Thread(target=want) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert most == 1 and got > 100
+
+
+@pytest.mark.parametrize("every", [0, 3])
+def test_the_results_of_another_run_are_kept_unless_told_otherwise(every, fork_server, tmp_path):
+    schedule, resilience = schedule_for(JOB), Resilience(checkpoint_every=every)
+    run(schedule, tiny(iterations=3), out=tmp_path, fork_server=fork_server, resilience=Resilience(checkpoint_every=3))
+    before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
+    with pytest.raises(FolderError, match=r"holds the results of a run already \(3 iterations, a checkpoint of "
+                                          r"iteration 3, parameters\): go on with --resume"):
+        run(schedule, tiny(iterations=2, seed=1), out=tmp_path, fork_server=fork_server, resilience=resilience)
+    assert before == {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
+    config = tiny(iterations=2, seed=1)
+    result = run(schedule, config, out=tmp_path, fork_server=fork_server, resilience=resilience,
+                 options=RunOptions(force=True))
+    assert_same_numbers(result, judge(config, JOB.microbatches, 2))
+    newest = latest(tmp_path / "checkpoints")
+    assert newest is None if every == 0 else newest is not None and newest.iteration == 2
+    assert committed(tmp_path) == [0, 1]
+
+
+def test_no_checkpoint_is_written_unless_one_is_asked_for(fork_server, tmp_path):
+    run(schedule_for(JOB), tiny(iterations=2), out=tmp_path, fork_server=fork_server,
+        resilience=Resilience(checkpoint_every=0))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_going_on_keeps_the_losses_and_drops_what_is_newer_only_when_told_to(fork_server, tmp_path):
+    schedule = schedule_for(JOB)
+    run(schedule, tiny(iterations=6), out=tmp_path, fork_server=fork_server, resilience=Resilience(checkpoint_every=3))
+    earlier = min((tmp_path / "checkpoints").iterdir())
+    assert earlier.name == "iteration-3"
+    back = Resilience(checkpoint_every=3, resume=open_checkpoint(earlier))
+    with pytest.raises(FolderError, match="holds a checkpoint of iteration 6 already; go on from that one"):
+        run(schedule, tiny(iterations=5), out=tmp_path, fork_server=fork_server, resilience=back)
+    run(schedule, tiny(iterations=5), out=tmp_path, fork_server=fork_server, resilience=back,
+        options=RunOptions(force=True))
+    assert committed(tmp_path) == [0, 1, 2, 3, 4]
+    newest = latest(tmp_path / "checkpoints")
+    assert newest is not None and newest.iteration == 5
+
+
+def test_losses_are_not_lost_when_the_one_who_goes_on_is_killed_at_once(tmp_path):
+    """Half a line that a kill has left is dropped, and no line before it."""
+    (tmp_path / "losses.jsonl").write_text('{"iteration": 0, "loss": 5.0}\n{"iteration": 1, "loss": 4.0}\n{"itera')
+    script = ("import os, sys; from pathlib import Path; from runtime.coordinator.loss_file import LossFile\n"
+              f"LossFile(Path({str(tmp_path / 'losses.jsonl')!r}), 2, None); os.kill(os.getpid(), 9)")
+    subprocess.run([sys.executable, "-c", script], env=command_environment(), check=False, timeout=60)
+    assert committed(tmp_path) == [0, 1]
+
+
+class Killing:
+    """In a process of its own: SIGKILL before a writer's file operation with some number."""
+
+    WATCHED = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "os.chmod", "os.scandir",
+               "os.listdir")
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self._folder, self._left = str(folder), number
+
+    def __call__(self, event: str, arguments: tuple[object, ...]) -> None:
+        if event in self.WATCHED and str(arguments[0]).startswith(self._folder):
+            if self._left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self._left -= 1
+
+
+def killed(folder: Path, number: int, work) -> bool:
+    """Whether a process that does some work was killed before so many of its file operations."""
+    pid = os.fork()
+    if pid == 0:
+        sys.addaudithook(Killing(folder, number))
+        work()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+def writing(folder: Path, out: Path) -> None:
+    """All that workers and node 0 write: a checkpoint that makes an older one go, a layer, and a file of node 0."""
+    save(folder, 30, share(states(3), 1, 2, 3), IDENTITY).wait()
+    save_layer(out, 0, states()[0])
+    write_atomically(out / "schedule.json", b"{}")
+    LossFile(out / "losses.jsonl", 1, None)
+
+
+def prepared(out: Path) -> Path:
+    """Two checkpoints, and half of a third one, with a layer that was saved twice."""
+    folder = out / "checkpoints"
+    for iteration in (10, 20):
+        write(folder, iteration, states(iteration))
+    for seed in (2, 3):
+        save(folder, 30, share(states(seed), 0), IDENTITY).wait()
+    return folder
+
+
+def whole(out: Path) -> set[str]:
+    """The files of what is there and complete."""
+    folder = out / "checkpoints"
+    found = {"losses.jsonl", "schedule.json", "parameters/layer-0000.safetensors"} & names(out)
+    for path in folder.glob("iteration-*"):
+        manifest = json.loads((path / "manifest.json").read_text())
+        found |= {f"checkpoints/{path.name}/{name}" for name in (
+            "manifest.json", *(one["file"] for one in manifest["layers"]),
+            *(f"layer-{one['layer']:04d}.json" for one in manifest["layers"]))}
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks a process with torch in it")
+def test_writers_killed_at_any_step_leave_nothing_behind(tmp_path_factory):
+    """The next start removes it, and so does the end of a run; no checkpoint that was complete is harmed."""
+    number, found = 0, set()
+    while True:
+        out = tmp_path_factory.mktemp("killed")
+        folder = prepared(out)
+        more = killed(out, number, lambda folder=folder, out=out: writing(folder, out))
+        newest = latest(folder, IDENTITY)
+        assert newest is not None and newest.iteration in (20, 30)
+        found |= {path for path in names(out) if "/." in path or path.startswith(".")}
+        if number % 2:
+            claim(out, newest, force=False)
+            (out / "trace.json").touch()  # made anew
+        else:
+            clean_up(out)
+        assert names(out) - {"trace.json"} == (whole(out) if number % 2 == 0 else {
+            name for name in whole(out) if not name.startswith("parameters/")}), number
+        assert_same(load_all(folder), states(20) if newest.iteration == 20 else states(3))
+        if not more:
+            break
+        number += 1
+    assert number > 40 and newest.iteration == 30, number
+    # Without the removal these would have stayed.
+    kinds = {"".join("N" if letter.isdigit() else letter for letter in path.split("/")[-1])[:9] for path in found}
+    assert {".layer-NN", ".manifest", ".schedule", ".losses.j"} <= kinds, kinds
+
+
+def load_all(folder: Path):
+    newest = latest(folder, IDENTITY)
+    assert newest is not None
+    return load(newest, range(4))
+
+
+def test_checkpoints_are_saved_as_often_as_they_cost_little(fork_server, tmp_path, monkeypatch):
+    """By the run's own measure; a worker dies and comes back meanwhile."""
+    monkeypatch.setattr(checkpoint_timer, "LEAST_SECONDS", 0.05)
+    monkeypatch.setattr(checkpoint_timer, "SHARE", 0.1)
+    began = time.monotonic()
+    seen = set()
+
+    def progress(*_: object) -> None:
+        seen.update(path.name for path in (tmp_path / "checkpoints").glob("iteration-*"))
+
+    result = train([at("0.0", 60)], fork_server, tmp_path, config=tiny(iterations=200), progress=progress,
+                   checkpoint_every=None, returns=(Return(Worker(0, 0), 70),))
+    *before, last = result.checkpoints
+    assert before and all(one.seconds > 0 for one in result.checkpoints) and last.iteration < 200
+    assert sum(one.seconds for one in before) <= 0.1 * (time.monotonic() - began)
+    assert len(seen) >= 2
+    newest = latest(tmp_path / "checkpoints")
+    assert newest is not None and newest.iteration == 200
+
+
+def test_what_is_never_complete_does_not_fill_the_disk(tmp_path):
+    """As where the nodes see different folders."""
+    for iteration in range(5):
+        save(tmp_path, iteration, share(states(), 0, 1), IDENTITY).wait()
+    assert len(list(tmp_path.iterdir())) <= KEEP + 1
