@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from runtime.config import RunConfig
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import Data, Microbatch
 from runtime.model.stage import Boundary
@@ -58,6 +59,8 @@ class WorkerContext:
     store: TCPStore
     """Where process groups find each other."""
     setup: Setup
+    config: RunConfig
+    """Of this node's own job file."""
     device: torch.device
     layers: int
     """Of the whole model."""
@@ -204,7 +207,7 @@ class Generation:
             Membership(order.number, {worker: rank for rank, worker in enumerate(members)}, self._worker),
             {self._schedule.grid.original(index): reduce_group(self._schedule, index) for index in self._needed()},
             transport=context.setup.transport, device=context.device, store=context.store,
-            sums=watches_gradients(context.setup.config.training), require=self._connections.require)
+            sums=watches_gradients(context.config.training), require=self._connections.require)
 
     def _needed(self) -> tuple[int, ...]:
         return self._schedule.grid.stages_of(self._schedule.seat_of[self._worker].role.column)
@@ -234,7 +237,7 @@ class Generation:
         self._take_layers()
         self._does("prepares its program")
         recorder = Recorder(context.device)
-        stages, training = context.stage_store.stages, setup.config.training
+        stages, training = context.stage_store.stages, context.config.training
         iterations = range(order.first_iteration, setup.iterations)
         exchange = Exchange(self._schedule, communicator, context.boundaries, iterations)
         first_of_group = [index for index in stages if reduce_group(self._schedule, index)[0] == self._worker]
@@ -295,7 +298,7 @@ class Generation:
         assert self._steps is not None
         context.channel.send(Ran(self._worker, number, iteration, loss if abs(loss) < float("inf") else None,
                                  recorder.window_seconds(), recorder.ops()))
-        if self._worker == self._schedule.seats[0].worker and watches_gradients(context.setup.config.training):
+        if self._worker == self._schedule.seats[0].worker and watches_gradients(context.config.training):
             self._steps.when_validated(self._report_validated)
         self._does(f"{_WAITS} for node 0 to acknowledge iteration {iteration}")
         try:
@@ -313,6 +316,6 @@ class Generation:
         self._context.channel.send(Validated(self.number, Factor(*self._steps.validated)))
 
     def _read(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        config, device = self._context.setup.config, self._context.device
+        config, device = self._context.config, self._context.device
         tokens, targets = self._context.corpus.batch(microbatch, config.training.batch, config.model.context)
         return tokens.to(device), targets.to(device)
