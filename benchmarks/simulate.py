@@ -17,10 +17,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.jobs import uniform_job
+from planner.fleet.availability_trace import group_gpus
 from planner.fleet.costs import costs_for
 from planner.fleet.policies import POLICIES
 from planner.fleet.simulation import compare, throughputs_over_traces
-from planner.fleet.synthetic_trace import PRESETS, FailureRates, draw_trace, rates_per_worker
+from planner.fleet.synthetic_trace import PRESETS, FailureRates, draw_trace
 from planner.fleet.throughput import Throughputs
 from planner.job.file import Job
 from planner.plan import plan_job
@@ -37,7 +38,7 @@ def job(pipelines: int, stages: int, microbatches: int) -> Job:
 def large(gpus_per_worker: int, days: float) -> dict[str, object]:
     pipelines = 16_384 // gpus_per_worker // 16
     began, used = time.perf_counter(), time.process_time()
-    trace = draw_trace(rates_per_worker(PRESETS["llama-3"], gpus_per_worker), pipelines * 16, days)
+    trace = group_gpus(draw_trace(PRESETS["llama-3"], 16_384, days), gpus_per_worker)
     drawn = time.perf_counter() - began
     result = compare(ALL, Throughputs(job(pipelines, 16, 32)), costs_for(405e9, 16), trace)
     return {"study": f"{days:g} days of {pipelines} x 16 workers, {trace.removals} lost", "drawing s": drawn,

@@ -1,12 +1,14 @@
 """`slipstream check`: verifies schedules against every rule."""
 
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from cli.shared.console import duration, out, print_json
 from cli.shared.inputs import read_schedule_or_refuse
 from cli.shared.options import Json, ScheduleFiles
+from planner.claims import proven_bound
 from schedules.check import Violation
 from schedules.check import check as violations_of
 from schedules.schedule import Schedule
@@ -15,24 +17,44 @@ from schedules.text_excerpt import render_excerpt
 MAX_GRIDS = 3
 """Violations of a file that are drawn; the others are only named."""
 
+Bound = Annotated[bool, typer.Option("--bound", help=(
+    "Also prove the lower bound that a file states; one that CP-SAT found may be more than this can prove."))]
 
 
-def check(files: ScheduleFiles, json: Json = False) -> None:
+def check(files: ScheduleFiles, bound: Bound = False, json: Json = False) -> None:
     """Check schedules against every rule, independently of how they were made.
 
-    Exits 1 when a rule is broken, and draws the ops around the one that breaks it.
+    Exits 1 when a rule is broken, and draws the ops around the one that breaks it. A bound in a file is a claim:
+    --bound proves it again, and exits 1 when it cannot.
     """
     answers: list[dict[str, object]] = []
+    bounds: list[dict[str, object]] = []
     for file in files:
         schedule = read_schedule_or_refuse(file)
         violations = violations_of(schedule)
         answers += [_violation_report(violation, schedule, file) for violation in violations]
+        proven = proven_bound(schedule) if bound and not violations else None
+        if proven is not None:
+            bounds.append({"file": str(file), "claimed": schedule.seconds(schedule.lower_bound_ticks),
+                           "proven": schedule.seconds(proven), "verified": proven >= schedule.lower_bound_ticks})
         if not json:
-            _print(file, schedule, violations)
+            _print(file, schedule, violations, proven)
     if json:
-        print_json({"violations": answers})
-    if answers:
+        print_json({"violations": answers, **({"bounds": bounds} if bound else {})})
+    if answers or not all(one["verified"] for one in bounds):
         raise typer.Exit(1)
+
+
+def _bound(schedule: Schedule, proven: int | None) -> str:
+    """What is known of the bound that the file states."""
+    claimed = duration(schedule.seconds(schedule.lower_bound_ticks))
+    if proven is None:
+        claim = f"optimal (bound {claimed})" if schedule.status == "optimal" else f"at most {schedule.gap:.2%} above " \
+            f"the best possible (bound {claimed})"
+        return f"it claims to be {claim}; --bound verifies that"
+    if proven < schedule.lower_bound_ticks:
+        return f"its bound, {claimed}, is not proven here: {duration(schedule.seconds(proven))} is"
+    return f"its bound, {claimed}, is proven" + (": it is optimal" if schedule.status == "optimal" else "")
 
 
 def _violation_report(violation: Violation, schedule: Schedule, file: Path) -> dict[str, object]:
@@ -52,10 +74,10 @@ def _violation_report(violation: Violation, schedule: Schedule, file: Path) -> d
     }
 
 
-def _print(file: Path, schedule: Schedule, violations: list[Violation]) -> None:
+def _print(file: Path, schedule: Schedule, violations: list[Violation], proven: int | None) -> None:
     if not violations:
         out.print(f"{file}: valid: {len(schedule.seats)} workers, period "
-                  f"{duration(schedule.seconds(schedule.period_ticks))}, {schedule.status}",
+                  f"{duration(schedule.seconds(schedule.period_ticks))}; {_bound(schedule, proven)}",
                   style="green", markup=False, highlight=False, soft_wrap=True)
         return
     count = f"{len(violations)} violation{'s' if len(violations) > 1 else ''}"

@@ -54,7 +54,7 @@ def demo(out_dir: Out = Path("out/demo"), short: Short = False, json: Json = Fal
     out.print(f"\nThe whole demo took {duration(time.monotonic() - began)}. Next: slipstream plan "
               f"{JOBS / 'worked-example.toml'} --failed 1.2 --failed 2.0", highlight=False, soft_wrap=True)
     if json:
-        print_json({"periods": {idea.name: idea.plan.report()["period"] for idea in ideas}, **answer})
+        print_json({"periods": {idea.name: idea.plan.period for idea in ideas}, **answer})
 
 
 def _plan_worked_example() -> list[_Idea]:

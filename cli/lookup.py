@@ -16,6 +16,7 @@ from planner.job.file import JobError, parse_job
 from planner.model.problem import NoPlanError
 from planner.options import PlanOptions
 from planner.plan import plan_only
+from planner.transition import layers_received
 from schedules.check import check
 from schedules.codec import encode
 from schedules.schedule import Schedule, Worker
@@ -27,6 +28,8 @@ PLAN_SECONDS = 10.0
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", autocompletion=completing(*library_names()), help=(
     f"The table's folder, or the name of one that comes with Slipstream: {', '.join(library_names())}."))]
+Settled = Annotated[bool, typer.Option("--settled", help=(
+    "The answer to come to, for which layers move, instead of the one that runs at once."))]
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -37,7 +40,8 @@ class _Answer(msgspec.Struct, frozen=True):
     seconds: float
 
 
-def lookup(folder: Folder, failed: Failed = None, out_file: OutFile = None, json: Json = False) -> None:
+def lookup(folder: Folder, failed: Failed = None, settled: Settled = False, out_file: OutFile = None,
+           json: Json = False) -> None:
     """Look up the schedule for the workers that are down, and say who plays which role.
 
     Failures that the table does not cover are planned on the spot, by the list schedulers.
@@ -45,7 +49,7 @@ def lookup(folder: Folder, failed: Failed = None, out_file: OutFile = None, json
     down = parse_workers(failed or [])
     try:
         table = Table.load(folder if is_there(folder) else library(str(folder)) or _missing(folder))
-        answer = _look_up(table, down) or _plan(table, down)
+        answer = _look_up(table, down, settled=settled) or _plan(table, down, settled=settled)
     except TableError as error:
         refuse(error)
     except ValueError as error:
@@ -69,18 +73,18 @@ def _missing(folder: Path) -> NoReturn:
     refuse(f"{folder}: no such folder or table{hint}")
 
 
-def _look_up(table: Table, down: tuple[Worker, ...]) -> _Answer | None:
-    found = table.lookup(down)  # the first use of an entry checks it; the time is that of the second
+def _look_up(table: Table, down: tuple[Worker, ...], *, settled: bool) -> _Answer | None:
+    found = table.lookup(down, settled=settled)  # the first use of an entry checks it; the time is that of the second
     if found is None:
         return None
     began = time.perf_counter()
-    found = table.lookup(down)
+    found = table.lookup(down, settled=settled)
     seconds = time.perf_counter() - began
     assert found is not None
     return _Answer(found.key, found.schedule, seconds)
 
 
-def _plan(table: Table, down: tuple[Worker, ...]) -> _Answer:
+def _plan(table: Table, down: tuple[Worker, ...], *, settled: bool) -> _Answer:
     names = ", ".join(map(str, down)) or "no worker"
     covered = f"up to {table.index.max_failures} failures" + (" and their patterns" if table.index.exact else "")
     err.print(f"{names} down: not in the table, which covers {covered}; planning on the spot", style="yellow",
@@ -88,7 +92,7 @@ def _plan(table: Table, down: tuple[Worker, ...]) -> _Answer:
     began = time.monotonic()
     basis = table.basis
     options = PlanOptions(backward=basis.backward, optimizer=basis.optimizer, method="greedy", seed=basis.seed,
-                          time_limit=PLAN_SECONDS)
+                          time_limit=PLAN_SECONDS, layers="move" if settled else "fixed", slices=settled)
     try:
         job = parse_job(table.job_text().decode(), f"{table.folder / 'job.toml'}")
         compile_planner()
@@ -109,6 +113,7 @@ def _report(answer: _Answer) -> dict[str, object]:
         "lookup_seconds": round(answer.seconds, 6),
         "gap": schedule.gap,
         "status": schedule.status,
+        "layers_moved": sum(map(len, layers_received(schedule).values())),
     }
 
 
@@ -119,5 +124,7 @@ def _print(answer: _Answer, table: Table) -> None:
     period = schedule.seconds(schedule.period_ticks)
     share = f", throughput {whole / period:.1%} of fault-free" if whole else ""
     out.print(f"period {duration(period)}{share}; {how}, in {duration(answer.seconds)}", highlight=False)
-    for line in role_change_lines(schedule) or ["every live worker keeps its role"]:
+    moved = sum(map(len, layers_received(schedule).values()))
+    for line in [*(role_change_lines(schedule) or ["every live worker keeps its role"]),
+                 *([f"layers to move: {moved}"] if moved else [])]:
         out.print(line, highlight=False)

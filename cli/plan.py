@@ -1,12 +1,13 @@
 """`slipstream plan`: a job and its failed workers become one checked schedule."""
 
+import time
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
 
 from cli.drawing.text_timeline import timeline
-from cli.shared.console import answer_no, duration, err, out, print_json, refuse
+from cli.shared.console import answer_no, completing, err, out, print_json, refuse
 from cli.shared.inputs import (
     parse_workers,
     read_job_or_refuse,
@@ -16,12 +17,16 @@ from cli.shared.inputs import (
     write_or_refuse,
 )
 from cli.shared.options import Backward, Failed, JobFile, Json, MethodName, Optimizer, OutFile, Seed, TimeLimit
+from cli.shared.plan_summary import comparison, summary
 from cli.shared.planning import compile_planner, make_plan, plan_options
-from cli.shared.role_changes import role_change_lines
+from planner.alternatives import Alternative, alternatives
 from planner.job.file import Job, JobError
 from planner.judge import judge_order
 from planner.model.problem import NoPlanError
+from planner.options import LAYERS
 from planner.plan import Plan
+from planner.report import plan_report
+from planner.transition import BANDWIDTH, transition
 from schedules.codec import encode
 from schedules.schedule import OptimizerMode
 from schedules.torchcsv import MAX_BYTES, TorchCsvError, read_order
@@ -33,31 +38,64 @@ Given = Annotated[tuple[str, Path] | None, typer.Option("--from", metavar="FORMA
     "writes and loads, one row for each rank."))]
 
 
+LayersMode = Annotated[str, typer.Option("--layers", metavar="fixed|move",
+                                         autocompletion=completing("fixed", "move"), help=(
+    "fixed: layers stay with the workers that hold them, as right after a failure; move: layers may change hands, and "
+    "the answer says what that takes."))]
+FromCheckpoint = Annotated[bool, typer.Option("--from-checkpoint", help=(
+    "With --layers move: layers that no live worker holds come from a checkpoint."))]
+Bandwidth = Annotated[float, typer.Option("--bandwidth", metavar="BYTES", min=1.0, max=1e15, help=(
+    "Bytes a second that a worker sends or receives while layers move."))]
+COMPARE_SHARE, COMPARE_SECONDS = 0.25, 4.0
+"""With failures, what may be spent on what else could be done: a share of the time limit, and seconds at most."""
+
+
 def plan(job: JobFile, failed: Failed = None, backward: Backward = None, optimizer: Optimizer = None,
-         method: MethodName = "cp-sat", time_limit: TimeLimit = 10.0, normalise: Normalise = False, seed: Seed = 0,
-         given: Given = None, out_file: OutFile = None, json: Json = False) -> None:
+         method: MethodName = "cp-sat", time_limit: TimeLimit = 10.0, normalise: Normalise = False,
+         layers: LayersMode = "fixed", from_checkpoint: FromCheckpoint = False, bandwidth: Bandwidth = BANDWIDTH,
+         seed: Seed = 0, given: Given = None, out_file: OutFile = None, json: Json = False) -> None:
     """Plan one schedule for a job and the workers that are down.
 
     Ctrl-C ends the search early; the best plan found until then is printed and written.
     """
+    began = time.monotonic()
     wanted = read_job_or_refuse(job)
     require_writable(out_file)
+    down = parse_workers(failed or [])
+    others: list[Alternative] = []
     if given is not None:
-        if failed or backward or normalise:
-            refuse("--from gives the order: leave out --failed, --backward and --normalise")
+        if failed or backward or normalise or layers != "fixed":
+            refuse("--from gives the order: leave out --failed, --backward, --normalise and --layers")
         made = _judge(wanted, *given, optimizer=optimizer)
     else:
-        options = plan_options(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit, seed=seed)
-        made = make_plan(wanted, parse_workers(failed or []), options, normalise=normalise)
+        _require_one_way(normalise=normalise, layers=layers, from_checkpoint=from_checkpoint)
+        options = plan_options(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit, seed=seed,
+                               layers=layers, from_checkpoint=from_checkpoint)
+        comparing = min(COMPARE_SECONDS, COMPARE_SHARE * time_limit) if down and not json else 0.0
+        made = make_plan(wanted, down, options.within(time_limit - comparing), normalise=normalise)
+        if comparing:
+            others = list(alternatives(wanted, down, made, options, normalise=normalise,
+                                       seconds=min(comparing, time_limit - (time.monotonic() - began))))
     if out_file is not None:
         write_or_refuse(out_file, encode(made.schedule))
     if json:
-        print_json(made.report())
+        print_json(plan_report(made, wanted, bandwidth))
         return
     out.print(timeline(made.schedule, out.width))
-    out.print(_summary(made), highlight=False)
+    chosen = [*(["--normalise"] if normalise else []), *(["--layers move"] if layers == "move" else [])]
+    lines = [summary(made, transition(made.schedule, wanted, bandwidth)), *comparison(made, others, chosen)]
+    out.print("\n".join(lines), highlight=False)
     if out_file is not None:
         err.print(f"written to {out_file}", highlight=False)
+
+
+def _require_one_way(*, normalise: bool, layers: str, from_checkpoint: bool) -> None:
+    """Refuse options that exclude each other."""
+    require_choice("--layers", layers, LAYERS)
+    if normalise and layers == "move":
+        refuse("--normalise moves whole roles, --layers move any layers: take one")
+    if from_checkpoint and layers != "move":
+        refuse("--from-checkpoint: only with --layers move")
 
 
 def _judge(job: Job, form: str, path: Path, *, optimizer: str | None) -> Plan:
@@ -75,22 +113,3 @@ def _judge(job: Job, form: str, path: Path, *, optimizer: str | None) -> Plan:
     if judged.violations:
         answer_no(f"{path}: breaks a rule: {judged.violations[0]}")
     return judged.plan
-
-
-def _summary(made: Plan) -> str:
-    """A few lines for a reader: the period, its proven bound, and what the failures cost."""
-    schedule = made.schedule
-    period, bound = (schedule.seconds(ticks) for ticks in (schedule.period_ticks, schedule.lower_bound_ticks))
-    proof = "proven optimal" if schedule.status == "optimal" else \
-        f"at most {schedule.gap:.2%} above the best possible (proven bound {duration(bound)})"
-    lines = [f"period {duration(period)}, {proof}; planned in {duration(made.solve_seconds)}"
-             + (", interrupted" if made.interrupted else "")]
-    if made.evidence:
-        lines.append(made.evidence)
-    if schedule.failed:
-        live, workers = len(schedule.seats), schedule.grid.pipelines * schedule.grid.columns
-        lines.append(f"{', '.join(map(str, schedule.failed))} down: {schedule.rerouted} micro-batch runs re-routed to "
-                     "peers")
-        lines.append(f"throughput {made.fault_free_period / period:.1%} of fault-free (period "
-                     f"{duration(made.fault_free_period)}), with {live} of {workers} workers = {live / workers:.1%}")
-    return "\n".join([*lines, *role_change_lines(schedule)])

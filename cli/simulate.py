@@ -12,18 +12,18 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 
-from cli.drawing.simulation_report import page, verdict, worker_hours
+from cli.drawing.simulation_report import described, page, tokens_per_gpu_hour, verdict, worker_hours
 from cli.shared.console import answer_no, err, near, out, print_json, refuse
 from cli.shared.inputs import is_there, read_job_or_refuse, require_writable, write_or_refuse
 from cli.shared.interrupts import checking_interrupts
 from cli.shared.options import JobFile, Json
 from cli.shared.planning import compile_planner
-from planner.fleet.availability_trace import AvailabilityTrace, fit_to_job
+from planner.fleet.availability_trace import AvailabilityTrace, fit_to_job, group_gpus
 from planner.fleet.costs import Costs, costs_for
 from planner.fleet.policies import POLICIES
 from planner.fleet.policy import Cause, Policy
 from planner.fleet.simulation import Comparison, Floats, compare, throughputs_over_traces
-from planner.fleet.synthetic_trace import PRESETS, FailureRates, draw_trace, rates_per_worker
+from planner.fleet.synthetic_trace import PRESETS, FailureRates, draw_slow_workers, draw_trace, published_fail_slow
 from planner.fleet.throughput import Throughputs
 from planner.fleet.trace_file import TraceFileError, read_availability_trace
 from planner.job.file import Job
@@ -34,8 +34,9 @@ from schedules.tables.table import Table, library
 DEFAULT_PRESET = "llama-3"
 
 TraceFile = Annotated[Path | None, typer.Option("--trace", metavar="FILE", help=(
-    "A failure trace: lines `YYYY-MM-DD, HH:MM:SS, LIVE` or `MILLISECONDS,add|remove,NAME`. Without one, failures are "
-    "drawn at the rates of --preset."))]
+    "A failure trace: lines `YYYY-MM-DD, HH:MM:SS, LIVE`, or `MILLISECONDS,add|remove,NAME`, "
+    "`MILLISECONDS,slow,NAME,FACTOR` (1: as usual) and `MILLISECONDS,gpus,NAME,ALIVE`. Without one, failures are drawn "
+    "at the rates of --preset."))]
 Policies = Annotated[list[str] | None, typer.Option("--policy", metavar="NAME", help=(
     f"Only this policy; may be repeated. Known: {', '.join(POLICIES)}."))]
 HtmlFile = Annotated[Path | None, typer.Option("--html", metavar="FILE", help=(
@@ -51,7 +52,12 @@ Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, max=2**31 - 1, 
 Seeds = Annotated[int, typer.Option("--seeds", metavar="N", min=1, max=100_000, help=(
     "Draw so many traces (or fit the given one to the job in so many ways), and tell the spread of the throughputs."))]
 Gpus = Annotated[int, typer.Option("--gpus-per-worker", metavar="N", min=1, max=4096, help=(
-    "GPUs of a worker (a tensor-parallel group), for rates of presets, which are per GPU."))]
+    "GPUs of a worker (a tensor-parallel group). Drawn failures are of single GPUs; a worker that has lost some goes "
+    "on slower or is down, by policy."))]
+FailSlow = Annotated[bool, typer.Option("--fail-slow", help=(
+    "Draw slow workers, too, at a published rate: a job that waits for the slowest takes 1.34 times as long."))]
+Tokens = Annotated[int | None, typer.Option("--tokens", metavar="N", min=1, max=2**31 - 1, help=(
+    "Tokens in a sample. Default: [model] context of the job; without either, tokens are not counted."))]
 Parameters = Annotated[float, typer.Option("--parameters", metavar="N", min=1e6, max=1e14, help=(
     "Parameters of the model: published costs of restarts and reconfigurations depend on it."))]
 Batch = Annotated[float | None, typer.Option("--batch", metavar="N", min=1e-6, max=1e9, help=(
@@ -62,15 +68,17 @@ Switch = Annotated[float | None, typer.Option("--switch", metavar="SEC", min=0, 
 
 def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, html: HtmlFile = None,
              table: TableFolder = None, preset: Preset = DEFAULT_PRESET, mtbf: Mtbf = None, days: Days = 30.0,
-             seed: Seed = 0, seeds: Seeds = 1, gpus: Gpus = 1, parameters: Parameters = 6.7e9, batch: Batch = None,
-             switch: Switch = None, json: Json = False) -> None:
+             seed: Seed = 0, seeds: Seeds = 1, gpus: Gpus = 1, fail_slow: FailSlow = False, tokens: Tokens = None,
+             parameters: Parameters = 6.7e9, batch: Batch = None, switch: Switch = None, json: Json = False) -> None:
     """Simulate policies over a failure trace: throughput over time, averages and lost time by cause.
 
     Prints a summary and writes a report that works offline. Ctrl-C keeps the policies that were finished.
     """
     wanted = read_job_or_refuse(job)
     kinds = _policies(policy)
-    make = _trace_maker(wanted, trace, preset, mtbf, days, gpus)
+    if trace is not None and fail_slow:
+        refuse("--fail-slow: only where failures are drawn; a trace says itself which workers are slow")
+    make = _trace_maker(wanted, trace, preset, mtbf, days, gpus, fail_slow)
     target = html if html is not None or json else Path(f"{job.stem}-simulation.html")
     require_writable(target if seeds == 1 else None)
     if wanted.time.slow:
@@ -84,6 +92,10 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
         with _progress() as (tell, describe):
             throughputs = _throughputs(wanted, samples, table, describe)
             if seeds > 1:
+                if trace is not None and _same(make(seed), make(seed + 1)):
+                    err.print(f"note: there is nothing to draw: all {seeds} runs over {trace} would be equal; this is "
+                              "one", style="dim", highlight=False, soft_wrap=True, markup=False)
+                    seeds = 1
                 traces = [make(seed + index) for index in range(seeds)]
                 values = throughputs_over_traces(kinds, throughputs, costs, traces, tell)
                 _print_seeds(values, kinds, json)
@@ -96,11 +108,12 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
         err.print("interrupted before the first policy was finished", style="yellow")
         raise typer.Exit(130) from None
     if target is not None:
-        write_or_refuse(target, page(result, job=wanted.name, grid=_grid(wanted), notes=_notes(costs, samples, table)))
+        write_or_refuse(target, page(result, job=wanted.name, grid=_grid(wanted), notes=_notes(costs, samples, table),
+                                     tokens=tokens or _tokens(wanted)))
     if json:
-        print_json(_report(result))
+        print_json(_report(result, tokens or _tokens(wanted)))
     else:
-        _print(result, wanted)
+        _print(result, wanted, tokens or _tokens(wanted))
     if target is not None:
         err.print(f"report written to {target}", highlight=False, soft_wrap=True)
     if len(result.runs) < len(kinds):
@@ -118,28 +131,35 @@ def _policies(names: list[str] | None) -> list[type[Policy]]:
     return [POLICIES[name] for name in POLICIES if not names or name in names]
 
 
-def _trace_maker(job: Job, path: Path | None, preset: str, mtbf: float | None, days: float,
-                 gpus: int) -> Callable[[int], AvailabilityTrace]:
+def _trace_maker(job: Job, path: Path | None, preset: str, mtbf: float | None, days: float, gpus: int,
+                 fail_slow: bool) -> Callable[[int], AvailabilityTrace]:
     """A function from a seed to a trace fitted to the job. Exits 2 where none can be made."""
     workers = job.pipelines * job.stages
     if path is not None:
-        read = functools.lru_cache(maxsize=1)(lambda: _read(path))
+        read = functools.lru_cache(maxsize=1)(lambda: _read(path, 0, gpus))
         read()
-        return lambda seed: fit_to_job(_read(path, seed) if seed else read(), workers, seed)
+        return lambda seed: fit_to_job(_read(path, seed, gpus) if seed else read(), workers, seed)
     failures = _failures(preset, mtbf, gpus)
 
     def draw(seed: int) -> AvailabilityTrace:
         try:
-            return draw_trace(failures, workers, days, seed, name=preset if mtbf is None else "--mtbf")
+            drawn = draw_trace(failures, workers * gpus, days, seed, name=preset if mtbf is None else "--mtbf")
+            drawn = group_gpus(drawn, gpus) if gpus > 1 else drawn
+            return draw_slow_workers(drawn, published_fail_slow(workers), seed) if fail_slow else drawn
         except ValueError as error:
             refuse(error)
 
     return draw
 
 
-def _read(path: Path, seed: int = 0) -> AvailabilityTrace:
+def _same(one: AvailabilityTrace, other: AvailabilityTrace) -> bool:
+    """Whether the same happens in both."""
+    return (one.live, one.changes) == (other.live, other.changes)
+
+
+def _read(path: Path, seed: int, gpus: int) -> AvailabilityTrace:
     try:
-        return read_availability_trace(path, seed)
+        return read_availability_trace(path, seed, gpus)
     except TraceFileError as error:
         refuse(error)
 
@@ -147,16 +167,21 @@ def _read(path: Path, seed: int = 0) -> AvailabilityTrace:
 def _failures(preset: str, mtbf: float | None, gpus: int) -> FailureRates:
     if preset not in PRESETS:
         refuse(f"--preset {preset}: expected one of {', '.join(PRESETS)}{near(preset, PRESETS)}")
-    failures = rates_per_worker(PRESETS[preset], gpus)
     if mtbf is None:
-        return failures
-    return FailureRates(machine_mtbf_hours=mtbf, source=f"one failure in {mtbf:g} h a worker (--mtbf); 73 % transient "
-                    "(Unicron), repair times assumed")
+        return PRESETS[preset]
+    return FailureRates(machine_mtbf_hours=mtbf * gpus, source=(
+        f"one failure in {mtbf:g} h a worker (--mtbf); 73 % transient (Unicron), repair times assumed"))
 
 
 def _batch(job: Job) -> float:
     given = job.training.get("batch", 1)
     return float(given) if isinstance(given, int | float) and not isinstance(given, bool) and given > 0 else 1.0
+
+
+def _tokens(job: Job) -> int | None:
+    """Tokens in a sample, as far as the job says."""
+    given = job.model.get("context")
+    return given if isinstance(given, int) and not isinstance(given, bool) and given > 0 else None
 
 
 def _throughputs(job: Job, samples: float, folder: Path | None, describe: Callable[[str], None]) -> Throughputs:
@@ -204,11 +229,12 @@ def _notes(costs: Costs, samples: float, table: Path | None) -> Sequence[str]:
         f"costs for {costs.parameters:.3g} parameters: switch {costs.switch_seconds:g} s, loading a stage "
         f"{costs.load_seconds:.3g} s, restart {costs.restart_seconds:.3g} s, checkpoint {costs.checkpoint_seconds:.3g} "
         f"s, Oobleck's reconfiguration {costs.oobleck_seconds:.3g} s, Bamboo's {costs.bamboo_seconds:.3g} s",
-        "all workers equally fast; stage times and costs are the same for all policies",
+        "workers equally fast but for those that the trace makes slow; stage times and costs are the same for all "
+        "policies",
     )
 
 
-def _report(result: Comparison) -> dict[str, object]:
+def _report(result: Comparison, tokens: int | None) -> dict[str, object]:
     trace = result.trace
     return {
         "policies": result.throughputs(),
@@ -217,16 +243,18 @@ def _report(result: Comparison) -> dict[str, object]:
                          for name, run in result.runs.items() if not POLICIES[name].is_reference},
         "switches": {name: run.switches for name, run in result.runs.items()},
         "worker_hours_per_1000_samples": {name: worker_hours(result, run) for name, run in result.runs.items()},
+        "ettr": {name: run.ettr for name, run in result.runs.items()},
+        "goodput": {name: run.goodput(result.best_rate) for name, run in result.runs.items()},
+        "seconds_to_recover": {name: run.seconds_to_recover for name, run in result.runs.items()},
+        "tokens_per_gpu_hour": {name: tokens_per_gpu_hour(result, run, tokens) for name, run in result.runs.items()},
         "trace": {"name": trace.name, "seconds": trace.length_seconds, "workers": trace.places,
-                  "mean_live": trace.mean_live, "removals": trace.removals, "notes": list(trace.notes)},
+                  "mean_live": trace.mean_live, "removals": trace.removals,
+                  "slowdowns": trace.slowdowns, "partial_losses": trace.partial_losses, "notes": list(trace.notes)},
     }
 
 
-def _print(result: Comparison, job: Job) -> None:
-    trace = result.trace
-    out.print(f"{job.name}: {_grid(job)}; {trace.name}: {trace.length_seconds / 3600:.4g} h, {trace.removals} workers "
-              f"lost, {trace.mean_live:.4g} of {trace.places} alive on average", highlight=False, soft_wrap=True,
-              markup=False)
+def _print(result: Comparison, job: Job, tokens: int | None) -> None:
+    out.print(f"{job.name}: {_grid(job)}; {described(result.trace)}", highlight=False, soft_wrap=True, markup=False)
     grid = Grid("policy", "samples/s", "when whole", "hours lost", "mostly", box=None, header_style="bold")
     for name, run in result.runs.items():
         if POLICIES[name].is_reference:
@@ -239,9 +267,20 @@ def _print(result: Comparison, job: Job) -> None:
         mostly = ", ".join(f"{cause} {lost[cause] / total:.0%}" for cause in causes if total > 0)
         grid.add_row(name, f"{run.throughput:.4g}", f"{run.fault_free_rate:.4g}", f"{total / 3600:.2f}", mostly)
     out.print(grid)
+    out.print(_measures(result, tokens))
     out.print(verdict(result), highlight=False, soft_wrap=True)
-    for note in trace.notes:
+    for note in result.trace.notes:
         err.print(f"note: {note}", style="dim", highlight=False, soft_wrap=True, markup=False)
+
+
+def _measures(result: Comparison, tokens: int | None) -> Grid:
+    """ETTR, goodput, time to recover and tokens per GPU-hour, as the report defines them."""
+    grid = Grid("policy", "ETTR", "goodput", "s to recover", "tokens/GPU-hour", box=None, header_style="bold")
+    for name, run in result.runs.items():
+        made = tokens_per_gpu_hour(result, run, tokens)
+        grid.add_row(name, f"{run.ettr:.1%}", f"{run.goodput(result.best_rate):.1%}", f"{run.seconds_to_recover:.3g}",
+                     f"{made:.4g}" if made is not None else "-", style="dim" if POLICIES[name].is_reference else None)
+    return grid
 
 
 def _print_seeds(values: Mapping[str, Floats], kinds: Sequence[type[Policy]], json: bool) -> None:
@@ -251,7 +290,8 @@ def _print_seeds(values: Mapping[str, Floats], kinds: Sequence[type[Policy]], js
     if json:
         print_json({"policies": {name: row["mean"] for name, row in spread.items()}, "spread": spread, "seeds": count})
         return
-    grid = Grid("policy", "mean samples/s", "5 %", "95 %", box=None, header_style="bold", title=f"{count} traces")
+    grid = Grid("policy", "mean samples/s", "5 %", "95 %", box=None, header_style="bold",
+                title=f"{count} trace{'s' * (count > 1)}")
     for name, row in spread.items():
         grid.add_row(name, *(f"{row[key]:.4g}" for key in ("mean", "p5", "p95")),
                      style="dim" if POLICIES[name].is_reference else None)

@@ -20,9 +20,9 @@ from planner.tables.process_pool import PoolError
 from schedules.tables.file import READABLE_INDEX, TableError
 
 MaxFailures = Annotated[int, typer.Option("--max-failures", metavar="K", min=0, help=(
-    "One schedule for each number of failures up to this."))]
+    "Schedules for each number of failures up to this."))]
 Exact = Annotated[bool, typer.Option("--exact", help=(
-    "Also one for each failure pattern of up to K failures, with which no worker has to change its role."))]
+    "Also for each failure pattern of up to K failures, with which no worker has to change its role."))]
 Jobs = Annotated[int | None, typer.Option("--jobs", metavar="N", min=1, max=1024, help=(
     "Processes to plan in. Default: one for each core."))]
 TimeLimit = Annotated[float, typer.Option("--time-limit", metavar="SEC", min=0.01, max=7 * 86400, help=(
@@ -33,8 +33,10 @@ OutFolder = Annotated[Path, typer.Option("--out", metavar="DIR", help="The table
 def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact: Exact = False, jobs: Jobs = None,
           backward: Backward = None, optimizer: Optimizer = None, method: MethodName = "cp-sat",
           time_limit: TimeLimit = 5.0, seed: Seed = 0, json: Json = False) -> None:
-    """Plan a table of schedules: one for every number of failures, with failures spread over stages by role moves.
+    """Plan a table of schedules: two for every number of failures.
 
+    One runs at once: failures are spread over stages by role moves, and no stage is cut, as the runtime needs it. The
+    other is the settled answer, with layers moved. `train` uses the first; `lookup --settled` finds the second.
     Started again after Ctrl-C or a crash, it goes on where it stopped; with a larger K it adds to the table.
     """
     options = plan_options(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit, seed=seed)

@@ -122,7 +122,7 @@ def train(ctx: typer.Context, job: JobFile,
         down = parse_workers(failed or [])
         options = plan_options(
             backward=loaded.basis.backward if loaded else backward, method=method, seed=seed or 0,
-            optimizer=loaded.basis.optimizer if loaded else optimizer, time_limit=time_limit)
+            optimizer=loaded.basis.optimizer if loaded else optimizer, time_limit=time_limit, slices=False)
         chosen = look_up(loaded, down) or make_plan(wanted, down, options).schedule
     resilience = Resilience(
         scheduler=scheduler(wanted, chosen, loaded), heartbeat_timeout_seconds=heartbeat_timeout,

@@ -42,14 +42,13 @@ def judge_order(job: Job, rows: Sequence[Sequence[Action]], source: str, *,
         rows = [[part for action in row for part in _split(action)] for row in rows]
     problem = build_problem(job, backward=backward, optimizer=optimizer)
     _require_fit(problem, rows, source)
-    arrays = ProblemArrays(problem, {unit: unit.pipeline for unit in problem.units()})
+    arrays = ProblemArrays(problem, {unit: problem.worker(unit.slice, unit.pipeline) for unit in problem.units()})
     order = _merge(arrays, rows, source)
     period, start = timed(arrays, order)
     # An order that takes too much memory may be faster than any that does not.
     schedule = build_schedule(problem, arrays.solution(order, start), lower_bound=min(lower_bound(problem), period),
                               method="torch-csv")
-    plan = Plan(schedule=schedule, fault_free_period=schedule.seconds(schedule.period_ticks),
-                solve_seconds=time.monotonic() - began)
+    plan = Plan(schedule=schedule, fault_free=None, solve_seconds=time.monotonic() - began)
     return Judged(plan, check(schedule))
 
 

@@ -27,6 +27,7 @@ from planner.model.problem import NoPlanError, build_problem
 from planner.options import PlanOptions
 from planner.plan import Plan, Planned, plan_only, plan_with
 from planner.progress import ProgressCallback, quiet
+from planner.reference import FaultFree
 from planner.search.compiled import ready
 from schedules.check import check
 from schedules.schedule import Schedule, Worker
@@ -57,6 +58,7 @@ class Windows:
     def __init__(self, job: Job, options: PlanOptions) -> None:
         self._job = job
         self._options = options
+        self._tick = options.problem(job).tick_seconds
         self._bound: dict[tuple[int, int], int] = {}
         self.slow = {worker for worker, _ in job.time.slow}
         """Alive, and so never to leave their roles."""
@@ -70,6 +72,10 @@ class Windows:
             failed = self.candidates(column)[:down]
             self._bound[column, down] = lower_bound(self._options.problem(self._job, failed))
         return self._bound[column, down]
+
+    def seconds(self, ticks: int) -> float:
+        """Ticks of a bound as seconds, and a little more than rounding may take."""
+        return ticks * self._tick * (1 + 1e-12)
 
     def candidates(self, column: int) -> list[Worker]:
         """The roles of a column that may be left vacant: not those of slow workers, which are alive and play them."""
@@ -183,7 +189,7 @@ def normal_form(job: Job, failures: int, options: PlanOptions, *, windows: Windo
     if best.interrupted or best.schedule.status == "optimal" or left < best.seconds:
         return best
     final = plan_only(options.within(left), job, best.schedule.failed)
-    better = final.schedule.period_ticks <= best.schedule.period_ticks
+    better = final.period <= best.period
     return msgspec.structs.replace(final if better else best, interrupted=final.interrupted)
 
 
@@ -196,7 +202,7 @@ def _best_candidate(job: Job, windows: Windows, failures: int, options: PlanOpti
     where a single plan takes longer than its share, with those that there was time for.
     """
     over = time.monotonic() + 2 * SEARCH_SHARE * options.time_limit
-    floor = windows.distributions(failures)[0][0]
+    floor = windows.seconds(windows.distributions(failures)[0][0])
     best: dict[tuple[Worker, ...], Planned] = {}
     shortest: Planned | None = None
     left = candidates(job, windows, failures)
@@ -204,17 +210,17 @@ def _best_candidate(job: Job, windows: Windows, failures: int, options: PlanOpti
         quick = options.comparing.within(options.time_limit * SEARCH_SHARE / len(left))
         for vacant in left:
             made = plan_only(quick, job, vacant)
-            if vacant not in best or made.schedule.period_ticks < best[vacant].schedule.period_ticks:
+            if vacant not in best or made.period < best[vacant].period:
                 best[vacant] = made
-            if shortest is None or made.schedule.period_ticks < shortest.schedule.period_ticks:
+            if shortest is None or made.period < shortest.period:
                 shortest = made
                 progress(_described(made.schedule))
-            if made.interrupted or shortest.schedule.period_ticks <= floor or time.monotonic() + made.seconds > over:
+            if made.interrupted or shortest.period <= floor or time.monotonic() + made.seconds > over:
                 return msgspec.structs.replace(shortest, interrupted=made.interrupted)
         if len(best) <= FINALISTS:
             break
-        left = sorted(left, key=lambda vacant: best[vacant].schedule.period_ticks)[:keep]
-    return min(best.values(), key=lambda made: made.schedule.period_ticks)
+        left = sorted(left, key=lambda vacant: best[vacant].period)[:keep]
+    return min(best.values(), key=lambda made: made.period)
 
 
 def _described(schedule: Schedule) -> str:
@@ -223,7 +229,7 @@ def _described(schedule: Schedule) -> str:
            f"pipelines: period {schedule.seconds(schedule.period_ticks):g} s"
 
 
-def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *,
+def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, known: FaultFree | None = None,
                progress: ProgressCallback = quiet) -> Plan:
     """Plan for these failed workers with roles moved where that shortens the period; never longer than without.
 
@@ -232,15 +238,15 @@ def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *,
     ready(progress)
     began = time.monotonic()
     half = options.within(options.time_limit / 2)
-    best = plan_with(half, job, failed, progress=progress)
+    best = plan_with(half, job, failed, known=known, progress=progress)
     windows = Windows(job, half)
     if failed and not best.interrupted and not _cannot_be_beaten(best, windows):
         normal = normal_form(job, len(set(failed)), half, windows=windows, progress=progress)
         schedule = relabel(normal.schedule, failed)
-        if schedule is not None and schedule.period_ticks < best.schedule.period_ticks:
+        if schedule is not None and schedule.seconds(schedule.period_ticks) < best.period:
             violations = check(schedule)
             assert not violations, f"relabelling broke a rule: {violations[0]}"
-            best = msgspec.structs.replace(best, schedule=schedule)
+            best = msgspec.structs.replace(best, schedule=schedule, fixed_period=best.period)
         best = msgspec.structs.replace(best, interrupted=normal.interrupted)
     return msgspec.structs.replace(best, solve_seconds=time.monotonic() - began)
 
@@ -250,4 +256,4 @@ def _cannot_be_beaten(plan: Plan, windows: Windows) -> bool:
     if plan.schedule.status != "optimal":
         return False
     best = windows.distributions(len(plan.schedule.failed))
-    return bool(best) and plan.schedule.period_ticks <= best[0][0]
+    return bool(best) and plan.period <= windows.seconds(best[0][0])

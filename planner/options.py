@@ -7,6 +7,7 @@ import msgspec
 
 from planner.job.file import Job
 from planner.model.problem import Problem, build_problem
+from planner.search.baselines import BASELINES
 from planner.search.solve import Method
 from schedules.schedule import BackwardMode, OptimizerMode, Worker
 
@@ -36,7 +37,8 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
         """The problem to solve. Raises NoPlanError."""
         usual = self.method == "1f1b"
         return build_problem(job, failed, backward=self.backward or ("fused" if usual else "split"),
-                             optimizer=self.optimizer or ("synchronous" if usual else "staggered"))
+                             optimizer=self.optimizer or ("synchronous" if usual else "staggered"),
+                             sliced=self.slices and self.method not in BASELINES)
 
     @property
     def comparing(self) -> "PlanOptions":

@@ -12,15 +12,17 @@ from planner.job.file import Job, require_known
 from planner.model.assemble import build_schedule
 from planner.model.bounds import lower_bound
 from planner.model.decompose import decompose
-from planner.model.problem import Problem
+from planner.model.problem import NoPlanError, Problem
 from planner.options import PlanOptions
+from planner.portfolio import best_answer
 from planner.progress import ProgressCallback, quiet
-from planner.repetition import blocks_within, repeated
+from planner.reference import FaultFree, reference_options
+from planner.repetition import TooLargeError, blocks_within, repeated
+from planner.search.baselines import BASELINES
 from planner.search.budget import Budget
 from planner.search.compiled import ready
 from planner.search.solve import Method, Solved, solve
 from schedules.check import check
-from schedules.memory import memory_peaks
 from schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
 
 FAULT_FREE_SHARE = 0.15
@@ -31,30 +33,25 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A schedule that passed the checker, and how it came about."""
 
     schedule: Schedule
-    fault_free_period: float
-    """Seconds, by the same method with no worker down."""
+    fault_free: FaultFree | None
+    """By the same method with no worker down; None where there was no time to plan that."""
     solve_seconds: float
     evidence: str | None = None
     """Where the period is above the bound: which of the two is likely to blame, and why."""
     interrupted: bool = False
     """The search was stopped by Ctrl-C; the schedule is the best one found until then."""
+    fixed_period: float | None = None
+    """Seconds, of the best plan in which no layers change hands, where they do in this one."""
 
-    def report(self) -> dict[str, object]:
-        """The answer of `slipstream plan --json`; durations in seconds, memory in the job's unit."""
-        schedule = self.schedule
-        return {
-            "period": schedule.seconds(schedule.period_ticks),
-            "lower_bound": schedule.seconds(schedule.lower_bound_ticks),
-            "gap": schedule.gap,
-            "status": schedule.status,
-            "solve_seconds": round(self.solve_seconds, 3),
-            "fault_free_period": self.fault_free_period,
-            "rerouted": schedule.rerouted,
-            "peak_memory": peak_memory(schedule),
-            "evidence": self.evidence,
-            "interrupted": self.interrupted,
-            "moves": [{"worker": str(seat.worker), "role": str(seat.role)} for seat in schedule.moves],
-        }
+    @property
+    def period(self) -> float:
+        """Seconds."""
+        return self.schedule.seconds(self.schedule.period_ticks)
+
+    @property
+    def fault_free_period(self) -> float | None:
+        """Seconds, of the best plan found with no worker down."""
+        return self.fault_free.period if self.fault_free else None
 
 
 def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode | None = None,
@@ -69,25 +66,47 @@ def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode 
     return plan_with(options, job, failed, progress=progress)
 
 
-def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *,
+def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, known: FaultFree | None = None,
               progress: ProgressCallback = quiet) -> Plan:
-    """As `plan_job`, by options."""
+    """As `plan_job`, by options. `known` is what earlier plans say about the fault-free period."""
     require_known(failed, job)
     ready(progress)
     began = time.monotonic()
     with _garbage_collection_off(), interruptible() as stop:
-        share = options.time_limit * FAULT_FREE_SHARE if failed else 0.0
-        budget = Budget(deadline=began + options.time_limit - share, seed=options.seed, progress=progress, stop=stop)
-        found = _search(options, job, failed, budget)
+        budget = Budget(deadline=began + options.time_limit, seed=options.seed, stop=stop)
+        told = msgspec.structs.replace(budget, progress=progress)
+        aside = msgspec.structs.replace(budget.share(FAULT_FREE_SHARE),
+                                        progress=lambda line: progress(f"with no worker down, to compare with: {line}"))
+        fault_free = _fault_free(options, job, known, aside) if failed else known
+        found = _search(options, job, failed, told)
         schedule = found.schedule
-        whole = schedule
         if failed:
-            rest = Budget(deadline=time.monotonic() + share, seed=options.seed, stop=stop)
-            whole = _search(options, job, (), rest).schedule
+            # Where the search is over early, the rest of the time goes to the reference.
+            fault_free = _fault_free(options, job, fault_free, budget)
+            fault_free = fault_free and fault_free.at_most(schedule.seconds(schedule.period_ticks))
+        else:
+            fault_free = _reference(schedule, options).better(known)
         interrupted = stop.is_set()
     return Plan(schedule=schedule, solve_seconds=time.monotonic() - began, interrupted=interrupted,
-                evidence=None if schedule.status == "optimal" else found.evidence or None,
-                fault_free_period=schedule.seconds(whole.period_ticks))
+                evidence=None if schedule.status == "optimal" else found.evidence or None, fault_free=fault_free,
+                fixed_period=found.fixed_period)
+
+
+def _fault_free(options: PlanOptions, job: Job, known: FaultFree | None, budget: Budget) -> FaultFree | None:
+    """What is known of the fault-free period after as much time as it is worth."""
+    if (known and known.close) or (budget.seconds < 0.0 and known):
+        return known
+    try:
+        return _reference(_search(reference_options(options), job, (), budget).schedule, options).better(known)
+    except TooLargeError:
+        return known
+
+
+def _reference(schedule: Schedule, options: PlanOptions) -> FaultFree:
+    """Of a plan with no worker down. What others run is what it is: there is no better one by the same method."""
+    period = schedule.seconds(schedule.period_ticks)
+    bound = period if options.method in BASELINES else schedule.seconds(schedule.lower_bound_ticks)
+    return FaultFree(period=period, bound=bound)
 
 
 class Planned(msgspec.Struct, frozen=True):
@@ -98,6 +117,11 @@ class Planned(msgspec.Struct, frozen=True):
     """Ctrl-C cut the search short."""
     seconds: float = 0.0
     """Spent on it."""
+
+    @property
+    def period(self) -> float:
+        """Seconds."""
+        return self.schedule.seconds(self.schedule.period_ticks)
 
 
 def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker]) -> Planned:
@@ -115,11 +139,18 @@ class _Found(msgspec.Struct, frozen=True):
 
     schedule: Schedule
     evidence: str
+    fixed_period: float | None = None
+    """Seconds, of the best plan with layers in place, where they move in this one."""
 
 
 def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget) -> _Found:
     """The best schedule of a job within the budget; where that is too little for the whole job, of its blocks."""
-    problem = options.problem(job, failed)
+    try:
+        problem = options.problem(job, failed)
+    except NoPlanError:
+        if options.layers != "move":
+            raise
+        return _answered(options, job, failed, None, budget)
     in_place = msgspec.structs.replace(options, layers="fixed", slices=False)
 
     def plan_block(block: Job, seconds: float) -> Schedule:
@@ -129,12 +160,19 @@ def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Bu
     ops = sum(piece.problem.operations for piece in decompose(problem))
     blocks = blocks_within(job, ops, budget.seconds, plan_block)
     if blocks is None:
-        return _whole(options, problem, budget)
+        return _answered(options, job, failed, problem, budget)
     said = f"{blocks.number} blocks of about {max(job.microbatches) // blocks.number} micro-batches a pipeline"
     budget.progress(f"too many micro-batches to plan at once in this time: planning {said}")
     schedule = repeated(job, blocks, lower_bound(problem), plan_block)
     return _Found(schedule, f"planned as {said}, each of which fills and drains the pipelines; with more time the "
                   "whole iteration is planned at once")
+
+
+def _answered(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: Problem | None,
+              budget: Budget) -> _Found:
+    """The best schedule of whatever answers these failures."""
+    answer = best_answer(options, job, failed, problem, budget)
+    return _Found(_checked(answer.problem, answer.solved, options.method), answer.solved.evidence, answer.fixed_period)
 
 
 def _whole(options: PlanOptions, problem: Problem, budget: Budget) -> _Found:
@@ -163,10 +201,3 @@ def _garbage_collection_off() -> Iterator[None]:
     finally:
         if on:
             gc.enable()
-
-
-def peak_memory(schedule: Schedule) -> float | None:
-    """The most that any worker holds at any time, in the job's unit; None where the job gives no memory."""
-    if schedule.memory is None:
-        return None
-    return max(memory_peaks(schedule).values(), default=0) * schedule.memory.unit

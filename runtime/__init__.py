@@ -12,3 +12,9 @@
     tools/         profile, self-test, reference run
     device, errors, torch_private    what all of these use
 """
+
+import os
+
+# torch prints some 30 lines of C++ frames wherever a connection of its store ends, and one for each peer whose name no
+# name server knows. What matters of it is raised, and told in one line. To be set before torch is imported.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -3,6 +3,7 @@
 Reading checks the form only: types, lengths, ranges and indices. `schedules.check` checks the scheduling rules.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -166,17 +167,17 @@ def _validate_chains(grid: Grid) -> None:
 def _validate_slices(schedule: Schedule) -> None:
     """Slices are distinct ranges of the model's layers; where a schedule names layers, so do the stages, or none."""
     grid, slices = schedule.grid, schedule.slices
-    _ranges("slices", slices, grid.layer_count)
-    if len(set(slices)) < len(slices):
-        repeated = next(layers for layers in slices if slices.count(layers) > 1)
-        raise ValueError(f"slices: {list(repeated)} is given twice; expected each once")
-    if sum(end - first for first, end in slices) > MAX_SLICE_LAYERS:
-        raise ValueError(f"slices: more than {MAX_SLICE_LAYERS} layers together")
     named = any(stage.layers is not None for stage in grid.stages)
     if named and grid.layers_by_stage != tuple(stage.layers for stage in grid.stages) and (
             slices or any(seat.holds is not None for seat in schedule.seats)):
         raise ValueError("grid.stages layers: with slices or layers held, expected those of each chain to follow each "
                          "other from 0 on, at least one a stage, or none at all")
+    _ranges("slices", slices, grid.layer_count)
+    for layers, times in Counter(slices).items():
+        if times > 1:
+            raise ValueError(f"slices: {list(layers)} is given {times} times; expected each once")
+    if sum(end - first for first, end in slices) > MAX_SLICE_LAYERS:
+        raise ValueError(f"slices: more than {MAX_SLICE_LAYERS} layers together")
 
 
 def _validate_holdings(schedule: Schedule) -> None:

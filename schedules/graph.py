@@ -32,7 +32,7 @@ class Transfer(NamedTuple):
     target: Worker
 
     def __str__(self) -> str:
-        return f"{self.kind} of micro-batch {self.pipeline}.{self.microbatch} to stage {self.slice}, " \
+        return f"{self.kind} of micro-batch {self.pipeline}.{self.microbatch} to slice {self.slice}, " \
                f"{self.source} -> {self.target}"
 
 
@@ -57,7 +57,7 @@ def transfers(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> li
     """
     by_key = _by_key(programs)
     found = []
-    for node in topological_order(op_graph(schedule, programs)):
+    for node in topological_order(schedule, op_graph(schedule, programs)):
         if not isinstance(node, Op) or node.kind not in COMPUTE_KINDS:
             continue
         _, _, pipeline, microbatch = made = op_key(node)
@@ -101,7 +101,7 @@ def _node(op: Op, schedule: Schedule) -> Node:
     return Collective(schedule.layers_of(op.slice)) if op.kind is OpKind.A and op.slice is not None else op
 
 
-def topological_order(graph: "nx.DiGraph[Node]") -> list[Node]:
+def topological_order(schedule: Schedule, graph: "nx.DiGraph[Node]") -> list[Node]:
     """All nodes, each after what it waits for, otherwise by planned time. Raises ValueError naming a circle."""
     import networkx as nx
 
@@ -109,7 +109,7 @@ def topological_order(graph: "nx.DiGraph[Node]") -> list[Node]:
         return list(nx.lexicographical_topological_sort(graph, key=_planned))
     except nx.NetworkXUnfeasible:
         circle = [before for before, _ in nx.find_cycle(graph)]
-        raise _deadlock([*circle, circle[0]]) from None
+        raise _deadlock(schedule, [*circle, circle[0]]) from None
 
 
 def require_acyclic(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> None:
@@ -120,12 +120,13 @@ def require_acyclic(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]])
     try:
         sorter.prepare()
     except CycleError as error:
-        raise _deadlock(error.args[1]) from None
+        raise _deadlock(schedule, error.args[1]) from None
 
 
-def _deadlock(circle: Iterable[Node]) -> ValueError:
+def _deadlock(schedule: Schedule, circle: Iterable[Node]) -> ValueError:
     """`circle`: each node waits for the one before it, the first for the last, which is the same."""
-    return ValueError("deadlock: " + " waits for ".join(map(str, reversed(list(circle)))))
+    texts = [schedule.op_text(node) if isinstance(node, Op) else str(node) for node in circle]
+    return ValueError("deadlock: " + " waits for ".join(reversed(texts)))
 
 
 def _planned(node: Node) -> tuple[int, str]:

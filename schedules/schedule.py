@@ -275,7 +275,10 @@ class Seat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
 
 
 class Op(msgspec.Struct, frozen=True, gc=False, order=True):
-    """An op in place: on a physical worker, with absolute pipeline and both ends of its interval."""
+    """An op in place: on a physical worker, with absolute pipeline and both ends of its interval.
+
+    `Schedule.op_text` says which layers its slice has.
+    """
 
     kind: OpKind
     slice: int | None
@@ -289,8 +292,8 @@ class Op(msgspec.Struct, frozen=True, gc=False, order=True):
         if self.kind is OpKind.O:
             return f"O on {self.worker}"
         if self.kind is OpKind.A:
-            return f"A(stage {self.slice}) on {self.worker}"
-        return f"{self.kind}(micro-batch {self.pipeline}.{self.microbatch}, stage {self.slice}) on {self.worker}"
+            return f"A(slice {self.slice}) on {self.worker}"
+        return f"{self.kind}(micro-batch {self.pipeline}.{self.microbatch}, slice {self.slice}) on {self.worker}"
 
 
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
@@ -381,10 +384,28 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """The layers of each slice, stages first."""
         return self.grid.layers_by_stage + self.slices
 
+    def slice_text(self, slice: int) -> str:
+        """`stage 3` or, for a slice that is no stage, `layers 4 to 6`."""
+        return f"stage {slice}" if slice < len(self.grid.stages) else layers_text(self.layers_of(slice))
+
+    def op_text(self, op: Op) -> str:
+        """An op in words, with the stage or the layers of its slice."""
+        if op.slice is None:
+            return str(op)
+        microbatch = "" if op.microbatch is None else f"micro-batch {op.pipeline}.{op.microbatch}, "
+        return f"{op.kind}({microbatch}{self.slice_text(op.slice)}) on {op.worker}"
+
     def holds(self, worker: Worker) -> tuple[LayerRange, ...]:
         """The layers that a live worker holds, as ascending ranges that do not touch."""
-        seat = self.seat_of[worker]
-        return self._holds_of_column[seat.role.column] if seat.holds is None else seat.holds
+        return self.holds_of(self.seat_of[worker])
+
+    def holds_of(self, seat: Seat) -> tuple[LayerRange, ...]:
+        """The layers that the worker of a seat holds, as ascending ranges that do not touch."""
+        return self.holds_of_column(seat.role.column) if seat.holds is None else seat.holds
+
+    def holds_of_column(self, column: int) -> tuple[LayerRange, ...]:
+        """The layers of a column's stages, as ascending ranges that do not touch."""
+        return self._holds_of_column[column]
 
     @cached_property
     def _holds_of_column(self) -> tuple[tuple[LayerRange, ...], ...]:

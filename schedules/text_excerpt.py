@@ -33,7 +33,7 @@ def render_excerpt(schedule: Schedule, op: Op | None, worker: Worker | None = No
         lines.append(f"{'>' if row == worker else ' '}{row!s:>6} |{_line(ops, op, own, first, ticks)}")
         if op is not None and row == worker:
             visible = _visible(op, first, ticks)
-            lines.append(f"{'':7} |{' ' * visible.start}{'^' * len(visible)} {op}")
+            lines.append(f"{'':7} |{' ' * visible.start}{'^' * len(visible)} {schedule.op_text(op)}")
     return "\n".join(lines)
 
 

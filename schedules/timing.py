@@ -89,7 +89,7 @@ def _steps(schedule: Schedule, noise: Noise) -> tuple[list[_Step], int]:
     done: dict[OpKey, tuple[int, Worker]] = {}
     members = _members(schedule, programs)
     steps: list[_Step] = []
-    for node in topological_order(op_graph(schedule, programs)):
+    for node in topological_order(schedule, op_graph(schedule, programs)):
         if isinstance(node, Collective):
             reductions = members[node.layers]
             steps.append(_Step(workers=tuple(number[op.worker] for op in reductions), sources=(), noisy=False,

@@ -5,6 +5,7 @@ The fixture `chromium` is a real browser, for pages.
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.browser import chromium as chromium
@@ -13,3 +14,9 @@ settings.register_profile("steady", deadline=None, suppress_health_check=list(He
                           database=None)
 settings.register_profile("explore", settings.get_profile("steady"), derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What commands keep for the next one is kept for these tests, and not in the user's folder."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))

@@ -1,9 +1,8 @@
-"""Schedules for tests: generated ones, single mutations of them that break a rule, and ones written by hand."""
+"""Schedules of whole stages for tests: generated ones, and ones written by hand."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from hypothesis import assume
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -16,9 +15,7 @@ from planner.model.start_times import earliest, solution_period
 from planner.search.assignment import assign
 from planner.search.list_scheduler import DispatchRule, ListScheduler
 from schedules.measured_trace import MeasuredIteration, MeasuredOp
-from schedules.precedence import op_key, producers
 from schedules.schedule import (
-    COMPUTE_KINDS,
     Grid,
     Op,
     OpKind,
@@ -69,19 +66,18 @@ def schedules(draw, **limits) -> Schedule:
 Programs = dict[Worker, list[Op]]
 
 
-def share_programs(ops: Mapping[Worker, Sequence[Op]], roles: Mapping[Worker, Worker]) -> \
+def share_programs(ops: Mapping[Worker, Sequence[Op]], seats: Mapping[Worker, Seat]) -> \
         tuple[tuple[Seat, ...], tuple[Program, ...]]:
-    """Store each distinct program once. `ops` by physical worker in program order, `roles` the role of each.
+    """Store each distinct program once. `ops` by physical worker in program order, `seats` with role and holdings.
 
     The result is canonical: seats sorted by worker, programs in the order of their first use.
     """
     index: dict[Program, int] = {}
-    seats = []
+    numbered = []
     for worker in sorted(ops):
-        role = roles[worker]
-        program = tuple(_stored(op, role.pipeline) for op in ops[worker])
-        seats.append(Seat(worker, role, index.setdefault(program, len(index))))
-    return tuple(seats), tuple(index)
+        program = tuple(_stored(op, seats[worker].role.pipeline) for op in ops[worker])
+        numbered.append(replace(seats[worker], program=index.setdefault(program, len(index))))
+    return tuple(numbered), tuple(index)
 
 
 def _stored(op: Op, own: int) -> ProgramOp:
@@ -94,204 +90,8 @@ def programs(schedule: Schedule) -> Programs:
 
 
 def with_programs(schedule: Schedule, ops: Mapping[Worker, list[Op]], **changes) -> Schedule:
-    roles = {seat.worker: seat.role for seat in schedule.seats}
-    seats, stored = share_programs(ops, roles)
+    seats, stored = share_programs(ops, schedule.seat_of)
     return replace(schedule, seats=seats, programs=stored, **changes)
-
-
-# --- Mutations: each breaks exactly what its name says ----------------------------------------------------------------
-
-
-def _pick(draw, schedule: Schedule, wanted: Callable[[Op], bool]) -> tuple[Programs, Worker, int]:
-    ops = programs(schedule)
-    places = [(worker, index) for worker, program in ops.items() for index, op in enumerate(program) if wanted(op)]
-    assume(places)
-    return ops, *draw(st.sampled_from(places))
-
-
-def _is_compute(op: Op) -> bool:
-    return op.kind in COMPUTE_KINDS
-
-
-def _lasts(op: Op) -> bool:
-    return op.end_ticks > op.start_ticks
-
-
-def _insert(program: list[Op], op: Op, draw) -> None:
-    """Where its start belongs, or at the end of the compute ops: a file may have either."""
-    if draw(st.booleans()):
-        program.insert(next((index for index, other in enumerate(program) if other.start_ticks >= op.start_ticks),
-                            len(program)), op)
-    else:
-        program.insert(next(index for index, other in enumerate(program) if not _is_compute(other)), op)
-
-
-def _retimed(draw, schedule: Schedule, ops: Programs, worker: Worker, index: int, start: int) -> Schedule:
-    op = ops[worker].pop(index)
-    moved = replace(op, start_ticks=start, end_ticks=start + op.end_ticks - op.start_ticks)
-    if _is_compute(op):
-        _insert(ops[worker], moved, draw)
-    else:
-        ops[worker].insert(index, moved)
-    return _measured(schedule, ops)
-
-
-def _measured(schedule: Schedule, ops: Programs) -> Schedule:
-    """The period follows, so that it is not what gives a mutation away."""
-    flat = [op for program in ops.values() for op in program]
-    period = period_ticks(flat)
-    if schedule.optimizer == "synchronous":
-        period = max(op.end_ticks for op in flat) - min(op.start_ticks for op in flat)
-    return with_programs(schedule, ops, period_ticks=period, lower_bound_ticks=0,
-                         status="optimal" if period == 0 else "feasible")
-
-
-def moved_to_another_worker(draw, schedule):
-    assume(len(schedule.seats) > 1)
-    ops, worker, index = _pick(draw, schedule, lambda op: True)
-    other = draw(st.sampled_from([seat.worker for seat in schedule.seats if seat.worker != worker]))
-    op = ops[worker].pop(index)
-    if _is_compute(op):
-        _insert(ops[other], replace(op, worker=other), draw)
-    else:
-        ops[other].append(replace(op, worker=other))
-    return _measured(schedule, ops)
-
-
-def rehosted_at_the_same_time(draw, schedule):
-    """All ops of a micro-batch at a stage go to a worker that does not hold the stage, or is not its own."""
-    ops, worker, index = _pick(draw, schedule, lambda op: op.kind is OpKind.F)
-    unit = op_key(ops[worker][index])[1:]
-    pipeline, column = unit[1], schedule.grid.stages[unit[0]].column
-    rerouted = Worker(pipeline, column) not in schedule.player_of
-    others = [seat.worker for seat in schedule.seats
-              if seat.worker != worker and not (rerouted and seat.role.column == column)]
-    assume(others)
-    other = draw(st.sampled_from(others))
-    taken = [op for op in ops[worker] if _is_compute(op) and op_key(op)[1:] == unit]
-    ops[worker] = [op for op in ops[worker] if op not in taken]
-    ops[other] = sorted([*ops[other], *(replace(op, worker=other) for op in taken)],
-                        key=lambda op: (not _is_compute(op), op.start_ticks))
-    return _measured(schedule, ops)
-
-
-def dropped(draw, schedule):
-    ops, worker, index = _pick(draw, schedule, lambda op: True)
-    assume(len(ops[worker]) > 1)
-    ops[worker].pop(index)
-    return _measured(schedule, ops)
-
-
-def doubled(draw, schedule):
-    ops, worker, index = _pick(draw, schedule, lambda op: True)
-    later = draw(st.integers(0, 3))
-    op = ops[worker][index]
-    ops[worker].insert(index + 1, replace(op, start_ticks=op.start_ticks + later, end_ticks=op.end_ticks + later))
-    return _measured(schedule, ops)
-
-
-def onto_another_op(draw, schedule):
-    ops, worker, index = _pick(draw, schedule, _lasts)
-    others = [op for op in ops[worker] if _lasts(op) and op != ops[worker][index]]
-    assume(others)
-    return _retimed(draw, schedule, ops, worker, index, draw(st.sampled_from(others)).start_ticks)
-
-
-def before_its_input(draw, schedule):
-    ops, worker, index = _pick(draw, schedule, _is_compute)
-    by_key = {op_key(op): op for program in ops.values() for op in program if _is_compute(op)}
-    op = ops[worker][index]
-    inputs = [by_key[key] for key in producers(op_key(op), schedule.path(*op_key(op)[2:])) if key in by_key]
-    assume(inputs)
-    hop = schedule.times.transfer if inputs[0].worker != worker else 0
-    start = inputs[0].end_ticks + hop - draw(st.integers(1, 4))
-    assume(start >= 0)
-    return _retimed(draw, schedule, ops, worker, index, start)
-
-
-def before_the_iteration(draw, schedule):
-    ops, worker, index = _pick(draw, schedule, _is_compute)
-    return _retimed(draw, schedule, ops, worker, index, -draw(st.integers(1, 4)))
-
-
-def closing_op_earlier(draw, schedule):
-    ops, worker, index = _pick(draw, schedule, lambda op: not _is_compute(op))
-    return _retimed(draw, schedule, ops, worker, index, ops[worker][index].start_ticks - 1)
-
-
-def all_reduce_later_on_one_worker(draw, schedule):
-    ops, worker, index = _pick(draw, schedule, lambda op: op.kind is OpKind.A)
-    column = schedule.seat_of[worker].role.column
-    assume(sum(seat.role.column == column for seat in schedule.seats) > 1)
-    for later in range(index, len(ops[worker])):
-        op = ops[worker][later]
-        ops[worker][later] = replace(op, start_ticks=op.start_ticks + 1, end_ticks=op.end_ticks + 1)
-    return _measured(schedule, ops)
-
-
-def other_microbatch(draw, schedule):
-    ops, worker, index = _pick(draw, schedule, _is_compute)
-    op = ops[worker][index]
-    ops[worker][index] = replace(op, microbatch=op.microbatch + draw(st.sampled_from([-1, 1])))
-    assume(ops[worker][index].microbatch >= 0)
-    return with_programs(schedule, ops)
-
-
-def other_stage(draw, schedule):
-    ops, worker, index = _pick(draw, schedule, lambda op: op.kind is not OpKind.O)
-    stages = [stage for stage in range(len(schedule.grid.stages)) if stage != ops[worker][index].slice]
-    assume(stages)
-    ops[worker][index] = replace(ops[worker][index], slice=draw(st.sampled_from(stages)))
-    return with_programs(schedule, ops)
-
-
-def other_kind(draw, schedule):
-    ops, worker, index = _pick(draw, schedule, _is_compute)
-    op = ops[worker][index]
-    ops[worker][index] = replace(op, kind=draw(st.sampled_from(sorted(COMPUTE_KINDS - {op.kind}))))
-    return with_programs(schedule, ops)
-
-
-def other_period(draw, schedule):
-    return replace(schedule, period_ticks=max(0, schedule.period_ticks + draw(st.sampled_from([-3, -1, 1, 3]))),
-                   lower_bound_ticks=0, status="feasible")
-
-
-def other_bound(draw, schedule):
-    wrong = [("optimal", schedule.period_ticks - 1), ("feasible", schedule.period_ticks),
-             ("optimal", schedule.period_ticks + 1), ("feasible", schedule.period_ticks + 1)]
-    status, bound = draw(st.sampled_from(wrong))
-    assume(bound >= 0)
-    return replace(schedule, status=status, lower_bound_ticks=bound)
-
-
-def other_failures(draw, schedule):
-    worker = draw(st.sampled_from(list(schedule.grid.workers())))
-    return replace(schedule, failed=tuple(sorted(set(schedule.failed) ^ {worker})))
-
-
-def seat_removed(draw, schedule):
-    gone = draw(st.sampled_from(schedule.seats))
-    return replace(schedule, seats=tuple(seat for seat in schedule.seats if seat != gone))
-
-
-def role_doubled(draw, schedule):
-    assume(len(schedule.seats) > 1)
-    first, second = draw(st.permutations(schedule.seats))[:2]
-    changed = replace(first, role=second.role)
-    return replace(schedule, seats=tuple(changed if seat == first else seat for seat in schedule.seats))
-
-
-def microbatches_changed(draw, schedule):
-    counts = list(schedule.grid.microbatches)
-    index = draw(st.integers(0, len(counts) - 1))
-    counts[index] += draw(st.sampled_from([-1, 1]))
-    return replace(schedule, grid=replace(schedule.grid, microbatches=tuple(counts)))
-
-
-MUTATIONS = (moved_to_another_worker, rehosted_at_the_same_time, dropped, doubled, onto_another_op, before_its_input,
-             before_the_iteration, closing_op_earlier, all_reduce_later_on_one_worker, other_microbatch, other_stage,
-             other_kind, other_period, other_bound, other_failures, seat_removed, role_doubled, microbatches_changed)
 
 
 # --- By hand ----------------------------------------------------------------------------------------------------------
@@ -324,7 +124,7 @@ def by_hand(lines: Mapping[str, str], *, columns: tuple[int, ...] = (0, 1), micr
                   optimizer=(time,) * width, transfer=0)
     ops = {Worker.parse(name): [_op(Worker.parse(name), token, times) for token in line.split()]
            for name, line in lines.items()}
-    seats, stored = share_programs(ops, {worker: worker for worker in ops})
+    seats, stored = share_programs(ops, {worker: Seat(worker, worker, 0) for worker in ops})
     schedule = Schedule(job="by hand", tick_seconds=0.5, grid=grid, times=times, memory=None, backward="split",
                         optimizer="staggered", failed=tuple(sorted(set(grid.workers()) - set(ops))), seats=seats,
                         programs=stored, period_ticks=period_ticks(op for line in ops.values() for op in line),

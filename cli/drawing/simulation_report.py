@@ -6,6 +6,7 @@ from html import escape
 import numpy as np
 
 from cli.drawing.svg_chart import Line, bars, steps
+from planner.fleet.availability_trace import AvailabilityTrace
 from planner.fleet.policies import POLICIES
 from planner.fleet.policy import Cause
 from planner.fleet.simulation import Comparison, PolicyRun
@@ -13,11 +14,12 @@ from planner.fleet.simulation import Comparison, PolicyRun
 BINS = 480
 """Throughput is averaged over so many equal parts of the trace."""
 COLOURS = {
-    "slipstream": "#0b6e4f", "slipstream-static": "#6fb98f", "recycle": "#e69f00", "oobleck": "#0072b2",
+    "slipstream": "#0b6e4f", "slipstream-fixed": "#6fb98f", "recycle": "#e69f00", "oobleck": "#0072b2",
     "bamboo": "#cc79a7", "torchft": "#d55e00", "checkpoint-restart": "#7a5195", "hot-spares": "#56b4e9",
+    "trainmover": "#1b9e9e", "elaswave": "#b8860b", "malleus": "#8c564b", "resihp": "#808000",
     "fault-scaled": "#555555", "work-conserving": "#aaaaaa",
 }
-MORE_COLOURS = ("#b8860b", "#1b9e9e", "#8c564b", "#4b0082", "#808000")
+MORE_COLOURS = ("#4b0082", "#2f4f4f", "#a0522d", "#c71585", "#6b8e23")
 """For policies without a colour above, in turn."""
 CAUSE_COLOURS = {
     Cause.RUN: "#0072b2", Cause.WHOLE: "#9ecae1", Cause.SWITCH: "#d55e00", Cause.LOAD: "#e69f00", Cause.LOST: "#cc79a7",
@@ -41,6 +43,11 @@ tr.reference { color: #57606a; font-style: italic; }
 dt { font-weight: 600; margin-top: .5rem; } dd { margin: 0; color: #3d444b; font-size: .92rem; }
 @media print { body { margin: 0; } input { display: none; } }
 """
+DEFINITIONS = (
+    "When whole: with all workers alive. ETTR: share of the time in which something is trained for the first time "
+    "(Kokolis et al., HPCA 2025). Goodput: samples over those of the best policy with all workers alive all the time "
+    "(as Google&rsquo;s ML Productivity Goodput). To recover: mean time from a failure or change until something new "
+    "is trained. Hours are of live workers, also idle ones.")
 SCRIPT = """
 document.querySelectorAll('.legend input').forEach(box => box.addEventListener('change', () => {
   document.querySelectorAll('.line').forEach(line => {
@@ -50,16 +57,15 @@ document.querySelectorAll('.legend input').forEach(box => box.addEventListener('
 """
 
 
-def page(result: Comparison, *, job: str, grid: str, notes: Sequence[str]) -> bytes:
-    """The whole report. `job` and `grid` name what was simulated, `notes` what was taken for granted besides."""
-    hours = result.trace.length_seconds / 3600
+def page(result: Comparison, *, job: str, grid: str, notes: Sequence[str], tokens: int | None = None) -> bytes:
+    """The whole report. `job` and `grid` name what was simulated, `notes` what was taken for granted besides.
+
+    `tokens`: tokens in a sample, where known.
+    """
     parts = [f"<h1>{escape(job)}: what failures cost</h1>",
-             f'<p class="dim">{escape(grid)} &middot; trace {escape(result.trace.name)}: {hours:.4g} h, '
-             f"{result.trace.removals} workers lost, {result.trace.mean_live:.4g} of {result.trace.places} alive on "
-             "average</p>",
+             f'<p class="dim">{escape(grid)} &middot; trace {escape(described(result.trace))}</p>',
              f'<p class="lead">{escape(verdict(result))}</p>',
-             "<h2>Mean throughput, and what it cost</h2>", _table(result),
-             '<p class="dim">When whole: with all workers alive. Worker-hours are of live workers, also idle ones.</p>',
+             "<h2>Mean throughput, and what it cost</h2>", _table(result, tokens), f'<p class="dim">{DEFINITIONS}</p>',
              "<h2>Throughput over time</h2>", _legend(result), _throughput(result),
              "<h2>Live workers</h2>", _live(result),
              "<h2>Lost time by cause</h2>", _causes(result), _lost_table(result),
@@ -84,6 +90,20 @@ def verdict(result: Comparison) -> str:
     return f"{text}: {', '.join(ratios)}." if ratios else f"{text}."
 
 
+def described(trace: AvailabilityTrace) -> str:
+    """What happens in a trace, in a line."""
+    more = [text for count, text in ((trace.slowdowns, "slow for a while"), (trace.partial_losses, "short of GPUs"))
+            if count for text in (f", {count} times {text}",)]
+    return (f"{trace.name}: {trace.length_seconds / 3600:.4g} h, {trace.removals} workers lost{''.join(more)}, "
+            f"{trace.mean_live:.4g} of {trace.places} alive on average")
+
+
+def tokens_per_gpu_hour(result: Comparison, run: PolicyRun, tokens: int | None) -> float | None:
+    """Tokens trained in an hour for each GPU of the live workers, also of idle ones; None where not known."""
+    gpus = result.trace.mean_live * result.trace.gpus_per_worker
+    return run.throughput * tokens * 3600 / gpus if tokens and gpus else None
+
+
 def colour(policy: str) -> str:
     """The colour of a policy's line."""
     others = [name for name in POLICIES if name not in COLOURS]
@@ -95,16 +115,19 @@ def worker_hours(result: Comparison, run: PolicyRun) -> float | None:
     return result.trace.mean_live / run.throughput / 3.6 if run.throughput else None
 
 
-def _table(result: Comparison) -> str:
+def _table(result: Comparison, tokens: int | None) -> str:
     best = max((run.throughput for run in _systems(result).values()), default=0.0)
     rows = []
     for name, run in result.runs.items():
-        spent = worker_hours(result, run)
+        spent, made = worker_hours(result, run), tokens_per_gpu_hour(result, run, tokens)
         reference = POLICIES[name].is_reference
         rows.append((reference, (name, f"{run.throughput:.4g}", f"{run.throughput / best:.1%}" if best else "-",
-                                 f"{run.fault_free_rate:.4g}", f"{spent:.4g}" if spent else "-",
+                                 f"{run.fault_free_rate:.4g}", f"{run.ettr:.1%}",
+                                 f"{run.goodput(result.best_rate):.1%}", f"{run.seconds_to_recover:.3g}",
+                                 f"{spent:.4g}" if spent else "-", f"{made:.4g}" if made else "-",
                                  "" if reference else str(run.switches))))
-    head = ("policy", "samples / s", "of the best", "when whole", "worker-hours / 1,000 samples", "switches")
+    head = ("policy", "samples / s", "of the best", "when whole", "ETTR", "goodput", "s to recover",
+            "worker-hours / 1,000 samples", "tokens / GPU-hour", "switches")
     return _grid(head, rows)
 
 

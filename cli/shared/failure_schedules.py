@@ -30,7 +30,7 @@ def scheduler(job: Job, first: Schedule, table: Table | None) -> Scheduler:
             if found is not None and found.schedule.grid == first.grid:
                 return found.schedule
             options = PlanOptions(backward=first.backward, optimizer=first.optimizer, method="greedy",
-                                  time_limit=ON_THE_SPOT_SECONDS)
+                                  time_limit=ON_THE_SPOT_SECONDS, slices=False)
             if dead_column(down, first.grid) is not None:
                 # One of another stage, which may have taken over there before, holds its layers: roles must move.
                 return _with_moves(job, down, options)

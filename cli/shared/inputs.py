@@ -2,6 +2,7 @@
 
 import errno
 import os
+import tempfile
 from pathlib import Path
 
 from cli.shared.console import near, refuse
@@ -60,22 +61,22 @@ def is_there(path: Path) -> bool:
 
 
 def require_writable(path: Path | None) -> None:
-    """Refuse a path that no file can be written to, before the work whose result it is to hold."""
+    """Refuse a path that no file can be written to, before the work whose result it is to hold.
+
+    It is tried, with a file that is gone at once, in its folder or in the nearest one above that is there.
+    """
     if path is None:
         return
     try:
-        place = next(place for place in (path, *path.absolute().parents) if place.exists())
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if path.exists() and not path.is_file():
+            return  # a pipe or a device
+        target = path.resolve()
+        with tempfile.TemporaryFile(dir=next(place for place in target.parents if place.exists())):
+            pass
     except OSError as error:
         refuse(f"{path}: cannot be written: {error.strerror}")
-    if place == path and path.is_dir():
-        problem = errno.EISDIR
-    elif place != path and not place.is_dir():
-        problem = errno.ENOTDIR
-    elif not os.access(place, os.W_OK):
-        problem = errno.EACCES
-    else:
-        return
-    refuse(f"{path}: cannot be written: {os.strerror(problem)}")
 
 
 def write_or_refuse(path: Path, data: bytes) -> None:

@@ -7,10 +7,11 @@ from typing import cast
 
 from cli.shared.console import answer_no, err, refuse
 from cli.shared.inputs import require_choice
+from cli.shared.reference_cache import keep_reference, known_reference
 from planner.job.file import Job, JobError
 from planner.model.problem import NoPlanError
 from planner.normalise import normalised
-from planner.options import PlanOptions
+from planner.options import Layers, PlanOptions
 from planner.plan import Plan, plan_with
 from planner.progress import ProgressCallback
 from planner.search.compiled import ready
@@ -18,27 +19,31 @@ from planner.search.solve import METHODS, Method
 from schedules.schedule import BackwardMode, OptimizerMode, Worker
 
 
-def plan_options(*, backward: str | None, optimizer: str | None, method: str, time_limit: float,
-                 seed: int) -> PlanOptions:
+def plan_options(*, backward: str | None, optimizer: str | None, method: str, time_limit: float, seed: int,
+                 layers: str = "fixed", slices: bool = True, from_checkpoint: bool = False) -> PlanOptions:
     """The planner's options from those of the command line. Exits 2 where one has an unknown value."""
     require_choice("--backward", backward, ("split", "fused"))
     require_choice("--optimizer", optimizer, ("staggered", "synchronous"))
     require_choice("--method", method, METHODS)
     return PlanOptions(backward=cast(BackwardMode | None, backward), optimizer=cast(OptimizerMode | None, optimizer),
-                       method=cast(Method, method), time_limit=time_limit, seed=seed)
+                       method=cast(Method, method), time_limit=time_limit, seed=seed, layers=cast(Layers, layers),
+                       slices=slices, from_checkpoint=from_checkpoint)
 
 
 def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, normalise: bool = False) -> Plan:
     """Plan with progress on stderr. Exits 2 where the job has no such worker, 1 where no plan can exist."""
     try:
+        known = known_reference(options, job)
         with planning() as progress:
-            if normalise:
-                return normalised(job, failed, options, progress=progress)
-            return plan_with(options, job, failed, progress=progress)
+            made = normalised(job, failed, options, known=known, progress=progress) if normalise else \
+                plan_with(options, job, failed, known=known, progress=progress)
     except JobError as error:
         refuse(error)
     except NoPlanError as error:
         answer_no(error)
+    if made.fault_free is not None:
+        keep_reference(options, job, made.fault_free)
+    return made
 
 
 def compile_planner() -> None:

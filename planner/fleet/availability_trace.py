@@ -2,23 +2,33 @@
 
 A fleet has numbered *places*. At any time a place holds one machine or none. A trace says which places hold a machine
 at the beginning, and what changes when. Times are seconds from the beginning.
+
+A machine may be slow for a while. A machine of several GPUs (a tensor-parallel group, one worker of the job) may lose
+some of them: whether it goes on with the others, slower, is for the policy to say (`changes_for`).
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
+from typing import TypeVar
 
 import msgspec
 
+Value = TypeVar("Value", int, float)
+
 
 class Change(msgspec.Struct, frozen=True):
-    """What changes at one instant. Both lists are ascending, and no place is in both."""
+    """What changes at one instant. All lists are ascending, and no place is both removed and added."""
 
     seconds: float
     removed: tuple[int, ...] = ()
     """Places that lost their machine."""
     added: tuple[int, ...] = ()
-    """Places that got one."""
+    """Places that got one: a whole one at its usual speed, unless the lists below say otherwise."""
+    slowed: tuple[tuple[int, float], ...] = ()
+    """Pairs (place, factor): its machine takes so many times as long from now on; 1 is its usual speed."""
+    gpus: tuple[tuple[int, int], ...] = ()
+    """Pairs (place, count): so many GPUs of its machine are alive from now on, at least one."""
 
 
 class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +40,8 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
     """Places with a machine at the beginning, ascending."""
     changes: tuple[Change, ...]
     length_seconds: float
+    gpus_per_worker: int = 1
+    """GPUs of a whole machine."""
     notes: tuple[str, ...] = ()
     """What was corrected or assumed when the trace was made, one line each."""
 
@@ -47,6 +59,16 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
         return sum(len(change.removed) for change in self.changes)
 
     @property
+    def slowdowns(self) -> int:
+        """How many times a machine becomes slow."""
+        return sum(factor > 1 for change in self.changes for _, factor in change.slowed)
+
+    @property
+    def partial_losses(self) -> int:
+        """How many times a machine is left with some of its GPUs."""
+        return sum(count < self.gpus_per_worker for change in self.changes for _, count in change.gpus)
+
+    @property
     def mean_live(self) -> float:
         """Machines alive, averaged over time."""
         points = [*self.counts(), (self.length_seconds, 0)]
@@ -56,7 +78,90 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def seconds_between_failures(self) -> float:
         """Mean time between instants with removals; the length of the trace where there is at most one."""
-        return self.length_seconds / max(1, sum(bool(change.removed) for change in self.changes))
+        return self.length_seconds / max(1, sum(bool(change.removed) or any(
+            count < self.gpus_per_worker for _, count in change.gpus) for change in self.changes))
+
+    def changes_for(self, alive_gpus: Callable[[int], int]) -> Iterator[Change]:
+        """The changes as a policy sees them, without `gpus`: machines that lost GPUs are slower, or down.
+
+        `alive_gpus` gives, by how many GPUs of a machine are alive, with how many of them it goes on; 0: it is down. A
+        machine that goes on with n of N takes N / n times as long.
+        """
+        states = _MachineStates(self.gpus_per_worker, alive_gpus, self.live)
+        for change in self.changes:
+            seen = states.seen(change)
+            if seen.removed or seen.added or seen.slowed:
+                yield seen
+
+
+class _MachineStates:
+    """What a policy takes the machines to be: down, or alive and so many times slower."""
+
+    def __init__(self, whole: int, alive_gpus: Callable[[int], int], live: Iterable[int]) -> None:
+        self._whole = whole
+        self._alive_gpus = alive_gpus
+        self._gpus = dict.fromkeys(live, whole)
+        self._slow: dict[int, float] = {}
+        self._factor = dict.fromkeys(live, 1.0)
+        """By place of a machine that is alive for the policy."""
+
+    def seen(self, change: Change) -> Change:
+        """The change for the policy."""
+        for place in change.removed:
+            self._gpus.pop(place, None)
+            self._slow.pop(place, None)
+        self._gpus |= dict.fromkeys(change.added, self._whole)
+        self._gpus |= {place: count for place, count in change.gpus if place in self._gpus}
+        self._slow |= {place: factor for place, factor in change.slowed if place in self._gpus}
+        touched = {*change.removed, *change.added, *(place for place, _ in (*change.slowed, *change.gpus))}
+        removed, added, slowed = list[int](), list[int](), list[tuple[int, float]]()
+        for place in sorted(touched):
+            before, after = self._factor.pop(place, None), self._factor_of(place)
+            if after is None:
+                removed += [place] if before is not None else []
+                continue
+            self._factor[place] = after
+            added += [place] if before is None else []
+            slowed += [(place, after)] if after != (before or 1.0) else []
+        return Change(change.seconds, tuple(removed), tuple(added), tuple(slowed))
+
+    def _factor_of(self, place: int) -> float | None:
+        going = self._alive_gpus(self._gpus.get(place, 0))
+        return self._slow.get(place, 1.0) * self._whole / going if going else None
+
+
+def merged(trace: AvailabilityTrace, more: Iterable[Change]) -> AvailabilityTrace:
+    """The trace with more changes; those of one instant follow each other."""
+    changes = sorted((*trace.changes, *more), key=lambda change: change.seconds)
+    return msgspec.structs.replace(trace, changes=tuple(changes))
+
+
+def group_gpus(trace: AvailabilityTrace, gpus: int) -> AvailabilityTrace:
+    """A trace of single GPUs as one of workers, each of so many neighbouring places. Raises ValueError for a remainder.
+
+    A worker is lost when its last GPU is, and is there again when the first comes back.
+    """
+    if gpus < 1 or trace.places % gpus:
+        raise ValueError(f"{trace.places} GPUs do not make workers of {gpus}")
+    count = [0] * (trace.places // gpus)
+    for place in trace.live:
+        count[place // gpus] += 1
+    live = tuple(worker for worker, alive in enumerate(count) if alive)
+    changes = [Change(0.0, gpus=tuple((worker, count[worker]) for worker in live if count[worker] < gpus))]
+    for change in trace.changes:
+        before = dict[int, int]()
+        for places, step in ((change.removed, -1), (change.added, 1)):
+            for place in places:
+                before.setdefault(place // gpus, count[place // gpus])
+                count[place // gpus] += step
+        workers = sorted(worker for worker in before if before[worker] != count[worker])
+        changes.append(Change(
+            change.seconds, tuple(worker for worker in workers if not count[worker]),
+            tuple(worker for worker in workers if not before[worker]),
+            gpus=tuple((worker, count[worker]) for worker in workers if count[worker])))
+    return msgspec.structs.replace(
+        trace, places=len(count), live=live, gpus_per_worker=gpus,
+        changes=tuple(change for change in changes if change.removed or change.added or change.gpus))
 
 
 def fit_to_job(trace: AvailabilityTrace, workers: int, seed: int = 0) -> AvailabilityTrace:
@@ -82,6 +187,11 @@ def fit_to_job(trace: AvailabilityTrace, workers: int, seed: int = 0) -> Availab
     def renamed(places: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sorted(index for place in places for index in members.get(place, ())))
 
-    changes = (Change(change.seconds, renamed(change.removed), renamed(change.added)) for change in trace.changes)
-    return msgspec.structs.replace(trace, places=workers, live=renamed(trace.live), notes=(*trace.notes, note),
-                                   changes=tuple(change for change in changes if change.removed or change.added))
+    def with_values(pairs: tuple[tuple[int, Value], ...]) -> tuple[tuple[int, Value], ...]:
+        return tuple(sorted((index, value) for place, value in pairs for index in members.get(place, ())))
+
+    changes = (Change(change.seconds, renamed(change.removed), renamed(change.added), with_values(change.slowed),
+                      with_values(change.gpus)) for change in trace.changes)
+    return msgspec.structs.replace(
+        trace, places=workers, live=renamed(trace.live), notes=(*trace.notes, note),
+        changes=tuple(one for one in changes if one.removed or one.added or one.slowed or one.gpus))

@@ -2,7 +2,8 @@
 
 Figures of other systems are published measurements, by model size. Between two sizes they are interpolated over the
 logarithm of the number of parameters; outside the range the nearest one is used. Sources: [O] Oobleck (SOSP 2023), its
-paper and its simulator; [B] Bamboo (NSDI 2023); [R] ReCycle (SOSP 2024), points digitised from its talk.
+paper and its simulator; [B] Bamboo (NSDI 2023); [R] ReCycle (SOSP 2024), points digitised from its talk; [T]
+TrainMover (OSDI 2026, arXiv 2412.12636).
 """
 
 import math
@@ -47,6 +48,8 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the machines kept as hot spares, in whole pipelines; at least one pipeline."""
     spare_seconds: float = 180.0
     """To replace a dead worker with a hot spare: "within minutes"."""
+    standby_seconds: float = 20.0
+    """To replace one with a standby machine that is warmed up, its state included: about 20 s [T]."""
 
 
 def costs_for(parameters: float = 6.7e9, stages: int = 4, *, network_bytes_per_second: float = 10e9) -> Costs:

@@ -39,6 +39,15 @@ class Phase(NamedTuple):
     """Useful samples per second."""
     checkpoints: float = 0.0
     """Samples per second lost to writing checkpoints."""
+    redone: float = 0.0
+    """Samples per second trained a second time."""
+
+    def slower(self, factor: float) -> "Phase":
+        """The same where all training takes so many times as long."""
+        if factor == 1.0 or not (self.rate or self.redone):
+            return self
+        seconds = self.seconds * factor if self.redone else self.seconds
+        return Phase(self.cause, seconds, self.rate / factor, self.checkpoints / factor, self.redone / factor)
 
 
 class Scenario(NamedTuple):
@@ -86,14 +95,19 @@ class Policy(ABC):
     """Whether this is only a line to compare with, and not a system that exists."""
     pauses: ClassVar[bool] = False
     """Whether training stops while a checkpoint is written. Otherwise it is written in the background."""
+    balances_speeds: ClassVar[bool] = False
+    """Whether it changes its plan when workers become slow. Otherwise all wait for the slowest, whatever its rate."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.throughputs = scenario.throughputs
         self.costs = scenario.costs
-        self._rate = 0.0
-        pause = scenario.costs.checkpoint_seconds if self.pauses else 0.0
-        self._checkpoints = Checkpoints(scenario.checkpoint_interval, pause)
+        self.checkpoints = Checkpoints(scenario.checkpoint_interval,
+                                       scenario.costs.checkpoint_seconds if self.pauses else 0.0)
+        self.slow: dict[int, float] = {}
+        """How many times as long each live machine that is slow takes."""
+        self._owed = 0.0
+        """Samples that a job which waits for workers has to train a second time, besides those of no checkpoint."""
 
     @property
     @abstractmethod
@@ -112,24 +126,54 @@ class Policy(ABC):
     def steady_rate(self, failures: int) -> float:
         """Samples per second in steady state with so many workers down, where they cost least; without checkpoints."""
 
+    @staticmethod
+    def alive_gpus(alive: int, whole: int) -> int:
+        """With how many GPUs a worker goes on of which so many are alive; 0: it is down, as by default."""
+        return alive if alive == whole else 0
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long training takes as its phases say, because it waits for slow machines."""
+        return 1.0 if self.balances_speeds else max(self.slow.values(), default=1.0)
+
+    def answer(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
+        """The phases from a change on; one of speeds alone is for policies that balance them."""
+        for machine in (*change.removed, *change.added):
+            self.slow.pop(machine, None)
+        for machine, factor in change.slowed:
+            self.slow[machine] = factor
+            if factor == 1.0:
+                del self.slow[machine]
+        if change.removed or change.added or self.balances_speeds:
+            return self.on_change(change, remaining)
+        return remaining
+
     # --- Shared by several policies -----------------------------------------------------------------------------------
 
-    def resume_training(self, seconds: float, rate: float, *stalls: Phase, lost_samples: float = 0.0) -> list[Phase]:
-        """The phases from now (`seconds`) on: stalls, redoing lost samples, training at `rate`; waiting if it is 0."""
-        self._rate = rate
-        beyond = self._checkpoints.lost(seconds)
+    def resume_training(self, rate: float, *stalls: Phase, lost_samples: float = 0.0) -> list[Phase]:
+        """The phases from now on: stalls, redoing lost samples, training at `rate`; waiting if it is 0."""
         if not rate:
-            self._checkpoints.halt(seconds)
+            self._owed += lost_samples
             return [Phase(Cause.WAIT)]
-        begin = seconds + sum(stall.seconds for stall in stalls) + lost_samples / rate
-        self._checkpoints.resume(begin, rate, beyond)
-        redo = [Phase(Cause.LOST, lost_samples / rate)] if lost_samples else []
+        redo = [Phase(Cause.LOST, lost_samples / rate, redone=rate)] if lost_samples else []
         return [*stalls, *redo, self.training(rate)]
 
-    def restart(self, seconds: float, rate: float) -> list[Phase]:
+    def change_rate(self, phases: Sequence[Phase], seconds: float, stall: Phase, rate: float) -> list[Phase]:
+        """These phases for so many seconds; then a stall, and the rest of them at another rate."""
+        before: list[Phase] = []
+        for index, phase in enumerate(phases):
+            if phase.seconds > seconds:
+                rest = [phase._replace(seconds=phase.seconds - seconds), *phases[index + 1:]]
+                before += [phase._replace(seconds=seconds)] if seconds else []
+                return [*before, *self.resume_training(rate, stall, lost_samples=samples_to_redo(rest))]
+            before.append(phase)
+            seconds -= phase.seconds
+        raise AssertionError("the last phase of a policy has an end")
+
+    def restart(self, rate: float, remaining: Sequence[Phase]) -> list[Phase]:
         """The phases of going back to the last checkpoint and redoing what was trained since."""
-        return self.resume_training(seconds, rate, Phase(Cause.RESTART, self.costs.restart_seconds),
-                          lost_samples=self._checkpoints.lost(seconds))
+        lost, self._owed = self.checkpoints.go_back() + samples_to_redo(remaining) + self._owed, 0.0
+        return self.resume_training(rate, Phase(Cause.RESTART, self.costs.restart_seconds), lost_samples=lost)
 
     def training(self, rate: float) -> Phase:
         """Training without end. Where the policy pauses for checkpoints, the rate is the mean over the pauses."""
@@ -140,10 +184,14 @@ class Policy(ABC):
         return Phase(Cause.RUN, rate=useful, checkpoints=rate - useful)
 
     def lost_samples(self, remaining: Sequence[Phase], *, worker_died: bool) -> float:
-        """Samples to redo: those not redone yet and, if a worker died while training, half an iteration on average."""
-        not_redone = sum(phase.seconds for phase in remaining if phase.cause is Cause.LOST) * self._rate
+        """Samples to redo: those not redone yet and, if a worker died while training, half an iteration on average.
+
+        No more is discarded than was trained since the job last stood still.
+        """
         training = remaining[0].cause in (Cause.RUN, Cause.LOST)
-        return not_redone + (self.throughputs.samples / 2 if worker_died and training else 0.0)
+        discarded = min(self.throughputs.samples / 2, self.checkpoints.since_stall) if worker_died and training else 0.0
+        self.checkpoints.discard(discarded)
+        return samples_to_redo(remaining) + discarded
 
     @staticmethod
     def needs_checkpoint(remaining: Sequence[Phase]) -> bool:
@@ -151,31 +199,45 @@ class Policy(ABC):
         return remaining[0].cause in (Cause.WAIT, Cause.RESTART)
 
 
+def samples_to_redo(remaining: Sequence[Phase]) -> float:
+    """Samples that were to be trained a second time in these phases."""
+    return sum(phase.seconds * phase.redone for phase in remaining if phase.redone)
+
+
 class Checkpoints:
-    """Tracks how many samples would be lost by going back to the last checkpoint."""
+    """Tracks how many samples would be lost by going back to the last checkpoint.
+
+    One is complete at every multiple of `cycle` seconds at which the job trains. So two policies that train at the same
+    times have checkpoints of the same times, whatever their throughput.
+    """
 
     def __init__(self, interval_seconds: float, pause_seconds: float) -> None:
         """Checkpoints come after `interval_seconds` of training, and stop it for `pause_seconds` (0: for no time)."""
         self.interval = interval_seconds
         self.cycle = interval_seconds + pause_seconds
-        self._begin = math.inf
-        self._rate = 0.0
-        self._before = 0.0
+        self._beyond = 0.0
+        self.since_stall = 0.0
+        """Samples trained since the job last stood still."""
+        self._trained_until = -1.0
 
-    def resume(self, seconds: float, rate: float, lost_samples: float = 0.0) -> None:
-        """From `seconds` on the job trains at `rate`; `lost_samples` trained before are in no checkpoint yet."""
-        self._begin, self._rate, self._before = seconds, rate, lost_samples
+    def train(self, begin: float, end: float, rate: float) -> None:
+        """The job trains so many samples per second between two times, in seconds from the beginning of the trace."""
+        self.since_stall = rate * (end - begin) + (self.since_stall if begin == self._trained_until else 0.0)
+        self._trained_until = end
+        last = math.floor(end / self.cycle) * self.cycle
+        if last > begin:
+            begin, self._beyond = last, 0.0
+        self._beyond += rate * (min(end - last, self.interval) - min(begin - last, self.interval))
 
-    def halt(self, seconds: float) -> None:
-        """From `seconds` on the job does not train."""
-        self._before, self._begin = self.lost(seconds), math.inf
+    def discard(self, samples: float) -> None:
+        """So many samples are lost, to be trained again."""
+        self._beyond = max(0.0, self._beyond - samples)
 
-    def lost(self, seconds: float) -> float:
-        """Samples trained since the last checkpoint, at this time."""
-        trained = max(0.0, seconds - self._begin)
-        kept = 0.0 if trained >= self.cycle else self._before
-        return kept + min(trained % self.cycle, self.interval) * self._rate
+    def go_back(self) -> float:
+        """Go back to the last checkpoint: how many samples that loses."""
+        lost, self._beyond = self._beyond, 0.0
+        return lost
 
     def next(self, seconds: float) -> float:
         """When the first checkpoint after this time is complete."""
-        return self._begin + max(1, math.floor((seconds - self._begin) / self.cycle) + 1) * self.cycle
+        return (math.floor(seconds / self.cycle) + 1) * self.cycle

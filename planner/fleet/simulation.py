@@ -9,7 +9,7 @@ import numpy.typing as npt
 from planner.fleet.availability_trace import AvailabilityTrace
 from planner.fleet.costs import Costs
 from planner.fleet.policies import POLICIES
-from planner.fleet.policy import Cause, Phase, Policy, Scenario
+from planner.fleet.policy import Cause, Checkpoints, Phase, Policy, Scenario
 from planner.fleet.throughput import Throughputs
 from planner.progress import CountCallback
 
@@ -32,18 +32,50 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True):
     """Samples per second lost to writing checkpoints, by span."""
     cause: npt.NDArray[np.int64]
     """Index into `CAUSES`, by span."""
-    switches: int
-    """Changes after which it switched its schedule, or restarted."""
-
     @property
     def length_seconds(self) -> float:
         """Length of the trace."""
         return float(self.seconds[-1])
 
     @property
+    def switches(self) -> int:
+        """How many times it stopped to switch its schedule, or to restart."""
+        stopped = np.isin(self.cause, [_NUMBER[Cause.SWITCH], _NUMBER[Cause.RESTART]])
+        return int(np.count_nonzero(stopped & ~np.concatenate([[False], stopped[:-1]])))
+
+    @property
     def throughput(self) -> float:
         """Mean useful samples per second."""
         return float(np.dot(self.rate, np.diff(self.seconds)) / self.seconds[-1])
+
+    @property
+    def ettr(self) -> float:
+        """Effective training time ratio: the share of the time in which it trains what it has not trained before.
+
+        Productive time over elapsed time, as in "Revisiting Reliability in Large-Scale Machine Learning Research
+        Clusters" (Kokolis et al., HPCA 2025, arXiv 2410.21680), whatever the throughput is in that time. Time spent
+        writing checkpoints is not productive.
+        """
+        full = self.rate + self.checkpoints
+        training = np.divide(self.rate, full, out=np.zeros_like(full), where=full > 0)
+        return float(np.dot(training, np.diff(self.seconds)) / self.seconds[-1])
+
+    def goodput(self, best: float) -> float:
+        """Useful samples over those of a job that trains `best` samples a second all the time: 1 - lost time.
+
+        As Google's ML Productivity Goodput (2024): what all losses, of availability and of efficiency, leave.
+        """
+        return self.throughput / best if best else 0.0
+
+    @property
+    def seconds_to_recover(self) -> float:
+        """Mean time to recover (MTTR): how long nothing new is trained, on average over the times that this happens.
+
+        From the failure (or the change of schedule) until all lost work is redone. 0 where it never stands still.
+        """
+        stopped = self.rate == 0
+        count = np.count_nonzero(stopped & ~np.concatenate([[False], stopped[:-1]]))
+        return float(np.diff(self.seconds)[stopped].sum() / count) if count else 0.0
 
     def binned(self, edges: Floats) -> Floats:
         """Mean useful samples per second between consecutive edges (seconds, ascending)."""
@@ -70,42 +102,43 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True):
 def simulate(policy: Policy, trace: AvailabilityTrace) -> PolicyRun:
     """Simulate one policy over a trace that was fitted to its job (`availability_trace.fit_to_job`)."""
     assert trace.places == policy.scenario.workers, "the trace does not fit the job"
-    recorder = _SpanRecorder()
+    recorder = _SpanRecorder(policy.checkpoints)
     phases: Sequence[Phase] = policy.start(trace.live)
-    switches = 0
-    for change in trace.changes:
+    for change in trace.changes_for(lambda alive: policy.alive_gpus(alive, trace.gpus_per_worker)):
         if change.seconds >= trace.length_seconds:
             break
-        remaining = recorder.spend(phases, change.seconds)
-        phases = policy.on_change(change, remaining)
-        switches += phases[0].cause in (Cause.SWITCH, Cause.RESTART)
-    recorder.spend(phases, trace.length_seconds)
-    return PolicyRun(policy=policy.name, fault_free_rate=policy.fault_free_rate, switches=switches,
-                     seconds=np.array(recorder.begin), rate=np.array(recorder.rate),
-                     checkpoints=np.array(recorder.checkpoints), cause=np.array(recorder.cause, dtype=np.int64))
+        phases = policy.answer(change, recorder.spend(phases, change.seconds, policy.slowdown))
+    recorder.spend(phases, trace.length_seconds, policy.slowdown)
+    return PolicyRun(policy=policy.name, fault_free_rate=policy.fault_free_rate, seconds=np.array(recorder.begin),
+                     rate=np.array(recorder.rate), checkpoints=np.array(recorder.checkpoints),
+                     cause=np.array(recorder.cause, dtype=np.int64))
 
 
 class _SpanRecorder:
     """Collects the spans of a run."""
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
         self.begin = [0.0]
         self.rate: list[float] = []
         self.checkpoints: list[float] = []
         self.cause: list[int] = []
 
-    def spend(self, phases: Sequence[Phase], until: float) -> list[Phase]:
-        """Record phases until a time. Returns what remains of them then, the current one first."""
+    def spend(self, phases: Sequence[Phase], until: float, slowdown: float) -> list[Phase]:
+        """Record phases until a time, training so many times slower. Returns what remains, the current one first."""
         clock = self.begin[-1]
-        for index, phase in enumerate(phases):
+        for index, phase in enumerate(one.slower(slowdown) for one in phases):
             end = clock + phase.seconds
             if min(end, until) > clock:
                 self.begin.append(min(end, until))
                 self.rate.append(phase.rate)
                 self.checkpoints.append(phase.checkpoints)
                 self.cause.append(_NUMBER[phase.cause])
+                if phase.rate or phase.redone:
+                    rate = phase.rate + phase.checkpoints + phase.redone
+                    self._checkpoints.train(clock, min(end, until), rate)
             if end > until:
-                return [phase._replace(seconds=end - until), *phases[index + 1:]]
+                return [phase._replace(seconds=end - until).slower(1 / slowdown), *phases[index + 1:]]
             clock = end
         raise AssertionError("the last phase of a policy has an end")
 

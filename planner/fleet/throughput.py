@@ -108,10 +108,10 @@ class Throughputs:
 
     def _planned_period(self, down: DownByStage) -> float:
         self._announce(f"planning {'+'.join(map(str, down))} workers down by stage")
-        if down in self._table:
-            return self._table[down]
         if any(count >= self.job.pipelines for count in down):
             return math.inf
+        if down in self._table:
+            return self._table[down]
         best = math.inf
         for problem in self._problems(down, self._options):
             best = min(best, self._period_of(problem, self._search) * problem.tick_seconds)
@@ -168,6 +168,43 @@ class Throughputs:
         largest = [max(piece.problem.operations for piece in decompose(problem)) for problem in problems]
         ranked = sorted(range(len(problems)), key=lambda index: (largest[index], -index))
         return [problems[index] for index in ranked if largest[index] <= LARGE or index == ranked[0]]
+
+    # --- Where failures are spread by moving workers ------------------------------------------------------------------
+
+    def even_spread(self, failures: int) -> DownByStage | None:
+        """One failure a stage, then two, and so on; first where one more leaves the others least work.
+
+        Of all distributions it leaves the most workers to the stage that has fewest. Where stages are equal, the last
+        ones come first, which wait least for others. None where some stage would have no live worker.
+        """
+        each, rest = divmod(failures, self.job.stages)
+        if each + (rest > 0) >= self.job.pipelines:
+            return None
+        order = sorted(range(self.job.stages), key=lambda stage: (self._load(stage, each + 1), -stage))
+        more = set(order[:rest])
+        return tuple(each + (stage in more) for stage in range(self.job.stages))
+
+    def longest_load(self, down: DownByStage) -> float:
+        """Seconds of an iteration that the most loaded worker computes, with so many workers of each stage down."""
+        return max(self._load(stage, count) for stage, count in enumerate(down))
+
+    def _load(self, stage: int, down: int) -> float:
+        """Seconds that the most loaded worker of a stage computes: ceil(M / live) (F + I + W) + A + O."""
+        if down >= self.job.pipelines:
+            return math.inf
+        work, step = self._work[stage]
+        return -(-sum(self.job.microbatches) // (self.job.pipelines - down)) * work + step
+
+    @cached_property
+    def _work(self) -> Sequence[tuple[float, float]]:
+        """(seconds of a micro-batch, seconds of the all-reduce and the optimizer step) by stage (column)."""
+        clock, found = self.job.time, []
+        for column in range(self.job.stages):
+            stages = [stage for stage, of in enumerate(self.job.columns) if of == column]
+            work = sum(clock.forward[stage] + clock.backward_input[stage] + clock.backward_weight[stage]
+                       for stage in stages) * self.job.depth / len(self.job.columns)
+            found.append((work, clock.all_reduce[column] + clock.optimizer[column]))
+        return found
 
     # --- ReCycle ------------------------------------------------------------------------------------------------------
 
@@ -226,9 +263,12 @@ class Throughputs:
         """The fastest of these with all workers alive."""
         return max(self.planned((0,) * self.job.stages), self.one_f_one_b(self.job.pipelines))
 
-    def work_conserving(self, live: int) -> float:
-        """An upper bound for synchronous training: the work spread evenly over live workers, then one step."""
-        if live < 1:
+    def work_conserving(self, live: float) -> float:
+        """An upper bound for synchronous training: the work spread evenly over live workers, then one step.
+
+        A worker at half speed counts half.
+        """
+        if live <= 0:
             return 0.0
         clock, depth = self.job.time, self.job.depth
         work = sum(map(sum, zip(clock.forward[:depth], clock.backward_input[:depth], clock.backward_weight[:depth],

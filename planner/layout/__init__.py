@@ -1,7 +1,18 @@
 """Which live worker holds which layers, and the route of each micro-batch: what is decided before any order in time.
 
-    types          layer ranges, routes, a layout; what a layout must fulfil
+    types          layer ranges, routes, a layout
     problem        what is given: costs of layers, live workers, what they hold
+    candidates     layouts, the most promising first
+    fixed          nobody holds more than before: live holders share the work of a stage
+    parts          ranges of layers that the same workers hold
+    cuts           which workers form lines; one cut for all pipelines
+    lines          the layers of a line, cut over its workers
+    division       the work of an iteration, divided over lines
+    cpsat          the exact assignment of layers and micro-batches to lines
+    routes         from a division to the route of each micro-batch
+    moves          layers that workers must load, bytes and seconds
+    groups         large clusters: those that share work, like ones alike
+    bounds         what no schedule can undercut
 
 It builds on plain integers and workers only; it knows neither job files nor `planner.model`.
 """

@@ -1,8 +1,9 @@
 """What a layout is made for, in plain integers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Literal
+from itertools import accumulate
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -10,6 +11,21 @@ from planner.layout.types import LayerRange, MicroBatch, Stop
 from schedules.schedule import Worker
 
 LayersMode = Literal["fixed", "move"]
+
+UNLIMITED = 1 << 62
+
+
+class Sums(NamedTuple):
+    """[layer] sums over all layers before it, L + 1 values each."""
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    """I."""
+    weight_gradient: tuple[int, ...]
+    """W."""
+    tail: tuple[int, ...]
+    weight: tuple[int, ...]
+    most: tuple[int, ...]
 
 
 class LayoutProblem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -57,6 +73,14 @@ class LayoutProblem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tuple(sorted(self.holds))
 
     @cached_property
+    def live_of(self) -> tuple[tuple[Worker, ...], ...]:
+        """[pipeline] its live workers, sorted."""
+        found: list[list[Worker]] = [[] for _ in self.microbatches]
+        for worker in self.live:
+            found[worker.pipeline].append(worker)
+        return tuple(map(tuple, found))
+
+    @cached_property
     def work(self) -> tuple[int, ...]:
         """Ticks of F, I and W of each layer for one micro-batch, at the usual speed."""
         return tuple(map(sum, zip(self.forward, self.backward_input, self.backward_weight, strict=True)))
@@ -69,6 +93,54 @@ class LayoutProblem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def slowness(self, worker: Worker) -> int:
         """Per mille of the usual time that this worker takes."""
         return self.per_mille.get(worker, 1000)
+
+    def room_of(self, worker: Worker) -> int:
+        """Memory of this worker; where it is unlimited, more than anything needs."""
+        return self.room[worker] if self.room is not None else UNLIMITED
+
+    def slice_ticks(self, layers: LayerRange, worker: Worker) -> int:
+        """Ticks of F, I and W of these layers on a worker; each op is rounded up by itself."""
+        slow = self.slowness(worker)
+        return sum(-(-(sums[layers[1]] - sums[layers[0]]) * slow // 1000) for sums in self.sums[:3])
+
+    @cached_property
+    def sums(self) -> "Sums":
+        """Sums over the layers before each one."""
+        def before(values: Iterable[int]) -> tuple[int, ...]:
+            return tuple(accumulate(values, initial=0))
+
+        layers = range(self.layer_count)
+        return Sums(before(self.forward), before(self.backward_input), before(self.backward_weight), before(self.tail),
+                    before(map(self.weight, layers)), before(map(self.most, layers)))
+
+    def weight(self, layer: int) -> int:
+        """Memory of a layer's parameters; 0 where memory is unlimited."""
+        return self.weights[layer] if self.weights and self.room is not None else 0
+
+    def stagger(self, first: int, last: int) -> int:
+        """Ticks between the starts of the job's stages that hold these two layers: F and a transfer of each between.
+
+        As long as the stages' reductions are apart: a slice over both is done before the first of them, and its worker
+        then waits for the second.
+        """
+        if first == last:
+            return 0
+        return sum(self.transfer + sum(self.forward[low:high])
+                   for (low, high), _ in self.paths[0] if first < high <= last)
+
+    def most(self, layer: int) -> int:
+        """The most that a micro-batch ever holds of a layer: its activation, or after its I its stash."""
+        return max(self.activation[layer], self.weight_stash[layer]) if self.activation and self.room is not None else 0
+
+    def layers_held(self, worker: Worker) -> tuple[int, ...]:
+        """The layers that a worker holds now, ascending."""
+        return tuple(layer for first, end in self.holds[worker] for layer in range(first, end))
+
+    @cached_property
+    def ample_ticks(self) -> int:
+        """More than the longest load can be: the slowest worker runs everything."""
+        slowest = max(map(self.slowness, self.live))
+        return (sum(self.work) * self.total_microbatches * slowest) // 1000 + sum(self.tail) + 1
 
     @property
     def total_microbatches(self) -> int:

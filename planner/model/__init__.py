@@ -1,10 +1,14 @@
 """The scheduling problem and its solutions, in whole ticks; how to search for them is in `planner.search`.
 
+    ticks          from the user's units to whole numbers
     problem        what is fixed: grid, live workers, durations, memory
+    from_layout    the same where a layout says who holds which layers, and the routes
     solution       what is decided: the host of every unit, the start of every op
     bounds         proven lower bounds on the period
     decompose      divides a problem into pieces that can be solved apart
+    components     the same where a layout says who runs what
     arrays         a problem with an assignment as arrays of integers
     start_times    from an order of ops to start times and the period
+    closing        the all-reduces and optimizer steps that end an iteration
     assemble       from solved pieces to a schedule
 """

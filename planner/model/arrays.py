@@ -1,9 +1,9 @@
 """The problem as arrays of integers, for loops that run over all ops many times.
 
-An op is a number: unit x number of kinds + index of its kind. Units are numbered by pipeline, micro-batch and stage, so
-that the unit at the next stage is the next number. An *order* lists all ops so that each comes after what it waits
-for and workers run theirs in that order; memory on a worker changes only at the ends of its own ops, so it depends on
-the order alone, and start times may be chosen freely once an order is known to fit.
+An op is a number: unit x number of kinds + index of its kind. Units are numbered by pipeline, micro-batch and place in
+the route, so that the unit at the next slice is the next number. An *order* lists all ops so that each comes after what
+it waits for and workers run theirs in that order; memory on a worker changes only at the ends of its own ops, so it
+depends on the order alone, and start times may be chosen freely once an order is known to fit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from planner.model.problem import Problem, Unit
 from planner.model.solution import Solution
 from schedules.precedence import RULES, OpKey
-from schedules.schedule import OpKind
+from schedules.schedule import OpKind, Worker
 
 Ints = NDArray[np.int64]
 
@@ -39,17 +39,19 @@ class Ops(NamedTuple):
     kinds: int
     """Ops of a unit: op = unit * kinds + kind."""
     depth: int
-    """Stages of a chain."""
-    columns: int
-    """Workers of a pipeline."""
+    """Slices of the longest route."""
+    mixed: bool
+    """Whether workers run several slices."""
     transfer: int
     """Ticks of a tensor between two workers."""
     unit: Ints
     """[op]"""
-    stage: Ints
+    slice: Ints
     """[unit]"""
     position: Ints
-    """[unit] of its stage in its chain"""
+    """[unit] of its slice in its route"""
+    back: Ints
+    """[unit] the same, counted from the end of the route"""
     worker: Ints
     """[unit] row of the worker that runs it"""
     duration: Ints
@@ -63,36 +65,41 @@ class Ops(NamedTuple):
 class ProblemArrays:
     """A problem with an assignment as arrays, made once and read by all that time, order or improve its ops."""
 
-    def __init__(self, problem: Problem, hosts: Mapping[Unit, int]) -> None:
+    def __init__(self, problem: Problem, hosts: Mapping[Unit, Worker]) -> None:
         self.problem = problem
         self.hosts = hosts
-        """The assignment: the pipeline whose worker runs each unit."""
+        """The assignment: the worker that runs each unit."""
         self.units = list(problem.units())
         self.workers = problem.live
         """The worker of each row."""
-        self.column = ints([worker.column for worker in self.workers])
+        self.group = ints([problem.group(worker) for worker in self.workers])
         """[row]"""
-        self.tied = ints(problem.tied)
-        """[column] the first of those that reduce gradients together"""
-        self.tail = ints([problem.tail(column) for column in range(problem.grid.columns)])
-        """[column] ticks of the all-reduces and the optimizer step"""
+        self.tail = ints([problem.tail(worker) for worker in self.workers])
+        """[row] ticks of the all-reduces and the optimizer step"""
         self.ops = self._ops()
         self.load = np.bincount(self.ops.worker, minlength=len(self.workers))
         """[row] units"""
 
     def _ops(self) -> Ops:
-        problem, kinds, depth = self.problem, len(self.problem.kinds), self.problem.grid.depth
-        stage = ints([unit.stage for unit in self.units])
-        host = ints([self.hosts[unit] for unit in self.units])
-        rows = np.full((problem.grid.pipelines, problem.grid.columns), -1, dtype=np.int64)
-        rows[[worker.pipeline for worker in self.workers], self.column] = range(len(self.workers))
-        worker = rows[host, ints(problem.column_of)[stage]]
-        position = stage % depth
-        predecessors, successors = _arcs(problem, position, worker)
-        return Ops(kinds=kinds, depth=depth, columns=problem.grid.columns, transfer=problem.times.transfer,
-                   unit=np.arange(len(self.units) * kinds, dtype=np.int64) // kinds, stage=stage, position=position,
-                   worker=worker, duration=_durations(problem, stage, host), predecessors=predecessors,
-                   successors=successors)
+        problem, kinds = self.problem, len(self.problem.kinds)
+        number = ints([unit.slice for unit in self.units])
+        row_of = {worker: row for row, worker in enumerate(self.workers)}
+        worker = ints([row_of[self.hosts[unit]] for unit in self.units])
+        position, length = _places(problem)
+        predecessors, successors = _arcs(problem, position, length, worker)
+        return Ops(kinds=kinds, depth=int(length.max()), mixed=len(problem.layers_of) > problem.grid.columns,
+                   transfer=problem.times.transfer,
+                   unit=np.arange(len(self.units) * kinds, dtype=np.int64) // kinds, slice=number, position=position,
+                   back=length - 1 - position, worker=worker, duration=self._durations(number, worker),
+                   predecessors=predecessors, successors=successors)
+
+    def _durations(self, number: Ints, worker: Ints) -> Ints:
+        """[op] ticks. Every different (slice, worker) is asked for once."""
+        problem, rows = self.problem, len(self.workers)
+        pairs, inverse = np.unique(number * rows + worker, return_inverse=True)
+        costs = [[problem.cost(kind, pair // rows, self.workers[pair % rows]) for kind in problem.kinds]
+                 for pair in pairs.tolist()]
+        return ints(costs)[inverse].ravel()
 
     def starts(self, solution: Solution) -> Ints:
         """[op] start ticks of a solution with the same assignment."""
@@ -121,23 +128,29 @@ def ints(values: Sequence[Any]) -> Ints:
     return np.array(values, dtype=np.int64)
 
 
-def _durations(problem: Problem, stage: Ints, host: Ints) -> Ints:
-    """[op] ticks. Every different (stage, host) is asked for once."""
-    pairs, inverse = np.unique(stage * problem.grid.pipelines + host, return_inverse=True)
-    costs = [[problem.cost(kind, *divmod(pair, problem.grid.pipelines)) for kind in problem.kinds]
-             for pair in pairs.tolist()]
-    return ints(costs)[inverse].ravel()
+def _places(problem: Problem) -> tuple[Ints, Ints]:
+    """[unit] the place of its slice in its route, and the length of the route."""
+    grid = problem.grid
+    if problem.routes is None:
+        position = np.tile(np.arange(grid.depth, dtype=np.int64), grid.total_microbatches)
+        return position, np.full_like(position, grid.depth)
+    lengths = ints([len(problem.path(pipeline, microbatch)) for pipeline, count in enumerate(grid.microbatches)
+                    for microbatch in range(count)])
+    first = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return np.arange(len(first), dtype=np.int64) - first, np.repeat(lengths, lengths)
 
 
-def _arcs(problem: Problem, position: Ints, worker: Ints) -> tuple[Arcs, Arcs]:
+def _arcs(problem: Problem, position: Ints, length: Ints, worker: Ints) -> tuple[Arcs, Arcs]:
     """`RULES` for every unit: what each op waits for, and what waits for it."""
-    kinds, depth = problem.kinds, problem.grid.depth
+    kinds = problem.kinds
     units = np.arange(len(position), dtype=np.int64)
     ops, awaited, tensors = [], [], []
     for rule in RULES:
         if rule.kind in kinds and rule.awaited in kinds:
-            where = rule.positions(depth)
-            waiting = units[(position >= where.start) & (position < where.stop)]
+            where = (position + rule.step >= 0) & (position + rule.step < length)
+            if rule.position != "any":
+                where &= position == (0 if rule.position == "first" else length - 1)
+            waiting = units[where]
             ops.append(waiting * len(kinds) + kinds.index(rule.kind))
             awaited.append((waiting + rule.step) * len(kinds) + kinds.index(rule.awaited))
             tensors.append(np.full(len(waiting), rule.tensor is not None, dtype=np.int64))

@@ -7,10 +7,11 @@ import numpy as np
 
 from planner.model import start_times
 from planner.model.arrays import Ints, ProblemArrays
+from planner.model.closing import closing_ends, closing_key, closing_programs
 from planner.model.decompose import Piece, undivided
 from planner.model.problem import Problem
 from planner.model.solution import Solution
-from schedules.schedule import OpKind, Program, ProgramOp, Schedule, Seat, Status, Worker
+from schedules.schedule import Program, ProgramOp, Schedule, Seat, Status, Worker
 
 
 class TimedPiece(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,7 +23,7 @@ class TimedPiece(msgspec.Struct, frozen=True, kw_only=True):
     start: Ints
 
     def late(self, ends: Sequence[int]) -> "TimedPiece":
-        """Every op as late as these ends of the columns allow."""
+        """Every op as late as these ends of the groups allow."""
         return msgspec.structs.replace(self, start=start_times.latest(self.arrays, self.order, ends))
 
     def shifted(self, first: int) -> "TimedPiece":
@@ -34,7 +35,7 @@ def align(problem: Problem, solved: Sequence[tuple[Piece, Solution]],
           deadlines: Sequence[int] | None = None) -> list[TimedPiece]:
     """Put solved pieces on one clock, the first op of all at 0.
 
-    Staggered, and if there are several: each op as late as the common ends of the columns allow, so that the windows
+    Staggered, and if there are several: each op as late as the common ends of the groups allow, so that the windows
     of all pieces are as short as their orders permit. These ends are the `deadlines` where given; else those of the
     longest piece, or the latest of all pieces when each begins at 0, whichever gives the shorter period.
     """
@@ -49,8 +50,9 @@ def align(problem: Problem, solved: Sequence[tuple[Piece, Solution]],
     periods = [start_times.period(one.arrays, one.start) for one in timed]
     least = max(periods)
     longest = timed[periods.index(least)]
-    choices.append(start_times.column_ends(longest.arrays, longest.start).tolist())
-    choices.append(ends([one.shifted(one.start.min()) for one in timed]))
+    own = start_times.group_ends(longest.arrays, longest.start)
+    common = ends([one.shifted(one.start.min()) for one in timed])
+    choices += [np.where(own > start_times.NEVER, own, common).tolist(), common]
     best: tuple[int, list[TimedPiece]] | None = None
     for choice in choices:
         late = [one.late(choice) for one in timed]
@@ -65,19 +67,27 @@ def align(problem: Problem, solved: Sequence[tuple[Piece, Solution]],
 
 
 def ends(timed: Sequence[TimedPiece]) -> list[int]:
-    """When the last compute op of each column ends."""
-    latest: list[int] = np.max([start_times.column_ends(one.arrays, one.start) for one in timed], axis=0).tolist()
+    """When the last compute op of each group ends."""
+    latest: list[int] = np.max([start_times.group_ends(one.arrays, one.start) for one in timed], axis=0).tolist()
     return latest
 
 
 def period(problem: Problem, solved: Sequence[tuple[Piece, Solution]], deadlines: Sequence[int] | None = None) -> int:
     """The period in ticks of the schedule that `build_schedule` would make."""
     timed = align(problem, solved, deadlines)
-    return _period(timed, ends(timed))
+    return _true_period(problem, timed, ends(timed))
 
 
 def _period(timed: Sequence[TimedPiece], last: Sequence[int]) -> int:
     return max(start_times.period(one.arrays, one.start, last) for one in timed)
+
+
+def _true_period(problem: Problem, timed: Sequence[TimedPiece], last: Sequence[int]) -> int:
+    """The period with all-reduces that neighbouring layers wait for; see `closing.by_group`."""
+    if problem.holdings is None:
+        return _period(timed, last)
+    ends = np.array(closing_ends(problem, last))
+    return max(start_times.period_until(one.arrays, one.start, ends) for one in timed)
 
 
 def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, Solution]], *, lower_bound: int,
@@ -87,38 +97,21 @@ def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, So
         solved = [(undivided(problem), solved)]
     timed = align(problem, solved, deadlines)
     last = ends(timed)
-    closing = _closing(problem, last)
+    closing = closing_programs(problem, last)
     programs: dict[Worker, Program] = {}
     for one in timed:
         programs |= _programs(one, closing)
-    ticks = _period(timed, last)
+    ticks = _true_period(problem, timed, last)
     status: Status = "optimal" if ticks <= lower_bound else "feasible"
-    seats, stored = _share(programs)
-    return Schedule(job=problem.name, tick_seconds=problem.tick_seconds, grid=problem.grid, times=problem.times,
-                    memory=problem.memory, backward=problem.backward, optimizer=problem.optimizer,
-                    failed=tuple(sorted(problem.failed)), seats=seats, programs=stored, period_ticks=ticks,
-                    lower_bound_ticks=lower_bound, status=status, method=method)
+    seats, stored = _share(problem, programs)
+    return Schedule(job=problem.name, tick_seconds=problem.tick_seconds, grid=problem.grid,
+                    slices=problem.slices, times=problem.times, memory=problem.memory,
+                    backward=problem.backward, optimizer=problem.optimizer, failed=tuple(sorted(problem.failed)),
+                    seats=seats, programs=stored, period_ticks=ticks, lower_bound_ticks=lower_bound, status=status,
+                    method=method)
 
 
-def _closing(problem: Problem, ready: Sequence[int]) -> list[Program]:
-    """The ops that end an iteration, by column: the all-reduces of its stages one after the other, then the step.
-
-    They start once all workers of the column have done their last compute op; with a synchronous optimizer, the step
-    not before the last compute op of the whole job.
-    """
-    programs = []
-    for column, clock in enumerate(ready):
-        ops = []
-        # The same order of copies on all columns that hold them.
-        for stage in sorted(problem.grid.stages_of(column), key=problem.grid.original):
-            ops.append(ProgramOp(OpKind.A, stage, None, clock))
-            clock += problem.times.all_reduce[stage]
-        begin = max(clock, *ready) if problem.optimizer == "synchronous" else clock
-        programs.append((*ops, ProgramOp(OpKind.O, None, None, begin)))
-    return programs
-
-
-def _programs(timed: TimedPiece, closing: Sequence[Program]) -> dict[Worker, Program]:
+def _programs(timed: TimedPiece, closing: Mapping[int, Program]) -> dict[Worker, Program]:
     """The program of every role of all copies of a piece; those without re-routed ops are one object for all copies."""
     arrays, row_of = timed.arrays, timed.arrays.ops.worker.tolist()
     kinds = timed.piece.problem.kinds
@@ -129,10 +122,10 @@ def _programs(timed: TimedPiece, closing: Sequence[Program]) -> dict[Worker, Pro
         unit, row = arrays.units[number], row_of[number]
         if unit.pipeline != arrays.workers[row].pipeline:
             rerouted[row].append((len(bodies[row]), unit.pipeline))
-        bodies[row].append(ProgramOp(kinds[kind], unit.stage, unit.microbatch, begin))
+        bodies[row].append(ProgramOp(kinds[kind], unit.slice, unit.microbatch, begin))
     programs: dict[Worker, Program] = {}
     for row, worker in enumerate(arrays.workers):
-        program = (*bodies[row], *closing[worker.column])
+        program = (*bodies[row], *closing[closing_key(timed.piece.problem, worker)])
         for copy in timed.piece.copies:
             programs[Worker(copy[worker.pipeline], worker.column)] = _named(program, rerouted[row], copy)
     return programs
@@ -148,7 +141,7 @@ def _named(program: Program, rerouted: Sequence[tuple[int, int]], copy: Sequence
     return tuple(ops)
 
 
-def _share(programs: Mapping[Worker, Program]) -> tuple[tuple[Seat, ...], tuple[Program, ...]]:
+def _share(problem: Problem, programs: Mapping[Worker, Program]) -> tuple[tuple[Seat, ...], tuple[Program, ...]]:
     """Seats sorted by worker, each distinct program once, in the order of their first use."""
     index: dict[Program, int] = {}
     known: dict[int, int] = {}
@@ -156,5 +149,6 @@ def _share(programs: Mapping[Worker, Program]) -> tuple[tuple[Seat, ...], tuple[
     for worker, program in sorted(programs.items()):
         if id(program) not in known:
             known[id(program)] = index.setdefault(program, len(index))
-        seats.append(Seat(worker, worker, known[id(program)]))
+        holds = None if problem.holdings is None else problem.groups[problem.holdings[worker].group]
+        seats.append(Seat(worker, worker, known[id(program)], holds))
     return tuple(seats), tuple(index)

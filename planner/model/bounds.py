@@ -1,12 +1,14 @@
 """Proven lower bounds on the period. Each is valid on its own; the largest counts.
 
-All hold for any choice of hosts, any order, and either backward mode.
+All hold for any order and either backward mode; those of this module, where micro-batches stay with their own workers
+while these live. `shared_bounds` has those without that rule.
 """
 
 import heapq
 from collections.abc import Sequence
 
 from planner.model.problem import Problem
+from planner.model.shared_bounds import shared_bounds
 from schedules.schedule import OpKind
 
 
@@ -17,6 +19,10 @@ def lower_bound(problem: Problem) -> int:
 
 def strongest_bound(problem: Problem) -> tuple[int, str]:
     """The best proven lower bound on the period, in ticks, and in words what it counts."""
+    if problem.holdings is not None:
+        return problem.least, "the work of all layers that workers share"
+    if problem.sharing:
+        return max(shared_bounds(problem), key=lambda bound: bound[0])
     stages, columns = range(len(problem.grid.stages)), range(problem.grid.columns)
     bounds = [(window_bound(problem, column), f"work and round trips of the busiest worker of column {column}")
               for column in columns]
@@ -31,7 +37,7 @@ def strongest_bound(problem: Problem) -> tuple[int, str]:
 
 
 def _unit_cost(problem: Problem, stage: int, host: int) -> int:
-    return sum(problem.cost(kind, stage, host) for kind in problem.kinds)
+    return sum(problem.cost(kind, stage, problem.worker(stage, host)) for kind in problem.kinds)
 
 
 def _least_makespan(problem: Problem, column: int) -> tuple[int, int]:
@@ -80,7 +86,7 @@ def _round_trip(problem: Problem, stage: int) -> int:
     """Least ticks from the end of a unit's F to the start of its I: to the last stage and back."""
     there, back = problem.least_ways
     # The hop from the stage to the next one, there and back; that behind the last stage is 0.
-    hops = 2 * _hop(problem, stage) if stage + 1 < len(problem.grid.stages) else 0
+    hops = 2 * problem.least_hop(stage) if stage + 1 < len(problem.grid.stages) else 0
     return there[-1] - there[stage + 1] + back[-1] - back[stage + 1] + hops
 
 
@@ -102,7 +108,7 @@ def window_bound(problem: Problem, column: int) -> int:
     if len(stages) == 1 and count:
         stage = stages[0]
         idle = _fill_idle(problem, stage, count) + _drain_idle(problem, stage, count, problem.kinds[1:])
-    return work + idle + problem.tail(column)
+    return work + idle + problem.column_tail(column)
 
 
 def _fill_idle(problem: Problem, stage: int, count: int) -> int:
@@ -197,7 +203,7 @@ def _chain(problem: Problem, stage: int, count: int) -> int:
         last_weight = problem.fastest(OpKind.W, 0)
     work += drain
     chain = _reach(problem, stage) + work + _way_back(problem, stage) + (last_weight if stage else 0)
-    tail = problem.tail(problem.column_of[0])
+    tail = problem.column_tail(problem.column_of[0])
     return chain + (tail if problem.optimizer == "staggered" else max(tail, *problem.times.optimizer))
 
 
@@ -220,7 +226,7 @@ def _crowded_bound(problem: Problem, stage: int) -> int:
     work = count * sum(problem.fastest(kind, stage) for kind in problem.kinds)
     idle += _drain_idle(problem, stage, count, problem.kinds[1:])
     early = _crowding(problem, stage, problem.gradient_kind, range(stage))
-    return max(work + idle + problem.tail(column), _chain(problem, stage, count) + early)
+    return max(work + idle + problem.column_tail(column), _chain(problem, stage, count) + early)
 
 
 def _crowding(problem: Problem, stage: int, kind: OpKind, others: range) -> int:
@@ -235,8 +241,8 @@ def _crowding(problem: Problem, stage: int, kind: OpKind, others: range) -> int:
 
 def _slowest(problem: Problem, kind: OpKind, stage: int) -> int:
     """The most that this op takes on any live worker of the stage."""
-    live = problem.live_by_column[problem.column_of[stage]]
-    return max(problem.cost(kind, stage, host) for host in (live if problem.times.slow else live[:1]))
+    holders = problem.holders[stage]
+    return max(problem.cost(kind, stage, host) for host in (holders if problem.times.slow else holders[:1]))
 
 
 def _stashed(problem: Problem, stage: int, count: int) -> int:
@@ -252,6 +258,3 @@ def _way_back(problem: Problem, stage: int) -> int:
     return problem.least_ways[1][stage]
 
 
-def _hop(problem: Problem, stage: int) -> int:
-    """Least ticks between the workers of a stage and the next."""
-    return 0 if problem.column_of[stage] == problem.column_of[stage + 1] else problem.times.transfer

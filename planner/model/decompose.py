@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from planner.model.components import components, part_of
 from planner.model.problem import Problem
-from schedules.schedule import Worker
 from schedules.tables.pattern import Columns, columns_by_pipeline
 
 LARGEST_GROUP = 60_000
@@ -41,6 +41,8 @@ def decompose(problem: Problem) -> tuple[Piece, ...]:
     who runs whose micro-batches: never so that a worker gets more micro-batches than the busiest must anyway.
     """
     whole = undivided(problem)
+    if problem.routes is not None:
+        return tuple(Piece(problem=part_of(problem, copies[0]), copies=tuple(copies)) for copies in components(problem))
     if problem.times.slow:
         return (whole,)
     dead = columns_by_pipeline(problem.failed)
@@ -67,17 +69,7 @@ def _by_count(problem: Problem, pipelines: Sequence[int]) -> list[list[int]]:
 
 def _healthy(problem: Problem, members: Sequence[int]) -> Piece:
     """One whole pipeline that stands for all members."""
-    return Piece(problem=_part(problem, members[:1]), copies=tuple((pipeline,) for pipeline in members))
-
-
-def _part(problem: Problem, pipelines: Sequence[int]) -> Problem:
-    """The problem of some pipelines alone, numbered anew in their order."""
-    grid = msgspec.structs.replace(problem.grid, pipelines=len(pipelines),
-                                   microbatches=tuple(problem.grid.microbatches[pipeline] for pipeline in pipelines))
-    live = [set(pipelines) for pipelines in problem.live_by_column]
-    failed = frozenset(Worker(index, column) for index, pipeline in enumerate(pipelines)
-                       for column in range(grid.columns) if pipeline not in live[column])
-    return msgspec.structs.replace(problem, grid=grid, failed=failed)
+    return Piece(problem=part_of(problem, members[:1]), copies=tuple((pipeline,) for pipeline in members))
 
 
 def _groups(problem: Problem, dead: Dead) -> list[list[int]]:
@@ -150,4 +142,4 @@ def _distinct(problem: Problem, dead: Dead, groups: Sequence[Sequence[int]]) -> 
     copies: dict[tuple[Columns, ...], list[tuple[int, ...]]] = defaultdict(list)
     for group in groups:
         copies[tuple(dead.get(pipeline, ()) for pipeline in group)].append(tuple(group))
-    return [Piece(problem=_part(problem, members[0]), copies=tuple(members)) for members in copies.values()]
+    return [Piece(problem=part_of(problem, members[0]), copies=tuple(members)) for members in copies.values()]

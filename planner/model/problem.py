@@ -1,20 +1,20 @@
 """The scheduling problem in whole ticks: what is fixed, before anything is decided."""
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from fractions import Fraction
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import msgspec
 
 from planner.job.file import Job
-from planner.job.layers import exact
-from schedules.schedule import BackwardMode, Grid, Memory, OpKind, OptimizerMode, Slow, Times, VirtualStage, Worker
+from planner.layout.types import LayerRange, MicroBatch
+from planner.model.ticks import memory_in_units, tick_of, times_in_ticks
+from schedules.schedule import BackwardMode, Grid, Memory, OpKind, OptimizerMode, Times, VirtualStage, Worker
 
-FINEST = 10**6
-"""The longest op has at most this many ticks; finer times are rounded to it."""
+UNLIMITED = 2**40
+"""Room of a worker where memory is unlimited."""
 
 
 class NoPlanError(Exception):
@@ -22,25 +22,66 @@ class NoPlanError(Exception):
 
 
 class Unit(NamedTuple):
-    """A micro-batch at a virtual stage: its F, I and W share one host."""
+    """A micro-batch at a slice of its route: its F, I and W share one worker."""
 
-    stage: int
+    slice: int
+    """The number of a stage, or one beyond them: `Problem.slices`."""
     pipeline: int
     microbatch: int
 
 
+class Leg(NamedTuple):
+    """A slice of a route, and the worker that the layout has for it."""
+
+    slice: int
+    worker: Worker
+
+
+class Holding(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What a live worker holds, where that does not follow from its column."""
+
+    room: int
+    """Memory for activations."""
+    step: int
+    """Ticks of the optimizer step."""
+    tail: int
+    """Ticks of the all-reduces and the optimizer step that close an iteration."""
+    group: int
+    """The same for all workers that hold the same layers; see `Problem.groups`."""
+
+
 class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """A job with its failures."""
+    """A job with its failures. Layers are held by column, unless there are `holdings`."""
 
     name: str
     tick_seconds: float
     grid: Grid
     times: Times
+    """By slice, stages first; so is `memory`."""
     memory: Memory | None
     failed: frozenset[Worker]
     """Workers that are down."""
     backward: BackwardMode = "split"
     optimizer: OptimizerMode = "staggered"
+    sharing: bool = False
+    """Any live holder of a slice may run any micro-batch of it. Else only micro-batches of failed workers go to others.
+    """
+    parts: tuple[int, ...] = ()
+    """By stage, into how many equal layers a micro-batch may be cut, 0 where layers are not equal; (): never. What is
+    planned here are whole stages: it is the bound that counts them.
+    """
+    slices: tuple[LayerRange, ...] = ()
+    """Those beside the stages, which have the next numbers."""
+    routes: Mapping[MicroBatch, tuple[Leg, ...]] | None = None
+    """The slices that each micro-batch passes, in order; None: the stages of its chain."""
+    holdings: Mapping[Worker, Holding] | None = None
+    """By live worker; None: the stages of its column."""
+    groups: tuple[tuple[LayerRange, ...], ...] = ()
+    """With holdings: the layers that the workers of each group hold."""
+    reductions: tuple[tuple[LayerRange, tuple[int, ...]], ...] = ()
+    """With holdings: layers whose gradients are reduced together, and the groups that hold them."""
+    least: int = 0
+    """With holdings: no period is shorter, whatever the layout; in ticks."""
 
     @cached_property
     def live(self) -> tuple[Worker, ...]:
@@ -78,35 +119,69 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tuple(tuple(pipeline for pipeline in range(self.grid.pipelines)
                            if Worker(pipeline, column) not in self.failed) for column in range(self.grid.columns))
 
-    def hosts(self, stage: int, pipeline: int) -> tuple[int, ...]:
-        """The pipelines whose worker may run this stage of this pipeline's micro-batches: its own, else its peers."""
-        live = self.live_by_column[self.column_of[stage]]
-        return live if self.worker(stage, pipeline) in self.failed else (pipeline,)
+    @cached_property
+    def layers_of(self) -> tuple[LayerRange, ...]:
+        """[slice] its layers."""
+        return (*self.grid.layers_by_stage, *self.slices)
 
-    def worker(self, stage: int, host: int) -> Worker:
-        """The worker that holds this stage in pipeline `host`."""
-        return Worker(host, self.column_of[stage])
+    @cached_property
+    def ahead(self) -> tuple[int, ...]:
+        """[slice] stages of a chain from the one on in which it begins."""
+        grid = self.grid
+        first = [low for low, _ in self.layers_of[:grid.depth]]
+        return (*(grid.depth - grid.original(stage) for stage in range(len(grid.stages))),
+                *(grid.depth + 1 - bisect_right(first, low) for low, _ in self.slices))
 
-    def cost(self, kind: OpKind, stage: int, host: int) -> int:
-        """Ticks of a compute op or A of this stage on pipeline `host`'s worker."""
-        return self._cost[kind, stage] if not self.times.slow else \
-            self.times.duration_ticks(kind, stage, self.worker(stage, host))
+    def path(self, pipeline: int, microbatch: int) -> Sequence[int]:
+        """The slices that a micro-batch passes, in order."""
+        if self.routes is None:
+            return self.grid.path(microbatch)
+        return [leg.slice for leg in self.routes[MicroBatch(pipeline, microbatch)]]
+
+    @cached_property
+    def holders(self) -> tuple[tuple[Worker, ...], ...]:
+        """[slice] the live workers that hold it, sorted."""
+        if self.holdings is None:
+            by_column = [tuple(Worker(pipeline, column) for pipeline in live)
+                         for column, live in enumerate(self.live_by_column)]
+            return tuple(by_column[column] for column in self.column_of)
+        members: dict[int, list[Worker]] = {group: [] for group in range(len(self.groups))}
+        for worker in self.live:
+            members[self.holdings[worker].group].append(worker)
+        return tuple(tuple(sorted(worker for group, held in enumerate(self.groups)
+                                  if any(low <= first and end <= high for low, high in held)
+                                  for worker in members[group]))
+                     for first, end in self.layers_of)
+
+    def hosts(self, slice_: int, pipeline: int) -> tuple[Worker, ...]:
+        """The workers that may run this slice of this pipeline's micro-batches."""
+        if self.sharing:
+            return self.holders[slice_]
+        own = self.worker(slice_, pipeline)
+        return self.holders[slice_] if own in self.failed else (own,)
+
+    def worker(self, stage: int, pipeline: int) -> Worker:
+        """The worker of this pipeline that holds the stage by its column."""
+        return Worker(pipeline, self.column_of[stage])
+
+    def cost(self, kind: OpKind, slice_: int, worker: Worker) -> int:
+        """Ticks of a compute op or A of this slice on a worker."""
+        return self._cost[kind, slice_] if not self.times.slow else self.times.duration_ticks(kind, slice_, worker)
 
     @cached_property
     def _cost(self) -> dict[tuple[OpKind, int], int]:
         nobody = Worker(-1, -1)
-        return {(kind, stage): self.times.duration_ticks(kind, stage, nobody)
-                for kind in OpKind if kind is not OpKind.O for stage in range(len(self.grid.stages))}
+        return {(kind, number): self.times.duration_ticks(kind, number, nobody)
+                for kind in OpKind if kind is not OpKind.O for number in range(len(self.layers_of))}
 
-    def fastest(self, kind: OpKind, stage: int) -> int:
-        """The least that this op takes on any live worker of the stage."""
-        live = self.live_by_column[self.column_of[stage]]
-        return min(self.cost(kind, stage, host) for host in (live if self.times.slow else live[:1]))
+    def fastest(self, kind: OpKind, slice_: int) -> int:
+        """The least that this op takes on any live worker that holds the slice."""
+        holders = self.holders[slice_]
+        return min(self.cost(kind, slice_, worker) for worker in (holders if self.times.slow else holders[:1]))
 
-    def hop(self, stage: int, host: int, other: int, other_host: int) -> int:
-        """Ticks a tensor needs from one unit's worker to the other's: 0 on the same worker."""
-        same = self.column_of[stage] == self.column_of[other] and host == other_host
-        return 0 if same else self.times.transfer
+    def hop(self, worker: Worker, other: Worker) -> int:
+        """Ticks a tensor needs from one worker to another: 0 where they are the same."""
+        return 0 if worker == other else self.times.transfer
 
     def hold(self, stage: int) -> int:
         """The most that a micro-batch ever holds at this stage: its activation, or after its I its stash."""
@@ -126,14 +201,23 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 held += self.activation(other)
         return most
 
+    def least_hop(self, stage: int) -> int:
+        """The least ticks that a tensor needs from a stage to the next one."""
+        same = self.column_of[stage] == self.column_of[stage + 1]
+        # With several chains, a worker holds layers of both directions, which may follow each other.
+        return 0 if same or (self.sharing and self.grid.chains > 1) else self.times.transfer
+
+    def parts_of(self, stage: int) -> int:
+        """Into how many equal layers a micro-batch may be cut at a stage; 0 where its layers are not equal."""
+        return self.parts[stage] if self.parts else 1
+
     @cached_property
     def least_ways(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(forward, back): for 0, 1, 2 ... stages from the first on, the least ticks of their F, or of their I (or B),
         each with the way to the stage behind.
         """
         stages = range(len(self.grid.stages))
-        hops = [0 if self.column_of[stage] == self.column_of[stage + 1] else self.times.transfer
-                for stage in stages[:-1]] + [0]
+        hops = [self.least_hop(stage) for stage in stages[:-1]] + [0]
         forward, back = (tuple(accumulate((self.fastest(kind, stage) + hops[stage] for stage in stages), initial=0))
                          for kind in (OpKind.F, self.gradient_kind))
         return forward, back
@@ -146,36 +230,93 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Memory held from I end to W end; 0 when fused or where memory is unlimited."""
         return self.memory.weight_stash[stage] if self.memory and self.backward == "split" else 0
 
-    def tail(self, column: int) -> int:
-        """Ticks of the all-reduces and the optimizer step that close an iteration on a worker of this column."""
+    def room(self, worker: Worker) -> int:
+        """Memory for activations on a live worker."""
+        if self.memory is None:
+            return UNLIMITED
+        return self.memory.capacity[worker.column] if self.holdings is None else self.holdings[worker].room
+
+    def group(self, worker: Worker) -> int:
+        """The same for workers that have the same deadline: those that reduce all their gradients together."""
+        return self.tied[worker.column] if self.holdings is None else self.holdings[worker].group
+
+    @cached_property
+    def linked(self) -> tuple[tuple[int, ...], ...]:
+        """[group] those that reduce some gradients with it, itself included: its window ends with the last of them."""
+        if self.holdings is None:
+            return tuple((group,) for group in range(self.grid.columns))
+        found: list[set[int]] = [{group} for group in range(len(self.groups))]
+        for _, groups in self.reductions:
+            for group in groups:
+                found[group].update(groups)
+        return tuple(tuple(sorted(groups)) for groups in found)
+
+    def tail(self, worker: Worker) -> int:
+        """Ticks of the all-reduces and the optimizer step that close an iteration on a live worker."""
+        return self.column_tail(worker.column) if self.holdings is None else self.holdings[worker].tail
+
+    @property
+    def longest_step(self) -> int:
+        """Ticks of the longest optimizer step."""
+        return max(self.times.optimizer) if self.holdings is None else \
+            max(holding.step for holding in self.holdings.values())
+
+    def column_tail(self, column: int) -> int:
+        """`tail` of a worker that holds the stages of its column."""
         return sum(self.times.all_reduce[stage] for stage in self.grid.stages_of(column)) + self.times.optimizer[column]
 
     def units(self, pipelines: Iterable[int] | None = None) -> Iterator[Unit]:
-        """Every unit of the given pipelines (default: all), by pipeline, micro-batch, stage."""
+        """Every unit of the given pipelines (default: all), by pipeline, micro-batch, place in the route."""
         for pipeline in range(self.grid.pipelines) if pipelines is None else pipelines:
             for microbatch in range(self.grid.microbatches[pipeline]):
-                for stage in self.grid.path(microbatch):
-                    yield Unit(stage, pipeline, microbatch)
+                for slice_ in self.path(pipeline, microbatch):
+                    yield Unit(slice_, pipeline, microbatch)
 
     @property
     def operations(self) -> int:
         """Compute ops in one iteration: the size of the problem."""
-        return self.grid.total_microbatches * self.grid.depth * len(self.kinds)
+        units = self.grid.total_microbatches * self.grid.depth if self.routes is None else \
+            sum(map(len, self.routes.values()))
+        return units * len(self.kinds)
 
 
 def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode = "split",
-                  optimizer: OptimizerMode = "staggered") -> Problem:
+                  optimizer: OptimizerMode = "staggered", sharing: bool | None = None,
+                  sliced: bool = False) -> Problem:
     """Translate a job to ticks.
 
+    `sharing` is on unless given where it can gain something: where workers are down or slow, or pipelines have
+    different numbers of micro-batches. With it, `sliced` has the bound hold for micro-batches that are cut, too.
     Raises NoPlanError when a stage has no live worker or a worker cannot hold a single micro-batch.
     """
-    grid = Grid(pipelines=job.pipelines, columns=job.stages, microbatches=job.microbatches, stages=_stages(job),
-                chains=job.chains)
-    tick = _tick(job)
-    problem = Problem(name=job.name, tick_seconds=float(tick), grid=grid, times=_times(job, grid, tick),
-                      memory=_memory(job), failed=frozenset(failed), backward=backward, optimizer=optimizer)
+    grid = grid_of(job)
+    tick = tick_of(job)
+    if sharing is None:
+        sharing = bool(failed or job.time.slow or len(set(job.microbatches)) > 1)
+    problem = Problem(name=job.name, tick_seconds=float(tick), grid=grid, times=times_in_ticks(job, grid, tick),
+                      memory=memory_in_units(job), failed=frozenset(failed), backward=backward, optimizer=optimizer,
+                      sharing=sharing, parts=_parts(job) if sharing and sliced else ())
     _require_feasible(problem)
     return problem
+
+
+def grid_of(job: Job) -> Grid:
+    """The job's shape."""
+    return Grid(pipelines=job.pipelines, columns=job.stages, microbatches=job.microbatches, stages=_stages(job),
+                chains=job.chains)
+
+
+def _parts(job: Job) -> tuple[int, ...]:
+    """Layers of each stage; 0 where their ops or what they hold are not equal."""
+    if job.layers is None:
+        return ()
+    given = job.layer_values
+    values = [] if given is None else [of_layer for of_layer in (
+        given.forward, given.backward_input, given.backward_weight, given.activation, given.weight_stash) if of_layer]
+    ends = list(accumulate(job.layers[:len(job.layers) // job.chains], initial=0))
+    parts = [end - begin if all(len(set(of_layer[begin:end])) <= 1 for of_layer in values) else 0
+             for begin, end in pairwise(ends)]
+    return tuple(parts) * job.chains
 
 
 def _stages(job: Job) -> tuple[VirtualStage, ...]:
@@ -185,58 +326,6 @@ def _stages(job: Job) -> tuple[VirtualStage, ...]:
     ends = [sum(job.layers[index // depth * depth:index + 1]) for index in range(len(job.layers))]
     return tuple(VirtualStage(column=column, layers=(end - count, end))
                  for column, count, end in zip(job.columns, job.layers, ends, strict=True))
-
-
-def _tick(job: Job) -> Fraction:
-    """The coarsest tick that holds every time exactly, or the longest op / FINEST when that is coarser."""
-    time = job.time
-    compute = [exact(value) for value in {*time.forward, *time.backward_input, *time.backward_weight}]
-    slowed = [value * Fraction(_per_mille(factor), 1000) for _, factor in time.slow for value in compute]
-    values = [value for value in (*compute, *slowed, *map(exact, (*time.optimizer, *time.all_reduce, time.transfer)))
-              if value]
-    return max(_common(values), max(values) / FINEST)
-
-
-def _common(values: Iterable[Fraction]) -> Fraction:
-    """The greatest common divisor of fractions."""
-    numerator, denominator = 0, 1
-    for value in values:
-        common = math.lcm(denominator, value.denominator)
-        numerator = math.gcd(numerator * (common // denominator), value.numerator * (common // value.denominator))
-        denominator = common
-    return Fraction(numerator, denominator)
-
-
-def _times(job: Job, grid: Grid, tick: Fraction) -> Times:
-    def ticks(values: Sequence[float]) -> tuple[int, ...]:
-        return tuple(round(exact(value) / tick) for value in values)
-
-    time = job.time
-    optimizer = ticks(time.optimizer)
-    return Times(forward=ticks(time.forward), backward_input=ticks(time.backward_input),
-                 backward_weight=ticks(time.backward_weight), all_reduce=ticks(time.all_reduce),
-                 optimizer=tuple(sum(optimizer[stage] for stage in grid.stages_of(column))
-                                 for column in range(grid.columns)),
-                 transfer=ticks([time.transfer])[0],
-                 slow=tuple(Slow(worker, _per_mille(factor)) for worker, factor in time.slow))
-
-
-def _per_mille(factor: float) -> int:
-    return round(factor * 1000)
-
-
-def _memory(job: Job) -> Memory | None:
-    """Whole multiples of the coarsest exact unit; rounded to the safe side where that would need huge numbers."""
-    if job.memory is None:
-        return None
-    used = [exact(value) for value in (*job.memory.activation, *job.memory.weight_stash)]
-    room = [exact(value) for value in job.memory.capacity]
-    positive = [value for value in (*used, *room) if value]
-    unit = max(_common(positive), max(positive) / 2**40) if positive else Fraction(1)
-    count = len(job.memory.activation)
-    return Memory(unit=float(unit), capacity=tuple(math.floor(value / unit) for value in room),
-                  activation=tuple(math.ceil(value / unit) for value in used[:count]),
-                  weight_stash=tuple(math.ceil(value / unit) for value in used[count:]))
 
 
 def _require_feasible(problem: Problem) -> None:

@@ -5,21 +5,24 @@ from typing import Any
 
 import numpy as np
 
-from planner.model.arrays import Ints, ProblemArrays, ints
+from planner.model.arrays import Ints, ProblemArrays
 from planner.model.problem import Problem
 from planner.model.solution import Solution
+
+NEVER = -2**60
+"""Before all ticks."""
 
 
 def earliest(arrays: ProblemArrays, order: Ints) -> Ints:
     """[op] start ticks: every op as early as the order allows."""
-    start, free = np.zeros_like(arrays.ops.duration), np.zeros_like(arrays.column)
+    start, free = np.zeros_like(arrays.ops.duration), np.zeros_like(arrays.group)
     _kernel().earliest(arrays.ops, order, start, free)
     return start
 
 
 def latest(arrays: ProblemArrays, order: Ints, ends: Sequence[int] | Ints) -> Ints:
-    """[op] start ticks: every op as late as the order and the ends of the columns allow."""
-    start, free = np.zeros_like(arrays.ops.duration), np.asarray(ends, dtype=np.int64)[arrays.column]
+    """[op] start ticks: every op as late as the order and the ends of the groups allow."""
+    start, free = np.zeros_like(arrays.ops.duration), np.asarray(ends, dtype=np.int64)[arrays.group]
     _kernel().latest(arrays.ops, order, start, free)
     return start
 
@@ -30,46 +33,74 @@ def _kernel() -> Any:
     return start_times
 
 
-def column_ends(arrays: ProblemArrays, start: Ints) -> Ints:
-    """[column] when the last op ends there, and on columns that reduce gradients together with it."""
+def group_ends(arrays: ProblemArrays, start: Ints) -> Ints:
+    """[group] when the last compute op of its workers ends."""
     last = np.full(len(arrays.workers), start.min())
     np.maximum.at(last, arrays.ops.worker[arrays.ops.unit], start + arrays.ops.duration)
     return _ends(arrays, last)
 
 
 def _ends(arrays: ProblemArrays, last: Ints) -> Ints:
-    """`column_ends` from those of the workers."""
-    ends = np.full(len(arrays.tied), last.min())
-    np.maximum.at(ends, arrays.tied[arrays.column], last)
-    return ends[arrays.tied]
+    """`group_ends` from those of the workers; NEVER for groups without any."""
+    ends = np.full(len(arrays.problem.linked), NEVER)
+    np.maximum.at(ends, arrays.group, last)
+    return ends
+
+
+def reduce_ends(problem: Problem, ends: Sequence[int] | Ints) -> Ints:
+    """[group] when all compute ops are done that the all-reduces of its workers wait for."""
+    ends = np.asarray(ends)
+    return np.array([ends[list(groups)].max() for groups in problem.linked]) if problem.holdings else ends
+
+
+def late_ends(problem: Problem, ends: Ints) -> Ints:
+    """[group] how late its workers may end without delaying any all-reduce."""
+    if problem.holdings is None:
+        return ends
+    latest = np.full_like(ends, ends.max())
+    for _, groups in problem.reductions:
+        members = list(groups)
+        latest[members] = np.minimum(latest[members], ends[members].max())
+    return latest
 
 
 def period(arrays: ProblemArrays, start: Ints, ends: Sequence[int] | Ints | None = None) -> int:
-    """The period in ticks that start times give; `ends`: those of the columns where other pieces count, too."""
+    """The period in ticks that start times give; `ends`: those of the groups where other pieces count, too."""
     first = np.full(len(arrays.workers), start.max())
     np.minimum.at(first, arrays.ops.worker[arrays.ops.unit], start)
-    return _period(arrays, first, column_ends(arrays, start) if ends is None else np.asarray(ends))
+    return _period(arrays, first, group_ends(arrays, start) if ends is None else np.asarray(ends))
 
 
 def _period(arrays: ProblemArrays, first: Ints, ends: Ints) -> int:
     """`first`: [worker] when it begins, if it runs anything."""
+    closing = reduce_ends(arrays.problem, ends)[arrays.group] + arrays.tail
     if arrays.problem.optimizer == "synchronous":
-        closing = np.maximum(ends + arrays.tail, ends.max() + ints(arrays.problem.times.optimizer))
-        return int(closing.max() - first.min())
-    return int(((ends + arrays.tail)[arrays.column] - first)[arrays.load > 0].max())
+        last = max(closing.max(), ends.max() + arrays.problem.longest_step)
+        return int(last - first.min())
+    return int((closing - first)[arrays.load > 0].max())
+
+
+def period_until(arrays: ProblemArrays, start: Ints, ends: Ints) -> int:
+    """The longest window in ticks, staggered, where those of [group] end at these ticks; synchronous: the last one."""
+    first = np.full(len(arrays.workers), start.max())
+    np.minimum.at(first, arrays.ops.worker[arrays.ops.unit], start)
+    if arrays.problem.optimizer == "synchronous":
+        return int(ends.max() - first.min())
+    return int((ends[arrays.group] - first)[arrays.load > 0].max())
 
 
 def timed(arrays: ProblemArrays, order: Ints) -> tuple[int, Ints]:
     """The best period of an order, and [op] start ticks for it.
 
-    Staggered: first as early as possible, then as late as the columns' ends allow, which shortens their windows.
+    Staggered: first as early as possible, then as late as the groups' ends allow, which shortens their windows.
     """
-    start, free = np.zeros_like(arrays.ops.duration), np.zeros_like(arrays.column)
+    start, free = np.zeros_like(arrays.ops.duration), np.zeros_like(arrays.group)
     _kernel().earliest(arrays.ops, order, start, free)
     ends = _ends(arrays, free)
     if arrays.problem.optimizer == "synchronous":
         return _period(arrays, np.zeros_like(free), ends), start
-    free = ends[arrays.column]
+    ends = late_ends(arrays.problem, ends)
+    free = ends[arrays.group]
     _kernel().latest(arrays.ops, order, start, free)
     return _period(arrays, free, ends), start
 

@@ -1,4 +1,4 @@
-"""Where the period is above the bound: which of the two is likely to leave the gap."""
+"""Where the period is above the bound: whether more time is likely to help."""
 
 from planner.search.incumbent import Incumbent
 
@@ -8,14 +8,15 @@ FEWEST_CYCLES = 3
 """Cooling cycles without which the plan is the likely cause of a gap."""
 
 
-def evidence(known: Incumbent) -> str:
-    """What the bound counts, how hard a better plan was looked for, and so which of them leaves a gap."""
+def evidence(known: Incumbent, seconds: float) -> str:
+    """How hard a better plan was looked for in so many seconds, whether more time may help, and what the bound counts.
+    """
     bound = f"the bound counts {known.bound_counts}"
     if known.annealing is None or not known.annealing.steps:
-        return f"{bound}; the plan is the best of list schedules only, so look for the gap there"
+        return f"only list schedules were tried, and a longer search may find a better plan; {bound}"
     steps, stale = known.annealing.steps, known.annealing.stale
-    tried = f"{steps:,} orders were tried, the last {stale:.0%} of them without a better plan"
-    settled = stale > STALE and known.annealing.cycles >= FEWEST_CYCLES
-    blamed = "the gap is likely the bound's, unless a better plan differs in many orders at once" if settled else \
-        "the gap is likely the plan's: more time may help"
-    return f"{bound}; {tried}: {blamed}"
+    tried = f"{steps:,} orders were tried"
+    if stale > STALE and known.annealing.cycles >= FEWEST_CYCLES:
+        return f"no improvement for the last {stale * seconds:.2g} s ({tried}): this is probably close to the best, " \
+               f"and the bound a little low; {bound}"
+    return f"still improving when the time was up ({tried}): try --time-limit {max(5, round(5 * seconds))}; {bound}"

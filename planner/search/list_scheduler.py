@@ -7,14 +7,17 @@ import msgspec
 import numpy as np
 
 from planner.model.arrays import Ints, ProblemArrays, ints
-from planner.model.problem import Problem
+from planner.model.problem import UNLIMITED, Problem
 from planner.model.solution import Solution
 from planner.model.start_times import timed
 from planner.search.set_aside import set_aside
 
 ForwardOrder = Literal["deepest", "oldest"]
 Rerouted = Literal["in turn", "first", "last"]
-UNLIMITED = 2**40
+
+
+class StuckError(Exception):
+    """Micro-batches wait for each other's room: workers hold too many layers for so little memory."""
 
 
 class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +33,7 @@ class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
     forward_order: ForwardOrder = "deepest"
     """Which F first: the lowest micro-batch, or the one furthest along its chain."""
     in_flight: tuple[int, ...] | None = None
-    """At most this many micro-batches a worker between F and the end of I, one number per virtual stage.
+    """At most this many micro-batches a worker between F and the end of I, one number per slice.
 
     Memory that forwards do not take is left for weight gradients to wait in, which fill bubbles later.
     """
@@ -52,8 +55,7 @@ class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
 
 def in_flight(problem: Problem, slope: float = 1.0, extra: int = 0) -> tuple[int, ...]:
     """Limits of 1F1B, times a slope, plus more: high at early stages, whose gradients come back late."""
-    grid = problem.grid
-    return tuple(max(1, int(slope * (grid.depth - grid.original(stage))) + extra) for stage in range(len(grid.stages)))
+    return tuple(max(1, int(slope * ahead) + extra) for ahead in problem.ahead)
 
 
 class ListScheduler:
@@ -63,21 +65,21 @@ class ListScheduler:
         from planner.search.kernel import list_scheduler as kernel  # numba takes a third of a second to load
 
         self.arrays = arrays
-        problem, ops, aside = arrays.problem, arrays.ops, set_aside(arrays.problem)
-        stash = [problem.stash(stage) for stage in range(len(problem.grid.stages))]
-        capacity = problem.memory.capacity if problem.memory else [UNLIMITED] * problem.grid.columns
+        problem, ops, aside = arrays.problem, arrays.ops, set_aside(arrays)
+        stash = [problem.stash(number) for number in range(len(problem.layers_of))]
+        capacity = [problem.room(worker) for worker in arrays.workers]
         self._kernel: Any = kernel
-        self._memory = kernel.MemoryLimits(capacity=ints(capacity)[arrays.column],
+        self._memory = kernel.MemoryLimits(capacity=ints(capacity),
                                      room=ints(list(zip(aside.at_start, stash, aside.needed, strict=True))))
         first = np.flatnonzero(np.diff(ops.predecessors.start) == 0)
-        chain = ops.stage[ops.unit[first]] // ops.depth
+        chain = ops.slice[ops.unit[first]] // problem.grid.depth
         self._first = [first[chain == number] for number in range(problem.grid.chains)] if aside.chains_in_turn else \
             [first]
         self._ranks: dict[Rerouted, Ints] = {}
         self._made: tuple[Ints, Ints] | None = None
 
     def order(self, rule: DispatchRule) -> Ints:
-        """All ops in the order in which they start under a rule."""
+        """All ops in the order in which they start under a rule. Raises StuckError; see `set_aside`."""
         if rule.rerouted not in self._ranks:
             self._ranks[rule.rerouted] = _ranks(self.arrays, rule.rerouted)
         dispatch = self._kernel.Dispatch(
@@ -87,7 +89,9 @@ class ListScheduler:
         order, done = np.zeros(len(self.arrays.ops.unit), dtype=np.int64), 0
         for first in self._first:
             done = self._kernel.list_order(self.arrays.ops, self._memory, dispatch, first, order, done)
-        assert done == len(order), "list scheduler left ops out"
+        if done < len(order):
+            assert self.arrays.problem.holdings is not None, "list scheduler left ops out"
+            raise StuckError
         return order
 
     def period(self, rule: DispatchRule) -> int:
@@ -103,7 +107,7 @@ class ListScheduler:
         return self.arrays.solution(*self._made)
 
     def _slots(self, rule: DispatchRule) -> Ints:
-        """[worker, stage] most micro-batches in flight."""
+        """[worker, slice] most micro-batches in flight."""
         load = self.arrays.load
         if rule.in_flight is None:
             return np.full((len(load), len(self._memory.room)), UNLIMITED)

@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import NamedTuple, get_args
 
 import msgspec
@@ -15,7 +16,7 @@ from planner.model.solution import Solution
 from planner.model.start_times import solution_period
 from planner.search.assignment import ASSIGNMENT_RULES, assign
 from planner.search.baselines import BASELINES
-from planner.search.list_scheduler import DispatchRule, ForwardOrder, ListScheduler, Rerouted, in_flight
+from planner.search.list_scheduler import DispatchRule, ForwardOrder, ListScheduler, Rerouted, StuckError, in_flight
 
 OPS_PER_SEARCH = 20_000_000
 """Ops that all random steps together may schedule; counted, not timed, so that the same seed gives the same plan."""
@@ -64,7 +65,10 @@ class _Best:
     def offer(self, scheduler: ListScheduler, rule: DispatchRule) -> None:
         """Try a dispatch rule; keep it where it is no worse than the best so far."""
         began = time.monotonic()
-        period = scheduler.period(rule)
+        try:
+            period = scheduler.period(rule)
+        except StuckError:
+            return
         self._slowest = max(self._slowest, time.monotonic() - began)
         if self.period is not None and period > self.period:
             return
@@ -96,10 +100,13 @@ def search(problem: Problem, bound: int, deadline: float, seed: int, tell: Tell,
            stop: threading.Event) -> tuple[Solution, int]:
     """The best of many list schedules until the deadline (a time.monotonic()) or until told to stop; at least one.
 
-    With its period in ticks. `tell` is called with the period, in ticks, of each better one.
+    With its period in ticks. `tell` is called with the period, in ticks, of each better one. Raises StuckError where
+    all get stuck.
     """
     best = _Best(problem, bound, deadline, tell, stop)
     _try_grid(best)
+    if best.found is None:
+        raise StuckError
     _step_at_random(best, random.Random(seed))
     assert best.found is not None and best.period is not None
     return best.found, best.period
@@ -117,7 +124,8 @@ def _try_grid(best: _Best) -> None:
             break
     if not best.over or (not best.closed and problem.operations <= QUICK):
         for baseline in BASELINES.values():
-            best.offer_solution(baseline(problem))
+            with suppress(StuckError):
+                best.offer_solution(baseline(problem))
 
 
 class _Schedulers:
@@ -134,7 +142,10 @@ class _Schedulers:
         return self._made[index]
 
     def _new(self, index: int) -> ListScheduler | None:
-        if index and not self._problem.failed:
+        problem, rule = self._problem, ASSIGNMENT_RULES[index]
+        if index and (problem.routes is not None or (not problem.failed and rule != "by-speed")):
+            return None
+        if rule == "by-speed" and not _shed(problem):
             return None
         hosts = assign(self._problem, ASSIGNMENT_RULES[index])
         if any(hosts == made.arrays.hosts for made in self._made if made):
@@ -142,17 +153,24 @@ class _Schedulers:
         return ListScheduler(ProblemArrays(self._problem, hosts))
 
 
+def _shed(problem: Problem) -> bool:
+    """Whether some live workers have less time for their own micro-batches than others have for theirs."""
+    return problem.sharing and (bool(problem.times.slow) or len(set(problem.grid.microbatches)) > 1)
+
+
 def _shortlist(problem: Problem) -> Iterator[tuple[int, DispatchRule]]:
     """(assignment rule, dispatch rule) of the grid that together come close to the best of it."""
     for assignment, limits, lookahead, make_room in SHORTLIST:
-        if limits is None:
-            yield assignment, DispatchRule(ignore_transfers=True)
-            continue
-        slope, extra = limits
-        yield assignment, DispatchRule(
-            lookahead=lookahead, forward_lookahead=float(slope == 2.0 and not extra),
-            make_room=make_room and problem.memory is not None and problem.backward == "split",
-            in_flight=in_flight(problem, slope, extra))
+        rule = DispatchRule(ignore_transfers=True)
+        if limits is not None:
+            slope, extra = limits
+            rule = DispatchRule(
+                lookahead=lookahead, forward_lookahead=float(slope == 2.0 and not extra),
+                make_room=make_room and problem.memory is not None and problem.backward == "split",
+                in_flight=in_flight(problem, slope, extra))
+        if problem.routes is None and _shed(problem):
+            yield ASSIGNMENT_RULES.index("by-speed"), rule
+        yield 0 if problem.routes is not None else assignment, rule
 
 
 def _grid(problem: Problem) -> Iterator[DispatchRule]:
@@ -171,7 +189,8 @@ def _grid(problem: Problem) -> Iterator[DispatchRule]:
 
 def _step_at_random(best: _Best, random: random.Random) -> None:
     """Change the best dispatch rule a little, again and again; keep what is no worse."""
-    assert best.scheduler is not None
+    if best.scheduler is None:  # what others run does not get stuck, ours does
+        return
     ops = best.problem.operations
     for _ in range(min(MOST_STEPS, max(FEWEST_STEPS, OPS_PER_SEARCH // ops))):
         if best.over:

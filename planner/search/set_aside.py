@@ -2,11 +2,12 @@
 
 from typing import NamedTuple
 
+from planner.model.arrays import ProblemArrays
 from planner.model.problem import Problem
 
 
 class SetAside(NamedTuple):
-    """Room by stage.
+    """Room by slice.
 
     Why nothing gets stuck: of all micro-batches that wait for room, take one whose next op is at the deepest position p
     of its chain, an I before an F. Whatever else its worker holds was begun at positions up to p (before p, if the op
@@ -21,7 +22,37 @@ class SetAside(NamedTuple):
     """Whether the micro-batches of one chain must all be done before those of the next begin."""
 
 
-def set_aside(problem: Problem) -> SetAside:
+def set_aside(arrays: ProblemArrays) -> SetAside:
+    """What keeps a list schedule from getting stuck; where layers are not held by column, what mostly does."""
+    return _by_column(arrays.problem) if arrays.problem.holdings is None else _by_worker(arrays)
+
+
+def _by_worker(arrays: ProblemArrays) -> SetAside:
+    """Room for the largest of the deeper slices that a worker runs, too, under this assignment.
+
+    So all of them can drain, by the argument above, if no worker's room is too small for that. Else each F waits for
+    its own room only.
+    """
+    problem = arrays.problem
+    count = len(problem.layers_of)
+    most = tuple(map(problem.hold, range(count)))
+    run: list[set[int]] = [set() for _ in arrays.workers]
+    for number, row in set(zip(arrays.ops.slice.tolist(), arrays.ops.worker.tolist(), strict=True)):
+        run[row].add(number)
+    needed = list(most)
+    ample = True
+    for worker, numbers in zip(arrays.workers, run, strict=True):
+        for number in numbers:
+            first = problem.layers_of[number][0]
+            deeper = max((most[other] for other in numbers if problem.layers_of[other][0] > first), default=0)
+            needed[number] = max(needed[number], most[number] + deeper)
+        ample = ample and all(needed[number] <= problem.room(worker) for number in numbers)
+    if ample:
+        return SetAside(most, tuple(needed), chains_in_turn=False)
+    return SetAside(tuple(map(problem.activation, range(count))), most, chains_in_turn=False)
+
+
+def _by_column(problem: Problem) -> SetAside:
     """Where memory allows, room for the stash of every micro-batch in flight and for one more at each deeper stage.
 
     Then no I ever waits for room. Else the least with which a plan exists (`Problem.least_room`). With that little,

@@ -1,5 +1,6 @@
 """From a problem to the best solution found in the time given."""
 
+import time
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -48,18 +49,24 @@ def solve(problem: Problem, method: Method, budget: Budget) -> Solved:
     ready(budget.progress)
     if method in BASELINES:
         return _baseline(problem, method)
+    began = time.monotonic()
     known = bound(problem)
-    budget = _before_finish(known, budget)
+    budget = in_time(known, budget)
     if method == "greedy":
         known = list_schedules(known, budget)
     else:
         known = list_schedules(known, budget.share(LIST_SHARE))
-        known = _improve(known, budget)
+        known = improve(known, budget)
+    return solved_by(known, time.monotonic() - began)
+
+
+def solved_by(known: Incumbent, seconds: float) -> Solved:
+    """The solved pieces of an incumbent, on which so many seconds were spent."""
     return Solved(list(zip(known.pieces, known.solutions, strict=True)), known.bound, known.deadlines,
-                  evidence(known))
+                  evidence(known, seconds))
 
 
-def _improve(known: Incumbent, budget: Budget) -> Incumbent:
+def improve(known: Incumbent, budget: Budget) -> Incumbent:
     """Annealing, beside it CP-SAT from scratch, then CP-SAT from the best so far, then annealing for the rest.
 
     Where CP-SAT has nothing to do, the first annealing takes all of the time.
@@ -75,8 +82,8 @@ def _improve(known: Incumbent, budget: Budget) -> Incumbent:
     return known
 
 
-def _before_finish(known: Incumbent, budget: Budget) -> Budget:
-    """Less the time it takes to put the plan together and check it."""
+def in_time(known: Incumbent, budget: Budget) -> Budget:
+    """The budget less the time it takes to put the plan together and check it."""
     ops = sum(piece.problem.operations for piece in known.pieces)
     return budget.until(budget.deadline - min(FINISH_SHARE * budget.seconds, FINISH_SECONDS * ops))
 

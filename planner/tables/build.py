@@ -1,4 +1,5 @@
-"""Builds tables: one normalised schedule for every number of failures, optionally one for every failure pattern.
+"""Builds tables: for every number of failures, optionally for every failure pattern, a schedule that runs at once and a
+settled one, for which layers may have moved.
 
 Entries are planned in parallel processes, the most expensive first. Only the parent writes (`planner.tables.folder`).
 It writes all entries in the order of their keys, so the table does not depend on which process finished first.
@@ -13,16 +14,25 @@ import msgspec
 
 from planner.job.file import Job
 from planner.model.problem import NoPlanError, build_problem
-from planner.normalise import Windows, normal_form
+from planner.normalise import Windows, candidates, normal_form
 from planner.options import PlanOptions
 from planner.plan import plan_only
 from planner.progress import CountCallback
 from planner.search.compiled import ready
 from planner.tables.folder import Part, TableFolder, make_part, no_plan
+from planner.tables.monotone import improved
 from planner.tables.process_pool import run_all
-from schedules.schedule import Worker
+from planner.transition import transition
+from schedules.schedule import Schedule, Worker
 from schedules.tables.file import Basis, Index, TableError
-from schedules.tables.pattern import count_key, pattern_key, patterns, pipeline_classes, representative
+from schedules.tables.pattern import (
+    count_key,
+    pattern_key,
+    patterns,
+    pipeline_classes,
+    representative,
+    settled_key,
+)
 
 MAX_ENTRIES = 20_000
 
@@ -34,6 +44,8 @@ class EntryTask(msgspec.Struct, frozen=True):
     failures: int
     failed: tuple[Worker, ...] | None = None
     """The roles that are down, for a failure pattern."""
+    settled: bool = False
+    """Whether layers may move."""
 
     def __str__(self) -> str:
         return f"entry {self.key}"
@@ -61,17 +73,18 @@ class BuiltTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *, max_failures: int,
-                exact: bool = False, jobs: int = 1,
+                exact: bool = False, settled: bool = True, jobs: int = 1,
                 progress: CountCallback = lambda _done, _total: None) -> BuiltTable:
     """Plan the entries that are missing and write the table. `job_text` is the job file; the table keeps a copy.
 
+    Entries that run at once have whole stages, which the runtime can run; the `settled` ones need not.
     Where this is interrupted, finished entries stay, and the next call goes on from there. Raises NoPlanError when
     the job has no plan even without failures, TableError when the folder holds something else or is damaged, OSError
     when it cannot be written, PoolError when a process dies.
     """
     began = time.monotonic()
     basis = basis_of(job, options)
-    tasks = all_tasks(job, max_failures, exact=exact)
+    tasks = all_tasks(job, max_failures, exact=exact, settled=settled)
     keys = [task.key for task in tasks]
     table_folder = TableFolder(folder, basis)
     index = table_folder.published(keys)
@@ -88,7 +101,10 @@ def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *
             for done, (_, part) in enumerate(results, 1):
                 table_folder.add(part)
                 progress(len(tasks) - len(missing) + done, len(tasks))
-        index = table_folder.publish(keys, job_text, max_failures=max_failures, exact=exact)
+        counts = [task.key for task in tasks if task.failed is None]
+        for part in improved(table_folder.parts(counts), max_failures).values():
+            table_folder.add(part)
+        index = table_folder.publish(keys, job_text, max_failures=max_failures, exact=exact, settled=settled)
     return BuiltTable(index=index, planned=len(missing), seconds=time.monotonic() - began, bytes=table_folder.size())
 
 
@@ -100,8 +116,8 @@ def basis_of(job: Job, options: PlanOptions) -> Basis:
                  time_limit=float(options.time_limit), seed=options.seed)
 
 
-def all_tasks(job: Job, max_failures: int, *, exact: bool) -> list[EntryTask]:
-    """All entries of a table in its order: counts, then patterns by number of failures.
+def all_tasks(job: Job, max_failures: int, *, exact: bool, settled: bool = False) -> list[EntryTask]:
+    """All entries of a table in its order: counts, then patterns by number of failures, then the settled ones of all.
 
     Raises TableError for more failures than workers, or too many patterns.
     """
@@ -118,6 +134,9 @@ def all_tasks(job: Job, max_failures: int, *, exact: bool) -> list[EntryTask]:
                 tasks.append(EntryTask(pattern_key(pattern, classes), failures, representative(pattern, classes)))
                 if len(tasks) > MAX_ENTRIES:
                     raise _too_many(max_failures)
+    if settled:
+        tasks += [msgspec.structs.replace(task, key=settled_key(task.key), settled=True)
+                  for task in tasks if task.failures]
     return tasks
 
 
@@ -144,8 +163,20 @@ class EntryPlanner:
     def __call__(self, task: EntryTask) -> Part:
         """Plan an entry."""
         try:
-            made = normal_form(self._job, task.failures, self._options, windows=self._windows) \
-                if task.failed is None else plan_only(self._options, self._job, task.failed)
+            schedule = self._settled(task) if task.settled else self._at_once(task)
         except NoPlanError as error:
             return no_plan(self._basis, task.key, task.failed or (), str(error), failures=task.failures)
-        return make_part(self._basis, task.key, made.schedule)
+        return make_part(self._basis, task.key, schedule, transition(schedule, self._job) if task.settled else None)
+
+    def _at_once(self, task: EntryTask) -> Schedule:
+        options = msgspec.structs.replace(self._options, slices=False)
+        if task.failed is not None:
+            return plan_only(options, self._job, task.failed).schedule
+        return normal_form(self._job, task.failures, options, windows=self._windows).schedule
+
+    def _settled(self, task: EntryTask) -> Schedule:
+        """For a number of failures, of the roles that seem the best to leave vacant: where they are matters little."""
+        failed = task.failed or next(iter(candidates(self._job, self._windows, task.failures)), None)
+        if failed is None:
+            raise NoPlanError(f"{task.failures} failures leave some stage without a live worker")
+        return plan_only(msgspec.structs.replace(self._options, layers="move"), self._job, failed).schedule

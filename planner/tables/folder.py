@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from planner.tables.index_text import index_markdown
+from planner.transition import Transition
 from schedules.document import DocumentKind
 from schedules.files import write_atomically
 from schedules.schedule import Schedule, Worker
@@ -56,18 +57,20 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     failures: int
     reason: str | None = None
     """Why no plan can exist, in which case the entry has no workers."""
+    moved: Transition | None = None
+    """Of a settled entry: what it moves."""
 
 
 _KIND = DocumentKind(name="part", format="slipstream.part", version=VERSION, content=Part,
                      bulk=("programs", "entry"), max_bytes=MAX_PROGRAMS_BYTES, error=TableError)
 
 
-def make_part(basis: Basis, key: str, schedule: Schedule) -> Part:
+def make_part(basis: Basis, key: str, schedule: Schedule, moved: Transition | None = None) -> Part:
     """The part for a schedule."""
     numbers: dict[bytes, int] = {}
-    entry = encode_entry(key, schedule, numbers)
+    entry = encode_entry(key, schedule, basis, numbers)
     return Part(basis=basis, entry=entry, programs=tuple(msgspec.Raw(text) for text in numbers),
-                failures=len(schedule.failed))
+                failures=len(schedule.failed), moved=moved)
 
 
 def no_plan(basis: Basis, key: str, failed: tuple[Worker, ...], reason: str, *, failures: int) -> Part:
@@ -126,7 +129,12 @@ class TableFolder:
         write_atomically(self._part_path(part.entry.key), encode_part(part))
         self._finished.add(part.entry.key)
 
-    def publish(self, keys: Sequence[str], job_text: bytes, *, max_failures: int, exact: bool) -> Index:
+    def parts(self, keys: Sequence[str]) -> dict[str, Part]:
+        """The finished entries with these keys. Raises TableError."""
+        return {key: self._read_part(self._part_path(key)) for key in keys}
+
+    def publish(self, keys: Sequence[str], job_text: bytes, *, max_failures: int, exact: bool,
+                settled: bool = False) -> Index:
         """Write the table of these keys in this order. All are finished, and the first one is fault-free.
 
         The index is written last: until then the folder holds no table for a reader. Raises OSError, TableError.
@@ -134,10 +142,10 @@ class TableFolder:
         numbers: dict[bytes, int] = {}
         files: dict[str, bytes] = {}
         rows: list[Row] = []
-        fault_free = 0
+        fault_free = 0.0
         for key in keys:
             part = self._read_part(self._part_path(key))
-            fault_free = fault_free or part.entry.period_ticks
+            fault_free = fault_free or part.entry.period_ticks * part.entry.tick_seconds(part.basis)
             row = _row(part, fault_free)
             if part.reason is None:
                 files[entry_file(key)] = data = encode_document(_document(part, numbers))
@@ -145,7 +153,7 @@ class TableFolder:
             rows.append(row)
         programs = compress(encode_document(Programs(programs=tuple(msgspec.Raw(text) for text in numbers))))
         index = with_digest(Index(
-            basis=self._basis, max_failures=max_failures, exact=exact, job_sha256=digest(job_text),
+            basis=self._basis, max_failures=max_failures, exact=exact, settled=settled, job_sha256=digest(job_text),
             programs_sha256=digest(programs), entries=tuple(rows)))
         files |= {JOB: job_text, PROGRAMS: programs, READABLE_INDEX: index_markdown(index).encode()}
         for name, data in files.items():
@@ -165,7 +173,9 @@ class TableFolder:
     def _part_of(self, table: Table, row: Row) -> Part:
         if row.reason is not None:
             return no_plan(self._basis, row.key, row.failed, row.reason, failures=row.failures)
-        return make_part(self._basis, row.key, table.entry(row.key))
+        moved = None if row.layers_moved is None else \
+            Transition(layers=row.layers_moved, bytes=row.bytes_moved, seconds=row.seconds_to_move)
+        return make_part(self._basis, row.key, table.entry(row.key), moved)
 
     def _part_path(self, key: str) -> Path:
         return self._path / PARTS / (Path(entry_file(key)).name + ".gz")
@@ -199,11 +209,14 @@ def _document(part: Part, numbers: dict[bytes, int]) -> EntryDocument:
     return EntryDocument(**fields)
 
 
-def _row(part: Part, fault_free: int) -> Row:
-    entry, grid, tick = part.entry, part.basis.grid, part.basis.tick_seconds
+def _row(part: Part, fault_free: float) -> Row:
+    entry, grid, tick = part.entry, part.basis.grid, part.entry.tick_seconds(part.basis)
     if part.reason is not None:
         return Row(key=entry.key, failures=part.failures, failed=entry.failed, status="no plan", reason=part.reason)
     period, bound, workers = entry.period_ticks, entry.lower_bound_ticks, grid.pipelines * grid.columns
     return Row(key=entry.key, failures=part.failures, failed=entry.failed, status=entry.status, period=period * tick,
-               lower_bound=bound * tick, gap=period / bound - 1 if bound else 0.0, throughput=fault_free / period,
-               fault_scaled=(workers - part.failures) / workers)
+               lower_bound=bound * tick, gap=period / bound - 1 if bound else 0.0,
+               throughput=fault_free / (period * tick), fault_scaled=(workers - part.failures) / workers,
+               layers_moved=part.moved.layers if part.moved else None,
+               bytes_moved=part.moved.bytes if part.moved else None,
+               seconds_to_move=part.moved.seconds if part.moved else None)

@@ -1,32 +1,51 @@
 """The index of a table of schedules as text for a reader."""
 
+from collections.abc import Mapping
+
 from schedules.tables.file import Index, Row
+from schedules.tables.pattern import settled_key
+
+HEAD = ("failures", "period s", "throughput", "fault-scaled", "gap", "status", "roles down", "key")
+SETTLED = ("settled s", "throughput", "GB to move", "s to move")
+"""Further columns, after the period and the throughput, where the table has settled entries."""
+LEFT = ("status", "roles down", "key")
 
 
 def index_markdown(index: Index) -> str:
     """The index as a Markdown table with aligned columns, and a line that explains it."""
-    head = ("failures", "period s", "throughput", "fault-scaled", "gap", "status", "roles down", "key")
-    lines = [head, *(_cells(row) for row in index.entries)]
+    rows = {row.key: row for row in index.entries}
+    head = (*HEAD[:3], *SETTLED, *HEAD[3:]) if index.settled else HEAD
+    lines = [head, *(_cells(row, rows, index) for row in index.entries if not row.key.startswith(settled_key("")))]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    left = (5, 6, 7)
-    text = ["| " + " | ".join(cell.ljust(width) if column in left else cell.rjust(width)
-                              for column, (cell, width) in enumerate(zip(line, widths, strict=True))) + " |"
-            for line in lines]
-    rule = "|" + "|".join("-" * (width + 1) + ("-" if column in left else ":") for column, width in
-                          enumerate(widths)) + "|"
+    text = ["| " + " | ".join(cell.ljust(width) if name in LEFT else cell.rjust(width)
+                              for name, cell, width in zip(head, line, widths, strict=True)) + " |" for line in lines]
+    rule = "|" + "|".join("-" * (width + 1) + ("-" if name in LEFT else ":")
+                          for name, width in zip(head, widths, strict=True)) + "|"
     basis = index.basis
     title = f"# {basis.job}: {basis.grid.pipelines} pipelines x {basis.grid.columns} stages"
     about = (f"Planned by {basis.method}, {basis.backward} backward, {basis.optimizer} optimizer, "
              f"{basis.time_limit:g} s an entry. Throughput is relative to\nfault-free; fault-scaled is the share of "
              "workers that are left; the gap is how far the period\ncan at most be from the best possible for these "
              "roles.")
+    if index.settled:
+        about += (" Settled: with layers moved, which runs when they have\ncome; what moves is for these roles, and s "
+                  "to move at 12.5 GB/s a worker.")
     return "\n".join([title, "", about, "", text[0], rule, *text[1:]]) + "\n"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row, rows: Mapping[str, Row], index: Index) -> tuple[str, ...]:
     roles = " ".join(map(str, row.failed)) or "-"
     roles = roles if len(roles) <= 60 else roles[:roles.rindex(" ", 0, 57)] + " ..."
+    settled = _settled(rows.get(settled_key(row.key))) if index.settled else ()
     if row.period is None or row.throughput is None or row.fault_scaled is None or row.gap is None:
-        return (str(row.failures), "-", "-", "-", "-", f"no plan: {row.reason}", roles, row.key)
-    return (str(row.failures), f"{row.period:.6g}", f"{row.throughput:.2%}", f"{row.fault_scaled:.2%}",
+        return (str(row.failures), "-", "-", *settled, "-", "-", f"no plan: {row.reason}", roles, row.key)
+    return (str(row.failures), f"{row.period:.6g}", f"{row.throughput:.2%}", *settled, f"{row.fault_scaled:.2%}",
             f"{row.gap:.2%}", row.status, roles, row.key)
+
+
+def _settled(row: Row | None) -> tuple[str, ...]:
+    if row is None or row.period is None or row.throughput is None:
+        return ("-",) * len(SETTLED)
+    moved = "?" if row.bytes_moved is None else f"{row.bytes_moved / 1e9:.3g}"
+    seconds = "?" if row.seconds_to_move is None else f"{row.seconds_to_move:.3g}"
+    return f"{row.period:.6g}", f"{row.throughput:.2%}", moved, seconds

@@ -207,11 +207,13 @@ class EventLoop:
         self._run.notify(text)
 
     def _tell_awaited(self, address: str, *, others_only: bool = False) -> None:
-        """Say for whom this node waits, now and then; at the start only where other nodes are to come."""
+        """Say for whom this node waits, now and then; at the start only for other nodes."""
         awaited = self._coordinator.awaited
         if not awaited:
             return
-        if not others_only or len(self._run.shares) > 1:
+        if others_only:
+            awaited = [worker for worker in awaited if worker not in self._run.shares[0]]
+        if awaited:
             self._run.notify(f"node 0, at {address}, waits for "
                              + who_is_awaited(awaited, self._run.shares, self._agents))
         asyncio.get_running_loop().call_later(TELL_SECONDS, self._put, partial(self._tell_awaited, address))

@@ -15,6 +15,8 @@ from runtime.torch_private import Store
 
 FIRST_PAUSE_SECONDS = 0.0005
 LONGEST_PAUSE_SECONDS = 0.005
+GROWTH = 1.25
+"""Of the pauses between two looks at the store: a wait lasts at most a quarter longer than it must."""
 
 
 class GroupStore(Store):
@@ -61,4 +63,4 @@ class GroupStore(Store):
             if time.monotonic() > deadline:
                 raise DistStoreError(f"waited in vain for {', '.join(keys)}")
             time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            pause = min(GROWTH * pause, LONGEST_PAUSE_SECONDS)

@@ -11,18 +11,23 @@ import msgspec
 
 from schedules.codec import MAX_OPS, validate
 from schedules.schedule import Program, ProgramOp, Schedule, Seat
-from schedules.tables.file import Basis, Entry, TableError
+from schedules.tables.file import Basis, Entry, EntryCosts, TableError
 
 
-def encode_entry(key: str, schedule: Schedule, numbers: dict[bytes, int]) -> Entry:
+def encode_entry(key: str, schedule: Schedule, basis: Basis, numbers: dict[bytes, int]) -> Entry:
     """The entry of a schedule. `numbers`: the number of each known program by its text; new ones are added to it."""
     texts = [_stored_text(program) for program in schedule.programs]
     seats = []
     for seat in schedule.seats:
         text, helped = texts[seat.program]
         seats.append((numbers.setdefault(text, len(numbers)), *helped))
+    holds = tuple(seat.holds for seat in schedule.seats)
+    costs = EntryCosts(tick_seconds=schedule.tick_seconds, slices=schedule.slices, times=schedule.times,
+                       memory=schedule.memory)
+    shared = EntryCosts(tick_seconds=basis.tick_seconds, slices=(), times=basis.times, memory=basis.memory)
     return Entry(key=key, failed=schedule.failed, period_ticks=schedule.period_ticks, status=schedule.status,
-                 lower_bound_ticks=schedule.lower_bound_ticks, method=schedule.method, seats=tuple(seats))
+                 lower_bound_ticks=schedule.lower_bound_ticks, method=schedule.method, seats=tuple(seats),
+                 holds=() if all(held is None for held in holds) else holds, costs=None if costs == shared else costs)
 
 
 def _stored_text(program: Program) -> tuple[bytes, tuple[int, ...]]:
@@ -51,8 +56,8 @@ def _schedule_of(entry: Entry, basis: Basis, programs: Sequence[bytes | msgspec.
     down = set(entry.failed)
     live = [worker for worker in basis.grid.workers() if worker not in down]
     order: dict[tuple[int, ...], int] = {}
-    seats = tuple(Seat(worker, worker, order.setdefault(stored, len(order)))
-                  for worker, stored in zip(live, entry.seats, strict=True))
+    seats = tuple(Seat(worker, worker, order.setdefault(stored, len(order)), held)
+                  for worker, stored, held in zip(live, entry.seats, entry.holds or [None] * len(live), strict=True))
     decoded: dict[int, Program] = {}
     lengths = 0
     for number, *_ in order:
@@ -61,9 +66,12 @@ def _schedule_of(entry: Entry, basis: Basis, programs: Sequence[bytes | msgspec.
             lengths += len(decoded[number])
             if lengths > MAX_OPS:
                 raise ValueError(f"more than {MAX_OPS} ops")
-    return Schedule(job=basis.job, tick_seconds=basis.tick_seconds, grid=basis.grid, times=basis.times,
-                    memory=basis.memory, backward=basis.backward, optimizer=basis.optimizer, failed=entry.failed,
-                    seats=seats, programs=tuple(_with_pipelines(decoded[number], helped) for number, *helped in order),
+    costs = entry.costs or EntryCosts(tick_seconds=basis.tick_seconds, slices=(), times=basis.times,
+                                      memory=basis.memory)
+    return Schedule(job=basis.job, tick_seconds=costs.tick_seconds, grid=basis.grid, slices=costs.slices,
+                    times=costs.times, memory=costs.memory, backward=basis.backward, optimizer=basis.optimizer,
+                    failed=entry.failed, seats=seats,
+                    programs=tuple(_with_pipelines(decoded[number], helped) for number, *helped in order),
                     period_ticks=entry.period_ticks, lower_bound_ticks=entry.lower_bound_ticks, status=entry.status,
                     method=entry.method)
 

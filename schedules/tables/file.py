@@ -19,6 +19,7 @@ from schedules.files import read_at_most
 from schedules.schedule import (
     BackwardMode,
     Grid,
+    LayerRange,
     Memory,
     OptimizerMode,
     Status,
@@ -59,6 +60,15 @@ class Basis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     seed: int
 
 
+class EntryCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Slices of an entry, and times and sizes that are not those of the basis: for it has slices, or finer ticks."""
+
+    tick_seconds: float
+    slices: tuple[LayerRange, ...]
+    times: Times
+    memory: Memory | None
+
+
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One schedule, in which every live worker plays its own role."""
 
@@ -70,6 +80,14 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     method: str
     seats: tuple[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], ...]
     """For each live worker, ascending: the number of its program, then the pipelines that the program helps."""
+    holds: tuple[tuple[LayerRange, ...] | None, ...] = ()
+    """For each live worker: the layers it holds, null for those of its column. Empty where that is so for all."""
+    costs: EntryCosts | None = None
+    """Where it has times of its own."""
+
+    def tick_seconds(self, basis: Basis) -> float:
+        """How long a tick of this entry is."""
+        return basis.tick_seconds if self.costs is None else self.costs.tick_seconds
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -89,6 +107,12 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     fault_scaled: float | None = None
     """Live workers / all workers."""
     reason: str | None = None
+    layers_moved: int | None = None
+    """Of a settled entry: copies of layers that workers load, for these roles."""
+    bytes_moved: float | None = None
+    """Their weights, where the job says what layers weigh."""
+    seconds_to_move: float | None = None
+    """At the bandwidth that the table was made for."""
     sha256: str | None = None
     """Digest of the entry's file."""
 
@@ -104,6 +128,8 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     max_failures: int
     exact: bool
     """Whether every failure pattern of up to `max_failures` has its own entry."""
+    settled: bool = False
+    """Whether each has a second entry, for which layers may have moved."""
     job_sha256: str
     programs_sha256: str
     entries: tuple[Row, ...]

@@ -54,6 +54,11 @@ def pattern_key(pattern: Pattern, classes: Sequence[int]) -> str:
                                  for kind, columns in pattern)
 
 
+def settled_key(key: str) -> str:
+    """The key of the answer with layers moved, beside the one that runs at once."""
+    return f"settled-{key}"
+
+
 def representative(pattern: Pattern, classes: Sequence[int]) -> tuple[Worker, ...]:
     """One failure set of a pattern: it breaks the first pipelines of each class, in the pattern's order."""
     members: dict[int, Iterator[int]] = {kind: iter([index for index, other in enumerate(classes) if other == kind])

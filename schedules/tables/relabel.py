@@ -18,11 +18,13 @@ from typing import TypeVar
 
 import msgspec
 
-from schedules.schedule import Grid, OpKind, Program, Schedule, Seat, Worker
+from schedules.schedule import Grid, LayerRange, OpKind, Program, Schedule, Seat, Worker, total
 from schedules.tables.pattern import Columns, columns_by_pipeline, pipeline_classes
 
 A = TypeVar("A", bound=Hashable)
 B = TypeVar("B", bound=Hashable)
+Held = tuple[LayerRange, ...] | None
+"""Layers held, as a seat has them."""
 
 
 def preload() -> None:
@@ -38,12 +40,16 @@ def layers_to_load(grid: Grid, worker: Worker, role: Worker) -> int:
     return 0 if worker.column == role.column else len(_layers(grid, role.column) - _layers(grid, worker.column))
 
 
-def _layers(grid: Grid, column: int) -> set[object]:
-    held: set[object] = set()
-    for index in grid.stages_of(column):
-        layers = grid.stages[index].layers
-        held |= {("stage", grid.original(index))} if layers is None else set(range(*layers))
-    return held
+def layers_lacked(schedule: Schedule, seat: Seat) -> frozenset[int]:
+    """The layers that a worker must load for its seat: those beside the layers of its own column's stages."""
+    if seat.holds is None and seat.worker.column == seat.role.column:
+        return frozenset()
+    own = {layer for layers in schedule.holds_of_column(seat.worker.column) for layer in range(*layers)}
+    return frozenset(layer for layers in schedule.holds_of(seat) for layer in range(*layers)) - own
+
+
+def _layers(grid: Grid, column: int) -> set[int]:
+    return {layer for stage in grid.stages_of(column) for layer in range(*grid.layers_of(stage))}
 
 
 def relabel(schedule: Schedule, failed: Iterable[Worker], *, held_elsewhere: bool = False) -> Schedule | None:
@@ -51,7 +57,8 @@ def relabel(schedule: Schedule, failed: Iterable[Worker], *, held_elsewhere: boo
 
     It is impossible where a column has no live worker left to load its parameters from, unless they are
     `held_elsewhere`: by workers of other columns, whose roles have moved before. It is also impossible where the role
-    of a fast worker would go to a slower one. The result passes `schedules.check` if `schedule` does, and has the same
+    of a fast worker would go to a slower one, or the layers that a worker holds to one of a column that has less room.
+    Whoever takes over a role holds its layers. The result passes `schedules.check` if `schedule` does, and has the same
     period. In `schedule` every worker must play its own role. Raises ValueError where it does not, or the numbers
     differ.
     """
@@ -65,7 +72,7 @@ def relabel(schedule: Schedule, failed: Iterable[Worker], *, held_elsewhere: boo
         return None
     renumbered = _renumber(schedule, down)
     vacant = {Worker(renumbered[role.pipeline], role.column) for role in schedule.failed}
-    moves = _fill(schedule, vacant, set(down))
+    moves = _fill(schedule, renumbered, vacant, set(down))
     if moves is None:
         return None
     players = {role: role for role in schedule.grid.workers() if role not in vacant and role not in moves} | moves
@@ -115,26 +122,40 @@ def _match(pipelines: Sequence[int], vacant: Mapping[int, Columns], lost: Mappin
 # --- Who plays what ---------------------------------------------------------------------------------------------------
 
 
-def _fill(schedule: Schedule, vacant: set[Worker], failed: set[Worker]) -> dict[Worker, Worker] | None:
+def _fill(schedule: Schedule, numbers: Mapping[int, int], vacant: set[Worker], failed: set[Worker]) -> \
+        dict[Worker, Worker] | None:
     """The new player of every role that is not vacant and whose own worker is down, with the fewest layers to load.
 
     The players are live workers whose own role is vacant, each at least as fast as the role was planned for.
     """
     speed = schedule.times.per_mille_of
-    unfilled, idle = defaultdict(list), defaultdict(list)
+    seats = {Worker(numbers[seat.role.pipeline], seat.role.column): seat for seat in schedule.seats}
+    unfilled: dict[tuple[int, int, Held], list[Worker]] = defaultdict(list)
+    idle: dict[tuple[int, int], list[Worker]] = defaultdict(list)
     for role in sorted(failed - vacant):
-        unfilled[role.column, speed.get(role, 1000)].append(role)
+        unfilled[role.column, speed.get(role, 1000), seats[role].holds].append(role)
     for worker in sorted(vacant - failed):
         idle[worker.column, speed.get(worker, 1000)].append(worker)
 
-    def cost(have: tuple[int, int], want: tuple[int, int]) -> int | None:
-        return None if have[1] > want[1] else layers_to_load(schedule.grid, Worker(0, have[0]), Worker(0, want[0]))
+    def cost(have: tuple[int, int], want: tuple[int, int, Held]) -> int | None:
+        if have[1] > want[1] or (want[2] is not None and _room(schedule, have[0]) < _room(schedule, want[0])):
+            return None
+        return len(layers_lacked(schedule, Seat(Worker(0, have[0]), Worker(0, want[0]), 0, want[2])))
 
     pairs = transport({kind: len(workers) for kind, workers in idle.items()},
                       {kind: len(roles) for kind, roles in unfilled.items()}, cost)
     if pairs is None:
         return None
     return {unfilled[want].pop(0): idle[have].pop(0) for have, want, count in pairs for _ in range(count)}
+
+
+def _room(schedule: Schedule, column: int) -> int:
+    """The room of a worker of a column, weights included."""
+    memory = schedule.memory
+    if memory is None:
+        return 0
+    own = total(memory.weights_before, schedule.holds_of_column(column)) if memory.weights else 0
+    return memory.capacity[column] + own
 
 
 def transport(supply: Mapping[A, int], demand: Mapping[B, int],
@@ -176,7 +197,7 @@ def _rebuilt(schedule: Schedule, failed: tuple[Worker, ...], numbers: Mapping[in
     """The schedule with new pipeline numbers and players, in canonical form."""
     seats = sorted(_seats(schedule, numbers, players), key=lambda seat: seat.worker)
     order: dict[int, int] = {}
-    seats = [Seat(seat.worker, seat.role, order.setdefault(seat.program, len(order))) for seat in seats]
+    seats = [Seat(seat.worker, seat.role, order.setdefault(seat.program, len(order)), seat.holds) for seat in seats]
     programs = tuple(renamed(schedule.programs[index], numbers) for index in order)
     bound = _bound(schedule, players)
     return msgspec.structs.replace(schedule, failed=failed, seats=tuple(seats), programs=programs,
@@ -187,7 +208,7 @@ def _rebuilt(schedule: Schedule, failed: tuple[Worker, ...], numbers: Mapping[in
 def _seats(schedule: Schedule, numbers: Mapping[int, int], players: Mapping[Worker, Worker]) -> Iterable[Seat]:
     for seat in schedule.seats:
         role = Worker(numbers[seat.role.pipeline], seat.role.column)
-        yield Seat(players[role], role, seat.program)
+        yield Seat(players[role], role, seat.program, seat.holds)
 
 
 def renamed(program: Program, numbers: Mapping[int, int]) -> Program:
@@ -203,13 +224,13 @@ def _bound(schedule: Schedule, players: Mapping[Worker, Worker]) -> int:
 
     For a schedule of the faster job, with every time multiplied by that factor, is one of the planned job.
     """
-    speed = schedule.times.per_mille_of
+    speed, stages = schedule.times.per_mille_of, len(schedule.grid.stages)
     pairs = {(role, player) for role, player in players.items() if speed.get(role, 1000) != speed.get(player, 1000)}
     bound = schedule.lower_bound_ticks
     for role, player in pairs:
-        for stage in schedule.grid.stages_of(role.column):
+        for slice in (*schedule.grid.stages_of(role.column), *range(stages, stages + len(schedule.slices))):
             for kind in (OpKind.F, OpKind.I, OpKind.W):
-                planned, real = (schedule.times.duration_ticks(kind, stage, who) for who in (role, player))
+                planned, real = (schedule.times.duration_ticks(kind, slice, who) for who in (role, player))
                 if real:
                     bound = min(bound, -(-schedule.lower_bound_ticks * real // planned))
     return bound

@@ -37,8 +37,8 @@ from schedules.tables.file import (
     read_index,
     read_verified,
 )
-from schedules.tables.pattern import count_key, pattern_key, pattern_of, pipeline_classes
-from schedules.tables.relabel import layers_to_load, preload, relabel
+from schedules.tables.pattern import count_key, pattern_key, pattern_of, pipeline_classes, settled_key
+from schedules.tables.relabel import layers_lacked, preload, relabel
 
 LIBRARY = Path(__file__).parents[1] / "library"
 """The tables that come with Slipstream, a folder for each."""
@@ -58,7 +58,7 @@ class LookupResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def layers_to_load(self) -> int:
         """Model layers to load in all. A stage counts as one layer where the job does not say how many it has."""
-        return sum(layers_to_load(self.schedule.grid, seat.worker, seat.role) for seat in self.moves)
+        return sum(len(layers_lacked(self.schedule, seat)) for seat in self.schedule.seats)
 
 
 class Table:
@@ -117,9 +117,10 @@ class Table:
         for key in self._entries:
             self.entry(key)
 
-    def lookup(self, failed: Iterable[Worker]) -> LookupResult | None:
+    def lookup(self, failed: Iterable[Worker], *, settled: bool = False) -> LookupResult | None:
         """The schedule with the shortest period for exactly these failed workers; None where the table has none.
 
+        `settled`: the one to come to in the end, for which layers may have to move; else the one that runs at once.
         Of an exact pattern and a normalised count of equal period it takes the pattern, which moves no worker. The
         schedule is valid because the stored one is and `relabel` keeps every rule; at the first use of an entry the
         checker is asked about the stored one. Raises ValueError for a worker outside the grid, TableError for an
@@ -130,12 +131,19 @@ class Table:
             raise ValueError(f"the job has no worker {worker}; its grid is {self.basis.grid.pipelines} pipelines x "
                              f"{self.basis.grid.columns} stages")
         keys = [pattern_key(pattern_of(down, self._classes), self._classes), count_key(len(down))]
-        known = sorted((key for key in keys if key in self._entries), key=lambda key: self._entries[key].period_ticks)
+        if settled:
+            keys += [settled_key(key) for key in keys]
+        known = sorted((key for key in keys if key in self._entries), key=self._period)
         for key in known:
             schedule = relabel(self.entry(key), down)
             if schedule is not None:
                 return LookupResult(key=key, schedule=schedule)
         return None
+
+    def _period(self, key: str) -> float:
+        """The period of an entry, in seconds."""
+        entry = self._entries[key]
+        return entry.period_ticks * entry.tick_seconds(self.basis)
 
     def _check(self, entry: Entry) -> Schedule:
         schedule = decode_entry(entry, self.basis, self._programs)

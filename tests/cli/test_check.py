@@ -1,10 +1,14 @@
 import json
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from cli.app import app
+from planner.job.file import parse_job
+from planner.plan import plan_job
 from schedules.codec import encode, write
+from schedules.schedule import Worker
 from tests.generate import BROKEN, HEALTHY, by_hand
 
 
@@ -27,7 +31,31 @@ def bad(tmp_path):
 def test_valid(good):
     done = run(good)
     assert done.exit_code == 0
-    assert done.stdout == f"{good}: valid: 3 workers, period 7 s, feasible\n"
+    assert done.stdout.startswith(f"{good}: valid: 3 workers, period 7 s; it claims to be at most ")
+    assert done.stdout.endswith("; --bound verifies that\n")
+
+
+def test_the_bound_of_a_file_is_a_claim_that_can_be_proven(tmp_path):
+    (tmp_path / "job.toml").write_text("pipelines = 3\nstages = 4\nmicrobatches = 6\n[time]\nforward = 1\n"
+                                       "backward_input = 1\nbackward_weight = 1\noptimizer = 3\n")
+    path = tmp_path / "s.json"
+    made = CliRunner().invoke(app, ["plan", str(tmp_path / "job.toml"), "--failed", "1.2", "--out", str(path)])
+    assert made.exit_code == 0
+    assert "claims to be optimal (bound 30 s); --bound verifies that" in run(path).stdout
+    assert "its bound, 30 s, is proven: it is optimal" in run(path, "--bound").stdout
+    assert json.loads(run(path, "--bound", "--json").stdout)["bounds"] == [
+        {"file": str(path), "claimed": 30.0, "proven": 30.0, "verified": True}]
+
+
+def test_a_false_bound_is_found_out(tmp_path):
+    """Nobody can see from a plan of 36 s that there are better ones: the bound must be proven."""
+    job = parse_job("pipelines = 3\nstages = 4\nmicrobatches = 6\n[time]\nforward = 1\nbackward_input = 1\n"
+                    "backward_weight = 1\noptimizer = 3\n")
+    schedule, path = plan_job(job, [Worker(1, 2)], method="1f1b").schedule, tmp_path / "s.json"
+    write(msgspec.structs.replace(schedule, lower_bound_ticks=schedule.period_ticks, status="optimal"), path)
+    assert run(path).exit_code == 0 and "claims to be optimal" in run(path).stdout
+    done = run(path, "--bound")
+    assert done.exit_code == 1 and "is not proven here: " in done.stdout
 
 
 def test_violation_with_its_grid(good, bad):

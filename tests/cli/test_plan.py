@@ -1,11 +1,14 @@
 """`slipstream plan` as a user meets it."""
 
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -44,7 +47,9 @@ def test_json_has_the_stable_keys(job, tmp_path):
     result = slipstream("plan", job, "--failed", "1.2", "--json", "--out", tmp_path / "s.json")
     answer = json.loads(result.stdout)
     assert result.exit_code == 0 and set(answer) >= {"period", "lower_bound", "gap", "status", "solve_seconds",
-                                                     "fault_free_period", "rerouted", "peak_memory", "moves"}
+                                                     "fault_free_period", "rerouted", "peak_memory", "moves",
+                                                     "work_bound", "holds", "layers_moved", "bytes_moved",
+                                                     "seconds_to_move", "fixed_period", "pays_after_iterations", "shed"}
     assert (answer["period"], answer["lower_bound"], answer["gap"], answer["status"]) == (30, 30, 0, "optimal")
     assert (answer["fault_free_period"], answer["rerouted"], answer["moves"]) == (22, 6, [])
     assert check(read(tmp_path / "s.json")) == []
@@ -70,6 +75,10 @@ def test_methods_and_modes(job):
     (["--method", "magic"], "--method magic: expected cp-sat or greedy or 1f1b"),
     (["--out", "/dev/null/s.json"], "/dev/null/s.json: cannot be written"),
     (["--time-limit", "-1"], "--time-limit"),
+    (["--layers", "moves"], "--layers moves: expected fixed or move; did you mean 'move'?"),
+    (["--layers", "move", "--normalise"], "--normalise moves whole roles, --layers move any layers: take one"),
+    (["--from-checkpoint"], "--from-checkpoint: only with --layers move"),
+    (["--bandwidth", "0"], "--bandwidth"),
 ])
 def test_bad_options_exit_2(job, arguments, says):
     result = slipstream("plan", job, *arguments)
@@ -87,6 +96,71 @@ def test_no_plan_exits_1_with_the_reason(job, tmp_path):
     out = tmp_path / "s.json"
     result = slipstream("plan", job, "--failed", "0.1", "--failed", "1.1", "--failed", "2.1", "--out", out)
     assert result.exit_code == 1 and "stage 1 has no live worker" in result.stderr and not out.exists()
+
+
+WEIGHTS = "[memory]\ncapacity = 9\nweights = 2\nunit_bytes = 1e9\n"
+
+
+def test_what_a_plan_takes_to_move(tmp_path):
+    """Roles of a stage with two dead workers: a layer of 2 GB each, at 1e9 bytes a second, from the one that is left.
+    """
+    (tmp_path / "job.toml").write_text(JOB + WEIGHTS)
+    command = ["plan", tmp_path / "job.toml", "--failed", "0.1", "--failed", "1.1", "--normalise", "--bandwidth", "1e9",
+               "--method", "greedy"]
+    answer = json.loads(slipstream(*command, "--json").stdout)
+    moves = answer["moves"]
+    assert moves and all(answer["holds"][move["worker"]] == [[1, 2]] for move in moves if move["role"][2] == "1")
+    assert (answer["layers_moved"], answer["bytes_moved"]) == (len(moves), 2e9 * len(moves))
+    assert answer["seconds_to_move"] == 2 * max(Counter(move["role"][2] for move in moves).values())
+    gained = answer["fixed_period"] - answer["period"]
+    assert answer["pays_after_iterations"] == math.ceil(answer["seconds_to_move"] / gained) and answer["shed"] == 0
+    assert answer["work_bound"] == pytest.approx(18 * 12 / 10)
+    said = f"layers to move: {len(moves)}, {2 * len(moves)} GB in about {answer['seconds_to_move']:g} s"
+    assert said in " ".join(slipstream(*command).stdout.split())
+
+
+def test_says_what_else_could_be_done_and_what_is_best(tmp_path):
+    """Two workers of one stage: moving a role gains most, dropping their pipelines keeps a third of the batch."""
+    (tmp_path / "job.toml").write_text(JOB)
+    command = ["plan", tmp_path / "job.toml", "--failed", "0.1", "--failed", "1.1"]
+    said = " ".join(slipstream(*command).stdout.split())
+    assert "drop 2 replicas 33.3% with 33.3% of the batch" in said and "(--method 1f1b)" in said
+    assert re.search(r"roles moved (\d+\.\d%) \(--normalise\)", said)
+    (option,) = re.findall(r"best: (--[a-z ]+),", said)
+    best = " ".join(slipstream(*command, *option.split()).stdout.split())
+    assert "best: this plan" in best
+    assert "instead:" not in slipstream("plan", tmp_path / "job.toml").stdout
+    assert "instead:" not in slipstream(*command, "--method", "1f1b").stdout
+
+
+def test_the_fault_free_period_is_kept_and_never_longer_than_what_a_broken_plan_implies(tmp_path, monkeypatch):
+    """A short command after a long one has the long one's reference."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "job.toml").write_text(HARD)
+    command = ["plan", tmp_path / "job.toml", "--failed", "0.3", "--json", "--time-limit"]
+    short = json.loads(slipstream(*command, "0.01").stdout)
+    assert short["fault_free_bound"] <= short["fault_free_period"] <= short["period"]
+    whole = json.loads(slipstream("plan", tmp_path / "job.toml", "--json", "--time-limit", "3").stdout)
+    again = json.loads(slipstream(*command, "0.01").stdout)
+    assert again["fault_free_period"] == whole["period"] <= short["fault_free_period"]
+    (kept,) = (tmp_path / "cache" / "slipstream" / "fault-free").iterdir()
+    kept.write_text("{")
+    assert json.loads(slipstream(*command, "0.01").stdout)["fault_free_period"] > 0
+
+
+def test_a_reference_that_is_not_known_well_is_a_range(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "job.toml").write_text(HARD)
+    said = slipstream("plan", tmp_path / "job.toml", "--failed", "0.3", "--time-limit", "0.01").stdout
+    low, high = map(float, re.findall(r"throughput ([\d.]+)% to ([\d.]+)% of fault-free, whose best", said)[0])
+    assert low < high <= 100
+
+
+def test_what_is_too_large_exits_2_with_the_size_that_fits(tmp_path):
+    (tmp_path / "job.toml").write_text(HARD.replace("= 16", "= 65536"))
+    result = slipstream("plan", tmp_path / "job.toml", "--time-limit", "3", "--out", tmp_path / "s.json")
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1 and not (tmp_path / "s.json").exists()
+    assert re.search(r"65,536 micro-batches .* (fit|use fewer).*, or --time-limit \d+ is enough", result.stderr)
 
 
 def test_interrupting_keeps_the_best_plan(tmp_path):

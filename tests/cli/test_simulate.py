@@ -68,7 +68,7 @@ def test_a_new_policy_has_a_colour_of_its_own(job, monkeypatch):
     assert colours["newcomer"] in Path("job-simulation.html").read_text()
 
 
-def test_slow_workers_are_told_to_be_left_out(job):
+def test_slow_workers_of_the_job_are_told_to_be_left_out(job):
     job.write_text(JOB + 'slow = {"0.1" = 1.5}\n')
     result = slipstream("simulate", job, "--trace", "trace.txt", "--policy", "slipstream", "--json")
     assert result.exit_code == 0 and "time.slow is left out" in result.stderr
@@ -104,6 +104,57 @@ def test_traces_are_drawn_where_none_is_given(job):
     assert "20 traces" in slipstream(*arguments[:-1], "--seeds", 20).stdout
 
 
+def test_seeds_of_a_trace_that_leaves_nothing_to_draw_are_one_run(job, tmp_path):
+    (tmp_path / "events.csv").write_text("".join(f"0,add,m{index}\n" for index in range(6))
+                                         + "60000,remove,m1\n3600000,add,m7\n")
+    arguments = ("simulate", job, "--policy", "recycle", "--seeds", 50)
+    result = slipstream(*arguments, "--trace", "events.csv", "--json")
+    assert result.exit_code == 0 and "there is nothing to draw" in result.stderr
+    assert json.loads(result.stdout)["seeds"] == 1
+    drawn = slipstream(*arguments, "--trace", "trace.txt", "--json")  # says how many leave, not which
+    assert json.loads(drawn.stdout)["seeds"] == 50 and "nothing to draw" not in drawn.stderr
+
+
+def test_the_report_has_the_fields_measures(job, tmp_path):
+    job.write_text(JOB + "[model]\ncontext = 1024\n")
+    arguments = ("simulate", job, "--trace", "trace.txt", "--policy", "slipstream", "--policy", "recycle")
+    answer = json.loads(slipstream(*arguments, "--json", "--html", "page.html").stdout)
+    rate = answer["policies"]["slipstream"]
+    assert answer["tokens_per_gpu_hour"]["slipstream"] == pytest.approx(rate * 1024 * 3600 / (21 / 4))
+    assert answer["goodput"]["slipstream"] == pytest.approx(rate / answer["fault_free"]["slipstream"])
+    assert 0.99 < answer["ettr"]["recycle"] < 1 and 0 < answer["seconds_to_recover"]["slipstream"] < 60
+    page = (tmp_path / "page.html").read_text()
+    assert all(word in page for word in ("ETTR", "goodput", "s to recover", "tokens / GPU-hour", "HPCA 2025"))
+    shown = slipstream(*arguments).stdout
+    assert all(word in shown for word in ("ETTR", "goodput", "s to recover", "tokens/GPU-hour"))
+    other = json.loads(slipstream(*arguments, "--json", "--tokens", 2048).stdout)
+    assert other["tokens_per_gpu_hour"]["slipstream"] == pytest.approx(2 * answer["tokens_per_gpu_hour"]["slipstream"])
+    job.write_text(JOB)
+    assert json.loads(slipstream(*arguments, "--json").stdout)["tokens_per_gpu_hour"]["slipstream"] is None
+
+
+def test_slow_workers_and_lost_gpus_in_a_trace(job, tmp_path):
+    (tmp_path / "events.csv").write_text("".join(f"0,add,m{index}\n" for index in range(6))
+                                         + "60000,slow,m1,2\n900000,gpus,m2,3\n3600000,slow,m1,1\n")
+    arguments = ("simulate", job, "--trace", "events.csv", "--json")
+    refused = slipstream(*arguments)
+    assert refused.exit_code == 2 and "--gpus-per-worker" in refused.stderr
+    answer = json.loads(slipstream(*arguments, "--gpus-per-worker", 4).stdout)
+    assert (answer["trace"]["slowdowns"], answer["trace"]["partial_losses"]) == (1, 1)
+    assert answer["policies"]["recycle"] < answer["policies"]["slipstream"]
+
+
+def test_slow_workers_are_drawn(job):
+    arguments = ("simulate", job, "--mtbf", "20", "--days", "2", "--json", "--policy", "slipstream", "--policy",
+                 "recycle")
+    usual, slow = (json.loads(slipstream(*arguments, *more).stdout) for more in ((), ("--fail-slow",)))
+    assert slow["trace"]["slowdowns"] > usual["trace"]["slowdowns"] == 0
+    assert "Greyhound" in slow["trace"]["notes"][-1]
+    assert slow["policies"]["recycle"] < usual["policies"]["recycle"]
+    groups = json.loads(slipstream(*arguments, "--gpus-per-worker", 8).stdout)
+    assert groups["trace"]["partial_losses"] > 0 and groups["policies"]["slipstream"] > groups["policies"]["recycle"]
+
+
 def test_periods_are_taken_from_a_table(job, tmp_path):
     made = slipstream("table", job, "--max-failures", 2, "--time-limit", 1, "--jobs", 1, "--out", "table")
     assert made.exit_code == 0
@@ -121,6 +172,7 @@ def test_periods_are_taken_from_a_table(job, tmp_path):
     (["--preset", "magic"], "--preset magic: expected one of llama-3, meta-rsc"),
     (["--mtbf", "0.001", "--days", "30000"], "expected at most 5 million"),
     (["--table", "none"], "--table: none"),
+    (["--trace", "trace.txt", "--fail-slow"], "a trace says itself which workers are slow"),
     (["--trace", "trace.txt", "--html", "/dev/null/page.html"], "cannot be written"),
 ])
 def test_bad_input_exits_2_with_one_line(job, arguments, says):

@@ -11,10 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from schedules.check import check
 from schedules.codec import MAX_FILE_BYTES, ScheduleError, decode, encode, json_schema, read, write
+from schedules.schedule import Worker
+from schedules.text_excerpt import render_excerpt
+from tests.general import general_schedules, layers_moved
 from tests.generate import BROKEN, by_hand, schedules
 
 GOOD = encode(by_hand(BROKEN))
+GENERAL = encode(layers_moved())
 
 
 def refused(data: bytes) -> str:
@@ -25,8 +30,8 @@ def refused(data: bytes) -> str:
     return message
 
 
-def changed(*path, value) -> bytes:
-    document = json.loads(GOOD)
+def changed(*path, value, of=GOOD) -> bytes:
+    document = json.loads(of)
     place = document
     for key in path[:-1]:
         place = place[key]
@@ -41,6 +46,45 @@ def test_round_trip(tmp_path):
     assert decode(json.dumps(json.loads(GOOD), indent=4).encode()) == by_hand(BROKEN)
 
 
+def test_what_a_file_of_version_2_holds():
+    document = json.loads(GENERAL)
+    assert document["slices"] == [[0, 3], [3, 4], [2, 3]]
+    assert [seat[3] for seat in document["seats"]] == [None, None, [[0, 3]]]
+    schedule = decode(GENERAL)
+    assert schedule == layers_moved() and check(schedule) == []
+    assert schedule.path(1, 0) == (2, 3) and schedule.path(0, 0) == (0, 1)
+    assert (schedule.rerouted, schedule.shed) == (2, 1)
+    assert schedule.holds(Worker(1, 0)) == ((0, 3),) and schedule.holds(Worker(0, 1)) == ((2, 4),)
+
+
+def version_1(data: bytes) -> bytes:
+    """The file as version 1 wrote it."""
+    document = json.loads(data) | {"version": 1}
+    del document["slices"], document["times"]["optimizer_of_layer"]
+    if document["memory"]:
+        del document["memory"]["weights"]
+    document["seats"] = [seat[:3] for seat in document["seats"]]
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+@settings(max_examples=40)
+@given(schedules())
+def test_version_1_is_read_as_the_special_case(schedule):
+    """The op arrays are the same."""
+    old = version_1(encode(schedule))
+    assert decode(old) == schedule
+    assert json.loads(old)["programs"] == json.loads(encode(schedule))["programs"]
+    jsonschema.Draft202012Validator(json_schema()).validate(json.loads(old))
+
+
+@pytest.mark.parametrize(("path", "value", "names"), [
+    (("slices",), [[0, 1]], "slices"), (("seats", 0), [[0, 0], [0, 0], 0, [[0, 1]]], "seats: layers held"),
+    (("times", "optimizer_of_layer"), [1, 1], "times.optimizer_of_layer")])
+def test_version_1_knows_no_layers(path, value, names):
+    old = changed(*path, value=value, of=version_1(GOOD))
+    assert f"{names}: not in version 1 of the format; expected version 2" in refused(old)
+
+
 def test_schema_is_up_to_date():
     stored = (files("schedules") / "schedule.schema.json").read_text()
     text = json.dumps(json_schema(), indent=1)
@@ -48,7 +92,7 @@ def test_schema_is_up_to_date():
 
 
 @settings(max_examples=20)
-@given(schedules(max_pipelines=3, max_stages=2, max_microbatches=3))
+@given(st.one_of(schedules(max_pipelines=3, max_stages=2, max_microbatches=3), general_schedules()))
 def test_schema_accepts_what_is_written(schedule):
     jsonschema.Draft202012Validator(json_schema()).validate(json.loads(encode(schedule)))
 
@@ -59,9 +103,10 @@ def test_schema_refuses_other_documents():
         assert not validator.is_valid(document)
 
 
-def test_truncated_anywhere():
-    for length in range(len(GOOD) - 1):  # without only the newline at its end it is whole
-        refused(GOOD[:length])
+@pytest.mark.parametrize("good", [GOOD, GENERAL])
+def test_truncated_anywhere(good):
+    for length in range(len(good) - 1):  # without only the newline at its end it is whole
+        refused(good[:length])
 
 
 @settings(max_examples=200)
@@ -70,16 +115,48 @@ def test_random_bytes(data):
     refused(data)
 
 
-def test_random_corruption():
-    """A file with one byte changed is refused, or is a schedule of good form; never anything else."""
+@pytest.mark.parametrize("good", [GOOD, GENERAL])
+def test_random_corruption(good):
+    """A file with one byte changed is refused, or is a schedule of good form, which the checker can judge."""
     rng = random.Random(1)
     for _ in range(2000):
-        data = bytearray(GOOD)
+        data = bytearray(good)
         data[rng.randrange(len(data))] = rng.randrange(256)
         try:
-            decode(bytes(data))
+            schedule = decode(bytes(data))
         except ScheduleError as error:
             assert "\n" not in str(error)
+        else:
+            assert all("\n" not in str(violation) for violation in check(schedule))
+
+
+def any_value(depth=2):
+    """Numbers where lists belong, lists too long, ranges the wrong way round, nulls, text."""
+    plain = st.one_of(st.none(), st.booleans(), st.integers(-2, 6), st.integers(), st.text(max_size=3),
+                      st.floats(allow_nan=False, allow_infinity=False))
+    return plain if not depth else st.one_of(plain, st.lists(any_value(depth - 1), max_size=6))
+
+
+def places(value, path=()):
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from places(inner, (*path, key))
+
+
+@settings(max_examples=400)
+@given(st.sampled_from(list(places(json.loads(GENERAL)))[1:]), any_value())
+def test_any_value_anywhere(path, value):
+    """A file is refused in one line, or is a schedule of good form: it is written, judged and shown without error."""
+    try:
+        schedule = decode(changed(*path, value=value, of=GENERAL), "plan.json")
+    except ScheduleError as error:
+        assert "\n" not in str(error) and len(str(error)) < 400
+        return
+    assert decode(encode(schedule)) == schedule
+    for violation in check(schedule):
+        render_excerpt(schedule, violation.op, violation.worker)
+    assert schedule.rerouted >= 0 and schedule.shed >= 0
 
 
 @pytest.mark.parametrize(("data", "reason"), [
@@ -126,6 +203,28 @@ def test_random_corruption():
     (changed("programs", 0, 0, value=["O", 0, None, 0]), "O takes no slice"),
     (changed("programs", 0, 0, value=["A", 0, 1, 0]), "A takes no micro-batch"),
     (changed("programs", 0, 0, value=["X", 0, 0, 0]), "no readable schedule"),
+    (changed("slices", value=[[0, 5]], of=GENERAL), "slices: [0, 5] is no range [first, end) of the 4 layers"),
+    (changed("slices", value=[[2, 2]], of=GENERAL), "slices: [2, 2] is no range"),
+    (changed("slices", value=[[-1, 2]], of=GENERAL), "slices: [-1, 2] is no range"),
+    (changed("slices", value=[[0, 10**12]], of=GENERAL), "slices: [0, 1000000000000] is no range"),
+    (changed("slices", value=[[0, 3]] * 3, of=GENERAL), "slices: [0, 3] is given 3 times"),
+    (changed("slices", value=[[0, 3]], of=GENERAL), "times.forward has 5 values; expected 3, one a slice"),
+    (changed("slices", value=[[0, 1, 2]] * 3, of=GENERAL), "no readable schedule"),
+    (changed("slices", value=[[0, 2**62]], of=GOOD), "slices: [0, 4611686018427387904] is no range"),
+    (changed("grid", "stages", 0, "layers", value=[1, 2], of=GENERAL), "grid.stages layers: with slices or layers"),
+    (changed("grid", "stages", 1, "layers", value=[2, 10**9], of=GENERAL), "[2, 1000000000] is no range of layers"),
+    (changed("seats", 2, 3, value=[[0, 9]], of=GENERAL), "seats: layers held by worker 1.0: [0, 9] is no range"),
+    (changed("seats", 2, 3, value=[[2, 3], [0, 1]], of=GENERAL), "[0, 1] after [2, 3]; expected ascending ranges"),
+    (changed("seats", 2, 3, value=[[0, 1], [1, 3]], of=GENERAL), "[1, 3] after [0, 1]; expected ascending ranges"),
+    (changed("seats", 2, 3, value=[0, 3], of=GENERAL), "no readable schedule"),
+    (changed("seats", 2, value=[[1, 0], [1, 0], 2, [[0, 3]], 1], of=GENERAL), "no readable schedule"),
+    (changed("times", "optimizer_of_layer", value=[], of=GENERAL), "times.optimizer_of_layer has 0 values; expected 4"),
+    (changed("times", "optimizer_of_layer", value=[1] * 5, of=GENERAL), "times.optimizer_of_layer has 5 values"),
+    (changed("times", "optimizer_of_layer", 0, value=-1, of=GENERAL), "times.optimizer_of_layer is -1"),
+    (changed("memory", "weights", value=[8] * 3, of=GENERAL), "memory.weights has 3 values; expected 4, one a layer"),
+    (changed("memory", "weights", value=[2**60] * 4, of=GENERAL), "memory.weights is 1152921504606846976"),
+    (changed("memory", "activation", value=[1] * 2, of=GENERAL), "memory.activation has 2 values; expected 5"),
+    (changed("programs", 0, 0, 1, value=5, of=GENERAL), "programs[0][0] slice is 5; expected 0 to 4"),
     (b"[" * 10**6, "no readable schedule"),
     (GOOD.replace(b'"job":"by hand"', b'"job":' + b"[" * 10**5 + b"]" * 10**5), "no readable schedule"),
     (GOOD.replace(b'"job":"by hand"', b'"job":' + b'{"a":' * 10**5), "no readable schedule"),
@@ -144,6 +243,19 @@ def test_one_program_for_too_many_workers():
     document["programs"] = [document["programs"][0] * 400]
     document["seats"] = [[[pipeline, 0], [pipeline, 0], 0] for pipeline in range(pipelines)]
     assert "ops; expected at most" in refused(json.dumps(document).encode())
+
+
+def test_slices_and_holdings_without_bound(monkeypatch):
+    """Few bytes may stand for many layers: all slices together, and all ranges held, are bounded."""
+    document = json.loads(GENERAL)
+    layers = 2**17
+    document["grid"]["stages"] = [{"column": 0, "layers": [0, 2]}, {"column": 1, "layers": [2, layers]}]
+    document["slices"] = [[first, layers] for first in range(40)]
+    assert "slices: more than 4194304 layers together" in refused(json.dumps(document).encode())
+    monkeypatch.setattr("schedules.codec.MAX_SLICE_LAYERS", 100)
+    held = [[first, first + 1] for first in range(0, 210, 2)]
+    document = json.loads(GENERAL) | {"seats": [[[0, 0], [0, 0], 0, held]]}
+    assert "seats: more than 100 ranges of layers held" in refused(json.dumps(document).encode())
 
 
 def test_files_that_are_none(tmp_path):

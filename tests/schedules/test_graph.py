@@ -44,7 +44,7 @@ def test_transfers_by_hand():
     found = transfers(by_hand(BROKEN), programs_of(by_hand(BROKEN)))
     assert len(found) == 8
     assert found[1] == Transfer("activation", 1, 1, 0, Worker(1, 0), Worker(0, 1))
-    assert str(found[1]) == "activation of micro-batch 1.0 to stage 1, 1.0 -> 0.1"
+    assert str(found[1]) == "activation of micro-batch 1.0 to slice 1, 1.0 -> 0.1"
     assert [transfer[2:4] for transfer in found if transfer.kind == "gradient"] == [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
@@ -89,7 +89,7 @@ def test_workers_can_follow_the_order_of_transfers(schedule):
         pairs[frozenset((transfer.source, transfer.target))].append(transfer)
     for sequence in pairs.values():
         assert all(graph.has_edge(before, after) for before, after in pairwise(sequence))
-    position = {node: index for index, node in enumerate(topological_order(graph))}
+    position = {node: index for index, node in enumerate(topological_order(schedule, graph))}
     assert all(position[before] < position[after] for before, after in graph.edges)
 
 

@@ -38,7 +38,7 @@ class Bamboo(Policy):
         """As many whole pipelines as there are machines for."""
         self._spares = sorted(live)
         self._form_pipelines()
-        return self.resume_training(0.0, self._current_rate())
+        return self.resume_training(self._current_rate())
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
         """Cover dead workers, or form new pipelines; where a stage is lost, that needs a rendezvous too."""
@@ -50,7 +50,7 @@ class Bamboo(Policy):
             if not died and remaining[0].cause is Cause.RESTART:
                 return remaining
             self._form_pipelines()
-            return self.restart(change.seconds, self._current_rate())
+            return self.restart(self._current_rate(), remaining)
         if stage_lost or self._should_form_pipelines():
             self._form_pipelines()
             seconds = self.costs.bamboo_seconds + (self.costs.bamboo_fatal_seconds if stage_lost else 0.0)
@@ -59,7 +59,7 @@ class Bamboo(Policy):
             seconds = max(self.costs.switch_seconds, unfinished)
         else:
             return remaining
-        return self.resume_training(change.seconds, self._current_rate(), Phase(Cause.SWITCH, seconds),
+        return self.resume_training(self._current_rate(), Phase(Cause.SWITCH, seconds),
                                     lost_samples=lost)
 
     def _remove_dead(self, gone: set[int]) -> tuple[bool, bool]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from planner.fleet.availability_trace import Change
 from planner.fleet.policies.oobleck_templates import iteration_seconds, layers_of
+from planner.fleet.policies.uneven_pipelines import all_layers_held
 from planner.fleet.policy import Cause, Phase, Policy, Scenario
 
 
@@ -15,8 +16,8 @@ class Oobleck(Policy):
     title = "Oobleck: pipelines of several lengths"
     assumptions = ("starts as the job's grid, its stages cut into layers; a pipeline needs at least half the nodes it "
                    "starts with; the batch is split for the shortest iteration; who joins waits for the next failure; "
-                   "a failure loses half an iteration and the published reconfiguration time; parameters survive "
-                   "while some pipeline can be formed")
+                   "a failure loses half an iteration and the published reconfiguration time; layers that "
+                   "no live node holds come from a checkpoint")
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
@@ -45,12 +46,13 @@ class Oobleck(Policy):
         self._idle = sorted(live)
         self._pipelines = []
         self._instantiate()
-        return self.resume_training(0.0, self.rate([len(nodes) for nodes in self._pipelines]))
+        return self.resume_training(self.rate([len(nodes) for nodes in self._pipelines]))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
         """Newcomers wait for the next failure in a pipeline, which instantiates templates of new lengths."""
         gone = set(change.removed)
         died = any(gone.intersection(nodes) for nodes in self._pipelines)
+        layers_lost = not all_layers_held(self._pipelines, gone)
         self._idle = [machine for machine in (*self._idle, *change.added) if machine not in gone]
         self._pipelines = [[machine for machine in nodes if machine not in gone] for nodes in self._pipelines]
         waiting = remaining[0].cause is Cause.WAIT
@@ -58,9 +60,9 @@ class Oobleck(Policy):
             return remaining
         self._instantiate()
         rate = self.rate([len(nodes) for nodes in self._pipelines])
-        if self.needs_checkpoint(remaining):
-            return self.restart(change.seconds, rate)
-        return self.resume_training(change.seconds, rate, Phase(Cause.SWITCH, self.costs.oobleck_seconds),
+        if self.needs_checkpoint(remaining) or layers_lost:
+            return self.restart(rate, remaining)
+        return self.resume_training(rate, Phase(Cause.SWITCH, self.costs.oobleck_seconds),
                                     lost_samples=self.lost_samples(remaining, worker_died=died))
 
     def _instantiate(self) -> None:

@@ -1,7 +1,8 @@
 """ReCycle as published (SOSP 2024, arXiv 2405.14009)."""
 
 from planner.fleet.policies.rerouting import Rerouting
-from planner.fleet.throughput import DownByStage, spread_over_stages
+from planner.fleet.policy import Cause, Phase
+from planner.fleet.throughput import DownByStage
 
 
 class ReCycle(Rerouting):
@@ -10,14 +11,18 @@ class ReCycle(Rerouting):
     name = "recycle"
     title = "ReCycle as published"
     assumptions = ("1F1B on healthy workers, micro-batches of dead workers assigned round-robin, split backward and "
-                   "staggered optimizer; one failure a stage, then two; its solver replaced by list schedules; "
-                   "switches, loads and lost work as for slipstream")
+                   "staggered optimizer; one failure a stage, then two; its solver replaced by list schedules; who "
+                   "joins or moves loads one stage from a peer, all at the same time, while the others wait; "
+                   "switches and lost work as for slipstream")
 
     def rate(self, down: DownByStage) -> float:
         """By ReCycle's schedule."""
         return self.throughputs.recycle(down)
 
-    def preferred_spread(self, failures: int) -> DownByStage | None:
-        """One failure a stage, then two."""
-        counts = spread_over_stages(failures, self.scenario.stages)
-        return counts if max(counts) < self.scenario.pipelines else None
+    def _reconfigure(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
+        """Those who load a stage do so while the others wait."""
+        stalls = [*(stall for stall in stalls if stall.cause is Cause.RESTART), self._switch()]
+        if self._held != self._stage:
+            stalls.append(Phase(Cause.LOAD, self.costs.load_seconds))
+        self._loaded_at = now + sum(stall.seconds for stall in stalls)
+        return self.resume_training(self._rate_of(self._stage), *stalls, lost_samples=lost_samples)

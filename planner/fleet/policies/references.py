@@ -8,17 +8,23 @@ from planner.fleet.policy import Cause, Phase, Policy, Scenario
 
 
 class _Reference(Policy):
-    """Depends on the number of live workers alone, and changes cost nothing."""
+    """Depends on how many workers are alive and how fast they are, and changes cost nothing."""
 
     is_reference = True
+    balances_speeds = True
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
         self._live = 0
 
+    @staticmethod
+    def alive_gpus(alive: int, whole: int) -> int:  # noqa: ARG004
+        """Every GPU that is alive counts."""
+        return alive
+
     @abstractmethod
-    def _rate_of(self, live: int) -> float:
-        """Samples per second on so many workers."""
+    def _rate_of(self, live: float) -> float:
+        """Samples per second on so many workers; one at half speed counts half."""
 
     @property
     def fault_free_rate(self) -> float:
@@ -37,7 +43,8 @@ class _Reference(Policy):
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:  # noqa: ARG002
         """Train on without a pause."""
         self._live += len(change.added) - len(change.removed)
-        return [Phase(Cause.RUN, rate=self._rate_of(self._live))]
+        speed = self._live - sum(1 - 1 / factor for factor in self.slow.values())
+        return [Phase(Cause.RUN, rate=self._rate_of(speed))]
 
 
 class FaultScaled(_Reference):
@@ -47,7 +54,7 @@ class FaultScaled(_Reference):
     title = "reference: plain 1F1B times the share of workers alive"
     assumptions = "no cost of any change; as in the published figures"
 
-    def _rate_of(self, live: int) -> float:
+    def _rate_of(self, live: float) -> float:
         return self.throughputs.one_f_one_b(self.scenario.pipelines) * live / self.scenario.workers
 
 
@@ -58,5 +65,5 @@ class WorkConserving(_Reference):
     title = "reference: no live worker ever idle, no change costs anything"
     assumptions = "an iteration's work spread evenly over live workers, whatever stage it is of, and one optimizer step"
 
-    def _rate_of(self, live: int) -> float:
+    def _rate_of(self, live: float) -> float:
         return self.throughputs.work_conserving(live)

@@ -1,6 +1,7 @@
 """Policies that re-route micro-batches to peers: every live worker holds a stage, and all of them train."""
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 
 from planner.fleet.availability_trace import Change
@@ -12,9 +13,13 @@ class Rerouting(Policy):
     """What this planner and ReCycle have in common: which machine holds which stage, and what moving one costs.
 
     A failure discards the iteration in progress (half of one on average), and the survivors go on after a switch. A new
-    machine loads a stage and joins between two iterations. Where a stage has lost all its workers, or there are fewer
-    workers than stages, the job goes back to a checkpoint (written in the background), with stages assigned anew to
-    the machines that are alive.
+    machine loads a stage and joins between two iterations; so does a live worker that is moved to another stage. Where
+    a stage has lost all its workers, or there are fewer workers than stages, the job goes back to a checkpoint (written
+    in the background), with stages assigned anew to the machines that are alive. Machines that come while it does so
+    wait until that is done.
+
+    Which machine holds which stage depends on the trace alone, and on no policy's throughput. So all policies of this
+    kind that move workers lose a stage at the same times, and one whose schedules are never slower is never behind.
     """
 
     moves_workers: bool = True
@@ -24,14 +29,14 @@ class Rerouting(Policy):
         super().__init__(scenario)
         self._stage: dict[int, int] = {}
         """The stage of each live machine."""
+        self._held: dict[int, int] = {}
+        """The stage that it holds now, until `_loaded_at`. A machine that is about to join holds none."""
+        self._loaded_at = 0.0
+        """When every machine holds its stage."""
 
     @abstractmethod
     def rate(self, down: DownByStage) -> float:
         """Samples per second with so many workers down in each stage."""
-
-    @abstractmethod
-    def preferred_spread(self, failures: int) -> DownByStage | None:
-        """How this many failures are best spread over stages; None where some stage would have no worker."""
 
     @property
     def fault_free_rate(self) -> float:
@@ -39,76 +44,89 @@ class Rerouting(Policy):
         return self.rate((0,) * self.scenario.stages)
 
     def steady_rate(self, failures: int) -> float:
-        """With failures where they cost least. Without moves, too: they may happen to fall there."""
-        preferred = self.preferred_spread(failures)
-        return self.rate(preferred) if preferred else 0.0
+        """With failures spread over stages. Without moves, too: they may happen to fall there."""
+        spread = self.throughputs.even_spread(failures)
+        return self.rate(spread) if spread else 0.0
 
     def start(self, live: Sequence[int]) -> list[Phase]:
         """Every machine in its place of the grid; where some stage would have no worker, stages are assigned anew."""
         self._stage = {machine: machine % self.scenario.stages for machine in live}
-        if not self.rate(self._down()):
+        if self._stage_lost(self._stage):
             self._reassign_all()
-        return self.resume_training(0.0, self.rate(self._down()))
+        self._held = dict(self._stage)
+        return self.resume_training(self._rate_of(self._stage))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
         """Re-route, let newcomers join, move workers."""
-        lost = self.lost_samples(remaining, worker_died=bool(change.removed))
+        if change.seconds >= self._loaded_at:
+            self._held = dict(self._stage)
         for machine in change.removed:
             del self._stage[machine]
-        if self.needs_checkpoint(remaining) or max(self._down()) >= self.scenario.pipelines:
+            self._held.pop(machine, None)
+        restarting = remaining[0].cause is Cause.RESTART
+        if remaining[0].cause is Cause.WAIT or (restarting and change.removed) or self._stage_lost(self._held):
             # Only the checkpoint holds the parameters of some stage.
             self._stage |= dict.fromkeys(change.added, 0)
             self._reassign_all()
-            return self.restart(change.seconds, self.rate(self._down()))
-        loading = any(phase.cause is Cause.LOAD for phase in remaining)
-        loads = self._assign_newcomers(change.added) | self._move_workers() | loading
-        stalls = [Phase(Cause.SWITCH, self.costs.switch_seconds)]
-        if loads:
-            stalls.append(Phase(Cause.LOAD, self.costs.load_seconds))
-        return self.resume_training(change.seconds, self.rate(self._down()), *stalls, lost_samples=lost)
+            self._held = dict(self._stage)
+            return self.restart(self._rate_of(self._stage), remaining)
+        lost = self.lost_samples(remaining, worker_died=bool(change.removed))
+        self._assign_newcomers(change.added)
+        if self.moves_workers:
+            self._move_workers()
+        stalls: list[Phase] = []
+        if change.removed:
+            stalls = [self._switch()]
+        elif remaining[0].cause in (Cause.RESTART, Cause.SWITCH):
+            stalls = [remaining[0]]
+        return self._reconfigure(change.seconds, stalls, lost)
+
+    def _switch(self) -> Phase:
+        return Phase(Cause.SWITCH, self.costs.switch_seconds)
+
+    @abstractmethod
+    def _reconfigure(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
+        """The phases from `now` on: these stalls first, and sooner or later each machine in its stage."""
+
+    def _rate_of(self, stages: dict[int, int]) -> float:
+        """Samples per second of machines that hold these stages."""
+        return self.rate(self._down(stages))
 
     # --- Which machine holds which stage ------------------------------------------------------------------------------
 
-    def _down(self) -> DownByStage:
-        live = [0] * self.scenario.stages
-        for stage in self._stage.values():
-            live[stage] += 1
-        return tuple(self.scenario.pipelines - count for count in live)
+    def _down(self, stages: dict[int, int]) -> DownByStage:
+        live = Counter(stages.values())
+        return tuple(self.scenario.pipelines - live[stage] for stage in range(self.scenario.stages))
 
-    def _current_preferred_spread(self) -> DownByStage | None:
-        """How the failures that there are now are best spread."""
-        return self.preferred_spread(self.scenario.workers - len(self._stage))
+    def _stage_lost(self, stages: dict[int, int]) -> bool:
+        return max(self._down(stages)) >= self.scenario.pipelines
 
     def _reassign_all(self) -> None:
         """Assign stages to all live machines anew."""
-        preferred = self._current_preferred_spread()
-        if preferred is None:
+        spread = self.throughputs.even_spread(self.scenario.workers - len(self._stage))
+        if spread is None:
             return
-        stages = [stage for stage, down in enumerate(preferred) for _ in range(self.scenario.pipelines - down)]
+        stages = [stage for stage, down in enumerate(spread) for _ in range(self.scenario.pipelines - down)]
         self._stage = dict(zip(sorted(self._stage), stages, strict=True))
 
-    def _assign_newcomers(self, machines: Sequence[int]) -> bool:
-        """Give newcomers the stages furthest from the preferred spread of the failures left; whether there were any."""
-        if not machines:
-            return False
-        preferred = self.preferred_spread(self.scenario.workers - len(self._stage) - len(machines))
-        down = list(self._down())
+    def _assign_newcomers(self, machines: Sequence[int]) -> None:
+        """Give newcomers the stages furthest from the even spread of the failures left."""
+        spread = self.throughputs.even_spread(self.scenario.workers - len(self._stage) - len(machines))
+        down = list(self._down(self._stage))
         for machine in machines:
             stage = max(range(len(down)),
-                        key=lambda stage: (down[stage] - preferred[stage] if preferred else 0, down[stage]))
+                        key=lambda stage: (down[stage] - spread[stage] if spread else 0, down[stage]))
             self._stage[machine] = stage
             down[stage] -= 1
-        return True
 
-    def _move_workers(self) -> bool:
-        """Move workers to other stages where that makes the schedule faster; whether any moved."""
-        preferred, down = self._current_preferred_spread(), self._down()
-        if not self.moves_workers or preferred is None or preferred == down or self.rate(preferred) <= self.rate(down):
-            return False
-        vacant = [stage for stage, count in enumerate(down) for _ in range(count - preferred[stage])]
-        for machine in sorted(self._stage):
-            stage = self._stage[machine]
-            if vacant and down[stage] < preferred[stage]:
+    def _move_workers(self) -> None:
+        """Move workers to other stages where that leaves the most loaded worker less work."""
+        spread, down = self.throughputs.even_spread(self.scenario.workers - len(self._stage)), self._down(self._stage)
+        if spread is None or self.throughputs.longest_load(spread) >= self.throughputs.longest_load(down):
+            return
+        vacant = [stage for stage, count in enumerate(down) for _ in range(count - spread[stage])]
+        counts = list(down)
+        for machine, stage in sorted(self._stage.items()):
+            if vacant and counts[stage] < spread[stage]:
                 self._stage[machine] = vacant.pop()
-                down = self._down()
-        return True
+                counts[stage] += 1

@@ -22,6 +22,7 @@ class Restart(Policy):
         self._idle: list[int] = []
         self._grow_at: float | None = None
         """When the job restarts on more pipelines, if it is going to."""
+        self._rate = 0.0
 
     @property
     def fault_free_rate(self) -> float:
@@ -36,7 +37,8 @@ class Restart(Policy):
         """As many whole pipelines as there are machines for."""
         self._idle = sorted(live)
         self._fill_pipelines()
-        return self.resume_training(0.0, self._current_rate())
+        self._rate = self._current_rate()
+        return self.resume_training(self._rate)
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
         """Restart where a machine in use died; otherwise plan when newcomers join."""
@@ -48,7 +50,8 @@ class Restart(Policy):
             self._grow_at = None
             self._used = [machine for machine in self._used if machine not in gone]
             self._fill_pipelines()
-            return self.restart(change.seconds, self._current_rate())
+            self._rate = self._current_rate()
+            return self.restart(self._rate, remaining)
         return self._phases_until_growth(change.seconds, remaining)
 
     def _phases_until_growth(self, now: float, remaining: Sequence[Phase]) -> Sequence[Phase]:
@@ -60,8 +63,9 @@ class Restart(Policy):
         if usable == len(self._used):
             self._grow_at = None
             return [*before, self.training(self._rate)]
-        self._grow_at = self._grow_at or self._checkpoints.next(now)
-        until = self._grow_at - now - sum(phase.seconds for phase in before)
+        begin = now + sum(phase.seconds for phase in before)
+        self._grow_at = self._grow_at or self.checkpoints.next(begin)
+        until = self._grow_at - begin
         later = self.throughputs.one_f_one_b(usable // self.scenario.stages)
         return [*before, self.training(self._rate)._replace(seconds=until),
                 Phase(Cause.RESTART, self.costs.restart_seconds), self.training(later)]
@@ -72,7 +76,6 @@ class Restart(Policy):
             return
         self._fill_pipelines()
         self._rate = self._current_rate()
-        self._checkpoints.resume(self._grow_at + self.costs.restart_seconds, self._rate)
         self._grow_at = None
 
     def _usable_machines(self) -> int:

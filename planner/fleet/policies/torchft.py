@@ -42,7 +42,7 @@ class TorchFT(Policy):
         """As many whole groups as there are machines for."""
         self._ungrouped = sorted(live)
         self._groups = self._whole_groups()
-        return self.resume_training(0.0, self._rate_of(len(self._groups)))
+        return self.resume_training(self._rate_of(len(self._groups)))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
         """Drop groups that lost a worker; restart whole groups in the background."""
@@ -64,7 +64,7 @@ class TorchFT(Policy):
             # No group holds the state any more: all restart from the checkpoint.
             rate = self._rate_of(len(self._starting))
             self._groups, self._starting = self._starting, []
-            return self.restart(now, rate)
+            return self.restart(rate, remaining)
         return self._phases(now, broken, remaining)
 
     def _phases(self, now: float, broken: bool, remaining: Sequence[Phase]) -> list[Phase]:
@@ -74,7 +74,7 @@ class TorchFT(Policy):
         stalls = [phase for phase in remaining[:_training(remaining)] if phase.cause is not Cause.LOST]
         if broken and not self.needs_checkpoint(remaining):
             stalls = [Phase(Cause.SWITCH, self.costs.switch_seconds)]
-        phases = self.resume_training(now, rate, *stalls, lost_samples=lost)
+        phases = self.resume_training(rate, *stalls, lost_samples=lost)
         if self._starting:
             spent = sum(phase.seconds for phase in phases[:-1])
             phases[-1] = phases[-1]._replace(seconds=max(0.0, self._ready - now - spent))

@@ -43,16 +43,16 @@ def make_chain(arrays: ProblemArrays, order: Ints, seed: int) -> Chain:
 
 def _instance(arrays: ProblemArrays) -> Instance:
     problem, workers = arrays.problem, arrays.workers
-    memory = problem.memory
-    movable = [number for number, unit in enumerate(arrays.units) if len(problem.hosts(unit.stage, unit.pipeline)) > 1]
+    movable = [number for number, unit in enumerate(arrays.units) if len(problem.hosts(unit.slice, unit.pipeline)) > 1]
     return Instance(
-        kinds=arrays.ops.kinds, unit=arrays.ops.unit, stage=arrays.ops.stage,
+        kinds=arrays.ops.kinds, unit=arrays.ops.unit, slice=arrays.ops.slice,
         predecessors=_arcs(arrays.ops.predecessors, arrays.ops.transfer),
         successors=_arcs(arrays.ops.successors, arrays.ops.transfer),
-        group=ints([problem.tied[worker.column] for worker in workers]), tail=_tails(arrays),
+        group=arrays.group, linked=_padded(problem.linked), tail=_tails(arrays),
         pipeline=ints([worker.pipeline for worker in workers]), members=_members(arrays),
-        capacity=ints([memory.capacity[worker.column] if memory else -1 for worker in workers]),
-        holds=ints([_holds(problem, stage) for stage in arrays.ops.stage.tolist()]).ravel(), movable=ints(movable),
+        capacity=ints([problem.room(worker) if problem.memory else -1 for worker in workers]),
+        holds=ints([_holds(problem, number) for number in range(len(problem.layers_of))])[arrays.ops.slice].ravel(),
+        movable=ints(movable),
         hosts=_hosts(arrays), cost=_costs(arrays))
 
 
@@ -74,7 +74,7 @@ def _state(arrays: ProblemArrays, order: Ints) -> State:
         sequence[worker, :len(row)] = row
     return State(worker=ops.worker.copy(), duration=ops.duration.copy(), sequence=sequence,
                  size=ints([len(row) for row in rows]), place=place,
-                 deadline=_zeros(arrays.problem.grid.columns))
+                 deadline=_zeros(len(arrays.problem.linked)), end=_zeros(len(arrays.problem.linked)))
 
 
 def _tails(arrays: ProblemArrays) -> Ints:
@@ -83,12 +83,13 @@ def _tails(arrays: ProblemArrays) -> Ints:
     Synchronous: to the end of the job, which is the end of all windows. No step starts before the last compute op.
     """
     problem = arrays.problem
-    tails = [problem.tail(column) for column in range(problem.grid.columns)]
-    if problem.optimizer == "synchronous":
-        step = max(problem.times.optimizer)
-        tails = [max(step, *(tails[other] for other, group in enumerate(problem.tied) if group == tied))
-                 for tied in problem.tied]
-    return ints(tails)[arrays.column]
+    if problem.optimizer == "staggered":
+        return arrays.tail
+    tails = np.full(len(problem.linked), problem.longest_step)
+    np.maximum.at(tails, arrays.group, arrays.tail)
+    if problem.holdings is not None:
+        tails[:] = tails.max()
+    return tails[arrays.group]
 
 
 def _members(arrays: ProblemArrays) -> Ints:
@@ -100,30 +101,30 @@ def _members(arrays: ProblemArrays) -> Ints:
 
 
 def _hosts(arrays: ProblemArrays) -> Ints:
-    """[stage, number] the workers that may run it."""
-    by_column = [[row for row, worker in enumerate(arrays.workers) if worker.column == column]
-                 for column in range(arrays.problem.grid.columns)]
-    return _padded([by_column[column] for column in arrays.problem.column_of])
+    """[slice, number] the workers that may run it."""
+    row_of = {worker: row for row, worker in enumerate(arrays.workers)}
+    return _padded([[row_of[worker] for worker in holders] for holders in arrays.problem.holders])
 
 
 def _costs(arrays: ProblemArrays) -> Ints:
-    """[kind, stage, worker] ticks of an op; 0 where it cannot run."""
+    """[kind, slice, worker] ticks of an op; 0 where it cannot run."""
     problem = arrays.problem
-    cost = np.zeros((len(problem.kinds), len(problem.grid.stages), len(arrays.workers)), dtype=np.int64)
-    for row, worker in enumerate(arrays.workers):
-        for stage in problem.grid.stages_of(worker.column):
-            cost[:, stage, row] = [problem.cost(kind, stage, worker.pipeline) for kind in problem.kinds]
+    cost = np.zeros((len(problem.kinds), len(problem.layers_of), len(arrays.workers)), dtype=np.int64)
+    row_of = {worker: row for row, worker in enumerate(arrays.workers)}
+    for number, holders in enumerate(problem.holders):
+        for worker in holders:
+            cost[:, number, row_of[worker]] = [problem.cost(kind, number, worker) for kind in problem.kinds]
     return cost
 
 
-def _holds(problem: Problem, stage: int) -> tuple[int, ...]:
-    """What F, I and W of a stage add to the memory that their worker holds."""
-    activation, stash = problem.activation(stage), problem.stash(stage)
+def _holds(problem: Problem, number: int) -> tuple[int, ...]:
+    """What F, I and W of a slice add to the memory that their worker holds."""
+    activation, stash = problem.activation(number), problem.stash(number)
     return (activation, stash - activation, -stash)[:len(problem.kinds)]
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Ints:
-    width = max(map(len, rows))
+    width = max(1, *map(len, rows))
     return ints([[*row, *[-1] * (width - len(row))] for row in rows])
 
 

@@ -7,11 +7,12 @@ import numpy as np
 from planner.model.arrays import ProblemArrays
 from planner.model.problem import Problem
 from planner.model.solution import Solution
+from planner.model.start_times import late_ends
 from planner.search.annealing.arrays import make_chain
 from planner.search.annealing.cooling import CYCLES, first_cycle_steps, slice_steps
 from planner.search.kernel.annealing.arrays import BASE, FOREVER, PERIOD, SPAN, Cycle, State
 from planner.search.kernel.annealing.loop import anneal
-from planner.search.kernel.annealing.timing import set_deadlines, time
+from planner.search.kernel.annealing.timing import set_deadlines, set_ends, time
 
 SHIFTS = 60
 """One in so many steps, times the pipelines of a piece, shifts a deadline."""
@@ -20,7 +21,7 @@ SHIFTS = 60
 class AnnealingChain:
     """Annealing of one plan. Its steps depend on the seed and on their number, not on the clock.
 
-    The deadlines of the columns are those of the plan at first, and annealing shifts them, until told to `keep` some.
+    The deadlines of the groups are those of the plan at first, and annealing shifts them, until told to `keep` some.
     """
 
     def __init__(self, problem: Problem, solution: Solution, goal: int, seed: int) -> None:
@@ -45,9 +46,14 @@ class AnnealingChain:
         chain = self._chain
         if self._problem.optimizer == "staggered":
             set_deadlines(chain.instance, chain.state, chain.sorting)
+            here = np.unique(self._arrays.group)
+            chain.state.deadline[here] = late_ends(self._problem, chain.state.deadline)[here]
+            set_ends(chain.instance, chain.state)
             return
+        chain.state.deadline[:] = -chain.instance.tail.max()
         for tail, group in zip(chain.instance.tail, chain.instance.group, strict=True):
             chain.state.deadline[group] = -tail
+        set_ends(chain.instance, chain.state)
 
     def _measure(self) -> None:
         """Time the best state; its cost counts as infinite, so that the next one as long is kept."""
@@ -61,8 +67,9 @@ class AnnealingChain:
 
     @property
     def deadlines(self) -> list[int]:
-        """Of the best plan so far, by column."""
-        return [int(self._chain.best.deadline[group]) for group in self._problem.tied]
+        """Of the best plan so far, by group."""
+        deadlines: list[int] = self._chain.best.deadline.tolist()
+        return deadlines
 
     @property
     def between_cycles(self) -> bool:
@@ -74,7 +81,9 @@ class AnnealingChain:
         if self._problem.optimizer == "staggered":
             self._shifts = 0
             self._cycle = self._next_cycle()
-            self._chain.state.deadline[:] = self._chain.best.deadline[:] = deadlines
+            for state in (self._chain.state, self._chain.best):
+                state.deadline[:] = deadlines
+                set_ends(self._chain.instance, state)
             self._measure()
 
     def loosen(self) -> None:
@@ -119,7 +128,7 @@ class AnnealingChain:
         """The best plan so far, on the clock of its deadlines."""
         chain, arrays = self._chain, self._arrays
         time(chain.instance, chain.best, chain.sorting, chain.trial, self._goal)
-        hosts = {unit: arrays.workers[worker].pipeline
+        hosts = {unit: arrays.workers[worker]
                  for unit, worker in zip(arrays.units, chain.best.worker, strict=True)}
         begin = chain.trial.late.min() if self._problem.optimizer == "synchronous" else 0
         return ProblemArrays(self._problem, hosts).solution(chain.sorting.order, chain.trial.late - begin)

@@ -74,8 +74,8 @@ class _PieceChains:
 
     @property
     def healthy(self) -> bool:
-        """Whether no worker is down."""
-        return not self._problem.failed
+        """Whether it is a whole pipeline by itself."""
+        return not self._problem.failed and self._problem.grid.pipelines == 1
 
     @property
     def best(self) -> AnnealingChain:
@@ -113,6 +113,12 @@ class _PieceChains:
             self.period, self.better = best.period, self.rounds
 
 
+def _complete(deadlines: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Each with the latest of the others for groups whose deadline is 0 in it: it has none of their workers."""
+    latest = [max(ticks) for ticks in zip(*deadlines, strict=True)]
+    return [[own or other for own, other in zip(mine, latest, strict=True)] for mine in deadlines]
+
+
 class _Pieces:
     """The pieces, which must all keep the same deadlines.
 
@@ -130,7 +136,7 @@ class _Pieces:
             self._shifting = pieces[0]
             return
         ranked = sorted(pieces, key=lambda piece: (piece.healthy, -piece.period))
-        choice = [piece.best.deadlines for piece in ranked]
+        choice = _complete([piece.best.deadlines for piece in ranked])
         periods = []
         for deadlines in choice:
             self._keep(deadlines, pieces)

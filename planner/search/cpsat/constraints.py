@@ -5,7 +5,7 @@ from ortools.sat.python.cp_model import CpModel, IntervalVar, LinearExprT
 from planner.model.problem import Problem, Unit
 from planner.search.cpsat.variables import Variables
 from schedules.precedence import OpKey, waits
-from schedules.schedule import OpKind
+from schedules.schedule import OpKind, Worker
 
 
 class Constraints:
@@ -64,26 +64,26 @@ class Constraints:
 
     def _memory(self) -> None:
         """At every time on every worker: activations (F start to I end) + stashes (I end to W end) <= capacity."""
-        memory = self._problem.memory
-        if memory is None:
+        problem = self._problem
+        if problem.memory is None:
             return
-        for worker in self._problem.live:
+        for worker in problem.live:
             demands: list[tuple[IntervalVar, int]] = []
-            for kind, unit, host, _ in self._variables.runs[worker]:
+            for kind, unit, _ in self._variables.runs[worker]:
                 if kind is OpKind.F:
-                    demands += self._holdings(unit, host)
-            if sum(demand for _, demand in demands) > memory.capacity[worker.column]:
+                    demands += self._held(unit, worker)
+            if sum(demand for _, demand in demands) > problem.room(worker):
                 self._model.add_cumulative([interval for interval, _ in demands], [demand for _, demand in demands],
-                                           memory.capacity[worker.column])
+                                           problem.room(worker))
 
-    def _holdings(self, unit: Unit, host: int) -> list[tuple[IntervalVar, int]]:
+    def _held(self, unit: Unit, host: Worker) -> list[tuple[IntervalVar, int]]:
         """What a unit holds on a host: (interval, amount), present when the host is chosen."""
         problem, variables = self._problem, self._variables
         start = variables.start[OpKind.F, *unit]
         freed = variables.end[problem.gradient_kind, *unit]
-        spans: list[tuple[LinearExprT, LinearExprT, int]] = [(start, freed, problem.activation(unit.stage))]
+        spans: list[tuple[LinearExprT, LinearExprT, int]] = [(start, freed, problem.activation(unit.slice))]
         if problem.backward == "split":
-            spans.append((freed, variables.end[OpKind.W, *unit], problem.stash(unit.stage)))
+            spans.append((freed, variables.end[OpKind.W, *unit], problem.stash(unit.slice)))
         found = []
         for begin, end, amount in spans:
             if not amount:
@@ -108,12 +108,13 @@ class Constraints:
             model.add(variables.first[column] <= start)
             model.add(variables.last[column] >= variables.end[key])
         for column in range(problem.grid.columns):
+            tail = problem.column_tail(column)
             if problem.tied[column] != column:
                 model.add(variables.last[column] == variables.last[problem.tied[column]])
             if problem.optimizer == "staggered":
-                model.add(variables.period >= variables.last[column] - variables.first[column] + problem.tail(column))
+                model.add(variables.period >= variables.last[column] - variables.first[column] + tail)
             else:
-                model.add(variables.period >= variables.last[column] + problem.tail(column))
+                model.add(variables.period >= variables.last[column] + tail)
                 slowest = max(problem.times.optimizer)
                 model.add(variables.period >= variables.last[column] + slowest)
 

@@ -10,17 +10,17 @@ from schedules.schedule import OpKind, Worker
 
 
 class Variables:
-    """One start per op, one literal per possible host of a re-routed unit, a window per column, and the period."""
+    """One start per op, one literal per possible host of a unit with a choice, a window per column, and the period."""
 
     def __init__(self, model: CpModel, problem: Problem, horizon: int) -> None:
         self.horizon = horizon
         self.units = tuple(problem.units())
-        self.hosts: dict[Unit, tuple[int, ...]] = {unit: problem.hosts(unit.stage, unit.pipeline)
+        self.hosts: dict[Unit, tuple[Worker, ...]] = {unit: problem.hosts(unit.slice, unit.pipeline)
                                                    for unit in self.units}
-        self.on: dict[tuple[Unit, int], BoolVarT] = {}
+        self.on: dict[tuple[Unit, Worker], BoolVarT] = {}
         self.start: dict[OpKey, IntVar] = {}
         self.end: dict[OpKey, IntVar | LinearExprT] = {}
-        self.runs: dict[Worker, list[tuple[OpKind, Unit, int, IntervalVar]]] = {worker: [] for worker in problem.live}
+        self.runs: dict[Worker, list[tuple[OpKind, Unit, IntervalVar]]] = {worker: [] for worker in problem.live}
         for unit in self.units:
             self._add_unit(model, problem, unit)
         columns = range(problem.grid.columns)
@@ -30,7 +30,7 @@ class Variables:
 
     def _add_unit(self, model: CpModel, problem: Problem, unit: Unit) -> None:
         hosts = self.hosts[unit]
-        name = f"{unit.pipeline}.{unit.microbatch}@{unit.stage}"
+        name = f"{unit.pipeline}.{unit.microbatch}@{unit.slice}"
         if len(hosts) > 1:
             for host in hosts:
                 self.on[unit, host] = model.new_bool_var(f"on {name} {host}")
@@ -38,7 +38,7 @@ class Variables:
         for kind in problem.kinds:
             key = (kind, *unit)
             start = self.start[key] = model.new_int_var(0, self.horizon, f"{kind} {name}")
-            costs = {host: problem.cost(kind, unit.stage, host) for host in hosts}
+            costs = {host: problem.cost(kind, unit.slice, host) for host in hosts}
             if len(set(costs.values())) == 1:
                 end: IntVar | LinearExprT = start + costs[hosts[0]]
             else:
@@ -53,9 +53,9 @@ class Variables:
                 else:
                     interval = model.new_optional_fixed_size_interval_var(start, costs[host], self.on[unit, host],
                                                                           label)
-                self.runs[problem.worker(unit.stage, host)].append((kind, unit, host, interval))
+                self.runs[host].append((kind, unit, interval))
 
-    def literals(self, unit: Unit) -> Iterator[tuple[int, BoolVarT | None]]:
+    def literals(self, unit: Unit) -> Iterator[tuple[Worker, BoolVarT | None]]:
         """Each possible host with the literal that chooses it, None where there is no choice."""
         for host in self.hosts[unit]:
             yield host, self.on.get((unit, host))

@@ -27,7 +27,7 @@ READY, END, EVENTS = (0, 1, 3), 2, 4
 """What happens at a time, in this order: an F is ready, an I or B, some op ends, a W is ready."""
 BUSY, TOUCHED, USED, CAPACITY, BASE, SIZE, SLOTS = 0, 1, 2, 3, 4, 4 + HEAPS, 4 + 2 * HEAPS
 """Columns of the state of a worker: whether it runs an op, whether something happened to it just now, its memory, where
-its heaps begin and how many keys they hold, and how many more micro-batches it may have in flight at each stage."""
+its heaps begin and how many keys they hold, and how many more micro-batches it may have in flight at each slice."""
 AT_START, STASH, NEEDED = 0, 1, 2
 
 
@@ -37,17 +37,17 @@ class MemoryLimits(NamedTuple):
     capacity: Ints
     """[worker]"""
     room: Ints
-    """[stage, AT_START] taken when an F starts, [stage, STASH] held instead from the end of its I to that of its W,
-    [stage, NEEDED] that must be free when an F starts (`planner.search.set_aside`)"""
+    """[slice, AT_START] taken when an F starts, [slice, STASH] held instead from the end of its I to that of its W,
+    [slice, NEEDED] that must be free when an F starts (`planner.search.set_aside`)"""
 
 
 class Dispatch(NamedTuple):
     """A dispatch rule as numbers; the meanings are those of `planner.search.list_scheduler.DispatchRule`."""
 
     rank: Ints
-    """[unit] the lower the more urgent; all different among the units of a stage"""
+    """[unit] the lower the more urgent; all different among the units of a slice"""
     slots: Ints
-    """[worker, stage] most micro-batches between F and the end of I"""
+    """[worker, slice] most micro-batches between F and the end of I"""
     lookahead: float
     forward_lookahead: float
     deepest_first: bool
@@ -62,7 +62,7 @@ class Choices(NamedTuple):
 
     kinds: int
     mixed: bool
-    """Whether workers hold several stages, so that a less urgent op may have room where the first has none."""
+    """Whether workers hold several slices, so that a less urgent op may have room where the first has none."""
     lookahead: float
     forward_lookahead: float
     eager_weights: bool
@@ -125,27 +125,27 @@ def _soon(heap: Ints, state: Ints, worker: int, which: int, clock: int, ticks: f
 
 
 @jit
-def _has_room(state: Ints, room: Ints, worker: int, which: int, stage: int) -> bool:
-    """Whether an F, an I or a B of a stage may start."""
+def _has_room(state: Ints, room: Ints, worker: int, which: int, number: int) -> bool:
+    """Whether an F, an I or a B of a slice may start."""
     free = state[worker, CAPACITY] - state[worker, USED]
     if which == BACKWARD:
-        return room[stage, STASH] - room[stage, AT_START] <= free
-    return room[stage, NEEDED] <= free and state[worker, SLOTS + stage] > 0
+        return room[number, STASH] - room[number, AT_START] <= free
+    return room[number, NEEDED] <= free and state[worker, SLOTS + number] > 0
 
 
 @jit
-def _take_with_room(heap: Ints, state: Ints, room: Ints, stage: Ints, worker: int, which: int, mixed: bool) -> int:
+def _take_with_room(heap: Ints, state: Ints, room: Ints, slice_of: Ints, worker: int, which: int, mixed: bool) -> int:
     """The unit of the most urgent F, or I or B, that has room, taken from its heap; -1 for none."""
-    units = stage.shape[0]
-    if _has_room(state, room, worker, which, stage[_first(heap, state, worker, which) % units]):
+    units = slice_of.shape[0]
+    if _has_room(state, room, worker, which, slice_of[_first(heap, state, worker, which) % units]):
         return _take(heap, state, worker, which) % units
-    if not mixed:  # all are of one stage
+    if not mixed:  # all are of one slice
         return -1
     skipped = np.zeros(state[worker, SIZE + which], np.int64)
     count, found = 0, -1
     while state[worker, SIZE + which] and found < 0:
         key = _take(heap, state, worker, which)
-        if _has_room(state, room, worker, which, stage[key % units]):
+        if _has_room(state, room, worker, which, slice_of[key % units]):
             found = key % units
         else:
             skipped[count] = key
@@ -156,19 +156,19 @@ def _take_with_room(heap: Ints, state: Ints, room: Ints, stage: Ints, worker: in
 
 
 @jit
-def _pick(heap: Ints, state: Ints, room: Ints, stage: Ints, duration: Ints, choices: Choices, worker: int,
+def _pick(heap: Ints, state: Ints, room: Ints, slice_of: Ints, duration: Ints, choices: Choices, worker: int,
           clock: int) -> int:
     """The most urgent op that may run, taken from its heap; -1 for none."""
-    units, kinds = stage.shape[0], choices.kinds
+    units, kinds = slice_of.shape[0], choices.kinds
     if state[worker, SIZE + WEIGHT]:
         stuck = False
         if choices.make_room and state[worker, SIZE + FORWARD]:
-            taken = state[worker, USED] + room[stage[_first(heap, state, worker, FORWARD) % units], AT_START]
+            taken = state[worker, USED] + room[slice_of[_first(heap, state, worker, FORWARD) % units], AT_START]
             stuck = taken > state[worker, CAPACITY]
         if choices.eager_weights or stuck:
             return _take(heap, state, worker, WEIGHT) % units * kinds + WEIGHT
     if state[worker, SIZE + BACKWARD]:
-        unit = _take_with_room(heap, state, room, stage, worker, BACKWARD, choices.mixed)
+        unit = _take_with_room(heap, state, room, slice_of, worker, BACKWARD, choices.mixed)
         if unit >= 0:
             return unit * kinds + BACKWARD
         if state[worker, SIZE + WEIGHT]:
@@ -177,7 +177,7 @@ def _pick(heap: Ints, state: Ints, room: Ints, stage: Ints, duration: Ints, choi
         op = _first(heap, state, worker, FORWARD) % units * kinds
         if _soon(heap, state, worker, GRADIENT, clock, choices.forward_lookahead * duration[op]):
             return -1
-        unit = _take_with_room(heap, state, room, stage, worker, FORWARD, choices.mixed)
+        unit = _take_with_room(heap, state, room, slice_of, worker, FORWARD, choices.mixed)
         if unit >= 0:
             return unit * kinds
     if state[worker, SIZE + WEIGHT]:
@@ -212,13 +212,14 @@ def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints
     `first` are the ops to begin with, which wait for nothing; what follows from them is run. One long loop on local
     names, for speed.
     """
-    heap, state, room = np.zeros(6 * ops.stage.shape[0], np.int64), _idle_workers(ops.worker, memory, dispatch), \
+    heap, state, room = np.zeros(6 * ops.slice.shape[0], np.int64), _idle_workers(ops.worker, memory, dispatch), \
         memory.room
-    unit_of, stage_of, worker_of, position_of, duration = ops.unit, ops.stage, ops.worker, ops.position, ops.duration
+    unit_of, slice_of, worker_of, duration = ops.unit, ops.slice, ops.worker, ops.duration
+    position_of, back_of = ops.position, ops.back
     arc_start, arc_op, arc_hop = ops.successors.start, ops.successors.op, ops.successors.hop
     rank, deepest_first, transfers = dispatch.rank, dispatch.deepest_first, dispatch.transfers
-    count, units, kinds, depth, span = duration.shape[0], stage_of.shape[0], ops.kinds, ops.depth, rank.max() + 1
-    choices = Choices(kinds, room.shape[0] > ops.columns, dispatch.lookahead, dispatch.forward_lookahead,
+    count, units, kinds, depth, span = duration.shape[0], slice_of.shape[0], ops.kinds, ops.depth, rank.max() + 1
+    choices = Choices(kinds, ops.mixed, dispatch.lookahead, dispatch.forward_lookahead,
                       dispatch.eager_weights, dispatch.make_room)
     awaited = ops.predecessors.start[1:] - ops.predecessors.start[:-1]
     arrived = np.zeros(count, np.int64)
@@ -235,7 +236,7 @@ def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints
             waiting -= 1
             op = key % count
             unit = unit_of[op]
-            kind, worker, stage = op - unit * kinds, worker_of[unit], stage_of[unit]
+            kind, worker, number = op - unit * kinds, worker_of[unit], slice_of[unit]
             if not state[worker, TOUCHED]:
                 state[worker, TOUCHED] = 1
                 touched[some] = worker
@@ -243,14 +244,14 @@ def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints
             if key // count % EVENTS == END:
                 state[worker, BUSY] = 0
                 if kind == WEIGHT:
-                    state[worker, USED] -= room[stage, STASH]
+                    state[worker, USED] -= room[number, STASH]
                 elif kind == BACKWARD:
-                    state[worker, USED] += room[stage, STASH] - room[stage, AT_START]
-                    state[worker, SLOTS + stage] += 1
+                    state[worker, USED] += room[number, STASH] - room[number, AT_START]
+                    state[worker, SLOTS + number] += 1
                 continue
             urgency = rank[unit] * depth + position_of[unit]
             if kind == FORWARD:
-                back = depth - 1 - position_of[unit]
+                back = back_of[unit]
                 urgency = back * span + rank[unit] if deepest_first else rank[unit] * depth + back
             _add(heap, state, worker, kind, urgency * units + unit)
             if kind != WEIGHT and state[worker, SIZE + ARRIVAL] and _first(heap, state, worker, ARRIVAL) <= clock:
@@ -261,7 +262,7 @@ def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints
             worker = touched[index]
             state[worker, TOUCHED] = 0
             while not state[worker, BUSY]:
-                op = _pick(heap, state, room, stage_of, duration, choices, worker, clock)
+                op = _pick(heap, state, room, slice_of, duration, choices, worker, clock)
                 if op < 0:
                     break
                 order[done] = op
@@ -271,9 +272,9 @@ def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints
                 _push(events, 0, waiting, (end * EVENTS + END) * count + op)
                 waiting += 1
                 if op % kinds == FORWARD:
-                    stage = stage_of[unit_of[op]]
-                    state[worker, USED] += room[stage, AT_START]
-                    state[worker, SLOTS + stage] -= 1
+                    number = slice_of[unit_of[op]]
+                    state[worker, USED] += room[number, AT_START]
+                    state[worker, SLOTS + number] -= 1
                 for arc in range(arc_start[op], arc_start[op + 1]):
                     other = arc_op[arc]
                     arrived[other] = max(arrived[other], end + (arc_hop[arc] if transfers else 0))

@@ -11,8 +11,9 @@ PROOF_SHARE = 0.6
 
 
 def provable(known: Incumbent) -> list[int]:
-    """The numbers of the pieces that are small enough."""
-    return [index for index, piece in enumerate(known.pieces) if _options(piece.problem) <= LARGEST_MODEL]
+    """The numbers of the pieces that are small enough. CP-SAT knows layers held by column only."""
+    return [index for index, piece in enumerate(known.pieces)
+            if piece.problem.holdings is None and _options(piece.problem) <= LARGEST_MODEL]
 
 
 def prove(known: Incumbent, budget: Budget) -> Incumbent:
@@ -37,8 +38,10 @@ def _prove_piece(known: Incumbent, index: int, budget: Budget) -> Incumbent:
     found = known
     if result.period_ticks < period:
         found = found.with_piece(index, result.solution, result.period_ticks)
-    if target == known.bound and (len(known.pieces) == 1 or not problem.failed):
-        # Without the ops of others, its workers in any plan of the whole run a plan of this piece.
+    whole = len(known.pieces) == 1 and not any(count != 1 for count in problem.parts)
+    if target == known.bound and (whole or not known.problem.sharing):
+        # Without sharing, its workers in any plan of the whole run a plan of this piece, if the ops of others are left
+        # out. With sharing, others might help them; and what might be cut is not proven by whole micro-batches.
         better = result.lower_bound_ticks > known.bound
         found = found.with_bound(result.lower_bound_ticks, "what CP-SAT proved" if better else known.bound_counts)
     return found
@@ -46,4 +49,4 @@ def _prove_piece(known: Incumbent, index: int, budget: Budget) -> Incumbent:
 
 def _options(problem: Problem) -> int:
     """Compute ops, counted once per possible host."""
-    return sum(len(problem.hosts(unit.stage, unit.pipeline)) for unit in problem.units()) * len(problem.kinds)
+    return sum(len(problem.hosts(unit.slice, unit.pipeline)) for unit in problem.units()) * len(problem.kinds)

@@ -4,8 +4,15 @@ import math
 
 import pytest
 
-from planner.fleet.availability_trace import AvailabilityTrace, Change, fit_to_job
-from planner.fleet.synthetic_trace import PRESETS, FailureRates, draw_trace, rates_per_worker
+from planner.fleet.availability_trace import AvailabilityTrace, Change, fit_to_job, group_gpus
+from planner.fleet.synthetic_trace import (
+    PRESETS,
+    FailSlowRates,
+    FailureRates,
+    draw_slow_workers,
+    draw_trace,
+    published_fail_slow,
+)
 from planner.fleet.trace_file import TraceFileError, from_counts, parse_availability_trace, read_availability_trace
 
 SAMPLES = """
@@ -50,6 +57,77 @@ def test_times_that_run_backwards_are_sorted():
     assert trace.notes == ("time ran backwards 1 times: lines are sorted by it",)
 
 
+SLOW = EVENTS + """30000,slow,a,1.5
+30000,gpus,c,3
+70000,slow,a,2
+95000,slow,d,1.25
+100000,slow, d , 1
+100000,gpus,c,8
+"""
+
+
+def test_machines_that_are_slow_or_short_of_gpus():
+    trace = parse_availability_trace(SLOW, gpus_per_worker=8)
+    assert trace.gpus_per_worker == 8 and (trace.slowdowns, trace.partial_losses) == (2, 1)
+    assert trace.changes == (
+        Change(30.0, slowed=((0, 1.5),), gpus=((2, 3),)), Change(60.0, removed=(0, 1)), Change(90.0, added=(0,)),
+        Change(95.0, slowed=((0, 1.25),)), Change(100.0, slowed=((0, 1.0),), gpus=((2, 8),)),
+        Change(120.0, removed=(2,)))
+    assert trace.notes[-1].startswith("1 events ignored"), "a is not there any more at 70 s"
+
+
+def test_what_a_policy_sees_of_machines_that_lost_gpus():
+    trace = parse_availability_trace(SLOW, gpus_per_worker=8)
+    goes_on = list(trace.changes_for(lambda alive: alive))
+    assert goes_on[0] == Change(30.0, slowed=((0, 1.5), (2, 8 / 3))) and goes_on[4].slowed == ((0, 1.0), (2, 1.0))
+    down = list(trace.changes_for(lambda alive: alive if alive == 8 else 0))
+    assert down[0] == Change(30.0, removed=(2,), slowed=((0, 1.5),))
+    assert down[4] == Change(100.0, added=(2,), slowed=((0, 1.0),)) and down[5].removed == (2,)
+    assert all(not change.gpus for change in (*goes_on, *down))
+
+
+def test_a_machine_that_is_removed_while_down_leaves_once():
+    text = "0,add,a\n0,add,b\n1000,gpus,a,1\n2000,slow,a,3\n3000,remove,a\n4000,add,a\n5000,remove,b\n"
+    seen = list(parse_availability_trace(text, gpus_per_worker=2).changes_for(lambda alive: 0 if alive == 1 else alive))
+    assert seen == [Change(1.0, removed=(0,)), Change(4.0, added=(0,)), Change(5.0, removed=(1,))]
+
+
+def test_slow_machines_are_slow_in_a_job_of_another_size():
+    large = fit_to_job(parse_availability_trace(SLOW, gpus_per_worker=8), 6)
+    assert large.changes[0].slowed == ((0, 1.5), (1, 1.5)) and large.changes[0].gpus == ((4, 3), (5, 3))
+
+
+def test_gpus_make_workers():
+    gpus = AvailabilityTrace(name="gpus", places=4, live=(0, 1, 2, 3), length_seconds=10.0, changes=(
+        Change(1.0, removed=(1,)), Change(2.0, removed=(0,)), Change(3.0, added=(0,), removed=(3,)),
+        Change(4.0, added=(1, 3))))
+    workers = group_gpus(gpus, 2)
+    assert (workers.places, workers.live, workers.gpus_per_worker) == (2, (0, 1), 2)
+    assert workers.changes == (
+        Change(1.0, gpus=((0, 1),)), Change(2.0, removed=(0,)), Change(3.0, added=(0,), gpus=((0, 1), (1, 1))),
+        Change(4.0, gpus=((0, 2), (1, 2))))
+    assert workers.partial_losses == 3
+    with pytest.raises(ValueError, match="4 GPUs do not make workers of 3"):
+        group_gpus(gpus, 3)
+
+
+def test_published_fail_slow_makes_a_job_that_waits_take_1_34_times_as_long():
+    whole = AvailabilityTrace(name="whole", places=64, live=tuple(range(64)), changes=(), length_seconds=3.6e6)
+    rates = published_fail_slow(64)
+    trace = draw_slow_workers(whole, rates, seed=1)
+    slow, clock, taken = set(), 0.0, 0.0
+    for change in (*trace.changes, Change(trace.length_seconds)):
+        taken += (change.seconds - clock) * (rates.factor if slow else 1.0)
+        clock = change.seconds
+        for place, factor in change.slowed:
+            (slow.add if factor > 1 else slow.discard)(place)
+    assert taken / trace.length_seconds == pytest.approx(1.34, abs=0.03)
+    assert draw_slow_workers(whole, published_fail_slow(64), seed=1) == trace
+    for wrong in ({"mtbf_hours": 0.0}, {"hours": math.inf}, {"factor": 0.5}, {"mtbf_hours": 1e-9}):
+        with pytest.raises(ValueError, match="expected"):
+            draw_slow_workers(whole, FailSlowRates(**({"mtbf_hours": 1.0, "hours": 1.0, "factor": 2.0} | wrong)))
+
+
 def test_unknown_removals_and_second_additions_are_ignored_and_told():
     trace = parse_availability_trace(EVENTS + "130000,remove,z\n140000,add,d\n150000,remove,d\n")
     assert trace.changes[-1] == Change(150.0, removed=(0,)) and trace.notes[0].startswith("2 events ignored")
@@ -75,6 +153,16 @@ def test_of_several_counts_at_one_instant_the_last_holds_and_holes_are_told():
     (SAMPLES + "0,add,a\n", "line 7: '0,add,a'; expected `YYYY-MM-DD, HH:MM:SS, COUNT` as above it"),
     (SAMPLES + "2021-13-11, 10:05:00, 3\n", "line 7: '2021-13-11, 10:05:00, 3'; there is no such date"),
     (EVENTS + "9000,lose,a\n", "line 9: '9000,lose,a'"),
+    (EVENTS + "9000,slow,a\n", "line 9: '9000,slow,a'; expected `MILLISECONDS,add|remove,NAME`, `MILLISECONDS,slow"),
+    (EVENTS + "9000,slow,a,0.5\n", "line 9: '9000,slow,a,0.5'; expected a factor from 1 (its usual speed) to 1000"),
+    (EVENTS + "9000,slow,a,1001\n", "expected a factor"),
+    (EVENTS + "9000,slow,a,nan\n", "line 9: '9000,slow,a,nan'"),
+    (EVENTS + "9000,slow,a,-1\n", "line 9: '9000,slow,a,-1'"),
+    (EVENTS + "9000,slow,a,1e3\n", "line 9: '9000,slow,a,1e3'"),
+    (EVENTS + "9000,gpus,a,2\n", "line 9: '9000,gpus,a,2'; expected 1 to 1 GPUs, as many as a worker has"),
+    (EVENTS + "9000,gpus,a,0\n", "where none is left, remove it"),
+    (EVENTS + "9000,gpus,,1\n", "line 9: '9000,gpus,,1'"),
+    (EVENTS + "9000,slow,a" + " ," * 200_000 + "x\n", "line 9: '9000,slow,a , , ,"),
     ("0,add,a\n0,add,b\n", "line 2: all lines are of one instant"),
     ("2021-12-11, 10:00:00, 0\n2021-12-11, 10:01:00, 0\n", "no machine is ever alive"),
     ("0,add,a\n999999999999999999,remove,a\n", "line 2: the trace would span more than a century"),
@@ -148,8 +236,6 @@ def test_no_machine_dies_twice_or_returns_alive():
 def test_llama_3_fails_every_three_hours():
     trace = draw_trace(PRESETS["llama-3"], 16_384, 30)
     assert trace.seconds_between_failures / 3600 == pytest.approx(3.1, rel=0.15)
-    groups = rates_per_worker(PRESETS["llama-3"], 8)
-    assert groups.machine_mtbf_hours == pytest.approx(50_700 / 8)
 
 
 @pytest.mark.parametrize("wrong", [{"machine_mtbf_hours": 0.0}, {"machine_mtbf_hours": 1.0, "transient_share": 2.0},

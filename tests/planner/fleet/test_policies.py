@@ -2,15 +2,18 @@
 
 import math
 
+import msgspec
 import pytest
 
+from planner.fleet.availability_trace import Change
 from planner.fleet.costs import BAMBOO_SECONDS, costs_for, interpolated
 from planner.fleet.policies import POLICIES
 from planner.fleet.policies.oobleck import stacked_sizes
-from planner.fleet.policies.oobleck_templates import layers_of, template
+from planner.fleet.policies.oobleck_templates import Template, layers_of, template
+from planner.fleet.policies.uneven_pipelines import cut_by_speed, fastest_split
 from planner.fleet.policy import Cause, Checkpoints, Phase
 from planner.fleet.simulation import compare, simulate
-from planner.fleet.synthetic_trace import FailureRates, draw_trace
+from planner.fleet.synthetic_trace import FailureRates, draw_slow_workers, draw_trace, published_fail_slow
 from tests.planner.fleet.small import COSTS, gain, job, lose, scenario, trace
 
 WHOLE = 18 / 22
@@ -40,8 +43,9 @@ def test_every_policy_says_what_it_assumes_and_runs_whole_at_its_rate(name):
 
 
 @pytest.mark.parametrize(("name", "rate"), [
-    ("slipstream", 18 / 19), ("slipstream-static", 18 / 19), ("recycle", WHOLE), ("oobleck", WHOLE),
+    ("slipstream", 18 / 19), ("slipstream-fixed", 18 / 19), ("recycle", WHOLE), ("oobleck", WHOLE),
     ("bamboo", WHOLE * 13.41 / 20.55), ("torchft", WHOLE), ("checkpoint-restart", WHOLE),
+    ("elaswave", WHOLE), ("malleus", WHOLE), ("resihp", WHOLE), ("trainmover", 18 / 31),
     ("hot-spares", 18 / 31),  # two pipelines of nine micro-batches: (9 + 1) x 3 + 1
     ("fault-scaled", WHOLE), ("work-conserving", 18 / 19)])
 def test_rates_with_all_workers_alive(name, rate):
@@ -51,19 +55,37 @@ def test_rates_with_all_workers_alive(name, rate):
 def test_slipstream_loses_half_an_iteration_and_a_switch():
     result = run("slipstream", lose(100.0, 0), gain(300.0, 0))
     after = 18 / 28  # two workers of stage 0 run nine micro-batches each: 27 + 1
+    # The newcomer loads its stage for three seconds while the others train on.
     assert spans(result) == [("RUN", 100.0), ("SWITCH", 2.0), ("LOST", 9 / after), ("RUN", 200 - 2 - 9 / after),
-                             ("SWITCH", 2.0), ("LOAD", 3.0), ("RUN", 695.0)]
-    useful = 100 * 18 / 19 + (200 - 2 - 14) * after + 695 * 18 / 19
+                             ("RUN", 3.0), ("SWITCH", 2.0), ("RUN", 695.0)]
+    useful = 100 * 18 / 19 + (203 - 2 - 14) * after + 695 * 18 / 19
     assert result.throughput == pytest.approx(useful / 1000) and result.switches == 2
 
 
-def test_slipstream_moves_a_worker_where_that_pays_and_static_does_not():
+def test_recycle_waits_for_those_who_load():
+    result = run("recycle", lose(100.0, 0), gain(300.0, 0))
+    assert spans(result)[-3:] == [("SWITCH", 2.0), ("LOAD", 3.0), ("RUN", 695.0)]
+
+
+def test_what_is_not_redone_when_a_newcomer_is_ready_is_redone_faster():
+    result = run("slipstream", lose(100.0, 0), gain(104.0, 0))
+    before, after = 18 / 28, 18 / 19
+    redone = 5 * before  # from 102 to 107
+    assert spans(result) == [("RUN", 100.0), ("SWITCH", 2.0), ("LOST", 2.0), ("LOST", 3.0), ("SWITCH", 2.0),
+                             ("LOST", (9 - redone) / after), ("RUN", 1000 - 109 - (9 - redone) / after)]
+
+
+def test_slipstream_moves_a_worker_where_that_pays_and_slipstream_fixed_does_not():
     both = [lose(100.0, 0), lose(200.0, 2)]  # two of stage 0
-    assert ("LOAD", 3.0) in spans(run("slipstream", *both))
-    stays = run("slipstream-static", *both)
-    assert ("LOAD", 3.0) not in spans(stays)
+    moves = run("slipstream", *both)
+    assert ("LOAD", 3.0) in spans(moves), "all wait: another switch would take longer than what three seconds train"
+    slow = msgspec.structs.replace(COSTS, load_seconds=100.0)
+    trains = spans(run("slipstream", *both, scenario={"costs": slow}))
+    assert [name for name, _ in trains].count("SWITCH") == 3 and "LOAD" not in dict(trains)
+    stays = run("slipstream-fixed", *both)
+    assert [name for name, _ in spans(stays)].count("SWITCH") == 2
     assert stays.rate[-1] == pytest.approx(18 / (18 * 3 + 1))
-    assert run("slipstream", *both).rate[-1] == pytest.approx(18 / 28)  # one of each stage down
+    assert moves.rate[-1] == pytest.approx(18 / 28)  # one of each stage down
 
 
 def test_a_stage_without_workers_goes_back_to_the_checkpoint():
@@ -78,6 +100,19 @@ def test_a_stage_without_workers_goes_back_to_the_checkpoint():
 def test_a_failure_during_a_restart_starts_it_anew():
     result = run("slipstream", lose(100.0, 0, 2, 4), lose(120.0, 1))
     assert spans(result)[1:3] == [("RESTART", 20.0), ("RESTART", 50.0)]
+
+
+def test_who_comes_during_a_restart_joins_after_it():
+    result = run("slipstream", lose(100.0, 0, 2, 4), gain(120.0, 0), gain(130.0, 2))
+    assert [span for span in spans(result) if span[0] == "RESTART"] == [
+        ("RESTART", 20.0), ("RESTART", 10.0), ("RESTART", 20.0)], "50 seconds in all"
+    assert result.rate[-1] == pytest.approx(18 / 28), "five workers"
+
+
+def test_a_machine_that_is_still_loading_does_not_save_its_stage():
+    """Stage 0 is left to one that loads it: with its source gone, nobody has the parameters."""
+    result = run("slipstream", lose(100.0, 0, 2), lose(101.0, 4), seconds=1000.0)
+    assert "RESTART" in [name for name, _ in spans(result)]
 
 
 @pytest.mark.parametrize("failures", range(5))
@@ -230,6 +265,137 @@ def test_reference_lines():
     assert both_ways.work_conserving(3) == pytest.approx(18 / (18 * 6 / 3 + 1)), "the same work"
 
 
+# --- Layers by speed, standby machines --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factors", [(1.0, 1.0, 1.0), (1.0, 2.0, 1.0), (1.5, 1.0), (3.0,)])
+def test_layers_are_cut_by_the_speed_of_each_node(factors):
+    layers = (1.0, 2.0, 1.0, 1.0, 3.0, 1.0)
+    best = min(max(time * factor for time, factor in zip(times, factors, strict=True))
+               for times in splits(layers, len(factors)))
+    assert cut_by_speed(layers, factors).step == pytest.approx(best)
+
+
+def test_a_node_that_is_far_too_slow_gets_no_layer():
+    assert cut_by_speed((1.0,) * 4, (1.0, 50.0)).step == pytest.approx(4.0)
+    with pytest.raises(ValueError, match="no nodes"):
+        cut_by_speed((1.0,), ())
+
+
+def test_the_batch_is_divided_by_the_speed_of_pipelines():
+    one, half = Template(1.0, 0.0), Template(2.0, 0.0)
+    assert fastest_split({one: 1, half: 1}, 9) == pytest.approx(6.0)
+    assert fastest_split({one: 2}, 9) == pytest.approx(5.0)
+
+
+def test_elaswave_gives_a_stage_with_fewer_replicas_fewer_layers():
+    """3 x 2 workers, 8 layers of 3/8 s a stage: two of three replicas take 6 layers of 9/16 s, three take 10."""
+    policy = POLICIES["elaswave"](scenario())
+    now = 6 * 9 / 16 + 10 * 3 / 8 + 5 * 10 * 3 / 8
+    assert policy.rate((1, 0)) == pytest.approx(WHOLE * (21 + 1) / (now + 1))
+    result = simulate(policy, trace(lose(100.0, 0)))
+    old = 18 / (21 * 1.5 + 1)
+    assert result.rate[-1] == pytest.approx(policy.rate((1, 0)))
+    assert spans(result)[1:5] == [("SWITCH", 2.0), ("LOST", 3.0),
+                                  ("SWITCH", 2.0), ("LOST", (9 - 3 * old) / result.rate[-1])]
+
+
+def test_malleus_and_resihp_cut_the_broken_pipeline():
+    for name in ("malleus", "resihp"):
+        policy = POLICIES[name](scenario())
+        # 2 + 2 + 1 nodes: 7, 7 and 4 micro-batches of 3, 3 and 6 seconds.
+        assert policy.steady_rate(1) == pytest.approx(18 / 25)
+        result = simulate(policy, trace(lose(100.0, 0)))
+        assert result.rate[-1] == pytest.approx(18 / 25) and ("LOAD", 3.0) in spans(result)
+        assert 18 / 31 < run(name, Change(100.0, slowed=((0, 2.0),))).rate[-1] < WHOLE
+
+
+def test_resihp_goes_on_with_the_gpus_that_are_left_and_malleus_with_a_power_of_two():
+    left = {name: [POLICIES[name].alive_gpus(alive, 8) for alive in range(9)] for name in ("malleus", "resihp")}
+    assert left == {"malleus": [0, 1, 2, 2, 4, 4, 4, 4, 8], "resihp": list(range(9))}
+
+
+def test_trainmover_replaces_in_seconds():
+    result = run("trainmover", lose(100.0, 0))
+    assert spans(result)[1:3] == [("SWITCH", 17.0), ("LOAD", 3.0)], "20 seconds in all"
+
+
+def test_spares_cannot_replace_the_last_holder_of_a_stage():
+    result = run("hot-spares", lose(100.0, 0, 2))  # two pipelines run: both workers of stage 0
+    assert "RESTART" in [name for name, _ in spans(result)]
+
+
+# --- Slow workers, and workers that lost GPUs -------------------------------------------------------------------------
+
+
+def slow(seconds, machine, factor):
+    return Change(seconds, slowed=((machine, factor),))
+
+
+def test_who_does_not_balance_waits_for_the_slowest():
+    for name in ("recycle", "oobleck", "torchft", "hot-spares", "bamboo", "elaswave"):
+        result = run(name, slow(500.0, 1, 2.0))
+        assert result.throughput == pytest.approx(0.75 * result.fault_free_rate), name
+    both = run("recycle", slow(100.0, 1, 2.0), slow(200.0, 3, 1.5), slow(300.0, 1, 1.0), slow(400.0, 3, 1.0))
+    assert both.rate / both.fault_free_rate == pytest.approx([1.0, 1 / 2, 1 / 2, 1 / 1.5, 1.0])
+
+
+def test_lost_work_is_redone_as_slowly():
+    result = run("recycle", slow(50.0, 1, 2.0), lose(100.0, 0))
+    assert ("LOST", pytest.approx(2 * 9 / (18 / 28))) in spans(result)
+
+
+def test_a_slow_worker_that_leaves_slows_nobody():
+    result = run("recycle", slow(50.0, 0, 2.0), lose(100.0, 0), gain(500.0, 0))
+    assert result.rate[-1] == pytest.approx(WHOLE)
+
+
+def test_slipstream_leaves_out_who_is_too_slow():
+    """Five workers make 18 / 28 samples a second; six of which one takes 1.2 times as long, 18 / 19 / 1.2."""
+    waits = run("slipstream", slow(500.0, 0, 1.2))
+    assert waits.rate[-1] == pytest.approx(18 / 19 / 1.2) and waits.switches == 0
+    without = run("slipstream", slow(500.0, 0, 3.0), slow(700.0, 0, 1.0))
+    assert spans(without) == [("RUN", 500.0), ("SWITCH", 2.0), ("RUN", 198.0), ("SWITCH", 2.0), ("RUN", 298.0)]
+    assert without.rate == pytest.approx([18 / 19, 0, 18 / 28, 0, 18 / 19])
+    dead = run("slipstream", slow(500.0, 0, 3.0), lose(600.0, 0))
+    assert dead.rate[-1] == pytest.approx(18 / 28)
+
+
+def test_slipstream_is_ahead_of_who_waits_where_workers_are_slow():
+    one = scenario(pipelines=4, stages=3)
+    whole = draw_trace(FailureRates(machine_mtbf_hours=30, repair_hours=1), 12, 2, 5)
+    made = draw_slow_workers(whole, published_fail_slow(12), 3)
+    result = compare([POLICIES[name] for name in ("slipstream", "recycle", "work-conserving")], one.throughputs, COSTS,
+                     made)
+    ours, recycle, limit = (run.throughput for run in result.runs.values())
+    assert recycle < ours <= limit
+
+
+def test_a_worker_that_lost_a_gpu_goes_on_or_is_down():
+    def of_four(name):
+        policy = POLICIES[name](scenario())
+        changes = (Change(500.0, gpus=((0, 3),)), Change(800.0, gpus=((0, 4),)))
+        return simulate(policy, msgspec.structs.replace(trace(*changes), gpus_per_worker=4))
+
+    # Slower by a third it costs less than none, of which five would be left.
+    assert of_four("slipstream").rate[1] == pytest.approx(18 / 19 * 3 / 4)
+    assert of_four("work-conserving").rate[1] == pytest.approx(18 / (18 * 6 / 5.75 + 1))
+    recycle = of_four("recycle")
+    assert recycle.rate[-1] == pytest.approx(WHOLE) and recycle.switches == 2
+    assert 18 / 28 in [pytest.approx(rate) for rate in recycle.rate]
+
+
+def test_what_is_reported_of_a_run():
+    result = run("slipstream", lose(100.0, 0), lose(500.0, 3))
+    stalls = [2 + 9 / rate for rate in (18 / 28, 18 / 28)]
+    assert result.seconds_to_recover == pytest.approx(sum(stalls) / 2)
+    assert result.ettr == pytest.approx(1 - sum(stalls) / 1000)
+    assert result.goodput(18 / 19) == pytest.approx(result.throughput / (18 / 19))
+    assert run("slipstream").seconds_to_recover == 0.0 and run("slipstream").ettr == 1.0
+    pauses = run("checkpoint-restart")
+    assert pauses.ettr == pytest.approx(pauses.throughput / pauses.fault_free_rate)
+
+
 # --- All --------------------------------------------------------------------------------------------------------------
 
 
@@ -250,13 +416,15 @@ def test_no_policy_beats_the_work_conserving_limit_and_time_adds_up(seed, order)
 
 def test_checkpoints_count_what_is_beyond_the_last():
     kept = Checkpoints(100.0, 10.0)
-    assert kept.lost(50.0) == 0.0  # nothing has begun
-    kept.resume(0.0, 2.0)
-    assert [kept.lost(at) for at in (30.0, 105.0, 130.0)] == [60.0, 200.0, 40.0] and kept.next(30.0) == 110.0
-    kept.resume(200.0, 1.0, lost_samples=40.0)
-    assert kept.lost(190.0) == 40.0 and kept.lost(210.0) == 50.0
-    kept.halt(210.0)
-    assert kept.lost(500.0) == 50.0
+    assert kept.go_back() == 0.0 and kept.next(30.0) == 110.0 and kept.next(110.0) == 220.0
+    kept.train(0.0, 30.0, 2.0)
+    kept.train(40.0, 105.0, 1.0)
+    kept.discard(20.0)
+    assert kept.go_back() == pytest.approx(60 + 60 - 20) and kept.go_back() == 0.0
+    kept.train(200.0, 230.0, 3.0)  # one is complete at 220
+    assert kept.go_back() == pytest.approx(30.0)
+    kept.train(300.0, 1000.0, 3.0)  # and at 990
+    assert kept.go_back() == pytest.approx(30.0)
 
 
 def test_phases_have_a_cause():

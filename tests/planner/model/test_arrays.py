@@ -21,16 +21,16 @@ def test_arcs_durations_and_hops(data, job, backward, rule):
     follows = set()
     for op, (kind, stage, pipeline, microbatch) in enumerate(keys):
         unit = made.units[ops.unit[op]]
-        assert (unit.stage, unit.pipeline, unit.microbatch) == (stage, pipeline, microbatch)
+        assert (unit.slice, unit.pipeline, unit.microbatch) == (stage, pipeline, microbatch)
         host = hosts[unit]
-        assert made.workers[ops.worker[ops.unit[op]]] == problem.worker(stage, host)
+        assert made.workers[ops.worker[ops.unit[op]]] == host
         assert ops.duration[op] == problem.cost(kind, stage, host)
         arcs = ops.predecessors
         found = []
         for arc in range(arcs.start[op], arcs.start[op + 1]):
             before = keys[arcs.op[arc]]
             found.append((before, bool(arcs.tensor[arc])))
-            hop = problem.hop(before[1], hosts[made.units[ops.unit[arcs.op[arc]]]], stage, host)
+            hop = problem.hop(hosts[made.units[ops.unit[arcs.op[arc]]]], host)
             assert arcs.hop[arc] == (hop if arcs.tensor[arc] else 0)
             follows.add((int(arcs.op[arc]), op, int(arcs.tensor[arc]), int(arcs.hop[arc])))
         assert found == [(key, rule.tensor is not None)

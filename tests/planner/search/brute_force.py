@@ -14,18 +14,36 @@ def optimal_period(problem: Problem) -> int:
     they have a solution is found by bisection. Memory depends on a worker's order alone.
     """
     units = list(problem.units())
-    best = sum(max(problem.cost(kind, unit.stage, host) for host in problem.hosts(unit.stage, unit.pipeline))
+    best = sum(max(problem.cost(kind, unit.slice, host) for host in problem.hosts(unit.slice, unit.pipeline))
                for unit in units for kind in problem.kinds)
-    best += 2 * len(units) * problem.times.transfer + sum(map(problem.tail, range(problem.grid.columns)))
-    for choice in itertools.product(*(problem.hosts(unit.stage, unit.pipeline) for unit in units)):
-        hosts = dict(zip(units, choice, strict=True))
-        units_of: dict[Worker, list[Unit]] = {worker: [] for worker in problem.live}
-        for unit in units:
-            units_of[problem.worker(unit.stage, hosts[unit])].append(unit)
-        orders = [_orders(problem, worker, held) for worker, held in units_of.items()]
+    best += 2 * len(units) * problem.times.transfer + sum(map(problem.tail, problem.live))
+    choices = [dict(zip(units, choice, strict=True)) for choice in
+               itertools.product(*(problem.hosts(unit.slice, unit.pipeline) for unit in units))]
+    for hosts in sorted(choices, key=lambda hosts: _busiest(problem, hosts)):
+        if _busiest(problem, hosts) >= best:
+            break
+        orders = [_orders(problem, worker, held) for worker, held in _units_of(problem, hosts).items()]
         for sequences in itertools.product(*orders):
             best = _shorten(problem, hosts, sequences, best)
     return best
+
+
+def _units_of(problem: Problem, hosts) -> dict[Worker, list[Unit]]:
+    units_of: dict[Worker, list[Unit]] = {worker: [] for worker in problem.live}
+    for unit, worker in hosts.items():
+        units_of[worker].append(unit)
+    return units_of
+
+
+def _busiest(problem: Problem, hosts) -> int:
+    """The longest window that some worker has in any order."""
+    return max(_busy(problem, worker, held) for worker, held in _units_of(problem, hosts).items())
+
+
+def _busy(problem: Problem, worker: Worker, held: list[Unit]) -> int:
+    """What a worker does in any order: no window of its is shorter."""
+    work = sum(problem.cost(kind, unit.slice, worker) for unit in held for kind in problem.kinds)
+    return work + problem.tail(worker) if held else 0
 
 
 def _orders(problem: Problem, worker: Worker, units: list[Unit]):
@@ -49,12 +67,12 @@ def _fits(problem: Problem, worker: Worker, sequence) -> bool:
     used = 0
     for kind, unit in sequence:
         if kind is OpKind.F:
-            used += problem.activation(unit.stage)
+            used += problem.activation(unit.slice)
         elif kind is OpKind.W:
-            used -= problem.stash(unit.stage)
+            used -= problem.stash(unit.slice)
         else:
-            used += problem.stash(unit.stage) - problem.activation(unit.stage)
-        if used > problem.memory.capacity[worker.column]:
+            used += problem.stash(unit.slice) - problem.activation(unit.slice)
+        if used > problem.room(worker):
             return False
     return True
 
@@ -79,13 +97,13 @@ def _possible(problem: Problem, hosts, sequences, period: int) -> bool:
         for before, after in itertools.pairwise(sequence):
             edges.append((before, after, _cost(problem, hosts, before)))
         for op in sequence:
-            ends[problem.tied[problem.column_of[op[1].stage]]].append(op)
+            ends[problem.tied[problem.column_of[op[1].slice]]].append(op)
             for source in _sources(problem, op):
-                hop = problem.hop(source[1].stage, hosts[source[1]], op[1].stage, hosts[op[1]])
+                hop = problem.hop(hosts[source[1]], hosts[op[1]])
                 edges.append((source, op, _cost(problem, hosts, source) + hop))
     for sequence in sequences:
         if sequence:
-            column = problem.column_of[sequence[0][1].stage]
+            column = problem.column_of[sequence[0][1].slice]
             edges += _window(problem, hosts, sequence, ends, column, period)
     value = dict.fromkeys((op for sequence in sequences for op in sequence), 0)
     if problem.optimizer == "synchronous":
@@ -105,23 +123,23 @@ def _possible(problem: Problem, hosts, sequences, period: int) -> bool:
 def _window(problem, hosts, sequence, ends, column, period):
     """Every op of the column ends at least A + O before the worker's window (or the whole period) is over."""
     if problem.optimizer == "staggered":
-        return [(op, sequence[0], _cost(problem, hosts, op) + problem.tail(column) - period)
+        return [(op, sequence[0], _cost(problem, hosts, op) + problem.column_tail(column) - period)
                 for op in ends[problem.tied[column]]]
     found = []
     for other, ops in ends.items():
-        tail = max(problem.tail(other), max(problem.times.optimizer))
+        tail = max(problem.column_tail(other), max(problem.times.optimizer))
         found += [(op, "begin", _cost(problem, hosts, op) + tail - period) for op in ops]
     return found
 
 
 def _cost(problem: Problem, hosts, op) -> int:
-    return problem.cost(op[0], op[1].stage, hosts[op[1]])
+    return problem.cost(op[0], op[1].slice, hosts[op[1]])
 
 
 def _sources(problem: Problem, op):
     kind, unit = op
     path = problem.grid.path(unit.microbatch)
-    if kind is OpKind.F and unit.stage > path[0]:
-        yield OpKind.F, unit._replace(stage=unit.stage - 1)
-    elif kind is problem.gradient_kind and unit.stage < path[-1]:
-        yield kind, unit._replace(stage=unit.stage + 1)
+    if kind is OpKind.F and unit.slice > path[0]:
+        yield OpKind.F, unit._replace(slice=unit.slice - 1)
+    elif kind is problem.gradient_kind and unit.slice < path[-1]:
+        yield kind, unit._replace(slice=unit.slice + 1)

@@ -69,22 +69,33 @@ def test_every_failure_set_is_found_and_valid(exact):
             count = table.entry(f"count-{size}")
             assert found.schedule.period_ticks == min(count.period_ticks, (pattern or count).period_ticks)
             assert found.key.startswith("count") or not found.moves
+            settled = table.lookup(failed, settled=True)
+            assert settled is not None and check(settled.schedule) == []
+            assert settled.schedule.period_ticks <= found.schedule.period_ticks
     assert table.lookup(list(grid.workers())[:4]) is None  # four failures are not in the table
 
 
 def test_rows_say_what_each_entry_gives(exact):
     folder, built = exact
     rows = {row.key: row for row in built.index.entries}
-    assert [row.failures for row in built.index.entries] == [0, 1, 2, 3, *[1] * 2, *[2] * 4, *[3] * 6]
+    failures = [1, 2, 3, *[1] * 2, *[2] * 4, *[3] * 6]
+    assert [row.failures for row in built.index.entries] == [0, *failures, *failures]
+    assert [row.key for row in built.index.entries][16:20] == [f"settled-count-{count}" for count in (1, 2, 3)] + [
+        "settled-pattern-0"]
+    for count in range(1, 4):
+        at_once, settled = rows[f"count-{count}"], rows[f"settled-count-{count}"]
+        assert rows[f"count-{count - 1}"].period <= at_once.period >= settled.period
+        assert at_once.layers_moved is None and settled.layers_moved >= 0
     assert rows["count-0"].throughput == 1 and rows["count-2"].fault_scaled == pytest.approx(4 / 6)
     dead = rows["pattern-0+0+0"]
     assert dead.status == "no plan" and dead.period is None
     assert "stage 0 has no live worker" in dead.reason and dead.sha256 is None
     readable = (folder / "index.md").read_text()
     assert "no plan: stage 0 has no live worker" in readable and "pattern-0,1" in readable and "66.67%" in readable
-    assert built.report() == {"entries": 16, "seconds": round(built.seconds, 3), "worst_gap": built.worst_gap,
-                              "bytes": sum(len(data) for data in contents(folder).values()), "planned": 16,
-                              "no_plan": 2}
+    assert "settled s" in readable and "GB to move" in readable and "| settled-" not in readable
+    assert built.report() == {"entries": 31, "seconds": round(built.seconds, 3), "worst_gap": built.worst_gap,
+                              "bytes": sum(len(data) for data in contents(folder).values()), "planned": 31,
+                              "no_plan": 4}
 
 
 def test_programs_are_stored_once(exact):
@@ -102,11 +113,13 @@ def test_one_process_or_two_the_bytes_are_the_same(tmp_path):
 def test_a_larger_table_keeps_what_is_there(tmp_path):
     build(tmp_path / "table", max_failures=1)
     assert build(tmp_path / "table", max_failures=1).planned == 0
-    assert build(tmp_path / "table", max_failures=2).planned == 1
+    assert build(tmp_path / "table", max_failures=2).planned == 2  # at once, and settled
     build(tmp_path / "whole", max_failures=2)
     assert contents(tmp_path / "table") == contents(tmp_path / "whole")
     assert build(tmp_path / "table", max_failures=1).planned == 0  # and a smaller one drops the rest
     assert Table.load(tmp_path / "table").lookup([Worker(0, 0), Worker(1, 1)]) is None
+    assert len(list((tmp_path / "table" / "entries").iterdir())) == 3
+    assert build(tmp_path / "table", max_failures=1, settled=False).planned == 0
     assert len(list((tmp_path / "table" / "entries").iterdir())) == 2
 
 
@@ -132,10 +145,10 @@ def killed_halfway(folder):
 def test_a_killed_build_goes_on_where_it_stopped(exact, tmp_path):
     killed_halfway(tmp_path)
     kept = {path.name: path.read_bytes() for path in (tmp_path / PARTS).glob("*.gz")}
-    assert 4 <= len(kept) < 16
+    assert 4 <= len(kept) < 31
     with pytest.raises(TableError, match=r"index\.json: cannot be read"):
         Table.load(tmp_path)
-    assert build(tmp_path, max_failures=3, exact=True).planned == 16 - len(kept)
+    assert build(tmp_path, max_failures=3, exact=True).planned == 31 - len(kept)
     assert contents(tmp_path) == contents(exact[0])
 
 

@@ -149,8 +149,9 @@ class World:
     def __init__(self, out, scheduler=None, setup=SETUP, **limits):
         self.processes, self.log, self.told = Processes(), CommitLog("job"), []
         self._losses = LossFile(out / "losses.jsonl", 0, None)
+        shares = [WORKERS] if setup.nodes == 1 else [WORKERS[::2], WORKERS[1:2]]
         self.events = EventLoop(
-            Run(schedule=schedule_for(JOB), scheduler=scheduler, setup=setup, shares=[WORKERS] * setup.nodes,
+            Run(schedule=schedule_for(JOB), scheduler=scheduler, setup=setup, shares=shares,
                 injections=(), out=out, notify=self.told.append, **limits),
             self.log, self._losses, self.processes)
         self.talkers, self.address = {}, None
@@ -362,4 +363,4 @@ def test_node_0_says_at_once_for_which_node_it_waits(tmp_path):
     world = World(tmp_path, setup=replace(SETUP, nodes=2), join_timeout_seconds=0.3)
     with pytest.raises(RunError, match="is not there after 0 s"):
         world.play(script)
-    assert world.told[0].startswith(f"node 0, at 127.0.0.1:{world.address.port}, waits for ")
+    assert world.told == [f"node 0, at 127.0.0.1:{world.address.port}, waits for node 1, which has not connected"]

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from planner.plan import plan_job
 from schedules.check import check
-from schedules.schedule import Worker
+from schedules.schedule import Grid, Memory, OpKind, ProgramOp, Schedule, Seat, Times, VirtualStage, Worker
 from schedules.tables.pattern import dead_column, pattern_of, pipeline_classes
-from schedules.tables.relabel import layers_to_load, relabel, transport
+from schedules.tables.relabel import layers_lacked, layers_to_load, relabel, transport
+from tests.general import general_schedules
 from tests.jobs import failures, grid, jobs
 
 
@@ -129,3 +130,51 @@ def test_networkx_is_imported_with_a_table_and_not_for_a_plan():
         assert "networkx" in sys.modules
         """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+# --- Layers held by whoever has room ----------------------------------------------------------------------------------
+
+
+def own_roles(schedule):
+    return all(seat.worker == seat.role for seat in schedule.seats)
+
+
+@settings(max_examples=150)
+@given(st.data(), general_schedules().filter(own_roles))
+def test_relabelled_schedules_keep_every_rule_with_layers_anywhere(data, schedule):
+    failed = data.draw(sets_of(list(schedule.grid.workers()), len(schedule.failed)))
+    found = relabel(schedule, failed, held_elsewhere=data.draw(st.booleans()))
+    if found is None:
+        assert dead_column(failed, schedule.grid) is not None or schedule.times.slow or schedule.memory
+        return
+    assert check(found) == []
+    assert list(found.failed) == failed and found.period_ticks == schedule.period_ticks
+    held = [sorted(one.holds_of(seat) for seat in one.seats) for one in (schedule, found)]
+    assert held[0] == held[1]
+
+
+def test_layers_go_only_where_there_is_room():
+    """Worker 0.1 is down and 0.0 holds all layers; where 0.0 is down, 0.1 must hold them, if it has room."""
+    for room, possible in ((9, True), (8, False)):
+        schedule = one_for_both(room)
+        assert check(schedule) == []
+        found = relabel(schedule, [Worker(0, 0)], held_elsewhere=True)
+        assert (found is not None) == possible
+        if found is not None:
+            assert found.holds(Worker(0, 1)) == ((0, 2),) and check(found) == []
+            assert [sorted(layers_lacked(found, seat)) for seat in found.seats] == [[0]]
+
+
+def one_for_both(room):
+    """One pipeline of two stages, of which worker 0.0 is left; `room` of 0.1 beside its own layer, which weighs 5."""
+    grid = Grid(pipelines=1, columns=2, microbatches=(1,), stages=(VirtualStage(column=0), VirtualStage(column=1)))
+    ops = [("F", 0, 0, 0), ("F", 1, 0, 1), ("I", 1, 0, 2), ("I", 0, 0, 3), ("W", 1, 0, 4), ("W", 0, 0, 5),
+           ("A", 0, None, 6), ("A", 1, None, 7), ("O", None, None, 8)]
+    return Schedule(
+        job="one for both", tick_seconds=1.0, grid=grid, failed=(Worker(0, 1),), backward="split",
+        times=Times(forward=(1, 1), backward_input=(1, 1), backward_weight=(1, 1), all_reduce=(1, 1), optimizer=(1, 1),
+                    transfer=0, optimizer_of_layer=(1, 1)), optimizer="staggered",
+        memory=Memory(unit=1.0, capacity=(9, room), activation=(2, 2), weight_stash=(1, 1), weights=(5, 5)),
+        seats=(Seat(Worker(0, 0), Worker(0, 0), 0, ((0, 2),)),), programs=(tuple(
+            ProgramOp(OpKind(kind), slice, number, start) for kind, slice, number, start in ops),),
+        period_ticks=10, lower_bound_ticks=10, status="optimal", method="hand")

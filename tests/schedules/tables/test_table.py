@@ -18,9 +18,11 @@ from planner.tables.folder import TableFolder
 from schedules.check import check
 from schedules.codec import decode, encode
 from schedules.schedule import Worker
-from schedules.tables.file import TableError, digest, encode_document, read_index, with_digest
+from schedules.tables.entry_codec import decode_entry, encode_entry
+from schedules.tables.file import Basis, TableError, digest, encode_document, read_index, with_digest
 from schedules.tables.pattern import dead_column
 from schedules.tables.table import Table, library, library_names
+from tests.general import general_schedules
 
 JOB = """
 pipelines = 3
@@ -101,6 +103,39 @@ def test_looking_up_needs_no_solver(folder):
     assert key.startswith(("pattern-", "count-")) and modules == "[]"
 
 
+@settings(max_examples=60)
+@given(st.lists(general_schedules().filter(lambda schedule: all(seat.worker == seat.role for seat in schedule.seats)),
+                min_size=1, max_size=3))
+def test_entries_with_slices_and_layers_held(schedules):
+    """Each has its own slices, times and ticks; what it shares with the table is stored once."""
+    numbers: dict[bytes, int] = {}
+    for schedule in schedules:
+        basis = Basis(job=schedule.job, tick_seconds=1.0, grid=schedule.grid, memory=None, backward=schedule.backward,
+                      times=schedule.times, optimizer=schedule.optimizer, method="m", time_limit=1.0, seed=0)
+        entry = encode_entry("count-1", schedule, basis, numbers)
+        assert entry.tick_seconds(basis) == schedule.tick_seconds
+        same = msgspec.json.decode(msgspec.json.encode(entry), type=type(entry))
+        assert decode_entry(same, basis, list(numbers)) == schedule
+
+
+def test_tables_of_version_1_are_read(folder, table, tmp_path):
+    """A version 1 file has no key of version 2; its digest is that of its own text."""
+    copy = tmp_path / "table"
+    shutil.copytree(folder, copy)
+    index = json.loads((copy / "index.json").read_bytes()) | {"version": 1, "sha256": ""}
+    del index["basis"]["times"]["optimizer_of_layer"]
+    for row in index["entries"]:
+        path = copy / "entries" / f"{row['key']}.json"
+        entry = json.loads(path.read_bytes()) | {"version": 1}
+        del entry["holds"], entry["costs"]
+        path.write_text(json.dumps(entry, separators=(",", ":")))
+        row["sha256"] = digest(path.read_bytes())
+    index["sha256"] = digest(json.dumps(index, separators=(",", ":")).encode())
+    (copy / "index.json").write_text(json.dumps(index, separators=(",", ":")))
+    old = Table.load(copy)
+    assert [old.entry(row.key) for row in old.rows()] == [table.entry(row.key) for row in table.rows()]
+
+
 # --- Files that are not as they should be -----------------------------------------------------------------------------
 
 
@@ -169,6 +204,10 @@ def changed(**fields):
     ({"count_1": changed(seats=[[10**6]] * 8)}, "entry count-1: not readable"),
     ({"count_1": changed(seats=[[-1]] * 8)}, "Expected `int` >= 0"),
     ({"count_1": changed(seats=[])}, "entry count-1: not readable"),
+    ({"count_1": changed(holds=[[[0, 3]]])}, "entry count-1: not readable"),
+    ({"count_1": changed(holds=[[[0, 10**9]]] * 8)}, r"\[0, 1000000000\] is no range"),
+    ({"count_1": changed(holds=[[[0, 3]]] * 8)}, "times.optimizer_of_layer has 0 values; expected 3, one a layer"),
+    ({"count_1": changed(costs={"tick_seconds": 1.0, "slices": [[0, 1]] * 2})}, "missing required field `times`"),
     ({"count_1": changed(key="count-2")}, "count-1.json: holds entry 'count-2'"),
     ({"count_1": changed(failed=[[7, 7]])}, "count-1.json: holds entry 'count-1', not the one"),
     ({"count_1": lambda data: data.replace(b'"key"', b'"key":"count-1","key"', 1)}, "'key' is given twice"),

@@ -1,7 +1,7 @@
 """The arrays of annealing. All are of 64-bit integers.
 
 Indices: op (unit * kinds + kind, as in `planner.model.arrays`), unit (a micro-batch at a stage), worker (the row of a
-live worker), place (in a worker's order), group (a reduce group), stage, pipeline. Times are in ticks.
+live worker), place (in a worker's order), group (a reduce group), slice, pipeline. Times are in ticks.
 """
 
 from typing import NamedTuple
@@ -36,7 +36,7 @@ class Instance(NamedTuple):
     """Ops of a unit."""
     unit: Ints
     """[op]"""
-    stage: Ints
+    slice: Ints
     """[unit]"""
     predecessors: TransferArcs
     """What each op waits for."""
@@ -44,8 +44,10 @@ class Instance(NamedTuple):
     """What waits for each op."""
     group: Ints
     """[worker] its reduce group"""
+    linked: Ints
+    """[group, number] those whose gradients are reduced with some of its own, itself included; -1 behind the last"""
     tail: Ints
-    """[worker] ticks from the deadline of its group to the end of its window: all-reduces and the optimizer step"""
+    """[worker] ticks from the end of its group to that of its window: all-reduces and the optimizer step"""
     pipeline: Ints
     """[worker]"""
     members: Ints
@@ -57,9 +59,9 @@ class Instance(NamedTuple):
     movable: Ints
     """units that more than one worker may run"""
     hosts: Ints
-    """[stage, number] workers that may run it; -1 behind the last"""
+    """[slice, number] workers that may run it; -1 behind the last"""
     cost: Ints
-    """[kind, stage, worker] ticks of an op"""
+    """[kind, slice, worker] ticks of an op"""
 
 
 class State(NamedTuple):
@@ -77,6 +79,8 @@ class State(NamedTuple):
     """[op]"""
     deadline: Ints
     """[group] when its workers must have done their compute ops"""
+    end: Ints
+    """[group] the last deadline of those linked to it"""
 
 
 class Timing(NamedTuple):

@@ -2,7 +2,8 @@
 
 The window of a worker l of reduce group g(l) lasts from the latest start of its first op to the end of its iteration:
 
-    window(l) = deadline[g(l)] + tail[l] - late[first op of l];   0 if it runs nothing.
+    window(l) = end[g(l)] + tail[l] - late[first op of l];   0 if it runs nothing,
+    end[g] = max of deadline[h] over the groups h linked to g.
 
 With the goal G (a period that no plan can beat), the cost of pipeline p with n(p) workers, where n is the most that any
 pipeline has, is
@@ -23,7 +24,7 @@ def window(instance, state, late, worker):
     """The busy window of a worker, in ticks."""
     if state.size[worker] == 0:
         return 0
-    return state.deadline[instance.group[worker]] + instance.tail[worker] - late[state.sequence[worker, 0]]
+    return state.end[instance.group[worker]] + instance.tail[worker] - late[state.sequence[worker, 0]]
 
 
 @inlined

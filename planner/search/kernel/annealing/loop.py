@@ -90,3 +90,4 @@ def _keep(chain, cycle, now):
         best.size[:] = state.size
         best.place[:] = state.place
         best.deadline[:] = state.deadline
+        best.end[:] = state.end

@@ -2,7 +2,7 @@
 
 exchange    two neighbouring runs of ops of a worker change places, mostly at an arc of a critical path, as in job-shop
             search (van Laarhoven et al. 1992, Nowicki and Smutnicki 1996)
-trade       two units of one stage trade workers and places
+trade       two units of one slice trade workers and places
 move        a unit moves to another worker, to where its ops fit by time
 shift       a deadline shifts
 
@@ -15,7 +15,7 @@ from planner.search.kernel.annealing.cost import cost
 from planner.search.kernel.annealing.critical import critical_path, critical_worker
 from planner.search.kernel.annealing.random import below
 from planner.search.kernel.annealing.retiming import call, retime, touch
-from planner.search.kernel.annealing.timing import time
+from planner.search.kernel.annealing.timing import set_ends, time
 from planner.search.kernel.jit import inlined, jit
 
 NEVER = Move(NONE, -1, -1, -1, 0, 0, 0)
@@ -29,7 +29,7 @@ def fits(instance, state, move):
     if move.kind == MOVE:
         worker = state.worker[move.unit]
         return _keeps_capacity(instance, state, worker, state.size[worker])
-    return True  # a trade puts ops of one stage in each other's places
+    return True  # a trade puts ops of one slice in each other's places
 
 
 @inlined
@@ -144,13 +144,13 @@ def propose_trade(random, instance, state, late, cycle):
 
 @inlined
 def _partner(random, instance, state, unit):
-    """A unit to trade with, of the same stage: another movable one, or one of the same worker; -1 for none."""
+    """A unit to trade with, of the same slice: another movable one, or one of the same worker; -1 for none."""
     if below(random, 3) == 0:
         worker = state.worker[unit]
         other = instance.unit[state.sequence[worker, below(random, state.size[worker])]]
     else:
         other = instance.movable[below(random, instance.movable.shape[0])]
-    return other if other != unit and instance.stage[other] == instance.stage[unit] else -1
+    return other if other != unit and instance.slice[other] == instance.slice[unit] else -1
 
 
 @inlined
@@ -191,7 +191,7 @@ def propose_move(random, instance, state, late, cycle, places):
 @jit
 def _other_worker(random, instance, state, unit):
     """Another worker that may run a unit and has room in its row; -1 for none."""
-    hosts = instance.hosts[instance.stage[unit]]
+    hosts = instance.hosts[instance.slice[unit]]
     count = 0
     while count < hosts.shape[0] and hosts[count] >= 0:
         count += 1
@@ -214,13 +214,13 @@ def _find_places(instance, state, late, unit, worker, places):
 @jit
 def _move(instance, state, unit, worker, places):
     """Have a worker run a unit, its ops at these places in their order; `places` becomes where they were."""
-    kinds, left, stage = instance.kinds, state.worker[unit], instance.stage[unit]
+    kinds, left, number = instance.kinds, state.worker[unit], instance.slice[unit]
     before = state.place[unit * kinds:(unit + 1) * kinds].copy()
     for kind in range(kinds):
         _remove(state, unit * kinds + kind, left)
     for kind in range(kinds):
         _insert(state, unit * kinds + kind, worker, places[kind])
-        state.duration[unit * kinds + kind] = instance.cost[kind, stage, worker]
+        state.duration[unit * kinds + kind] = instance.cost[kind, number, worker]
     state.worker[unit] = worker
     places[:] = before
 
@@ -286,10 +286,12 @@ def shift(chain, cycle, before, allowance):
     if below(random, 2) == 0:
         group, ticks = other, -ticks
     state.deadline[group] -= ticks
+    set_ends(instance, state)
     time(instance, state, chain.sorting, trial, cycle.goal)
     after = cost(instance, trial, cycle)
     if after > before + allowance:
         state.deadline[group] += ticks
+        set_ends(instance, state)
         return before
     timing.late[:] = trial.late
     timing.longest[:] = trial.longest

@@ -53,7 +53,8 @@ def retime(instance, state, timing, queue, log, limits, run):
         instance.successors.transfer
     first_predecessor, predecessor = instance.predecessors.start, instance.predecessors.op
     worker_of, duration, sequence, size, place = state.worker, state.duration, state.sequence, state.size, state.place
-    deadline, late, longest, excess = state.deadline, timing.late, timing.longest, timing.excess
+    deadline, ending, late = state.deadline, state.end, timing.late
+    longest, excess = timing.longest, timing.excess
     bucket, link, queued = queue.bucket, queue.next, queue.queued
     waiting, top, base, span = queue.counters[WAITING], queue.counters[TOP], queue.counters[BASE], queue.counters[SPAN]
     changed, before, marked, done, touched = log.op, log.late, log.marked, log.counters[CHANGED], log.counters[TOUCHED]
@@ -95,7 +96,7 @@ def retime(instance, state, timing, queue, log, limits, run):
         changed[done], before[done] = op, late[op]
         done += 1
         late[op] = start
-        good = deadline[group[worker]] + tail[worker] - start <= max(longest[pipeline], goal) + allowed
+        good = ending[group[worker]] + tail[worker] - start <= max(longest[pipeline], goal) + allowed
         arc, last = first_predecessor[op], first_predecessor[op + 1]
         other = sequence[worker, at - 1] if at else -1
         while True:  # the op before it on its worker, then its predecessors

@@ -71,7 +71,21 @@ def set_deadlines(instance: Instance, state: State, sorting: Sorting) -> bool:
             op = state.sequence[worker, state.size[worker] - 1]
             group = instance.group[worker]
             state.deadline[group] = max(state.deadline[group], sorting.early[op] + state.duration[op])
+    set_ends(instance, state)
     return True
+
+
+@jit
+def set_ends(instance: Instance, state: State) -> None:
+    """The ends of all groups, from their deadlines."""
+    for group in range(state.end.shape[0]):
+        end = state.deadline[group]
+        for number in range(instance.linked.shape[1]):
+            other = instance.linked[group, number]
+            if other < 0:
+                break
+            end = max(end, state.deadline[other])
+        state.end[group] = end
 
 
 @jit

@@ -1,0 +1,26 @@
+"""The lower bound that a schedule's file states, proven again from the file alone."""
+
+import math
+
+from planner.model.bounds import lower_bound
+from planner.model.problem import Problem
+from planner.report import work_bound
+from schedules.schedule import Schedule
+
+
+def proven_bound(schedule: Schedule) -> int:
+    """Ticks below which no period can be, with these workers down, in roles as they are.
+
+    Of whole stages, unless the schedule cuts some. Where workers hold other layers than those of their role, all
+    holdings are allowed, and only work bounds the period. CP-SAT proves more of small problems than this.
+    """
+    if any(seat.holds is not None for seat in schedule.seats):
+        return math.ceil(work_bound(schedule) / schedule.tick_seconds)
+    grid = schedule.grid
+    failed = frozenset(set(grid.workers()) - {seat.role for seat in schedule.seats})
+    return lower_bound(Problem(
+        name=schedule.job, tick_seconds=schedule.tick_seconds, grid=grid, times=schedule.times, memory=schedule.memory,
+        failed=failed, backward=schedule.backward, optimizer=schedule.optimizer,
+        sharing=bool(failed or schedule.times.slow or len(set(grid.microbatches)) > 1),
+        # Whether layers of a stage are equal is not in the file: only their work counts where stages are cut.
+        parts=(0,) * len(grid.stages) if schedule.slices else ()))

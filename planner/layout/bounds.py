@@ -1,0 +1,118 @@
+"""Lower bounds on the period of the general problem, proven for every layout that the problem allows."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+from planner.layout.parts import parts_of
+from planner.layout.problem import LayoutProblem
+from schedules.schedule import Worker
+
+Unavailable = Callable[[Worker], int]
+"""Ticks of every period in which a worker runs no F, I or W, if it runs any."""
+
+
+def work_bound(problem: LayoutProblem) -> int:
+    """No schedule has a shorter period than this many ticks, whoever holds what.
+
+    A worker that runs any op holds a layer, so that of a period T at least the all-reduce and the optimizer step of one
+    layer are not F, I or W. In the rest, a worker that takes s times the usual time does at most (T - tail) / s of the
+    usual work. The sum over all live workers is at least the work of an iteration.
+    """
+    tail = min(problem.tail)
+    return _least(problem, problem.live, sum(problem.work) * problem.total_microbatches, lambda _: tail)
+
+
+def period_bound(problem: LayoutProblem) -> int:
+    """The best bound known: `work_bound`, and where layers stay where they are, `fixed_bound`."""
+    return work_bound(problem) if problem.layers == "move" else max(work_bound(problem), fixed_bound(problem))
+
+
+def fixed_bound(problem: LayoutProblem) -> int:
+    """A bound for the present holdings.
+
+    The work of consecutive parts (`parts_of`) is done by those who hold any of them. Of a period they are not available
+    for the all-reduces and optimizer steps of all they hold, and for what they idle by lack of memory (`fill_ticks`).
+    Without slices, nobody runs a part of a micro-batch: see `whole_bound`.
+    """
+    def unavailable(worker: Worker) -> int:
+        return sum(problem.tail[layer] for layer in problem.layers_held(worker)) + fill_ticks(problem, worker)
+
+    parts = list(parts_of(problem))
+    idle = {worker: unavailable(worker) for worker in problem.live}
+    best = 0
+    for first in range(len(parts)):
+        holders: set[Worker] = set()
+        work = 0
+        for part in parts[first:]:
+            holders.update(part.holders)
+            work += sum(problem.work[layer] for layer in range(*part.layers)) * problem.total_microbatches
+            best = max(best, _least(problem, sorted(holders), work, idle.__getitem__))
+    return best if problem.sliced else max(best, whole_bound(problem))
+
+
+def whole_bound(problem: LayoutProblem) -> int:
+    """A bound where a micro-batch is not cut within a part: each holder runs a whole number of them.
+
+    A holder of a part that needs t ticks for one of its micro-batches runs at most floor((T - tail) / t) in a period T.
+    """
+    best = 0
+    for part in parts_of(problem):
+        work = sum(problem.work[layer] for layer in range(*part.layers))
+        kinds = Counter((sum(problem.tail[layer] for layer in problem.layers_held(worker)), problem.slowness(worker))
+                        for worker in part.holders)
+
+        def enough(limit: int, work: int = work, kinds: Counter[tuple[int, int]] = kinds) -> bool:
+            return not work or sum(count * (max(0, limit - tail) * 1000 // (work * slow))
+                                   for (tail, slow), count in kinds.items()) >= problem.total_microbatches
+
+        best = max(best, _bisect(enough, 4 * problem.ample_ticks))
+    return best
+
+
+def fill_ticks(problem: LayoutProblem, worker: Worker) -> int:
+    """Ticks of every period that a worker idles at least, before its first I: proven for its present holdings.
+
+    Let its first F start at t, and its first I at u; that is of a slice [a, b) of some micro-batch. After the F of
+    [a, b), F of all layers from b on and I of the same come before that I, at best on workers of no less than the usual
+    time and with one transfer each way if b < L. The worker holds b - 1 but perhaps not b; whatever b is, at least the
+    F of one layer that it holds, and F and I of all layers behind the last one that it holds, lie between t and u. In
+    that time the worker runs F only, as W follows I, and each of these still holds its activation at u. So they take no
+    longer than its room for activations allows, at the most ticks of F for the memory. The rest of u - t it idles.
+    """
+    held = problem.layers_held(worker)
+    if not held or held[-1] + 1 == problem.layer_count:
+        return 0
+    end, slow, sums = held[-1] + 1, problem.slowness(worker), problem.sums
+    behind = sums.forward[-1] - sums.forward[end] + sums.backward[-1] - sums.backward[end]
+    fastest = min(map(problem.slowness, problem.live))
+    trip = min(problem.forward[layer] for layer in held) * slow // 1000 + behind * min(1000, fastest) // 1000
+    trip += 2 * problem.transfer
+    if problem.room is None or not all(problem.activation[layer] for layer in held):
+        return 0
+    room = problem.room_of(worker) - sum(problem.weight(layer) for layer in held)
+    rate = max(Fraction(problem.forward[layer] * slow, 1000 * problem.activation[layer]) for layer in held)
+    rounding = len(held) * problem.total_microbatches if slow != 1000 else 0  # each F is rounded up to a tick
+    return max(0, trip - int(room * rate) - rounding - 1)
+
+
+def _least(problem: LayoutProblem, workers: Sequence[Worker], work: int, unavailable: Unavailable) -> int:
+    """The least T with which these workers can do the work: sum of (T - unavailable) / slowness >= work."""
+    kinds = Counter((problem.slowness(worker), unavailable(worker)) for worker in workers)
+
+    def enough(limit: int) -> bool:
+        return sum(Fraction(max(0, limit - lost) * 1000 * count, slow) for (slow, lost), count in kinds.items()) >= work
+
+    return _bisect(enough, problem.ample_ticks * 4)
+
+
+def _bisect(enough: Callable[[int], bool], high: int) -> int:
+    """The least number up to `high` that is enough."""
+    low = 0
+    while low < high:
+        middle = (low + high) // 2
+        if enough(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low

@@ -1,0 +1,134 @@
+"""Layouts to search orders for, the most promising first; in large clusters, group by group.
+
+Among them are the layouts of published systems as special cases, so that the best is never worse than theirs:
+
+- re-cut pipelines, whole micro-batches (Oobleck, SOSP 2023; by speed: Malleus, arXiv 2410.13333);
+- one cut for all pipelines (ElasWave, arXiv 2510.00606);
+- layers fixed (ReCycle, SOSP 2024, and with live peers that help slow workers).
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import msgspec
+
+from planner.layout.cuts import lines_of, one_cut
+from planner.layout.division import Divider
+from planner.layout.fixed import fixed_layout
+from planner.layout.groups import by_groups, groups_of
+from planner.layout.problem import LayoutProblem
+from planner.layout.routes import layout_of
+from planner.layout.types import Layout, Route, Stop
+
+LARGEST_SHARED = 100_000
+"""Micro-batches times stages up to which layouts are made that are not divided into groups."""
+LARGEST_WHOLE = 5_000
+"""The same, up to which layouts that divide over several pipelines are made of the whole beside those of groups."""
+
+
+def candidates(problem: LayoutProblem, *, seconds: float = 2.0, seed: int = 0) -> Iterator[Layout]:
+    """Different layouts, the most promising first; each is made when it is asked for.
+
+    `seconds`: for the exact assignment (`planner.layout.cpsat`), of each different group. Raises LookupError when there
+    is none: nobody holds some layer and none may be loaded from a checkpoint, or there is no room for all layers.
+    """
+    _require_layers(problem)
+    made = _moved(problem, seconds, seed) if problem.layers == "move" else _fixed(problem)
+    seen = set()
+    failure: LookupError | None = None
+    for make in made:
+        try:
+            layout = make()
+        except LookupError as error:
+            failure = error
+            continue
+        key = layout and tuple(layout.routes.items())
+        if layout is not None and key not in seen:
+            seen.add(key)
+            yield layout
+    if not seen and failure is not None:
+        raise failure
+
+
+def _fixed(problem: LayoutProblem) -> Iterator[Callable[[], Layout | None]]:
+    if problem.sliced:
+        yield partial(fixed_layout, problem)
+        yield partial(fixed_layout, problem, within=0.01)
+    yield partial(fixed_layout, problem, sliced=False)
+
+
+def _moved(problem: LayoutProblem, seconds: float, seed: int) -> Iterator[Callable[[], Layout | None]]:
+    if len(problem.paths) > 1:
+        yield from _fixed(problem)
+        return
+    makes: list[Callable[[LayoutProblem], Layout | None]] = [
+        partial(_recut, staggered=True),
+        partial(_recut, aligned=True),
+        _recut,
+        partial(_assigned, seconds=seconds, seed=seed),
+        partial(_recut, all_cut=True, aligned=True),
+        partial(_recut, all_cut=True, staggered=True),
+        partial(_recut, spread=False, staggered=True),
+        partial(_recut, spread=False, aligned=True),
+        partial(_recut, spread=False, floating=False)]
+    groups = tuple(groups_of(problem))
+    for make in makes:
+        yield partial(by_groups, problem, groups, make)
+    if len(groups) > 1 and problem.total_microbatches * len(problem.paths[0]) <= LARGEST_WHOLE:
+        yield partial(_recut, problem, staggered=True)
+    if problem.total_microbatches * len(problem.paths[0]) <= LARGEST_SHARED:
+        yield partial(one_cut, problem)
+        yield from _fixed(problem)
+
+
+def _require_layers(problem: LayoutProblem) -> None:
+    """Raise LookupError where a layer would have to come from nowhere."""
+    held = {layer for ranges in problem.holds.values() for first, end in ranges for layer in range(first, end)}
+    missing = sorted(set(range(problem.layer_count)) - held)
+    if missing and not (problem.layers == "move" and problem.from_checkpoint):
+        raise LookupError(f"no live worker holds layer {missing[0]}")
+
+
+def _assigned(problem: LayoutProblem, *, seconds: float, seed: int) -> Layout | None:
+    """The exact assignment: no longer than the others' longest load, and fewer bytes moved."""
+    from planner.layout.cpsat import improved  # the solver takes a third of a second to load
+
+    lines = lines_of(problem)
+    known = Divider(problem, lines).least()
+    division = known and improved(problem, lines, known, seconds=seconds, seed=seed)
+    return division and layout_of(problem, lines, division, "exact assignment, floating layers, the rest spread")
+
+
+def _recut(problem: LayoutProblem, *, all_cut: bool = False, floating: bool = True, spread: bool = True,
+           staggered: bool = False, aligned: bool = False) -> Layout | None:
+    """The layout with the least longest load on lines; `all_cut`: healthy pipelines are cut anew, too."""
+    lines = [line._replace(cut=line.cut or all_cut) for line in lines_of(problem)]
+    found = Divider(problem, lines, floating=floating, spread=spread, staggered=staggered).least()
+    if found is None:
+        return None
+    kind = ", ".join(["re-cut pipelines", "floating layers" if floating else "one cut each",
+                      "the rest spread" if spread else "whole micro-batches"])
+    layout = layout_of(problem, lines, found[1], kind)
+    return aligned_slices(problem, layout) if aligned else layout
+
+
+def aligned_slices(problem: LayoutProblem, layout: Layout) -> Layout:
+    """The same layout with slices that end where the stages of the job end.
+
+    The workers of a stage reduce gradients together, later stages later. A slice over two stages would have to be done
+    by the earlier of the two times; in two slices, the second has until the later one.
+    """
+    ends = {layers[1] for path in problem.paths for layers, _ in path}
+
+    def aligned(route: Route) -> Route:
+        return tuple(Stop((first, end), worker) for (low, high), worker in route
+                     for first, end in _split(low, high, ends))
+
+    return msgspec.structs.replace(layout, routes={batch: aligned(route) for batch, route in layout.routes.items()},
+                                   kind=layout.kind + ", slices end with stages")
+
+
+def _split(low: int, high: int, ends: set[int]) -> Iterator[tuple[int, int]]:
+    edges = [low, *sorted(end for end in ends if low < end < high), high]
+    yield from itertools.pairwise(edges)

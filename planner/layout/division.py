@@ -1,0 +1,230 @@
+"""How many micro-batches each line runs, and how those that fit on no line whole are spread over several.
+
+Every line takes as many whole micro-batches as its longest load allows. The cells of the rest are a tape, micro-batch
+after micro-batch, layers ascending. Each line that is cut anew takes one segment of it; the workers of the lines that
+keep their stages take what is left, stage by stage (the wrap-around rule of McNaughton 1959). As every worker takes
+consecutive cells, in one order of workers, no two routes pass two workers in opposite order.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from planner.layout.bounds import work_bound
+from planner.layout.lines import Chunk, Line, chunk_ticks, cut, fill_idle
+from planner.layout.problem import LayoutProblem
+from schedules.schedule import Worker
+
+
+class Piece(NamedTuple):
+    """Layers [first, end) of one of the micro-batches that run on no line whole; on a line, or on one worker of it."""
+
+    item: int
+    first: int
+    end: int
+    line: int
+    worker: Worker | None
+
+
+class Division(NamedTuple):
+    """The work of an iteration, divided."""
+
+    whole: tuple[int, ...]
+    """Whole micro-batches of each line."""
+    chunks: tuple[tuple[Chunk, ...], ...]
+    """Of each line that is cut anew, one for each worker; () for others."""
+    pieces: tuple[Piece, ...]
+    items: int
+    """Micro-batches that run on no line whole."""
+
+
+class Divider:
+    """Divides the work of a problem over given lines, for a given longest load."""
+
+    def __init__(self, problem: LayoutProblem, lines: Sequence[Line], *, floating: bool = True,
+                 spread: bool = True, staggered: bool = False) -> None:
+        """`floating`: two neighbours of a line may hold one layer; `spread`: a micro-batch may visit several lines."""
+        self._problem, self._lines, self._spread = problem, tuple(lines), spread
+        self._cut = partial(cut, floating=floating, staggered=staggered)
+        self._kinds = [self._kind(line) for line in lines]
+        self._known: dict[tuple[object, int], int] = {}
+
+    def least(self, within: float = 0.0) -> tuple[int, Division] | None:
+        """The least longest load, and a division that has it, to this relative precision; None if nothing fits."""
+        low = work_bound(self._problem) - 1
+        high, best = low + low // 16 + 1, None
+        while (best := self.divide(high)) is None:
+            if high > self._problem.ample_ticks * 4:
+                return None
+            low, high = high, high + 2 * (high - low)
+        while high - low > max(1, within * high):
+            middle = (low + high) // 2
+            found = self.divide(middle)
+            if found is None:
+                low = middle
+            else:
+                high, best = middle, found
+        return high, best
+
+    def divide(self, limit: int) -> Division | None:
+        """A division in which nobody's load is more than `limit` ticks; None if there is none of this form."""
+        left = self._problem.total_microbatches
+        whole = []
+        for index in range(len(self._lines)):
+            most = min(left, self._most(index, limit))
+            whole.append(most)
+            left -= most
+        if left and not self._spread:
+            return None
+        segments = self._segments(whole, left, limit)
+        chunks = [self._balanced(line, counts, limit) if line.cut else ()
+                  for line, counts in zip(self._lines, self._counts(whole, segments), strict=True)]
+        return self.complete(whole, chunks, segments, limit)
+
+    def complete(self, whole: Sequence[int], chunks: Sequence[Sequence[Chunk]], segments: Sequence[Piece],
+                 limit: int) -> Division | None:
+        """The division with these whole micro-batches, chunks and segments of lines that are cut anew.
+
+        The workers that keep their stages take the rest; None if it does not fit.
+        """
+        items = self._problem.total_microbatches - sum(whole)
+        begins = [0] * items
+        for piece in segments:
+            begins[piece.item] = max(begins[piece.item], piece.end)
+        pieces = self._over_workers(whole, begins, limit)
+        if pieces is None:
+            return None
+        return Division(tuple(whole), tuple(map(tuple, chunks)), (*segments, *pieces), items)
+
+    def most_whole(self, index: int, limit: int) -> int:
+        """The most whole micro-batches of a line within the limit."""
+        return self._most(index, limit)
+
+    def _kind(self, line: Line) -> tuple[object, ...]:
+        problem = self._problem
+        return (line.cut, *((worker.column, problem.slowness(worker), problem.room_of(worker))
+                            for worker in line.workers))
+
+    def _most(self, index: int, limit: int) -> int:
+        """The most whole micro-batches of a line within the limit."""
+        key = self._kinds[index], limit
+        if key not in self._known:
+            line, low = self._lines[index], 0
+            high = self._at_most(line, limit)
+            while low < high:
+                middle = (low + high + 1) // 2
+                if self._fits(line, [middle] * self._problem.layer_count, limit):
+                    low = middle
+                else:
+                    high = middle - 1
+            self._known[key] = low
+        return self._known[key]
+
+    def _at_most(self, line: Line, limit: int) -> int:
+        """Micro-batches that take all the time of all workers."""
+        rate = sum(1000 / self._problem.slowness(worker) for worker in line.workers)
+        work = sum(self._problem.work)
+        return min(self._problem.total_microbatches, int(limit * rate / work) + 1 if work else 1 << 30)
+
+    def _fits(self, line: Line, counts: Sequence[int], limit: int) -> bool:
+        if line.cut:
+            return self._cut(self._problem, line.workers, counts, limit) is not None
+        return all(self._kept_ticks(line, position, counts[0]) <= limit for position in range(len(line.workers)))
+
+    def _kept_ticks(self, line: Line, position: int, count: int) -> int:
+        """The load of a worker that keeps its layers, and its least idle time."""
+        problem, worker = self._problem, line.workers[position]
+        held = problem.layers_held(worker)
+        idle = 0 if len(problem.holds[worker]) > 1 else fill_idle(
+            problem, worker, problem.holds[worker][0], count, len(line.workers) - 1 - position)
+        return chunk_ticks(problem, worker, dict.fromkeys(held, count)) + idle
+
+    def _segments(self, whole: Sequence[int], items: int, limit: int) -> list[Piece]:
+        """What each line that is cut anew takes of the tape."""
+        pieces: list[Piece] = []
+        item, layer = 0, 0
+        count = self._problem.layer_count
+        for index, line in enumerate(self._lines):
+            if not line.cut or item == items:
+                continue
+            low, high = 0, min(count - 1, (items - item) * count - layer)
+            while low < high:
+                middle = (low + high + 1) // 2
+                if self._fits(line, _profile(count, whole[index], layer, middle), limit):
+                    low = middle
+                else:
+                    high = middle - 1
+            while low:
+                end = min(count, layer + low)
+                pieces.append(Piece(item, layer, end, index, None))
+                low -= end - layer
+                item, layer = (item + 1, 0) if end == count else (item, end)
+        return pieces
+
+    def _over_workers(self, whole: Sequence[int], begins: Sequence[int], limit: int) -> list[Piece] | None:
+        """Layers begins[item] to L of each item over the workers that keep their stages; None if they do not fit."""
+        problem = self._problem
+        pieces: list[Piece] = []
+        free = {worker: limit - self._kept_ticks(line, position, whole[index])
+                for index, line in enumerate(self._lines) if not line.cut
+                for position, worker in enumerate(line.workers)} if begins else {}
+        for (first, end), column in problem.paths[0]:
+            cells = [(item, layer) for item, begin in enumerate(begins) for layer in range(max(begin, first), end)]
+            placed = 0
+            for index, line in enumerate(self._lines):
+                for worker in line.workers:
+                    if line.cut or worker.column != column or placed == len(cells):
+                        continue
+                    run = placed
+                    while run < len(cells):
+                        layer = cells[run][1]
+                        ticks = problem.slice_ticks((layer, layer + 1), worker)
+                        if ticks > free[worker]:
+                            break
+                        free[worker] -= ticks
+                        run += 1
+                    pieces += _pieces(cells[placed:run], index, worker)
+                    placed = run
+            if placed < len(cells):
+                return None
+        return pieces
+
+    def _counts(self, whole: Sequence[int], segments: Sequence[Piece]) -> list[list[int]]:
+        """Cells of each layer on each line, without what is spread over single workers."""
+        counts = [[most] * self._problem.layer_count for most in whole]
+        for piece in segments:
+            for layer in range(piece.first, piece.end):
+                counts[piece.line][layer] += 1
+        return counts
+
+    def _balanced(self, line: Line, counts: Sequence[int], limit: int) -> list[Chunk]:
+        """The cut of a line whose longest load is least."""
+        low, high = 0, limit
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._cut(self._problem, line.workers, counts, middle) is None:
+                low = middle
+            else:
+                high = middle
+        chunks = self._cut(self._problem, line.workers, counts, high)
+        assert chunks is not None, "a line holds its counts"
+        return chunks
+
+
+def _profile(count: int, whole: int, first: int, more: int) -> list[int]:
+    """Cells of each layer: `whole`, and one more of `more` layers from `first` on, going round."""
+    counts = [whole] * count
+    for step in range(more):
+        counts[(first + step) % count] += 1
+    return counts
+
+
+def _pieces(cells: Sequence[tuple[int, int]], line: int, worker: Worker) -> list[Piece]:
+    """Consecutive cells of one worker as pieces, one a micro-batch."""
+    pieces: list[Piece] = []
+    for item, layer in cells:
+        if pieces and pieces[-1].item == item and pieces[-1].end == layer:
+            pieces[-1] = pieces[-1]._replace(end=layer + 1)
+        else:
+            pieces.append(Piece(item, layer, layer + 1, line, worker))
+    return pieces

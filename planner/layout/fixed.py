@@ -1,0 +1,123 @@
+"""Layouts in which nobody holds more than before: live holders share the micro-batches of each stage.
+
+A *part* is a range of layers that the same workers hold; at first, a stage. Every micro-batch runs on its own worker
+while that lives and has time. What it has no time for goes to other holders: whole micro-batches while they have time
+for one, and the rest in slices, as in `planner.layout.division`.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from planner.layout.parts import Part, parts_of
+from planner.layout.problem import LayoutProblem
+from planner.layout.routes import stops_of
+from planner.layout.types import LayerRange, Layout, MicroBatch
+from schedules.schedule import Worker
+
+
+def fixed_layout(problem: LayoutProblem, *, sliced: bool = True, within: float = 0.0) -> Layout:
+    """Least longest load with the present holdings, and as few slices as go with it.
+
+    `sliced`: whether a micro-batch may be cut within a part. `within`: how much longer the longest load may be than the
+    least one, as a share of it; then fewer micro-batches are cut. Raises LookupError where nobody holds a layer.
+    """
+    sharing = _Sharing(problem, sliced=sliced)
+    low, high = 0, problem.ample_ticks * 2
+    best = sharing.within(high)
+    assert best is not None, "one holder of each part has time for everything"
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = sharing.within(middle)
+        if found is None:
+            low = middle
+        else:
+            high, best = middle, found
+    if within:
+        best = sharing.within(round(high * (1 + within))) or best
+    routes = {batch: stops_of(layers) for batch, layers in sorted(best.items())}
+    return Layout(kind="layers fixed, " + ("slices" if sliced else "whole micro-batches"),
+                  holds=dict(problem.holds), routes=routes)
+
+
+class _Sharing:
+    """Shares the work of every part among its holders, for a given longest load."""
+
+    def __init__(self, problem: LayoutProblem, *, sliced: bool) -> None:
+        self._problem, self._sliced = problem, sliced
+        self._parts = sorted(parts_of(problem), key=lambda part: (len(part.holders), part.layers))
+        self._tail = {worker: sum(problem.tail[layer] for layer in problem.layers_held(worker))
+                      for worker in problem.live}
+
+    def within(self, limit: int) -> dict[MicroBatch, dict[int, Worker]] | None:
+        """The worker of each layer of every micro-batch, nobody's load above `limit` ticks; None if none is found."""
+        free = {worker: limit - tail for worker, tail in self._tail.items()}
+        if min(free.values()) < 0:
+            return None
+        where: dict[MicroBatch, dict[int, Worker]] = defaultdict(dict)
+        away: list[tuple[Part, list[MicroBatch]]] = []
+        for part in self._parts:  # own work first, of all parts
+            away.append((part, self._stay(part, free, where)))
+        return where if all(self._share(part, batches, free, where) for part, batches in away) else None
+
+    def _stay(self, part: Part, free: dict[Worker, int],
+              where: dict[MicroBatch, dict[int, Worker]]) -> list[MicroBatch]:
+        """Leave as many micro-batches as there is time for on their own workers; the others, in order."""
+        own: dict[Worker, list[MicroBatch]] = defaultdict(list)
+        away = []
+        for pipeline, count in enumerate(self._problem.microbatches):
+            for number in range(count):
+                batch = MicroBatch(pipeline, number)
+                worker = self._own_worker(part, batch)
+                if worker is None:
+                    away.append(batch)
+                else:
+                    own[worker].append(batch)
+        for worker, batches in own.items():
+            whole = self._ticks(part.layers, worker)
+            stay = min(len(batches), free[worker] // whole if whole else len(batches))
+            free[worker] -= stay * whole
+            gone = len(batches) - stay
+            leaving = {(2 * step + 1) * len(batches) // (2 * gone) for step in range(gone)}
+            for index, batch in enumerate(batches):
+                if index in leaving:
+                    away.append(batch)
+                else:
+                    where[batch].update(dict.fromkeys(range(*part.layers), worker))
+        return sorted(away, key=lambda batch: (batch.microbatch, batch.pipeline))
+
+    def _own_worker(self, part: Part, batch: MicroBatch) -> Worker | None:
+        """The worker of the micro-batch's own path where it holds the part, else another one of its pipeline."""
+        path = self._problem.paths[batch.microbatch % len(self._problem.paths)]
+        column = next(column for (first, end), column in path if first <= part.layers[0] < end)
+        worker = Worker(batch.pipeline, column)
+        if worker in part.holders:
+            return worker
+        return next((other for other in part.holders if other.pipeline == batch.pipeline), None)
+
+    def _share(self, part: Part, batches: Sequence[MicroBatch], free: dict[Worker, int],
+               where: dict[MicroBatch, dict[int, Worker]]) -> bool:
+        """Give other holders what has left its own worker; False if they have no time for it."""
+        waiting = list(batches)
+        while waiting:  # whole micro-batches in turn, to those with most time
+            worker = max(part.holders, key=lambda worker: (free[worker] // self._ticks(part.layers, worker), worker))
+            if free[worker] < self._ticks(part.layers, worker):
+                break
+            free[worker] -= self._ticks(part.layers, worker)
+            where[waiting.pop(0)].update(dict.fromkeys(range(*part.layers), worker))
+        if not self._sliced:
+            return not waiting
+        cells = [(batch, layer) for batch in waiting for layer in range(*part.layers)]
+        at = 0
+        for worker in part.holders:
+            while at < len(cells):
+                ticks = self._ticks((cells[at][1], cells[at][1] + 1), worker)
+                if ticks > free[worker]:
+                    break
+                free[worker] -= ticks
+                where[cells[at][0]][cells[at][1]] = worker
+                at += 1
+        return at == len(cells)
+
+    def _ticks(self, layers: LayerRange, worker: Worker) -> int:
+        """Ticks of F, I and W of these layers on a worker: each op of a slice is rounded up by itself."""
+        return self._problem.slice_ticks(layers, worker)

@@ -1,0 +1,89 @@
+"""The pieces of a problem with a layout: pipelines that some route joins; equal ones once."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import msgspec
+
+from planner.layout.types import MicroBatch
+from planner.model.problem import Leg, Problem
+from schedules.schedule import Slow, Worker
+
+
+def components(problem: Problem) -> list[list[tuple[int, ...]]]:
+    """Pipelines by the piece they belong to: for each different piece, all its copies, their pipelines in equal order.
+
+    Pipelines are joined where one runs micro-batches of the other.
+    """
+    assert problem.routes is not None
+    copies: dict[object, list[tuple[int, ...]]] = defaultdict(list)
+    alike: dict[object, int] = {}
+    kind = [alike.setdefault(_own(problem, pipeline), len(alike)) for pipeline in range(problem.grid.pipelines)]
+    for members in _joined(problem):
+        ordered = tuple(sorted(members, key=lambda pipeline: (kind[pipeline], pipeline)))
+        copies[tuple(kind[pipeline] for pipeline in ordered), _routes(problem, ordered)].append(ordered)
+    return sorted(copies.values(), key=lambda group: (-len(group[0]), group))
+
+
+def _joined(problem: Problem) -> list[list[int]]:
+    """The pipelines of each piece."""
+    above = list(range(problem.grid.pipelines))
+
+    def top(pipeline: int) -> int:
+        while above[pipeline] != pipeline:
+            above[pipeline] = pipeline = above[above[pipeline]]
+        return pipeline
+
+    for batch, route in (problem.routes or {}).items():
+        for leg in route:
+            if leg.worker.pipeline != batch.pipeline:
+                first, second = top(batch.pipeline), top(leg.worker.pipeline)
+                above[max(first, second)] = min(first, second)
+    found: dict[int, list[int]] = defaultdict(list)
+    for pipeline in range(problem.grid.pipelines):
+        found[top(pipeline)].append(pipeline)
+    return list(found.values())
+
+
+def _own(problem: Problem, pipeline: int) -> tuple[object, ...]:
+    """What a pipeline's workers are and hold."""
+    slow, holdings = problem.times.per_mille_of, problem.holdings or {}
+    workers = [Worker(pipeline, column) for column in range(problem.grid.columns)]
+    return (problem.grid.microbatches[pipeline], tuple((holdings[worker].group, holdings[worker].room)
+                                                       if worker in holdings else None for worker in workers),
+            tuple(slow.get(worker) for worker in workers))
+
+
+def _routes(problem: Problem, pipelines: Sequence[int]) -> tuple[object, ...]:
+    """The routes of these pipelines' micro-batches, as if they were numbered in their order."""
+    number = {pipeline: index for index, pipeline in enumerate(pipelines)}
+    return tuple((slice_, number[worker.pipeline], worker.column) for pipeline in pipelines
+                 for microbatch in range(problem.grid.microbatches[pipeline])
+                 for slice_, worker in (problem.routes or {})[MicroBatch(pipeline, microbatch)])
+
+
+def part_of(problem: Problem, pipelines: Sequence[int]) -> Problem:
+    """The problem of some pipelines alone, numbered anew in their order."""
+    number = {pipeline: index for index, pipeline in enumerate(pipelines)}
+
+    def renamed(worker: Worker) -> Worker:
+        return Worker(number[worker.pipeline], worker.column)
+
+    grid = msgspec.structs.replace(problem.grid, pipelines=len(pipelines),
+                                   microbatches=tuple(problem.grid.microbatches[pipeline] for pipeline in pipelines))
+    slow = tuple(sorted((Slow(renamed(slow.worker), slow.per_mille) for slow in problem.times.slow
+                         if slow.worker.pipeline in number), key=lambda slow: slow.worker))
+    part = msgspec.structs.replace(
+        problem, grid=grid, times=msgspec.structs.replace(problem.times, slow=slow),
+        failed=frozenset(Worker(number[pipeline], column) for pipeline in pipelines for column in range(grid.columns)
+                         if Worker(pipeline, column) in problem.failed))
+    if problem.holdings is None or problem.routes is None:
+        return part
+    return msgspec.structs.replace(
+        part,
+        holdings={Worker(number[pipeline], column): problem.holdings[Worker(pipeline, column)]
+                  for pipeline in pipelines for column in range(grid.columns)
+                  if Worker(pipeline, column) in problem.holdings},
+        routes={MicroBatch(number[pipeline], microbatch): tuple(
+            Leg(leg.slice, renamed(leg.worker)) for leg in problem.routes[MicroBatch(pipeline, microbatch)])
+            for pipeline in pipelines for microbatch in range(problem.grid.microbatches[pipeline])})

@@ -1,0 +1,53 @@
+"""What a layout is made for: a job and its failures in the plain integers of `planner.layout`."""
+
+from collections.abc import Sequence
+
+from planner.job.file import Job
+from planner.job.layers import layer_costs
+from planner.layout.problem import LayersMode, LayoutProblem
+from planner.model.problem import NoPlanError, grid_of
+from planner.model.ticks import memory_in_units, tick_of, times_in_ticks
+from schedules.schedule import BackwardMode, Worker
+
+
+def layout_problem(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode = "split",
+                   layers: LayersMode = "fixed", from_checkpoint: bool = False,
+                   sliced: bool = True) -> LayoutProblem:
+    """The same ticks and memory units as in the problem of a layout (`problem_of_layout`).
+
+    Raises JobError where a stage has no layer, NoPlanError where no worker is left.
+    """
+    grid, costs = grid_of(job), layer_costs(job)
+    single = tuple((layer, layer + 1) for layer in range(len(costs.forward)))
+    tick, stages = tick_of(job, costs), len(grid.stages)
+    times, memory = times_in_ticks(job, grid, tick, costs, single), memory_in_units(job, costs, single)
+    live = [worker for worker in grid.workers() if worker not in set(failed)]
+    if not live:
+        raise NoPlanError("all workers are down")
+    holds = [_merged([grid.layers_of(stage) for stage in grid.stages_of(column)]) for column in range(grid.columns)]
+    weights = memory.weights if memory else ()
+    return LayoutProblem(
+        forward=times.forward[stages:], backward_input=times.backward_input[stages:],
+        backward_weight=times.backward_weight[stages:], transfer=times.transfer,
+        optimizer=tuple(round(value / tick) for value in costs.optimizer), all_reduce=times.all_reduce[stages:],
+        activation=memory.activation[stages:] if memory else (),
+        weight_stash=memory.weight_stash[stages:] if memory and backward == "split" else (0,) * len(single),
+        weights=weights, per_mille={worker: ticks for worker, ticks in times.per_mille_of.items() if worker in live},
+        room={worker: memory.capacity[worker.column] + sum(sum(weights[first:end])
+                                                           for first, end in holds[worker.column])
+              for worker in live} if memory else None,
+        microbatches=grid.microbatches, holds={worker: holds[worker.column] for worker in live}, layers=layers,
+        from_checkpoint=from_checkpoint, sliced=sliced,
+        paths=tuple(tuple((grid.layers_of(stage), grid.stages[stage].column) for stage in grid.path(chain))
+                    for chain in range(grid.chains)))
+
+
+def _merged(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Ascending ranges that do not touch."""
+    found: list[tuple[int, int]] = []
+    for first, end in sorted(set(ranges)):
+        if found and found[-1][1] >= first:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((first, end))
+    return tuple(found)

@@ -1,0 +1,192 @@
+"""Proven lower bounds on the period where any live holder of a stage may run any micro-batch of it, or a slice.
+
+They are those of `planner.model.bounds` with two changes. No worker has micro-batches of its own, so that only the sum
+over all holders of a stage counts. And what is counted are *cells*: one of the p equal layers of a stage for one
+micro-batch, p = 1 where micro-batches are not cut. A slice is one cell or more, so that a wait which starts or ends
+with a unit starts or ends with one cell at least.
+
+To stay in whole numbers, times of a stage are multiplied by p: then a cell takes F, I and W ticks.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from planner.model.problem import Problem
+from schedules.schedule import OpKind, Worker
+
+Named = tuple[int, str]
+"""A bound in ticks, and in words what it counts."""
+
+
+class _Cells(NamedTuple):
+    """The cells of a stage on one of its holders; times in ticks / p."""
+
+    parts: int
+    """p: cells of a micro-batch."""
+    forward: int
+    gradient: int
+    """Of an I, or B."""
+    weight: int
+    """Of a W; 0 when fused."""
+    round_trip: int
+    """From the end of an F to the start of its I."""
+    waiting: int
+    """Cells that memory holds between F and I;"""
+    held: int
+    """between F and W;"""
+    stashed: int
+    """between I and W."""
+
+    @property
+    def work(self) -> int:
+        """F, I and W."""
+        return self.forward + self.gradient + self.weight
+
+    def fill(self, count: int) -> int:
+        """Idle time before the first I of a worker that runs so many cells; see `bounds.window_bound`."""
+        return max(0, self.round_trip - (min(count, self.waiting) - 1) * self.forward)
+
+    def drain(self, count: int, *, until_weight: bool) -> int:
+        """Idle time from the last F on, until the last I has ended, or its W, too; see `bounds._drain_idle`."""
+        if count <= self.waiting:
+            return 0
+        idle = self.round_trip + self.gradient - self.waiting * self.gradient
+        if until_weight:
+            idle += self.weight - min(count, self.held) * self.weight
+        return max(0, idle)
+
+    def window(self, count: int) -> int:
+        """Time from the first to the last op."""
+        return count * self.work + self.fill(count) + self.drain(count, until_weight=True) if count else 0
+
+
+def shared_bounds(problem: Problem) -> list[Named]:
+    """Each valid on its own."""
+    bounds = [(_group_work(problem, columns), f"the work of column {columns[0]}, shared by its live workers")
+              for columns in _tied_columns(problem)]
+    for stage in _single(problem):
+        column = problem.column_of[stage]
+        window = _window(problem, stage)
+        bounds.append((window, f"work and round trips of the busiest worker of column {column}"))
+        bounds.append((_chain(problem, stage), f"the way to stage {stage}, its work, and the way back"))
+        if problem.optimizer == "synchronous":
+            bounds.append((problem.least_ways[0][stage] + window, f"the way to column {column}, and its work"))
+    return bounds
+
+
+def _tied_columns(problem: Problem) -> list[list[int]]:
+    """Columns that hold the same layers."""
+    return [[column for column, tied in enumerate(problem.tied) if tied == first]
+            for first in sorted(set(problem.tied))]
+
+
+def _single(problem: Problem) -> Sequence[int]:
+    """The stages whose workers hold no other layers, and whose layers, if they can be told apart, are equal."""
+    grid = problem.grid
+    if grid.chains > 1:
+        return ()
+    return [stage for stage in range(len(grid.stages))
+            if len(grid.stages_of(problem.column_of[stage])) == 1 and problem.parts_of(stage)]
+
+
+def _group_work(problem: Problem, columns: Sequence[int]) -> int:
+    """All work of some columns at the rates of all their live workers, with the shortest of their tails."""
+    grid = problem.grid
+    nobody = Worker(-1, -1)
+    work = sum(sum(problem.times.duration_ticks(kind, stage, nobody) for kind in problem.kinds) * _along(problem, stage)
+               for column in columns for stage in grid.stages_of(column))
+    per_mille = problem.times.per_mille_of
+    kinds = Counter(per_mille.get(Worker(pipeline, column), 1000) for column in columns
+                    for pipeline in problem.live_by_column[column])
+    rate = sum((Fraction(1000 * number, slow) for slow, number in kinds.items()), start=Fraction(0))
+    return -(-work * rate.denominator // rate.numerator) + min(map(problem.column_tail, columns))
+
+
+def _along(problem: Problem, stage: int) -> int:
+    """Micro-batches that visit a stage in an iteration."""
+    grid = problem.grid
+    return sum(len(range(stage // grid.depth, count, grid.chains)) for count in grid.microbatches)
+
+
+def _cells(problem: Problem, stage: int, worker: Worker) -> _Cells:
+    parts = problem.parts_of(stage)
+    forward, gradient, *weight = (problem.cost(kind, stage, worker) for kind in problem.kinds)
+    there, back = problem.least_ways
+    hops = 2 * problem.least_hop(stage) if stage + 1 < len(problem.grid.stages) else 0
+    trip = there[-1] - there[stage + 1] + back[-1] - back[stage + 1] + hops
+    activation, stash = problem.activation(stage), problem.stash(stage)
+    total = _along(problem, stage) * parts
+
+    def most(amount: int) -> int:
+        return problem.room(worker) * parts // amount if problem.memory and amount else total
+
+    return _Cells(parts=parts, forward=forward, gradient=gradient, weight=sum(weight), round_trip=trip * parts,
+                  waiting=most(activation), held=most(min(activation, stash)), stashed=most(stash))
+
+
+def _kinds(problem: Problem, stage: int) -> Counter[_Cells]:
+    """How many holders of a stage run its cells in which times."""
+    column, per_mille = problem.column_of[stage], problem.times.per_mille_of
+    workers = [Worker(pipeline, column) for pipeline in problem.live_by_column[column]]
+    speeds = Counter(per_mille.get(worker, 1000) for worker in workers)
+    one = {per_mille.get(worker, 1000): worker for worker in workers}
+    found: Counter[_Cells] = Counter()
+    for slow, number in speeds.items():
+        found[_cells(problem, stage, one[slow])] += number
+    return found
+
+
+def _window(problem: Problem, stage: int) -> int:
+    """The least T such that the holders of a stage can run all of its cells in windows of T ticks.
+
+    A worker that runs n cells has a window of at least n (F + I + W) and the idle time while it fills and drains, which
+    do not fall with n. So in T it runs no more than the n with which that is T.
+    """
+    total = _along(problem, stage) * problem.parts_of(stage)
+    kinds = _kinds(problem, stage)
+
+    def enough(ticks: int) -> bool:
+        return sum(number * _most(cells, ticks * cells.parts, total) for cells, number in kinds.items()) >= total
+
+    high = max(-(-cells.window(total) // cells.parts) for cells in kinds)
+    return _least(enough, high) + problem.column_tail(problem.column_of[stage])
+
+
+def _most(cells: _Cells, ticks: int, total: int) -> int:
+    """The most cells, up to all, that fit in a window."""
+    return total - _least(lambda fewer: cells.window(total - fewer) <= ticks, total)
+
+
+def _least(enough: Callable[[int], bool], high: int) -> int:
+    """The least number from 0 to `high` that is enough."""
+    low = 0
+    while low < high:
+        middle = (low + high) // 2
+        if enough(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _chain(problem: Problem, stage: int) -> int:
+    """Fill and drain bound, through the busiest worker of a stage; see `bounds._chain_bound`. 0 where speeds differ."""
+    kinds = _kinds(problem, stage)
+    if len(kinds) > 1:
+        return 0
+    cells, = kinds
+    parts = cells.parts
+    count = -(-_along(problem, stage) * parts // len(problem.holders[stage]))
+    left = max((count - min(count, cells.stashed)) * cells.weight,
+               (count - min(count, cells.held)) * cells.weight + cells.drain(count, until_weight=False))
+    inside = count * (cells.forward + cells.gradient) + cells.fill(count) + left
+    there, back = problem.least_ways
+    last = 0
+    if problem.backward == "split" and stage and problem.parts_of(0):
+        last = problem.fastest(OpKind.W, 0) // problem.parts_of(0)
+    tail = problem.column_tail(problem.column_of[0])
+    ways = there[stage] + back[stage] + last
+    return -(-inside // parts) + ways + (tail if problem.optimizer == "staggered" else
+                                         max(tail, *problem.times.optimizer))

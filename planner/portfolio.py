@@ -1,0 +1,170 @@
+"""The best of several ways to answer a failure: whole micro-batches at each stage, and layouts that cut or move.
+
+Layers in place: the problem as it is, in which live holders share micro-batches, and layouts that cut some of these
+within a stage (`planner.layout.fixed`). With layers that may move, all candidates of `planner.layout` besides. List
+schedules of each say which are worth more time; the best few are annealed in turns, until one has all of the time left.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from planner.job.file import Job
+from planner.job.layers import layer_costs
+from planner.layout.bounds import period_bound
+from planner.layout.candidates import candidates
+from planner.layout.problem import LayoutProblem
+from planner.model.decompose import decompose
+from planner.model.for_layout import layout_problem
+from planner.model.from_layout import problem_of_layout
+from planner.model.problem import NoPlanError, Problem
+from planner.model.ticks import tick_of
+from planner.options import PlanOptions
+from planner.search.budget import Budget
+from planner.search.compiled import ready
+from planner.search.incumbent import Incumbent
+from planner.search.list_scheduler import StuckError
+from planner.search.solve import Solved, improve, in_time, solve, solved_by
+from planner.search.steps.anneal import anneal
+from planner.search.steps.bound import bound
+from planner.search.steps.list_schedules import list_schedules
+from schedules.schedule import Worker
+
+LIST_SHARE = 0.3
+"""Share of the time for list schedules of all candidates."""
+FIRST_SHARE = 0.25
+"""Share of that for the problem as it is."""
+HEATS = ((4, 0.15), (2, 0.2))
+"""How many of the best go on, and the share of the time left that they have together; then one has the rest."""
+MOST_LAYOUTS = 8
+"""Layouts that are looked at."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """The best of the candidates."""
+
+    problem: Problem
+    solved: Solved
+    fixed_period: float | None = None
+    """Seconds: the best period found with layers in place, where they move in this answer."""
+
+
+def best_answer(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: Problem | None,
+                budget: Budget) -> Answer:
+    """The best that is found within the budget.
+
+    `problem` is that of the options, None where it has no plan; it is solved alone where nothing else can be better.
+    Raises NoPlanError.
+    """
+    alone = options.method not in ("cp-sat", "greedy") or not (options.layers == "move" or _can_gain(options, problem))
+    if problem is not None and alone:
+        return Answer(problem, solve(problem, options.method, budget))
+    ready(budget.progress)
+    given = layout_problem(job, failed, backward=options.backward or "split", layers=options.layers,
+                           sliced=options.slices, from_checkpoint=options.from_checkpoint)
+    return _Portfolio(options, job, failed, given, budget).best(problem)
+
+
+def _can_gain(options: PlanOptions, problem: Problem | None) -> bool:
+    """Whether slices can shorten the plan of the problem as it is."""
+    return options.slices and problem is not None and any(count != 1 for count in problem.parts) and \
+        problem.grid.chains == 1
+
+
+class _Entry(msgspec.Struct, frozen=True, eq=False):
+    """A candidate with its best solution so far."""
+
+    known: Incumbent
+    moved: bool
+    """Whether layers are elsewhere than before."""
+
+    @property
+    def seconds(self) -> float:
+        """Its period."""
+        return self.known.period * self.known.problem.tick_seconds
+
+
+class _Portfolio:
+    """The candidates of one job and its failures."""
+
+    def __init__(self, options: PlanOptions, job: Job, failed: Sequence[Worker], given: LayoutProblem,
+                 budget: Budget) -> None:
+        self._options, self._job, self._failed, self._given = options, job, failed, given
+        self._budget = budget
+        self._scale = tick_of(job) / tick_of(job, layer_costs(job))
+        """Ticks of a layout's problem in one of the problem as it is."""
+        self._least, self._counts = period_bound(given), "the work of all layers that workers share"
+        self._entries: list[_Entry] = []
+
+    def best(self, problem: Problem | None) -> Answer:
+        """The best of all. Raises NoPlanError where there is none."""
+        budget, began = self._budget, time.monotonic()
+        first = None
+        if problem is not None:
+            first = bound(problem)
+            if self._options.layers == "fixed" and first.bound * self._scale > self._least:
+                self._least, self._counts = math.ceil(first.bound * self._scale), first.bound_counts
+            first = first.with_bound(math.ceil(self._least / self._scale), self._counts)
+            budget = in_time(first, budget)
+        lists = budget if self._options.method == "greedy" else budget.share(LIST_SHARE)
+        if first is not None:
+            self._add(first, lists.share(FIRST_SHARE), moved=False)
+        self._add_layouts(lists)
+        if not self._entries:
+            raise NoPlanError("no layout of the layers over the live workers has room for the micro-batches in flight")
+        if self._options.method != "greedy":
+            self._improve(budget)
+        best = min(self._entries, key=lambda entry: entry.seconds)
+        fixed = min((entry.seconds for entry in self._entries if not entry.moved), default=None)
+        solved = solved_by(best.known, time.monotonic() - began)
+        return Answer(best.known.problem, solved, fixed if best.moved else None)
+
+    def _add(self, known: Incumbent, budget: Budget, *, moved: bool) -> None:
+        """List schedules of a candidate. It is dropped where they get stuck for lack of memory."""
+        with contextlib.suppress(StuckError):
+            self._entries.append(_Entry(list_schedules(known, budget), moved))
+
+    def _add_layouts(self, budget: Budget) -> None:
+        options = self._options
+        made = candidates(self._given)
+        left = MOST_LAYOUTS
+        while left and not self._done and (not self._entries or (budget.seconds > 0 and not budget.stopped)):
+            try:
+                layout = next(made, None)
+            except LookupError as error:
+                if not self._entries:
+                    raise NoPlanError(f"{error}: it is in checkpoints only") from None
+                return
+            if layout is None:
+                return
+            problem = problem_of_layout(self._job, self._failed, layout, backward=options.backward or "split",
+                                        optimizer=options.optimizer or "staggered", least=self._least)
+            known = Incumbent(problem=problem, pieces=decompose(problem), bound=self._least, bound_counts=self._counts)
+            self._add(known, budget.share(1 / left), moved=dict(layout.holds) != dict(self._given.holds))
+            left -= 1
+
+    @property
+    def _done(self) -> bool:
+        """Whether some candidate is as good as any can be."""
+        return any(not entry.known.open for entry in self._entries)
+
+    def _improve(self, budget: Budget) -> None:
+        """Anneal the best few in turns, fewer each time, then the best of all."""
+        for count, share in HEATS:
+            ranked = sorted(self._entries, key=lambda entry: entry.seconds)[:count]
+            if len(ranked) < 2:
+                break
+            end = budget.share(share)
+            for number, entry in enumerate(ranked):
+                if not self._done and not budget.stopped:
+                    known = anneal(entry.known, end.share(1 / (len(ranked) - number)))
+                    self._replace(entry, known)
+        best = min(self._entries, key=lambda entry: entry.seconds)
+        if best.known.open and not budget.stopped:
+            self._replace(best, improve(best.known, budget))
+
+    def _replace(self, entry: _Entry, known: Incumbent) -> None:
+        self._entries[self._entries.index(entry)] = _Entry(known, entry.moved)

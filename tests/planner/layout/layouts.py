@@ -1,0 +1,63 @@
+"""Problems to make layouts for, and what every layout must fulfil."""
+
+import itertools
+
+import networkx as nx
+
+from planner.layout.problem import LayoutProblem
+from planner.layout.types import Layout, MicroBatch
+from schedules.schedule import Worker
+
+
+def problem(pipelines=2, stages=2, microbatches=2, per_stage=2, *, failed=(), slow=None, layers="move", transfer=2,
+            weights=8, room=None, optimizer=1, times=None, **more) -> LayoutProblem:
+    """Equal layers of 10 ticks for each of F, I and W, `per_stage` a stage; a micro-batch holds 1 of each layer."""
+    count = stages * per_stage
+    times = tuple(times or (10,) * count)
+    failed = {Worker.parse(name) for name in failed}
+    live = [Worker(pipeline, stage) for pipeline in range(pipelines) for stage in range(stages)
+            if Worker(pipeline, stage) not in failed]
+    ranges = [(stage * per_stage, (stage + 1) * per_stage) for stage in range(stages)]
+    return LayoutProblem(
+        forward=times, backward_input=times, backward_weight=times, optimizer=(optimizer,) * count,
+        all_reduce=(0,) * count, transfer=transfer, activation=(1,) * count, weight_stash=(1,) * count,
+        weights=(weights,) * count, room=None if room is None else dict.fromkeys(live, room),
+        per_mille={Worker.parse(name): per_mille for name, per_mille in (slow or {}).items()},
+        microbatches=(microbatches,) * pipelines if isinstance(microbatches, int) else tuple(microbatches),
+        paths=(tuple(zip(ranges, range(stages), strict=True)),),
+        holds={worker: (ranges[worker.column],) for worker in live}, layers=layers, **more)
+
+
+def loads(given: LayoutProblem, layout: Layout) -> dict[Worker, int]:
+    """Ticks of each live worker: its ops, then all-reduce and optimizer of what it holds."""
+    found = {worker: sum(given.tail[layer] for held in layout.holds[worker] for layer in range(*held))
+             for worker in layout.holds}
+    for route in layout.routes.values():
+        for layers, worker in route:
+            found[worker] += given.slice_ticks(layers, worker)
+    return found
+
+
+def assert_valid(given: LayoutProblem, layout: Layout) -> None:
+    """Rules of a layout, each stated by itself."""
+    assert set(layout.holds) == set(given.live)
+    for ranges in layout.holds.values():
+        assert all(low < high for low, high in ranges)
+        assert all(before[1] < after[0] for before, after in itertools.pairwise(ranges))
+    assert set(layout.routes) == {MicroBatch(pipeline, number) for pipeline, count in enumerate(given.microbatches)
+                                  for number in range(count)}
+    passes = nx.DiGraph()
+    for route in layout.routes.values():
+        ends = [0, *(stop.layers[1] for stop in route)]
+        assert [stop.layers[0] for stop in route] == ends[:-1]
+        assert ends[-1] == given.layer_count
+        for (first, end), worker in route:
+            assert any(low <= first < end <= high for low, high in layout.holds[worker])
+        passes.add_edges_from((a.worker, b.worker) for a, b in itertools.pairwise(route) if a.worker != b.worker)
+    assert nx.is_directed_acyclic_graph(passes), "two routes pass two workers in opposite order"
+    if given.room is not None:
+        for worker, ranges in layout.holds.items():
+            held = [layer for low, high in ranges for layer in range(low, high)]
+            assert sum(given.weight(layer) + given.most(layer) for layer in held) <= given.room[worker]
+    if given.layers == "fixed":
+        assert layout.holds == given.holds
