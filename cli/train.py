@@ -1,6 +1,7 @@
 """`slipstream train`: trains a job's model by a schedule that is planned, given, or looked up in a table."""
 
 import math
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,6 +24,7 @@ from runtime.config import ConfigError, RunConfig, parse_run_config
 from runtime.coordinator.event_loop import STALL_TIMEOUT_SECONDS
 from runtime.launch import NodeJob, Resilience, RunError, RunOptions, RunResult, join, run
 from runtime.model.checkpoint import Checkpoint, CheckpointError
+from runtime.processes.fork_server import signal_at_death_of_parent
 from runtime.processes.launchers import announce, find, to_open
 from runtime.processes.process_manager import Return
 from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped
@@ -93,6 +95,8 @@ def train(ctx: typer.Context, job: JobFile,
     same command on each, with --nodes, --node and --rendezvous, or by torchrun, srun or mpirun.
     """
     here = launched_as(nodes, node, rendezvous)
+    if here.agent:  # one that is killed tells nobody: this process would train on, without anyone who knows of it
+        signal_at_death_of_parent(signal.SIGTERM)
     folder = out_folder or Path("runs") / job.stem
     wanted = read_job_or_refuse(job)
     config = _config(wanted, job, dtype=dtype, seed=seed, iterations=iterations)

@@ -187,9 +187,11 @@ class Coordinator:
             self._leaving.add(worker)
             self.advance()
         elif self._phase in ("gathering", "training"):
+            self._members.discard(worker)  # of an order that has not been given
             self._ready.discard(worker)
             self._joins.lost(worker)
             self._send(worker, Leave())
+            self.advance()
 
     def paused(self, report: Paused) -> None:
         """A member has stopped."""

@@ -65,7 +65,7 @@ from runtime.protocol.to_node_agent import (
     StillRunning,
     ToNodeAgent,
 )
-from runtime.protocol.to_worker import ReportStatus
+from runtime.protocol.to_worker import Leave, ReportStatus
 from schedules.schedule import Schedule, Worker
 
 DRAIN_SECONDS = 1.0
@@ -253,6 +253,9 @@ class EventLoop:
             self._processes.kill(one.worker)
 
     def _send(self, worker: Worker, message: msgspec.Struct) -> None:
+        if isinstance(message, Leave):  # its end is no news
+            self._given_up.add(worker)
+            self._monitor.remove(worker)
         if message is not self._last_sent[0]:
             self._last_sent = message, frame(message)
         if worker in self._workers:

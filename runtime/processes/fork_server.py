@@ -311,10 +311,15 @@ def _tell(news: _Started | ProcessEnded) -> None:
 
 def _die_with(parent: int) -> None:
     """Be killed when the fork server is, where the system can do that (Linux)."""
+    signal_at_death_of_parent(signal.SIGKILL)
+    if sys.platform.startswith("linux") and os.getppid() != parent:
+        os._exit(1)
+
+
+def signal_at_death_of_parent(number: signal.Signals) -> None:
+    """Have the system send this process a signal when its parent dies, where it can do that (Linux)."""
     if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def main() -> None:

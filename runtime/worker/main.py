@@ -136,8 +136,8 @@ class _Worker:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # until now blocked, as in the fork server
 
     def _end_soon(self, *_: object) -> None:
-        """SIGTERM: leave when the others can do without this worker; a second one ends it at once."""
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        """SIGTERM: leave when the others can do without this worker. It may come again: schedulers repeat it."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._told_to_end = True
         self._waker.send(b"!")
 

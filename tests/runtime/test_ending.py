@@ -12,7 +12,7 @@ import pytest
 from runtime.launch import Resilience, RunOptions, RunResult, join, run
 from runtime.model.checkpoint import latest
 from runtime.processes.fork_server import ForkServer
-from runtime.processes.stop_signals import RunStopped
+from runtime.processes.stop_signals import REPEATED_SECONDS, RunStopped
 from runtime.protocol.rendezvous import Rendezvous
 from tests.runtime.failing import JOB, TIMEOUT_SECONDS, dead, planned
 from tests.runtime.running import assert_same_numbers, free_port, judge, log_of, schedule_for, tiny
@@ -77,10 +77,22 @@ def test_without_checkpoints_it_just_ends_at_the_next_iteration(fork_server, tmp
     assert 6 <= committed(tmp_path) <= 10 and not (tmp_path / "checkpoints").exists()
 
 
+def test_a_signal_that_is_repeated_at_once_is_the_same_one(fork_server, tmp_path):
+    """From the scheduler and from torchrun; also where workers get it twice."""
+    def tell(iteration, _):
+        if iteration == 5:
+            for pid in 2 * [os.getpid(), *fork_server.pids.values()]:
+                os.kill(pid, signal.SIGTERM)
+
+    stopped(tmp_path, fork_server, tell)
+    assert_goes_on(tmp_path, fork_server)
+
+
 def test_a_second_signal_ends_it_at_once(fork_server, tmp_path):
     def tell(iteration, _):
         if iteration == 5:
             os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(REPEATED_SECONDS[signal.SIGINT] + 0.1)
             os.kill(os.getpid(), signal.SIGINT)
 
     assert stopped(tmp_path, fork_server, tell).number == signal.SIGINT

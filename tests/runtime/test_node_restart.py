@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,9 @@ def test_a_second_launcher_of_a_node_waits_until_the_first_is_missed(node, fork_
         result = lead(node, fork_server, tmp_path / "lead", progress)
     finally:
         node.close()
+        for pid in stopped:  # the fork server sees then that its launcher is gone
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
     assert sorted(dead(result)) == sorted(returned(result)) == ["1.0", "1.1"]
     wait_until_gone(stopped)
 
