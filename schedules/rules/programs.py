@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from schedules.layers import joined, layers_text
 from schedules.precedence import OpKey, op_key
 from schedules.rules.case import Case, Route, Violation, listed
-from schedules.schedule import LayerRange, Op, OpKind, Worker, joined, layers_text
+from schedules.schedule import LayerRange, Op, OpKind, Worker
 
 
 def each_once(case: Case) -> Iterator[Violation]:
