@@ -78,6 +78,8 @@ def closing(case: Case) -> Iterator[Violation]:
 def _reductions_of(case: Case, worker: Worker) -> Iterator[Violation]:
     """The As of one worker."""
     held, ranges = case.schedule.holds(worker), sorted(case.reductions[worker], key=lambda reduced: reduced[0])
+    if held == tuple(layers for layers, _ in ranges):
+        return
     for (before, one), (after, other) in pairwise(ranges):
         if after[0] < before[1]:
             yield Violation("closing", f"worker {worker} runs {_reduction(case, one)} and {_reduction(case, other)}; "
