@@ -16,6 +16,7 @@ from runtime.processes.stop_signals import RunStopped
 from runtime.protocol.rendezvous import Rendezvous
 from tests.runtime.failing import JOB, TIMEOUT_SECONDS, dead, planned
 from tests.runtime.running import assert_same_numbers, free_port, judge, log_of, schedule_for, tiny
+from tests.runtime.speaking import SECRET, own_job
 
 ENDLESS = 100_000
 CONFIG = tiny(iterations=30)
@@ -170,7 +171,7 @@ def test_a_node_whose_workers_leave(fork_server, tmp_path):
 
     def follow(other: ForkServer) -> None:
         try:
-            join(rendezvous, node=1, nodes=2, out=tmp_path / "other", fork_server=other)
+            join(rendezvous, own_job(JOB, CONFIG), node=1, nodes=2, out=tmp_path / "other", fork_server=other)
         except Exception as error:
             errors.append(error)
 
@@ -182,6 +183,7 @@ def test_a_node_whose_workers_leave(fork_server, tmp_path):
     with ForkServer() as other:
         thread = threading.Thread(target=follow, args=(other,), daemon=True)
         thread.start()
-        result = trained(tmp_path / "lead", fork_server, tell, RunOptions(nodes=2, rendezvous=rendezvous))
+        options = RunOptions(nodes=2, rendezvous=rendezvous, secret=SECRET)
+        result = trained(tmp_path / "lead", fork_server, tell, options)
         thread.join(20)
     assert sorted(dead(result)) == ["1.0", "1.1"] and len(result.recoveries) == 1 and not errors

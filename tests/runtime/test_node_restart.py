@@ -25,6 +25,7 @@ from tests.runtime.running import (
     tiny,
     wait_until_gone,
 )
+from tests.runtime.speaking import SECRET
 
 CONFIG = tiny(iterations=300)
 SLOWLY_SECONDS = 0.2
@@ -34,7 +35,10 @@ import sys
 from pathlib import Path
 from runtime.launch import join
 from runtime.protocol.rendezvous import Rendezvous
-join(Rendezvous("127.0.0.1", int(sys.argv[1])), node=1, nodes=2, out=Path(sys.argv[2]), join_timeout_seconds=60,
+from tests.runtime.speaking import own_job
+from tests.runtime.test_node_restart import CONFIG, JOB
+join(Rendezvous("127.0.0.1", int(sys.argv[1])), own_job(JOB, CONFIG), node=1, nodes=2, out=Path(sys.argv[2]),
+     join_timeout_seconds=60,
      notify=lambda text: print(text, file=sys.stderr, flush=True))
 """
 
@@ -78,7 +82,8 @@ def lead(node: Node, fork_server: ForkServer, out: Path, progress) -> RunResult:
             time.sleep(SLOWLY_SECONDS)
 
     result = run(schedule_for(JOB), CONFIG, out=out, fork_server=fork_server, progress=slowly,
-                 options=RunOptions(nodes=2, rendezvous=Rendezvous("127.0.0.1", node.port), notify=news.append),
+                 options=RunOptions(nodes=2, rendezvous=Rendezvous("127.0.0.1", node.port), secret=SECRET,
+                                    notify=news.append),
                  resilience=Resilience(scheduler=planned(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS))
     assert_same_numbers(result, judge(CONFIG, JOB.microbatches, CONFIG.training.iterations))
     return result
