@@ -139,7 +139,8 @@ class _Portfolio:
                 layout = next(made, None)
             except LookupError as error:
                 if not self._entries:
-                    raise NoPlanError(f"{error}: it is in checkpoints only") from None
+                    raise NoPlanError(f"{error}: with --layers move --from-checkpoint, it is taken from a "
+                                      "checkpoint") from None
                 return
             if layout is None:
                 return
