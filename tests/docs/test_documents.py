@@ -72,7 +72,8 @@ def samples(row: str) -> list[float]:
 
 
 @pytest.mark.parametrize(("row", "plan"), [
-    ("Slipstream, settled", lambda job, failed: normalised(job, failed, PlanOptions(time_limit=30, layers="move"))),
+    ("Slipstream, settled", lambda job, failed: normalised(
+        job, failed, PlanOptions(time_limit=30, layers="move" if failed else "fixed"))),
     ("Slipstream, at once", lambda job, failed: plan_job(job, failed, time_limit=30)),
     ("1F1B", lambda job, failed: plan_job(job, failed, method="1f1b")),
 ])
@@ -81,7 +82,7 @@ def test_what_a_failure_costs(row, plan):
     job = parse_job(preset("llama-3-8b"))
     for failed, said in zip(([], ONE, FIVE), samples(row), strict=True):
         found = sum(job.microbatches) / plan(job, failed).period
-        assert said * (1 - (0.001 if row == "1F1B" or not failed else 0.02)) <= found <= said * 1.02
+        assert said * (1 - (0.002 if row == "1F1B" or not failed else 0.02)) <= found <= said * 1.02
 
 
 def test_what_dropping_a_replica_and_restarting_cost(tmp_path):
@@ -121,7 +122,7 @@ def test_tutorial_prints_what_the_commands_print(tmp_path, monkeypatch):
     assert len(claims) == 5
     number = re.compile(r"\d+(?:\.\d+)?")
     for claim in claims:
-        pattern = number.sub(lambda _: r"(\\d+(?:\\.\\d+)?)", re.escape(claim))
+        pattern = f"({number.pattern})".join(map(re.escape, number.split(claim)))
         said = [float(one) for one in number.findall(claim)]
         found = [[float(one) for one in match.groups()] for match in re.finditer(pattern, printed)]
         near = [numbers for numbers in found if all(
