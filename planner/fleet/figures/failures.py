@@ -12,7 +12,7 @@ from planner.progress import CountCallback
 
 MOST = 9
 KINDS: tuple[type[Policy], ...] = tuple(POLICIES[name] for name in (
-    "slipstream", "recycle", "oobleck", "bamboo", "fault-scaled", "work-conserving"))
+    "slipstream", "slipstream-fixed", "recycle", "oobleck", "elaswave", "bamboo", "fault-scaled", "work-conserving"))
 
 
 def steady_rates(microbatches: int) -> dict[str, list[float]]:
