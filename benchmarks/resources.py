@@ -3,8 +3,8 @@
     python -m benchmarks.resources [--recoveries 100] [--seed 1]
 
 Trains layers that sleep for 2 ms in an op, in 3 pipelines of 2 stages. The workers of one pipeline live; the others are
-killed again and again, by SIGKILL at any moment, and come back. At every commit, the open descriptors and the threads of
-the living are counted. A worker holds more for a moment, while orders change, so that minima are compared: those of
+killed again and again, by SIGKILL at any moment, and come back. At every commit, the open descriptors and the threads
+of the living are counted. A worker holds more for a moment, while orders change, so that minima are compared: those of
 each fifth of the recoveries. Exit status 1 when the last fifth's is higher than the first's.
 """
 
@@ -57,8 +57,8 @@ class Samples:
 
     def minima(self, worker: Worker, what: int) -> list[int]:
         """Of each part of the recoveries, the first commits apart, when layers are still being built."""
-        mine = self.counts[worker]
-        return [min(one[what] for one in mine if part * self.recoveries <= PARTS * one[0] <= (part + 1) * self.recoveries)
+        mine, total = self.counts[worker], self.recoveries
+        return [min(one[what] for one in mine if part * total <= PARTS * one[0] <= (part + 1) * total)
                 for part in range(PARTS)]
 
 

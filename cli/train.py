@@ -30,7 +30,7 @@ from runtime.protocol.failure_injection import Injection
 from runtime.protocol.rendezvous import RendezvousError
 from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
 from runtime.replay.placement import PlacementError
-from runtime.run_folder import FolderError
+from runtime.run_folder import FolderError, results
 from schedules.check import check
 from schedules.schedule import Schedule
 
@@ -70,7 +70,7 @@ def train(ctx: typer.Context, job: JobFile,
               "Remove what another run has left in --out, instead of refusing to train there."))] = False,
           resume: Annotated[Path | None, typer.Option("--resume", metavar="DIR", help=(
               "Go on from the newest checkpoint there: the --out of another run, or one checkpoint's folder. The grid "
-              "may be another."))] = None,
+              "may be another. The same folder as --out may be empty: then start."))] = None,
           kill: Annotated[list[str] | None, typer.Option("--kill", metavar="D.S@ITERATION", help=(
               "For rehearsals: have this worker killed in that iteration; may be repeated."))] = None,
           bring_back: Annotated[list[str] | None, typer.Option("--return", metavar="D.S@ITERATION", help=(
@@ -108,7 +108,7 @@ def train(ctx: typer.Context, job: JobFile,
         refuse("--schedule says which workers are down and how to run: leave out --failed, --backward and --optimizer")
     if loaded is not None and (backward or optimizer):
         refuse("--table says how to run: leave out --backward and --optimizer")
-    resume_from = None if resume is None else find_checkpoint(resume)
+    resume_from = None if resume is None else _find_checkpoint(resume, folder)
     if resume_from is not None and _nothing_left(folder, resume_from, config.training.iterations, json):
         return
     kills, returns = events("--kill", kill, wanted), events("--return", bring_back, wanted)
@@ -210,6 +210,15 @@ def _refusals(job: Path | None = None, goes_on: Callable[[], str] = str) -> Iter
     except KeyboardInterrupt:
         err.print("slipstream: interrupted; all workers are gone, and the losses so far are on disk", style="yellow")
         raise typer.Exit(130) from None
+
+
+def _find_checkpoint(resume: Path, folder: Path) -> Checkpoint | None:
+    """Where to go on from; None where a run goes on in its own folder, which is empty: schedulers repeat commands."""
+    if resume.resolve() == folder.resolve() and not results(folder):
+        err.print(f"{folder}: nothing is there to go on from; starts with iteration 0", style="yellow", markup=False,
+                  highlight=False, soft_wrap=True)
+        return None
+    return find_checkpoint(resume)
 
 
 def _nothing_left(folder: Path, resume: Checkpoint, iterations: int, json: bool) -> bool:

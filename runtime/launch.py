@@ -43,7 +43,7 @@ from runtime.protocol.failure_injection import Injection
 from runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store, listen
 from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, BoundarySpec, Setup
 from runtime.protocol.to_coordinator import Ended, JoinNode, Leaving
-from runtime.protocol.to_node_agent import KillWorker, NodeSetup, RunEnded, StartWorker, ToNodeAgent
+from runtime.protocol.to_node_agent import KillWorker, NodeSetup, NodeTaken, RunEnded, StartWorker, ToNodeAgent
 from runtime.replay.communication import Transport, choose_transport
 from runtime.replay.placement import PlacementError, assign_to_nodes, layer_ranges
 from runtime.run_folder import CHECKPOINTS, LOSSES, claim, clean_up, clear_parameters, locked
@@ -54,6 +54,8 @@ from schedules.schedule import Schedule, Worker
 
 Ranges = Sequence[tuple[int, int]]
 """Half-open range of layers of each stage."""
+ASK_AGAIN_SECONDS = 0.5
+"""A node that the coordinator still has from before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,10 +214,8 @@ def join(rendezvous: Rendezvous, *, node: int, nodes: int, out: Path, fork_serve
     Raises RendezvousError when node 0 cannot be reached, ConfigError when this machine does not fit, FolderError when
     another process writes to `out` as this node, RunError when the run fails, and RunStopped.
     """
-    channel: Channel[ToNodeAgent] = Channel(rendezvous, JoinNode(node), to_node_agent.decode,
-                                            join_timeout_seconds, notify)
+    channel, setup = _join_node(rendezvous, node, join_timeout_seconds, notify)
     with closing(channel):
-        setup = channel.wait_for(NodeSetup)
         if len(setup.shares) != nodes:
             raise ConfigError(f"--nodes is {nodes} here and {len(setup.shares)} at node 0; expected the same")
         cards, gpus = _gpus(setup.device), gpu_share(setup.shares, node, local)
@@ -224,16 +224,40 @@ def join(rendezvous: Rendezvous, *, node: int, nodes: int, out: Path, fork_serve
         with ExitStack() as stack:
             stop = stack.enter_context(stop_signals())
             stack.enter_context(locked(out, node))
-            clear_parameters(out)  # the folder may be shared with node 0, whose workers have logs there
+            if not setup.restarted:
+                clear_parameters(out)  # the folder may be shared with node 0, whose workers have logs there
             fork_server = fork_server or stack.enter_context(ForkServer())
             processes = NodeProcesses(fork_server, rendezvous, setup.workers, cards, out, gpus.first)
-            with _running(fork_server, processes):
+            with _running(fork_server, processes, restarted=setup.restarted):
                 error = _NodeAgent(channel, processes, stop, grace_seconds).serve()
     if stop.received is not None:
         raise RunStopped(stop.received, f"interrupted by {stop.received.name}; the workers of node {node} have left"
                          + ("" if error is None else f": {error}"))
     if error is not None:
         raise RunError(error)
+
+
+def _join_node(rendezvous: Rendezvous, node: int, timeout_seconds: float,
+               notify: Callable[[str], None]) -> tuple[Channel[ToNodeAgent], NodeSetup]:
+    """The connection to the coordinator, and its answer; asks again while that has not missed the node's last process.
+
+    Raises RendezvousError.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    told = False
+    while True:
+        channel: Channel[ToNodeAgent] = Channel(rendezvous, JoinNode(node), to_node_agent.decode,
+                                                max(0.0, deadline - time.monotonic()), notify)
+        answer = channel.wait_for(NodeSetup, NodeTaken)
+        if isinstance(answer, NodeSetup):
+            return channel, answer
+        channel.close()
+        if time.monotonic() > deadline:
+            raise RendezvousError(f"node {node} takes part in the run at {rendezvous} already")
+        if not told:
+            notify(f"node {node} takes part in the run at {rendezvous} already; waits until it is missed there")
+            told = True
+        time.sleep(ASK_AGAIN_SECONDS)
 
 
 class _NodeAgent:
@@ -293,10 +317,10 @@ class _NodeAgent:
 
 
 @contextmanager
-def _running(fork_server: ForkServer, processes: NodeProcesses) -> Iterator[None]:
+def _running(fork_server: ForkServer, processes: NodeProcesses, *, restarted: bool = False) -> Iterator[None]:
     """Worker processes on this machine; none is left at the end. Raises RunError."""
     try:
-        processes.start_all()
+        processes.start_all(restarted=restarted)
         yield
     except ForkServerError as error:
         raise RunError(str(error)) from None

@@ -54,7 +54,7 @@ def claim(out: Path, resume: Checkpoint | None, *, force: bool) -> None:
                                   "from that one with --resume, give another --out, or drop it with --force")
             drop_newer(checkpoints, resume.iteration)
     else:
-        found = "" if force else _results(out)
+        found = "" if force else results(out)
         if found:
             raise FolderError(f"{out}: holds the results of a run already ({found}): go on with --resume {out}, give "
                               "another --out, or start anew with --force")
@@ -76,7 +76,7 @@ def clear_parameters(out: Path) -> None:
     _remove(out, _STALE[0])
 
 
-def _results(out: Path) -> str:
+def results(out: Path) -> str:
     """What a run has left in a folder, in words; empty where there is nothing that anybody could miss."""
     found = []
     with contextlib.suppress(OSError):

@@ -54,7 +54,7 @@ from runtime.protocol.to_coordinator import (
     ToCoordinator,
     Validated,
 )
-from runtime.protocol.to_node_agent import NodeSetup, RunEnded, ToNodeAgent
+from runtime.protocol.to_node_agent import NodeSetup, NodeTaken, RunEnded, ToNodeAgent
 from runtime.protocol.to_worker import ReportStatus
 from schedules.schedule import Schedule, Worker
 
@@ -303,19 +303,34 @@ class EventLoop:
 
     def _handle_agent(self, connection: Connection, node: int, message: ToCoordinator) -> None:
         match message:
-            case JoinNode() if node in self._agents:
-                connection.close()  # not ours: each node has one agent
+            case JoinNode() if node in self._agents and not self._is_missed(node):
+                connection.send(frame(NodeTaken()))
+                connection.close()
             case JoinNode():
-                setup, shares, known = self._run.setup, self._run.shares, 0 < node < self._run.setup.nodes
-                if known:
-                    self._agents[node] = connection
-                connection.send(frame(NodeSetup(tuple(map(len, shares)), setup.device, setup.transport,
-                                                tuple(shares[node]) if known else ())))
+                self._admit_node(connection, node)
             case Leaving() if self._agents.get(node) is connection \
                     and message.worker in self._processes.workers_of(node):
                 self._coordinator.leaving(message.worker)
             case Ended() if self._agents.get(node) is connection and message.worker in self._processes.workers_of(node):
                 self._process_ended(message)
+
+    def _admit_node(self, connection: Connection, node: int) -> None:
+        """Have a node start its workers: those of one that is started again come in as any that return."""
+        setup, shares, known = self._run.setup, self._run.shares, 0 < node < self._run.setup.nodes
+        if known:
+            before = self._agents.get(node)
+            self._agents[node] = connection
+            if before is not None:
+                before.close()
+            self._processes.node_started(node)
+        connection.send(frame(NodeSetup(
+            tuple(map(len, shares)), setup.device, setup.transport, tuple(shares[node]) if known else (),
+            restarted=self._coordinator.number > 0)))
+
+    def _is_missed(self, node: int) -> bool:
+        """Whether all workers of a node have been given up: its machine may be gone without a word."""
+        workers = self._processes.workers_of(node)
+        return bool(workers) and all(worker in self._given_up and worker not in self._workers for worker in workers)
 
     def _disconnected(self, connection: Connection) -> None:
         """A connection has ended, and all messages that came over it have been handled."""
@@ -331,6 +346,8 @@ class EventLoop:
                 # An agent that has lost the coordinator, or has died, ends its workers.
                 if worker in self._monitor:
                     self._give_up(worker, f"worker {worker} is gone with node {peer}")
+                elif worker in self._workers:  # it was not ready yet
+                    self._workers.pop(worker).close()
 
     def _read_ends(self) -> None:
         try:

@@ -35,10 +35,10 @@ class NodeProcesses:
         self._places = {worker: index for index, worker in enumerate(workers)}
         self._out = out
 
-    def start_all(self) -> None:
+    def start_all(self, *, restarted: bool = False) -> None:
         """Start all workers that are to be here from the start. Raises ForkServerError."""
         for worker in tuple(self._places):
-            self.do(StartWorker(worker, restarted=False))
+            self.do(StartWorker(worker, restarted=restarted))
 
     def do(self, command: StartWorker | KillWorker) -> None:
         """Start or kill a worker. Raises ForkServerError."""
@@ -84,7 +84,8 @@ class ProcessManager:
         self._local = local
         self._nodes = nodes
         self._later = list(returns)
-        self._due: set[Worker] = set()
+        self._due: list[Worker] = []
+        """Each as often as it is to be started."""
         self._dead = set(absent)
         self._send: SendToAgent = lambda *_: None
 
@@ -104,6 +105,10 @@ class ProcessManager:
         """Those that are on a node."""
         return [worker for worker, place in self._nodes.items() if place == node]
 
+    def node_started(self, node: int) -> None:
+        """A node is there, and starts its workers."""
+        self._dead.difference_update(self.workers_of(node))
+
     def kill(self, worker: Worker) -> None:
         """Kill a worker's process, wherever it is. Raises ForkServerError."""
         self._do(KillWorker(worker))
@@ -117,11 +122,11 @@ class ProcessManager:
         """The iteration after this one begins. Raises ForkServerError."""
         for one in [one for one in self._later if one.iteration <= iteration + 1]:
             self._later.remove(one)
-            self._due.add(one.worker)
+            self._due.append(one.worker)
         self._bring_back()
 
     def _bring_back(self) -> None:
-        for worker in sorted(self._due & self._dead):
+        for worker in sorted(self._dead & set(self._due)):
             self._due.remove(worker)
             self._dead.remove(worker)
             self._do(StartWorker(worker))

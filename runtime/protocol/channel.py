@@ -137,12 +137,12 @@ class Channel(Generic[T]):
         except ProtocolError as error:
             raise RendezvousError(f"node 0 sent what makes no sense: {error}") from None
 
-    def wait_for(self, kind: type[M]) -> M:
-        """The coordinator's first message. Raises RendezvousError."""
+    def wait_for(self, *kinds: type[M]) -> M:
+        """The coordinator's first message, of one of these types. Raises RendezvousError."""
         while not self._early:
             self._early = self.read()
         first = self._early.pop(0)
-        if not isinstance(first, kind):
+        if not isinstance(first, kinds):
             raise RendezvousError(f"node 0 sent what makes no sense: {type(first).__name__} first")
         return first
 

@@ -18,6 +18,12 @@ class NodeSetup(msgspec.Struct, frozen=True, tag=True):
     transport: Transport
     workers: tuple[Worker, ...]
     """Those of this node."""
+    restarted: bool = False
+    """Whether the run has been going on without them."""
+
+
+class NodeTaken(msgspec.Struct, frozen=True, tag=True):
+    """The other answer to `JoinNode`: that node is there already, or has not been missed yet. Ask again later."""
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag=True):
@@ -41,6 +47,6 @@ class RunEnded(msgspec.Struct, frozen=True, tag=True):
     """None: all iterations are done."""
 
 
-ToNodeAgent = NodeSetup | StartWorker | KillWorker | RunEnded
+ToNodeAgent = NodeSetup | NodeTaken | StartWorker | KillWorker | RunEnded
 
 decode: Decoder[ToNodeAgent] = Decoder(ToNodeAgent)

@@ -17,17 +17,27 @@ def optimal_period(problem: Problem) -> int:
     best = sum(max(problem.cost(kind, unit.slice, host) for host in problem.hosts(unit.slice, unit.pipeline))
                for unit in units for kind in problem.kinds)
     best += 2 * len(units) * problem.times.transfer + sum(map(problem.tail, problem.live))
-    for choice in itertools.product(*(problem.hosts(unit.slice, unit.pipeline) for unit in units)):
-        hosts = dict(zip(units, choice, strict=True))
-        units_of: dict[Worker, list[Unit]] = {worker: [] for worker in problem.live}
-        for unit in units:
-            units_of[hosts[unit]].append(unit)
-        if any(_busy(problem, worker, held) >= best for worker, held in units_of.items()):
-            continue
-        orders = [_orders(problem, worker, held) for worker, held in units_of.items()]
+    choices = [dict(zip(units, choice, strict=True)) for choice in
+               itertools.product(*(problem.hosts(unit.slice, unit.pipeline) for unit in units))]
+    for hosts in sorted(choices, key=lambda hosts: _busiest(problem, hosts)):
+        if _busiest(problem, hosts) >= best:
+            break
+        orders = [_orders(problem, worker, held) for worker, held in _units_of(problem, hosts).items()]
         for sequences in itertools.product(*orders):
             best = _shorten(problem, hosts, sequences, best)
     return best
+
+
+def _units_of(problem: Problem, hosts) -> dict[Worker, list[Unit]]:
+    units_of: dict[Worker, list[Unit]] = {worker: [] for worker in problem.live}
+    for unit, worker in hosts.items():
+        units_of[worker].append(unit)
+    return units_of
+
+
+def _busiest(problem: Problem, hosts) -> int:
+    """The longest window that some worker has in any order."""
+    return max(_busy(problem, worker, held) for worker, held in _units_of(problem, hosts).items())
 
 
 def _busy(problem: Problem, worker: Worker, held: list[Unit]) -> int:

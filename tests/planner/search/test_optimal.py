@@ -6,6 +6,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from planner.model.assemble import build_schedule
 from planner.model.bounds import lower_bound
@@ -13,22 +14,28 @@ from planner.model.problem import build_problem
 from planner.model.start_times import solution_period
 from planner.plan import plan_job
 from planner.search.baselines import BASELINES
+from planner.search.budget import Budget
 from planner.search.cpsat.model import find
+from planner.search.solve import solve
 from schedules.check import check
 from schedules.schedule import Worker
 from tests.jobs import grid
 from tests.planner.search.brute_force import optimal_period
 
+OWN = [(1, 1, 2, []), (1, 2, 2, []), (1, 3, 1, []), (2, 2, 1, ["1.0"]), (2, 2, 1, ["0.1"]), (3, 2, 1, ["2.1"]),
+       (2, 1, 1, ["0.0"]), (3, 2, 1, ["0.0", "1.1"]), (2, 3, 1, ["1.1"]), (2, 1, [2, 1], []), (2, 2, [2, 1], ["1.1"]),
+       (3, 1, [1, 2, 1], ["0.0"])]
+"""Pipelines, stages, micro-batches and failures, where only micro-batches of the dead go elsewhere."""
+SHARED = [(2, 1, 1, ["0.0"]), (2, 2, 1, ["1.0"]), (2, 2, 1, ["0.1"]), (2, 1, [2, 1], []), (2, 1, 1, [])]
+"""Where all may: there are many more choices of hosts."""
+
 
 @st.composite
-def tiny(draw):
+def tiny(draw, shapes=OWN):
     """A job small enough to enumerate, its failures and modes."""
     backward = draw(st.sampled_from(["split", "fused"]))
     optimizer = draw(st.sampled_from(["staggered", "synchronous"]))
-    pipelines, stages, counts, failed = draw(st.sampled_from([
-        (1, 1, 2, []), (1, 2, 2, []), (1, 3, 1, []), (2, 2, 1, ["1.0"]), (2, 2, 1, ["0.1"]), (3, 2, 1, ["2.1"]),
-        (2, 1, 1, ["0.0"]), (3, 2, 1, ["0.0", "1.1"]), (2, 3, 1, ["1.1"]), (2, 1, [2, 1], []), (2, 2, [2, 1], ["1.1"]),
-        (3, 1, [1, 2, 1], ["0.0"])]))
+    pipelines, stages, counts, failed = draw(st.sampled_from(shapes))
     both_ways = stages == 2 and draw(st.booleans())
     memory = draw(st.sampled_from(["", f"[memory]\ncapacity = {1 + both_ways}\nweight_stash = 1\n",
                                    f"[memory]\ncapacity = {3 + both_ways}\nactivation = 2\nweight_stash = 1\n"]))
@@ -44,23 +51,45 @@ def tiny(draw):
     return job, [Worker.parse(name) for name in failed], backward, optimizer
 
 
-@settings(max_examples=40)
-@given(tiny())
-def test_cp_sat_finds_the_true_optimum(case):
+def proven_optimal(case, *, sharing: bool) -> None:
     job, failed, backward, optimizer = case
-    problem = build_problem(job, failed, backward=backward, optimizer=optimizer)
+    problem = build_problem(job, failed, backward=backward, optimizer=optimizer, sharing=sharing)
     optimum = optimal_period(problem)
     assert lower_bound(problem) <= optimum
-    plan = plan_job(job, failed, backward=backward, optimizer=optimizer)
-    assert plan.schedule.status == "optimal"
-    assert plan.schedule.period_ticks == plan.schedule.lower_bound_ticks == optimum
+    solved = solve(problem, "cp-sat", Budget(deadline=time.monotonic() + 30))
+    schedule = build_schedule(problem, solved.pieces, lower_bound=solved.lower_bound_ticks, method="cp-sat")
+    assert check(schedule) == []
+    assert schedule.period_ticks == solved.lower_bound_ticks == optimum
+
+
+@settings(max_examples=40, deadline=None)
+@given(tiny())
+def test_cp_sat_finds_the_true_optimum(case):
+    proven_optimal(case, sharing=False)
+
+
+@settings(max_examples=25, deadline=None)
+@given(tiny(SHARED))
+def test_cp_sat_finds_the_true_optimum_of_shared_work(case):
+    proven_optimal(case, sharing=True)
+
+
+@settings(max_examples=25, deadline=None)
+@given(tiny(SHARED))
+def test_bounds_of_shared_work_hold_for_slices_too(case):
+    """What may be cut has a bound no higher than what may not."""
+    job, failed, backward, optimizer = case
+    layered = replace(job, layers=(2,) * len(job.columns))
+    whole = build_problem(layered, failed, backward=backward, optimizer=optimizer, sharing=True)
+    cut = build_problem(layered, failed, backward=backward, optimizer=optimizer, sharing=True, sliced=True)
+    assert lower_bound(cut) <= lower_bound(whole) <= optimal_period(whole)
 
 
 @settings(max_examples=40)
 @given(tiny())
 def test_what_cp_sat_finds_from_scratch_keeps_every_rule(case):
     job, failed, backward, optimizer = case
-    problem = build_problem(job, failed, backward=backward, optimizer=optimizer)
+    problem = build_problem(job, failed, backward=backward, optimizer=optimizer, sharing=False)
     longest = solution_period(problem, BASELINES["1f1b"](problem)) - 1
     bound = lower_bound(problem)
     found = find(problem, longest, lower_bound=bound, deadline=time.monotonic() + 10, seed=0, stop=threading.Event())
@@ -75,7 +104,7 @@ def test_cp_sat_finds_what_annealing_does_not():
     """Four pipelines with three failures: 2.6 % above the bound by annealing, however long; CP-SAT meets it."""
     job = grid(4, 8, 8, times="forward = 10\nbackward_input = 10\nbackward_weight = 10\ntransfer = 1\noptimizer = 5",
                more="[memory]\ncapacity = 16\nweight_stash = 1\n")
-    problem = build_problem(job, [Worker(0, 4), Worker(1, 6), Worker(2, 0)])
+    problem = build_problem(job, [Worker(0, 4), Worker(1, 6), Worker(2, 0)], sharing=False)
     bound = lower_bound(problem)
     found = find(problem, bound * 102 // 100, lower_bound=bound, deadline=time.monotonic() + 100, seed=0,
                  stop=threading.Event())
@@ -83,17 +112,22 @@ def test_cp_sat_finds_what_annealing_does_not():
     assert solution_period(problem, found) <= bound * 1.02
 
 
-def test_slow_workers_are_exact_and_do_their_own_micro_batches():
+def test_slow_workers_are_exact_and_leave_to_others_what_they_have_no_time_for():
     clock = "forward = 1\nbackward_input = 1\nbackward_weight = 1\nslow = {'0.1' = 1.5}"
+    alone = build_problem(grid(2, 3, 8, times=clock), sharing=False)
+    assert lower_bound(alone) * alone.tick_seconds == 8 * 4.5
+    shared = build_problem(grid(2, 3, 8, times=clock))  # 10 of 16 micro-batches in 30 s, 6 in 27 s
+    assert 30 <= lower_bound(shared) * shared.tick_seconds < 33
     plan = plan_job(grid(2, 3, 8, times=clock))
-    assert plan.schedule.status == "optimal"
-    assert plan.schedule.seconds(plan.schedule.period_ticks) == 8 * 4.5
-    both = build_problem(grid(2, 2, 6, times=clock, more="[placement]\nchunks = 2\norder = 'v'\n"))
+    assert plan.schedule.period_ticks < 1.1 * plan.schedule.lower_bound_ticks and plan.schedule.shed >= 2
+    both = build_problem(grid(2, 2, 6, times=clock, more="[placement]\nchunks = 2\norder = 'v'\n"), sharing=False)
     assert lower_bound(both) * both.tick_seconds >= 6 * 2 * 4.5
 
 
-def test_the_pipeline_with_most_micro_batches_bounds_the_period():
-    assert lower_bound(build_problem(grid(3, 1, [8, 1, 1]))) == 24
+def test_the_pipeline_with_most_micro_batches_bounds_the_period_unless_others_help():
+    job = grid(3, 1, [8, 1, 1])
+    assert lower_bound(build_problem(job, sharing=False)) == 24
+    assert lower_bound(build_problem(job)) == 12
 
 
 @pytest.mark.parametrize(("capacity", "optimum"), [(1, 6), (2, 6)])

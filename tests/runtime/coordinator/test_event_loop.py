@@ -29,6 +29,7 @@ from runtime.protocol.to_coordinator import (
     Started,
     Status,
 )
+from runtime.protocol.to_node_agent import NodeTaken
 from runtime.protocol.to_worker import Acknowledged, EndOrder, Finish, Leave, ReportStatus, Train
 from schedules.codec import decode
 from schedules.schedule import Worker
@@ -64,6 +65,9 @@ class Processes:
     def end(self, worker, status=-9):
         self._ends.append(Ended(worker, status))
         os.write(self._writable, b"!")
+
+    def node_started(self, node):
+        pass
 
     def workers_of(self, node):
         return WORKERS[node:node + 1]
@@ -232,7 +236,7 @@ def test_a_second_agent_of_a_node_is_refused_and_ends_nobody(tmp_path):
             await asyncio.sleep(0.05)
         reader, writer = world.agents[1]
         writer.write(frame(Ended(WORKERS[1], 1)))
-        assert await reader.read() == b""
+        assert await reader.read() == frame(NodeTaken())
         for talker in world.talkers.values():
             talker.say(Ran(talker.worker, 1, 2, 1.0, 0.1))
 

@@ -1,0 +1,75 @@
+"""What checkpoints cost where the run itself chooses how often to save.
+
+    python -m benchmarks.checkpoints [--width 256] [--seconds 120] [--least 1]
+
+Trains a small GPT on 2 pipelines of 2 stages, as `slipstream train` does by default, but with `--least` seconds from
+one checkpoint to the next at least, where a run waits a minute: so many fit into two. Prints the cost of each as the
+run measures it, from the first copy of a layer until the last is on the disk; the share of all of them in the time, for
+whole pauses (the one after the last has only begun); and how much longer than others the iterations took in which one
+was written. Exit status 1 when the share is above 1 %.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+
+from benchmarks.jobs import uniform_job
+from planner.plan import plan_job
+from runtime.config import parse_run_config
+from runtime.coordinator import checkpoint_timer
+from runtime.launch import Resilience, RunResult, run
+from runtime.processes.fork_server import ForkServer
+
+WARM_UP = 5
+
+
+def train(width: int, iterations: int, fork_server: ForkServer, every: int | None) -> tuple[RunResult, list[float]]:
+    """A run, and when its iterations were committed."""
+    job = uniform_job(2, 2, 2, op=1, optimizer=1, transfer=0)
+    config = parse_run_config({"blocks": 4, "width": width, "heads": 4, "context": 32},
+                              {"batch": 1, "device": "cpu", "iterations": iterations})
+    times: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        result = run(plan_job(job, method="greedy").schedule, config, out=Path(folder), fork_server=fork_server,
+                     progress=lambda *_: times.append(time.monotonic()), resilience=Resilience(checkpoint_every=every))
+    return result, times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--least", type=float, default=1.0)
+    options = parser.parse_args()
+    checkpoint_timer.LEAST_SECONDS = options.least
+    with ForkServer() as fork_server:
+        _, times = train(options.width, 4 * WARM_UP, fork_server, 0)
+        period = statistics.median(after - before for before, after in pairwise(times[WARM_UP:]))
+        result, times = train(options.width, max(20, int(options.seconds / period)), fork_server, None)
+    costs = result.checkpoints
+    if len(costs) < 2:
+        sys.exit(f"{len(costs)} checkpoints in {times[-1] - times[0]:.0f} s: give more --seconds")
+    gaps = [after - before for before, after in pairwise(times)]  # of iteration i + 1
+    median = statistics.median(gaps[WARM_UP:])
+    longer = 0.0
+    for one in costs[:-1]:
+        touched, left = 0, one.seconds
+        while left > 0 and one.iteration - 1 + touched < len(gaps):
+            left -= gaps[one.iteration - 1 + touched]
+            longer += gaps[one.iteration - 1 + touched] - median
+            touched += 1
+    whole = times[costs[-1].iteration - 1] - times[costs[0].iteration - 1]
+    share = sum(one.seconds for one in costs[:-1]) / whole
+    print(f"{len(costs)} checkpoints in {len(times)} iterations of {median * 1e3:.0f} ms; each cost "
+          f"{min(one.seconds for one in costs) * 1e3:.0f} to {max(one.seconds for one in costs) * 1e3:.0f} ms")
+    print(f"share of the time, as the run measures it: {share:.2%}; iterations in which one was written took longer "
+          f"than the median by {longer / whole:.2%} of the time")
+    sys.exit(share > checkpoint_timer.SHARE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""`slipstream train` that ends early says how to go on, and the command that it prints does."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.app import app
+from runtime.model.checkpoint import latest
+from tests.runtime.running import command_environment, free_port, judge_of_text, losses_in, tiny_text
+
+JOB = tiny_text(pipelines=2, iterations=40)
+COMMON = ("--method", "greedy", "--json")
+
+
+@pytest.fixture
+def job(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    return path
+
+
+def train(*arguments: object):
+    return CliRunner().invoke(app, ["train", *map(str, arguments)])
+
+
+def when_committed(out: Path, iterations: int, act) -> threading.Thread:
+    """Do something once a run is so far."""
+    def wait() -> None:
+        deadline = time.monotonic() + 200
+        while len(losses_in_lines(out)) < iterations and time.monotonic() < deadline:
+            time.sleep(0.01)
+        act()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def losses_in_lines(out: Path) -> list[bytes]:
+    path = out / "losses.jsonl"
+    return path.read_bytes().splitlines() if path.exists() else []
+
+
+def test_the_command_that_is_printed_goes_on_and_a_run_that_is_done_has_nothing_left(job, tmp_path):
+    out = tmp_path / "with a space"
+    when_committed(out, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    first = train(job, *COMMON, "--out", out, "--resume", out)  # what schedulers repeat: begins here, goes on later
+    assert first.exit_code == 143 and "nothing is there to go on from; starts with iteration 0" in first.stderr
+    told = re.search(r"interrupted by SIGTERM; .*; go on from iteration (\d+): (slipstream train .*)", first.stderr)
+    assert told is not None, first.stderr
+    done = len(losses_in(out))
+    assert int(told[1]) == done < 40
+    program, *arguments = shlex.split(told[2])
+    assert program == "slipstream" and "--json" in arguments
+
+    second = CliRunner().invoke(app, arguments)
+    assert second.exit_code == 0, second.output
+    answer = json.loads(second.stdout)
+    assert answer["first_iteration"] == done
+    assert losses_in(out) == pytest.approx(judge_of_text(JOB).losses, rel=0, abs=1e-9)
+
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    third = CliRunner().invoke(app, arguments)
+    assert third.exit_code == 0 and "has seen 40 iterations of 40: nothing is left to do; --iterations" in third.stderr
+    again = json.loads(third.stdout)
+    assert again.keys() == answer.keys() and again["parameter_digest"] == answer["parameter_digest"]
+    assert again["losses"] == [] and again["first_iteration"] == 40
+    assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+    next((out / "parameters").iterdir()).unlink()
+    fourth = CliRunner().invoke(app, arguments)
+    assert fourth.exit_code == 0 and "nothing is left to do but to write the parameters" in fourth.stderr
+    assert json.loads(fourth.stdout)["parameter_digest"] == answer["parameter_digest"]
+
+
+def test_a_folder_with_results_is_refused_in_one_line_and_forced(job, tmp_path):
+    out = tmp_path / "out"
+    assert train(job, *COMMON, "--iterations", 3, "--out", out).exit_code == 0
+    newest = latest(out / "checkpoints")
+    assert newest is not None and newest.iteration == 3, "checkpoints are on by default, one at the end"
+    for every in (0, 2):
+        refused = train(job, *COMMON, "--iterations", 2, "--seed", 1, "--out", out, "--checkpoint-every", every)
+        assert refused.exit_code == 2 and refused.stderr.count("\n") <= 20
+        assert "holds the results of a run already" in refused.stderr and "--force" in refused.stderr
+    forced = train(job, *COMMON, "--iterations", 2, "--seed", 1, "--out", out, "--checkpoint-every", 0, "--force")
+    assert forced.exit_code == 0, forced.output
+    assert not list((out / "checkpoints").glob("*")) and len(losses_in(out)) == 2
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_node_that_is_told_to_end_leaves_and_the_others_go_on(job, tmp_path):
+    """SIGTERM at the launcher of node 1; node 0 trains to the end."""
+    meeting, nodes = f"127.0.0.1:{free_port()}", []
+    try:
+        for node in (0, 1):
+            nodes.append(subprocess.Popen(
+                [sys.executable, "-m", "cli", "train", str(job), "--nodes", "2", "--node", str(node), "--rendezvous",
+                 meeting, "--method", "greedy", "--iterations", "300", "--out", str(tmp_path / "out")],
+                stderr=(tmp_path / f"{node}.log").open("wb"), stdout=subprocess.DEVNULL, env=command_environment()))
+        deadline = time.monotonic() + 200
+        while len(losses_in_lines(tmp_path / "out")) < 5 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        nodes[1].send_signal(signal.SIGTERM)
+        assert nodes[1].wait(60) == 143
+        assert nodes[0].wait(200) == 0, (tmp_path / "0.log").read_text()
+    finally:
+        for one in nodes:
+            one.kill()
+            one.wait(20)
+    lead, other = ((tmp_path / f"{node}.log").read_text() for node in (0, 1))
+    assert "interrupted by SIGTERM; the workers of node 1 have left" in other and "Traceback" not in lead + other
+    assert "worker 1.0 has left, as it was told to" in lead and "runs on 2 workers" in lead

@@ -1,0 +1,94 @@
+"""Layouts become problems, and these become schedules that the checker passes."""
+
+import time
+
+import pytest
+
+from planner.layout.types import Layout, MicroBatch, Stop
+from planner.model.assemble import build_schedule
+from planner.model.decompose import decompose
+from planner.model.for_layout import layout_problem
+from planner.model.from_layout import problem_of_layout
+from planner.model.problem import build_problem
+from planner.options import PlanOptions
+from planner.plan import plan_only
+from planner.search.budget import Budget
+from planner.search.solve import solve
+from schedules.check import check
+from schedules.schedule import OpKind, Worker
+from tests.jobs import grid
+
+PER_STAGE = 4
+
+
+def layered(pipelines, stages, microbatches, *, more="", times=""):
+    layers = f"[placement]\nlayers = {[PER_STAGE] * stages}\n"
+    return grid(pipelines, stages, microbatches, times="forward = 4\nbackward_input = 4\nbackward_weight = 4\n"
+                f"transfer = 1\noptimizer = 2\n{times}", more=layers + more)
+
+
+def recut(job, broken: int, dead: int) -> Layout:
+    """The broken pipeline cut evenly over its live workers, by hand; its micro-batches stay in it."""
+    last = PER_STAGE * job.stages
+    live = [Worker(broken, column) for column in range(job.stages) if column != dead]
+    edges = [round(index * last / len(live)) for index in range(len(live) + 1)]
+    stops = [Stop((first, end), worker) for first, end, worker in zip(edges, edges[1:], live, strict=True)]
+    home = {pipeline: tuple(Stop((column * PER_STAGE, (column + 1) * PER_STAGE), Worker(pipeline, column))
+                            for column in range(job.stages)) for pipeline in range(job.pipelines)}
+    home[broken] = tuple(stops)
+    return Layout(kind="by hand", holds={stop.worker: (stop.layers,) for route in home.values() for stop in route},
+                  routes={MicroBatch(pipeline, number): home[pipeline]
+                          for pipeline, count in enumerate(job.microbatches) for number in range(count)})
+
+
+@pytest.mark.parametrize("optimizer", ["staggered", "synchronous"])
+@pytest.mark.parametrize("all_reduce", [0, 1])
+def test_a_recut_pipeline_is_a_piece_of_its_own(optimizer, all_reduce):
+    job = layered(4, 4, 8, times=f"all_reduce = {all_reduce}")
+    failed = [Worker(1, 2)]
+    problem = problem_of_layout(job, failed, recut(job, 1, 2), optimizer=optimizer)
+    assert sorted(len(piece.copies) for piece in decompose(problem)) == [1, 3]
+    solved = solve(problem, "cp-sat", Budget(deadline=time.monotonic() + 2))
+    schedule = build_schedule(problem, solved.pieces, lower_bound=1, method="cp-sat", deadlines=solved.deadlines)
+    assert check(schedule) == []
+    assert schedule.rerouted == schedule.shed == 0
+
+
+def test_layers_that_move_keep_most_of_the_throughput_of_two_pipelines():
+    """One of 16 workers down: half is left with layers in place, 0.93 with the broken pipeline cut anew."""
+    job, failed = layered(2, 8, 16), [Worker(1, 3)]
+    whole = build_problem(job)
+    healthy = solve(whole, "greedy", Budget(deadline=time.monotonic() + 2))
+    free = build_schedule(whole, healthy.pieces, lower_bound=1, method="greedy", deadlines=healthy.deadlines)
+    made = plan_only(PlanOptions(layers="move", time_limit=10), job, failed).schedule
+    assert check(made) == []
+    assert free.seconds(free.period_ticks) > 0.85 * made.seconds(made.period_ticks)
+    fixed = plan_only(PlanOptions(time_limit=4), job, failed).schedule
+    assert fixed.seconds(fixed.period_ticks) > 1.5 * made.seconds(made.period_ticks)
+
+
+def test_slices_even_out_what_whole_micro_batches_cannot():
+    """64 micro-batches over three live workers of a stage: 22 whole ones on some, or 21 1/3 each with four layers."""
+    job, failed = layered(4, 2, 16), [Worker(1, 1)]
+    whole = plan_only(PlanOptions(time_limit=2, slices=False), job, failed).schedule
+    cut = plan_only(PlanOptions(time_limit=4), job, failed).schedule
+    assert check(cut) == [] and cut.slices
+    assert whole.seconds(whole.period_ticks) >= 22 * 12
+    assert cut.seconds(cut.lower_bound_ticks) <= cut.seconds(cut.period_ticks) < whole.seconds(whole.period_ticks)
+
+
+def test_less_room_for_activations_beside_more_weights():
+    job = layered(2, 4, 4, more="[memory]\ncapacity = 8\nactivation = 1\nweights = 4\n")
+    problem = problem_of_layout(job, [Worker(1, 2)], recut(job, 1, 2))
+    assert problem.memory is not None
+    rooms = {worker: problem.room(worker) * problem.memory.unit for worker in problem.live}
+    assert rooms[Worker(0, 1)] == pytest.approx(8.0) and rooms[Worker(1, 1)] == pytest.approx(8 - 4 * 2 / 4 + 0, abs=1)
+
+
+def test_a_layout_problem_has_the_ticks_of_the_problem():
+    job = layered(2, 4, 4)
+    given = layout_problem(job, [Worker(1, 2)])
+    problem = problem_of_layout(job, [Worker(1, 2)], recut(job, 1, 2))
+    assert sum(given.forward) == sum(problem.times.forward[:4])
+    assert given.transfer == problem.times.transfer
+    assert problem.cost(OpKind.F, 4, Worker(1, 0)) == sum(given.forward[slice(*problem.layers_of[4])])

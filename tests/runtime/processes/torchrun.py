@@ -1,0 +1,106 @@
+"""Runs started by several agents of torchrun on this machine, and what of them can be killed."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.runtime.running import alive, command_environment, free_port
+
+START_SECONDS = 240.0
+"""Each process imports torch, and a busy machine has few cores."""
+
+
+class Agents:
+    """One `torchrun` for each machine that is played, all on this one; each starts one launcher."""
+
+    def __init__(self, folder: Path, job: Path, count: int) -> None:
+        self.out = folder / "out"
+        self._folder = folder
+        port = free_port()
+        self.processes = [subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(count), "--nproc-per-node", "1",
+             "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test",
+             "--rdzv-conf", f"is_host={int(agent == 0)}", "--local-addr", "127.0.0.1", "-m", "cli", "train", str(job),
+             "--out", str(self.out), "--method", "greedy"],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self.log(agent).open("wb"), cwd=folder,
+            env=command_environment()) for agent in range(count)]
+        self.launchers: list[dict[int, int]] = []
+        """Of each agent, process id by number of the node."""
+
+    def log(self, agent: int) -> Path:
+        return self._folder / f"agent-{agent}.log"
+
+    def said(self) -> str:
+        return "\n".join(f"agent {agent}:\n{self.log(agent).read_text()}" for agent in range(len(self.processes)))
+
+    def wait_for_losses(self, count: int, seconds: float = START_SECONDS) -> None:
+        """Until so many iterations are committed; raises AssertionError when the run ends before."""
+        deadline = time.monotonic() + seconds
+        while len(losses_in_lines(self.out)) < count:
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.2)
+
+    def find_launchers(self) -> None:
+        self.launchers = [{int(environment_of(pid)["RANK"]): pid for pid in children(agent.pid)
+                           if "RANK" in environment_of(pid)} for agent in self.processes]
+
+    def agent_of(self, node: int) -> int:
+        return next(agent for agent, launchers in enumerate(self.launchers) if node in launchers)
+
+    def launcher(self, node: int) -> int:
+        return self.launchers[self.agent_of(node)][node]
+
+    def everything(self) -> list[int]:
+        """All processes that are below the agents."""
+        return [one for agent in self.processes for one in below(agent.pid)]
+
+    def wait(self, seconds: float) -> list[int | None]:
+        """The exit status of each agent; None where it has not ended by then."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and any(agent.poll() is None for agent in self.processes):
+            time.sleep(0.1)
+        return [agent.poll() for agent in self.processes]
+
+
+@contextlib.contextmanager
+def agents(folder: Path, job: Path, count: int) -> Iterator[Agents]:
+    """Agents of torchrun; at the end nothing of them is left."""
+    made = Agents(folder, job, count)
+    try:
+        yield made
+    finally:
+        left = made.everything()
+        for process in made.processes:
+            process.kill()
+            process.wait(20)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                if alive(pid):
+                    os.kill(pid, 9)
+
+
+def losses_in_lines(out: Path) -> list[bytes]:
+    path = out / "losses.jsonl"
+    return path.read_bytes().splitlines() if path.exists() else []
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    with contextlib.suppress(OSError):
+        pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return dict(pair.decode(errors="replace").split("=", 1) for pair in pairs if b"=" in pair)
+    return {}
+
+
+def children(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        return [int(child) for task in Path(f"/proc/{pid}/task").iterdir()
+                for child in (task / "children").read_text().split()]
+    return []
+
+
+def below(pid: int) -> list[int]:
+    return [one for child in children(pid) for one in (child, *below(child))]
