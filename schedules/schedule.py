@@ -20,6 +20,7 @@ import msgspec
 BackwardMode = Literal["split", "fused"]
 OptimizerMode = Literal["staggered", "synchronous"]
 Status = Literal["optimal", "feasible"]
+Origin = Literal["own", "rerouted", "shed"]
 LayerRange = tuple[int, int]
 """Consecutive layers [first, end)."""
 
@@ -353,6 +354,13 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """How far the period can at most be from the best possible one: period / bound - 1."""
         return self.period_ticks / self.lower_bound_ticks - 1 if self.lower_bound_ticks else 0.0
 
+    def origin(self, op: Op) -> Origin:
+        """Whose micro-batch a worker runs: one of its role's pipeline, or one re-routed or shed to it."""
+        if op.pipeline is None or op.microbatch is None or op.slice is None or \
+                op.pipeline == self.seat_of[op.worker].role.pipeline:
+            return "own"
+        return "rerouted" if self.own_is_down(op.pipeline, op.microbatch, op.slice) else "shed"
+
     @property
     def rerouted(self) -> int:
         """Slices of micro-batches that a worker of another pipeline runs because their own worker is down."""
@@ -451,6 +459,11 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     @cached_property
     def _own_is_down(self) -> dict[tuple[int, int, int], bool]:
         return {}
+
+
+def short(ranges: Iterable[LayerRange]) -> str:
+    """Layers for a drawing: `0-2,5`, the last layer included."""
+    return ",".join(str(first) if end == first + 1 else f"{first}-{end - 1}" for first, end in ranges)
 
 
 def joined(ranges: Iterable[LayerRange]) -> tuple[LayerRange, ...]:

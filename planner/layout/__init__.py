@@ -10,7 +10,6 @@
     division       the work of an iteration, divided over lines
     cpsat          the exact assignment of layers and micro-batches to lines
     routes         from a division to the route of each micro-batch
-    moves          layers that workers must load, bytes and seconds
     groups         large clusters: those that share work, like ones alike
     bounds         what no schedule can undercut
 

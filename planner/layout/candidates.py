@@ -64,22 +64,19 @@ def _moved(problem: LayoutProblem, seconds: float, seed: int) -> Iterator[Callab
         return
     makes: list[Callable[[LayoutProblem], Layout | None]] = [
         partial(_recut, staggered=True),
-        partial(_recut, aligned=True),
-        _recut,
-        partial(_assigned, seconds=seconds, seed=seed),
-        partial(_recut, all_cut=True, aligned=True),
-        partial(_recut, all_cut=True, staggered=True),
         partial(_recut, spread=False, staggered=True),
-        partial(_recut, spread=False, aligned=True),
+        partial(_recut, aligned=True),
         partial(_recut, spread=False, floating=False)]
     groups = tuple(groups_of(problem))
     for make in makes:
         yield partial(by_groups, problem, groups, make)
-    if len(groups) > 1 and problem.total_microbatches * len(problem.paths[0]) <= LARGEST_WHOLE:
-        yield partial(_recut, problem, staggered=True)
     if problem.total_microbatches * len(problem.paths[0]) <= LARGEST_SHARED:
         yield partial(one_cut, problem)
-        yield from _fixed(problem)
+        yield partial(fixed_layout, problem, sliced=problem.sliced)
+    yield partial(by_groups, problem, groups, partial(_recut, all_cut=True, aligned=True))
+    yield partial(by_groups, problem, groups, partial(_assigned, seconds=seconds, seed=seed))
+    if len(groups) > 1 and problem.total_microbatches * len(problem.paths[0]) <= LARGEST_WHOLE:
+        yield partial(_recut, problem, staggered=True)
 
 
 def _require_layers(problem: LayoutProblem) -> None:

@@ -47,12 +47,15 @@ class _Kind(NamedTuple):
 class Assignment:
     """The model of a problem on given lines, and its hint: a division that is known."""
 
-    def __init__(self, problem: LayoutProblem, lines: Sequence[Line], known: Division, limit: int) -> None:
-        """`known`: a division whose longest load is `limit`."""
+    def __init__(self, problem: LayoutProblem, lines: Sequence[Line], known: Division, limit: int, *,
+                 free: bool) -> None:
+        """`known`: a division whose longest load is `limit`. `free`: how much each line runs is open, too, not only how
+        it is cut."""
         self._problem, self._lines, self._known, self._limit = problem, lines, known, limit
         self._model = cp_model.CpModel()
         self._load = self._model.new_int_var(0, limit, "load")
         self._kept = [index for index, line in enumerate(lines) if not line.cut]
+        self._free = free and bool(self._kept)
         self._kinds = [self._kind(copies) for copies in self._equal_lines()]
 
     @property
@@ -93,7 +96,7 @@ class Assignment:
             if line.cut:
                 shape = tuple((problem.slowness(worker), problem.room_of(worker), problem.holds[worker])
                               for worker in line.workers)
-                part = () if self._kept else tuple(self._profile(index))
+                part = () if self._free else tuple(self._profile(index))
                 groups[shape, part].append(index)
         return [tuple(copies) for copies in groups.values()]
 
@@ -158,7 +161,7 @@ class Assignment:
             model.add(kind.more > layer).only_enforce_if(further)
             model.add(kind.more <= layer).only_enforce_if(~further)
             run = sum(position.cells[layer] for position in kind.positions if layer in position.cells)
-            if self._kept:
+            if self._free:
                 model.add(run == kind.whole + further)
             else:
                 model.add(run == self._profile(kind.copies[0])[layer])
@@ -185,7 +188,7 @@ class Assignment:
     def _rest_fits(self) -> None:
         """What no line that is cut anew runs is run by those that keep their stages."""
         problem, model = self._problem, self._model
-        if not self._kept:
+        if not self._free:
             return
         rest = [problem.total_microbatches - sum(
             len(kind.copies) * (kind.whole + self._further[kind.copies[0], layer]) for kind in self._kinds)
@@ -249,7 +252,7 @@ class Assignment:
         limit = solver.value(self._load)
         divider = Divider(self._problem, self._lines)
         whole, chunks = list(self._known.whole), list(self._known.chunks)
-        if not self._kept:
+        if not self._free:
             for kind in self._kinds:
                 for index in kind.copies:
                     chunks[index] = self._chunks(kind, solver)
@@ -288,4 +291,8 @@ def improved(problem: LayoutProblem, lines: Sequence[Line], known: tuple[int, Di
 
     Within so many seconds; the same for the same seed where the solver is done before.
     """
-    return Assignment(problem, lines, known[1], known[0]).solve(seconds, seed)
+    for free, share in ((True, 0.7), (False, 0.3)):
+        division = Assignment(problem, lines, known[1], known[0], free=free).solve(share * seconds, seed)
+        if division is not None:
+            return division
+    return None

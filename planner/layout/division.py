@@ -198,15 +198,17 @@ class Divider:
         return counts
 
     def _balanced(self, line: Line, counts: Sequence[int], limit: int) -> list[Chunk]:
-        """The cut of a line whose longest load is least."""
+        """The cut of a line whose longest load is least; without floating layers, where that is not above the limit."""
+        apart = partial(self._cut, floating=False)
+        cut_within = self._cut if apart(self._problem, line.workers, counts, limit) is None else apart
         low, high = 0, limit
         while high - low > 1:
             middle = (low + high) // 2
-            if self._cut(self._problem, line.workers, counts, middle) is None:
+            if cut_within(self._problem, line.workers, counts, middle) is None:
                 low = middle
             else:
                 high = middle
-        chunks = self._cut(self._problem, line.workers, counts, high)
+        chunks = cut_within(self._problem, line.workers, counts, high)
         assert chunks is not None, "a line holds its counts"
         return chunks
 

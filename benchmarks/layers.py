@@ -1,0 +1,153 @@
+"""How near to the work bound plans with moved layers are.
+
+    python -m benchmarks.layers [--every N] [--offset N] [--time-limit 10] [--room tight|roomy] [--loads] [--json FILE]
+
+A grid of D pipelines x S stages x M micro-batches (D in 2, 3, 4, 6, 8, 16; S in 4, 8, 16; M in 2 S, 4 S), 4 or 8 layers
+a stage, F = I = W, transfer F / 10, optimizer F / 2, and workers that failed or are slow, placed at random: one, two or
+four down; one or two slow, 1.2 to 3 times; one of each. `--every N` takes each N-th instance from `--offset` on.
+
+Room for 2 S micro-batches beside the own stage, whose weights take as much as S micro-batches (`tight`: who holds half
+a stage more has room for 1.5 S); or the same and half a stage's weights beside (`roomy`). `--loads` makes no plans.
+
+For each instance: period / work bound; the least longest load of all layouts made / work bound, which no order of these
+can undercut. Exit status 1 when fewer than nine in ten instances with one or two failures are within 1.04.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from planner.job.file import Job, parse_job
+from planner.job.layers import layer_costs
+from planner.job.writer import job_text
+from planner.layout.bounds import work_bound
+from planner.layout.candidates import candidates
+from planner.layout.problem import LayoutProblem
+from planner.layout.types import Layout
+from planner.model.for_layout import layout_problem
+from planner.model.problem import NoPlanError
+from planner.model.ticks import tick_of
+from planner.options import PlanOptions
+from planner.plan import plan_only
+from schedules.schedule import Worker
+
+GOAL, LIMIT = 1.04, 1.10
+KINDS = ((1, 0), (2, 0), (4, 0), (0, 1), (0, 2), (1, 1))
+"""Workers down, and slow."""
+
+
+class Instance(NamedTuple):
+    """A job, its failures, and the row of the table that counts it."""
+
+    name: str
+    group: str
+    job: Job
+    failed: list[Worker]
+
+
+def instances(room: str, seed: int = 0) -> Iterator[Instance]:
+    """The grid, the same for the same seed."""
+    chosen = random.Random(seed)
+    grid = itertools.product((2, 3, 4, 6, 8, 16), (4, 8, 16), (2, 4), (4, 8), KINDS)
+    for pipelines, stages, factor, layers, (down, slow) in grid:
+        workers = [Worker(pipeline, stage) for pipeline in range(pipelines) for stage in range(stages)]
+        hit = chosen.sample(workers, down + slow)
+        factors = {str(worker): round(chosen.uniform(1.2, 3.0), 2) for worker in hit[down:]}
+        group = " and ".join([*([f"{down} down"] if down else []), *([f"{slow} slow"] if slow else [])])
+        who = [f"{worker} down" for worker in sorted(hit[:down])]
+        who += [f"{worker} x {value}" for worker, value in factors.items()]
+        name = f"{pipelines}x{stages}x{factor * stages}, {layers} layers a stage: {', '.join(who)}"
+        yield Instance(name, group, _job(pipelines, stages, factor * stages, layers, factors, room), sorted(hit[:down]))
+
+
+def _job(pipelines: int, stages: int, microbatches: int, layers: int, slow: dict[str, float], room: str) -> Job:
+    beside = 0.5 * stages if room == "roomy" else 0.0
+    time = {"forward": 80, "backward_input": 80, "backward_weight": 80, "transfer": 8, "optimizer": 40}
+    return parse_job(job_text({
+        "pipelines": pipelines, "stages": stages, "microbatches": microbatches,
+        "time": {**time, "slow": slow} if slow else time,
+        "memory": {"capacity": 2 * stages + beside, "activation": 1, "weight_stash": 1, "weights": stages},
+        "placement": {"layers": [layers] * stages}}, {}))
+
+
+def longest_load(given: LayoutProblem, layout: Layout) -> int:
+    """Ticks of the busiest worker: its ops, then all-reduces and optimizer of what it holds."""
+    load = {worker: sum(given.tail[layer] for held in ranges for layer in range(*held))
+            for worker, ranges in layout.holds.items()}
+    for route in layout.routes.values():
+        for layers, worker in route:
+            load[worker] += given.slice_ticks(layers, worker)
+    return max(load.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--offset", type=int, default=0)
+    parser.add_argument("--time-limit", type=float, default=10.0)
+    parser.add_argument("--room", choices=("tight", "roomy"), default="tight")
+    parser.add_argument("--loads", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    console = Console()
+    rows: dict[str, dict[str, float]] = {}
+    groups: dict[str, list[float]] = defaultdict(list)
+    for instance in itertools.islice(instances(options.room), options.offset, None, options.every):
+        given = layout_problem(instance.job, instance.failed, layers="move")
+        bound = work_bound(given)
+        try:
+            loads = {layout.kind: longest_load(given, layout) / bound for layout in candidates(given)}
+        except LookupError as error:
+            console.print(f"{instance.name}: no layout: {error}", highlight=False)
+            continue
+        row = {"load": min(loads.values()), **loads}
+        if not options.loads:
+            row["period"] = _planned(instance, options.time_limit) / (bound * tick_of_layers(instance.job))
+        rows[instance.name] = row
+        value = row.get("period", row["load"])
+        groups[instance.group].append(value)
+        verdict = "" if value <= GOAL else f"  above {GOAL if value <= LIMIT else LIMIT}"
+        console.print(f"{instance.name:60} {value:.3f}  (least load {row['load']:.3f}){verdict}", highlight=False)
+    console.print(_table(groups))
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    few = groups["1 down"] + groups["2 down"]
+    sys.exit(bool(few) and sum(value <= GOAL for value in few) < 0.9 * len(few))
+
+
+def tick_of_layers(job: Job) -> float:
+    """Seconds of a tick in the problem of a layout."""
+    return float(tick_of(job, layer_costs(job)))
+
+
+def _planned(instance: Instance, seconds: float) -> float:
+    """The period in seconds; infinite where there is no plan."""
+    try:
+        schedule = plan_only(PlanOptions(layers="move", time_limit=seconds), instance.job, instance.failed).schedule
+    except NoPlanError:
+        return float("inf")
+    return schedule.seconds(schedule.period_ticks)
+
+
+def _table(groups: dict[str, list[float]]) -> Table:
+    table = Table("workers", "instances", f"within {GOAL}", f"within {LIMIT}", "median", "nine in ten", "worst")
+    for name, values in groups.items():
+        ranked = sorted(values)
+        table.add_row(name, str(len(values)), *(f"{sum(value <= goal for value in values) / len(values):.0%}"
+                                                for goal in (GOAL, LIMIT)), f"{statistics.median(values):.3f}",
+                      f"{ranked[max(0, -(-9 * len(ranked) // 10) - 1)]:.3f}", f"{ranked[-1]:.3f}")
+    return table
+
+
+if __name__ == "__main__":
+    main()

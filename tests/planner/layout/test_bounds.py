@@ -1,0 +1,61 @@
+"""Bounds against the true optimum of tiny jobs, and against bounds worked out by hand."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.job.file import parse_job
+from planner.layout.bounds import fill_ticks, period_bound, whole_bound, work_bound
+from planner.model.for_layout import layout_problem
+from planner.model.problem import build_problem
+from schedules.schedule import Worker
+from tests.planner.layout.layouts import problem
+from tests.planner.search.brute_force import optimal_period
+
+TINY = """
+pipelines = {pipelines}
+stages = {stages}
+microbatches = {microbatches}
+[time]
+forward = {forward}
+backward_input = {backward}
+backward_weight = 3
+optimizer = {optimizer}
+transfer = {transfer}
+[memory]
+capacity = {capacity}
+activation = 1
+weight_stash = 1
+"""
+
+
+@settings(max_examples=25, deadline=None)
+@given(shape=st.sampled_from([(1, 2, 1), (1, 2, 2), (1, 3, 1), (2, 2, 1)]), forward=st.integers(1, 5),
+       backward=st.integers(1, 5), optimizer=st.integers(0, 3), transfer=st.integers(0, 3), capacity=st.integers(1, 2),
+       failed=st.booleans())
+def test_no_bound_is_above_the_true_optimum(shape, forward, backward, optimizer, transfer, capacity, failed):
+    pipelines, stages, microbatches = shape
+    job = parse_job(TINY.format(pipelines=pipelines, stages=stages, microbatches=microbatches, forward=forward,
+                                backward=backward, optimizer=optimizer, transfer=transfer, capacity=capacity))
+    down = [Worker(0, 1)] if failed and pipelines > 1 else []
+    least = optimal_period(build_problem(job, down))
+    for layers in ("fixed", "move"):
+        assert period_bound(layout_problem(job, down, layers=layers)) <= least
+    assert whole_bound(layout_problem(job, down)) <= least
+
+
+def test_fill_bound_is_met():
+    """One pipeline of two stages, room for one micro-batch: stage 0 waits for F and I of stage 1 and two transfers."""
+    job = parse_job(TINY.format(pipelines=1, stages=2, microbatches=1, forward=4, backward=5, optimizer=0, transfer=2,
+                                capacity=1))
+    given_problem = layout_problem(job)
+    assert fill_ticks(given_problem, Worker(0, 0)) == 4 + 4 + 5 + 4 - 4 - 1  # a tick for rounding
+    assert optimal_period(build_problem(job)) == period_bound(given_problem) + 1
+
+
+@pytest.mark.parametrize(("slow", "least"), [(1340, 35), (2000, 37)])
+def test_whole_micro_batches_of_a_stage_with_a_slow_worker(slow, least):
+    """4 x 8 with 32 micro-batches each: 26 x 1.34 or 18 x 2 are less than what the three others then have."""
+    given_problem = problem(4, 8, 32, 4, slow={"1.3": slow}, layers="fixed", optimizer=0)
+    assert whole_bound(given_problem) <= least * 120
+    assert whole_bound(given_problem) == max(whole_bound(given_problem), work_bound(given_problem))

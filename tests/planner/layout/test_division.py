@@ -1,0 +1,100 @@
+"""Divisions of tiny problems against all ways to run them; exact assignments against the divisions they start from."""
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+
+from planner.layout.bounds import work_bound
+from planner.layout.candidates import candidates
+from planner.layout.cpsat import improved
+from planner.layout.cuts import lines_of, one_cut
+from planner.layout.division import Divider
+from planner.layout.routes import layout_of
+from schedules.schedule import Worker
+from tests.planner.layout.layouts import assert_valid, loads, problem
+
+
+def least_load(given):
+    """The least longest load over every way to give the cells (layer, micro-batch) to live workers."""
+    cells = [layer for layer in range(given.layer_count) for _ in range(given.total_microbatches)]
+    best = given.ample_ticks * 4
+    for workers in itertools.product(given.live, repeat=len(cells)):
+        load = dict.fromkeys(given.live, 0)
+        for layer, worker in zip(cells, workers, strict=True):
+            load[worker] += given.slice_ticks((layer, layer + 1), worker)
+        for layer, worker in set(zip(cells, workers, strict=True)):
+            load[worker] += given.tail[layer]
+        best = min(best, *([max(load.values())]))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_longest_load_is_within_a_layer_of_the_least_that_any_assignment_has(seed):
+    chosen = random.Random(seed)
+    times = [chosen.randint(5, 15) for _ in range(4)]
+    slow = {"1.0": chosen.choice([1000, 1500, 2000])}
+    given = problem(2, 2, 1, 2, failed=["0.1"], slow=slow, times=times)
+    least = least_load(given)
+    found = min(max(loads(given, layout).values()) for layout in candidates(given))
+    assert work_bound(given) <= least <= found <= least + 3 * max(times) * slow["1.0"] // 1000
+
+
+def test_one_dead_worker_of_two_pipelines():
+    """2 x 8, 16 micro-batches: 32 x 32 cells over 15 workers are 68.3 a worker; whole layers make it 69."""
+    given = problem(2, 8, 16, 4, failed=["0.4"], transfer=1, optimizer=0)
+    least, division = Divider(given, lines_of(given)).least()
+    assert least == 69 * 30
+    assert sum(division.whole) + division.items == 32
+
+
+def test_a_slow_worker_gets_less():
+    given = problem(2, 4, 16, 4, slow={"0.1": 2000}, optimizer=0)
+    least, division = Divider(given, lines_of(given)).least()
+    assert least <= 1.03 * work_bound(given)
+    layout = layout_of(given, lines_of(given), division, "")
+    cells = Counter()
+    for route in layout.routes.values():
+        for (first, end), worker in route:
+            cells[worker] += end - first
+    assert max(abs(cells[worker] - 2 * cells[Worker(0, 1)]) for worker in given.live if worker != Worker(0, 1)) <= 2
+
+
+@pytest.mark.parametrize(("pipelines", "stages", "microbatches", "failed", "slow"), [
+    (4, 4, 8, ["0.1"], {}), (4, 4, 8, ["0.1", "1.1"], {}), (2, 4, 8, ["0.1", "1.2"], {}),
+    (3, 4, 8, ["0.1"], {"1.2": 1500}),
+])
+def test_the_exact_assignment_is_no_longer_and_moves_no_more(pipelines, stages, microbatches, failed, slow):
+    given = problem(pipelines, stages, microbatches, 4, failed=failed, slow=slow, transfer=1, room=4 * (8 + 2 * 8))
+    lines = lines_of(given)
+    known = Divider(given, lines).least()
+    before = layout_of(given, lines, known[1], "")
+    division = improved(given, lines, known, seconds=10)
+    assert division is not None
+    layout = layout_of(given, lines, division, "")
+    assert_valid(given, layout)
+    assert max(loads(given, layout).values()) <= known[0]
+    assert loaded(given, layout) <= loaded(given, before)
+
+
+def loaded(given, layout):
+    """Layers that workers hold now and did not hold before."""
+    return sum(not any(first <= layer < end for first, end in given.holds[worker])
+               for worker, ranges in layout.holds.items() for low, high in ranges for layer in range(low, high))
+
+
+def test_exact_assignments_of_one_seed_are_equal():
+    given = problem(4, 4, 8, 4, failed=["0.1"], transfer=1)
+    lines = lines_of(given)
+    known = Divider(given, lines).least()
+    assert improved(given, lines, known, seconds=30, seed=3) == improved(given, lines, known, seconds=30, seed=3)
+
+
+def test_candidates_are_no_longer_than_published_systems():
+    """Whole micro-batches on pipelines cut anew (Oobleck), one cut for all (ElasWave): by the longest load."""
+    given = problem(4, 4, 8, 4, failed=["0.1"], slow={"2.2": 1300}, transfer=1)
+    best = min(max(loads(given, layout).values()) for layout in candidates(given))
+    whole = Divider(given, lines_of(given), floating=False, spread=False).least()
+    assert best <= whole[0]
+    assert best <= max(loads(given, one_cut(given)).values())

@@ -1,0 +1,31 @@
+"""Large clusters are laid out group by group."""
+
+from planner.layout.bounds import work_bound
+from planner.layout.candidates import candidates
+from planner.layout.groups import groups_of
+from tests.planner.layout.layouts import assert_valid, loads, problem
+
+
+def test_like_groups_are_alike_and_others_are_left_alone():
+    given = problem(40, 4, 16, 4, failed=["3.1", "17.1"], transfer=1)
+    groups = list(groups_of(given))
+    assert sorted(pipeline for group in groups for pipeline in group) == list(range(40))
+    weak = [group for group in groups if len(group) > 1]
+    assert [group[0] for group in weak] == [3, 17]
+    assert len(set(map(len, weak))) == 1
+    layout = next(candidates(given))
+    assert_valid(given, layout)
+    assert max(loads(given, layout).values()) <= 1.04 * work_bound(given)
+    apart = {pipeline: index for index, group in enumerate(groups) for pipeline in group}
+    for batch, route in layout.routes.items():
+        assert {apart[stop.worker.pipeline] for stop in route} == {apart[batch.pipeline]}
+    routes = [[[(stop.layers, group.index(stop.worker.pipeline), stop.worker.column) for stop in route]
+               for batch, route in layout.routes.items() if batch.pipeline in group] for group in weak]
+    assert sorted(routes[0]) == sorted(routes[1])
+
+
+def test_a_pipeline_without_any_worker_has_helpers():
+    given = problem(12, 2, 4, 2, failed=["5.0", "5.1"])
+    layout = next(candidates(given))
+    assert_valid(given, layout)
+    assert max(loads(given, layout).values()) <= 1.1 * work_bound(given)

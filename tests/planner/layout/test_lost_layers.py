@@ -1,0 +1,48 @@
+"""Stages without a live worker, pipelines with few, and layers that nobody holds."""
+
+import msgspec
+import pytest
+
+from planner.layout.candidates import candidates
+from schedules.schedule import Worker
+from tests.planner.layout.layouts import assert_valid, loads, problem
+
+STAGE_1_LOST = ["0.1", "1.1"]
+
+
+def test_layers_that_nobody_holds_are_missed():
+    for layers in ("fixed", "move"):
+        with pytest.raises(LookupError, match="no live worker holds layer 2"):
+            list(candidates(problem(2, 4, 8, 2, failed=STAGE_1_LOST, layers=layers)))
+
+
+def test_layers_that_nobody_holds_are_loaded_from_a_checkpoint():
+    given = problem(2, 4, 8, 2, failed=STAGE_1_LOST, from_checkpoint=True)
+    found = list(candidates(given))
+    assert found
+    for layout in found:
+        assert_valid(given, layout)
+
+
+def test_a_moved_holder_keeps_a_lost_stage_alive():
+    """Worker 0.2 held stage 1, too: its layers are somewhere, and the plan goes on from there."""
+    given = problem(2, 4, 8, 2, failed=STAGE_1_LOST)
+    given = msgspec.structs.replace(given, holds={**given.holds, Worker(0, 2): ((2, 6),)})
+    for layers in ("fixed", "move"):
+        for layout in candidates(msgspec.structs.replace(given, layers=layers)):
+            assert_valid(msgspec.structs.replace(given, layers=layers), layout)
+
+
+def test_pipelines_too_weak_to_hold_all_layers_join():
+    """Two pipelines have two workers each, with room for half as much again as their own stage: four hold all."""
+    given = problem(3, 4, 8, 4, failed=["0.0", "0.1", "1.2", "1.3"], room=4 * 8 * 3 // 2 + 16)
+    found = list(candidates(given))
+    assert found
+    for layout in found:
+        assert_valid(given, layout)
+    assert min(max(loads(given, layout).values()) for layout in found) < 1.15 * 8 * 3 * 160 * 3 / 8
+
+
+def test_no_room_for_all_layers():
+    with pytest.raises(LookupError, match="no room for all layers"):
+        list(candidates(problem(1, 4, 4, 4, failed=["0.0", "0.1"], room=4 * 8 + 8, from_checkpoint=True)))
