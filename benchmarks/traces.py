@@ -9,6 +9,7 @@ machines leave, or which make the job's 24. Costs are those of 6.7B parameters; 
 
 import argparse
 import json
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -34,8 +35,13 @@ def drawn(path: Path | None, seeds: int) -> list[AvailabilityTrace]:
     return [fit_to_job(read_availability_trace(path, seed), workers, seed) for seed in range(seeds)]
 
 
+@cache
+def planned(microbatches: int) -> Throughputs:
+    return Throughputs(published.published_job("6.7B", microbatches), settle_seconds=published.SETTLE_SECONDS)
+
+
 def ratios(traces: list[AvailabilityTrace], microbatches: int) -> dict[str, float]:
-    throughputs = Throughputs(published.published_job("6.7B", microbatches))
+    throughputs = planned(microbatches)
     kinds = [POLICIES[name] for name in ("slipstream", *OTHERS) if name != "bamboo"]
     costs = costs_for(published.PARAMETERS["6.7B"], published.STAGES)
     found = throughputs_over_traces(kinds, throughputs, costs, traces)

@@ -16,12 +16,14 @@ from planner.model.problem import NoPlanError
 from planner.options import PlanOptions
 from planner.plan import plan_only
 from planner.transition import layers_received
-from schedules.schedule import Worker
+from schedules.schedule import Schedule, Worker
 
 LAYERS_PER_STAGE = 8
 """Assumed layers of a stage, where the job file gives none."""
-SECONDS = 1.0
-"""Time limit for one plan."""
+SECONDS = 0.5
+"""Time limit for one plan; list schedules need no more on an idle machine."""
+CLOSE = 0.02
+"""A plan this close to its bound is good enough."""
 GROUP = 8
 """A job of at least twice as many pipelines is planned as groups of at least so many."""
 
@@ -61,12 +63,25 @@ class SettledPlans:
         job = msgspec.structs.replace(self._job, pipelines=pipelines, microbatches=self._job.microbatches[:pipelines])
         if failures >= pipelines * job.stages:
             return None
-        try:
-            schedule = plan_only(self._options, job, spread_out(failures, pipelines, job.stages)).schedule
-        except NoPlanError:
+        best: Schedule | None = None
+        for choose in (stacked, spread_out) if failures > 1 else (stacked,):
+            try:
+                schedule = plan_only(self._options, job, choose(failures, pipelines, job.stages)).schedule
+            except NoPlanError:
+                continue
+            if best is None or schedule.period_ticks < best.period_ticks:
+                best = schedule
+            if best.period_ticks <= best.lower_bound_ticks * (1 + CLOSE):
+                break
+        if best is None:
             return None
-        layers = max(map(len, layers_received(schedule).values()), default=0)
-        return Settled(schedule.seconds(schedule.period_ticks), layers / self._layers_per_stage)
+        layers = max(map(len, layers_received(best).values()), default=0)
+        return Settled(best.seconds(best.period_ticks), layers / self._layers_per_stage)
+
+
+def stacked(failures: int, pipelines: int, stages: int) -> list[Worker]:  # noqa: ARG001
+    """Failures in as few pipelines as can be."""
+    return [Worker(index // stages, index % stages) for index in range(failures)]
 
 
 def spread_out(failures: int, pipelines: int, stages: int) -> list[Worker]:

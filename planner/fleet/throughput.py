@@ -17,7 +17,7 @@ from functools import cached_property
 
 import msgspec
 
-from planner.fleet.settled import SettledPlans
+from planner.fleet.settled import SECONDS, SettledPlans
 from planner.job.file import Job
 from planner.model import assemble
 from planner.model.arrays import ProblemArrays
@@ -52,8 +52,10 @@ class Throughputs:
     """Throughputs of one job by schedule, in samples per second; 0.0 where no plan exists."""
 
     def __init__(self, job: Job, *, samples_per_microbatch: float = 1.0, table: Table | None = None,
-                 plan_seconds: float = PLAN_SECONDS, announce: Callable[[str], None] = lambda _: None) -> None:
-        """All workers count as equally fast. `announce` is called with one line before each plan.
+                 plan_seconds: float = PLAN_SECONDS, settle_seconds: float = SECONDS,
+                 announce: Callable[[str], None] = lambda _: None) -> None:
+        """All workers count as equally fast. `plan_seconds` and `settle_seconds` limit the time for one plan, with
+        layers in place and with layers that move. `announce` is called with one line before each plan.
 
         Raises NoPlanError when no schedule can run the job, ValueError when the table is of another one.
         """
@@ -69,7 +71,7 @@ class Throughputs:
         self._classes = pipeline_classes(problem.grid, problem.times)
         self._announce = announce
         self._planned: dict[DownByStage, float] = {}
-        self._settled = SettledPlans(self.job, announce)
+        self._settled = SettledPlans(self.job, announce, settle_seconds)
         self._normal_form: dict[int, DownByStage | None] = {}
         self._pieces: dict[Hashable, int] = {}
         self._round_robin: dict[tuple[DownByStage, BackwardMode, OptimizerMode], float] = {}

@@ -6,6 +6,7 @@ Later systems, which move layers, report 1.35 times ReCycle's throughput (ElasWa
 """
 
 from planner.fleet.costs import costs_for
+from planner.fleet.figures import published
 from planner.fleet.figures.figure import Cell, Figure, Series
 from planner.fleet.figures.scaling import job
 from planner.fleet.policies import POLICIES
@@ -23,7 +24,7 @@ KINDS = ("slipstream", "slipstream-fixed", "elaswave", "oobleck", "work-conservi
 
 def ratios(pipelines: int) -> dict[tuple[str, int], float]:
     """Steady throughput over ReCycle's, by policy and number of failures."""
-    throughputs = Throughputs(job(pipelines * STAGES, MICROBATCHES))
+    throughputs = Throughputs(job(pipelines * STAGES, MICROBATCHES), settle_seconds=published.SETTLE_SECONDS)
     scenario = Scenario(throughputs, costs_for(), 3600.0)
     recycle = POLICIES["recycle"](scenario)
     return {(name, failures): POLICIES[name](scenario).steady_rate(failures) / recycle.steady_rate(failures)
@@ -38,7 +39,7 @@ def reproduce(progress: CountCallback) -> Figure:
         progress(done, len(PIPELINES))
     series = [Series(name=f"{name}, {failures} failed", values=tuple(one[name, failures] for one in found))
               for name in ("slipstream", "elaswave") for failures in FAILURES]
-    published = [Series(name=f"{name}, published", values=(value,) * len(PIPELINES), is_reference=True)
+    reported = [Series(name=f"{name}, published", values=(value,) * len(PIPELINES), is_reference=True)
                  for name, value in (("ElasWave", ELASWAVE), ("Odyssey", ODYSSEY))]
     rows: list[tuple[Cell, ...]] = [
         (pipelines, failures, *(round(one[name, failures], 4) for name in KINDS))
@@ -48,7 +49,7 @@ def reproduce(progress: CountCallback) -> Figure:
     return Figure(
         name="replicas", title=f"Throughput over ReCycle's by pipelines of {STAGES} stages", kind="lines",
         x_label="pipelines", y_label="throughput / ReCycle's", x=tuple(map(float, PIPELINES)),
-        series=(*series, *published), header=("pipelines", "failed", *(f"{name} / recycle" for name in KINDS)),
+        series=(*series, *reported), header=("pipelines", "failed", *(f"{name} / recycle" for name in KINDS)),
         rows=tuple(rows), logarithmic_x=True,
         findings={"least slipstream / recycle, 2 to 4 pipelines": min(few),
                   "largest slipstream / recycle, 2 to 4 pipelines": max(few)},

@@ -1,5 +1,6 @@
 """Scaling to 1,536 GPUs with 1, 5 and 10 % of the workers failed."""
 
+from planner.fleet.figures import published
 from planner.fleet.figures.figure import Cell, Figure, Series, band
 from planner.fleet.throughput import Throughputs
 from planner.job.file import Job, StageTimes
@@ -24,7 +25,7 @@ def job(gpus: int, microbatches: int) -> Job:
 
 def shares(gpus: int, microbatches: int) -> list[tuple[float, float, float]]:
     """(this planner once settled, ReCycle, work-conserving) over 1F1B without failures, for each share of failures."""
-    throughputs = Throughputs(job(gpus, microbatches))
+    throughputs = Throughputs(job(gpus, microbatches), settle_seconds=published.SETTLE_SECONDS)
     fault_free = throughputs.one_f_one_b(gpus // STAGES)
     found = []
     for share in SHARES:
