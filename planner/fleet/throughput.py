@@ -17,6 +17,7 @@ from functools import cached_property
 
 import msgspec
 
+from planner.fleet.settled import SECONDS, SettledPlans
 from planner.job.file import Job
 from planner.model import assemble
 from planner.model.arrays import ProblemArrays
@@ -51,8 +52,10 @@ class Throughputs:
     """Throughputs of one job by schedule, in samples per second; 0.0 where no plan exists."""
 
     def __init__(self, job: Job, *, samples_per_microbatch: float = 1.0, table: Table | None = None,
-                 plan_seconds: float = PLAN_SECONDS, announce: Callable[[str], None] = lambda _: None) -> None:
-        """All workers count as equally fast. `announce` is called with one line before each plan.
+                 plan_seconds: float = PLAN_SECONDS, settle_seconds: float = SECONDS,
+                 announce: Callable[[str], None] = lambda _: None) -> None:
+        """All workers count as equally fast. `plan_seconds` and `settle_seconds` limit the time for one plan, with
+        layers in place and with layers that move. `announce` is called with one line before each plan.
 
         Raises NoPlanError when no schedule can run the job, ValueError when the table is of another one.
         """
@@ -60,13 +63,15 @@ class Throughputs:
         self.job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=()))
         self.workers = job.pipelines * job.stages
         self.samples = samples_per_microbatch * sum(job.microbatches)
-        self._options = PlanOptions(method="greedy", time_limit=plan_seconds)
+        # The runtime runs whole stages.
+        self._options = PlanOptions(method="greedy", time_limit=plan_seconds, slices=False)
         self._windows: dict[int, Windows] = {}
         problem = self._options.problem(self.job)
         self._tick_seconds = problem.tick_seconds
         self._classes = pipeline_classes(problem.grid, problem.times)
         self._announce = announce
         self._planned: dict[DownByStage, float] = {}
+        self._settled = SettledPlans(self.job, announce, settle_seconds)
         self._normal_form: dict[int, DownByStage | None] = {}
         self._pieces: dict[Hashable, int] = {}
         self._round_robin: dict[tuple[DownByStage, BackwardMode, OptimizerMode], float] = {}
@@ -80,6 +85,14 @@ class Throughputs:
         if down not in self._planned:
             self._planned[down] = self.samples / self._planned_period(down)
         return self._planned[down]
+
+    def settled(self, failures: int) -> tuple[float, float]:
+        """(samples per second, stages that the busiest worker loads) with so many workers down, once layers have moved.
+
+        (0.0, 0.0) where no plan exists.
+        """
+        answer = self._settled.answer(failures) if failures else None
+        return (self.samples / answer.period, answer.stages_moved) if answer else (0.0, 0.0)
 
     def normal_form(self, failures: int) -> DownByStage | None:
         """How failure normalisation spreads this many failures: the best, once planned, of its distributions.
@@ -289,7 +302,7 @@ def _table_periods(table: Table, job: Job, options: PlanOptions) -> dict[DownByS
         raise ValueError(f"{table.folder}: a table of another job: its grid or times differ")
     periods: dict[DownByStage, float] = {}
     for row in table.rows():
-        if row.period is not None:
+        if row.period is not None and row.layers_moved is None:  # else layers have moved
             down = tuple(sum(role.column == column for role in row.failed) for column in range(job.stages))
             periods[down] = min(row.period, periods.get(down, math.inf))
     return periods

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from planner.fleet.figures import ablation, failures, scaling, trace_average, worked_example
+from planner.fleet.figures import ablation, failures, replicas, scaling, trace_average, worked_example
 from planner.fleet.figures.figure import Figure
 from planner.progress import CountCallback
 
@@ -14,4 +14,5 @@ FIGURES: Mapping[str, Callable[[CountCallback], Figure]] = {
     "trace": trace_average.reproduce,
     "ablation": ablation.reproduce,
     "scaling": scaling.reproduce,
+    "replicas": replicas.reproduce,
 }

@@ -12,12 +12,12 @@ from planner.progress import CountCallback
 
 MOST = 9
 KINDS: tuple[type[Policy], ...] = tuple(POLICIES[name] for name in (
-    "slipstream", "recycle", "oobleck", "bamboo", "fault-scaled", "work-conserving"))
+    "slipstream", "slipstream-fixed", "recycle", "oobleck", "elaswave", "bamboo", "fault-scaled", "work-conserving"))
 
 
 def steady_rates(microbatches: int) -> dict[str, list[float]]:
     """Samples per second of the 6.7B model, by policy and number of failures."""
-    throughputs = Throughputs(published.published_job("6.7B", microbatches))
+    throughputs = Throughputs(published.published_job("6.7B", microbatches), settle_seconds=published.SETTLE_SECONDS)
     scenario = Scenario(throughputs, costs_for(6.7e9, published.STAGES), 3600.0)
     return {kind.name: [kind(scenario).steady_rate(failures) for failures in range(MOST + 1)] for kind in KINDS}
 

@@ -35,10 +35,14 @@ WORKERS_AND_SAMPLES = (
     (21, 3), (19, 3), (17, 4), (16, 2), (15, 3), (16, 1), (18, 6), (21, 20), (20, 2), (21, 2), (22, 7), (24, 4))
 """The availability trace: live workers, and for how many samples."""
 
+LAYERS = {"6.7B": 32, "350M": 24}
+"""Of the models of these sizes (GPT-3, Brown et al. 2020, table 2.1)."""
 MICROBATCHES = (8, 12, 16, 24, 32)
 """Micro-batches a pipeline: not published; varied from twice to eight times the stages. See `NOMINAL`."""
 NOMINAL = 16
 """4 S, which Oobleck's planner takes for its templates: the one number that any source gives."""
+SETTLE_SECONDS = 1.5
+"""Time limit for a plan with layers that move: more than `simulate` takes, as figures are made once."""
 OPTIMIZER = 1.0
 """Length of the optimizer step in forwards: not published."""
 
@@ -59,7 +63,7 @@ def _job(model: str, microbatches: int, op_seconds: float) -> Job:
     times = StageTimes(forward=ops, backward_input=ops, backward_weight=ops, optimizer=step, all_reduce=(0.0,) * STAGES,
                        transfer=0.0)
     return Job(name=f"published {model}", pipelines=PIPELINES, stages=STAGES, microbatches=(microbatches,) * PIPELINES,
-               time=times, columns=tuple(range(STAGES)))
+               time=times, columns=tuple(range(STAGES)), layers=(LAYERS[model] // STAGES,) * STAGES)
 
 
 def published_trace(seed: int = 0) -> AvailabilityTrace:

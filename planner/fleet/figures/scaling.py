@@ -1,7 +1,8 @@
 """Scaling to 1,536 GPUs with 1, 5 and 10 % of the workers failed."""
 
+from planner.fleet.figures import published
 from planner.fleet.figures.figure import Cell, Figure, Series, band
-from planner.fleet.throughput import Throughputs, spread_over_stages
+from planner.fleet.throughput import Throughputs
 from planner.job.file import Job, StageTimes
 from planner.progress import CountCallback
 
@@ -23,16 +24,16 @@ def job(gpus: int, microbatches: int) -> Job:
 
 
 def shares(gpus: int, microbatches: int) -> list[tuple[float, float, float]]:
-    """(this planner, ReCycle, work-conserving) relative to 1F1B without failures, for each share of failures."""
-    throughputs = Throughputs(job(gpus, microbatches))
+    """(this planner once settled, ReCycle, work-conserving) over 1F1B without failures, for each share of failures."""
+    throughputs = Throughputs(job(gpus, microbatches), settle_seconds=published.SETTLE_SECONDS)
     fault_free = throughputs.one_f_one_b(gpus // STAGES)
     found = []
     for share in SHARES:
         failures = round(share * gpus)
-        down = throughputs.normal_form(failures)
+        down = throughputs.even_spread(failures)
         assert down is not None
-        found.append((throughputs.planned(down) / fault_free,
-                      throughputs.recycle(spread_over_stages(failures, STAGES)) / fault_free,
+        found.append((max(throughputs.planned(down), throughputs.settled(failures)[0]) / fault_free,
+                      throughputs.recycle(down) / fault_free,
                       throughputs.work_conserving(gpus - failures) / fault_free))
     return found
 

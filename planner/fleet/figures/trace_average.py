@@ -19,7 +19,7 @@ RATIOS = {"6.7B": "oobleck", "350M": "bamboo"}
 
 def averages(model: str, microbatches: int) -> dict[str, float]:
     """Mean samples per second by policy."""
-    throughputs = Throughputs(published.published_job(model, microbatches))
+    throughputs = Throughputs(published.published_job(model, microbatches), settle_seconds=published.SETTLE_SECONDS)
     costs = costs_for(published.PARAMETERS[model], published.STAGES)
     traces = [published.published_trace(seed) for seed in range(SEEDS)]
     by_policy = throughputs_over_traces(list(POLICIES.values()), throughputs, costs, traces)

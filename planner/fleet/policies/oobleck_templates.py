@@ -7,10 +7,9 @@ from functools import lru_cache
 from itertools import accumulate, combinations
 from typing import NamedTuple
 
+from planner.fleet.settled import LAYERS_PER_STAGE
 from planner.job.file import Job
 
-LAYERS_PER_STAGE = 8
-"""Assumed layers of a stage, where the job file gives none."""
 MAX_LAYERS = 128
 """A model of more layers is cut into larger pieces."""
 

@@ -1,13 +1,23 @@
 """This project: schedules that fill bubbles with re-routed work, computed by the planner, switched by the runtime."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from planner.fleet.availability_trace import Change
 from planner.fleet.policies.rerouting import Rerouting
 from planner.fleet.policy import Cause, Phase, Scenario
 from planner.fleet.throughput import DownByStage
+
+AT_ONCE = ("the schedules of `slipstream plan` (list schedulers, or the table given), never slower than those of "
+           "ReCycle, which it may choose; a failure costs half an iteration and a switch; who joins or moves loads one "
+           "stage from peers while the others train on, and a switch follows; a slow worker is waited for, or left out "
+           "as if it were down, whichever is faster; a worker that lost some of its GPUs goes on with the others, so "
+           "many times slower")
+SETTLED = ("; layers move while it trains on, for as long as the busiest worker needs for what it receives, and a "
+           "switch follows, where its pause is made up for before the next failure, on average; the next failure is "
+           "answered at once as if they had not moved")
 
 
 class Choice(NamedTuple):
@@ -18,21 +28,25 @@ class Choice(NamedTuple):
 
 
 class Slipstream(Rerouting):
-    """Those who join or move load their stage while the others train on."""
+    """At once with the layers where they are; then settled, with layers moved, when that pays.
+
+    Layers move, and those who join or change their stage load it, while the others train on. Every machine has a stage,
+    which it holds besides or instead of what the settled plan gives it: that decides what the next failure is answered
+    with at once, and which failures lose a stage. So nothing is ever slower than with the layers in place.
+    """
 
     name = "slipstream"
-    title = "this planner, failures spread over stages by moving workers"
-    assumptions = ("the schedules of `slipstream plan` (list schedulers, or the table given), never slower than those "
-                   "of ReCycle, which it may choose; a failure costs half an iteration and a switch; who joins or "
-                   "moves loads one stage from peers while the others train on, and a switch follows; a slow worker "
-                   "is waited for, or left out as if it were down, whichever is faster; a worker that lost some of its "
-                   "GPUs goes on with the others, so many times slower")
+    title = "this planner: at once with layers in place, then settled with layers moved"
+    assumptions = AT_ONCE + SETTLED
     balances_speeds = True
+    moves_layers: ClassVar[bool] = True
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
         self._left_out: frozenset[int] = frozenset()
         """Slow machines that the present schedule does without."""
+        self._settled_at, self._settled = 0.0, 0.0
+        """When the settled plan runs, or will, and its samples per second at usual speeds; 0: none."""
 
     @staticmethod
     def alive_gpus(alive: int, whole: int) -> int:  # noqa: ARG004
@@ -44,18 +58,47 @@ class Slipstream(Rerouting):
         return max(self.throughputs.planned(down),
                    self.throughputs.one_f_one_b(self.scenario.pipelines - max(down)))
 
+    def settled_rate(self, down: DownByStage) -> float:
+        """Once layers have moved: by the planner's schedule for so many failures."""
+        return self.throughputs.settled(sum(down))[0] if sum(down) < self.scenario.workers else 0.0
+
+    def steady_rate(self, failures: int) -> float:
+        """Settled, where that is faster."""
+        at_once = super().steady_rate(failures)
+        return max(at_once, self.throughputs.settled(failures)[0]) if self.moves_layers else at_once
+
+    def start(self, live: Sequence[int]) -> list[Phase]:
+        """Settled from the beginning, where some machines are missing."""
+        super().start(live)
+        self._settled_at, self._settled = 0.0, self._settled_rate_now()
+        return self.resume_training(self._best_rate())
+
+    def restart(self, rate: float, remaining: Sequence[Phase]) -> list[Phase]:  # noqa: ARG002
+        """Settled, as all load their layers from the checkpoint anyway."""
+        self._settled = self._settled_rate_now()
+        return super().restart(self._best_rate(), remaining)
+
+    def _settled_rate_now(self) -> float:
+        return self.settled_rate(self._down(self._stage)) if self.moves_layers else 0.0
+
+    def _best_rate(self) -> float:
+        at_once = self._rate_of(self._stage)
+        return max(at_once, self._choice(self._stage, self.settled_rate).rate) if self.moves_layers else at_once
+
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
         """Where only speeds change, a switch follows if other workers are left out then."""
+        if change.removed or change.seconds < self._settled_at:
+            self._settled = 0.0  # some of its layers are gone, or not there yet
         phases = super().on_change(change, remaining)
-        before, self._left_out = self._left_out, self._choice(self._held).left_out
+        before, self._left_out = self._left_out, self._choice(self._held, self.rate).left_out
         switches = change.removed or remaining[0].cause is not Cause.RUN or before == self._left_out & self._held.keys()
         return phases if switches else [self._switch(), *phases]
 
     def _rate_of(self, stages: dict[int, int]) -> float:
         """Samples per second of machines that hold these stages, the slowest left out where that pays."""
-        return self._choice(stages).rate
+        return self._choice(stages, self.rate).rate
 
-    def _choice(self, stages: dict[int, int]) -> Choice:
+    def _choice(self, stages: dict[int, int], rate: Callable[[DownByStage], float]) -> Choice:
         """Leave out the slowest machines, as many as pays. All others wait for the slowest of those that are left.
 
         A schedule in which every op takes at most f times as long has at most f times the period.
@@ -66,7 +109,7 @@ class Slipstream(Rerouting):
         for factor, machines in groupby([*slow, (1.0, -1)], key=lambda pair: pair[0]):
             if max(down) >= self.scenario.pipelines:
                 break
-            best = max(best, Choice(self.rate(tuple(down)) / factor, frozenset(left_out)), key=lambda one: one.rate)
+            best = max(best, Choice(rate(tuple(down)) / factor, frozenset(left_out)), key=lambda one: one.rate)
             for _, machine in machines:
                 if machine >= 0:
                     left_out.append(machine)
@@ -74,15 +117,35 @@ class Slipstream(Rerouting):
         return best
 
     def _reconfigure(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
-        """At once with those who hold a stage; with all when they have loaded theirs."""
-        at_once, then = self._rate_of(self._held), self._rate_of(self._stage)
+        """At once with those who hold a stage, or as settled before, if none of those has left; then with all."""
+        settled = self._settled / max(self.slow.values(), default=1.0)
+        at_once, then = max(settled, self._rate_of(self._held)), max(settled, self._rate_of(self._stage))
         loads, load, switch = self._held != self._stage, self.costs.load_seconds, self._switch()
         self._loaded_at = now + sum(stall.seconds for stall in stalls) + loads * load
         if stalls and loads and load * at_once < switch.seconds * then:
             # Another switch would cost more than what is trained until then.
-            return self.resume_training(then, *stalls, Phase(Cause.LOAD, load), lost_samples=lost_samples)
-        phases = self.resume_training(at_once, *stalls, lost_samples=lost_samples)
-        return self.change_rate(phases, self._loaded_at - now, switch, then) if loads else phases
+            phases = self.resume_training(then, *stalls, Phase(Cause.LOAD, load), lost_samples=lost_samples)
+        else:
+            phases = self.resume_training(at_once, *stalls, lost_samples=lost_samples)
+            loads = loads and then > at_once
+            phases = self.change_rate(phases, self._loaded_at - now, switch, then) if loads else phases
+        return self._settle(phases, then, now, self._loaded_at - now + loads * switch.seconds)
+
+    def _settle(self, phases: list[Phase], rate: float, now: float, seconds: float) -> list[Phase]:
+        """These phases, which train at `rate` after so many seconds, and the settled plan when it is there, if it pays.
+
+        It pays where the pause of the switch is made up for before the next failure, on average.
+        """
+        if not self.moves_layers or phases[0].cause is Cause.WAIT:
+            return phases
+        settled = self._best_rate()
+        move = self.throughputs.settled(self.scenario.workers - len(self._stage))[1] * self.costs.load_seconds
+        gained = settled - rate
+        made_up = self.costs.switch_seconds * settled / gained if gained > 0 else math.inf
+        if seconds + move + made_up > self.scenario.seconds_between_failures:
+            return phases
+        self._settled_at, self._settled = now + seconds + move, self._settled_rate_now()
+        return self.change_rate(phases, seconds + move, self._switch(), settled)
 
 
 class SlipstreamFixed(Slipstream):
@@ -90,6 +153,6 @@ class SlipstreamFixed(Slipstream):
 
     name = "slipstream-fixed"
     title = "this planner, no live worker changes its stage"
-    assumptions = (Slipstream.assumptions + "; newcomers, who have to load a stage anyway, get the one that lacks "
-                   "workers most")
+    assumptions = AT_ONCE + ("; newcomers, who have to load a stage anyway, get the one that lacks workers most")
     moves_workers = False
+    moves_layers = False

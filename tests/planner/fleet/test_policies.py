@@ -20,8 +20,16 @@ WHOLE = 18 / 22
 """Samples a second of 1F1B, 3 pipelines x 2 stages x 6 micro-batches of three slots: (6 + 1) x 3 + 1 = 22 seconds."""
 
 
+class InPlace(POLICIES["slipstream"]):
+    """Slipstream before layers have moved, for numbers that can be checked by hand."""
+
+    name = "slipstream"
+    moves_layers = False
+
+
 def run(name, *changes, **how):
-    policy = POLICIES[name](scenario(**how.pop("scenario", {})))
+    kind = InPlace if name == "in-place" else POLICIES[name]
+    policy = kind(scenario(**how.pop("scenario", {})))
     return simulate(policy, trace(*changes, **how))
 
 
@@ -53,7 +61,7 @@ def test_rates_with_all_workers_alive(name, rate):
 
 
 def test_slipstream_loses_half_an_iteration_and_a_switch():
-    result = run("slipstream", lose(100.0, 0), gain(300.0, 0))
+    result = run("in-place", lose(100.0, 0), gain(300.0, 0))
     after = 18 / 28  # two workers of stage 0 run nine micro-batches each: 27 + 1
     # The newcomer loads its stage for three seconds while the others train on.
     assert spans(result) == [("RUN", 100.0), ("SWITCH", 2.0), ("LOST", 9 / after), ("RUN", 200 - 2 - 9 / after),
@@ -68,7 +76,7 @@ def test_recycle_waits_for_those_who_load():
 
 
 def test_what_is_not_redone_when_a_newcomer_is_ready_is_redone_faster():
-    result = run("slipstream", lose(100.0, 0), gain(104.0, 0))
+    result = run("in-place", lose(100.0, 0), gain(104.0, 0))
     before, after = 18 / 28, 18 / 19
     redone = 5 * before  # from 102 to 107
     assert spans(result) == [("RUN", 100.0), ("SWITCH", 2.0), ("LOST", 2.0), ("LOST", 3.0), ("SWITCH", 2.0),
@@ -77,10 +85,10 @@ def test_what_is_not_redone_when_a_newcomer_is_ready_is_redone_faster():
 
 def test_slipstream_moves_a_worker_where_that_pays_and_slipstream_fixed_does_not():
     both = [lose(100.0, 0), lose(200.0, 2)]  # two of stage 0
-    moves = run("slipstream", *both)
+    moves = run("in-place", *both)
     assert ("LOAD", 3.0) in spans(moves), "all wait: another switch would take longer than what three seconds train"
     slow = msgspec.structs.replace(COSTS, load_seconds=100.0)
-    trains = spans(run("slipstream", *both, scenario={"costs": slow}))
+    trains = spans(run("in-place", *both, scenario={"costs": slow}))
     assert [name for name, _ in trains].count("SWITCH") == 3 and "LOAD" not in dict(trains)
     stays = run("slipstream-fixed", *both)
     assert [name for name, _ in spans(stays)].count("SWITCH") == 2
@@ -89,21 +97,21 @@ def test_slipstream_moves_a_worker_where_that_pays_and_slipstream_fixed_does_not
 
 
 def test_a_stage_without_workers_goes_back_to_the_checkpoint():
-    result = run("slipstream", lose(100.0, 0, 2, 4))
+    result = run("in-place", lose(100.0, 0, 2, 4))
     rate = result.rate[-1]
     # Checkpoints every sqrt(2 x 10 x 1000) = 141 s, in the background: nothing is kept of the first 100 s.
     assert spans(result)[:3] == [("RUN", 100.0), ("RESTART", 50.0), ("LOST", 100 * 18 / 19 / rate)]
-    waits = run("slipstream", lose(100.0, 0, 1, 2, 3, 4), gain(400.0, 0, 1))
+    waits = run("in-place", lose(100.0, 0, 1, 2, 3, 4), gain(400.0, 0, 1))
     assert ("WAIT", 300.0) in spans(waits) and ("RESTART", 50.0) in spans(waits)
 
 
 def test_a_failure_during_a_restart_starts_it_anew():
-    result = run("slipstream", lose(100.0, 0, 2, 4), lose(120.0, 1))
+    result = run("in-place", lose(100.0, 0, 2, 4), lose(120.0, 1))
     assert spans(result)[1:3] == [("RESTART", 20.0), ("RESTART", 50.0)]
 
 
 def test_who_comes_during_a_restart_joins_after_it():
-    result = run("slipstream", lose(100.0, 0, 2, 4), gain(120.0, 0), gain(130.0, 2))
+    result = run("in-place", lose(100.0, 0, 2, 4), gain(120.0, 0), gain(130.0, 2))
     assert [span for span in spans(result) if span[0] == "RESTART"] == [
         ("RESTART", 20.0), ("RESTART", 10.0), ("RESTART", 20.0)], "50 seconds in all"
     assert result.rate[-1] == pytest.approx(18 / 28), "five workers"
@@ -111,7 +119,7 @@ def test_who_comes_during_a_restart_joins_after_it():
 
 def test_a_machine_that_is_still_loading_does_not_save_its_stage():
     """Stage 0 is left to one that loads it: with its source gone, nobody has the parameters."""
-    result = run("slipstream", lose(100.0, 0, 2), lose(101.0, 4), seconds=1000.0)
+    result = run("in-place", lose(100.0, 0, 2), lose(101.0, 4), seconds=1000.0)
     assert "RESTART" in [name for name, _ in spans(result)]
 
 
@@ -126,6 +134,34 @@ def test_recycle_absorbs_one_failure_as_published():
     policy = POLICIES["recycle"](scenario(stages=4, optimizer=3))
     assert policy.fault_free_rate == pytest.approx(18 / 30) == policy.steady_rate(1)
     assert POLICIES["slipstream"](scenario(stages=4, optimizer=3)).fault_free_rate == pytest.approx(18 / 22)
+
+
+def test_layers_move_while_the_job_trains_and_then_it_is_settled():
+    policy = POLICIES["slipstream"](scenario())
+    settled, stages = policy.throughputs.settled(1)
+    assert 18 / 28 < settled <= 18 / (18 * 6 / 5 + 1) and stages > 0
+    result = simulate(policy, trace(lose(100.0, 0), gain(600.0, 0)))
+    move = 3.0 * stages  # three seconds a stage
+    assert spans(result)[:4] == [("RUN", 100.0), ("SWITCH", 2.0), ("LOST", move), ("SWITCH", 2.0)]
+    left = (9 - move * 18 / 28) / settled
+    assert spans(result)[4:6] == [("LOST", left), ("RUN", 500 - 4 - move - left)]
+    # The newcomer loads its stage while all train on as settled, and then all are there.
+    assert spans(result)[6:] == [("RUN", 3.0), ("SWITCH", 2.0), ("RUN", 395.0)]
+    assert result.rate[5:].tolist() == pytest.approx([settled, settled, 0.0, 18 / 19])
+    assert policy.steady_rate(1) == settled
+
+
+def test_layers_stay_where_the_next_failure_comes_too_soon():
+    often = run("slipstream", lose(100.0, 0), scenario={"between": 4.0})
+    assert often.rate[-1] == pytest.approx(18 / 28)
+    assert spans(often) == spans(run("in-place", lose(100.0, 0), scenario={"between": 4.0}))
+
+
+def test_the_next_failure_is_answered_as_if_layers_had_not_moved():
+    result = run("slipstream", lose(100.0, 0), lose(500.0, 3))
+    at_once = result.rate[result.seconds[:-1] > 500.0].tolist()
+    assert next(rate for rate in at_once if rate) >= 18 / 28 * (1 - 1e-9)
+    assert "RESTART" not in [name for name, _ in spans(result)]
 
 
 # --- Oobleck ----------------------------------------------------------------------------------------------------------
@@ -352,12 +388,12 @@ def test_a_slow_worker_that_leaves_slows_nobody():
 
 def test_slipstream_leaves_out_who_is_too_slow():
     """Five workers make 18 / 28 samples a second; six of which one takes 1.2 times as long, 18 / 19 / 1.2."""
-    waits = run("slipstream", slow(500.0, 0, 1.2))
+    waits = run("in-place", slow(500.0, 0, 1.2))
     assert waits.rate[-1] == pytest.approx(18 / 19 / 1.2) and waits.switches == 0
-    without = run("slipstream", slow(500.0, 0, 3.0), slow(700.0, 0, 1.0))
+    without = run("in-place", slow(500.0, 0, 3.0), slow(700.0, 0, 1.0))
     assert spans(without) == [("RUN", 500.0), ("SWITCH", 2.0), ("RUN", 198.0), ("SWITCH", 2.0), ("RUN", 298.0)]
     assert without.rate == pytest.approx([18 / 19, 0, 18 / 28, 0, 18 / 19])
-    dead = run("slipstream", slow(500.0, 0, 3.0), lose(600.0, 0))
+    dead = run("in-place", slow(500.0, 0, 3.0), lose(600.0, 0))
     assert dead.rate[-1] == pytest.approx(18 / 28)
 
 
@@ -377,8 +413,10 @@ def test_a_worker_that_lost_a_gpu_goes_on_or_is_down():
         changes = (Change(500.0, gpus=((0, 3),)), Change(800.0, gpus=((0, 4),)))
         return simulate(policy, msgspec.structs.replace(trace(*changes), gpus_per_worker=4))
 
-    # Slower by a third it costs less than none, of which five would be left.
-    assert of_four("slipstream").rate[1] == pytest.approx(18 / 19 * 3 / 4)
+    # Six of which one takes a third longer are faster than five.
+    result = simulate(InPlace(scenario()), msgspec.structs.replace(
+        trace(Change(500.0, gpus=((0, 3),)), Change(800.0, gpus=((0, 4),))), gpus_per_worker=4))
+    assert result.rate.tolist() == pytest.approx([18 / 19, 18 / 19 * 3 / 4, 18 / 19])
     assert of_four("work-conserving").rate[1] == pytest.approx(18 / (18 * 6 / 5.75 + 1))
     recycle = of_four("recycle")
     assert recycle.rate[-1] == pytest.approx(WHOLE) and recycle.switches == 2
@@ -386,12 +424,12 @@ def test_a_worker_that_lost_a_gpu_goes_on_or_is_down():
 
 
 def test_what_is_reported_of_a_run():
-    result = run("slipstream", lose(100.0, 0), lose(500.0, 3))
+    result = run("in-place", lose(100.0, 0), lose(500.0, 3))
     stalls = [2 + 9 / rate for rate in (18 / 28, 18 / 28)]
     assert result.seconds_to_recover == pytest.approx(sum(stalls) / 2)
     assert result.ettr == pytest.approx(1 - sum(stalls) / 1000)
     assert result.goodput(18 / 19) == pytest.approx(result.throughput / (18 / 19))
-    assert run("slipstream").seconds_to_recover == 0.0 and run("slipstream").ettr == 1.0
+    assert run("in-place").seconds_to_recover == 0.0 and run("in-place").ettr == 1.0
     pauses = run("checkpoint-restart")
     assert pauses.ettr == pytest.approx(pauses.throughput / pauses.fault_free_rate)
 

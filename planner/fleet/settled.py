@@ -1,0 +1,90 @@
+"""What a failure is answered with in the end: layers over all live workers, at a throughput and a price.
+
+At once, a failure is answered with the layers where they are (`throughput`). While that schedule runs, layers move, and
+the settled one follows. Which workers are dead then hardly matters, as any of them may hold any layers: the answer
+depends on how many there are. Large jobs are planned as groups of pipelines, each with its share of the failures; every
+group ends at the same time, and the one with most failures counts.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from planner.job.file import Job
+from planner.model.problem import NoPlanError
+from planner.options import PlanOptions
+from planner.plan import plan_only
+from planner.transition import layers_received
+from schedules.schedule import Schedule, Worker
+
+LAYERS_PER_STAGE = 8
+"""Assumed layers of a stage, where the job file gives none."""
+SECONDS = 0.5
+"""Time limit for one plan; list schedules need no more on an idle machine."""
+CLOSE = 0.02
+"""A plan this close to its bound is good enough."""
+GROUP = 8
+"""A job of at least twice as many pipelines is planned as groups of at least so many."""
+
+
+class Settled(NamedTuple):
+    """The settled answer to a number of failures."""
+
+    period: float
+    """Seconds."""
+    stages_moved: float
+    """Layers that the busiest worker receives, in stages: what it takes to load one is the unit of time to move."""
+
+
+class SettledPlans:
+    """The settled answers of a job, each planned once."""
+
+    def __init__(self, job: Job, announce: Callable[[str], None] = lambda _: None,
+                 plan_seconds: float = SECONDS) -> None:
+        layers = job.layers or (LAYERS_PER_STAGE,) * len(job.columns)
+        self._layers_per_stage = sum(layers[:job.depth]) / job.stages
+        self._job = msgspec.structs.replace(job, layers=layers)
+        self._announce = announce
+        self._options = PlanOptions(method="greedy", layers="move", time_limit=plan_seconds)
+        self._found: dict[tuple[int, int], Settled | None] = {}
+
+    def answer(self, failures: int) -> Settled | None:
+        """The best plan found with layers that move; None where there is none."""
+        job = self._job
+        groups = max(1, job.pipelines // GROUP) if len(set(job.microbatches)) == 1 else 1
+        key = (job.pipelines // groups, -(-failures // groups))
+        if key not in self._found:
+            self._announce(f"planning for {failures} workers down, with layers moved")
+            self._found[key] = self._planned(*key)
+        return self._found[key]
+
+    def _planned(self, pipelines: int, failures: int) -> Settled | None:
+        job = msgspec.structs.replace(self._job, pipelines=pipelines, microbatches=self._job.microbatches[:pipelines])
+        if failures >= pipelines * job.stages:
+            return None
+        best: Schedule | None = None
+        for choose in (stacked, spread_out) if failures > 1 else (stacked,):
+            try:
+                schedule = plan_only(self._options, job, choose(failures, pipelines, job.stages)).schedule
+            except NoPlanError:
+                continue
+            if best is None or schedule.period_ticks < best.period_ticks:
+                best = schedule
+            if best.period_ticks <= best.lower_bound_ticks * (1 + CLOSE):
+                break
+        if best is None:
+            return None
+        layers = max(map(len, layers_received(best).values()), default=0)
+        return Settled(best.seconds(best.period_ticks), layers / self._layers_per_stage)
+
+
+def stacked(failures: int, pipelines: int, stages: int) -> list[Worker]:  # noqa: ARG001
+    """Failures in as few pipelines as can be."""
+    return [Worker(index // stages, index % stages) for index in range(failures)]
+
+
+def spread_out(failures: int, pipelines: int, stages: int) -> list[Worker]:
+    """Failures in different pipelines, as far as there are enough, and in different stages from one to the next."""
+    return [Worker(index % pipelines, (stages - 1 - index % pipelines - index // pipelines) % stages)
+            for index in range(failures)]
