@@ -1,12 +1,13 @@
 """How planning grows with the cluster: from 16 workers to 16,384.
 
-    python -m benchmarks.growth [--largest 16384] [--stages 16] [--time-limit 10] [--json FILE]
+    python -m benchmarks.growth [--largest 16384] [--stages 16] [--layers fixed|move] [--time-limit 10]
+                                [--json FILE]
 
 Micro-batches: 32 a pipeline; F = I = W = 10, transfer 1, optimizer 5, room for 2 S micro-batches. For each size and
 number of failures (each in another pipeline, stages in turn), every plan in a process of its own and checked:
 
 - pieces: different groups of pipelines, which are what is planned (see `planner.model.decompose`), and their ops;
-- first: seconds to a plan by the list scheduler with no time to search;
+- first: seconds to a plan by the list scheduler with no time to search (`--layers move`: of the first layout, too);
 - gap after the time limit, seconds until then, and the peak memory of the process.
 """
 
@@ -17,6 +18,7 @@ import resource
 import time
 from pathlib import Path
 
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
@@ -24,21 +26,22 @@ from benchmarks.jobs import uniform_job
 from planner.model.bounds import lower_bound
 from planner.model.decompose import decompose
 from planner.model.problem import build_problem
-from planner.plan import plan_job
+from planner.options import LAYERS, PlanOptions
+from planner.plan import plan_with
 from schedules.schedule import Worker
 
 MICROBATCHES = 32
 FAILURES = (0, 1, 5, 50)
 
 
-def measure(pipelines: int, stages: int, failures: int, method: str, time_limit: float) -> dict[str, float]:
+def measure(pipelines: int, stages: int, failures: int, options: PlanOptions) -> dict[str, float]:
     """One plan, in this process."""
     big = uniform_job(pipelines, stages, MICROBATCHES, capacity=2 * stages)
     failed = [Worker(index, index % stages) for index in range(failures)]
     problem = build_problem(big, failed)
     pieces = decompose(problem)
     began = time.monotonic()
-    plan = plan_job(big, failed, method=method, time_limit=time_limit)  # type: ignore[arg-type]
+    plan = plan_with(options, big, failed)
     return {"pieces": len(pieces), "ops": sum(piece.problem.operations for piece in pieces),
             "seconds": time.monotonic() - began, "gap": plan.schedule.gap, "bound": lower_bound(problem),
             "megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
@@ -54,6 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--largest", type=int, default=16384, help="workers")
     parser.add_argument("--stages", type=int, default=16)
+    parser.add_argument("--layers", choices=LAYERS, default="fixed")
     parser.add_argument("--time-limit", type=float, default=10.0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -67,8 +71,9 @@ def main() -> None:
             if failures >= pipelines:
                 continue
             total = workers * MICROBATCHES * 3
-            first = _apart(pipelines, options.stages, failures, "greedy", 0.0)
-            best = _apart(pipelines, options.stages, failures, "cp-sat", options.time_limit)
+            how = PlanOptions(layers=options.layers, time_limit=options.time_limit)
+            first = _apart(pipelines, options.stages, failures, replace(how, method="greedy", time_limit=0.0))
+            best = _apart(pipelines, options.stages, failures, how)
             rows.append({"workers": workers, "failures": failures, "first": first, "best": best})
             table.add_row(f"{workers:,}", str(failures), f"{first['pieces']:.0f}", f"{first['ops']:,.0f}",
                           f"{total:,}", f"{first['seconds']:.2f} s", f"{first['gap']:.1%}", f"{best['seconds']:.1f}",

@@ -1,6 +1,6 @@
 """How near to the proven bound the plans are.
 
-    python -m benchmarks.quality [--suite fault-free|failures|uneven ...] [--every N] [--time-limit 10]
+    python -m benchmarks.quality [--suite fault-free|failures|uneven|shared|moved ...] [--every N] [--time-limit 10]
                                  [--method cp-sat] [--json FILE] [--compare FILE]
 
 `--every N` takes each N-th instance. `--json` keeps the gaps, `--compare` prints the change against kept ones. Every
@@ -21,11 +21,14 @@ from rich.console import Console
 from rich.table import Table
 
 from planner.job.file import Job, parse_job
-from planner.plan import plan_job
+from planner.options import Layers, PlanOptions
+from planner.plan import plan_with
 from schedules.schedule import Worker
 
 LIMITS = {1.0: 0.08, 1.5: 0.03, 2.0: 0.01}
 """Gap aimed at for each capacity, in activations per stage of the pipeline; on nine instances in ten."""
+MOVED_LIMIT = 0.04
+"""Gap aimed at over the work of all layers, where these may move."""
 
 
 class Published(NamedTuple):
@@ -64,6 +67,7 @@ class Instance(NamedTuple):
     limit: float
     bubble: bool = False
     """Judge the bubble rate, (period - work) / period, as the zero-bubble papers do."""
+    layers: Layers = "fixed"
 
 
 def fault_free() -> Iterator[Instance]:
@@ -109,13 +113,41 @@ def _failed(name: str, pipelines: int, stages: int, microbatches: int, times: st
     return Instance(name, f"{factor:g}S", job, failed, LIMITS[factor])
 
 
-SUITES = {"fault-free": fault_free, "failures": failures, "uneven": uneven}
+def shared() -> Iterator[Instance]:
+    """Slow workers, alone and with failures; layers in place, of which four make a stage; capacity 2S."""
+    for pipelines, stages, factor, count in itertools.product((2, 4, 8), (4, 8), (1.2, 1.34, 2.0, 3.0), (0, 1)):
+        yield _layered(pipelines, stages, 4 * stages, 4 * stages, [Worker(index, stages - 1) for index in range(count)],
+                       f"{{'{pipelines - 1}.{stages // 2}' = {factor}}}")
+
+
+def moved() -> Iterator[Instance]:
+    """Layers may change hands; one, two and four failures, one and two slow workers, and both."""
+    for pipelines, stages, rounds, layers in itertools.product((2, 3, 4, 6, 8, 16), (4, 8, 16), (2, 4), (4, 8)):
+        for count, slow in ((1, {}), (2, {}), (4, {}), (0, {0: 1.34}), (0, {0: 1.2, 1: 3.0}), (1, {1: 2.0})):
+            failed = [Worker(index % pipelines, (stages // 2 + 3 * index) % stages) for index in range(count)]
+            factors = ", ".join(f"'{index}.{index + 1}' = {factor}" for index, factor in slow.items())
+            yield _layered(pipelines, stages, rounds * stages, layers * stages, failed, f"{{{factors}}}", "move")
+
+
+def _layered(pipelines: int, stages: int, microbatches: int, layers: int, failed: list[Worker], slow: str,
+             mode: Layers = "fixed") -> Instance:
+    """F = I = W, transfer F / 10, optimizer F / 2, capacity 2S; layers have no weights, so that any may be held."""
+    job = parse_job(f"pipelines = {pipelines}\nstages = {stages}\nmicrobatches = {microbatches}\n"
+                    f"[placement]\nlayers = {[layers // stages] * stages}\n"
+                    f"[time]\nforward = 10\nbackward_input = 10\nbackward_weight = 10\ntransfer = 1\noptimizer = 5\n"
+                    f"slow = {slow}\n[memory]\ncapacity = {2 * stages}\nactivation = 1\nweight_stash = 1\n")
+    name = f"{pipelines}x{stages}x{microbatches} {layers} layers {len(failed)} down slow {slow}"
+    return Instance(name, mode, job, failed, MOVED_LIMIT if mode == "move" else LIMITS[2.0], layers=mode)
+
+
+SUITES = {"fault-free": fault_free, "failures": failures, "uneven": uneven, "shared": shared, "moved": moved}
 
 
 def measure(instance: Instance, method: str, time_limit: float) -> tuple[float, float, float, str]:
     """(gap or bubble rate, lower bound of the same, seconds, what a gap may be due to)."""
     began = time.monotonic()
-    plan = plan_job(instance.job, instance.failed, method=method, time_limit=time_limit)  # type: ignore[arg-type]
+    options = PlanOptions(method=method, time_limit=time_limit, layers=instance.layers)  # type: ignore[arg-type]
+    plan = plan_with(options, instance.job, instance.failed)
     seconds = time.monotonic() - began
     schedule = plan.schedule
     if not instance.bubble:

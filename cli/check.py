@@ -60,6 +60,7 @@ def _bound(schedule: Schedule, proven: int | None) -> str:
 def _violation_report(violation: Violation, schedule: Schedule, file: Path) -> dict[str, object]:
     """A violation as an object of the JSON answer; `start` in seconds."""
     op = violation.op
+    slice = op.slice if op is not None else None
     worker = op.worker if op is not None else violation.worker
     return {
         "file": str(file),
@@ -67,7 +68,8 @@ def _violation_report(violation: Violation, schedule: Schedule, file: Path) -> d
         "message": violation.message,
         "op": str(op.kind) if op is not None else None,
         "worker": str(worker) if worker is not None else None,
-        "stage": op.slice if op is not None else None,
+        "stage": slice if slice is not None and slice < len(schedule.grid.stages) else None,
+        "layers": schedule.layers_of(slice) if slice is not None else None,
         "pipeline": op.pipeline if op is not None else None,
         "microbatch": op.microbatch if op is not None else None,
         "start": schedule.seconds(op.start_ticks) if op is not None else None,

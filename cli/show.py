@@ -122,4 +122,8 @@ def _read_measured(path: Path, given: ScheduleInFile) -> MeasuredTrace:
             if op.worker not in given.schedule.seat_of:
                 refuse(f"{path}: iteration {iteration.iteration}: worker {op.worker} is not one of the live workers of "
                        f"{given.path}; give the schedule that the run replayed")
+            if op.slice is not None and not 0 <= op.slice < len(given.schedule.layers_by_slice):
+                refuse(f"{path}: iteration {iteration.iteration}: {op.kind} on {op.worker} is of slice {op.slice}; "
+                       f"{given.path} has {len(given.schedule.layers_by_slice)}; give the schedule that the run "
+                       "replayed")
     return trace

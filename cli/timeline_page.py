@@ -16,8 +16,9 @@ import msgspec
 from cli.drawing.op_colours import COLOURS, NAMES
 from cli.shared.schedule_summary import measured_period, summary
 from schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
+from schedules.memory import room
 from schedules.precedence import RULES
-from schedules.schedule import Op, OpKind, Schedule, Worker
+from schedules.schedule import Op, OpKind, Schedule, Seat, Worker
 
 SCRIPTS = ("model.js", "paint.js", "rows.js", "words.js", "view.js")
 MAX_OPS = 1_000_000
@@ -82,18 +83,17 @@ def _planned(shown: Shown) -> dict[str, Any]:
     numbered = [numbers[seat.program, slow.get(seat.worker)] for seat in schedule.seats]
     first = dict(zip(reversed(numbered), reversed(schedule.seats), strict=True))
     placed = [(seat.role, schedule.ops(seat.worker)) for _, seat in sorted(first.items())]
-    tracks, unit = _tracks(placed, schedule.times.transfer)
+    tracks, unit = _tracks(schedule, placed, schedule.times.transfer)
     return _panel(schedule, shown.name, schedule.tick_seconds * unit, schedule.times.transfer / unit) | {
         "measured": False, "shown": True, "violation": shown.violation, "tracks": tracks,
         "numbers": summary(schedule),
-        "seats": [[*seat.worker, *seat.role, number]
-                  for seat, number in zip(schedule.seats, numbered, strict=True)]}
+        "seats": [_seat(schedule, seat, number) for seat, number in zip(schedule.seats, numbered, strict=True)]}
 
 
 def _measured(schedule: Schedule, iteration: MeasuredIteration, *, last: bool) -> dict[str, Any]:
     placed = {worker: ops for worker, ops in placed_ops(iteration).items() if worker in schedule.seat_of}
     roles = [schedule.seat_of[worker].role for worker in placed]
-    tracks, unit = _tracks(list(zip(roles, placed.values(), strict=True)), 0)
+    tracks, unit = _tracks(schedule, list(zip(roles, placed.values(), strict=True)), 0)
     period = measured_period(iteration)
     busy = sum(op.end_ticks - op.start_ticks for ops in placed.values() for op in ops) * TICK_SECONDS
     numbers = summary(schedule) | {"period": period, "lower_bound": None, "gap": None, "status": "measured",
@@ -101,7 +101,13 @@ def _measured(schedule: Schedule, iteration: MeasuredIteration, *, last: bool) -
                                    "bubble_share": 1 - busy / (period * len(placed)) if placed and period else 0.0}
     return _panel(schedule, f"measured, iteration {iteration.iteration}", TICK_SECONDS * unit, 0) | {
         "measured": True, "shown": last, "violation": None, "tracks": tracks, "numbers": numbers,
-        "seats": [[*worker, *role, index] for index, (worker, role) in enumerate(zip(placed, roles, strict=True))]}
+        "seats": [_seat(schedule, schedule.seat_of[worker], index) for index, worker in enumerate(placed)]}
+
+
+def _seat(schedule: Schedule, seat: Seat, track: int) -> list[Any]:
+    """A live worker: what it runs, the layers it holds where they are not those of its role, and its room."""
+    holds = seat.holds if schedule.holds_others(seat) else None
+    return [*seat.worker, *seat.role, track, holds, room(schedule, seat)]
 
 
 def _panel(schedule: Schedule, name: str, second: float, transfer: float) -> dict[str, Any]:
@@ -110,34 +116,39 @@ def _panel(schedule: Schedule, name: str, second: float, transfer: float) -> dic
     return {
         "name": name, "job": schedule.job, "second": second, "transfer": transfer, "pipelines": grid.pipelines,
         "columns": grid.columns, "depth": grid.depth, "chains": grid.chains, "microbatches": grid.microbatches,
-        "stages": [stage.column for stage in grid.stages], "layers": [stage.layers for stage in grid.stages],
-        "optimizer": schedule.optimizer, "failed": schedule.failed, "rules": _rules(grid.depth),
+        "stages": [stage.column for stage in grid.stages], "ranges": schedule.layers_by_slice,
+        "named": all(stage.layers == layers for stage, layers in zip(grid.stages, grid.layers_by_stage, strict=True)),
+        "optimizer": schedule.optimizer, "failed": schedule.failed, "rules": _rules(),
         "slow": {str(slow.worker): slow.per_mille for slow in schedule.times.slow},
         "memory": memory and {"unit": memory.unit, "capacity": memory.capacity, "activation": memory.activation,
                               "stash": memory.weight_stash},
     }
 
 
-def _rules(depth: int) -> list[dict[str, Any]]:
-    """The precedence rules for chains of so many stages: they hold from position `first` to before `end`."""
-    return [{"kind": rule.kind, "first": rule.positions(depth).start, "end": rule.positions(depth).stop,
-             "awaited": rule.awaited, "step": rule.step, "tensor": rule.tensor is not None} for rule in RULES]
+def _rules() -> list[dict[str, Any]]:
+    """The precedence rules: each at the first or last slice of a route, or at any."""
+    return [{"kind": rule.kind, "position": rule.position, "awaited": rule.awaited, "step": rule.step,
+             "tensor": rule.tensor is not None} for rule in RULES]
 
 
-def _tracks(programs: Sequence[tuple[Worker, Sequence[Op]]], transfer: int) -> tuple[list[Columns], int]:
+def _tracks(schedule: Schedule, programs: Sequence[tuple[Worker, Sequence[Op]]], transfer: int) -> \
+        tuple[list[Columns], int]:
     """Each program as columns, and the unit of their times, in ticks: the largest that divides them all."""
     ticks: Iterable[int] = (tick for _, ops in programs for op in ops for tick in (op.start_ticks, op.end_ticks))
     unit = math.gcd(transfer, *ticks) or 1
-    return [_columns(role.pipeline, sorted(ops, key=lambda op: op.start_ticks), unit) for role, ops in programs], unit
+    return [_columns(schedule, role.pipeline, sorted(ops, key=lambda op: op.start_ticks), unit)
+            for role, ops in programs], unit
 
 
-def _columns(own: int, ops: Sequence[Op], unit: int) -> Columns:
+def _columns(schedule: Schedule, own: int, ops: Sequence[Op], unit: int) -> Columns:
+    """The ops of a program, column by column; `foreign`: those of other pipelines, and whether each is shed."""
     starts = [0, *(op.start_ticks // unit for op in ops)]
     return {
         "kinds": "".join(op.kind for op in ops),
-        "stages": [-1 if op.slice is None else op.slice for op in ops],
+        "slices": [-1 if op.slice is None else op.slice for op in ops],
         "microbatches": [-1 if op.microbatch is None else op.microbatch for op in ops],
-        "rerouted": [(index, op.pipeline) for index, op in enumerate(ops) if op.pipeline not in (None, own)],
+        "foreign": [(index, op.pipeline, int(schedule.origin(op) == "shed")) for index, op in enumerate(ops)
+                    if op.pipeline not in (None, own)],
         "steps": [after - before for before, after in pairwise(starts)],
         "lengths": [(op.end_ticks - op.start_ticks) // unit for op in ops],
     }

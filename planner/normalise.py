@@ -17,6 +17,7 @@ The idea, failure normalisation by dynamic programming, is that of ReCycle (SOSP
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 
 import msgspec
@@ -41,6 +42,8 @@ DISTRIBUTIONS = 4
 SEARCH_SHARE = 0.3
 """Share of the time limit for comparing all candidates, and again for the best few; the rest is for the best."""
 FINALISTS = 3
+ROLES_SHARE, ROLES_SHARE_OF_LAYERS = 0.5, 0.25
+"""Share of the time limit for plans with roles moved, beside one with layers in place, or with layers moved."""
 
 Counts = tuple[int, ...]
 """Roles that are down, by column."""
@@ -233,22 +236,44 @@ def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, know
                progress: ProgressCallback = quiet) -> Plan:
     """Plan for these failed workers with roles moved where that shortens the period; never longer than without.
 
-    Both plans get half of the time. Raises JobError for unknown workers, NoPlanError when no schedule can exist.
+    A moved role is a special case of moved layers, so that plans for which these may move are compared, too. Raises
+    JobError for unknown workers, NoPlanError when no schedule can exist.
     """
     ready(progress)
     began = time.monotonic()
-    half = options.within(options.time_limit / 2)
-    best = plan_with(half, job, failed, known=known, progress=progress)
-    windows = Windows(job, half)
-    if failed and not best.interrupted and not _cannot_be_beaten(best, windows):
-        normal = normal_form(job, len(set(failed)), half, windows=windows, progress=progress)
-        schedule = relabel(normal.schedule, failed)
-        if schedule is not None and schedule.seconds(schedule.period_ticks) < best.period:
-            violations = check(schedule)
-            assert not violations, f"relabelling broke a rule: {violations[0]}"
-            best = msgspec.structs.replace(best, schedule=schedule, fixed_period=best.period)
-        best = msgspec.structs.replace(best, interrupted=normal.interrupted)
+    roles = options.time_limit * (ROLES_SHARE if options.layers == "fixed" else ROLES_SHARE_OF_LAYERS)
+    best = plan_with(options.within(options.time_limit - roles), job, failed, known=known, progress=progress)
+    in_place = msgspec.structs.replace(options.within(roles), layers="fixed")
+    with suppress(*(() if options.layers == "fixed" else (NoPlanError,))):
+        if failed and not best.interrupted:
+            best = _with_roles(best, job, failed, in_place, moving=options.layers == "move", progress=progress)
     return msgspec.structs.replace(best, solve_seconds=time.monotonic() - began)
+
+
+def _with_roles(best: Plan, job: Job, failed: Sequence[Worker], options: PlanOptions, *, moving: bool,
+                progress: ProgressCallback) -> Plan:
+    """The plan, or one for as many failures with roles moved, where that is shorter. `moving`: layers may move, too."""
+    windows = Windows(job, options)
+    if _cannot_be_beaten(best, windows):
+        return best
+    normal = normal_form(job, len(set(failed)), options, windows=windows, progress=progress)
+    schedule = relabel(normal.schedule, failed)
+    if schedule is not None and schedule.seconds(schedule.period_ticks) < best.period:
+        if moving:  # its own bound is for these roles only
+            schedule = _bounded_by(schedule, best.schedule)
+        violations = check(schedule)
+        assert not violations, f"relabelling broke a rule: {violations[0]}"
+        best = msgspec.structs.replace(best, schedule=schedule, evidence=None,
+                                       fixed_period=best.fixed_period or best.period)
+    return msgspec.structs.replace(best, interrupted=normal.interrupted)
+
+
+def _bounded_by(schedule: Schedule, other: Schedule) -> Schedule:
+    """The schedule with the bound of another, whose ticks may differ; it is rounded down."""
+    seconds = other.seconds(other.lower_bound_ticks)
+    bound = min(schedule.lower_bound_ticks, math.floor(seconds / schedule.tick_seconds * (1 - 1e-12)))
+    return msgspec.structs.replace(schedule, lower_bound_ticks=bound,
+                                   status="optimal" if bound == schedule.period_ticks else "feasible")
 
 
 def _cannot_be_beaten(plan: Plan, windows: Windows) -> bool:

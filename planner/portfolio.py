@@ -131,12 +131,16 @@ class _Portfolio:
         options = self._options
         made = candidates(self._given)
         left = MOST_LAYOUTS
-        while left and not self._done and (not self._entries or (budget.seconds > 0 and not budget.stopped)):
+        # With no time at all, still the first one where layers may move: most often it is the best.
+        least = MOST_LAYOUTS - 1 if options.layers == "move" else MOST_LAYOUTS
+        while left and not self._done and not budget.stopped and (
+                not self._entries or left > least or budget.seconds > 0):
             try:
                 layout = next(made, None)
             except LookupError as error:
                 if not self._entries:
-                    raise NoPlanError(f"{error}: it is in checkpoints only") from None
+                    raise NoPlanError(f"{error}: with --layers move --from-checkpoint, it is taken from a "
+                                      "checkpoint") from None
                 return
             if layout is None:
                 return

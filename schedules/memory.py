@@ -4,7 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from itertools import accumulate
 
-from schedules.schedule import Memory, Op, OpKind, Schedule, Worker, place
+from schedules.layers import total
+from schedules.schedule import Memory, Op, OpKind, Schedule, Seat, Worker, place
 
 
 def memory_profile(memory: Memory, ops: Iterable[Op]) -> list[tuple[int, int]]:
@@ -28,6 +29,20 @@ def memory_profile(memory: Memory, ops: Iterable[Op]) -> list[tuple[int, int]]:
             change[op.end_ticks] -= activation
     ticks = sorted(change)
     return list(zip(ticks, accumulate(change[tick] for tick in ticks), strict=True))
+
+
+def room(schedule: Schedule, seat: Seat) -> int | None:
+    """Room for activations on a live worker, in multiples of `schedule.memory.unit`; None where there is no limit.
+
+    `capacity` is what is left beside the layers of a column: a worker that holds others has that much more or less.
+    """
+    memory = schedule.memory
+    if memory is None:
+        return None
+    if seat.holds is None:
+        return memory.capacity[seat.role.column]
+    own = total(memory.weights_before, schedule.holds_of_column(seat.worker.column))
+    return memory.capacity[seat.worker.column] + own - total(memory.weights_before, seat.holds)
 
 
 def memory_peaks(schedule: Schedule) -> dict[Worker, int]:

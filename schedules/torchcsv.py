@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from schedules.graph import Transfer, programs_of, transfers
+from schedules.layers import short
 from schedules.precedence import OpKey, Tensor, consumers, op_key, waits
-from schedules.schedule import COMPUTE_KINDS, Grid, Op, OpKind, Schedule, Worker
+from schedules.schedule import COMPUTE_KINDS, Grid, Op, OpKind, ProgramOp, Schedule, Seat, Worker
 
 MAX_BYTES = 64 * 2**20
 _ACTION = re.compile(r"(\d{1,9})(F|I|B|W)(\d{1,9})")
@@ -82,11 +83,29 @@ def _require_expressible(schedule: Schedule, pipeline: int) -> None:
             raise TorchCsvError(f"worker {Worker(pipeline, column)} is down, and peers of other pipelines run its "
                                 "micro-batches; torch's runtime keeps each stage on one rank")
     for seat in schedule.seats:
-        if seat.role.pipeline == pipeline:
-            for op in schedule.programs[seat.program]:
-                if op.pipeline is not None:
-                    raise TorchCsvError(f"worker {seat.worker} also runs micro-batch {op.pipeline}.{op.microbatch}, of "
-                                        "another pipeline; torch's runtime knows one pipeline")
+        if seat.role.pipeline == pipeline and schedule.holds_others(seat):
+            held = short(schedule.holds_of(seat)) or "none"
+            raise TorchCsvError(f"worker {seat.worker} holds layers of its own choice ({held}), not those of its "
+                                "stage; torch's runtime keeps each stage on one rank")
+        for op in schedule.programs[seat.program]:
+            _require_own(schedule, seat, op, pipeline)
+
+
+def _require_own(schedule: Schedule, seat: Seat, op: ProgramOp, pipeline: int) -> None:
+    """An op of the pipeline is of a whole stage, on a worker of the pipeline, which runs no others."""
+    if op.microbatch is None or op.slice is None:
+        return
+    of = seat.role.pipeline if op.pipeline is None else op.pipeline
+    if of != pipeline and seat.role.pipeline == pipeline:
+        raise TorchCsvError(f"worker {seat.worker} also runs micro-batch {of}.{op.microbatch}, of another pipeline; "
+                            "torch's runtime knows one pipeline")
+    if of == pipeline != seat.role.pipeline:
+        raise TorchCsvError(f"{schedule.slice_text(op.slice)} of micro-batch {of}.{op.microbatch} is shed to worker "
+                            f"{seat.worker}, of another pipeline; torch's runtime knows one pipeline")
+    if of == pipeline and op.slice >= len(schedule.grid.stages):
+        raise TorchCsvError(f"micro-batch {of}.{op.microbatch} is not cut at the stages: "
+                            f"{schedule.slice_text(op.slice)} run as one slice; torch's runtime takes each micro-batch "
+                            "along the same stages")
 
 
 def _compute(ops: Sequence[Op]) -> Iterator[Action]:

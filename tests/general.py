@@ -12,6 +12,7 @@ from itertools import pairwise
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from schedules.layers import joined, total
 from schedules.memory import memory_peaks
 from schedules.schedule import (
     Grid,
@@ -25,9 +26,7 @@ from schedules.schedule import (
     Times,
     VirtualStage,
     Worker,
-    joined,
     period_ticks,
-    total,
 )
 from tests.generate import Programs, with_programs
 
@@ -87,6 +86,24 @@ def layers_moved() -> Schedule:
         seats=(Seat(first, first, 0), Seat(second, second, 0), Seat(other, other, 0, ((0, 3),))),
         programs=((),), period_ticks=0, lower_bound_ticks=1, status="feasible", method="hand")
     return _run(random.Random(1), schedule, slices, routes, reduced)
+
+
+def floating_layer() -> Schedule:
+    """One pipeline of two stages with two layers each; layer 2 is held by both workers, and its micro-batches are cut
+    before or behind it."""
+    grid = Grid(pipelines=1, columns=2, microbatches=(2,), stages=(
+        VirtualStage(column=0, layers=(0, 2)), VirtualStage(column=1, layers=(2, 4))))
+    first, second = Worker(0, 0), Worker(0, 1)
+    routes = {(0, 0): [(first, (0, 2)), (second, (2, 4))], (0, 1): [(first, (0, 3)), (second, (3, 4))]}
+    slices = {(0, 2): [0], (2, 4): [1], (0, 3): [2], (3, 4): [3], (2, 3): [4]}
+    lengths = tuple(end - begin for begin, end in slices)
+    schedule = Schedule(
+        job="floating layer", tick_seconds=0.5, grid=grid, slices=_extra(grid, slices), failed=(),
+        times=Times(forward=lengths, backward_input=lengths, backward_weight=lengths, all_reduce=(0,) * 5,
+                    optimizer=(2, 2), transfer=0, optimizer_of_layer=(1,) * 4), memory=None,
+        backward="split", optimizer="staggered", seats=(Seat(first, first, 0, ((0, 3),)), Seat(second, second, 0)),
+        programs=((),), period_ticks=0, lower_bound_ticks=1, status="feasible", method="hand")
+    return _run(random.Random(1), schedule, slices, routes, [(0, 2), (2, 3), (3, 4)])
 
 
 def _run(rng: random.Random, schedule: Schedule, slices: Mapping[LayerRange, Sequence[int]], routes: Routes,

@@ -107,6 +107,12 @@ BROKEN = {  # worker 1.1 is down
     "0.1": "F0@1 F1.0@2 I0@3 I1.0@4 F1@5 F1.1@6 I1@7 I1.1@8 W0@9 W1@10 W1.0@11 W1.1@12 A@13 O@14",
     "1.0": "F0@0 F1@1 I0@5 W0@6 I1@9 W1@10 A@11 O@12",
 }
+SHED = {  # worker 0.0 is alive; 1.0 runs one of its micro-batches all the same
+    "0.0": "F0@0 I0@3 W0@4 A@9 O@10",
+    "0.1": "F0@1 I0@2 F1@3 I1@4 W0@5 W1@6 A@7 O@8",
+    "1.0": "F0@0 F0.1@1 F1@2 I0@3 W0@4 I0.1@5 W0.1@6 I1@7 W1@8 A@9 O@10",
+    "1.1": "F0@1 I0@2 W0@3 F1@4 I1@5 W1@6 A@7 O@8",
+}
 _TOKEN = re.compile(r"([FIWBAO])(?:(\d+)\.)?(\d+)?(?:s(\d+))?@(-?\d+)")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
+from schedules.layers import short
 from schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
 from schedules.precedence import op_key, waits
 from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
@@ -38,11 +39,10 @@ def _process_events(schedule: Schedule, title: str, block: int, programs: Progra
     def process(worker: Worker) -> int:
         return block * schedule.grid.pipelines + worker.pipeline + 1
 
-    yield from _names(title, programs, process)
+    yield from _names(schedule, title, programs, process)
     for worker, ops in programs.items():
-        role = schedule.seat_of[worker].role if worker in schedule.seat_of else worker
         for op in ops:
-            yield _slice(op, role, process(worker), tick_seconds)
+            yield _slice(op, schedule, process(worker), tick_seconds)
     for producer, consumer in _crossings(programs, schedule):
         flow = {"name": "activation" if consumer.kind is OpKind.F else "gradient", "cat": "transfer",
                 "id": next(flows)}
@@ -50,13 +50,15 @@ def _process_events(schedule: Schedule, title: str, block: int, programs: Progra
         yield flow | {"ph": "f", "bp": "e"} | _inside(consumer, process(consumer.worker), tick_seconds)
 
 
-def _names(title: str, programs: Programs, process: Callable[[Worker], int]) -> Iterator[Event]:
+def _names(schedule: Schedule, title: str, programs: Programs, process: Callable[[Worker], int]) -> Iterator[Event]:
     for pipeline, pid in sorted({(worker.pipeline, process(worker)) for worker in programs}):
         yield _metadata("process_name", pid, 0, {"name": f"{title} pipeline {pipeline}"})
         yield _metadata("process_sort_index", pid, 0, {"sort_index": pid})
     for worker in programs:
         pid, tid = process(worker), worker.column + 1
-        yield _metadata("thread_name", pid, tid, {"name": f"worker {worker}"})
+        seat = schedule.seat_of[worker]
+        remark = f", holds layers {short(schedule.holds_of(seat))}" if schedule.holds_others(seat) else ""
+        yield _metadata("thread_name", pid, tid, {"name": f"worker {worker}{remark}"})
         yield _metadata("thread_sort_index", pid, tid, {"sort_index": worker.column})
 
 
@@ -64,11 +66,16 @@ def _metadata(name: str, pid: int, tid: int, args: Mapping[str, object]) -> Even
     return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
 
 
-def _slice(op: Op, role: Worker, pid: int, tick_seconds: float) -> Event:
+def _slice(op: Op, schedule: Schedule, pid: int, tick_seconds: float) -> Event:
     begin, end = _nanoseconds(op.start_ticks, tick_seconds), _nanoseconds(op.end_ticks, tick_seconds)
-    args = {"stage": op.slice, "pipeline": op.pipeline, "microbatch": op.microbatch,
-            "rerouted": op.pipeline is not None and op.pipeline != role.pipeline}
+    whole = op.slice is not None and op.slice < len(schedule.grid.stages)
+    layers = None if op.slice is None else short([schedule.layers_of(op.slice)])
+    origin = schedule.origin(op)
+    args = {"stage": op.slice if whole else None, "layers": layers, "pipeline": op.pipeline,
+            "microbatch": op.microbatch, "rerouted": origin == "rerouted", "shed": origin == "shed"}
     micro = f" {op.pipeline}.{op.microbatch}" if op.microbatch is not None else ""
+    if op.slice is not None and not whole:
+        micro += f" layers {layers}"
     return {"ph": "X", "name": f"{op.kind}{micro}", "cat": NAMES[op.kind], "pid": pid, "tid": op.worker.column + 1,
             "ts": begin / 1000, "dur": (end - begin) / 1000,
             "args": {key: value for key, value in args.items() if value is not None}}

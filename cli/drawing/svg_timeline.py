@@ -1,13 +1,16 @@
 """A schedule as an SVG picture: one row a worker, time from left to right; needs no fonts or scripts.
 
-Readable in greyscale too: stripes tell the kinds apart, frames and small letters what is re-routed, primes and a
-lighter shade the second stage (third, ...) of a worker that holds several.
+Readable in greyscale too: stripes tell the kinds apart, frames and small letters what is re-routed, dashed frames what
+is shed, primes and a lighter shade the second stage (third, ...) of a worker that holds several. A slice that is no
+whole stage has its layers after a colon.
 """
 
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
 from cli.drawing.op_colours import COLOURS, NAMES
+from cli.drawing.op_labels import op_labels
+from schedules.layers import short
 from schedules.schedule import Op, OpKind, Schedule, Worker
 
 ROW, GAP, PIPELINE_GAP = 20, 3, 12
@@ -22,6 +25,11 @@ STRIPE = 2
 ON_TOP, BELOW = (OpKind.I, OpKind.B), (OpKind.W, OpKind.B)
 """Kinds with a stripe along their upper and along their lower edge."""
 LIGHTER = 0.55
+MAX_HELD = 8
+"""Characters of the layers that a worker holds, beside its name."""
+FRAMES = {"own": (' stroke="white" stroke-width="0.6"', 0.6), "rerouted": (' stroke="#111" stroke-width="1.6"', 1.6),
+          "shed": (' stroke="#111" stroke-width="1.6" stroke-dasharray="3 2"', 1.6)}
+"""Line around an op, and its width."""
 HATCH = ('<defs><pattern id="down" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
          '<rect width="2" height="7" fill="#c33"/></pattern></defs>')
 
@@ -58,25 +66,27 @@ def _row(schedule: Schedule, worker: Worker, y: int, scale: float) -> Iterator[s
         yield f'<text x="{LEFT + 16}" y="{y + 14}" fill="#c33" font-weight="bold">down</text>'
         return
     role = schedule.seat_of[worker].role
+    seat = schedule.seat_of[worker]
     label = str(worker) if role == worker else f"{worker} as {role}"
+    if schedule.holds_others(seat):
+        label += f" [{short(schedule.holds_of(seat))[:MAX_HELD]}]"
     yield f'<text x="{LEFT - 8}" y="{y + 14}" text-anchor="end">{label}</text>'
-    held = schedule.grid.stages_of(role.column)
+    stages = schedule.grid.stages_of(role.column)
     for op in schedule.ops(worker):
         if op.end_ticks > op.start_ticks:
-            yield from _cell(op, role.pipeline, held.index(op.slice) if op.slice in held else 0, y, scale)
+            yield from _cell(op, schedule, stages.index(op.slice) if op.slice in stages else 0, y, scale)
 
 
-def _cell(op: Op, own: int, chunk: int, y: int, scale: float) -> Iterator[str]:
+def _cell(op: Op, schedule: Schedule, chunk: int, y: int, scale: float) -> Iterator[str]:
     """An op; `chunk` counts the stages of its worker."""
-    rerouted = op.pipeline not in (None, own)
     chunk = chunk if op.microbatch is not None else 0
-    stroke, line = ("#111", 1.6) if rerouted else ("white", 0.6)
+    frame, line = FRAMES[schedule.origin(op)]
     x, width = LEFT + op.start_ticks * scale, (op.end_ticks - op.start_ticks) * scale
     # The line lies inside the op's interval, so that no neighbour covers it.
     left, inside = x + line / 2, max(0.1, width - line)
-    yield _box(op.kind, left, y + line / 2, inside, ROW - line, chunk, f' stroke="{stroke}" stroke-width="{line}"',
-               f"<title>{escape(str(op))}</title>")
-    if label := _label(op, rerouted, "′" * chunk, int(width // CHARACTER)):
+    yield _box(op.kind, left, y + line / 2, inside, ROW - line, chunk, frame,
+               f"<title>{escape(schedule.op_text(op))}</title>")
+    if label := _label(op, schedule, "′" * chunk, int(width // CHARACTER)):
         yield f'<text x="{x + width / 2:.2f}" y="{y + 14}" text-anchor="middle">{label}</text>'
 
 
@@ -90,15 +100,13 @@ def _box(kind: OpKind, x: float, y: float, width: float, height: float, chunk: i
     return "".join(parts)
 
 
-def _label(op: Op, rerouted: bool, prime: str, room: int) -> str:
-    """The most telling text of so many characters at most."""
-    if op.microbatch is None:
-        texts = [str(op.kind)]
-    elif rerouted:
-        place = f"{op.pipeline}.{op.microbatch}{prime}"
-        texts = [f"{op.kind.lower()}{place}", place, f"{op.pipeline}.{op.microbatch}"]
-    else:
-        texts = [f"{op.kind}{op.microbatch}{prime}", f"{op.microbatch}{prime}", str(op.microbatch)]
+def _label(op: Op, schedule: Schedule, prime: str, room: int) -> str:
+    """The most telling text of so many characters at most; colour and stripes tell the kind where it has no letter."""
+    texts = op_labels(op, schedule, prime)
+    if op.microbatch is not None:
+        foreign = schedule.origin(op) != "own"
+        number = f"{op.pipeline}.{op.microbatch}" if foreign else str(op.microbatch)
+        texts = [*texts[:2], f"{number}{prime}", number]
     return next((text for text in texts if len(text) <= room), "")
 
 
@@ -110,8 +118,15 @@ def _legend(schedule: Schedule, y: int) -> Iterator[str]:
         yield f'<text x="{x + 19}" y="{y}">{kind} {NAMES[kind]}</text>'
         x += 48 + 6 * len(NAMES[kind])
     if schedule.rerouted:
-        yield f'<rect x="{x}" y="{y - 11}" width="14" height="14" fill="white" stroke="#111" stroke-width="1.6"/>'
+        yield f'<rect x="{x}" y="{y - 11}" width="14" height="14" fill="white"{FRAMES["rerouted"][0]}/>'
         yield f'<text x="{x + 19}" y="{y}">re-routed (pipeline.micro-batch)</text>'
         x += 224
+    if schedule.shed:
+        yield f'<rect x="{x}" y="{y - 11}" width="14" height="14" fill="white"{FRAMES["shed"][0]}/>'
+        yield f'<text x="{x + 19}" y="{y}">shed</text>'
+        x += 66
+    if schedule.slices:
+        yield f'<text x="{x}" y="{y}">F3:4-6: layers 4 to 6</text>'
+        x += 130
     if len(schedule.grid.stages) > schedule.grid.columns:
         yield f'<text x="{x}" y="{y}">lighter, 1′: a worker\'s second stage</text>'

@@ -1,7 +1,8 @@
 """A schedule as a timeline in the terminal: one row a worker, time from left to right.
 
-Readable without colour too: each op begins with its letter, a small one where the micro-batch is re-routed (then
-`pipeline.number` if there is room); dots are bubbles.
+Readable without colour too: each op begins with its letter, a small one where the micro-batch is re-routed. A
+micro-batch of another pipeline is `pipeline.number` if there is room: `f1.3` is re-routed, `F1.3` is shed. A slice that
+is no whole stage has its layers after a colon: `F3:4-6`. Dots are bubbles.
 """
 
 import math
@@ -13,7 +14,9 @@ from rich.console import Group
 from rich.text import Text
 
 from cli.drawing.op_colours import COLOURS, NAMES
+from cli.drawing.op_labels import op_labels
 from schedules.equal import equal_pipelines
+from schedules.layers import short
 from schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
 from schedules.schedule import Op, OpKind, Schedule, Worker
 
@@ -22,11 +25,15 @@ FULL_ROWS = 32
 MAX_ROWS = 64
 """More than this many workers are not drawn."""
 MIN_COLUMNS = 24
+MAX_HELD = 12
+"""Characters of the layers that a worker holds, beside its name."""
 LABEL_COLUMNS = 10
 """Distance of labels on the time axis, at least."""
 
 STYLES = {kind: f"black on {colour}" for kind, colour in COLOURS.items()}
 REROUTED = "bold underline "
+SHED = "italic underline "
+FOREIGN = {"own": "", "rerouted": REROUTED, "shed": SHED}
 BUBBLE = "·"
 
 
@@ -90,7 +97,6 @@ def _scale(ops: Sequence[Op], columns: int) -> _Scale:
 def _row(worker: Worker, schedule: Schedule, ops: Sequence[Op], scale: _Scale) -> Text:
     if worker not in schedule.seat_of:
         return Text("╳ down ".ljust(scale.columns, "─"), style="red")
-    own = schedule.seat_of[worker].role.pipeline
     characters = [" "] * scale.columns
     styles = [""] * scale.columns
     for before, op in pairwise(ops):
@@ -98,9 +104,8 @@ def _row(worker: Worker, schedule: Schedule, ops: Sequence[Op], scale: _Scale) -
             characters[column], styles[column] = BUBBLE, "dim"
     for op in ops:
         begin, end = scale.column(op.start_ticks), scale.column(op.end_ticks)
-        rerouted = op.pipeline not in (None, own)
-        style = (REROUTED if rerouted else "") + STYLES[op.kind]
-        for column, character in zip(range(begin, end), _cell(op, rerouted, end - begin), strict=True):
+        style = FOREIGN[schedule.origin(op)] + STYLES[op.kind]
+        for column, character in zip(range(begin, end), _cell(op, schedule, end - begin), strict=True):
             characters[column], styles[column] = character, style
     row = Text()
     for style, run in groupby(zip(characters, styles, strict=True), key=lambda pair: pair[1]):
@@ -108,15 +113,9 @@ def _row(worker: Worker, schedule: Schedule, ops: Sequence[Op], scale: _Scale) -
     return row
 
 
-def _cell(op: Op, rerouted: bool, width: int) -> str:
+def _cell(op: Op, schedule: Schedule, width: int) -> str:
     """The most telling text that fits."""
-    texts = [str(op.kind)]
-    if rerouted:
-        letter = op.kind.lower()
-        texts = [f"{letter}{op.pipeline}.{op.microbatch}", f"{letter}{op.microbatch}", letter]
-    elif op.microbatch is not None:
-        texts = [f"{op.kind}{op.microbatch}", op.kind]
-    return next((text for text in texts if len(text) <= width), "").ljust(width)
+    return next((text for text in op_labels(op, schedule) if len(text) <= width), "").ljust(width)
 
 
 def _axis(scale: _Scale, tick_seconds: float) -> str:
@@ -156,7 +155,10 @@ def _workers(block: tuple[int, ...], schedule: Schedule) -> list[Worker]:
 
 def _label(worker: Worker, schedule: Schedule) -> str:
     seat = schedule.seat_of.get(worker)
-    return str(worker) if seat is None or seat.role == worker else f"{worker} as {seat.role}"
+    if seat is None:
+        return str(worker)
+    held = f" [{short(schedule.holds_of(seat))[:MAX_HELD]}]" if schedule.holds_others(seat) else ""
+    return (str(worker) if seat.role == worker else f"{worker} as {seat.role}") + held
 
 
 def _block_title(block: tuple[int, ...]) -> str:
@@ -181,6 +183,12 @@ def _legend(ops: Iterable[Op], schedule: Schedule, width: int) -> list[Text]:
     entries.append(Text(f"{BUBBLE} idle", "dim"))
     if schedule.rerouted:
         entries.append(Text.assemble(("f1.3", REROUTED + STYLES[OpKind.F]), " re-routed: micro-batch 3 of pipeline 1"))
+    if schedule.shed:
+        entries.append(Text.assemble(("F1.3", SHED + STYLES[OpKind.F]), " shed: its own worker is alive"))
+    if schedule.slices:
+        entries.append(Text.assemble(("F3:4-6", STYLES[OpKind.F]), " layers 4 to 6, no whole stage"))
+    if any(map(schedule.holds_others, schedule.seats)):
+        entries.append(Text("[4-6] holds layers 4 to 6"))
     lines = [entries[0]]
     for entry in entries[1:]:
         if len(lines[-1]) + 2 + len(entry) <= width:

@@ -7,16 +7,21 @@ const [F, I, W, B, A, O] = KINDS.keys();
 
 /** The ops of one program at one speed, in order of start; shared by every worker that runs it. */
 class Track {
-  /** `rank`: of each stage, the how-manyth of its worker it is. */
-  constructor(stored, rank = []) {
+  /** `rank`: of each stage, the how-manyth of its worker it is; `parts`: of each slice that is no stage, its layers. */
+  constructor(stored, rank = [], parts = []) {
     const count = stored.kinds.length;
     this.count = count;
     this.kinds = Uint8Array.from(stored.kinds, (letter) => KINDS.indexOf(letter));
-    this.stages = Int32Array.from(stored.stages);
+    this.slices = Int32Array.from(stored.slices);
     this.microbatches = Int32Array.from(stored.microbatches);
-    this.chunks = Uint8Array.from(stored.stages, (stage, i) => (stored.microbatches[i] < 0 ? 0 : rank[stage] ?? 0));
+    this.chunks = Uint8Array.from(stored.slices, (slice, i) => (stored.microbatches[i] < 0 ? 0 : rank[slice] ?? 0));
+    this.parts = parts;
     this.pipelines = new Int32Array(count).fill(-1); // -1: that of the role which runs it
-    for (const [index, pipeline] of stored.rerouted) this.pipelines[index] = pipeline;
+    this.shed = new Uint8Array(count); // of another pipeline whose own worker is alive; the others are re-routed
+    for (const [index, pipeline, shed] of stored.foreign) {
+      this.pipelines[index] = pipeline;
+      this.shed[index] = shed;
+    }
     this.starts = new Float64Array(count);
     this.ends = new Float64Array(count);
     let start = 0;
@@ -26,7 +31,7 @@ class Track {
       this.ends[i] = start + stored.lengths[i];
     }
     this.busy = KINDS.map(() => new Float64Array(count + 1)); // per kind: time run before op i
-    this.foreign = new Int32Array(count + 1); // re-routed ops before op i
+    this.foreign = new Int32Array(count + 1); // ops of other pipelines before op i
     for (let i = 0; i < count; i++) {
       for (const sums of this.busy) sums[i + 1] = sums[i];
       this.busy[this.kinds[i]][i + 1] += stored.lengths[i];
@@ -59,23 +64,35 @@ class Track {
   }
 
   /** Index of an op by what it computes; `pipeline` -1 for the role's own. -1 where it is not here. */
-  find(kind, stage, pipeline, microbatch) {
+  find(kind, slice, pipeline, microbatch) {
     if (!this.index) {
       this.index = new Map();
       for (let i = 0; i < this.count; i++)
-        this.index.set(`${this.kinds[i]} ${this.stages[i]} ${this.pipelines[i]} ${this.microbatches[i]}`, i);
+        this.index.set(`${this.kinds[i]} ${this.slices[i]} ${this.pipelines[i]} ${this.microbatches[i]}`, i);
     }
-    return this.index.get(`${kind} ${stage} ${pipeline} ${microbatch}`) ?? -1;
+    return this.index.get(`${kind} ${slice} ${pipeline} ${microbatch}`) ?? -1;
   }
 
-  /** Per stage, the index of the backward that ends last. */
+  /** The time that ops of each pipeline run before op i, by pipeline; -1 for that of the role. */
+  get busyOf() {
+    if (!this._busyOf) {
+      this._busyOf = new Map([...new Set(this.pipelines)].map((pipeline) => [pipeline, new Float64Array(this.count + 1)]));
+      for (let i = 0; i < this.count; i++) {
+        for (const sums of this._busyOf.values()) sums[i + 1] = sums[i];
+        this._busyOf.get(this.pipelines[i])[i + 1] += this.ends[i] - this.starts[i];
+      }
+    }
+    return this._busyOf;
+  }
+
+  /** Per slice, the index of the backward that ends last. */
   get lastBackwards() {
     if (!this._lastBackwards) {
       this._lastBackwards = new Map();
       for (let i = 0; i < this.count; i++) {
         if (this.kinds[i] === F || this.kinds[i] >= A) continue;
-        const known = this._lastBackwards.get(this.stages[i]);
-        if (known === undefined || this.ends[i] > this.ends[known]) this._lastBackwards.set(this.stages[i], i);
+        const known = this._lastBackwards.get(this.slices[i]);
+        if (known === undefined || this.ends[i] > this.ends[known]) this._lastBackwards.set(this.slices[i], i);
       }
     }
     return this._lastBackwards;
@@ -87,11 +104,11 @@ class Track {
     const change = new Map();
     const add = (time, amount) => change.set(time, (change.get(time) ?? 0) + amount);
     for (let i = 0; i < this.count; i++) {
-      const stage = this.stages[i];
-      if (this.kinds[i] === F) add(this.starts[i], activation[stage]);
-      else if (this.kinds[i] === I) add(this.ends[i], stash[stage] - activation[stage]);
-      else if (this.kinds[i] === W) add(this.ends[i], -stash[stage]);
-      else if (this.kinds[i] === B) add(this.ends[i], -activation[stage]);
+      const slice = this.slices[i];
+      if (this.kinds[i] === F) add(this.starts[i], activation[slice]);
+      else if (this.kinds[i] === I) add(this.ends[i], stash[slice] - activation[slice]);
+      else if (this.kinds[i] === W) add(this.ends[i], -stash[slice]);
+      else if (this.kinds[i] === B) add(this.ends[i], -activation[slice]);
     }
     const times = Float64Array.from(change.keys()).sort();
     let now = 0;
@@ -112,15 +129,16 @@ class Panel {
     Object.assign(this, stored);
     this.number = number;
     const held = new Array(stored.columns).fill(0), rank = stored.stages.map((column) => held[column]++);
-    this.tracks = stored.tracks.map((track) => new Track(track, rank));
-    this.seats = stored.seats.map(([pipeline, column, rolePipeline, roleColumn, track]) =>
-      ({ pipeline, column, rolePipeline, roleColumn, number: track, track: this.tracks[track] }));
+    const parts = stored.ranges.map((layers, slice) => (slice < stored.stages.length ? "" : short([layers])));
+    this.tracks = stored.tracks.map((track) => new Track(track, rank, parts));
+    this.seats = stored.seats.map(([pipeline, column, rolePipeline, roleColumn, track, holds, room]) =>
+      ({ pipeline, column, rolePipeline, roleColumn, number: track, track: this.tracks[track], holds, room }));
+    this.wholeStages = stored.ranges.length === stored.stages.length && stored.chains === 1;
     this.seatAt = new Map(this.seats.map((seat, i) => [this.workerNumber(seat.pipeline, seat.column), i]));
     this.playerOf = new Map(this.seats.map((seat, i) => [this.workerNumber(seat.rolePipeline, seat.roleColumn), i]));
     this.down = new Set(stored.failed.map(([pipeline, column]) => this.workerNumber(pipeline, column)));
     this.length = this.tracks.reduce((most, track) => Math.max(most, track.last), 0) * this.second;
-    this.holds = stored.memory ?? {
-      unit: 1, capacity: null, activation: stored.stages.map(() => 1), stash: stored.stages.map(() => 0) };
+    this.sizes = stored.memory ?? { unit: 1, activation: stored.ranges.map(() => 1), stash: stored.ranges.map(() => 0) };
   }
 
   /** The number of a worker in the grid: a key of `seatAt`, `playerOf` and `down`. */
@@ -133,7 +151,8 @@ class Panel {
       const seat = this.seats[this.seatAt.get(this.workerNumber(pipeline, column))];
       if (!seat) return "down";
       const moved = seat.rolePipeline !== pipeline || seat.roleColumn !== column;
-      return moved ? `${seat.number} as ${seat.rolePipeline}.${seat.roleColumn}` : seat.number;
+      return (moved ? `${seat.number} as ${seat.rolePipeline}.${seat.roleColumn}` : seat.number) +
+        (seat.holds ? ` holds ${seat.holds}` : "");
     }).join() + ` ${this.microbatches[pipeline]}`;
   }
 
@@ -142,8 +161,9 @@ class Panel {
     const seat = this.seats[ref.seat], track = seat.track, i = ref.index;
     const foreign = track.pipelines[i];
     return {
-      kind: track.kinds[i], stage: track.stages[i], microbatch: track.microbatches[i],
-      pipeline: foreign < 0 ? seat.rolePipeline : foreign, rerouted: foreign >= 0, seat,
+      kind: track.kinds[i], slice: track.slices[i], microbatch: track.microbatches[i],
+      pipeline: foreign < 0 ? seat.rolePipeline : foreign, seat,
+      rerouted: foreign >= 0 && !track.shed[i], shed: track.shed[i] > 0,
       worker: `${seat.pipeline}.${seat.column}`, start: track.starts[i], end: track.ends[i],
     };
   }
@@ -151,62 +171,93 @@ class Panel {
   title(ref) {
     const op = this.op(ref), letter = KINDS[op.kind];
     if (op.kind === O) return `O on ${op.worker}`;
-    if (op.kind === A) return `A(stage ${op.stage}) on ${op.worker}`;
-    return `${letter}(micro-batch ${op.pipeline}.${op.microbatch}, stage ${op.stage}) on ${op.worker}`;
+    if (op.kind === A) return `A(${this.sliceText(op.slice)}) on ${op.worker}`;
+    return `${letter}(micro-batch ${op.pipeline}.${op.microbatch}, ${this.sliceText(op.slice)}) on ${op.worker}`;
   }
+
+  /** `stage 3` or, for a slice that is no stage, `layers 4 to 6`. */
+  sliceText(slice) { return slice < this.stages.length ? `stage ${slice}` : layersText(this.ranges[slice]); }
 
   /** Where an op is computed, or null. */
-  find(kind, stage, pipeline, microbatch) {
-    const own = this.playerOf.get(this.workerNumber(pipeline, this.stages[stage]));
+  find(kind, slice, pipeline, microbatch) {
+    const own = this.playerOf.get(this.workerNumber(pipeline, this.stages[slice]));
     if (own !== undefined) {
-      const index = this.seats[own].track.find(kind, stage, -1, microbatch);
+      const index = this.seats[own].track.find(kind, slice, -1, microbatch);
       if (index >= 0) return { panel: this, seat: own, index };
     }
-    return this.moved.get(`${kind} ${stage} ${pipeline} ${microbatch}`) ?? null;
+    return this.moved.get(`${kind} ${slice} ${pipeline} ${microbatch}`) ?? null;
   }
 
-  /** All re-routed ops, by what they compute. */
+  /** All ops on another worker than the one whose column has their stage, by what they compute. */
   get moved() {
     if (!this._moved) {
       this._moved = new Map();
       this.seats.forEach((seat, number) => {
-        const track = seat.track;
-        if (!track.foreign[track.count]) return;
+        const { track, rolePipeline, roleColumn } = seat;
+        if (this.wholeStages && !track.foreign[track.count] && !seat.holds) return;
         for (let i = 0; i < track.count; i++)
-          if (track.pipelines[i] >= 0)
-            this._moved.set(`${track.kinds[i]} ${track.stages[i]} ${track.pipelines[i]} ${track.microbatches[i]}`,
+          if (track.pipelines[i] >= 0 || this.stages[track.slices[i]] !== roleColumn) {
+            const pipeline = track.pipelines[i] < 0 ? rolePipeline : track.pipelines[i];
+            this._moved.set(`${track.kinds[i]} ${track.slices[i]} ${pipeline} ${track.microbatches[i]}`,
               { panel: this, seat: number, index: i });
+          }
       });
     }
     return this._moved;
   }
 
-  /** The backward that ends last: of a stage and its copies, or of all stages (undefined). */
-  lastBackward(original) {
+  /** The slices that a micro-batch passes, in order. */
+  route(pipeline, microbatch) {
+    if (this.wholeStages) return this._stages ??= [...this.stages.keys()];
+    if (!this._routes) {
+      this._routes = new Map();
+      for (const { track, rolePipeline } of this.seats)
+        for (let i = 0; i < track.count; i++) {
+          if (track.kinds[i] !== F) continue;
+          const key = `${track.pipelines[i] < 0 ? rolePipeline : track.pipelines[i]} ${track.microbatches[i]}`;
+          if (!this._routes.has(key)) this._routes.set(key, []);
+          this._routes.get(key).push(track.slices[i]);
+        }
+      for (const route of this._routes.values()) route.sort((a, b) => this.ranges[a][0] - this.ranges[b][0] || a - b);
+    }
+    return this._routes.get(`${pipeline} ${microbatch}`) ?? [];
+  }
+
+  /** The backward that ends last: of any of these layers, or of all (undefined). */
+  lastBackward(layers) {
     this._last ??= new Map();
-    if (!this._last.has(original)) {
+    const key = String(layers);
+    if (!this._last.has(key)) {
       let found = null, end = -1;
       this.seats.forEach((seat, number) => {
-        for (const [stage, index] of seat.track.lastBackwards)
-          if ((original === undefined || stage % this.depth === original) && seat.track.ends[index] > end)
+        for (const [slice, index] of seat.track.lastBackwards)
+          if ((layers === undefined || overlap(layers, this.ranges[slice])) && seat.track.ends[index] > end)
             [found, end] = [{ panel: this, seat: number, index }, seat.track.ends[index]];
       });
-      this._last.set(original, found);
+      this._last.set(key, found);
     }
-    return this._last.get(original);
+    return this._last.get(key);
+  }
+
+  /** The workers of a micro-batch's own pipeline that would run these layers, by their column: [pipeline, column]. */
+  ownWorkers(pipeline, microbatch, slice) {
+    const first = (microbatch % this.chains) * this.depth;
+    return Array.from({ length: this.depth }, (_, i) => first + i)
+      .filter((stage) => overlap(this.ranges[stage], this.ranges[slice]))
+      .map((stage) => [pipeline, this.stages[stage]]);
   }
 
   /** The ops of its micro-batch that an op waits for: `{ref, tensor}`, by the rules that came with the schedule. */
   producers(op) {
-    const position = op.stage % this.depth;
-    return this.rules
-      .filter((rule) => KINDS[op.kind] === rule.kind && rule.first <= position && position < rule.end)
-      .map((rule) => ({ tensor: rule.tensor,
-        ref: this.find(KINDS.indexOf(rule.awaited), op.stage + rule.step, op.pipeline, op.microbatch) }));
+    const route = this.route(op.pipeline, op.microbatch), at = route.indexOf(op.slice), last = route.length - 1;
+    const holds = (rule) => KINDS[op.kind] === rule.kind && at + rule.step >= 0 && at + rule.step <= last &&
+      (rule.position === "any" || at === (rule.position === "first" ? 0 : last));
+    return at < 0 ? [] : this.rules.filter(holds).map((rule) => ({ tensor: rule.tensor,
+      ref: this.find(KINDS.indexOf(rule.awaited), route[at + rule.step], op.pipeline, op.microbatch) }));
   }
 
   /** Everything an op waits for, the last to be ready first, the worker's own op first among equals. `why` is "input",
-      "gradients" (of a stage), "all backwards" or "worker"; `ready` counts the transfer, `hop`. */
+      "gradients" (of its layers), "all backwards" or "worker"; `ready` counts the transfer, `hop`. */
   waits(ref) {
     const op = this.op(ref), found = [];
     const add = (other, why, tensor = false) => {
@@ -214,7 +265,7 @@ class Panel {
       const before = this.op(other), hop = tensor && other.seat !== ref.seat ? this.transfer : 0;
       found.push({ ref: other, why, hop, ready: before.end + hop });
     };
-    if (op.kind === A) add(this.lastBackward(op.stage % this.depth), "gradients");
+    if (op.kind === A) add(this.lastBackward(this.ranges[op.slice]), "gradients");
     else if (op.kind === O && this.optimizer === "synchronous") add(this.lastBackward(undefined), "all backwards");
     else if (op.kind < A) for (const producer of this.producers(op)) add(producer.ref, "input", producer.tensor);
     if (ref.index > 0) {
@@ -258,15 +309,14 @@ class Panel {
     return this._critical;
   }
 
-  /** All ops of a micro-batch: forwards down its stages, backwards up again, and the Ws. */
+  /** All ops of a micro-batch: forwards along its route, backwards back again, and the Ws. */
   follow(pipeline, microbatch) {
-    const first = (microbatch % this.chains) * this.depth;
-    const stages = Array.from({ length: this.depth }, (_, i) => first + i);
-    const find = (kind) => (stage) => this.find(kind, stage, pipeline, microbatch);
-    const backward = (stage) => find(I)(stage) ?? find(B)(stage);
+    const route = this.route(pipeline, microbatch);
+    const find = (kind) => (slice) => this.find(kind, slice, pipeline, microbatch);
+    const backward = (slice) => find(I)(slice) ?? find(B)(slice);
     return {
-      path: [...stages.map(find(F)), ...stages.reverse().map(backward)].filter(Boolean),
-      weights: stages.map(find(W)).filter(Boolean),
+      path: [...route.map(find(F)), ...[...route].reverse().map(backward)].filter(Boolean),
+      weights: [...route].reverse().map(find(W)).filter(Boolean),
     };
   }
 
@@ -276,7 +326,20 @@ class Panel {
     return this._mostHeld;
   }
 
-  memoryOf(seat) { return seat.track.memory(this.holds.activation, this.holds.stash); }
+  memoryOf(seat) { return seat.track.memory(this.sizes.activation, this.sizes.stash); }
+}
+
+/** Whether two ranges of layers, [first, end), share one. */
+function overlap(one, other) { return one[0] < other[1] && other[0] < one[1]; }
+
+/** `layer 3` or `layers 4 to 6`. */
+function layersText([first, end]) {
+  return end === first + 1 ? `layer ${first}` : `layers ${first} to ${end - 1}`;
+}
+
+/** `0–2,5` for ranges of layers: the last layer of each is included. */
+function short(ranges) {
+  return ranges.map(([first, end]) => (end === first + 1 ? `${first}` : `${first}–${end - 1}`)).join();
 }
 
 /** `30 s`, `29.7 ms`, `850 us`: four digits. */

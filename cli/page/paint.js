@@ -7,6 +7,11 @@ const GUTTER = 116, AXIS = 26, BLOCK = 4, LETTER = 6.7;
 const FONT = "11px ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, monospace";
 const UI_FONT = "12px system-ui, 'DejaVu Sans', sans-serif";
 
+/** Colours of pipelines, in turn: those of Okabe & Ito on which black text reads. */
+const ORIGINS = Object.fromEntries(["#56b4e9", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#d55e00", "#b8b8b8",
+  "#8fb8ff"].map((colour, number) => [`p${number}`, colour]));
+const originOf = (pipeline) => `p${pipeline % Object.keys(ORIGINS).length}`;
+
 /** Rectangles by what they are filled with, so that the canvas changes its style a few times a frame only. */
 class Batch {
   constructor() { this.lists = new Map(); this.texts = []; this.frames = []; }
@@ -25,7 +30,11 @@ class Batch {
     }
     ctx.strokeStyle = theme.ink;
     ctx.lineWidth = 2;
-    for (const [x, y, w, h] of this.frames) ctx.strokeRect(x + 1, y + 1, w - 2, h - 2);
+    for (const [x, y, w, h, dashed] of this.frames) {
+      ctx.setLineDash(dashed ? [4, 3] : []);
+      ctx.strokeRect(x + 1, y + 1, w - 2, h - 2);
+    }
+    ctx.setLineDash([]);
     ctx.font = FONT;
     ctx.textAlign = "center";
     ctx.textBaseline = "middle";
@@ -50,10 +59,10 @@ function readTheme(colours) {
   const theme = { back: css("--back"), text: css("--text"), faint: css("--faint"), line: css("--line"),
     ink: css("--ink"), idle: css("--idle"), veil: css("--veil"), down: css("--down"), path: css("--path"), follow: css("--follow"),
     head: css("--head") };
-  theme.fills = { ...colours, idle: theme.idle, mark: "rgba(0, 0, 0, .55)", edge: "#000",
+  theme.fills = { ...colours, ...ORIGINS, idle: theme.idle, mark: "rgba(0, 0, 0, .55)", edge: "#000",
     light: "rgba(255, 255, 255, .4)", held: css("--held"), over: theme.down, room: theme.line,
     hatch: hatch("rgba(0, 0, 0, .5)", 6, 1.6), down: hatch(theme.down, 8, 2.4) };
-  theme.order = ["idle", ...KINDS, "light", "hatch", "mark", "edge", "held", "over", "room", "down"];
+  theme.order = ["idle", ...KINDS, ...Object.keys(ORIGINS), "light", "hatch", "mark", "edge", "held", "over", "room", "down"];
   return theme;
 }
 
@@ -114,18 +123,19 @@ class Painter {
     ctx.fillStyle = theme.back;
     ctx.fillRect(0, 0, view.width, view.height);
     this.paintGrid(ctx);
-    const uses = new Map();
-    for (const row of rows) if (row.seat) uses.set(row.seat.track, (uses.get(row.seat.track) ?? 0) + 1);
-    const groups = new Map();
+    const groups = new Map(); // rows that look the same
     for (const row of rows) {
       if (row.head) continue;
       if (!row.seat) this.paintDown(row);
-      else if (uses.get(row.seat.track) === 1) this.paintStrip(row, row.y);
-      else if (groups.has(row.seat.track)) groups.get(row.seat.track).push(row);
-      else groups.set(row.seat.track, [row]);
+      else {
+        const own = this.origins ? row.seat.rolePipeline : "", key = `${row.panel.number} ${row.seat.number} ${own} ` +
+          `${row.seat.room}`;
+        if (groups.has(key)) groups.get(key).push(row); else groups.set(key, [row]);
+      }
     }
+    for (const group of groups.values()) if (group.length === 1) this.paintStrip(group[0], group[0].y);
     this.batch.flush(ctx, theme);
-    for (const group of groups.values()) this.paintCopies(ctx, group);
+    for (const group of groups.values()) if (group.length > 1) this.paintCopies(ctx, group);
     this.paintLabels(ctx, rows);
     this.paintAxis(ctx);
   }
@@ -152,6 +162,7 @@ class Painter {
     const left = Math.max(GUTTER, Math.round(from)), right = Math.min(this.view.width, Math.round(to));
     if (right > left) this.batch.add("idle", left, y, right - left, row.bar);
     let size = 1;
+    this.own = row.seat.rolePipeline;
     while (size < track.count) size *= 2;
     if (track.count) this.descend(row, track, second, y, 0, size);
     if (row.memory) this.paintMemory(row, y + row.bar + 2, row.memory);
@@ -175,17 +186,19 @@ class Painter {
     const kind = track.kinds[index], batch = this.batch;
     const left = Math.max(Math.round(from), GUTTER - 8), right = Math.min(Math.round(to), this.view.width + 8);
     const whole = Math.max(1, right - left), width = whole > 3 ? whole - 1 : whole;
-    batch.add(KINDS[kind], left, y, width, height);
+    const pipeline = track.pipelines[index] < 0 ? this.own : track.pipelines[index];
+    batch.add(this.origins && kind < A ? originOf(pipeline) : KINDS[kind], left, y, width, height);
     if (track.chunks[index]) batch.add("light", left, y, width, height);
-    const rerouted = track.pipelines[index] >= 0;
-    if (rerouted && width >= 6) {
-      batch.add("hatch", left, y, width, height);
-      batch.frames.push([left, y, width, height]);
-    } else if (rerouted) {
+    const foreign = track.pipelines[index] >= 0, shed = track.shed[index] > 0;
+    if (foreign && width >= 6) {
+      if (!shed) batch.add("hatch", left, y, width, height);
+      else if (height >= 8) this.mark(kind, left, y, width, height);
+      batch.frames.push([left, y, width, height, shed]);
+    } else if (foreign) {
       batch.add("edge", left, y, width, 3);
       batch.add("edge", left, y + height - 3, width, 3);
     } else if (height >= 8) this.mark(kind, left, y, width, height);
-    if (width >= LETTER + 2 && height >= 11) this.label(track, index, left, right, y + height / 2, rerouted);
+    if (width >= LETTER + 2 && height >= 11) this.label(track, index, left, right, y + height / 2);
   }
 
   /** Kinds differ by more than their colour: a stripe on top, at the bottom, both, or through the middle. */
@@ -195,24 +208,27 @@ class Painter {
     if (kind === A) for (let at = x + 1; at < x + width; at += 4) this.batch.add("mark", at, y, 1, height);
   }
 
-  label(track, index, left, right, y, rerouted) {
+  label(track, index, left, right, y) {
     const room = Math.floor((right - left - 2) / LETTER), kind = KINDS[track.kinds[index]], small = kind.toLowerCase();
     const number = track.microbatches[index], full = `${number}${"′".repeat(track.chunks[index])}`;
+    const pipeline = track.pipelines[index], rerouted = pipeline >= 0 && !track.shed[index];
     const texts = number < 0 ? [kind] : rerouted ?
-      [`${small}${track.pipelines[index]}.${full}`, `${small}${full}`, `${small}${number}`, small] :
-      [`${kind}${full}`, `${kind}${number}`, kind];
-    const text = texts.find((one) => one.length <= room);
-    if (text) this.batch.texts.push([text, (left + right - 1) / 2, y, rerouted ? kind : null]);
+      [`${small}${pipeline}.${full}`, `${small}${full}`, `${small}${number}`, small] : pipeline >= 0 ?
+      [`${kind}${pipeline}.${full}`, `${kind}.${full}`, `${kind}.`, kind] : [`${kind}${full}`, `${kind}${number}`, kind];
+    const part = number < 0 ? "" : track.parts[track.slices[index]];
+    const text = [...(part ? [`${texts[0]}:${part}`] : []), ...texts].find((one) => one.length <= room);
+    const plate = this.origins ? originOf(pipeline) : kind;
+    if (text) this.batch.texts.push([text, (left + right - 1) / 2, y, rerouted ? plate : null]);
   }
 
   paintBlock(track, low, high, from, to, y, height) {
     const left = Math.round(from), width = Math.max(1, Math.round(to) - left);
     const span = track.ends[high - 1] - track.starts[low];
     let bottom = y + height;
-    for (let kind = 0; kind < KINDS.length; kind++) {
-      const share = (track.busy[kind][high] - track.busy[kind][low]) / span;
+    for (const [fill, sums] of this.origins ? this.originsOf(track) : track.busy.map((sums, kind) => [KINDS[kind], sums])) {
+      const share = (sums[high] - sums[low]) / span;
       if (!share) continue;
-      this.batch.add(KINDS[kind], left, bottom - share * height, width, share * height);
+      this.batch.add(fill, left, bottom - share * height, width, share * height);
       bottom -= share * height;
     }
     if (track.foreign[high] > track.foreign[low]) {
@@ -221,10 +237,15 @@ class Painter {
     }
   }
 
+  /** The time that each pipeline's ops take, by its fill. */
+  originsOf(track) {
+    return [...track.busyOf].map(([pipeline, sums]) => [originOf(pipeline < 0 ? this.own : pipeline), sums]);
+  }
+
   /** What a worker holds: steps up to its capacity, or to the most that anybody holds where there is no limit. */
   paintMemory(row, y, height) {
     const { times, levels } = row.panel.memoryOf(row.seat);
-    const capacity = row.panel.holds.capacity?.[row.seat.roleColumn];
+    const capacity = row.seat.room;
     const full = Math.max(1e-9, capacity ?? row.panel.mostHeld);
     const second = row.panel.second, { batch, view } = this;
     this.batch.add("room", GUTTER, y + height - 1, view.width - GUTTER, 1);
@@ -372,7 +393,8 @@ class Painter {
   /** An op over the veil, at least 4 pixels wide. */
   paintAgain(ref, box) {
     if (!box?.visible) return;
-    const track = ref.panel.seats[ref.seat].track;
+    const { track, rolePipeline } = ref.panel.seats[ref.seat];
+    this.own = rolePipeline;
     this.paintOp(track, ref.index, box.left, Math.max(box.right, box.left + 4), box.top, box.height);
   }
 

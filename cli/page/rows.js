@@ -81,9 +81,8 @@ class Rows {
 
   columnName(panel, column) {
     const stages = panel.stages.flatMap((one, stage) => (one === column ? [stage] : []));
-    const layers = panel.layers[stages[0]];
-    const range = (stage) => `${panel.layers[stage][0]}–${panel.layers[stage][1] - 1}`;
-    const held = layers ? `, layers ${stages.map(range).join(" and ")}` : "";
+    const range = (stage) => `${panel.ranges[stage][0]}–${panel.ranges[stage][1] - 1}`;
+    const held = panel.named ? `, layers ${stages.map(range).join(" and ")}` : "";
     return stages.length === 1 && stages[0] === column ? `Stage ${column}${held}` :
       `Column ${column}: stages ${stages.join(", ")}${held}`;
   }
@@ -93,11 +92,12 @@ class Rows {
     if (seat.rolePipeline !== seat.pipeline || seat.roleColumn !== seat.column)
       row.label = `${seat.pipeline}.${seat.column} as ${seat.rolePipeline}.${seat.roleColumn}` +
         (several && this.beside === "paired" ? ` ${this.tag(panel)}` : "");
+    if (seat.holds) row.label += ` [${short(seat.holds)}]`;
     const slow = panel.slow[`${seat.pipeline}.${seat.column}`];
     if (slow) row.label += ` ×${slow / 1000}`;
-    const unit = panel.holds.unit, capacity = panel.holds.capacity?.[seat.roleColumn];
+    const unit = panel.sizes.unit, capacity = seat.room;
     const number = (value) => Number((value * unit).toPrecision(4));
-    row.peak = capacity === undefined ? `most ${number(memory.peak)}` : `${number(memory.peak)} of ${number(capacity)}`;
+    row.peak = capacity === null ? `most ${number(memory.peak)}` : `${number(memory.peak)} of ${number(capacity)}`;
   }
 
   tag(panel) { return String.fromCharCode(65 + panel.number % 26); }

@@ -11,6 +11,7 @@ class Timeline extends Words {
     this.panels = data.panels.map((panel, number) => new Panel(panel, number));
     this.painter = new Painter(element("base"), element("overlay"), data.colours);
     this.group = "pipeline";
+    this.colour = "kind";
     this.beside = "stacked";
     this.path = "none";
     this.memory = true;
@@ -45,6 +46,7 @@ class Timeline extends Words {
       const { clientWidth: width, clientHeight: height } = this.chart;
       this.view = { ...this.times, width, height };
       this.painter.fit(this.view);
+      this.painter.origins = this.colour === "origin";
       if (this.dirty.base) this.painter.paintBase(this.visible());
       this.painter.paintOverlay(this.marks(), this.rowOf);
       this.dirty = { base: false, overlay: false };
@@ -204,6 +206,7 @@ class Timeline extends Words {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.retheme());
     const on = (id, event, act) => element(id).addEventListener(event, act);
     on("group", "change", (event) => this.set("group", event.target.value));
+    on("colour", "change", (event) => this.setColour(event.target.value));
     on("beside", "change", (event) => this.set("beside", event.target.value));
     on("memory", "change", (event) => this.set("memory", event.target.checked));
     on("equal", "change", (event) => this.set("equal", event.target.checked));
@@ -230,6 +233,13 @@ class Timeline extends Words {
     const keep = this.cursor ?? this.chosen;
     this.layOut();
     if (keep) this.reveal(keep);
+  }
+
+  /** Colour ops by their kind or by the pipeline whose micro-batch they are of. */
+  setColour(value) {
+    this.painter.origins = value === "origin";
+    this.set("colour", value);
+    this.legend();
   }
 
   setTheme(value) {
@@ -331,6 +341,7 @@ class Timeline extends Words {
       "Enter": () => this.cursor && this.choose(this.cursor),
       "g": () => this.set("group", turn(["pipeline", "stage"], this.group)),
       "b": () => this.panels.length > 1 && this.set("beside", turn(["stacked", "paired"], this.beside)),
+      "o": () => this.setColour(turn(["kind", "origin"], this.colour)),
       "m": () => this.set("memory", !this.memory),
       "e": () => this.set("equal", !this.equal), "d": () => this.nextDown(),
       "c": () => this.setPath(turn(["none", "iteration", "op"], this.path)),

@@ -19,7 +19,7 @@ class Words extends Rows {
 
   sentence(ref) {
     const { panel } = ref, op = panel.op(ref);
-    return `${panel.name}: ${panel.title(ref)}${op.rerouted ? ", re-routed" : ""}, ` +
+    return `${panel.name}: ${panel.title(ref)}${op.rerouted ? ", re-routed" : op.shed ? ", shed" : ""}, ` +
       `from ${this.at(panel, op.start)} to ` +
       `${this.at(panel, op.end)}`;
   }
@@ -28,13 +28,19 @@ class Words extends Rows {
     const { panel } = ref, op = panel.op(ref), rows = [];
     rows.push(["op", `${KINDS[op.kind]}, ${this.names[KINDS[op.kind]]}`]);
     if (op.microbatch >= 0) rows.push(["micro-batch", `${op.pipeline}.${op.microbatch}`]);
-    if (op.stage >= 0) {
-      const layers = panel.layers[op.stage];
-      rows.push(["stage", `${op.stage}${layers ? `, layers ${layers[0]} to ${layers[1] - 1}` : ""}`]);
-    }
+    if (op.slice >= panel.stages.length) rows.push(["slice", layersText(panel.ranges[op.slice])]);
+    else if (op.slice >= 0)
+      rows.push(["stage", `${op.slice}${panel.named ? `, ${layersText(panel.ranges[op.slice])}` : ""}`]);
     const { seat } = op, moved = seat.pipeline !== seat.rolePipeline || seat.column !== seat.roleColumn;
     rows.push(["host", `worker ${op.worker}${moved ? `, as ${seat.rolePipeline}.${seat.roleColumn}` : ""}`]);
-    if (op.rerouted) rows.push(["re-routed", `its own worker ${op.pipeline}.${panel.stages[op.stage]} is down`]);
+    if (seat.holds) rows.push(["holds", seat.holds.map(layersText).join(", ") || "no layers"]);
+    if (op.rerouted || op.shed) {
+      const own = panel.ownWorkers(op.pipeline, op.microbatch, op.slice)
+        .filter(([pipeline, column]) => op.shed || !panel.playerOf.has(panel.workerNumber(pipeline, column)))
+        .map((worker) => worker.join("."));
+      const many = own.length > 1, names = `its own worker${many ? "s" : ""} ${own.join(" and ")} ${many ? "are" : "is"}`;
+      rows.push(op.shed ? ["shed", `${names} alive`] : ["re-routed", `${names} down`]);
+    }
     rows.push(["start", this.at(panel, op.start)], ["end", this.at(panel, op.end)],
       ["takes", this.at(panel, op.end - op.start)]);
     return make("dl", { className: "facts" }, ...rows.flatMap(([name, value]) =>
@@ -45,7 +51,7 @@ class Words extends Rows {
   waits(ref) {
     const { panel } = ref;
     return panel.waits(ref).map((wait, number) => {
-      const words = { input: "its input", worker: "the worker", gradients: "the stage's last gradients" };
+      const words = { input: "its input", worker: "the worker", gradients: "the last gradients of its layers" };
       const why = words[wait.why] ?? wait.why;
       const hop = wait.hop ? ` + ${this.at(panel, wait.hop)} transfer` : "";
       return { ref: wait.ref, text: `${number ? "" : "▸ "}${why}: ${panel.title(wait.ref)}, until ` +
@@ -108,6 +114,7 @@ class Words extends Rows {
       if (!panel.measured) rows.push(["workers", `${panel.seats.length}`]);
       if (panel.failed.length && !panel.measured) rows.push(["down", panel.failed.length > 6 ? panel.failed.length :
         panel.failed.map((worker) => worker.join(".")).join(", ")], ["re-routed", numbers.rerouted]);
+      if (numbers.shed && !panel.measured) rows.push(["shed", numbers.shed]);
       if (numbers.moves.length && !panel.measured) rows.push(["moved", numbers.moves.length]);
       if (numbers.peak_memory !== null) rows.push(["peak memory", Number(numbers.peak_memory.toPrecision(4))]);
       if (!panel.measured) rows.push(["made by", `${numbers.method}, ${numbers.backward}, ${numbers.optimizer}`]);
@@ -139,16 +146,26 @@ class Words extends Rows {
   legend() {
     const used = new Set(this.panels.flatMap((panel) => panel.tracks.flatMap((track) =>
       KINDS.filter((_, kind) => track.busy[kind][track.count] > 0))));
-    const rerouted = this.panels.some((panel) => panel.tracks.some((track) => track.foreign[track.count]));
-    const stored = (kind, pipelines, stage = 0) => new Track({ kinds: kind, stages: [stage],
-      microbatches: [kind === "A" || kind === "O" ? -1 : 3], rerouted: pipelines, steps: [0], lengths: [1] }, [0, 1]);
+    const numbers = this.panels.map((panel) => panel.numbers);
+    const stored = (kind, foreign, slice = 0) => new Track({ kinds: kind, slices: [slice],
+      microbatches: [kind === "A" || kind === "O" ? -1 : 3], foreign, steps: [0], lengths: [1] }, [0, 1], ["", "", "4–6"]);
     const entries = KINDS.filter((kind) => used.has(kind)).map((kind) => [stored(kind, []), `${kind} ${this.names[kind]}`]);
+    if (this.colour === "origin") {
+      const most = Math.max(...this.panels.map((panel) => panel.pipelines)), colours = Object.keys(ORIGINS).length;
+      entries.splice(0, entries.length, ...Array.from({ length: Math.min(most, colours) }, (_, number) =>
+        [stored("F", []), `pipeline ${number}${most > number + colours ? `, ${number + colours}, …` : ""}`, number]));
+    }
     if (this.panels.some((panel) => panel.stages.length > panel.columns))
       entries.push([stored("F", [], 1), "the worker's second stage"]);
-    if (rerouted) entries.push([stored("F", [[0, 1]]), "re-routed: f1.3 is F of micro-batch 3 of pipeline 1"]);
+    if (numbers.some((one) => one.rerouted))
+      entries.push([stored("F", [[0, 1, 0]]), "re-routed: f1.3 is F of micro-batch 3 of pipeline 1"]);
+    if (numbers.some((one) => one.shed))
+      entries.push([stored("F", [[0, 1, 1]]), "shed: the same, though its own worker is alive"]);
+    if (this.panels.some((panel) => panel.ranges.length > panel.stages.length))
+      entries.push([stored("F", [], 2), "layers 4 to 6, no whole stage"]);
     const legend = element("legend");
-    legend.replaceChildren(...entries.map(([track, text]) =>
-      make("span", {}, this.swatch(track), make("span", { text }))));
+    legend.replaceChildren(...entries.map(([track, text, pipeline]) =>
+      make("span", {}, this.swatch(track, pipeline), make("span", { text }))));
     if (this.panels.some((panel) => panel.failed.length)) {
       const canvas = make("canvas", { width: 40, height: 16, "aria-hidden": "true" }), ctx = canvas.getContext("2d");
       ctx.fillStyle = this.painter.theme.fills.down;
@@ -159,14 +176,16 @@ class Words extends Rows {
     legend.append(make("span", { text: `strip under a row: ${held} held` }));
   }
 
-  swatch(track) {
-    const canvas = make("canvas", { "aria-hidden": "true" }), scale = window.devicePixelRatio || 1;
-    [canvas.width, canvas.height] = [40 * scale, 16 * scale];
-    canvas.style.cssText = "width:40px;height:16px";
+  /** An op as it is drawn, of a role of this pipeline. */
+  swatch(track, pipeline = 0) {
+    const canvas = make("canvas", { "aria-hidden": "true" }), scale = window.devicePixelRatio || 1, width = 46;
+    [canvas.width, canvas.height] = [width * scale, 16 * scale];
+    canvas.style.cssText = `width:${width}px;height:16px`;
     const painter = this.painter, ctx = canvas.getContext("2d"), view = painter.view;
     ctx.setTransform(scale, 0, 0, scale, -GUTTER * scale, 0);
-    painter.view = { width: GUTTER + 40 };
-    painter.paintOp(track, 0, GUTTER, GUTTER + 40, 0, 16);
+    painter.view = { width: GUTTER + width };
+    painter.own = pipeline;
+    painter.paintOp(track, 0, GUTTER, GUTTER + width, 0, 16);
     painter.batch.flush(ctx, painter.theme);
     painter.view = view;
     return canvas;

@@ -14,7 +14,7 @@ def summary(made: Plan, moved: Transition) -> str:
     schedule = made.schedule
     bound = schedule.seconds(schedule.lower_bound_ticks)
     proof = "proven optimal" if schedule.status == "optimal" else \
-        f"at most {schedule.gap:.2%} above the best possible (proven bound {duration(bound)})"
+        f"at most {max(schedule.gap, 1e-4):.2%} above the best possible (proven bound {duration(bound)})"
     lines = [f"period {duration(made.period)}, {proof}; planned in {duration(made.solve_seconds)}"
              + (", interrupted" if made.interrupted else "")]
     if made.evidence:

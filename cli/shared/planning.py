@@ -35,7 +35,8 @@ def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, nor
     try:
         known = known_reference(options, job)
         with planning() as progress:
-            made = normalised(job, failed, options, known=known, progress=progress) if normalise else \
+            made = normalised(job, failed, options, known=known, progress=progress) \
+                if normalise or options.layers == "move" else \
                 plan_with(options, job, failed, known=known, progress=progress)
     except JobError as error:
         refuse(error)

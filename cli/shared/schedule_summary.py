@@ -33,6 +33,8 @@ def summary(schedule: Schedule) -> dict[str, object]:
         "workers": len(schedule.seats),
         "failed": [str(worker) for worker in schedule.failed],
         "rerouted": schedule.rerouted,
+        "shed": schedule.shed,
+        "holds": {str(seat.worker): seat.holds for seat in schedule.seats if seat.holds is not None},
         "moves": [{"worker": str(seat.worker), "role": str(seat.role)} for seat in schedule.moves],
         "peak_memory": max(peaks) * schedule.memory.unit if schedule.memory and peaks else None,
         "bubble_share": bubble_share(schedule),
@@ -49,6 +51,8 @@ def summary_line(schedule: Schedule) -> str:
     parts.append(f"bubbles {bubble_share(schedule):.1%}")
     if schedule.failed:
         parts.append(f"{len(schedule.failed)} down, {schedule.rerouted} re-routed")
+    if schedule.shed:
+        parts.append(f"{schedule.shed} shed")
     if schedule.moves:
         parts.append(f"{len(schedule.moves)} moved")
     parts.append(_memory(schedule))

@@ -2,11 +2,13 @@
 
     ticks          from the user's units to whole numbers
     problem        what is fixed: grid, live workers, durations, memory
+    for_layout     what layouts are made for
     from_layout    the same where a layout says who holds which layers, and the routes
     solution       what is decided: the host of every unit, the start of every op
     bounds         proven lower bounds on the period
+    shared_bounds  the same where live holders share all micro-batches
     decompose      divides a problem into pieces that can be solved apart
-    components     the same where a layout says who runs what
+    components     the pieces where a layout says who runs what
     arrays         a problem with an assignment as arrays of integers
     start_times    from an order of ops to start times and the period
     closing        the all-reduces and optimizer steps that end an iteration

@@ -149,6 +149,5 @@ def _share(problem: Problem, programs: Mapping[Worker, Program]) -> tuple[tuple[
     for worker, program in sorted(programs.items()):
         if id(program) not in known:
             known[id(program)] = index.setdefault(program, len(index))
-        holds = None if problem.holdings is None else problem.groups[problem.holdings[worker].group]
-        seats.append(Seat(worker, worker, known[id(program)], holds))
+        seats.append(Seat(worker, worker, known[id(program)], problem.elsewhere(worker)))
     return tuple(seats), tuple(index)

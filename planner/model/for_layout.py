@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from planner.job.file import Job
 from planner.job.layers import layer_costs
 from planner.layout.problem import LayersMode, LayoutProblem
-from planner.model.problem import NoPlanError, grid_of
+from planner.model.problem import NoPlanError, grid_of, merged
 from planner.model.ticks import memory_in_units, tick_of, times_in_ticks
 from schedules.schedule import BackwardMode, Worker
 
@@ -24,7 +24,7 @@ def layout_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backwar
     live = [worker for worker in grid.workers() if worker not in set(failed)]
     if not live:
         raise NoPlanError("all workers are down")
-    holds = [_merged([grid.layers_of(stage) for stage in grid.stages_of(column)]) for column in range(grid.columns)]
+    holds = [merged(grid.layers_of(stage) for stage in grid.stages_of(column)) for column in range(grid.columns)]
     weights = memory.weights if memory else ()
     return LayoutProblem(
         forward=times.forward[stages:], backward_input=times.backward_input[stages:],
@@ -40,14 +40,3 @@ def layout_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backwar
         from_checkpoint=from_checkpoint, sliced=sliced,
         paths=tuple(tuple((grid.layers_of(stage), grid.stages[stage].column) for stage in grid.path(chain))
                     for chain in range(grid.chains)))
-
-
-def _merged(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Ascending ranges that do not touch."""
-    found: list[tuple[int, int]] = []
-    for first, end in sorted(set(ranges)):
-        if found and found[-1][1] >= first:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((first, end))
-    return tuple(found)

@@ -7,8 +7,8 @@ import msgspec
 
 from planner.job.file import Job
 from planner.job.layers import layer_costs
-from planner.layout.types import LayerRange, Layout, MicroBatch
-from planner.model.problem import Holding, Leg, Problem, grid_of
+from planner.layout.types import LayerRange, Layout
+from planner.model.problem import Holding, Leg, Problem, grid_of, merged
 from planner.model.ticks import memory_in_units, tick_of, times_in_ticks
 from schedules.schedule import BackwardMode, Grid, Memory, OptimizerMode, Times, Worker
 
@@ -72,7 +72,10 @@ def _reductions(groups: Sequence[Held]) -> tuple[tuple[LayerRange, tuple[int, ..
 def _holdings(grid: Grid, times: Times, memory: Memory | None, holds: Mapping[Worker, Held], groups: Sequence[Held],
               reduce_ticks: Sequence[int]) -> dict[Worker, Holding]:
     number = {held: group for group, held in enumerate(groups)}
-    steps = [sum(sum(times.optimizer_of_layer[first:end]) for first, end in held) for held in groups]
+    # Layers may be rounded otherwise than the stages that they are of.
+    usual = {merged(grid.layers_of(stage) for stage in grid.stages_of(column)): times.optimizer[column]
+             for column in range(grid.columns)}
+    steps = [usual.get(held, sum(sum(times.optimizer_of_layer[first:end]) for first, end in held)) for held in groups]
     weights = memory.weights if memory else ()
     beside = [sum(sum(weights[first:end]) for first, end in {grid.layers_of(stage) for stage in
                                                              grid.stages_of(column)})
@@ -85,9 +88,3 @@ def _holdings(grid: Grid, times: Times, memory: Memory | None, holds: Mapping[Wo
     return {worker: Holding(room=room(worker), step=steps[number[held]],
                             tail=reduce_ticks[number[held]] + steps[number[held]], group=number[held])
             for worker, held in sorted(holds.items())}
-
-
-def batches(problem: Problem) -> Iterable[MicroBatch]:
-    """Every micro-batch of an iteration."""
-    return (MicroBatch(pipeline, microbatch) for pipeline, count in enumerate(problem.grid.microbatches)
-            for microbatch in range(count))

@@ -153,6 +153,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                                   for worker in members[group]))
                      for first, end in self.layers_of)
 
+    @property
+    def sheds(self) -> bool:
+        """Whether some live workers have less time for their own micro-batches than others have for theirs."""
+        return self.sharing and (bool(self.times.slow) or len(set(self.grid.microbatches)) > 1)
+
     def hosts(self, slice_: int, pipeline: int) -> tuple[Worker, ...]:
         """The workers that may run this slice of this pipeline's micro-batches."""
         if self.sharing:
@@ -255,6 +260,19 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Ticks of the all-reduces and the optimizer step that close an iteration on a live worker."""
         return self.column_tail(worker.column) if self.holdings is None else self.holdings[worker].tail
 
+    def elsewhere(self, worker: Worker) -> tuple[LayerRange, ...] | None:
+        """The layers that a live worker holds; None where they are those of its column."""
+        if self.holdings is None:
+            return None
+        held = self.groups[self.holdings[worker].group]
+        return None if held == self.held_by_column[worker.column] else held
+
+    @cached_property
+    def held_by_column(self) -> tuple[tuple[LayerRange, ...], ...]:
+        """[column] the layers of its stages: ascending ranges that do not touch."""
+        return tuple(merged(self.grid.layers_of(stage) for stage in self.grid.stages_of(column))
+                     for column in range(self.grid.columns))
+
     @property
     def longest_step(self) -> int:
         """Ticks of the longest optimizer step."""
@@ -278,6 +296,17 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         units = self.grid.total_microbatches * self.grid.depth if self.routes is None else \
             sum(map(len, self.routes.values()))
         return units * len(self.kinds)
+
+
+def merged(ranges: Iterable[LayerRange]) -> tuple[LayerRange, ...]:
+    """Ascending ranges that do not touch."""
+    found: list[LayerRange] = []
+    for first, end in sorted(set(ranges)):
+        if found and found[-1][1] >= first:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((first, end))
+    return tuple(found)
 
 
 def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode = "split",

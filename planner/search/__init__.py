@@ -4,7 +4,7 @@
     steps/            each step: bound, list schedules, find, anneal, prove
     incumbent         what is passed from step to step: the best so far, and the bound
     budget            what a step may use: time, a seed, a way to be stopped
-    assignment        which peers run the micro-batches of dead workers
+    assignment        which peers run the micro-batches of dead and of slow workers
     set_aside         memory that a list scheduler keeps free, so that it never gets stuck
     list_scheduler    one list schedule, by one dispatch rule
     list_search       many of them, the best kept

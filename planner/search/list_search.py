@@ -145,17 +145,12 @@ class _Schedulers:
         problem, rule = self._problem, ASSIGNMENT_RULES[index]
         if index and (problem.routes is not None or (not problem.failed and rule != "by-speed")):
             return None
-        if rule == "by-speed" and not _shed(problem):
+        if rule == "by-speed" and not problem.sheds:
             return None
         hosts = assign(self._problem, ASSIGNMENT_RULES[index])
         if any(hosts == made.arrays.hosts for made in self._made if made):
             return None
         return ListScheduler(ProblemArrays(self._problem, hosts))
-
-
-def _shed(problem: Problem) -> bool:
-    """Whether some live workers have less time for their own micro-batches than others have for theirs."""
-    return problem.sharing and (bool(problem.times.slow) or len(set(problem.grid.microbatches)) > 1)
 
 
 def _shortlist(problem: Problem) -> Iterator[tuple[int, DispatchRule]]:
@@ -168,7 +163,7 @@ def _shortlist(problem: Problem) -> Iterator[tuple[int, DispatchRule]]:
                 lookahead=lookahead, forward_lookahead=float(slope == 2.0 and not extra),
                 make_room=make_room and problem.memory is not None and problem.backward == "split",
                 in_flight=in_flight(problem, slope, extra))
-        if problem.routes is None and _shed(problem):
+        if problem.routes is None and problem.sheds:
             yield ASSIGNMENT_RULES.index("by-speed"), rule
         yield 0 if problem.routes is not None else assignment, rule
 

@@ -2,6 +2,7 @@ import json
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from cli.app import app
@@ -9,6 +10,7 @@ from planner.job.file import parse_job
 from planner.plan import plan_job
 from schedules.codec import encode, write
 from schedules.schedule import Worker
+from tests.general import layers_moved
 from tests.generate import BROKEN, HEALTHY, by_hand
 
 
@@ -75,7 +77,17 @@ def test_json(good, bad):
     (violation,) = json.loads(done.stdout)["violations"]
     assert violation.pop("message").startswith("I(micro-batch 0.1, stage 0) on 0.0 starts at 5 ticks")
     assert violation == {"file": str(bad), "rule": "one-at-a-time", "op": "I", "worker": "0.0", "stage": 0,
-                         "pipeline": 0, "microbatch": 1, "start": 2.5}
+                         "layers": [0, 1], "pipeline": 0, "microbatch": 1, "start": 2.5}
+
+
+def test_a_slice_that_its_worker_does_not_hold(tmp_path):
+    """Named by its layers, which are no stage."""
+    schedule = layers_moved()
+    seats = tuple(replace(seat, holds=seat.holds and ((0, 2), (3, 4))) for seat in schedule.seats)
+    write(replace(schedule, seats=seats), tmp_path / "plan.json")
+    (violation, *_) = json.loads(run(tmp_path / "plan.json", "--json").stdout)["violations"]
+    assert violation["message"] == "worker 1.0 runs A(layer 2), but holds layers 0 to 1, layer 3"
+    assert (violation["rule"], violation["stage"], violation["layers"]) == ("closing", None, [2, 3])
 
 
 def test_json_of_a_violation_without_an_op(tmp_path):

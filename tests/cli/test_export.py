@@ -1,12 +1,16 @@
 import json
 
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from cli.app import app
 from planner.plan import plan_job
 from schedules import codec
 from schedules.schedule import Worker
+from schedules.torchcsv import TorchCsvError, write_order
+from tests import general
+from tests.generate import SHED, by_hand
 from tests.jobs import grid
 
 JOB = """pipelines = 2
@@ -67,3 +71,29 @@ def test_bad_input_is_refused_in_one_line(arguments, says, files, monkeypatch):
     done = slipstream(*arguments)
     assert done.exit_code == 2 and done.stdout == ""
     assert says in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("schedule", "pipeline", "says"), [
+    (by_hand(SHED), 0, "stage 0 of micro-batch 0.1 is shed to worker 1.0, of another pipeline; torch's runtime knows"),
+    (by_hand(SHED), 1, "worker 1.0 also runs micro-batch 0.1, of another pipeline; torch's runtime knows one"),
+    (general.layers_moved(), 1, "worker 1.1 is down"),
+])
+def test_shed_microbatches_are_answered_no(tmp_path, schedule, pipeline, says):
+    codec.write(schedule, tmp_path / "plan.json")
+    done = slipstream("export", tmp_path / "plan.json", "--pipeline", pipeline)
+    assert done.exit_code == 1 and says in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_layers_of_ones_own_are_answered_no(tmp_path):
+    """One pipeline, nobody down: layer 2 is held by both and cut for each micro-batch."""
+    codec.write(general.floating_layer(), tmp_path / "plan.json")
+    done = slipstream("export", tmp_path / "plan.json")
+    assert done.exit_code == 1
+    assert "worker 0.0 holds layers of its own choice (0-2), not those of its stage; torch's runtime" in done.stderr
+
+
+def test_microbatches_that_are_not_cut_at_the_stages_cannot_be_written():
+    schedule = general.floating_layer()
+    plain = replace(schedule, seats=tuple(replace(seat, holds=None) for seat in schedule.seats))
+    with pytest.raises(TorchCsvError, match=r"0\.1 is not cut at the stages: layers 0 to 2 run as one slice"):
+        write_order(plain)

@@ -1,3 +1,4 @@
+import io
 import json
 from collections import defaultdict
 from itertools import pairwise
@@ -13,9 +14,11 @@ from cli.app import app
 from cli.drawing.perfetto import perfetto_trace
 from cli.drawing.svg_timeline import drawing
 from cli.drawing.text_timeline import MAX_ROWS, timeline
+from cli.timeline_page import Shown, timeline_page
 from schedules.codec import write
 from schedules.measured_trace import MeasuredTrace, write_measured_trace
 from schedules.schedule import Memory, OpKind, Worker
+from tests.general import general_schedules, layers_moved
 from tests.generate import BROKEN, HEALTHY, by_hand, measured_of, planned, schedules
 from tests.jobs import grid
 
@@ -93,7 +96,8 @@ def test_summary(tmp_path):
     assert answer.pop("bubble_share") == pytest.approx(12 / 42)
     assert answer == {
         "job": "by hand", "period": 7.0, "lower_bound": 0.5, "gap": 13.0, "status": "feasible", "method": "hand",
-        "backward": "split", "optimizer": "staggered", "workers": 3, "failed": ["1.1"], "rerouted": 2, "moves": [],
+        "backward": "split", "optimizer": "staggered", "workers": 3, "failed": ["1.1"], "rerouted": 2, "shed": 0,
+        "holds": {}, "moves": [],
         "peak_memory": 3.0, "measured": []}
 
 
@@ -173,8 +177,14 @@ def assert_well_formed(events):
         source, target = (enclosing(threads, flow[side]) for side in "sf")
         assert source["args"]["microbatch"] == target["args"]["microbatch"]
         assert source["args"]["pipeline"] == target["args"]["pipeline"]
-        assert abs(source["args"]["stage"] - target["args"]["stage"]) == 1
+        (first, end), (begin, last) = sorted(layers_in(one) for one in (source, target))
+        assert first < end == begin < last  # neighbours on the route
     return len(ends)
+
+
+def layers_in(event):
+    first, _, last = event["args"]["layers"].partition("-")
+    return int(first), int(last or first) + 1
 
 
 def enclosing(threads, event):
@@ -192,7 +202,7 @@ def test_perfetto_structure():
     (first, *_) = [event for event in events if event["name"] == "F 1.1" and event["args"]["stage"] == 1]
     assert first | {"args": None} == {"ph": "X", "name": "F 1.1", "cat": "forward", "pid": 1, "tid": 2, "ts": 3_000_000,
                                       "dur": 500_000, "args": None}
-    assert first["args"] == {"stage": 1, "pipeline": 1, "microbatch": 1, "rerouted": True}
+    assert first["args"] == {"stage": 1, "layers": "1", "pipeline": 1, "microbatch": 1, "rerouted": True, "shed": False}
     measured = [event for event in events if event["ph"] == "X" and event["pid"] > 2]
     assert len(measured) == sum(1 for _ in schedule.all_ops())
     assert max(event["ts"] + event["dur"] for event in measured) == 1.5 * 7.5e6
@@ -235,7 +245,7 @@ def test_picture_of_any_schedule(schedule):
     root = ElementTree.fromstring(drawing(schedule))
     titled = [box for box in root.iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None]
     lasting = [op for op in schedule.all_ops() if op.end_ticks > op.start_ticks]
-    assert sorted(box.find(f"{SVG}title").text for box in titled) == sorted(map(str, lasting))
+    assert sorted(box.find(f"{SVG}title").text for box in titled) == sorted(map(schedule.op_text, lasting))
     framed = [box for box in titled if box.get("stroke") == "#111"]
     assert len(framed) == sum(op.pipeline not in (None, schedule.seat_of[op.worker].role.pipeline) for op in lasting)
     assert sum(text.text == "down" for text in root.iter(f"{SVG}text")) == len(schedule.failed)
@@ -247,3 +257,63 @@ def test_picture_tells_stages_of_one_worker_apart():
     schedule = planned(grid(1, 2, 2, more="[placement]\norder = 'v'\nchunks = 2"))
     texts = {text.text for text in ElementTree.fromstring(drawing(schedule)).iter(f"{SVG}text")}
     assert {"F0", "F1", "F0′", "F1′", "lighter, 1′: a worker's second stage"} <= texts
+
+
+# --- Slices, layers held, shed micro-batches --------------------------------------------------------------------------
+
+
+def test_layers_moved_in_the_terminal(tmp_path):
+    write(layers_moved(), tmp_path / "plan.json")
+    done = run(tmp_path / "plan.json", "--width", 150)
+    assert done.exit_code == 0 and not done.stderr
+    title, *lines = done.stdout.splitlines()
+    assert "1 down, 2 re-routed · 1 shed" in title
+    (row,) = [line for line in lines if line.startswith("1.0 [0-2]")]
+    assert "F0.1" in row and "F0:0-2" in row and "f" not in row  # shed, of some layers, and nothing re-routed
+    (row,) = [line for line in lines if line.lstrip().startswith("0.1")]
+    assert "f1.1" in row and "F1.1" not in row
+    legend = done.stdout
+    for text in ("f1.3 re-routed", "F1.3 shed: its own worker is alive", "F3:4-6 layers 4 to 6", "[4-6] holds layers"):
+        assert text in legend
+    answer = json.loads(run(tmp_path / "plan.json", "--json").stdout)
+    assert (answer["rerouted"], answer["shed"], answer["holds"]) == (2, 1, {"1.0": [[0, 3]]})
+
+
+def test_layers_moved_as_a_picture():
+    picture = drawing(layers_moved()).decode()
+    assert picture.count('stroke-dasharray="3 2"') == 3 + 1  # F, I and W of one micro-batch, and the legend
+    for text in ("1.0 [0-2]", "<title>F(micro-batch 1.0, layers 0 to 2) on 1.0</title>", ">F0:0-2<", ">f1.1<", ">F0.1<",
+                 "re-routed (pipeline.micro-batch)", ">shed<", "F3:4-6: layers 4 to 6"):
+        assert text in picture
+    assert "shed" not in drawing(by_hand(BROKEN)).decode()
+
+
+def test_layers_moved_in_perfetto():
+    events = json.loads(perfetto_trace(layers_moved()))["traceEvents"]
+    assert_well_formed(events)
+    assert {"name": "worker 1.0, holds layers 0-2"} in [event["args"] for event in events if event["ph"] == "M"]
+    (part,) = [event for event in events if event["name"] == "F 1.0 layers 0-2"]
+    assert part["args"] == {"layers": "0-2", "pipeline": 1, "microbatch": 0, "rerouted": False, "shed": False}
+    shed = {event["name"] for event in events if event["ph"] == "X" and event["args"]["shed"]}
+    assert shed == {"F 0.1", "I 0.1", "W 0.1"}
+    flows = [event for event in events if event["ph"] == "s"]
+    assert len(flows) == 2 * 4  # each micro-batch changes its worker once, there and back
+
+
+@settings(max_examples=40)
+@given(general_schedules())
+def test_layers_anywhere_are_drawn(schedule):
+    """In the terminal, as a picture, for Perfetto and on a page: nothing is too odd to draw."""
+    Console(file=io.StringIO(), width=100).print(timeline(schedule, 100))
+    ElementTree.fromstring(drawing(schedule))
+    assert_well_formed(json.loads(perfetto_trace(schedule))["traceEvents"])
+    assert timeline_page([Shown("any", schedule)])
+
+
+def test_a_trace_of_slices_that_the_schedule_does_not_have(tmp_path):
+    schedule = layers_moved()
+    write(by_hand(BROKEN), tmp_path / "plan.json")
+    write_measured_trace(MeasuredTrace(job="j", iterations=(measured_of(schedule),)), tmp_path / "trace.json")
+    done = run(tmp_path / "plan.json", "--measured", tmp_path / "trace.json")
+    assert done.exit_code == 2
+    assert "F on 0.1 is of slice 3; " in done.stderr and "plan.json has 2; give the schedule that" in done.stderr

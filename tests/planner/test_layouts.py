@@ -1,6 +1,7 @@
 """Layouts become problems, and these become schedules that the checker passes."""
 
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -32,7 +33,7 @@ def recut(job, broken: int, dead: int) -> Layout:
     last = PER_STAGE * job.stages
     live = [Worker(broken, column) for column in range(job.stages) if column != dead]
     edges = [round(index * last / len(live)) for index in range(len(live) + 1)]
-    stops = [Stop((first, end), worker) for first, end, worker in zip(edges, edges[1:], live, strict=True)]
+    stops = [Stop((first, end), worker) for (first, end), worker in zip(pairwise(edges), live, strict=True)]
     home = {pipeline: tuple(Stop((column * PER_STAGE, (column + 1) * PER_STAGE), Worker(pipeline, column))
                             for column in range(job.stages)) for pipeline in range(job.pipelines)}
     home[broken] = tuple(stops)

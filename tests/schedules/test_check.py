@@ -9,7 +9,7 @@ from planner.model.assemble import build_schedule
 from planner.model.problem import build_problem
 from schedules.check import MAX_VIOLATIONS, check
 from schedules.schedule import Memory, Seat, Worker
-from tests.generate import BROKEN, HEALTHY, by_hand, list_schedule
+from tests.generate import BROKEN, HEALTHY, SHED, by_hand, list_schedule
 from tests.jobs import grid
 
 
@@ -62,11 +62,7 @@ def test_host():
 
 
 def test_any_holder_may_run_a_microbatch():
-    """Worker 0.0 is alive; 1.0 runs one of its micro-batches all the same."""
-    shed = {**HEALTHY, "0.0": "F0@0 I0@3 W0@4 A@9 O@10",
-            "1.0": "F0@0 F0.1@1 F1@2 I0@3 W0@4 I0.1@5 W0.1@6 I1@7 W1@8 A@9 O@10",
-            "0.1": "F0@1 I0@2 F1@3 I1@4 W0@5 W1@6 A@7 O@8", "1.1": "F0@1 I0@2 W0@3 F1@4 I1@5 W1@6 A@7 O@8"}
-    schedule = by_hand(shed)
+    schedule = by_hand(SHED)
     assert check(schedule) == []
     assert (schedule.shed, schedule.rerouted) == (1, 0)
     assert (by_hand(BROKEN).shed, by_hand(BROKEN).rerouted) == (0, 2)

@@ -1,5 +1,7 @@
 """Step 5: CP-SAT improves small pieces, and proves them optimal."""
 
+import msgspec
+
 from planner.model.problem import Problem
 from planner.search.budget import Budget
 from planner.search.incumbent import Incumbent
@@ -27,7 +29,7 @@ def prove(known: Incumbent, budget: Budget) -> Incumbent:
 def _prove_piece(known: Incumbent, index: int, budget: Budget) -> Incumbent:
     from planner.search.cpsat.model import improve  # the solver takes a third of a second to load
 
-    problem, period, target = known.pieces[index].problem, known.periods[index], known.target(index)
+    problem, period, target = _asked(known, index), known.periods[index], known.target(index)
 
     def report(ticks: int) -> None:
         if ticks < period:  # the hint itself is no news
@@ -38,13 +40,21 @@ def _prove_piece(known: Incumbent, index: int, budget: Budget) -> Incumbent:
     found = known
     if result.period_ticks < period:
         found = found.with_piece(index, result.solution, result.period_ticks)
-    whole = len(known.pieces) == 1 and not any(count != 1 for count in problem.parts)
-    if target == known.bound and (whole or not known.problem.sharing):
+    whole = len(known.pieces) == 1 and problem.sharing and not any(count != 1 for count in problem.parts)
+    alone = len(known.pieces) == 1 or not problem.failed
+    if target == known.bound and (whole if known.problem.sharing else alone):
         # Without sharing, its workers in any plan of the whole run a plan of this piece, if the ops of others are left
         # out. With sharing, others might help them; and what might be cut is not proven by whole micro-batches.
         better = result.lower_bound_ticks > known.bound
         found = found.with_bound(result.lower_bound_ticks, "what CP-SAT proved" if better else known.bound_counts)
     return found
+
+
+def _asked(known: Incumbent, index: int) -> Problem:
+    """The problem of a piece: with any choice of hosts that the whole allows, where that is small enough."""
+    problem = known.pieces[index].problem
+    shared = msgspec.structs.replace(problem, sharing=known.problem.sharing)
+    return shared if len(known.pieces) == 1 and _options(shared) <= LARGEST_MODEL else problem
 
 
 def _options(problem: Problem) -> int:

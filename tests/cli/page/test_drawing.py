@@ -5,6 +5,7 @@ from msgspec.structs import replace
 from planner.job.file import parse_job
 from schedules.schedule import Grid, OpKind, ProgramOp, Seat, VirtualStage, Worker
 from tests.cli.page.pages import write_page
+from tests.general import layers_moved
 from tests.generate import planned
 
 COLOURS = """(() => {
@@ -89,3 +90,38 @@ def test_a_hundred_thousand_ops(chromium, tmp_path):
             } })()""")
         drawn = sorted(page.js("timeline.drawn"))
         assert len(drawn) >= 30 and drawn[len(drawn) // 2] < 50, drawn
+
+
+def test_colours_of_pipelines_and_layers_moved(chromium, tmp_path):
+    """Of origin: blue, orange, ... by pipeline; shed ops have dashed frames, re-routed ones are hatched."""
+    with chromium.open(write_page(tmp_path, layers_moved())) as page:
+        page.frame()
+        legend = page.js("document.getElementById('legend').innerText")
+        assert "re-routed: f1.3" in legend and "shed: the same" in legend and "layers 4 to 6, no whole stage" in legend
+        card = page.js("document.querySelector('.card').innerText.replace(/\\s+/g, ' ')")
+        assert "re-routed 2 shed 1" in card
+        assert page.js("timeline.rows.filter((row) => row.seat).map((row) => row.label)") == ["0.0", "0.1", "1.0 [0–2]"]
+        kinds = page.js(COLOURS)
+        assert kinds["#009e73"] > 200 and "pipeline 0" not in legend
+        page.js("timeline.chart.focus()")
+        page.key("o")
+        page.frame()
+        origins = page.js(COLOURS)
+        assert "#009e73" not in origins and origins["#56b4e9"] > kinds["#56b4e9"]
+        assert "pipeline 0" in page.js("document.getElementById('legend').innerText")
+        assert page.js("element('colour').value") == "origin"
+        page.js("timeline.set('equal', true)")
+        facts = "(() => { const p = timeline.panels[0]; timeline.choose(p.find(F, %s)); " \
+                "return document.getElementById('facts').innerText; })()"
+        shed, rerouted, part = (page.js(facts % which) for which in ("0, 0, 1", "3, 1, 0", "2, 1, 0"))
+        assert "its own worker 0.0 is alive" in shed and "holds\nlayers 0 to 2" in shed
+        assert "its own worker 1.1 is down" in rerouted and "slice\nlayer 3" in rerouted
+        assert "F(micro-batch 1.0, layers 0 to 2) on 1.0" in part
+
+
+def test_blocks_of_many_ops_show_their_pipelines(chromium, tmp_path):
+    with chromium.open(write_page(tmp_path, long_schedule(8, 800))) as page:
+        page.js("timeline.setColour('origin')")
+        page.frame()
+        origins = page.js(COLOURS)
+        assert origins["#56b4e9"] > 1000 and origins["#8fb8ff"] > 1000  # pipelines 0 and 7

@@ -11,24 +11,33 @@ from schedules.memory import memory_peaks
 from schedules.precedence import op_key, producers
 from schedules.schedule import COMPUTE_KINDS, Worker
 from tests.cli.page.pages import write_page
+from tests.general import general_schedules
 from tests.generate import schedules
 from tests.jobs import grid
 
 DUMP = """timeline.panels.map((panel) => panel.seats.map((seat, number) => [...seat.track.kinds.keys()].map((index) => {
     const ref = { panel, seat: number, index }, op = panel.op(ref);
-    return [KINDS[op.kind], op.stage, op.microbatch < 0 ? -1 : op.pipeline, op.microbatch, op.worker, op.start, op.end,
+    return [KINDS[op.kind], op.slice, op.microbatch < 0 ? -1 : op.pipeline, op.microbatch, op.worker, op.start, op.end,
         panel.waits(ref).map((wait) => panel.title(wait.ref))]; })))"""
 
+
 @settings(max_examples=3)
-@given(st.lists(schedules(), min_size=12, max_size=12))
-def test_ops_waits_and_memory_of_any_schedules(chromium, tmp_path_factory, many):
-    """Split and fused, bidirectional, chunks, slow workers: as schedules.graph and schedules.memory have them."""
+@given(st.lists(schedules(), min_size=8, max_size=8), st.lists(general_schedules(), min_size=8, max_size=8))
+def test_ops_waits_and_memory_of_any_schedules(chromium, tmp_path_factory, whole, general):
+    """Split and fused, bidirectional, chunks, slow workers, layers anywhere: as `schedules` has them."""
+    many = [*whole, *general]
     with chromium.open(write_page(tmp_path_factory.mktemp("page"), *many)) as page:
         dumps = page.js(DUMP)
         units = page.js("timeline.panels.map((panel) => panel.second)")
-        peaks = page.js("timeline.panels.map((panel) => panel.memory && panel.seats.map(s => panel.memoryOf(s).peak))")
+        origins = page.js("timeline.panels.map((panel) => [panel.numbers.rerouted, panel.numbers.shed, ...[0, 1].map("
+                          "(shed) => panel.seats.reduce((sum, { track }) => sum + [...track.kinds.keys()].filter((i) =>"
+                          " track.kinds[i] === F && track.pipelines[i] >= 0 && track.shed[i] === shed).length, 0))])")
+        peaks = page.js("timeline.panels.map((panel) => panel.memory && panel.seats.map(s => "
+                        "panel.memoryOf(s).peak))")
         chains = page.js("timeline.panels.map((panel) => panel.critical.map(({ ref, wait, late }) => "
                          "[panel.op(ref).start, panel.op(ref).end, wait?.hop ?? 0, late]))")
+    for schedule, (*told, rerouted, shed) in zip(many, origins, strict=True):
+        assert told == [schedule.rerouted, schedule.shed] == [rerouted, shed]
     for schedule, dump, unit, peak, chain in zip(many, dumps, units, peaks, chains, strict=True):
         ticks = round(unit / schedule.tick_seconds)
         for seat, ops in zip(schedule.seats, dump, strict=True):
