@@ -204,7 +204,7 @@ class Coordinator:
 
     def started(self, report: Started) -> Recovery | None:
         """A member begins its first op; the recovery that this ends, for the first of them."""
-        if report.order != self.number:
+        if report.order != self.number or self._ended:  # it began late, in an order that another recovery has ended
             return None
         return self._recovery.end(self._log.next_iteration, live=len(self._members))
 

@@ -127,11 +127,13 @@ class Generation:
         if self._thread is None:
             return
         patience = MEETING_SECONDS if self._communicator is None else STUCK_SECONDS
-        if time.monotonic() - self._ended_at > patience and OPEN_CALLS.abandon(self._thread.ident or 0, patience):
+        thread = self._thread.ident or 0
+        call = OPEN_CALLS.of(thread)
+        if call is not None and time.monotonic() - self._ended_at > patience and OPEN_CALLS.abandon(thread, patience):
             self._thread = None
             self._connections.release()
             self._communicator = None  # the thread keeps it: dropping what is stuck would not return
-            self._say_paused("stuck in a process group")
+            self._say_paused(f"stuck while {call.what}")
 
     def status(self) -> Status:
         """What `run` does at this moment."""
@@ -231,7 +233,7 @@ class Generation:
         order, context, setup = self._order, self._context, self._context.setup
         self._take_layers()
         self._does("prepares its program")
-        recorder = Recorder(context.device, communicator.clock_offset() if setup.nodes > 1 else 0.0)
+        recorder = Recorder(context.device)
         stages, training = context.stage_store.stages, setup.config.training
         iterations = range(order.first_iteration, setup.iterations)
         exchange = Exchange(self._schedule, communicator, context.boundaries, iterations)
@@ -243,8 +245,14 @@ class Generation:
         executor = Executor(self._schedule, stages=stages, steps=steps, communicator=communicator, exchange=exchange,
                             feed=self._read, recorder=recorder, before_op=partial(self._before_op, first_of_group))
         context.channel.send(Started(self._worker, order.number))
+        first_traced = max(order.first_iteration, setup.iterations - setup.traced)
         for iteration in iterations:
-            recorder.begin(traced=iteration >= setup.iterations - setup.traced)
+            if iteration == first_traced and setup.nodes > 1:
+                # Not before: it takes many trips between the nodes, and no recovery should wait for them.
+                self._does("compares clocks")
+                with self._connections.more():
+                    recorder.offset_seconds = communicator.clock_offset()
+            recorder.begin(traced=iteration >= first_traced)
             loss = executor.run(iteration)
             context.injector.at(iteration, "stepped")
             if self._report(iteration, loss, recorder):
