@@ -33,7 +33,7 @@ from planner.job.file import Job
 from planner.plan import plan_job
 from runtime.config import parse_run_config
 from runtime.coordinator.recovery import Recovery
-from runtime.launch import Resilience, run
+from runtime.launch import Resilience, RunOptions, run
 from runtime.processes.fork_server import ForkServer
 from runtime.processes.process_manager import Return
 from schedules.schedule import Schedule, Worker
@@ -108,7 +108,7 @@ def kills(job: Job, rng: random.Random, fork_server: ForkServer, iteration_secon
 
     with tempfile.TemporaryDirectory() as folder:
         run(schedule(()), config, out=Path(folder), fork_server=fork_server, progress=killer.progress,
-            notify=killer.notify, resilience=Resilience(
+            options=RunOptions(notify=killer.notify), resilience=Resilience(
                 scheduler=schedule, heartbeat_timeout_seconds=heartbeat_timeout_seconds,
                 returns=tuple(Return(worker, at + 2) for at, (worker, _) in killer.kills.items())))
     return killer

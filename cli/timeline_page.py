@@ -106,7 +106,8 @@ def _measured(schedule: Schedule, iteration: MeasuredIteration, *, last: bool) -
 
 def _seat(schedule: Schedule, seat: Seat, track: int) -> list[Any]:
     """A live worker: what it runs, the layers it holds where they are not those of its role, and its room."""
-    return [*seat.worker, *seat.role, track, seat.holds, room(schedule, seat)]
+    holds = seat.holds if schedule.holds_others(seat) else None
+    return [*seat.worker, *seat.role, track, holds, room(schedule, seat)]
 
 
 def _panel(schedule: Schedule, name: str, second: float, transfer: float) -> dict[str, Any]:

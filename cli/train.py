@@ -1,6 +1,7 @@
 """`slipstream train`: trains a job's model by a schedule that is planned, given, or looked up in a table."""
 
 import math
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,15 +15,16 @@ from cli.shared.console import answer_no, duration, err, out, print_json, refuse
 from cli.shared.failure_schedules import scheduler
 from cli.shared.going_on import how_to_resume, left_by
 from cli.shared.inputs import parse_workers, read_job_or_refuse, read_schedule_or_refuse
-from cli.shared.launch_options import launched_as
+from cli.shared.launch_options import given_secret_or_refuse, launched_as
 from cli.shared.options import Backward, Failed, JobFile, MethodName, Optimizer, TimeLimit
 from cli.shared.planning import make_plan, plan_options
 from cli.shared.train_inputs import events, find_checkpoint, look_up, read_table, require_fit
 from planner.job.file import Job
 from runtime.config import ConfigError, RunConfig, parse_run_config
 from runtime.coordinator.event_loop import STALL_TIMEOUT_SECONDS
-from runtime.launch import Resilience, RunError, RunOptions, RunResult, join, run
+from runtime.launch import NodeJob, Resilience, RunError, RunOptions, RunResult, join, run
 from runtime.model.checkpoint import Checkpoint, CheckpointError
+from runtime.processes.fork_server import signal_at_death_of_parent
 from runtime.processes.launchers import announce, find, to_open
 from runtime.processes.process_manager import Return
 from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped
@@ -32,7 +34,7 @@ from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
 from runtime.replay.placement import PlacementError
 from runtime.run_folder import FolderError, results
 from schedules.check import check
-from schedules.schedule import Schedule
+from schedules.schedule import Schedule, Worker
 
 MAX_ITERATIONS = 2**40
 KILL_BEFORE_OP = 2
@@ -58,7 +60,7 @@ def train(ctx: typer.Context, job: JobFile,
           node: Annotated[int | None, typer.Option("--node", metavar="I", min=0, max=2**20, help=(
               "Which of them this is. Node 0 plans and leads."))] = None,
           rendezvous: Annotated[str | None, typer.Option("--rendezvous", metavar="HOST:PORT", help=(
-              "Where node 0 can be reached by the others. Only in a network you trust."))] = None,
+              "Where node 0 can be reached by the others. All nodes need the same SLIPSTREAM_SECRET_FILE."))] = None,
           table: Annotated[Path | None, typer.Option("--table", metavar="DIR", help=(
               "Take schedules from this table (`slipstream table`), the first one and those after failures. Without "
               "one, and for failures outside it, they are planned on the spot."))] = None,
@@ -93,12 +95,19 @@ def train(ctx: typer.Context, job: JobFile,
     same command on each, with --nodes, --node and --rendezvous, or by torchrun, srun or mpirun.
     """
     here = launched_as(nodes, node, rendezvous)
+    if here.agent:  # one that is killed tells nobody: this process would train on, without anyone who knows of it
+        signal_at_death_of_parent(signal.SIGTERM)
     folder = out_folder or Path("runs") / job.stem
     wanted = read_job_or_refuse(job)
     config = _config(wanted, job, dtype=dtype, seed=seed, iterations=iterations)
+    secret = given_secret_or_refuse(here)
     if here.node > 0:
+        assert secret is not None
+        own = NodeJob(config=config, secret=secret, resume=resume,
+                      workers=[Worker(pipeline, column) for pipeline in range(wanted.pipelines)
+                               for column in range(wanted.stages)])
         with _refusals():
-            join(find(here, join_timeout, _say), node=here.node, nodes=here.nodes, out=folder, local=here.local,
+            join(find(here, join_timeout, _say), own, node=here.node, nodes=here.nodes, out=folder, local=here.local,
                  join_timeout_seconds=join_timeout, grace_seconds=grace, notify=_say)
         if json:
             print_json({"node": here.node})
@@ -130,7 +139,7 @@ def train(ctx: typer.Context, job: JobFile,
             _progress(config.training.iterations) as (tell, say):
         result = run(chosen, config, out=folder, progress=tell, resilience=resilience, options=RunOptions(
             nodes=here.nodes, rendezvous=to_open(here), announce=partial(announce, here), local=here.local, notify=say,
-            force=force, grace_seconds=grace))
+            secret=secret, force=force, grace_seconds=grace))
     if json:
         print_json(report(result))
     else:

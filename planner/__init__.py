@@ -4,7 +4,14 @@
     model/       the scheduling problem, its bounds, its arrays
     search/      searches for the best solution
     plan         one checked schedule for a job and its failures (`options`, `progress`, `interrupt`)
+    portfolio    the best of whole micro-batches, slices and moved layers
+    repetition   many micro-batches as a plan of fewer, again and again
+    reference    the fault-free period that plans are compared with
     normalise    chooses which roles stay vacant, for a number of failures
+    transition   what a plan moves, how long that takes, when it pays
+    alternatives what else could be done about failures
+    report       the answer of `slipstream plan --json`
+    claims       proves the bound that a file states
     judge        times and checks an order that another tool made
     tables/      builds tables of schedules
     fleet/       simulates policies over failure traces

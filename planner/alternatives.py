@@ -1,6 +1,5 @@
 """What else could be done about failures, beside a plan: with what throughput, and by which option."""
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 
@@ -48,9 +47,10 @@ def alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: PlanOp
         ("1F1B with re-routed micro-batches", "--method 1f1b",
          msgspec.structs.replace(quick, method="1f1b", backward=None, optimizer=None), False)]
     if options.layers == "fixed":
-        others.append(("layers moved", "--layers move", msgspec.structs.replace(quick, layers="move"), False))
         if not normalise:
             others.append(("roles moved", "--normalise", quick, True))
+        others.append(("layers moved", "--layers move", msgspec.structs.replace(quick, layers="move"), False))
+    best = plan.period  # each that moves more is at least as good as those that move less
     for number, (what, option, how, roles) in enumerate(others):
         left = max(0.01, (deadline - time.monotonic()) / (len(others) - number))
         try:
@@ -59,9 +59,9 @@ def alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: PlanOp
         except (NoPlanError, JobError):
             continue
         if schedule is not None:
-            # With either option nothing is worse than with layers and roles in place, which the plan found so far is.
-            best = math.inf if option.startswith("--method") or normalise or options.layers != "fixed" else plan.period
-            period = min(schedule.seconds(schedule.period_ticks), best)
+            period = schedule.seconds(schedule.period_ticks)
+            if how.method != "1f1b":
+                period = best = min(period, best)
             yield Alternative(what=what, option=option, period=period, throughput=whole / period)
 
 

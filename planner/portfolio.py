@@ -9,6 +9,7 @@ import contextlib
 import math
 import time
 from collections.abc import Sequence
+from fractions import Fraction
 
 import msgspec
 
@@ -74,6 +75,15 @@ def _can_gain(options: PlanOptions, problem: Problem | None) -> bool:
         problem.grid.chains == 1
 
 
+def _rounding(job: Job) -> Fraction:
+    """The largest share of an op that rounding its stage and its layers to ticks may have taken or added."""
+    costs = layer_costs(job)
+    tick = tick_of(job, costs)
+    ops = [value / tick for value in (*costs.forward, *costs.backward_input, *costs.backward_weight) if value]
+    exact = all(value.denominator == 1 for value in ops) and (tick_of(job) / tick).denominator == 1
+    return Fraction(0) if exact else min(Fraction(1), 1 / min(ops))
+
+
 class _Entry(msgspec.Struct, frozen=True, eq=False):
     """A candidate with its best solution so far."""
 
@@ -96,7 +106,10 @@ class _Portfolio:
         self._budget = budget
         self._scale = tick_of(job) / tick_of(job, layer_costs(job))
         """Ticks of a layout's problem in one of the problem as it is."""
-        self._least, self._counts = period_bound(given), "the work of all layers that workers share"
+        self._sure = 1 - _rounding(job)
+        """What of a bound holds for all candidates, however their ops were rounded to ticks."""
+        self._least, self._counts = math.ceil(period_bound(given) * self._sure), \
+            "the work of all layers that workers share"
         self._entries: list[_Entry] = []
 
     def best(self, problem: Problem | None) -> Answer:
@@ -105,9 +118,9 @@ class _Portfolio:
         first = None
         if problem is not None:
             first = bound(problem)
-            if self._options.layers == "fixed" and first.bound * self._scale > self._least:
-                self._least, self._counts = math.ceil(first.bound * self._scale), first.bound_counts
-            first = first.with_bound(math.ceil(self._least / self._scale), self._counts)
+            if self._options.layers == "fixed" and first.bound * self._scale * self._sure > self._least:
+                self._least, self._counts = math.ceil(first.bound * self._scale * self._sure), first.bound_counts
+            first = first.with_bound(math.ceil(self._least / self._scale * self._sure), self._counts)
             budget = in_time(first, budget)
         lists = budget if self._options.method == "greedy" else budget.share(LIST_SHARE)
         if first is not None:
@@ -139,7 +152,8 @@ class _Portfolio:
                 layout = next(made, None)
             except LookupError as error:
                 if not self._entries:
-                    raise NoPlanError(f"{error}: it is in checkpoints only") from None
+                    raise NoPlanError(f"{error}: with --layers move --from-checkpoint, it is taken from a "
+                                      "checkpoint") from None
                 return
             if layout is None:
                 return

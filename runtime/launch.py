@@ -27,7 +27,7 @@ from runtime.coordinator.planning import RunError as RunError
 from runtime.coordinator.planning import Scheduler
 from runtime.coordinator.recovery import Recovery
 from runtime.device import choose_device
-from runtime.model.checkpoint import Checkpoint, identity_of, open_checkpoint
+from runtime.model.checkpoint import Checkpoint, CheckpointError, identity_of, open_checkpoint
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import load_corpus
 from runtime.model.digest import combined_digest
@@ -36,8 +36,11 @@ from runtime.model.stage import boundaries
 from runtime.processes.fork_server import ForkServer, ForkServerError
 from runtime.processes.launchers import ALONE, GpuShare, LocalProcess, gpu_share
 from runtime.processes.process_manager import NodeProcesses, ProcessManager, Return
+from runtime.processes.start_limit import StartLimit, StartLimitError
 from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped, StopSignals, stop_signals
+from runtime.processes.worker_start import NodeSettings
 from runtime.protocol import to_node_agent
+from runtime.protocol.authentication import HOW, Secret, new_secret
 from runtime.protocol.channel import Channel
 from runtime.protocol.failure_injection import Injection
 from runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store, listen
@@ -117,6 +120,8 @@ class RunOptions:
     """Called with the meeting point once it is open."""
     local: LocalProcess = ALONE
     """Which of the processes that share this machine this is."""
+    secret: Secret | None = None
+    """What all nodes know (`runtime.protocol.authentication`); None: there is one node, and it makes one."""
     traced: int = 3
     """How many iterations, the last ones, `trace.json` holds."""
     force: bool = False
@@ -156,6 +161,8 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
     """
     if iterations is not None:
         config = replace(config, training=replace(config.training, iterations=iterations))
+    if options.nodes > 1 and options.secret is None:
+        raise ConfigError(f"a run on {options.nodes} nodes needs a secret that all of them have: {HOW} on each")
     fit = _prepare(schedule, config, options)
     first = 0 if resilience.resume is None else resilience.resume.iteration
     if resilience.resume is not None:
@@ -173,11 +180,15 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         options.announce(opened)
         log = CommitLog(schedule.job, first_iteration=first, skips=config.training.skip_nonfinite,
                         validates=watches_gradients(config.training))
-        processes = NodeProcesses(fork_server, opened, fit.shares[0], _gpus(fit.device), out, fit.gpus.first)
+        settings = NodeSettings(
+            config=config, secret=options.secret or new_secret(), out=str(out.resolve()),
+            resume=None if resilience.resume is None else str(resilience.resume.path.resolve()))
+        processes = NodeProcesses(fork_server, opened, fit.shares[0], _gpus(fit.device), settings, fit.gpus.first)
         places = {worker: node for node, share in enumerate(fit.shares) for worker in share}
         events = EventLoop(
             Run(schedule=schedule, scheduler=resilience.scheduler, shares=fit.shares, injections=resilience.injections,
-                setup=_setup(schedule, config, fit, store_address, out, options, resilience), out=out,
+                setup=_setup(schedule, config, fit, store_address, options, resilience), out=out, config=config,
+                secret=settings.secret,
                 notify=options.notify, grace_seconds=options.grace_seconds,
                 join_timeout_seconds=resilience.join_timeout_seconds,
                 stall_timeout_seconds=resilience.stall_timeout_seconds),
@@ -203,21 +214,36 @@ def _result(schedule: Schedule, first: int, log: CommitLog, events: EventLoop, o
                      checkpoints=events.checkpoints.costs)
 
 
-def join(rendezvous: Rendezvous, *, node: int, nodes: int, out: Path, fork_server: ForkServer | None = None,
-         local: LocalProcess = ALONE, join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS,
-         grace_seconds: float = GRACE_SECONDS, notify: Callable[[str], None] = lambda _: None) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeJob:
+    """What a node runs that is not node 0: its own job file and command line say so, and nothing that it is sent."""
+
+    config: RunConfig
+    workers: Sequence[Worker]
+    """All of the job: no other is started."""
+    secret: Secret
+    resume: Path | None = None
+    """Folder with the checkpoint that node 0 goes on from, or that of a run that has it."""
+
+
+def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Path,
+         fork_server: ForkServer | None = None, local: LocalProcess = ALONE,
+         join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS, grace_seconds: float = GRACE_SECONDS,
+         notify: Callable[[str], None] = lambda _: None) -> None:
     """Take part in the run that node 0 leads, with this node's share of the workers.
 
     Into `out` go the logs of its workers, and the parameters of layers that they write. `notify` is called while node 0
     is waited for. After SIGTERM or Ctrl-C its workers leave the run at the next iteration, and the others go on.
 
-    Raises RendezvousError when node 0 cannot be reached, ConfigError when this machine does not fit, FolderError when
-    another process writes to `out` as this node, RunError when the run fails, and RunStopped.
+    Raises RendezvousError when node 0 cannot be reached or has another secret, ConfigError when its job or this machine
+    do not fit, FolderError when another process writes to `out` as this node, RunError when the run fails, and
+    RunStopped.
     """
-    channel, setup = _join_node(rendezvous, node, join_timeout_seconds, notify)
+    channel, setup = _join_node(rendezvous, job.secret, node, join_timeout_seconds, notify)
     with closing(channel):
         if len(setup.shares) != nodes:
             raise ConfigError(f"--nodes is {nodes} here and {len(setup.shares)} at node 0; expected the same")
+        settings = _own_settings(job, setup, out)
         cards, gpus = _gpus(setup.device), gpu_share(setup.shares, node, local)
         if setup.device == "cuda" and (cards == 0 or (setup.transport == "nccl" and cards < gpus.workers)):
             raise ConfigError(f"node {node} has {cards} GPUs for {gpus.workers} workers; {setup.transport} needs more")
@@ -227,9 +253,9 @@ def join(rendezvous: Rendezvous, *, node: int, nodes: int, out: Path, fork_serve
             if not setup.restarted:
                 clear_parameters(out)  # the folder may be shared with node 0, whose workers have logs there
             fork_server = fork_server or stack.enter_context(ForkServer())
-            processes = NodeProcesses(fork_server, rendezvous, setup.workers, cards, out, gpus.first)
+            processes = NodeProcesses(fork_server, rendezvous, setup.workers, cards, settings, gpus.first)
             with _running(fork_server, processes, restarted=setup.restarted):
-                error = _NodeAgent(channel, processes, stop, grace_seconds).serve()
+                error = _NodeAgent(channel, processes, StartLimit(setup.workers), stop, grace_seconds).serve()
     if stop.received is not None:
         raise RunStopped(stop.received, f"interrupted by {stop.received.name}; the workers of node {node} have left"
                          + ("" if error is None else f": {error}"))
@@ -237,7 +263,38 @@ def join(rendezvous: Rendezvous, *, node: int, nodes: int, out: Path, fork_serve
         raise RunError(error)
 
 
-def _join_node(rendezvous: Rendezvous, node: int, timeout_seconds: float,
+def _own_settings(job: NodeJob, setup: NodeSetup, out: Path) -> NodeSettings:
+    """What the workers here are given. Raises ConfigError where node 0 runs another job."""
+    for table in ("model", "training"):
+        ours, theirs = getattr(job.config, table), getattr(setup.config, table)
+        for key in ours.__struct_fields__:
+            # How long to train is for node 0 to say, like the other numbers of `Setup`.
+            if key != "iterations" and getattr(ours, key) != getattr(theirs, key):
+                raise ConfigError(f"{table}.{key} is {getattr(ours, key)!r} here and {getattr(theirs, key)!r} at node "
+                                  "0; start every node with the same job file and options")
+    strange = set(setup.workers) - set(job.workers)
+    if strange:
+        raise ConfigError(f"node 0 has a worker {min(strange)}, which the job here has not; start every node with the "
+                          "same job file")
+    resume = None
+    if setup.first_iteration and not setup.restarted:  # later, layers come from other workers
+        if job.resume is None:
+            raise ConfigError(f"node 0 goes on from iteration {setup.first_iteration}; start every node with --resume")
+        resume = str(_own_checkpoint(job.resume, setup.first_iteration).resolve())
+    return NodeSettings(config=job.config, secret=job.secret, out=str(out.resolve()), resume=resume)
+
+
+def _own_checkpoint(folder: Path, iteration: int) -> Path:
+    """The checkpoint of an iteration: in a folder, in that of a run, or the folder itself. Raises CheckpointError."""
+    name = f"iteration-{iteration}"
+    path = next((path for path in (folder / CHECKPOINTS / name, folder / name) if path.is_dir()), folder)
+    found = open_checkpoint(path).iteration
+    if found != iteration:
+        raise CheckpointError(f"{path}: a checkpoint of iteration {found}; node 0 goes on from that of {iteration}")
+    return path
+
+
+def _join_node(rendezvous: Rendezvous, secret: Secret, node: int, timeout_seconds: float,
                notify: Callable[[str], None]) -> tuple[Channel[ToNodeAgent], NodeSetup]:
     """The connection to the coordinator, and its answer; asks again while that has not missed the node's last process.
 
@@ -246,7 +303,7 @@ def _join_node(rendezvous: Rendezvous, node: int, timeout_seconds: float,
     deadline = time.monotonic() + timeout_seconds
     told = False
     while True:
-        channel: Channel[ToNodeAgent] = Channel(rendezvous, JoinNode(node), to_node_agent.decode,
+        channel: Channel[ToNodeAgent] = Channel(rendezvous, secret, JoinNode(node), to_node_agent.decode,
                                                 max(0.0, deadline - time.monotonic()), notify)
         answer = channel.wait_for(NodeSetup, NodeTaken)
         if isinstance(answer, NodeSetup):
@@ -263,9 +320,12 @@ def _join_node(rendezvous: Rendezvous, node: int, timeout_seconds: float,
 class _NodeAgent:
     """Does what the coordinator says and tells it which workers here end, until the run has, or has been left."""
 
-    def __init__(self, channel: Channel[ToNodeAgent], processes: NodeProcesses, stop: StopSignals,
+    def __init__(self, channel: Channel[ToNodeAgent], processes: NodeProcesses, limit: StartLimit, stop: StopSignals,
                  grace_seconds: float) -> None:
         self._channel = channel
+        self._limit = limit
+        self._heard = time.monotonic()
+        """When node 0 said anything last."""
         self._processes = processes
         self._stop = stop
         self._grace_seconds = grace_seconds
@@ -284,7 +344,12 @@ class _NodeAgent:
             try:
                 while True:
                     ready = [] if self._channel.pending else [
-                        key.fileobj for key, _ in selector.select(self._seconds_left())]
+                        key.fileobj for key, _ in selector.select(self._pause())]
+                    if self._channel in ready:
+                        self._heard = time.monotonic()
+                    elif time.monotonic() - self._heard >= to_node_agent.SILENT_SECONDS:
+                        raise RunError("node 0 is gone: it has said nothing for "
+                                       f"{to_node_agent.SILENT_SECONDS:.0f} s")
                     if woken in ready:
                         woken.recv(1)
                         self._leave()
@@ -295,11 +360,14 @@ class _NodeAgent:
                         match message:
                             case RunEnded():
                                 return message.error
-                            case StartWorker() | KillWorker():
+                            case StartWorker():
+                                self._limit.require(message.worker)
+                                self._processes.do(message)
+                            case KillWorker():
                                 self._processes.do(message)
                     if self._deadline is not None and not (self._processes.alive() and self._seconds_left()):
                         return None
-            except RendezvousError as error:
+            except (RendezvousError, StartLimitError) as error:
                 raise RunError(str(error)) from None
             except ForkServerError:
                 with suppress(RendezvousError):  # node 0 would miss them anyway, but later
@@ -311,6 +379,11 @@ class _NodeAgent:
         self._deadline = time.monotonic() + self._grace_seconds
         for worker in self._processes.alive():
             self._channel.send(Leaving(worker))
+
+    def _pause(self) -> float:
+        silent = max(0.0, self._heard + to_node_agent.SILENT_SECONDS - time.monotonic())
+        left = self._seconds_left()
+        return silent if left is None else min(silent, left)
 
     def _seconds_left(self) -> float | None:
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
@@ -328,19 +401,17 @@ def _running(fork_server: ForkServer, processes: NodeProcesses, *, restarted: bo
         fork_server.kill_all()
 
 
-def _setup(schedule: Schedule, config: RunConfig, fit: _Fit, store: Rendezvous, out: Path, options: RunOptions,
+def _setup(schedule: Schedule, config: RunConfig, fit: _Fit, store: Rendezvous, options: RunOptions,
            resilience: Resilience) -> Setup:
     """What the workers must know. Shapes are found out once, here, for all of them."""
     return Setup(
-        config=config, first_iteration=0 if resilience.resume is None else resilience.resume.iteration,
+        first_iteration=0 if resilience.resume is None else resilience.resume.iteration,
         iterations=config.training.iterations, traced=options.traced, nodes=options.nodes, transport=fit.transport,
         device=fit.device, store=store, columns=tuple(stage.column for stage in schedule.grid.stages),
         ranges=tuple(fit.ranges),
         boundaries=tuple(BoundarySpec.of(one) for one in boundaries(fit.model, fit.ranges, config)),
         loss_scale=1 / schedule.grid.total_microbatches,
         heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,
-        resume=None if resilience.resume is None else str(resilience.resume.path.resolve()),
-        checkpoints=None if resilience.checkpoint_every == 0 else str((out / CHECKPOINTS).resolve()),
         checkpoint_every=resilience.checkpoint_every, fetch_bytes_per_second=resilience.fetch_bytes_per_second)
 
 

@@ -10,8 +10,9 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from schedules.layers import layers_text
 from schedules.precedence import OpKey, Tensor, consumers, op_key, producers
-from schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Worker, layers_text
+from schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Worker
 
 if TYPE_CHECKING:
     import networkx as nx

@@ -4,7 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from itertools import accumulate
 
-from schedules.schedule import Memory, Op, OpKind, Schedule, Seat, Worker, place, total
+from schedules.layers import total
+from schedules.schedule import Memory, Op, OpKind, Schedule, Seat, Worker, place
 
 
 def memory_profile(memory: Memory, ops: Iterable[Op]) -> list[tuple[int, int]]:

@@ -12,23 +12,41 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple, Self
+from typing import Literal
 
 import msgspec
+
+from schedules.grid import Grid, VirtualStage, Worker
+from schedules.layers import LayerRange, joined, layers_text, total, totals
+
+__all__ = [
+    "COMPUTE_KINDS",
+    "BackwardMode",
+    "Grid",
+    "LayerRange",
+    "Memory",
+    "Op",
+    "OpKind",
+    "OptimizerMode",
+    "Origin",
+    "Program",
+    "ProgramOp",
+    "Schedule",
+    "Seat",
+    "Slow",
+    "Status",
+    "Times",
+    "VirtualStage",
+    "Worker",
+    "period_ticks",
+    "place",
+]
 
 BackwardMode = Literal["split", "fused"]
 OptimizerMode = Literal["staggered", "synchronous"]
 Status = Literal["optimal", "feasible"]
 Origin = Literal["own", "rerouted", "shed"]
-LayerRange = tuple[int, int]
-"""Consecutive layers [first, end)."""
-
-
-def layers_text(layers: LayerRange) -> str:
-    """`layer 3` or `layers 4 to 6`."""
-    first, end = layers
-    return f"layer {first}" if end == first + 1 else f"layers {first} to {end - 1}"
+"""Whose micro-batch a worker runs: one of its own pipeline, or of another whose own worker is down, or alive."""
 
 
 class OpKind(StrEnum):
@@ -43,124 +61,6 @@ class OpKind(StrEnum):
 
 
 COMPUTE_KINDS = frozenset({OpKind.F, OpKind.I, OpKind.W, OpKind.B})
-
-
-class Worker(NamedTuple):
-    """A worker, or the role of one: the process that holds column `column` of pipeline `pipeline`.
-
-    Without virtual stages the column is the stage. Written `pipeline.column`, e.g. `1.2`.
-    """
-
-    pipeline: int
-    column: int
-
-    def __str__(self) -> str:
-        return f"{self.pipeline}.{self.column}"
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read `pipeline.column`. Raises ValueError that names the text."""
-        pipeline, dot, column = text.partition(".")
-        if not (dot and pipeline.isdecimal() and column.isdecimal() and text.isascii() and len(text) <= 16):
-            raise ValueError(f"{text!r} is no worker: write PIPELINE.STAGE, for example 1.2")
-        return cls(int(pipeline), int(column))
-
-
-class VirtualStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A virtual stage: the worker column that holds it and, when known, its half-open range of model layers."""
-
-    column: int
-    layers: LayerRange | None = None
-
-
-class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True,
-           dict=True):
-    """The job's shape. `stages` are the virtual stages in the order in which a micro-batch visits them.
-
-    With several chains (bidirectional pipelines: Chimera, Li & Hoefler 2021) they are as many runs of equal length, one
-    after the other, and a micro-batch visits one run only. Stages at the same place of different chains are *copies*:
-    they hold the same layers, and their gradients are reduced together.
-    """
-
-    pipelines: int
-    columns: int
-    microbatches: tuple[int, ...]
-    """Micro-batches per iteration, one number a pipeline."""
-    stages: tuple[VirtualStage, ...]
-    chains: int = 1
-    """Micro-batch m of a pipeline goes along chain m modulo `chains`."""
-
-    @property
-    def depth(self) -> int:
-        """Virtual stages that a micro-batch visits."""
-        return len(self.stages) // self.chains
-
-    def path(self, microbatch: int) -> range:
-        """The virtual stages that a micro-batch visits, in order."""
-        first = microbatch % self.chains * self.depth
-        return range(first, first + self.depth)
-
-    def is_first(self, stage: int) -> bool:
-        """Whether a chain begins with this stage."""
-        return stage % self.depth == 0
-
-    def is_last(self, stage: int) -> bool:
-        """Whether a chain ends with this stage."""
-        return (stage + 1) % self.depth == 0
-
-    def original(self, stage: int) -> int:
-        """The same for all copies of a stage: the one in the first chain."""
-        return stage % self.depth
-
-    def workers(self) -> Iterator[Worker]:
-        """Every worker of the grid, failed ones included, sorted."""
-        for pipeline in range(self.pipelines):
-            for column in range(self.columns):
-                yield Worker(pipeline, column)
-
-    def stages_of(self, column: int) -> tuple[int, ...]:
-        """The virtual stages a worker of this column holds, ascending."""
-        return self._stages_by_column[column]
-
-    @cached_property
-    def _stages_by_column(self) -> tuple[tuple[int, ...], ...]:
-        held: list[list[int]] = [[] for _ in range(self.columns)]
-        for index, stage in enumerate(self.stages):
-            held[stage.column].append(index)
-        return tuple(map(tuple, held))
-
-    @cached_property
-    def layers_by_stage(self) -> tuple[LayerRange, ...]:
-        """The layers of each virtual stage.
-
-        They are the model's where the stages of each chain name them, from 0 on and at least one each. Else every
-        stage counts as one layer.
-        """
-        given = tuple(stage.layers for stage in self.stages)
-        named = tuple(layers for layers in given if layers is not None)
-        chains = [named[first:first + self.depth] for first in range(0, len(given), self.depth)]
-        if len(named) == len(given) and all(_tile_from_zero(chain) for chain in chains):
-            return named
-        return tuple((stage % self.depth, stage % self.depth + 1) for stage in range(len(given)))
-
-    @property
-    def layer_count(self) -> int:
-        """Layers of the model: a route tiles 0 to `layer_count`."""
-        return self.layers_by_stage[self.depth - 1][1]
-
-    def layers_of(self, stage: int) -> LayerRange:
-        """The layers of a virtual stage."""
-        return self.layers_by_stage[stage]
-
-    @property
-    def total_microbatches(self) -> int:
-        """Micro-batches of all pipelines in one iteration."""
-        return sum(self.microbatches)
-
-
-def _tile_from_zero(ranges: Sequence[LayerRange]) -> bool:
-    return ranges[0][0] == 0 and all(first < end for first, end in ranges) and all(
-        before[1] == after[0] for before, after in pairwise(ranges))
 
 
 class Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -217,16 +117,6 @@ def _per_slice(times: Times, kind: OpKind) -> tuple[int, ...]:
     if kind is OpKind.F:
         return times.forward
     return times.backward_input if kind is OpKind.I else times.backward_weight
-
-
-def totals(values: Sequence[int]) -> tuple[int, ...]:
-    """The sums of the first 0, 1, 2 ... values."""
-    return tuple(accumulate(values, initial=0))
-
-
-def total(before: Sequence[int], ranges: Iterable[LayerRange]) -> int:
-    """The sum over all layers of some ranges; `before` as `totals` gives it."""
-    return sum(before[end] - before[first] for first, end in ranges)
 
 
 class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
@@ -422,6 +312,10 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             held[stage.column].append(layers)
         return tuple(map(joined, held))
 
+    def holds_others(self, seat: Seat) -> bool:
+        """Whether the worker of a seat holds other layers than those of its role's stages."""
+        return seat.holds is not None and seat.holds != self.holds_of_column(seat.role.column)
+
     def path(self, pipeline: int, microbatch: int) -> Sequence[int]:
         """The slices of a micro-batch's route, in order; empty for one that no worker runs."""
         if not self.slices and self.grid.chains == 1:
@@ -459,22 +353,6 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     @cached_property
     def _own_is_down(self) -> dict[tuple[int, int, int], bool]:
         return {}
-
-
-def short(ranges: Iterable[LayerRange]) -> str:
-    """Layers for a drawing: `0-2,5`, the last layer included."""
-    return ",".join(str(first) if end == first + 1 else f"{first}-{end - 1}" for first, end in ranges)
-
-
-def joined(ranges: Iterable[LayerRange]) -> tuple[LayerRange, ...]:
-    """The same layers as ascending ranges that do not touch."""
-    found: list[LayerRange] = []
-    for first, end in sorted(ranges):
-        if found and first <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((first, end))
-    return tuple(found)
 
 
 def place(program: Program, seat: Seat, times: Times) -> Iterator[Op]:

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from schedules.graph import Transfer, programs_of, transfers
+from schedules.layers import short
 from schedules.precedence import OpKey, Tensor, consumers, op_key, waits
-from schedules.schedule import COMPUTE_KINDS, Grid, Op, OpKind, ProgramOp, Schedule, Seat, Worker, short
+from schedules.schedule import COMPUTE_KINDS, Grid, Op, OpKind, ProgramOp, Schedule, Seat, Worker
 
 MAX_BYTES = 64 * 2**20
 _ACTION = re.compile(r"(\d{1,9})(F|I|B|W)(\d{1,9})")
@@ -82,9 +83,10 @@ def _require_expressible(schedule: Schedule, pipeline: int) -> None:
             raise TorchCsvError(f"worker {Worker(pipeline, column)} is down, and peers of other pipelines run its "
                                 "micro-batches; torch's runtime keeps each stage on one rank")
     for seat in schedule.seats:
-        if seat.role.pipeline == pipeline and seat.holds is not None:
-            raise TorchCsvError(f"worker {seat.worker} holds layers of its own choice ({short(seat.holds) or 'none'}), "
-                                "not those of its stage; torch's runtime keeps each stage on one rank")
+        if seat.role.pipeline == pipeline and schedule.holds_others(seat):
+            held = short(schedule.holds_of(seat)) or "none"
+            raise TorchCsvError(f"worker {seat.worker} holds layers of its own choice ({held}), not those of its "
+                                "stage; torch's runtime keeps each stage on one rank")
         for op in schedule.programs[seat.program]:
             _require_own(schedule, seat, op, pipeline)
 

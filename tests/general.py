@@ -12,6 +12,7 @@ from itertools import pairwise
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from schedules.layers import joined, total
 from schedules.memory import memory_peaks
 from schedules.schedule import (
     Grid,
@@ -25,9 +26,7 @@ from schedules.schedule import (
     Times,
     VirtualStage,
     Worker,
-    joined,
     period_ticks,
-    total,
 )
 from tests.generate import Programs, with_programs
 

@@ -10,8 +10,9 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from schedules.layers import joined
 from schedules.precedence import op_key, producers
-from schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Seat, Worker, joined, period_ticks
+from schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Seat, Worker, period_ticks
 from tests.generate import Programs, programs, with_programs
 
 

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
+from schedules.layers import short
 from schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
 from schedules.precedence import op_key, waits
-from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker, short
+from schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, Worker
 
 Event = dict[str, Any]
 Programs = Mapping[Worker, Sequence[Op]]
@@ -55,8 +56,8 @@ def _names(schedule: Schedule, title: str, programs: Programs, process: Callable
         yield _metadata("process_sort_index", pid, 0, {"sort_index": pid})
     for worker in programs:
         pid, tid = process(worker), worker.column + 1
-        held = schedule.seat_of[worker].holds
-        remark = "" if held is None else f", holds layers {short(held)}"
+        seat = schedule.seat_of[worker]
+        remark = f", holds layers {short(schedule.holds_of(seat))}" if schedule.holds_others(seat) else ""
         yield _metadata("thread_name", pid, tid, {"name": f"worker {worker}{remark}"})
         yield _metadata("thread_sort_index", pid, tid, {"sort_index": worker.column})
 

@@ -10,7 +10,8 @@ from xml.sax.saxutils import escape
 
 from cli.drawing.op_colours import COLOURS, NAMES
 from cli.drawing.op_labels import op_labels
-from schedules.schedule import Op, OpKind, Schedule, Worker, short
+from schedules.layers import short
+from schedules.schedule import Op, OpKind, Schedule, Worker
 
 ROW, GAP, PIPELINE_GAP = 20, 3, 12
 """Height of a row, space between rows and between pipelines, in pixels."""
@@ -65,10 +66,10 @@ def _row(schedule: Schedule, worker: Worker, y: int, scale: float) -> Iterator[s
         yield f'<text x="{LEFT + 16}" y="{y + 14}" fill="#c33" font-weight="bold">down</text>'
         return
     role = schedule.seat_of[worker].role
-    held = schedule.seat_of[worker].holds
+    seat = schedule.seat_of[worker]
     label = str(worker) if role == worker else f"{worker} as {role}"
-    if held is not None:
-        label += f" [{short(held)[:MAX_HELD]}]"
+    if schedule.holds_others(seat):
+        label += f" [{short(schedule.holds_of(seat))[:MAX_HELD]}]"
     yield f'<text x="{LEFT - 8}" y="{y + 14}" text-anchor="end">{label}</text>'
     stages = schedule.grid.stages_of(role.column)
     for op in schedule.ops(worker):

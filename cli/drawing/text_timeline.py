@@ -16,8 +16,9 @@ from rich.text import Text
 from cli.drawing.op_colours import COLOURS, NAMES
 from cli.drawing.op_labels import op_labels
 from schedules.equal import equal_pipelines
+from schedules.layers import short
 from schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
-from schedules.schedule import Op, OpKind, Schedule, Worker, short
+from schedules.schedule import Op, OpKind, Schedule, Worker
 
 FULL_ROWS = 32
 """Up to so many workers, every one has its row; above, pipelines that run the same programs are drawn once."""
@@ -156,7 +157,7 @@ def _label(worker: Worker, schedule: Schedule) -> str:
     seat = schedule.seat_of.get(worker)
     if seat is None:
         return str(worker)
-    held = "" if seat.holds is None else f" [{short(seat.holds)[:MAX_HELD]}]"
+    held = f" [{short(schedule.holds_of(seat))[:MAX_HELD]}]" if schedule.holds_others(seat) else ""
     return (str(worker) if seat.role == worker else f"{worker} as {seat.role}") + held
 
 
@@ -186,7 +187,7 @@ def _legend(ops: Iterable[Op], schedule: Schedule, width: int) -> list[Text]:
         entries.append(Text.assemble(("F1.3", SHED + STYLES[OpKind.F]), " shed: its own worker is alive"))
     if schedule.slices:
         entries.append(Text.assemble(("F3:4-6", STYLES[OpKind.F]), " layers 4 to 6, no whole stage"))
-    if any(seat.holds is not None for seat in schedule.seats):
+    if any(map(schedule.holds_others, schedule.seats)):
         entries.append(Text("[4-6] holds layers 4 to 6"))
     lines = [entries[0]]
     for entry in entries[1:]:

@@ -2,6 +2,7 @@
 
 from cli.shared.console import refuse
 from runtime.processes.launchers import Launched, launched
+from runtime.protocol.authentication import HOW, Secret, SecretError, given_secret
 from runtime.protocol.rendezvous import Rendezvous
 
 
@@ -23,3 +24,14 @@ def launched_as(nodes: int | None, node: int | None, rendezvous: str | None) -> 
         return Launched(node=node, nodes=nodes, master=Rendezvous.parse(rendezvous))
     except ValueError as error:
         refuse(f"--rendezvous: {error}")
+
+
+def given_secret_or_refuse(here: Launched) -> Secret | None:
+    """The secret that the environment gives. Exits 2 where there is none and several nodes need one."""
+    try:
+        secret = given_secret()
+    except SecretError as error:
+        refuse(error)
+    if secret is None and here.nodes > 1:
+        refuse(f"a run on {here.nodes} nodes needs a secret that all of them have: {HOW} on each")
+    return secret

@@ -66,7 +66,7 @@ def comparison(made: Plan, others: Sequence[Alternative], options: Sequence[str]
         said.append(text + (f" ({other.option})" if other.option else
                             f" with {other.batch:.1%} of the batch" if other.batch < 1 else ""))
     own = made.fault_free.period / made.period
-    best = max(others, key=lambda other: other.throughput)
+    best = max(reversed(others), key=lambda other: other.throughput)  # of equals the one that may do more
     lines = [f"instead: {'; '.join(said)}"]
     if best.throughput <= own * 1.0005:
         lines.append(f"best: this plan{' (' + ' '.join(options) + ')' if options else ''}, {own:.1%}")

@@ -16,12 +16,13 @@ from planner.reference import FaultFree, reference_key
 from schedules.files import read_at_most, write_atomically
 
 MAX_BYTES = 4096
+_REFERENCE = msgspec.json.Decoder(FaultFree)
 
 
 def known_reference(options: PlanOptions, job: Job) -> FaultFree | None:
     """What earlier commands found."""
     with suppress(NoPlanError, OSError, ValueError, msgspec.MsgspecError):
-        return msgspec.json.decode(read_at_most(_file(options, job), MAX_BYTES, ValueError), type=FaultFree)
+        return _REFERENCE.decode(read_at_most(_file(options, job), MAX_BYTES, ValueError))
     return None
 
 

@@ -9,7 +9,7 @@ arXiv 2401.10241).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -123,12 +123,18 @@ def estimate(name: str, shape: ModelShape, layout: Layout) -> tuple[dict[str, An
     stages = [_costs(shape, layout, begin, end, whole=begin == 0) for begin, end in pairwise(ends)]
     layers = [_costs(shape, layout, layer, layer + 1, whole=layer < counts[0]) for layer in range(shape.layers)]
     by_layer: dict[str, Sequence[float]] = {**_times(layers, layout), **_sizes(layers)}
+
+    def summed(of_layers: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+        """By stage: the sums over its layers, exactly, so that plans that cut stages need no finer clock."""
+        return {key: [float(f"{sum(values[begin:end]):.12g}") for begin, end in pairwise(ends)]
+                for key, values in of_layers.items()}
+
     boundary_bytes = 2 * layout.microbatch_size * shape.sequence * shape.hidden
     transfer = boundary_bytes / layout.tensor_parallel / layout.gpu.network
     tables: dict[str, Any] = {
         "name": name, "pipelines": layout.pipelines, "stages": layout.stages, "microbatches": layout.microbatches,
-        "time": {**_times(stages, layout), "transfer": rounded([transfer])[0]},
-        "memory": {"capacity": _capacity(stages, layout.gpu), **_sizes(stages),
+        "time": {**summed(_times(layers, layout)), "transfer": float(f"{transfer:.2g}")},
+        "memory": {"capacity": _capacity(stages, layout.gpu), **summed(_sizes(layers)),
                    "unit_bytes": UNIT_BYTES * layout.tensor_parallel},
         "placement": {"layers": counts},
         "layers": {key: by_layer[key] for key in by_layer if len(set(by_layer[key])) > 1}}

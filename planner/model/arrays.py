@@ -39,7 +39,7 @@ class Ops(NamedTuple):
     kinds: int
     """Ops of a unit: op = unit * kinds + kind."""
     depth: int
-    """Slices of the longest route."""
+    """One more than any position."""
     mixed: bool
     """Whether workers run several slices."""
     transfer: int
@@ -49,9 +49,9 @@ class Ops(NamedTuple):
     slice: Ints
     """[unit]"""
     position: Ints
-    """[unit] of its slice in its route"""
+    """[unit] of its slice in its route; with a layout, its first layer"""
     back: Ints
-    """[unit] the same, counted from the end of the route"""
+    """[unit] the same, counted from the end"""
     worker: Ints
     """[unit] row of the worker that runs it"""
     duration: Ints
@@ -87,10 +87,15 @@ class ProblemArrays:
         worker = ints([row_of[self.hosts[unit]] for unit in self.units])
         position, length = _places(problem)
         predecessors, successors = _arcs(problem, position, length, worker)
-        return Ops(kinds=kinds, depth=int(length.max()), mixed=len(problem.layers_of) > problem.grid.columns,
+        back = length - 1 - position
+        if problem.routes is not None:  # routes of different lengths are compared by layers
+            layers = ints(problem.layers_of)[number]
+            position, back = layers[:, 0], layers.max() - layers[:, 1]
+        depth = 1 + int(max(position.max(), back.max()))
+        return Ops(kinds=kinds, depth=depth, mixed=len(problem.layers_of) > problem.grid.columns,
                    transfer=problem.times.transfer,
                    unit=np.arange(len(self.units) * kinds, dtype=np.int64) // kinds, slice=number, position=position,
-                   back=length - 1 - position, worker=worker, duration=self._durations(number, worker),
+                   back=back, worker=worker, duration=self._durations(number, worker),
                    predecessors=predecessors, successors=successors)
 
     def _durations(self, number: Ints, worker: Ints) -> Ints:

@@ -187,9 +187,11 @@ class Coordinator:
             self._leaving.add(worker)
             self.advance()
         elif self._phase in ("gathering", "training"):
+            self._members.discard(worker)  # of an order that has not been given
             self._ready.discard(worker)
             self._joins.lost(worker)
             self._send(worker, Leave())
+            self.advance()
 
     def paused(self, report: Paused) -> None:
         """A member has stopped."""
@@ -204,7 +206,7 @@ class Coordinator:
 
     def started(self, report: Started) -> Recovery | None:
         """A member begins its first op; the recovery that this ends, for the first of them."""
-        if report.order != self.number:
+        if report.order != self.number or self._ended:  # it began late, in an order that another recovery has ended
             return None
         return self._recovery.end(self._log.next_iteration, live=len(self._members))
 

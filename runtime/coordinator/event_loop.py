@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from runtime.config import RunConfig
 from runtime.coordinator.checkpoint_timer import CheckpointTimer
 from runtime.coordinator.commit_log import CommitLog, CommitLogError
 from runtime.coordinator.coordinator import Coordinator
@@ -24,13 +25,15 @@ from runtime.coordinator.gathering import TELL_SECONDS, who_is_awaited
 from runtime.coordinator.heartbeat_monitor import HeartbeatMonitor
 from runtime.coordinator.loss_file import LossFile
 from runtime.coordinator.planning import RunError, Scheduler, ScheduleService
+from runtime.coordinator.plausible import Bounds, printable
 from runtime.coordinator.recovery import Recovery
-from runtime.coordinator.server import Connection, serve
+from runtime.coordinator.server import Connection, Server, serve
 from runtime.coordinator.stall_watch import StallWatch
 from runtime.processes.fork_server import ForkServerError
 from runtime.processes.process_manager import ProcessManager
 from runtime.processes.stop_signals import StopSignals
-from runtime.protocol.channel import frame
+from runtime.protocol.authentication import Secret
+from runtime.protocol.channel import Frame, frame
 from runtime.protocol.failure_injection import Injection
 from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, Setup
 from runtime.protocol.to_coordinator import (
@@ -54,8 +57,15 @@ from runtime.protocol.to_coordinator import (
     ToCoordinator,
     Validated,
 )
-from runtime.protocol.to_node_agent import NodeSetup, NodeTaken, RunEnded, ToNodeAgent
-from runtime.protocol.to_worker import ReportStatus
+from runtime.protocol.to_node_agent import (
+    STILL_RUNNING_SECONDS,
+    NodeSetup,
+    NodeTaken,
+    RunEnded,
+    StillRunning,
+    ToNodeAgent,
+)
+from runtime.protocol.to_worker import Leave, ReportStatus
 from schedules.schedule import Schedule, Worker
 
 DRAIN_SECONDS = 1.0
@@ -64,6 +74,8 @@ ANNOUNCE_SECONDS = 2.0
 """How long the agents of other nodes may take to end once they are sent the end of the run."""
 LOOK_SECONDS = 0.005
 STALL_TIMEOUT_SECONDS = 300.0
+MOST_UNKNOWN = 256
+"""Connections that may be open of peers that have not said who they are, besides one for each worker."""
 
 Notify = Callable[[Recovery | str], None]
 """Called with a recovery, or with something that went wrong and was survived; `str` of it is one line for people."""
@@ -80,6 +92,9 @@ class Run:
     """The workers of each node that are there from the start."""
     injections: Sequence[Injection]
     out: Path
+    config: RunConfig
+    secret: Secret
+    """What all who take part know."""
     grace_seconds: float = 20.0
     """How long the run may go on once it is told to end."""
     notify: Notify = field(default=lambda _: None)
@@ -103,7 +118,7 @@ class EventLoop:
         schedules = None if run.scheduler is None else ScheduleService(
             run.scheduler, lambda: self._events.put_nowait(lambda: None))
         setup = run.setup
-        self.checkpoints = CheckpointTimer(automatic=setup.checkpoints is not None and setup.checkpoint_every is None)
+        self.checkpoints = CheckpointTimer(automatic=setup.checkpoint_every is None)
         self._coordinator = Coordinator(run.schedule, schedules, self._send, log, ranges=setup.ranges,
                                         checkpoints=self.checkpoints,
                                         iterations=range(setup.first_iteration,
@@ -118,7 +133,8 @@ class EventLoop:
         """When each failure on purpose happened."""
         self._known = frozenset(run.schedule.grid.workers())
         self._corpora: dict[str, Worker] = {}
-        self._last_sent: tuple[msgspec.Struct | None, bytes] = None, b""
+        self._bounds = Bounds(setup, len(run.injections))
+        self._last_sent: tuple[msgspec.Struct | None, Frame] = None, Frame(b"", b"")
         """The last message and its bytes: an order, with its schedule, is encoded once for all workers."""
         self.notes: list[str] = []
         self.out_of_time = False
@@ -140,10 +156,12 @@ class EventLoop:
         Raises RunError when there is no way to go on.
         """
         self._processes.connect(self._send_to_agent)
-        server = await serve(listener, self._heard)
+        server = await serve(listener, Server(self._run.secret, self._heard, self._run.notify,
+                                              MOST_UNKNOWN + len(self._known)))
         loop, descriptor = asyncio.get_running_loop(), self._processes.fileno()
         loop.add_reader(descriptor, self._read_ends)
         loop.call_later(self._monitor.interval_seconds, self._look)
+        loop.call_later(STILL_RUNNING_SECONDS, self._reassure_agents)
         loop.call_later(self._run.join_timeout_seconds, self._put, self._require_all_there)
         self._tell_awaited("{}:{}".format(*listener.getsockname()[:2]), others_only=True)
         error: str | None = "node 0 ended the run"
@@ -202,6 +220,11 @@ class EventLoop:
         self._put(self._watch)
         asyncio.get_running_loop().call_later(self._monitor.interval_seconds, self._look)
 
+    def _reassure_agents(self) -> None:
+        for agent in self._agents.values():
+            agent.send(frame(StillRunning()))
+        asyncio.get_running_loop().call_later(STILL_RUNNING_SECONDS, self._reassure_agents)
+
     def _note(self, text: str) -> None:
         self.notes.append(text)
         self._run.notify(text)
@@ -230,6 +253,9 @@ class EventLoop:
             self._processes.kill(one.worker)
 
     def _send(self, worker: Worker, message: msgspec.Struct) -> None:
+        if isinstance(message, Leave):  # its end is no news
+            self._given_up.add(worker)
+            self._monitor.remove(worker)
         if message is not self._last_sent[0]:
             self._last_sent = message, frame(message)
         if worker in self._workers:
@@ -242,7 +268,10 @@ class EventLoop:
     def _handle(self, connection: Connection, message: ToCoordinator) -> None:
         """Handle a message of a worker or a node agent."""
         peer = connection.peer
-        if isinstance(peer, int):
+        wrong = self._bounds.wrong(message, self._log.next_iteration)
+        if wrong is not None:
+            connection.cut_off(wrong)
+        elif isinstance(peer, int):
             self._handle_agent(connection, peer, message)
         elif isinstance(message, JoinWorker):
             self._admit(connection, message.worker)
@@ -291,7 +320,7 @@ class EventLoop:
             case Saved() if message.iteration < self._run.setup.iterations:  # the last one costs no training
                 self.checkpoints.saved(message.iteration, message.seconds)
             case Note():
-                self._note(message.text)
+                self._note(printable(message.text))
             case Injected():
                 self._injected[message.index] = message.at
             case Status():
@@ -299,7 +328,8 @@ class EventLoop:
             case Leaving():
                 coordinator.leaving(worker)
             case Failed():
-                self._give_up(worker, f"worker {worker} failed: {message.reason} (see {self._log_of(worker)})")
+                self._give_up(worker, f"worker {worker} failed: {printable(message.reason)} "
+                                      f"(see {self._log_of(worker)})")
 
     def _handle_agent(self, connection: Connection, node: int, message: ToCoordinator) -> None:
         match message:
@@ -325,7 +355,7 @@ class EventLoop:
             self._processes.node_started(node)
         connection.send(frame(NodeSetup(
             tuple(map(len, shares)), setup.device, setup.transport, tuple(shares[node]) if known else (),
-            restarted=self._coordinator.number > 0)))
+            self._run.config, setup.first_iteration, restarted=self._coordinator.number > 0)))
 
     def _is_missed(self, node: int) -> bool:
         """Whether all workers of a node have been given up: its machine may be gone without a word."""
@@ -423,7 +453,8 @@ class EventLoop:
 
     def _describe(self, ended: Ended) -> str:
         if ended.status < 0:
-            return f"worker {ended.worker} was killed by {signal.Signals(-ended.status).name}"
+            with suppress(ValueError):  # a signal that has no name
+                return f"worker {ended.worker} was killed by {signal.Signals(-ended.status).name}"
         return f"worker {ended.worker} ended with exit status {ended.status} (see {self._log_of(ended.worker)})"
 
     def _log_of(self, worker: Worker) -> Path:

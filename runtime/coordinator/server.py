@@ -6,65 +6,148 @@ from collections.abc import Callable
 from typing import cast
 
 from runtime.protocol import to_coordinator
-from runtime.protocol.channel import Frames, ProtocolError, keep_alive
+from runtime.protocol.authentication import (
+    HELLO_BYTES,
+    HELLO_SECONDS,
+    AuthenticationError,
+    Challenge,
+    Refusals,
+    Secret,
+    Tags,
+)
+from runtime.protocol.channel import MAX_BYTES, Frame, Frames, ProtocolError, keep_alive
 from runtime.protocol.rendezvous import BACKLOG
 from runtime.protocol.to_coordinator import FromNodeAgent, FromWorker, JoinNode, JoinWorker, ToCoordinator
 from schedules.schedule import Worker
 
-HELLO_SECONDS = 10.0
-"""A connection whose first message takes longer is closed."""
+MOST_UNSENT_BYTES = 2 * MAX_BYTES
+"""A peer that lets more wait to be sent to it does not read."""
 
 Heard = Callable[["Connection", ToCoordinator | None], None]
 """Called with each message, in order, and with None when the connection has ended."""
 
 
+class Server:
+    """What the connections share.
+
+    Parameters
+    ----------
+    most_unknown
+        Connections that may be open without having said who they are; the oldest is closed where there are more.
+    say
+        Called with a line about each connection that is ended because of what its peer says.
+    """
+
+    def __init__(self, secret: Secret, heard: Heard, say: Callable[[str], None], most_unknown: int) -> None:
+        self.secret = secret
+        self.heard = heard
+        self.refused = Refusals(say)
+        self._most_unknown = most_unknown
+        self._unknown: dict[Connection, None] = {}
+
+    def opened(self, connection: "Connection") -> None:
+        """A connection is open, of a peer that is not known yet."""
+        self._unknown[connection] = None
+        if len(self._unknown) > self._most_unknown:
+            next(iter(self._unknown)).cut_off(f"more than {self._most_unknown} connections say nothing")
+
+    def known(self, connection: "Connection") -> None:
+        """The peer is known, or has gone."""
+        self._unknown.pop(connection, None)
+
+
 class Connection(asyncio.Protocol):
     """One connection to a worker or a node agent."""
 
-    def __init__(self, heard: Heard) -> None:
-        self._heard = heard
-        self._frames = Frames()
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._challenge = Challenge(server.secret, "control")
+        self._received = bytearray()
+        """Of the handshake."""
+        self._frames: Frames | None = None
+        """None until the peer has proved that it knows the secret."""
+        self._tags: Tags | None = None
         self._transport: asyncio.Transport | None = None
         self._hello: asyncio.TimerHandle | None = None
+        self._address = ""
         self.peer: Worker | int | None = None
         """The worker, or the number of the node; None before the first message."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Wait for the first message, which names the peer."""
+        """Greet, and wait for the first message, which names the peer."""
         self._transport = cast(asyncio.Transport, transport)
+        host, port, *_ = transport.get_extra_info("peername") or ("an unknown address", 0)
+        self._address = f"{host}:{port}"
         keep_alive(transport.get_extra_info("socket"))
-        self._hello = asyncio.get_running_loop().call_later(HELLO_SECONDS, self.close)
+        self._hello = asyncio.get_running_loop().call_later(
+            HELLO_SECONDS, self.cut_off, f"it did not say who it is within {HELLO_SECONDS:.0f} s")
+        self._transport.write(self._challenge.greeting)
+        self._server.opened(self)
 
     def data_received(self, data: bytes) -> None:
         """Pass messages on; on anything else, close the connection."""
+        if self._transport is None or self._transport.is_closing():
+            return
         try:
-            for body in self._frames.feed(data):
-                self._take(to_coordinator.decode(body))
-        except ProtocolError:
-            self.close()
+            if self._frames is None:
+                data = self._shake_hands(data)
+            if self._frames is not None:
+                for body in self._frames.feed(data):
+                    self._take(to_coordinator.decode(body))
+        except (AuthenticationError, ProtocolError) as error:
+            self.cut_off(str(error))
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         """The connection has ended, at either end."""
-        if self._hello is not None:
-            self._hello.cancel()
+        self._settle()
         self._transport = None
         if self.peer is not None:
-            self._heard(self, None)
+            self._server.heard(self, None)
 
     @property
     def closed(self) -> bool:
         """Whether the peer is gone."""
         return self._transport is None
 
-    def send(self, data: bytes) -> None:
-        """Send a frame; nothing happens where the peer is gone."""
-        if self._transport is not None:
-            self._transport.write(data)
+    def send(self, message: Frame) -> None:
+        """Send; nothing happens where the peer is gone. One that does not read is cut off."""
+        if self._transport is not None and not self._transport.is_closing():
+            assert self._tags is not None
+            self._transport.write(message.tagged(self._tags))
+            if self._transport.get_write_buffer_size() > MOST_UNSENT_BYTES:
+                self.cut_off("it does not read what it is sent")
 
     def close(self) -> None:
         """Close the connection, once what was sent has gone out."""
         if self._transport is not None:
             self._transport.close()
+
+    def cut_off(self, why: str) -> None:
+        """End the connection at once, and say so."""
+        self._settle()
+        if self._transport is not None and not self._transport.is_closing():
+            who = "" if self.peer is None else f"{'node' if isinstance(self.peer, int) else 'worker'} {self.peer} at "
+            self._server.refused(f"{who}{self._address}", why)
+            self._transport.abort()
+
+    def _settle(self) -> None:
+        """Wait for the first message no more."""
+        self._server.known(self)
+        if self._hello is not None:
+            self._hello.cancel()
+
+    def _shake_hands(self, data: bytes) -> bytes:
+        """Take the handshake from the data; what comes behind it. Raises AuthenticationError."""
+        self._received += data
+        if len(self._received) < HELLO_BYTES:
+            return b""
+        proof, (self._tags, receiving) = self._challenge.admit(bytes(self._received[:HELLO_BYTES]))
+        self._frames = Frames(receiving)
+        assert self._transport is not None
+        self._transport.write(proof)
+        rest = bytes(self._received[HELLO_BYTES:])
+        self._received.clear()
+        return rest
 
     def _take(self, message: ToCoordinator) -> None:
         if self.peer is None:
@@ -74,11 +157,10 @@ class Connection(asyncio.Protocol):
                 self.peer = message.node
             else:
                 raise ProtocolError("the first message must say who speaks")
-            assert self._hello is not None
-            self._hello.cancel()
+            self._settle()
         elif not _may_say(self.peer, message):
-            raise ProtocolError(f"{self.peer} speaks for another")
-        self._heard(self, message)
+            raise ProtocolError(f"it sent {type(message).__name__}, which another one sends")
+        self._server.heard(self, message)
 
 
 def _may_say(peer: Worker | int, message: ToCoordinator) -> bool:
@@ -88,7 +170,6 @@ def _may_say(peer: Worker | int, message: ToCoordinator) -> bool:
     return isinstance(message, FromWorker) and getattr(message, "worker", peer) == peer
 
 
-async def serve(listener: socket.socket, heard: Heard) -> asyncio.Server:
+async def serve(listener: socket.socket, server: Server) -> asyncio.Server:
     """Accept connections on a listening socket."""
-    return await asyncio.get_running_loop().create_server(lambda: Connection(heard), sock=listener,
-                                                           backlog=BACKLOG)
+    return await asyncio.get_running_loop().create_server(lambda: Connection(server), sock=listener, backlog=BACKLOG)

@@ -18,6 +18,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -25,10 +26,16 @@ from typing import Self
 
 import msgspec
 
+from runtime.protocol.authentication import VARIABLE
+
 PR_SET_PDEATHSIG = 1
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 """numpy's BLAS would start threads at import, and a process with threads is not safe to fork."""
 GONE = "the process that starts the workers has died"
+KILL_SECONDS = 10.0
+"""A process that is killed is gone in milliseconds, unless the system itself waits, for a disk or a GPU."""
+IDLE_SECONDS = 600.0
+"""How long the server waits for something to do before it looks again."""
 
 
 class ForkServerError(RuntimeError):
@@ -79,10 +86,13 @@ _NEWS: msgspec.json.Decoder[_Started | ProcessEnded] = msgspec.json.Decoder(_Sta
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's, in which another finds the modules of this program, wherever it was started."""
+    """This process's, in which another finds the modules of this program, wherever it was started.
+
+    Without the run's secret: workers get it over a pipe, and what they start themselves need not know it.
+    """
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": path, **more}
+    return {**{key: value for key, value in os.environ.items() if key != VARIABLE}, "PYTHONPATH": path, **more}
 
 
 class ForkServer:
@@ -119,10 +129,17 @@ class ForkServer:
         return name in self._alive
 
     def kill_all(self) -> None:
-        """Kill the processes that are alive, and wait until they are gone."""
+        """Kill the processes that are alive, and wait until they are gone.
+
+        Where that takes longer than `KILL_SECONDS`, the server is killed, too, and leaves them to the system.
+        """
+        deadline = time.monotonic() + KILL_SECONDS
         try:
             self._ask(_KillAll())
             while self._alive:
+                if time.monotonic() > deadline:
+                    self._process.kill()
+                    raise ForkServerError(GONE)
                 self.poll(1.0)
         except ForkServerError:  # then they have gone with it
             self._alive.clear()
@@ -204,7 +221,7 @@ class _Server:
     def serve(self) -> None:
         try:
             while not self._asked.closed:
-                for key, _ in self._selector.select():
+                for key, _ in self._selector.select(IDLE_SECONDS):
                     if key.fd == 0:
                         self._answer()
                     else:
@@ -294,10 +311,15 @@ def _tell(news: _Started | ProcessEnded) -> None:
 
 def _die_with(parent: int) -> None:
     """Be killed when the fork server is, where the system can do that (Linux)."""
+    signal_at_death_of_parent(signal.SIGKILL)
+    if sys.platform.startswith("linux") and os.getppid() != parent:
+        os._exit(1)
+
+
+def signal_at_death_of_parent(number: signal.Signals) -> None:
+    """Have the system send this process a signal when its parent dies, where it can do that (Linux)."""
     if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def main() -> None:

@@ -1,12 +1,11 @@
 """The processes of a run's workers, on all nodes: starts, kills and restarts them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 
 from runtime.processes.fork_server import ForkServer
-from runtime.processes.worker_start import WorkerSpec
+from runtime.processes.worker_start import NodeSettings, WorkerSpec
 from runtime.protocol.rendezvous import Rendezvous
 from runtime.protocol.to_coordinator import Ended
 from runtime.protocol.to_node_agent import KillWorker, StartWorker, ToNodeAgent
@@ -27,13 +26,13 @@ class NodeProcesses:
     """Starts and kills the worker processes of this node; each takes the next GPU, from `first_card` on."""
 
     def __init__(self, fork_server: ForkServer, coordinator: Rendezvous, workers: Sequence[Worker], cards: int,
-                 out: Path, first_card: int = 0) -> None:
+                 settings: NodeSettings, first_card: int = 0) -> None:
         self._fork_server = fork_server
         self._coordinator = coordinator
         self._cards = cards
         self._first_card = first_card
         self._places = {worker: index for index, worker in enumerate(workers)}
-        self._out = out
+        self._settings = settings
 
     def start_all(self, *, restarted: bool = False) -> None:
         """Start all workers that are to be here from the start. Raises ForkServerError."""
@@ -46,7 +45,7 @@ class NodeProcesses:
             self._fork_server.kill(str(command.worker))
         elif not self._fork_server.lives(str(command.worker)):
             self._fork_server.start(WorkerSpec(command.worker, self._coordinator, self.card(command.worker),
-                                               str(self._out), command.restarted).process())
+                                               self._settings, command.restarted).process())
 
     def alive(self) -> list[Worker]:
         """Those that have been started, and not ended."""

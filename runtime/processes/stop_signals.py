@@ -3,10 +3,14 @@ ends at once."""
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+REPEATED_SECONDS: dict[int, float] = {signal.SIGINT: 0.5, signal.SIGTERM: 5.0}
+"""So soon after another, a signal is the same one: schedulers send SIGTERM to all processes, and torchrun passes it on
+to its own; a terminal and torchrun do so with Ctrl-C; Linux tells of a parent's death once for each of its threads."""
 GRACE_SECONDS = 20.0
 """How long a run may take to end well: torchrun, SLURM and Kubernetes kill after 30 s unless told otherwise."""
 
@@ -27,6 +31,7 @@ class StopSignals:
         self.received: signal.Signals | None = None
         """The signal that asked for the end."""
         self._ask: Callable[[], object] | None = None
+        self._handled: float | None = None
 
     @contextmanager
     def asking(self, ask: Callable[[], object]) -> Iterator[None]:
@@ -39,6 +44,10 @@ class StopSignals:
 
     def handle(self, number: int, _: object) -> None:
         """For signal.signal."""
+        now = time.monotonic()
+        if self._handled is not None and now - self._handled < REPEATED_SECONDS[number]:
+            return
+        self._handled = now
         if self._ask is None or self.received is not None:
             raise RunStopped(signal.Signals(number), f"interrupted by {signal.Signals(number).name}")
         self.received = signal.Signals(number)

@@ -4,9 +4,24 @@ from pathlib import Path
 
 import msgspec
 
+from runtime.config import RunConfig
 from runtime.processes.fork_server import ProcessSpec
+from runtime.protocol.authentication import Secret
 from runtime.protocol.rendezvous import Rendezvous
 from schedules.schedule import Worker
+
+
+class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node's own job file and command line say. Its workers get it from their launcher, not over a network."""
+
+    config: RunConfig
+    secret: Secret
+    """What all who take part in the run know."""
+    out: str
+    """The run's folder: parameters go to `parameters/`, what the process prints to `logs/`, checkpoints to
+    `checkpoints/`."""
+    resume: str | None = None
+    """Folder of the checkpoint to start from."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -17,17 +32,17 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     """Where the coordinator listens."""
     card: int | None
     """The GPU it computes on; None on a CPU."""
-    out: str
-    """The run's folder: parameters go to `parameters/`, what the process prints to `logs/`."""
+    settings: NodeSettings
     restarted: bool = False
     """Whether the run has been going on without it."""
 
     def process(self) -> ProcessSpec:
-        """The request to the fork server. A worker that comes back appends to its log."""
+        """The request to the fork server, over a pipe that nobody else reads: the secret is in no command line and no
+        environment. A worker that comes back appends to its log."""
         return ProcessSpec(str(self.worker), "runtime.worker.main:main", msgspec.json.encode(self).decode(),
                            str(self.log), append=self.restarted)
 
     @property
     def log(self) -> Path:
         """Where the process's standard output and error go."""
-        return Path(self.out) / "logs" / f"worker-{self.worker}.log"
+        return Path(self.settings.out) / "logs" / f"worker-{self.worker}.log"

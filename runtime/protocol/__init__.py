@@ -1,6 +1,7 @@
 """Messages between the coordinator, the workers and the node agents.
 
-    channel              one TCP connection: JSON messages, each after its length
+    authentication       who knows the secret of the run: the handshake, the tag behind each message
+    channel              one TCP connection: JSON messages, between their length and their tag
     to_coordinator       from workers and node agents
     to_worker            from the coordinator to workers
     to_node_agent        from the coordinator to node agents
@@ -10,6 +11,7 @@
 
 Each worker and each node agent has one connection to the coordinator, which runs in the launcher of node 0. Messages
 are pushed, and arrive in the order in which they were sent. msgspec checks each against its type; nothing is ever
-unpickled. A process that can reach the coordinator's port can join the run: the port is open on the address that is
-given and on no other, loopback by default. torch's key-value store holds only the addresses of process groups.
+unpickled, and no message names code or paths. Only who knows the secret of the run is heard. The coordinator's port is
+open on the address that is given and on no other, loopback by default. torch's key-value store, which asks for no
+secret, holds only the addresses of process groups. docs/threat-model.md says what follows.
 """

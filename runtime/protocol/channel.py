@@ -1,17 +1,22 @@
-"""One TCP connection to the coordinator: messages in JSON, each behind its length in 4 bytes, little-endian."""
+"""One TCP connection to the coordinator: messages in JSON, between their length and their tag.
+
+The length has 4 bytes, little-endian; `runtime.protocol.authentication` makes the tags.
+"""
 
 import contextlib
+import hashlib
 import socket
 import struct
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar, get_args
+from typing import Generic, NamedTuple, TypeVar, get_args
 
 import msgspec
 
 from runtime.errors import first_line
+from runtime.protocol.authentication import TAG_BYTES, AuthenticationError, Secret, Tags, introduce
 from runtime.protocol.rendezvous import Rendezvous, RendezvousError
 
 MAX_BYTES = 2**28
@@ -24,6 +29,8 @@ TELL_SECONDS = 30.0
 """How often it is said that nobody answers."""
 SILENT_SECONDS = 60
 """A peer whose machine acknowledges nothing for so long is gone (Linux)."""
+ANSWER_SECONDS = 60.0
+"""What was begun to be sent, to node 0 or from it, arrives in milliseconds."""
 CLOSE_SECONDS = 1.0
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 2**18
@@ -56,22 +63,39 @@ class Decoder(Generic[T]):
             raise ProtocolError(first_line(error)) from None
 
 
-def frame(message: msgspec.Struct) -> bytes:
+class Frame(NamedTuple):
+    """A message as it is sent on any connection: only the tag behind it is that of one."""
+
+    data: bytes
+    """Its length, and itself."""
+    digest: bytes
+    """SHA-256 of the message."""
+
+    def tagged(self, tags: Tags) -> bytes:
+        """As it is sent on one connection."""
+        return self.data + tags.next(self.digest)
+
+
+def frame(message: msgspec.Struct) -> Frame:
     """A message as it is sent."""
     body = msgspec.json.encode(message)
     if len(body) > MAX_BYTES:
         raise ProtocolError(f"a message of {len(body)} bytes is too long")
-    return _LENGTH.pack(len(body)) + body
+    return Frame(_LENGTH.pack(len(body)) + body, hashlib.sha256(body).digest())
 
 
 class Frames:
-    """Cuts a stream of bytes into messages."""
+    """Cuts the bytes that a connection brings into messages, and checks their tags."""
 
-    def __init__(self) -> None:
+    def __init__(self, tags: Tags) -> None:
+        self._tags = tags
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The messages that are complete with these bytes. Raises ProtocolError where one would be too long."""
+        """The messages that are complete with these bytes.
+
+        Raises ProtocolError where one would be too long or has a wrong tag.
+        """
         self._rest += data
         found, place = [], 0
         while len(self._rest) - place >= _LENGTH.size:
@@ -79,10 +103,15 @@ class Frames:
             if size > MAX_BYTES:
                 raise ProtocolError(f"a peer sent a message of {size} bytes")
             end = place + _LENGTH.size + size
-            if len(self._rest) < end:
+            if len(self._rest) < end + TAG_BYTES:
                 break
-            found.append(bytes(self._rest[place + _LENGTH.size:end]))
-            place = end
+            body, tag = bytes(self._rest[place + _LENGTH.size:end]), bytes(self._rest[end:end + TAG_BYTES])
+            try:
+                self._tags.require(tag, hashlib.sha256(body).digest())
+            except AuthenticationError as error:
+                raise ProtocolError(str(error)) from None
+            found.append(body)
+            place = end + TAG_BYTES
         del self._rest[:place]
         return found
 
@@ -94,14 +123,19 @@ class Channel(Generic[T]):
     `waiting` is called with a line at once where that takes time, and every 30 s. Raises RendezvousError.
     """
 
-    def __init__(self, address: Rendezvous, hello: msgspec.Struct, decode: Callable[[bytes], T],
+    def __init__(self, address: Rendezvous, secret: Secret, hello: msgspec.Struct, decode: Callable[[bytes], T],
                  timeout_seconds: float, waiting: Callable[[str], None] = lambda _: None) -> None:
         self._decode = decode
-        self._frames = Frames()
         self._sending = threading.Lock()
         self._socket = _connect(address, timeout_seconds, waiting)
         self._early: list[T] = []
-        self.send(hello)
+        try:
+            self._tags, receiving = introduce(self._socket, secret, "control", frame(hello).tagged)
+        except (AuthenticationError, OSError) as error:
+            self._socket.close()
+            raise RendezvousError(f"node 0 at {address} was reached, but {_reason(error)}") from None
+        self._frames = Frames(receiving)
+        self._socket.settimeout(ANSWER_SECONDS)
 
     def fileno(self) -> int:
         """For a selector."""
@@ -116,13 +150,16 @@ class Channel(Generic[T]):
         """Send. Where node 0 is this machine, the message has arrived when this returns. Raises RendezvousError."""
         data = frame(message)
         try:
-            with self._sending:
-                self._socket.sendall(data)
+            with self._sending:  # tags are numbered in the order of the messages
+                self._socket.sendall(data.tagged(self._tags))
         except OSError as error:
             raise _gone(error) from None
 
     def read(self) -> list[T]:
-        """Wait for data; the messages that are complete with it. Raises RendezvousError at the connection's end."""
+        """Wait for data; the messages that are complete with it.
+
+        Raises RendezvousError at the connection's end, and where nothing comes for `ANSWER_SECONDS`.
+        """
         if self._early:
             early, self._early = self._early, []
             return early
@@ -138,8 +175,14 @@ class Channel(Generic[T]):
             raise RendezvousError(f"node 0 sent what makes no sense: {error}") from None
 
     def wait_for(self, *kinds: type[M]) -> M:
-        """The coordinator's first message, of one of these types. Raises RendezvousError."""
+        """The coordinator's first message, of one of these types.
+
+        Raises RendezvousError, also where it does not come in `ANSWER_SECONDS`.
+        """
+        deadline = time.monotonic() + ANSWER_SECONDS
         while not self._early:
+            if time.monotonic() > deadline:
+                raise _gone("it takes too long to answer")
             self._early = self.read()
         first = self._early.pop(0)
         if not isinstance(first, kinds):
@@ -188,5 +231,8 @@ def _connect(address: Rendezvous, timeout_seconds: float, waiting: Callable[[str
 
 
 def _gone(reason: OSError | str) -> RendezvousError:
-    told = reason if isinstance(reason, str) else reason.strerror or first_line(reason)
-    return RendezvousError(f"node 0 is gone: {told}")
+    return RendezvousError(f"node 0 is gone: {reason if isinstance(reason, str) else _reason(reason)}")
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)

@@ -5,7 +5,6 @@ from typing import Literal
 import msgspec
 import torch
 
-from runtime.config import RunConfig
 from runtime.model.stage import Boundary
 from runtime.protocol.failure_injection import Injection
 from runtime.protocol.rendezvous import Rendezvous
@@ -34,9 +33,11 @@ class BoundarySpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to `JoinWorker`: what a worker must know besides the schedule. It prepares, and is `Ready`."""
+    """The answer to `JoinWorker`: what a worker must know besides the schedule. It prepares, and is `Ready`.
 
-    config: RunConfig
+    It names no code and no paths: those are in the `NodeSettings` that the worker's own launcher has given it.
+    """
+
     first_iteration: int
     iterations: int
     """One after the last."""
@@ -55,10 +56,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Of each stage."""
     loss_scale: float
     heartbeat_timeout_seconds: float
-    resume: str | None = None
-    """Folder of the checkpoint to start from."""
-    checkpoints: str | None = None
-    """Folder to save checkpoints in."""
     fetch_bytes_per_second: float | None = None
     """How fast a layer goes to each worker that fetches it while all train, at most."""
     checkpoint_every: int | None = None

@@ -4,9 +4,14 @@ from typing import Literal
 
 import msgspec
 
+from runtime.config import RunConfig
 from runtime.protocol.channel import Decoder
 from runtime.replay.communication import Transport
 from schedules.schedule import Worker
+
+STILL_RUNNING_SECONDS = 20.0
+SILENT_SECONDS = 600.0
+"""As long as a worker waits for an acknowledgement: a node 0 that was stopped for less goes on."""
 
 
 class NodeSetup(msgspec.Struct, frozen=True, tag=True):
@@ -18,6 +23,10 @@ class NodeSetup(msgspec.Struct, frozen=True, tag=True):
     transport: Transport
     workers: tuple[Worker, ...]
     """Those of this node."""
+    config: RunConfig
+    """Node 0's: the agent compares it with its own job file, which is what it runs."""
+    first_iteration: int
+    """That of the checkpoint to go on from, which the agent's own command line names; 0: from the start."""
     restarted: bool = False
     """Whether the run has been going on without them."""
 
@@ -40,6 +49,10 @@ class KillWorker(msgspec.Struct, frozen=True, tag=True):
     worker: Worker
 
 
+class StillRunning(msgspec.Struct, frozen=True, tag=True):
+    """Sent every `STILL_RUNNING_SECONDS`: an agent that hears nothing for long ends its workers, and itself."""
+
+
 class RunEnded(msgspec.Struct, frozen=True, tag=True):
     """When the run is over: the agent ends its workers, closes the connection, and ends with this result."""
 
@@ -47,6 +60,6 @@ class RunEnded(msgspec.Struct, frozen=True, tag=True):
     """None: all iterations are done."""
 
 
-ToNodeAgent = NodeSetup | NodeTaken | StartWorker | KillWorker | RunEnded
+ToNodeAgent = NodeSetup | NodeTaken | StartWorker | KillWorker | StillRunning | RunEnded
 
 decode: Decoder[ToNodeAgent] = Decoder(ToNodeAgent)

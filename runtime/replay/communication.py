@@ -3,6 +3,7 @@
 A `Communicator` holds the process groups of one generation of workers, and is dropped whole with it.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,11 @@ TIMEOUT = timedelta(minutes=10)
 CLOCK_ROUNDS = 8
 _WORLD = "the world"
 _SUMS = "sums"
+_CLOCK = "clock"
+_GLOO_PLACE = re.compile(r"\[[^\s\]]*gloo[^\s\]]*:[0-9]+\] ")
+BUCKET_BYTES = 2**20
+"""Gradients up to this size are summed together: on a slow network each sum takes several trips there and back. Larger
+ones take longer to copy than they gain."""
 
 
 class CommunicationError(RuntimeError):
@@ -125,24 +131,17 @@ class Communicator:
         self._stores: list[Store] = []
         """Those written in Python live as long as this does: the groups hold only their C++ half."""
 
-        def join(name: str, members: Sequence[Worker], transport: Transport = transport) -> None:
-            prefix, rank = f"generation{membership.generation}/{name}", members.index(self.worker)
-            with _told_in_one_line(f"meeting the workers of {name}"):
-                if transport == "gloo":
-                    self._stores.append(GroupStore(store, f"{prefix}/", TIMEOUT, require))
-                    self._groups[name] = gloo_group(self._stores[-1], rank, len(members), TIMEOUT)
-                else:
-                    assert isinstance(store, TCPStore)
-                    self._groups[name] = nccl_group(store, prefix, rank, len(members), TIMEOUT)
-
+        self._generation = membership.generation
+        self._store = store
+        self._require = require
         everyone = sorted(self._ranks, key=self._ranks.__getitem__)
-        join(_WORLD, everyone)
+        self._join(_WORLD, everyone, transport)
         if sums:  # numbers of the host: over gloo also where tensors go over NCCL, whose stream they would hold up
-            join(_SUMS, everyone, "gloo")
+            self._join(_SUMS, everyone, "gloo")
         self._shared = {stage for stage, members in reduce_groups.items() if len(members) > 1}
         # All members make their groups in the order of the stages: no two wait for each other in different groups.
         for stage in sorted(self._shared):
-            join(_stage_group(stage), sorted(reduce_groups[stage]))
+            self._join(_stage_group(stage), sorted(reduce_groups[stage]), transport)
 
     def send(self, tensor: Tensor, target: Worker, tag: int) -> Outgoing:
         """Start sending; computing goes on."""
@@ -164,9 +163,16 @@ class Communicator:
             return
         with _told_in_one_line(f"summing the gradients of stage {stage}"):
             carried = [tensor.cpu() for tensor in tensors] if self._staged else list(tensors)
-            group = self._group(_stage_group(stage))
-            for work in [group.allreduce([tensor]) for tensor in carried]:
+            group, buckets = self._group(_stage_group(stage)), _buckets(carried)
+            joined = [bucket[0] if len(bucket) == 1 else torch.cat([tensor.flatten() for tensor in bucket])
+                      for bucket in buckets]
+            for work in [group.allreduce([one]) for one in joined]:
                 work.wait()
+        for bucket, totals in zip(buckets, joined, strict=True):
+            start = 0
+            for tensor in bucket if len(bucket) > 1 else ():
+                tensor.copy_(totals.narrow(0, start, tensor.numel()).view_as(tensor))
+                start += tensor.numel()
         if self._staged:
             for tensor, total in zip(tensors, carried, strict=True):
                 tensor.copy_(total)
@@ -180,24 +186,21 @@ class Communicator:
     def clock_offset(self) -> float:
         """Seconds to add to this worker's perf_counter to read that of rank 0. All members must call it together.
 
-        The offset seen in the quickest of a few round trips, as in NTP; rank 0 answers the others one by one.
+        It makes a group of its own, whose messages come between no others. The offset is the one seen in the quickest
+        of a few round trips, as in NTP; rank 0 answers the others one by one.
         """
         by_rank = sorted(self._ranks, key=self._ranks.__getitem__)
-        if self.worker == by_rank[0]:
-            for peer in by_rank[1:]:
-                for _ in range(CLOCK_ROUNDS):
-                    self.receive((1,), torch.float64, peer, 0).take()
-                    self.send(torch.tensor([perf_counter()], dtype=torch.float64, device=self.device), peer, 0).wait()
-            return 0.0
-        return min(self._ask_time(by_rank[0]) for _ in range(CLOCK_ROUNDS))[1]
-
-    def _ask_time(self, reference: Worker) -> tuple[float, float]:
-        """How long the question took, and the offset it found."""
-        asked = perf_counter()
-        self.send(torch.zeros(1, dtype=torch.float64, device=self.device), reference, 0).wait()
-        answer = self.receive((1,), torch.float64, reference, 0).take().item()
-        answered = perf_counter()
-        return answered - asked, answer - (asked + answered) / 2
+        if _CLOCK not in self._groups:
+            self._join(_CLOCK, by_rank, "gloo")
+        group = self._group(_CLOCK)
+        with _told_in_one_line("comparing clocks"):
+            if self.worker == by_rank[0]:
+                for rank in range(1, len(by_rank)):
+                    for _ in range(CLOCK_ROUNDS):
+                        group.recv([torch.empty(1, dtype=torch.float64)], rank, 0).wait()
+                        group.send([torch.tensor([perf_counter()], dtype=torch.float64)], rank, 0).wait()
+                return 0.0
+            return min(_ask_time(group) for _ in range(CLOCK_ROUNDS))[1]
 
     def wait_for_all(self) -> None:
         """Wait until all members get here, so that none closes a connection another still reads from."""
@@ -212,6 +215,16 @@ class Communicator:
         for group in reversed(groups.values()):
             group.abort()
 
+    def _join(self, name: str, members: Sequence[Worker], transport: Transport) -> None:
+        prefix, rank = f"generation{self._generation}/{name}", members.index(self.worker)
+        with _told_in_one_line(f"meeting the workers of {name}"):
+            if transport == "gloo":
+                self._stores.append(GroupStore(self._store, f"{prefix}/", TIMEOUT, self._require, len(members)))
+                self._groups[name] = gloo_group(self._stores[-1], rank, len(members), TIMEOUT)
+            else:
+                assert isinstance(self._store, TCPStore)
+                self._groups[name] = nccl_group(self._store, prefix, rank, len(members), TIMEOUT)
+
     def _group(self, name: str) -> Group:
         try:
             return self._groups[name]
@@ -224,6 +237,28 @@ class Communicator:
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
 
+def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Neighbours of one dtype together, up to `BUCKET_BYTES`; the same at all workers that hold a stage."""
+    buckets: list[list[Tensor]] = []
+    room = 0
+    for tensor in tensors:
+        if not buckets or tensor.nbytes > room or tensor.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            room = BUCKET_BYTES
+        buckets[-1].append(tensor)
+        room -= tensor.nbytes
+    return buckets
+
+
+def _ask_time(group: Group) -> tuple[float, float]:
+    """How long the question took, and the offset it found."""
+    asked, answer = perf_counter(), torch.empty(1, dtype=torch.float64)
+    group.send([torch.zeros(1, dtype=torch.float64)], 0, 0).wait()
+    group.recv([answer], 0, 0).wait()
+    answered = perf_counter()
+    return answered - asked, answer.item() - (asked + answered) / 2
+
+
 @contextmanager
 def _told_in_one_line(what: str) -> Iterator[None]:
     """Turn what a process group raises into one line that says what was going on."""
@@ -231,9 +266,14 @@ def _told_in_one_line(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise CommunicationError(f"{what} failed: {first_line(error)}") from error
+        raise CommunicationError(f"{what} failed: {_plain(first_line(error))}") from error
     finally:
         OPEN_CALLS.end()
+
+
+def _plain(told: str) -> str:
+    """Without the place in gloo's sources, and the advice."""
+    return _GLOO_PLACE.sub("", told).partition(". This is typically")[0]
 
 
 def _stage_group(stage: int) -> str:

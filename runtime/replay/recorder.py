@@ -21,9 +21,9 @@ class Recorder:
     `offset_seconds` is what this machine's perf_counter lacks to the shared clock.
     """
 
-    def __init__(self, device: torch.device, offset_seconds: float) -> None:
+    def __init__(self, device: torch.device, offset_seconds: float = 0.0) -> None:
         self._on_gpu = device.type == "cuda"
-        self._offset_seconds = offset_seconds
+        self.offset_seconds = offset_seconds
         self._traced = False
         self._start: Stamp | None = None
         self._end: Stamp | None = None
@@ -77,10 +77,10 @@ class Recorder:
 
     def _seconds(self, stamp: Stamp) -> float:
         if isinstance(stamp, float):
-            return stamp + self._offset_seconds
+            return stamp + self.offset_seconds
         event, seconds = self._base
         assert event is not None
-        return seconds + float(event.elapsed_time(stamp)) / 1e3 + self._offset_seconds
+        return seconds + float(event.elapsed_time(stamp)) / 1e3 + self.offset_seconds
 
 
 def _event() -> torch.cuda.Event:

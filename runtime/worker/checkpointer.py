@@ -9,10 +9,12 @@ from pathlib import Path
 from torch import Tensor
 
 from runtime.model.checkpoint import CheckpointError, Saving, identity_of, save
+from runtime.processes.worker_start import NodeSettings
 from runtime.protocol.rendezvous import RendezvousError
 from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import Note, Saved
 from runtime.protocol.to_worker import Finish
+from runtime.run_folder import CHECKPOINTS
 from runtime.worker.stage_store import StageStore
 from schedules.schedule import Worker
 
@@ -23,11 +25,12 @@ class Checkpointer:
     A checkpoint that cannot be written ends no training: the coordinator is told the reason, and the earlier ones stay.
     """
 
-    def __init__(self, setup: Setup, layers: int, worker: Worker, tell: Callable[[Note | Saved], None]) -> None:
-        self._folder = None if setup.checkpoints is None else Path(setup.checkpoints)
+    def __init__(self, setup: Setup, settings: NodeSettings, layers: int, worker: Worker,
+                 tell: Callable[[Note | Saved], None]) -> None:
+        self._folder = None if setup.checkpoint_every == 0 else Path(settings.out) / CHECKPOINTS
         self._every = setup.checkpoint_every
         self._first = setup.first_iteration
-        self._identity = identity_of(setup.config, layers)
+        self._identity = identity_of(settings.config, layers)
         self._worker = worker
         self._tell = tell
         self._asked: int | None = None

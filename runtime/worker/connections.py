@@ -1,7 +1,8 @@
 """A generation's connections. The main thread can break them, whichever thread waits on them."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from runtime.replay.communication import CommunicationError
 from runtime.worker.sockets import Sockets, cut, open_sockets
@@ -29,6 +30,15 @@ class Connections:
     def made(self) -> None:
         """All connections are there; sockets opened from now on are not among them. Raises OrderEndedError."""
         self._made = open_sockets() - self._before
+        self.require()
+
+    @contextmanager
+    def more(self) -> Iterator[None]:
+        """The sockets that are opened in here are among them, too. Raises OrderEndedError."""
+        before = open_sockets()
+        yield
+        assert self._made is not None
+        self._made |= open_sockets() - before
         self.require()
 
     def end(self) -> None:

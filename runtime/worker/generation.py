@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from runtime.config import RunConfig
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import Data, Microbatch
 from runtime.model.stage import Boundary
@@ -58,6 +59,8 @@ class WorkerContext:
     store: TCPStore
     """Where process groups find each other."""
     setup: Setup
+    config: RunConfig
+    """Of this node's own job file."""
     device: torch.device
     layers: int
     """Of the whole model."""
@@ -127,11 +130,13 @@ class Generation:
         if self._thread is None:
             return
         patience = MEETING_SECONDS if self._communicator is None else STUCK_SECONDS
-        if time.monotonic() - self._ended_at > patience and OPEN_CALLS.abandon(self._thread.ident or 0, patience):
+        thread = self._thread.ident or 0
+        call = OPEN_CALLS.of(thread)
+        if call is not None and time.monotonic() - self._ended_at > patience and OPEN_CALLS.abandon(thread, patience):
             self._thread = None
             self._connections.release()
             self._communicator = None  # the thread keeps it: dropping what is stuck would not return
-            self._say_paused("stuck in a process group")
+            self._say_paused(f"stuck while {call.what}")
 
     def status(self) -> Status:
         """What `run` does at this moment."""
@@ -202,7 +207,7 @@ class Generation:
             Membership(order.number, {worker: rank for rank, worker in enumerate(members)}, self._worker),
             {self._schedule.grid.original(index): reduce_group(self._schedule, index) for index in self._needed()},
             transport=context.setup.transport, device=context.device, store=context.store,
-            sums=watches_gradients(context.setup.config.training), require=self._connections.require)
+            sums=watches_gradients(context.config.training), require=self._connections.require)
 
     def _needed(self) -> tuple[int, ...]:
         return self._schedule.grid.stages_of(self._schedule.seat_of[self._worker].role.column)
@@ -231,8 +236,8 @@ class Generation:
         order, context, setup = self._order, self._context, self._context.setup
         self._take_layers()
         self._does("prepares its program")
-        recorder = Recorder(context.device, communicator.clock_offset() if setup.nodes > 1 else 0.0)
-        stages, training = context.stage_store.stages, setup.config.training
+        recorder = Recorder(context.device)
+        stages, training = context.stage_store.stages, context.config.training
         iterations = range(order.first_iteration, setup.iterations)
         exchange = Exchange(self._schedule, communicator, context.boundaries, iterations)
         first_of_group = [index for index in stages if reduce_group(self._schedule, index)[0] == self._worker]
@@ -243,8 +248,14 @@ class Generation:
         executor = Executor(self._schedule, stages=stages, steps=steps, communicator=communicator, exchange=exchange,
                             feed=self._read, recorder=recorder, before_op=partial(self._before_op, first_of_group))
         context.channel.send(Started(self._worker, order.number))
+        first_traced = max(order.first_iteration, setup.iterations - setup.traced)
         for iteration in iterations:
-            recorder.begin(traced=iteration >= setup.iterations - setup.traced)
+            if iteration == first_traced and setup.nodes > 1:
+                # Not before: it takes many trips between the nodes, and no recovery should wait for them.
+                self._does("compares clocks")
+                with self._connections.more():
+                    recorder.offset_seconds = communicator.clock_offset()
+            recorder.begin(traced=iteration >= first_traced)
             loss = executor.run(iteration)
             context.injector.at(iteration, "stepped")
             if self._report(iteration, loss, recorder):
@@ -287,7 +298,7 @@ class Generation:
         assert self._steps is not None
         context.channel.send(Ran(self._worker, number, iteration, loss if abs(loss) < float("inf") else None,
                                  recorder.window_seconds(), recorder.ops()))
-        if self._worker == self._schedule.seats[0].worker and watches_gradients(context.setup.config.training):
+        if self._worker == self._schedule.seats[0].worker and watches_gradients(context.config.training):
             self._steps.when_validated(self._report_validated)
         self._does(f"{_WAITS} for node 0 to acknowledge iteration {iteration}")
         try:
@@ -305,6 +316,6 @@ class Generation:
         self._context.channel.send(Validated(self.number, Factor(*self._steps.validated)))
 
     def _read(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        config, device = self._context.setup.config, self._context.device
+        config, device = self._context.config, self._context.device
         tokens, targets = self._context.corpus.batch(microbatch, config.training.batch, config.model.context)
         return tokens.to(device), targets.to(device)

@@ -1,10 +1,14 @@
-"""Messages between workers when layers move: a length, a header in JSON, tensors as safetensors.
+"""Messages between workers when layers move: a header in JSON, then tensors as safetensors, in pieces of some MB.
+
+Header and pieces are each between their length and their tag (`runtime.protocol.authentication`). Nothing of what a
+peer sends is used before its tag has been checked.
 
 A worker that needs layers sends a `LayerRequest` to one that holds them, which answers with a `LayerState` for each.
 While training goes on, `LayerGradients` of every step of the sender follow, so that the receiver can make the same
 steps (`runtime.worker.layer_sender`, `runtime.worker.layer_receiver`).
 """
 
+import hashlib
 import struct
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Protocol
@@ -14,6 +18,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from runtime.model.tensor_codec import TensorError, decode, encode
+from runtime.protocol.authentication import TAG_BYTES, AuthenticationError, Tags
 
 MAX_HEADER_BYTES = 2**16
 MAX_BLOB_BYTES = 2**36
@@ -89,29 +94,33 @@ class Stream(Protocol):
         """So many bytes; fewer at the end of the connection."""
 
 
-def pack(message: Message, tensors: Mapping[str, Tensor] | None = None) -> Iterator[bytes | memoryview]:
+def pack(tags: Tags, message: Message, tensors: Mapping[str, Tensor] | None = None) -> Iterator[bytes | memoryview]:
     """The bytes of a message, piece by piece; tensors of any device.
 
     Pieces may be the tensors' own memory, which must not change until they have been sent.
     """
     batches = _batches(tensors or {})
     header = _ENCODER.encode(_Header(message, len(batches)))
-    yield _HEADER_LENGTH.pack(len(header)) + header
+    yield _HEADER_LENGTH.pack(len(header)) + header + tags.next(hashlib.sha256(header).digest())
     for batch in batches:
         pieces = encode(batch)
         yield _BLOB_LENGTH.pack(sum(map(len, pieces)))
-        yield from pieces
+        digest = hashlib.sha256()
+        for piece in pieces:
+            digest.update(piece)
+            yield piece
+        yield tags.next(digest.digest())
 
 
-def read_message(stream: Stream) -> tuple[Message, dict[str, Tensor]]:
+def read_message(stream: Stream, tags: Tags) -> tuple[Message, dict[str, Tensor]]:
     """The next message; tensors come to host memory. Raises MessageError, and OSError when the peer is gone."""
     (length,) = _HEADER_LENGTH.unpack(_read(stream, _HEADER_LENGTH.size))
-    header = _decode_header(_read(stream, _bounded(length, MAX_HEADER_BYTES, "a header")))
+    header = _decode_header(_read_tagged(stream, _bounded(length, MAX_HEADER_BYTES, "a header"), tags))
     tensors: dict[str, Tensor] = {}
     for _ in range(header.blobs):
         (length,) = _BLOB_LENGTH.unpack(_read(stream, _BLOB_LENGTH.size))
         try:
-            tensors |= decode(_read(stream, _bounded(length, MAX_BLOB_BYTES, "tensors")))
+            tensors |= decode(_read_tagged(stream, _bounded(length, MAX_BLOB_BYTES, "tensors"), tags))
         except TensorError as error:
             raise MessageError(f"a peer sent {error}") from None
     return header.message, tensors
@@ -129,6 +138,17 @@ def _bounded(length: int, most: int, what: str) -> int:
     if not 0 < length <= most:
         raise MessageError(f"a peer sent {what} of {length} bytes")
     return length
+
+
+def _read_tagged(stream: Stream, size: int, tags: Tags) -> bytes:
+    """Raises MessageError where the tag is wrong."""
+    data = _read(stream, size)
+    tag = _read(stream, TAG_BYTES)
+    try:
+        tags.require(tag, hashlib.sha256(data).digest())
+    except AuthenticationError as error:
+        raise MessageError(str(error)) from None
+    return data
 
 
 def _read(stream: Stream, size: int) -> bytes:

@@ -21,6 +21,7 @@ from torch import Tensor
 from runtime.config import TrainingConfig
 from runtime.model.optimizer import StageOptimizer, build_optimizer
 from runtime.model.stage import StageModule
+from runtime.protocol.authentication import Secret, introduce
 from runtime.protocol.to_worker import LayerMove
 from runtime.replay.communication import TIMEOUT, CommunicationError
 from runtime.worker.layer_messages import (
@@ -103,11 +104,14 @@ class LayerReceiver:
     ----------
     build
         Makes a stage, while training goes on.
+    secret
+        What those who may give layers know.
     """
 
-    def __init__(self, build: Build, training: TrainingConfig, device: torch.device,
+    def __init__(self, build: Build, training: TrainingConfig, device: torch.device, secret: Secret,
                  events: ReceiverEvents | None = None) -> None:
         self._build = build
+        self._secret = secret
         self._training = training
         self._device = device
         self._events = events or ReceiverEvents()
@@ -122,7 +126,8 @@ class LayerReceiver:
             if key in self._transfers:
                 self._transfers.pop(key).close()
             if fetch.senders:
-                self._transfers[key] = _Transfer(fetch, self._build, self._training, self._device, self._events)
+                self._transfers[key] = _Transfer(fetch, self._build, self._training, self._device, self._secret,
+                                                 self._events)
 
     def take(self, generation: int, fetch: int, require: Callable[[], None]) -> dict[int, Fetched]:
         """The stages that were fetched for a generation, as they are when it begins; nothing where none were.
@@ -160,8 +165,9 @@ class _Transfer:
     """One fetch: a thread builds the stages, then one for each sender applies its messages."""
 
     def __init__(self, fetch: LayerFetch, build: Build, training: TrainingConfig, device: torch.device,
-                 events: ReceiverEvents) -> None:
+                 secret: Secret, events: ReceiverEvents) -> None:
         self.fetch = fetch
+        self._secret = secret
         self._build = build
         self._training = training
         self._device = device
@@ -234,13 +240,12 @@ class _Transfer:
                 if not self._enter(connection):
                     return
                 try:
+                    request = LayerRequest(sender.layers, None if self.fetch.follow else self.fetch.generation)
+                    keys = introduce(connection, self._secret, "layers", lambda tags: b"".join(pack(tags, request)))
                     connection.settimeout(TIMEOUT.total_seconds())
-                    generation = None if self.fetch.follow else self.fetch.generation
-                    for piece in pack(LayerRequest(sender.layers, generation)):
-                        connection.sendall(piece)
                     with connection.makefile("rb") as stream:
                         while not self._over:
-                            self._apply(worker, *read_message(stream))
+                            self._apply(worker, *read_message(stream, keys.receiving))
                 finally:
                     with self._changed:
                         self._connections.remove(connection)

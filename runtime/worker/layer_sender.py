@@ -1,8 +1,9 @@
 """Layer sender: sends layers to other workers, while all wait or while training goes on, then with all later gradients.
 
-A worker that needs layers connects and sends a request (`runtime.worker.layer_messages`). Where training goes on, the
-sender copies a layer's state to host memory before its next optimizer step, as a checkpoint does; from then on it
-copies the gradients of each step that stands. One thread serves all receivers while the worker trains. What is to be
+A worker that needs layers connects, proves that it knows the secret of the run, and sends a request
+(`runtime.worker.layer_messages`). Any other connection is ended, with a line in this worker's log. Where training goes
+on, the sender copies a layer's state to host memory before its next optimizer step, as a checkpoint does; from then on
+it copies the gradients of each step that stands. One thread serves all receivers while the worker trains. What is to be
 sent lies in a queue for each of them. It is bounded: where the connection carries less than training makes, training
 waits until the queue is empty, and then the receiver is up to date.
 """
@@ -12,6 +13,7 @@ import io
 import math
 import selectors
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -21,6 +23,15 @@ from typing import Protocol
 
 from torch import Tensor
 
+from runtime.protocol.authentication import (
+    HELLO_BYTES,
+    HELLO_SECONDS,
+    AuthenticationError,
+    Challenge,
+    Keys,
+    Refusals,
+    Secret,
+)
 from runtime.worker.layer_messages import (
     MAX_HEADER_BYTES,
     GenerationBegins,
@@ -42,6 +53,8 @@ CHUNK_BYTES = 2**20
 QUEUE_STATES = 3
 """As many times the memory of what was asked for may wait to be sent."""
 POLL_SECONDS = 0.002
+MOST_UNKNOWN = 64
+"""Connections that may be open without having asked for anything; the oldest is closed where there are more."""
 
 
 class Layers(Protocol):
@@ -64,16 +77,18 @@ class LayerSender:
     ----------
     host
         The address to listen on.
+    secret
+        What those who may ask know.
     bytes_per_second
         How fast state is sent to each receiver at most while training goes on; None: as fast as it goes.
     """
 
-    def __init__(self, host: str, bytes_per_second: float | None = None) -> None:
+    def __init__(self, host: str, secret: Secret, bytes_per_second: float | None = None) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         """Where it listens."""
-        self._server = _Server(self._listener, 0.0 if bytes_per_second is None else 1 / bytes_per_second)
+        self._server = _Server(self._listener, secret, 0.0 if bytes_per_second is None else 1 / bytes_per_second)
         threading.Thread(target=self._server.serve, daemon=True, name="layer sender").start()
 
     @property
@@ -147,11 +162,15 @@ class LayerSender:
 class _Receiver:
     """One connection, and what is to be sent on it."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, address: str, challenge: Challenge) -> None:
         self.connection = connection
+        self.address = address
+        self.challenge = challenge
+        self.keys: Keys | None = None
+        """None until it has proved that it knows the secret."""
         self.request = LayerRequest(())
         self.received = bytearray()
-        """Of its request, until that is complete."""
+        """Of the handshake, and then of its request, until that is complete."""
         self.asking = False
         self.answered = False
         self.closed = False
@@ -170,6 +189,11 @@ class _Receiver:
         self.progress = time.monotonic()
 
     @property
+    def unknown(self) -> bool:
+        """Whether it has not asked for anything yet."""
+        return not (self.asking or self.answered or self.closed)
+
+    @property
     def pending(self) -> bool:
         """Whether anything is still to be sent."""
         return not self.closed and (bool(self.queue) or self.sending is not None)
@@ -178,8 +202,10 @@ class _Receiver:
 class _Server:
     """The thread that serves, and what it shares with the one that trains, under a lock."""
 
-    def __init__(self, listener: socket.socket, seconds_per_byte: float) -> None:
+    def __init__(self, listener: socket.socket, secret: Secret, seconds_per_byte: float) -> None:
         self._listener = listener
+        self._secret = secret
+        self._refused = Refusals(lambda line: print(line, file=sys.stderr, flush=True))
         self._seconds_per_byte = seconds_per_byte
         self._lock = threading.Lock()
         self._receivers: list[_Receiver] = []
@@ -263,7 +289,11 @@ class _Server:
         now, wait = time.monotonic(), math.inf
         for receiver in self._receivers:
             pending, held_back = receiver.pending, receiver.not_before > now
-            if pending:
+            if receiver.unknown:
+                wait = min(wait, HELLO_SECONDS)
+                if now - receiver.progress > HELLO_SECONDS:
+                    self._cut_off(receiver, f"it did not ask for anything within {HELLO_SECONDS:.0f} s")
+            elif pending:
                 wait = min(wait, max(receiver.not_before - now, 0) if held_back else TIMEOUT_SECONDS)
                 if not held_back and now - max(receiver.progress, receiver.not_before) > TIMEOUT_SECONDS:
                     self.drop(receiver)
@@ -276,13 +306,17 @@ class _Server:
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
         with contextlib.suppress(OSError):
-            connection, _ = self._listener.accept()
+            connection, (host, port, *_) = self._listener.accept()
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            receiver = _Receiver(connection)
+            receiver = _Receiver(connection, f"{host}:{port}", Challenge(self._secret, "layers"))
             with self._lock:
                 self._receivers.append(receiver)
             selector.register(connection, selectors.EVENT_READ, receiver)
+            unknown = [one for one in self._receivers if one.unknown]
+            if len(unknown) > MOST_UNKNOWN:
+                self._cut_off(unknown[0], f"more than {MOST_UNKNOWN} connections ask for nothing")
+            connection.send(receiver.challenge.greeting)  # there is room for it, and for the proof
 
     def _forget_the_closed(self, selector: selectors.BaseSelector) -> None:
         with self._lock:
@@ -300,22 +334,35 @@ class _Server:
                 self._send(receiver)
         except BlockingIOError:
             pass
-        except (OSError, MessageError):
+        except OSError:
             self.drop(receiver)
+        except (AuthenticationError, MessageError) as error:
+            self._cut_off(receiver, str(error))
         except Exception:  # this thread serves the others, too, and whoever trains waits for it
             traceback.print_exc()
             self.drop(receiver)
 
+    def _cut_off(self, receiver: _Receiver, why: str) -> None:
+        """End the connection because of what its peer says, and say so."""
+        self._refused(f"{receiver.address}, which may ask for layers,", why)
+        self.drop(receiver)
+
     def _hear(self, receiver: _Receiver) -> None:
-        """Read some of a request; after it, nothing comes but the end."""
+        """Read some of the handshake or of a request; after that, nothing comes but the end."""
         data = receiver.connection.recv(4096)
         if not data:
             raise ConnectionError("closed")
         if receiver.asking or receiver.answered or len(receiver.received) > MAX_HEADER_BYTES:
             raise MessageError("it sent more than one request")
         receiver.received += data
+        if receiver.keys is None:
+            if len(receiver.received) < HELLO_BYTES:
+                return
+            proof, receiver.keys = receiver.challenge.admit(bytes(receiver.received[:HELLO_BYTES]))
+            receiver.connection.send(proof)
+            del receiver.received[:HELLO_BYTES]
         try:
-            request, _ = read_message(io.BytesIO(receiver.received))
+            request, _ = read_message(io.BytesIO(receiver.received), receiver.keys.receiving)
         except ConnectionError:
             return  # there is more to come
         if not isinstance(request, LayerRequest):
@@ -358,7 +405,8 @@ class _Server:
                 else:
                     receiver.sending = None
                     return b""
-            receiver.pieces = pack(message, tensors)
+            assert receiver.keys is not None
+            receiver.pieces = pack(receiver.keys.sending, message, tensors)
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

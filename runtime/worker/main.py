@@ -72,9 +72,13 @@ _SPEC = msgspec.json.Decoder(WorkerSpec)
 def main(task: bytes) -> int:
     """Run one worker, as a `WorkerSpec` says; its exit status. Errors are reported to the coordinator."""
     spec = _SPEC.decode(task)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(spec.coordinator) or "")
+    interface = interface_towards(spec.coordinator)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface or "")
+    if interface is not None:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # else it takes the first that matches
     try:
-        channel = Channel(spec.coordinator, JoinWorker(spec.worker), to_worker.decode, CONNECT_SECONDS)
+        channel = Channel(spec.coordinator, spec.settings.secret, JoinWorker(spec.worker), to_worker.decode,
+                          CONNECT_SECONDS)
         try:
             return _Worker(spec, channel).serve()
         except RendezvousError:
@@ -106,21 +110,23 @@ class _Worker:
         self._worker = spec.worker
         self._channel = channel
         self._setup = setup = channel.wait_for(Setup)
-        training, device = setup.config.training, _claim_device(setup.device, spec.card)
+        self._config = config = spec.settings.config
+        training, device = config.training, _claim_device(setup.device, spec.card)
         torch.set_num_threads(training.threads)
-        model = model_for(setup.config.model, training.seed, parameter_dtype(training.dtype), device)
+        model = model_for(config.model, training.seed, parameter_dtype(training.dtype), device)
         self._model = model
         self._stage_store = StageStore(self._build, self._restore)
         injector = Injector(setup.injections,
                             lambda index: channel.send(Injected(spec.worker, index, time.monotonic())))
         self._context = WorkerContext(
-            worker=spec.worker, channel=channel, store=connect_store(setup.store), setup=setup, device=device,
-            layers=model.layers, corpus=load_corpus(setup.config), stage_store=self._stage_store,
+            worker=spec.worker, channel=channel, store=connect_store(setup.store), setup=setup, config=config,
+            device=device, layers=model.layers, corpus=load_corpus(config), stage_store=self._stage_store,
             boundaries=[spec.boundary() for spec in setup.boundaries], injector=injector,
-            checkpointer=Checkpointer(setup, model.layers, spec.worker, channel.send),
-            layer_receiver=LayerReceiver(self._stage_store.fresh, training, device,
+            checkpointer=Checkpointer(setup, spec.settings, model.layers, spec.worker, channel.send),
+            layer_receiver=LayerReceiver(self._stage_store.fresh, training, device, spec.settings.secret,
                                          _FetchReports(spec.worker, channel, injector)),
-            layer_sender=LayerSender(address_towards(spec.coordinator), setup.fetch_bytes_per_second))
+            layer_sender=LayerSender(address_towards(spec.coordinator), spec.settings.secret,
+                                     setup.fetch_bytes_per_second))
         self._generation: Generation | None = None
         self._finishing = threading.Lock()
         self._error: BaseException | None = None
@@ -130,8 +136,8 @@ class _Worker:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # until now blocked, as in the fork server
 
     def _end_soon(self, *_: object) -> None:
-        """SIGTERM: leave when the others can do without this worker; a second one ends it at once."""
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        """SIGTERM: leave when the others can do without this worker. It may come again: schedulers repeat it."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._told_to_end = True
         self._waker.send(b"!")
 
@@ -233,7 +239,7 @@ class _Worker:
             for layer, worker in order.writers:
                 if worker == self._worker and order.parameters:
                     stage = next(stage for stage in stages if layer in range(*stage.layers))
-                    save_layer(Path(self._spec.out), layer, stage.layer_state(layer))
+                    save_layer(Path(self._spec.settings.out), layer, stage.layer_state(layer))
             self._context.checkpointer.save_last(order, self._stage_store)
             digests = {name: tensor_digest(name, parameter) for stage in stages
                        for name, parameter in stage.parameters().items()}
@@ -243,16 +249,17 @@ class _Worker:
         setup = self._setup
         start, end = setup.ranges[index]
         stage = StageModule(index, (start, end), self._model, first=start == 0, last=end == self._model.layers,
-                      loss_scale=setup.loss_scale, config=setup.config)
-        return stage, build_optimizer(stage.modules, setup.config.training)
+                      loss_scale=setup.loss_scale, config=self._config)
+        return stage, build_optimizer(stage.modules, self._config.training)
 
     def _restore(self, stage: StageModule, optimizer: StageOptimizer) -> None:
         """A stage is built as it is before iteration 0; where this run goes on from a checkpoint, that is read.
 
         Only before the first iteration: later the checkpoint may have been removed for newer ones.
         """
-        if self._setup.resume is not None:
-            for layer, state in load(open_checkpoint(Path(self._setup.resume)), range(*stage.layers)).items():
+        resume = self._spec.settings.resume
+        if resume is not None:
+            for layer, state in load(open_checkpoint(Path(resume)), range(*stage.layers)).items():
                 optimizer.load_layer_state(layer, state)
 
 

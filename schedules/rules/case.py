@@ -9,8 +9,9 @@ import msgspec
 
 from schedules.equal import equal_groups
 from schedules.graph import programs_of
+from schedules.layers import joined, layers_text
 from schedules.precedence import OpKey, op_key
-from schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Worker, joined, layers_text
+from schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Worker
 
 Route = Sequence[int]
 """The slices that a micro-batch passes, in order."""

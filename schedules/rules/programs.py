@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from schedules.layers import joined, layers_text
 from schedules.precedence import OpKey, op_key
 from schedules.rules.case import Case, Route, Violation, listed
-from schedules.schedule import LayerRange, Op, OpKind, Worker, joined, layers_text
+from schedules.schedule import LayerRange, Op, OpKind, Worker
 
 
 def each_once(case: Case) -> Iterator[Violation]:
@@ -77,6 +78,8 @@ def closing(case: Case) -> Iterator[Violation]:
 def _reductions_of(case: Case, worker: Worker) -> Iterator[Violation]:
     """The As of one worker."""
     held, ranges = case.schedule.holds(worker), sorted(case.reductions[worker], key=lambda reduced: reduced[0])
+    if held == tuple(layers for layers, _ in ranges):
+        return
     for (before, one), (after, other) in pairwise(ranges):
         if after[0] < before[1]:
             yield Violation("closing", f"worker {worker} runs {_reduction(case, one)} and {_reduction(case, other)}; "

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from schedules.graph import require_acyclic
+from schedules.layers import layers_text, total
 from schedules.memory import memory_profile
 from schedules.rules.case import Case, Violation, listed
-from schedules.schedule import COMPUTE_KINDS, LayerRange, Memory, Op, OpKind, Seat, layers_text, total
+from schedules.schedule import COMPUTE_KINDS, LayerRange, Memory, Op, OpKind, Seat
 
 
 def hosts(case: Case) -> Iterator[Violation]:
@@ -187,10 +188,12 @@ def deadlock(case: Case) -> Iterator[Violation]:
     only ops without duration can form a circle, and As, which may take time on some of their workers only; and without
     a circle `schedules.graph.transfers` orders the transfers so that they form none either.
     """
-    instant = {worker: [op for op in ops if op.end_ticks == op.start_ticks or op.kind is OpKind.A]
-               for worker, ops in case.programs.items()}
-    if all(op.end_ticks > op.start_ticks for ops in instant.values() for op in ops):
+    instant = {worker: [op for op in ops if op.end_ticks == op.start_ticks] for worker, ops in case.programs.items()}
+    if not any(instant.values()):
         return
+    if any(op.end_ticks > op.start_ticks for reduced in case.reductions.values() for _, op in reduced):
+        instant = {worker: [op for op in ops if op.end_ticks == op.start_ticks or op.kind is OpKind.A]
+                   for worker, ops in case.programs.items()}
     try:
         require_acyclic(case.schedule, instant)
     except ValueError as error:

@@ -3,8 +3,9 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from schedules.layers import joined, layers_text
 from schedules.rules.case import Case, Violation
-from schedules.schedule import LayerRange, Worker, joined, layers_text
+from schedules.schedule import LayerRange, Worker
 
 
 def live_workers(case: Case) -> Iterator[Violation]:

@@ -18,7 +18,8 @@ from typing import TypeVar
 
 import msgspec
 
-from schedules.schedule import Grid, LayerRange, OpKind, Program, Schedule, Seat, Worker, total
+from schedules.layers import total
+from schedules.schedule import Grid, LayerRange, OpKind, Program, Schedule, Seat, Worker
 from schedules.tables.pattern import Columns, columns_by_pipeline, pipeline_classes
 
 A = TypeVar("A", bound=Hashable)

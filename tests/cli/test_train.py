@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from cli.app import app
 from planner.job.file import parse_job
+from runtime.protocol.authentication import VARIABLE
 from runtime.protocol.rendezvous import host_store
 from schedules import codec
 from schedules.schedule import Worker
@@ -56,7 +57,8 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", "from cli.app import main; main()", "train", *map(str, arguments)]
     root = Path(__file__).parents[2]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root,
-                            env={**os.environ, "PYTHONPATH": str(root)}, start_new_session=True)
+                            env={**os.environ, "PYTHONPATH": str(root), VARIABLE: "0123456789abcdef"},
+                            start_new_session=True)
 
 
 def test_plans_and_trains_and_says_how_it_went(job, tmp_path):
@@ -164,6 +166,8 @@ def test_one_command_a_node(job, tmp_path):
     (["--backward", "odd"], "--backward odd: expected split or fused"),
     (["--nodes", "2"], "--nodes needs --rendezvous"),
     (["--nodes", "2", "--node", "2", "--rendezvous", "127.0.0.1:1"], "--node 2: expected 0 to 1"),
+    (["--nodes", "2", "--node", "1", "--rendezvous", "127.0.0.1:1"],
+     "a run on 2 nodes needs a secret that all of them have: set SLIPSTREAM_SECRET_FILE"),
     (["--rendezvous", "nowhere"], "'nowhere' is no meeting point"),
     (["--schedule", "/no/such.json"], "/no/such.json: cannot be read"),
     (["--schedule", "x.json", "--failed", "1.0"], "leave out --failed"),

@@ -1,5 +1,6 @@
 """Plans of generated jobs: all pass the checker, respect the bounds, and are reproducible."""
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,8 @@ from planner.model.assemble import build_schedule
 from planner.model.bounds import lower_bound
 from planner.model.problem import NoPlanError, build_problem
 from planner.model.start_times import earliest, period, solution_period, timed
-from planner.plan import plan_job
+from planner.options import PlanOptions
+from planner.plan import plan_job, plan_with
 from planner.search.assignment import ASSIGNMENT_RULES, assign
 from planner.search.list_scheduler import DispatchRule, ListScheduler
 from schedules.check import check
@@ -108,3 +110,13 @@ def test_times_are_exact_decimals():
     schedule = plan_job(grid(1, 2, 2, times="forward = 0.0297\nbackward_input = 0.0294\nbackward_weight = 0.0199\n"
                              "transfer = 0.0005"), method="greedy").schedule
     assert schedule.tick_seconds == 0.0001 and schedule.times.forward == (297, 297) and schedule.times.transfer == 5
+
+
+def test_layers_whose_times_are_rounded_do_not_undercut_the_bound():
+    """Thirds of a stage are rounded down to ticks; the bound of whole stages must allow for that."""
+    job = grid(3, 3, 5, more="[placement]\nlayers = [3, 3, 3]\n")
+    times = {"forward": (0.1000001,) * 3, "backward_input": (0.1000003,) * 3, "backward_weight": (0.0700001,) * 3}
+    job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, **times))
+    for layers in ("fixed", "move"):
+        made = plan_with(PlanOptions(method="greedy", time_limit=1, layers=layers), job, [Worker(1, 1)])
+        assert check(made.schedule) == [] and made.schedule.gap < 0.5

@@ -14,6 +14,7 @@ from planner.plan import plan_job
 from runtime.config import RunConfig, parse_run_config
 from runtime.launch import RunResult
 from runtime.model.parameters import load_parameters
+from runtime.protocol.authentication import VARIABLE
 from runtime.protocol.rendezvous import host_store
 from runtime.tools.reference import ReferenceResult, reference_run
 from schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
@@ -87,7 +88,7 @@ def judge_of_text(text: str) -> ReferenceResult:
 
 def command_environment() -> dict[str, str]:
     """For commands that are run elsewhere, and share this machine."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", VARIABLE: "0123456789abcdef"}
 
 
 def losses_in(out: Path) -> list[float]:

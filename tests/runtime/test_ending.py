@@ -12,10 +12,11 @@ import pytest
 from runtime.launch import Resilience, RunOptions, RunResult, join, run
 from runtime.model.checkpoint import latest
 from runtime.processes.fork_server import ForkServer
-from runtime.processes.stop_signals import RunStopped
+from runtime.processes.stop_signals import REPEATED_SECONDS, RunStopped
 from runtime.protocol.rendezvous import Rendezvous
 from tests.runtime.failing import JOB, TIMEOUT_SECONDS, dead, planned
 from tests.runtime.running import assert_same_numbers, free_port, judge, log_of, schedule_for, tiny
+from tests.runtime.speaking import SECRET, own_job
 
 ENDLESS = 100_000
 CONFIG = tiny(iterations=30)
@@ -76,10 +77,22 @@ def test_without_checkpoints_it_just_ends_at_the_next_iteration(fork_server, tmp
     assert 6 <= committed(tmp_path) <= 10 and not (tmp_path / "checkpoints").exists()
 
 
+def test_a_signal_that_is_repeated_at_once_is_the_same_one(fork_server, tmp_path):
+    """From the scheduler and from torchrun; also where workers get it twice."""
+    def tell(iteration, _):
+        if iteration == 5:
+            for pid in 2 * [os.getpid(), *fork_server.pids.values()]:
+                os.kill(pid, signal.SIGTERM)
+
+    stopped(tmp_path, fork_server, tell)
+    assert_goes_on(tmp_path, fork_server)
+
+
 def test_a_second_signal_ends_it_at_once(fork_server, tmp_path):
     def tell(iteration, _):
         if iteration == 5:
             os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(REPEATED_SECONDS[signal.SIGINT] + 0.1)
             os.kill(os.getpid(), signal.SIGINT)
 
     assert stopped(tmp_path, fork_server, tell).number == signal.SIGINT
@@ -170,7 +183,7 @@ def test_a_node_whose_workers_leave(fork_server, tmp_path):
 
     def follow(other: ForkServer) -> None:
         try:
-            join(rendezvous, node=1, nodes=2, out=tmp_path / "other", fork_server=other)
+            join(rendezvous, own_job(JOB, CONFIG), node=1, nodes=2, out=tmp_path / "other", fork_server=other)
         except Exception as error:
             errors.append(error)
 
@@ -182,6 +195,7 @@ def test_a_node_whose_workers_leave(fork_server, tmp_path):
     with ForkServer() as other:
         thread = threading.Thread(target=follow, args=(other,), daemon=True)
         thread.start()
-        result = trained(tmp_path / "lead", fork_server, tell, RunOptions(nodes=2, rendezvous=rendezvous))
+        options = RunOptions(nodes=2, rendezvous=rendezvous, secret=SECRET)
+        result = trained(tmp_path / "lead", fork_server, tell, options)
         thread.join(20)
     assert sorted(dead(result)) == ["1.0", "1.1"] and len(result.recoveries) == 1 and not errors

@@ -28,6 +28,7 @@ from tests.runtime.running import (
     tiny,
     wait_until_gone,
 )
+from tests.runtime.speaking import SECRET, own_job
 
 JOB = grid(2, 2, 2, more="optimizer = 1")
 
@@ -152,7 +153,7 @@ def test_two_nodes(fork_server, own_fork_server, tmp_path):
     rendezvous, failed = Rendezvous("127.0.0.1", free_port()), ["1.0"]
     other = Joining(rendezvous, own_fork_server, tmp_path)  # both write into one folder, as on a shared disk
     result = run(schedule_for(JOB, failed), tiny(), out=tmp_path,
-                 options=RunOptions(nodes=2, rendezvous=rendezvous), fork_server=fork_server)
+                 options=RunOptions(nodes=2, rendezvous=rendezvous, secret=SECRET), fork_server=fork_server)
     other.thread.join(10)
     assert other.error is None and not other.thread.is_alive()
     assert_same_numbers(result, judge(tiny(), JOB.microbatches))
@@ -169,7 +170,7 @@ def test_a_failure_on_one_node_ends_all(fork_server, own_fork_server, tmp_path):
 
     with pytest.raises(RunError, match=r"^worker 1\.1 was killed by SIGKILL"):
         run(schedule_for(JOB), tiny(), out=tmp_path / "lead", fork_server=fork_server, iterations=10_000,
-            options=RunOptions(nodes=2, rendezvous=rendezvous), progress=kill)
+            options=RunOptions(nodes=2, rendezvous=rendezvous, secret=SECRET), progress=kill)
     other.thread.join(10)
     assert str(other.error).startswith("worker 1.1 was killed by SIGKILL")
     assert own_fork_server.pids == fork_server.pids == {}
@@ -209,6 +210,7 @@ class Joining:
 
     def _join(self, rendezvous: Rendezvous, fork_server: ForkServer, out: Path) -> None:
         try:
-            join(rendezvous, node=1, nodes=2, out=out, fork_server=fork_server)
+            own = own_job(JOB, tiny())
+            join(rendezvous, own, node=1, nodes=2, out=out, fork_server=fork_server)
         except Exception as error:
             self.error = error

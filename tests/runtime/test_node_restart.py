@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from tests.runtime.running import (
     tiny,
     wait_until_gone,
 )
+from tests.runtime.speaking import SECRET
 
 CONFIG = tiny(iterations=300)
 SLOWLY_SECONDS = 0.2
@@ -34,7 +36,10 @@ import sys
 from pathlib import Path
 from runtime.launch import join
 from runtime.protocol.rendezvous import Rendezvous
-join(Rendezvous("127.0.0.1", int(sys.argv[1])), node=1, nodes=2, out=Path(sys.argv[2]), join_timeout_seconds=60,
+from tests.runtime.speaking import own_job
+from tests.runtime.test_node_restart import CONFIG, JOB
+join(Rendezvous("127.0.0.1", int(sys.argv[1])), own_job(JOB, CONFIG), node=1, nodes=2, out=Path(sys.argv[2]),
+     join_timeout_seconds=60,
      notify=lambda text: print(text, file=sys.stderr, flush=True))
 """
 
@@ -78,7 +83,8 @@ def lead(node: Node, fork_server: ForkServer, out: Path, progress) -> RunResult:
             time.sleep(SLOWLY_SECONDS)
 
     result = run(schedule_for(JOB), CONFIG, out=out, fork_server=fork_server, progress=slowly,
-                 options=RunOptions(nodes=2, rendezvous=Rendezvous("127.0.0.1", node.port), notify=news.append),
+                 options=RunOptions(nodes=2, rendezvous=Rendezvous("127.0.0.1", node.port), secret=SECRET,
+                                    notify=news.append),
                  resilience=Resilience(scheduler=planned(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS))
     assert_same_numbers(result, judge(CONFIG, JOB.microbatches, CONFIG.training.iterations))
     return result
@@ -122,6 +128,9 @@ def test_a_second_launcher_of_a_node_waits_until_the_first_is_missed(node, fork_
         result = lead(node, fork_server, tmp_path / "lead", progress)
     finally:
         node.close()
+        for pid in stopped:  # the fork server sees then that its launcher is gone
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
     assert sorted(dead(result)) == sorted(returned(result)) == ["1.0", "1.1"]
     wait_until_gone(stopped)
 

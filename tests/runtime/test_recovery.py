@@ -21,6 +21,7 @@ from schedules.schedule import Worker
 from schedules.tables.relabel import relabel
 from tests.runtime.failing import JOB, LONG, TIMEOUT_SECONDS, WIDE, at, dead, planned, returned, train
 from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
+from tests.runtime.speaking import SECRET, own_job
 
 PLANNING_SECONDS = 3.0
 
@@ -157,7 +158,7 @@ def test_a_whole_node_dies(fork_server, tmp_path):
 
     def follow(other):
         try:
-            join(rendezvous, node=1, nodes=2, out=tmp_path / "other", fork_server=other)
+            join(rendezvous, own_job(JOB, LONG), node=1, nodes=2, out=tmp_path / "other", fork_server=other)
         except RunError as error:
             errors.append(str(error))
 
@@ -178,7 +179,7 @@ def train_on_two_nodes(rendezvous: Rendezvous, other: ForkServer, fork_server: F
             os.kill(other._process.pid, signal.SIGKILL)
 
     return run(schedule_for(JOB), LONG, out=out, fork_server=fork_server, progress=kill,
-               options=RunOptions(nodes=2, rendezvous=rendezvous),
+               options=RunOptions(nodes=2, rendezvous=rendezvous, secret=SECRET),
                resilience=Resilience(scheduler=planned(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS))
 
 

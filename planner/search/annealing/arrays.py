@@ -74,7 +74,7 @@ def _state(arrays: ProblemArrays, order: Ints) -> State:
         sequence[worker, :len(row)] = row
     return State(worker=ops.worker.copy(), duration=ops.duration.copy(), sequence=sequence,
                  size=ints([len(row) for row in rows]), place=place,
-                 deadline=_zeros(len(arrays.problem.linked)), end=_zeros(len(arrays.problem.linked)))
+                 end=_zeros(len(arrays.problem.linked)), deadline=_zeros(len(arrays.problem.linked)))
 
 
 def _tails(arrays: ProblemArrays) -> Ints:

@@ -7,12 +7,11 @@ import numpy as np
 from planner.model.arrays import ProblemArrays
 from planner.model.problem import Problem
 from planner.model.solution import Solution
-from planner.model.start_times import late_ends
 from planner.search.annealing.arrays import make_chain
 from planner.search.annealing.cooling import CYCLES, first_cycle_steps, slice_steps
 from planner.search.kernel.annealing.arrays import BASE, FOREVER, PERIOD, SPAN, Cycle, State
 from planner.search.kernel.annealing.loop import anneal
-from planner.search.kernel.annealing.timing import set_deadlines, set_ends, time
+from planner.search.kernel.annealing.timing import end_with_deadlines, set_deadlines, time
 
 SHIFTS = 60
 """One in so many steps, times the pipelines of a piece, shifts a deadline."""
@@ -46,14 +45,11 @@ class AnnealingChain:
         chain = self._chain
         if self._problem.optimizer == "staggered":
             set_deadlines(chain.instance, chain.state, chain.sorting)
-            here = np.unique(self._arrays.group)
-            chain.state.deadline[here] = late_ends(self._problem, chain.state.deadline)[here]
-            set_ends(chain.instance, chain.state)
             return
         chain.state.deadline[:] = -chain.instance.tail.max()
         for tail, group in zip(chain.instance.tail, chain.instance.group, strict=True):
             chain.state.deadline[group] = -tail
-        set_ends(chain.instance, chain.state)
+        end_with_deadlines(chain.instance, chain.state)
 
     def _measure(self) -> None:
         """Time the best state; its cost counts as infinite, so that the next one as long is kept."""
@@ -67,8 +63,10 @@ class AnnealingChain:
 
     @property
     def deadlines(self) -> list[int]:
-        """Of the best plan so far, by group."""
-        deadlines: list[int] = self._chain.best.deadline.tolist()
+        """Of the best plan so far, by group; 0 for groups that have no worker in this piece."""
+        here = np.zeros_like(self._chain.best.deadline)
+        here[self._arrays.group] = 1
+        deadlines: list[int] = (here * self._chain.best.deadline).tolist()
         return deadlines
 
     @property
@@ -83,7 +81,7 @@ class AnnealingChain:
             self._cycle = self._next_cycle()
             for state in (self._chain.state, self._chain.best):
                 state.deadline[:] = deadlines
-                set_ends(self._chain.instance, state)
+                end_with_deadlines(self._chain.instance, state)
             self._measure()
 
     def loosen(self) -> None:

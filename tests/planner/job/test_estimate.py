@@ -1,6 +1,7 @@
 """Estimates against figures that were measured."""
 
 import tomllib
+from fractions import Fraction
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ from planner.job.file import parse_job
 from planner.job.layers import layer_costs
 from planner.job.presets import preset, preset_names
 from planner.job.writer import job_text
+from planner.model.ticks import tick_of
 from planner.plan import plan_job
 
 
@@ -77,3 +79,10 @@ def test_the_head_takes_layers_from_the_last_stage():
 def test_what_cannot_be_is_refused(shape, stages, says):
     with pytest.raises(ValueError, match=says):
         estimate("job", shape, layout(stages))
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "llama-3-70b"])
+def test_times_of_layers_need_no_finer_clock_than_those_of_stages(name):
+    """Else plans that cut stages are rounded otherwise than those that do not, and neither is proven optimal."""
+    job = parse_job(preset(name))
+    assert tick_of(job) == tick_of(job, layer_costs(job)) == Fraction(1, 10**6)

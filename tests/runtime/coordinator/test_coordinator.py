@@ -9,7 +9,7 @@ from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.coordinator import Coordinator
 from runtime.coordinator.join_planning import FAILURES, PAUSE_SECONDS
 from runtime.coordinator.planning import NoScheduleError, RunError
-from runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Paused, Ran, Ready
+from runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Paused, Ran, Ready, Started
 from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, LayerMove, Train
 from schedules.codec import decode
 from schedules.schedule import Worker
@@ -169,6 +169,15 @@ def test_a_failure_goes_before_who_comes_back(run):
     assert [seat.worker for seat in decode(bytes(order.schedule)).seats] == MEMBERS[:2]
     run.coordinator.advance()
     assert run.last(Fetch).number == 3 and run.last(Fetch).order == 2 and run.last(Fetch).moves
+
+
+def test_one_that_begins_late_does_not_end_the_recovery_from_a_death_meanwhile(run):
+    """That would be told before anybody goes on, and then once more, without a cause."""
+    run.lost(Worker(1, 0), "killed")
+    assert run.coordinator.started(Started(Worker(0, 1), 1)) is None
+    run.paused(MEMBERS[:2])
+    assert run.coordinator.started(Started(Worker(0, 0), 2)).reasons == ("killed",)
+    assert run.coordinator.started(Started(Worker(0, 1), 2)) is None and len(run.coordinator.recoveries) == 1
 
 
 def test_another_death_while_a_schedule_is_planned_is_planned_for():

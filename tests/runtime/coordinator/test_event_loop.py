@@ -12,8 +12,7 @@ from runtime.coordinator.event_loop import EventLoop, Run
 from runtime.coordinator.loss_file import LossFile
 from runtime.coordinator.planning import RunError
 from runtime.processes.stop_signals import StopSignals
-from runtime.protocol import to_worker
-from runtime.protocol.channel import Frames, frame
+from runtime.protocol import to_node_agent, to_worker
 from runtime.protocol.rendezvous import Rendezvous, listen
 from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import (
@@ -35,11 +34,12 @@ from schedules.codec import decode
 from schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.running import schedule_for, tiny
+from tests.runtime.speaking import SECRET, talk
 
 JOB = grid(3, 1, 2)
 WORKERS = [Worker(0, 0), Worker(1, 0), Worker(2, 0)]
 SOON = 20.0
-SETUP = Setup(config=tiny(), first_iteration=0, iterations=4, traced=0, nodes=1, transport="gloo", device="cpu",
+SETUP = Setup(first_iteration=0, iterations=4, traced=0, nodes=1, transport="gloo", device="cpu",
               store=Rendezvous("127.0.0.1", 1), columns=(0,), ranges=((0, 4),), boundaries=(), loss_scale=1.0,
               heartbeat_timeout_seconds=0.5)
 
@@ -88,20 +88,20 @@ class Talker:
     def __init__(self, worker, address, stops_before=99):
         self.worker, self._address, self._stops_before = worker, address, stops_before
         self.stopped = asyncio.Event()
-        self.writer = None
+        self.talk = self.writer = None
         self.beating = self.answers = True
         self.status = Status(worker, "waits for another", 1.0, waits=True)
 
     def say(self, message):
-        self.writer.write(frame(message))
+        self.talk.say(message)
 
     async def live(self):
-        reader, self.writer = await asyncio.open_connection(self._address.host, self._address.port)
-        self.say(JoinWorker(self.worker))
-        frames, beats = Frames(), asyncio.create_task(self._beat())
+        self.talk = await talk(self._address, JoinWorker(self.worker))
+        self.writer = self.talk.writer
+        beats = asyncio.create_task(self._beat())
         try:
-            while data := await reader.read(2**16):
-                for body in frames.feed(data):
+            while data := await self.talk.reader.read(2**16):
+                for body in self.talk.frames.feed(data):
                     message = to_worker.decode(body)
                     if isinstance(message, Leave):
                         return
@@ -151,8 +151,8 @@ class World:
         self._losses = LossFile(out / "losses.jsonl", 0, None)
         shares = [WORKERS] if setup.nodes == 1 else [WORKERS[::2], WORKERS[1:2]]
         self.events = EventLoop(
-            Run(schedule=schedule_for(JOB), scheduler=scheduler, setup=setup, shares=shares,
-                injections=(), out=out, notify=self.told.append, **limits),
+            Run(schedule=schedule_for(JOB), scheduler=scheduler, setup=setup, shares=shares, config=tiny(),
+                secret=SECRET, injections=(), out=out, notify=self.told.append, **limits),
             self.log, self._losses, self.processes)
         self.talkers, self.address = {}, None
 
@@ -217,10 +217,9 @@ def test_a_silent_worker_is_given_up_and_killed(tmp_path):
 def test_workers_are_gone_with_the_agent_of_their_node(tmp_path):
     async def script(world):
         await world.talkers[WORKERS[1]].stopped.wait()
-        _, writer = await asyncio.open_connection(world.address.host, world.address.port)
-        writer.write(frame(JoinNode(1)))
+        agent = await talk(world.address, JoinNode(1))
         await asyncio.sleep(0.05)
-        writer.close()
+        agent.writer.close()
 
     setup = replace(SETUP, nodes=2, heartbeat_timeout_seconds=20.0)
     with pytest.raises(RunError, match=r"^worker 1\.0 is gone with node 1; 2 iterations are"):
@@ -230,13 +229,13 @@ def test_workers_are_gone_with_the_agent_of_their_node(tmp_path):
 def test_a_second_agent_of_a_node_is_refused_and_ends_nobody(tmp_path):
     async def script(world):
         await world.talkers[WORKERS[1]].stopped.wait()
-        world.agents = [await asyncio.open_connection(world.address.host, world.address.port) for _ in range(2)]
-        for _, writer in world.agents:
-            writer.write(frame(JoinNode(1)))
+        world.agents = []
+        for _ in range(2):
+            world.agents.append(await talk(world.address, JoinNode(1)))
             await asyncio.sleep(0.05)
-        reader, writer = world.agents[1]
-        writer.write(frame(Ended(WORKERS[1], 1)))
-        assert await reader.read() == frame(NodeTaken())
+        world.agents[1].say(Ended(WORKERS[1], 1))
+        (answer,) = world.agents[1].frames.feed(await world.agents[1].reader.read())
+        assert to_node_agent.decode(answer) == NodeTaken()
         for talker in world.talkers.values():
             talker.say(Ran(talker.worker, 1, 2, 1.0, 0.1))
 
@@ -259,9 +258,8 @@ def test_workers_that_stay_away_are_waited_for_only_so_long(tmp_path):
 def test_a_second_process_that_claims_to_be_a_worker_is_refused_and_so_is_a_worker_that_there_is_not(claimed, tmp_path):
     async def script(world):
         await world.talkers[WORKERS[1]].stopped.wait()
-        reader, writer = await asyncio.open_connection(world.address.host, world.address.port)
-        writer.write(frame(JoinWorker(claimed)) + frame(Ran(claimed, 1, 2, 9.0, 0.1)))
-        assert await reader.read() == b""
+        stranger = await talk(world.address, JoinWorker(claimed), Ran(claimed, 1, 2, 9.0, 0.1))
+        assert await stranger.reader.read() == b""
         for talker in world.talkers.values():
             talker.say(Ran(talker.worker, 1, 2, 1.0, 0.1))
 

@@ -1,6 +1,7 @@
 """The coordinator's end of its connections: who does not speak the protocol is cut off, and nobody else notices."""
 
 import asyncio
+import contextlib
 import socket
 import struct
 from contextlib import ExitStack
@@ -8,25 +9,28 @@ from contextlib import ExitStack
 import pytest
 
 from runtime.coordinator import server
-from runtime.coordinator.server import serve
+from runtime.coordinator.server import Server, serve
+from runtime.protocol.authentication import SPOKEN, Answer, Secret
 from runtime.protocol.channel import MAX_BYTES, frame
 from runtime.protocol.rendezvous import listen
 from runtime.protocol.to_coordinator import Ended, Heartbeat, JoinNode, JoinWorker, Note
 from runtime.protocol.to_worker import Leave
 from schedules.schedule import Worker
+from tests.runtime.speaking import SECRET, talk
 
 WORKER = Worker(0, 1)
 
 
-def play(script):
-    """Run a script against a server: with a function that connects, and what was heard, in order."""
+def play(script, most_unknown=100):
+    """Run a script against a server: with its address, and lists of what was heard and said of connections."""
     async def run():
-        heard = []
+        heard, said = [], []
         listener, address = listen()
-        running = await serve(listener, lambda connection, message: heard.append((connection, message)))
+        running = await serve(listener, Server(
+            SECRET, lambda connection, message: heard.append((connection, message)), said.append, most_unknown))
         try:
             async with asyncio.timeout(20):
-                return await script(lambda: asyncio.open_connection(address.host, address.port), heard)
+                return await script(address, heard, said)
         finally:
             running.close()
 
@@ -38,11 +42,17 @@ async def until(condition):
         await asyncio.sleep(0.005)
 
 
+async def ends(reader):
+    """Read to the end of the connection."""
+    with contextlib.suppress(ConnectionError):
+        while await reader.read(2**16):
+            pass
+
+
 def test_messages_come_in_order_and_the_end_last():
-    async def script(connect, heard):
-        _reader, writer = await connect()
-        writer.write(frame(JoinWorker(WORKER)) + frame(Heartbeat()) + frame(Note(WORKER, "last words")))
-        writer.close()
+    async def script(address, heard, _):
+        spoken = await talk(address, JoinWorker(WORKER), Heartbeat(), Note(WORKER, "last words"))
+        spoken.writer.close()
         await until(lambda: len(heard) == 4)
         return heard
 
@@ -51,39 +61,72 @@ def test_messages_come_in_order_and_the_end_last():
     assert {connection.peer for connection, _ in heard} == {WORKER} and heard[0][0].closed
 
 
+def a_stranger():
+    """One who knows all but the secret."""
+    return Answer(Secret(b"another secret"), "control", SPOKEN + bytes(32)).hello + frame(JoinWorker(WORKER)).data
+
+
 @pytest.mark.parametrize("said", [
-    frame(Heartbeat()), frame(Ended(WORKER, 0)), b"GET / HTTP/1.1\r\n\r\n", struct.pack("<I", MAX_BYTES + 1),
-    struct.pack("<I", 3) + b"{}}"])
-def test_a_stranger_is_cut_off_and_never_heard_of(said):
-    async def script(connect, heard):
-        reader, writer = await connect()
+    b"GET / HTTP/1.1\r\nHost: there\r\nAccept: everything that there is\r\n\r\n", bytes(10**7), a_stranger()],
+    ids=["http", "10 MB", "another secret"])
+def test_a_stranger_is_cut_off_with_one_line_and_never_heard_of(said):
+    async def script(address, heard, lines):
+        reader, writer = await asyncio.open_connection(address.host, address.port)
         writer.write(said)
-        assert await reader.read() == b""
-        return heard
+        await ends(reader)
+        return heard, lines
 
-    assert play(script) == []
+    heard, (line,) = play(script)
+    assert heard == [] and line.startswith("127.0.0.1:")
+    assert line.endswith(" was cut off: it does not know the secret of this run")
 
 
-@pytest.mark.parametrize(("hello", "then"), [
-    (JoinNode(1), struct.pack("<I", 2) + b"[]"), (JoinNode(1), frame(Heartbeat())),
-    (JoinWorker(WORKER), frame(Ended(WORKER, 0))), (JoinWorker(WORKER), frame(Note(Worker(1, 1), "not me")))])
-def test_nonsense_after_the_hello_ends_the_connection(hello, then):
+@pytest.mark.parametrize("message", [Heartbeat(), Ended(WORKER, 0)])
+def test_who_does_not_say_who_it_is_is_cut_off_and_never_heard_of(message):
+    async def script(address, heard, lines):
+        spoken = await talk(address, message)
+        await ends(spoken.reader)
+        return heard, lines
+
+    heard, (line,) = play(script)
+    assert heard == [] and line.endswith(" was cut off: the first message must say who speaks")
+
+
+@pytest.mark.parametrize(("hello", "then", "why"), [
+    (JoinNode(1), b"[]", "Expected `object`, got `array`"), (JoinNode(1), b"{}}", "missing required field `type`"),
+    (JoinNode(1), b'{"type":"Heartbeat"}', "it sent Heartbeat, which another one sends"),
+    (JoinWorker(WORKER), b'{"type":"Ended","worker":[0,1],"status":0}', "it sent Ended, which another one sends"),
+    (JoinWorker(WORKER), b'{"type":"Note","worker":[1,1],"text":"not me"}', "it sent Note, which another one sends"),
+    (JoinWorker(WORKER), b'{"type":"Ran","worker":[0,1],"order":"x"}', "Expected `int`, got `str`")])
+def test_nonsense_after_the_hello_ends_the_connection_with_one_line(hello, then, why):
     """Also what only others may say."""
-    async def script(connect, heard):
-        reader, writer = await connect()
-        writer.write(frame(hello) + then)
-        assert await reader.read() == b""
+    async def script(address, heard, lines):
+        spoken = await talk(address, hello)
+        spoken.say_body(then)
+        await ends(spoken.reader)
         await until(lambda: len(heard) == 2)
-        return heard
+        return heard, lines
 
-    assert [message for _, message in play(script)] == [hello, None]
+    heard, (line,) = play(script)
+    assert [message for _, message in heard] == [hello, None]
+    assert line.startswith(("node 1 at 127.0.0.1:", "worker 0.1 at 127.0.0.1:")) and why in line and "\n" not in line
+
+
+def test_what_is_too_long_is_refused_before_it_is_read():
+    async def script(address, heard, lines):
+        spoken = await talk(address, JoinWorker(WORKER))
+        spoken.writer.write(struct.pack("<I", MAX_BYTES + 1))
+        await ends(spoken.reader)
+        return lines
+
+    assert f"a peer sent a message of {MAX_BYTES + 1} bytes" in play(script)[0]
 
 
 def test_all_workers_of_a_large_run_may_come_at_once():
     """More than asyncio lets wait by default, while the event loop is busy."""
     async def run():
         listener, address = listen()
-        running = await serve(listener, lambda *_: None)
+        running = await serve(listener, Server(SECRET, lambda *_: None, print, 400))
         with ExitStack() as stack:
             for _ in range(300):
                 stack.enter_context(socket.create_connection((address.host, address.port), timeout=0.5))
@@ -92,25 +135,54 @@ def test_all_workers_of_a_large_run_may_come_at_once():
     asyncio.run(run())
 
 
-def test_who_says_nothing_is_cut_off(monkeypatch):
+@pytest.mark.parametrize("said", [b"", b"half of what"], ids=["nothing", "a part"])
+def test_who_never_ends_what_it_begins_to_say_is_cut_off(said, monkeypatch):
     monkeypatch.setattr(server, "HELLO_SECONDS", 0.05)
 
-    async def script(connect, heard):
-        reader, _ = await connect()
-        return await reader.read()
+    async def script(address, heard, lines):
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(said)
+        await ends(reader)
+        return lines
 
-    assert play(script) == b""
+    assert play(script)[0].endswith("it did not say who it is within 0 s")
+
+
+def test_of_many_who_say_nothing_the_oldest_goes_and_a_worker_comes_in():
+    async def script(address, heard, lines):
+        idle = [await asyncio.open_connection(address.host, address.port) for _ in range(60)]
+        await talk(address, JoinWorker(WORKER))
+        await until(lambda: heard)
+        await ends(idle[0][0])
+        return heard[0][1], lines
+
+    heard, lines = play(script, most_unknown=20)
+    assert heard == JoinWorker(WORKER)
+    assert len(lines) == 10 and all("more than 20 connections say nothing" in line for line in lines)
+
+
+def test_who_does_not_read_is_cut_off(monkeypatch):
+    monkeypatch.setattr(server, "MOST_UNSENT_BYTES", 10**6)
+
+    async def script(address, heard, lines):
+        await talk(address, JoinWorker(WORKER))
+        await until(lambda: heard)
+        for _ in range(100):
+            heard[0][0].send(frame(Note(WORKER, "x" * 10**6)))
+        await until(lambda: len(heard) == 2)
+        return lines
+
+    assert play(script)[0].endswith("it does not read what it is sent")
 
 
 def test_what_is_sent_before_closing_arrives():
-    async def script(connect, heard):
-        reader, writer = await connect()
-        writer.write(frame(JoinWorker(WORKER)))
+    async def script(address, heard, _):
+        spoken = await talk(address, JoinWorker(WORKER))
         await until(lambda: heard)
         connection = heard[0][0]
         connection.send(frame(Leave()))
         connection.close()
         connection.send(frame(Leave()))
-        return await reader.read()
+        return spoken.frames.feed(await spoken.reader.read())
 
-    assert play(script) == frame(Leave())
+    assert play(script) == [b'{"type":"Leave"}']

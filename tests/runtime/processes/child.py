@@ -24,3 +24,8 @@ def live(data: bytes) -> bytes:
 
 def switch_interval(data: bytes) -> bytes:
     return str(sys.getswitchinterval()).encode()
+
+
+def sleep(data: bytes) -> int:
+    time.sleep(float(data))
+    return 0

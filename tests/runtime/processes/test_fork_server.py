@@ -1,9 +1,13 @@
 """The fork server outlives nobody, and says nothing when it goes."""
 
+import os
+import signal
 import subprocess
 import sys
 
-from tests.runtime.running import command_environment
+from runtime.processes import fork_server
+from runtime.processes.fork_server import ForkServer, ProcessSpec
+from tests.runtime.running import command_environment, wait_until_gone
 
 KILLED = """
 import os, signal, sys
@@ -20,3 +24,17 @@ def test_a_launcher_that_dies_while_processes_are_started_leaves_neither_them_no
     done = subprocess.run([sys.executable, "-c", KILLED], env=command_environment(), stderr=subprocess.PIPE, text=True,
                           timeout=60, check=False)
     assert done.returncode == -9 and done.stderr == ""
+
+
+def test_ending_processes_that_do_not_end_has_an_end(monkeypatch, tmp_path):
+    """The fork server is stopped, and so kills nobody: it is killed itself, and its processes die with it."""
+    monkeypatch.setattr(fork_server, "KILL_SECONDS", 0.3)
+    with ForkServer() as server:
+        server.start(ProcessSpec("a", "tests.runtime.processes.child:sleep", "300", str(tmp_path / "log")))
+        while not server.pids:
+            server.poll(60)
+        pid = server.pids["a"]
+        os.kill(server._process.pid, signal.SIGSTOP)
+        server.kill_all()
+        assert server.pids == {} and not server.lives("a")
+        wait_until_gone([pid])

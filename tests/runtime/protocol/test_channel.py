@@ -1,5 +1,6 @@
 """Messages on a connection: cut apart, checked, bounded; a coordinator that is late, silent or gone."""
 
+import queue
 import socket
 import struct
 import threading
@@ -10,28 +11,42 @@ import pytest
 
 from runtime.protocol import channel as channel_module
 from runtime.protocol import to_coordinator, to_node_agent, to_worker
+from runtime.protocol.authentication import SPOKEN, Tags
 from runtime.protocol.channel import MAX_BYTES, Channel, Frames, ProtocolError, frame
 from runtime.protocol.rendezvous import Rendezvous, RendezvousError, listen
 from runtime.protocol.to_coordinator import Heartbeat, JoinWorker, Note, Ran
 from runtime.protocol.to_worker import Acknowledged, EndOrder, Leave
 from schedules.schedule import Worker
+from tests.runtime.speaking import SECRET, Asking, be_asked, framed
 
 WORKER = Worker(1, 2)
 SOON = 10.0
+KEY = b"of tests"
 
 
 def test_messages_are_whole_however_the_bytes_come():
     messages = [Heartbeat(), Note(WORKER, "x" * 300), Ran(WORKER, 1, 2, None, 0.5)]
-    data = b"".join(map(frame, messages))
+    tags = Tags(KEY)
+    data = b"".join(frame(message).tagged(tags) for message in messages)
     for step in (1, 7, len(data)):
-        frames = Frames()
+        frames = Frames(Tags(KEY))
         found = [body for start in range(0, len(data), step) for body in frames.feed(data[start:start + step])]
         assert list(map(to_coordinator.decode, found)) == messages
 
 
 def test_a_message_that_is_too_long_is_refused_before_it_is_read():
     with pytest.raises(ProtocolError, match=f"a message of {MAX_BYTES + 1} bytes"):
-        Frames().feed(struct.pack("<I", MAX_BYTES + 1))
+        Frames(Tags(KEY)).feed(struct.pack("<I", MAX_BYTES + 1))
+
+
+def test_messages_that_are_changed_repeated_left_out_or_of_another_connection_are_refused():
+    tags = Tags(KEY)
+    first, second = (frame(Note(WORKER, text)).tagged(tags) for text in ("one", "two"))
+    changed = first.replace(b"one", b"won")
+    for data in (changed, first + first, second, first[:-1] + b"?", frame(Heartbeat()).tagged(Tags(b"another"))):
+        with pytest.raises(ProtocolError, match="a message was changed on its way"):
+            Frames(Tags(KEY)).feed(data)
+    assert len(Frames(Tags(KEY)).feed(first + second)) == 2
 
 
 @pytest.mark.parametrize("decode", [to_coordinator.decode, to_worker.decode, to_node_agent.decode])
@@ -54,48 +69,107 @@ def coordinator():
     listener, address = listen()
     with listener:
         listener.settimeout(SOON)
-        yield listener, address
+        yield Coordinator(listener), address
+
+
+class Coordinator:
+    """Accepts connections in a thread: a channel is made once hands have been shaken."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._accepted: queue.Queue[Asking] = queue.Queue()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        self._accepted.put(be_asked(connection, "control"))
+
+    def accepted(self) -> tuple[Asking, Frames]:
+        asking = self._accepted.get(timeout=SOON)
+        return asking, Frames(asking.keys.receiving)
+
+
+def send(asking: Asking, *messages: msgspec.Struct) -> None:
+    for message in messages:
+        asking.connection.sendall(frame(message).tagged(asking.keys.sending))
 
 
 def test_a_channel_says_who_it_is_and_reads_what_was_pushed(coordinator):
-    listener, address = coordinator
-    channel = Channel(address, JoinWorker(WORKER), to_worker.decode, SOON)
-    connection, _ = listener.accept()
-    with connection:
-        (hello,) = Frames().feed(connection.recv(1000))
+    accepting, address = coordinator
+    channel = Channel(address, SECRET, JoinWorker(WORKER), to_worker.decode, SOON)
+    asking, frames = accepting.accepted()
+    with asking:
+        (hello,) = frames.feed(asking.connection.recv(1000))
         assert to_coordinator.decode(hello) == JoinWorker(WORKER)
-        connection.sendall(frame(Acknowledged(1, 2)) + frame(EndOrder(1)) + frame(Leave()))
-        assert channel.wait_for(Acknowledged) == Acknowledged(1, 2) and channel.pending
-        assert channel.read() == [EndOrder(1), Leave()] and not channel.pending
+        send(asking, Acknowledged(1, 2), EndOrder(1), Leave())
+        assert channel.wait_for(Acknowledged) == Acknowledged(1, 2)
+        rest = []
+        while len(rest) < 2:
+            rest += channel.read()
+        assert rest == [EndOrder(1), Leave()] and not channel.pending
     with pytest.raises(RendezvousError, match="node 0 is gone"):
         channel.read()
     channel.close()
 
 
 def test_any_thread_may_send_and_no_message_is_torn(coordinator):
-    listener, address = coordinator
-    channel = Channel(address, Heartbeat(), to_worker.decode, SOON)
-    connection, _ = listener.accept()
+    accepting, address = coordinator
+    channel = Channel(address, SECRET, Heartbeat(), to_worker.decode, SOON)
+    asking, frames = accepting.accepted()
     texts = [chr(65 + number) * 100_000 for number in range(8)]
     threads = [threading.Thread(target=channel.send, args=(Note(WORKER, text),)) for text in texts]
     for thread in threads:
         thread.start()
-    frames, found = Frames(), []
-    with connection:
+    found = []
+    with asking:
         while len(found) < 9:
-            found += frames.feed(connection.recv(2**16))
+            found += frames.feed(asking.connection.recv(2**16))
     assert sorted(to_coordinator.decode(body).text for body in found[1:]) == texts
     channel.close()
 
 
 def test_a_coordinator_that_makes_no_sense_is_left(coordinator):
-    listener, address = coordinator
-    channel = Channel(address, JoinWorker(WORKER), to_worker.decode, SOON)
-    connection, _ = listener.accept()
-    with connection:
-        connection.sendall(struct.pack("<I", 2) + b"{}")
+    accepting, address = coordinator
+    channel = Channel(address, SECRET, JoinWorker(WORKER), to_worker.decode, SOON)
+    asking, _ = accepting.accepted()
+    with asking:
+        asking.connection.sendall(framed(b"{}", asking.keys))
         with pytest.raises(RendezvousError, match="node 0 sent what makes no sense"):
             channel.read()
+
+
+def test_a_coordinator_that_says_nothing_or_does_not_go_on_is_left(coordinator, monkeypatch):
+    monkeypatch.setattr(channel_module, "ANSWER_SECONDS", 0.2)
+    accepting, address = coordinator
+    channel = Channel(address, SECRET, JoinWorker(WORKER), to_worker.decode, SOON)
+    asking, _ = accepting.accepted()
+    with asking:
+        asking.connection.sendall(frame(Leave()).data[:5])
+        with pytest.raises(RendezvousError, match=r"node 0 is gone: (timed out|it takes too long)"):
+            channel.wait_for(Leave)
+
+
+@pytest.mark.parametrize(("greeting", "then", "reason"), [
+    (b"HTTP/1.1 400 Bad Request" + bytes(40), b"", "what listens there is no Slipstream of this version"),
+    (SPOKEN + bytes(32), b"", "it closed the connection: its secret is another one"),
+    (SPOKEN + bytes(32), bytes(32), "it does not know the secret of this run"),
+    (b"", b"", "it closed the connection$")])
+def test_who_does_not_know_the_secret_is_no_coordinator(greeting, then, reason):
+    listener, address = listen()
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(greeting)
+            if greeting.startswith(SPOKEN):
+                connection.recv(1000)
+                connection.sendall(then)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with listener, pytest.raises(RendezvousError, match=f"^node 0 at {address} was reached, but {reason}"):
+        Channel(address, SECRET, JoinWorker(WORKER), to_worker.decode, SOON)
+    thread.join(SOON)
 
 
 def test_a_channel_waits_for_the_coordinator_to_listen():
@@ -103,10 +177,11 @@ def test_a_channel_waits_for_the_coordinator_to_listen():
     listener.close()
     made: list[Channel] = []
     thread = threading.Thread(target=lambda: made.append(
-        Channel(address, JoinWorker(WORKER), to_worker.decode, SOON)))
+        Channel(address, SECRET, JoinWorker(WORKER), to_worker.decode, SOON)))
     thread.start()
     listener, _ = listen(address)
     with listener:
+        Coordinator(listener).accepted()
         thread.join(SOON)
         assert made
         made[0].close()
@@ -117,7 +192,7 @@ def test_a_coordinator_that_never_listens_is_named():
         taken.bind(("127.0.0.1", 0))  # and does not listen
         address = Rendezvous("127.0.0.1", taken.getsockname()[1])
         with pytest.raises(RendezvousError, match=f"cannot reach the meeting point {address} within 0 s: .*refused"):
-            Channel(address, JoinWorker(WORKER), to_worker.decode, 0.2)
+            Channel(address, SECRET, JoinWorker(WORKER), to_worker.decode, 0.2)
 
 
 def test_who_waits_says_for_whom_at_once_and_now_and_then(monkeypatch):
@@ -128,7 +203,7 @@ def test_who_waits_says_for_whom_at_once_and_now_and_then(monkeypatch):
         address = Rendezvous("127.0.0.1", taken.getsockname()[1])
         began = time.monotonic()
         with pytest.raises(RendezvousError):
-            Channel(address, JoinWorker(WORKER), to_worker.decode, 0.7,
+            Channel(address, SECRET, JoinWorker(WORKER), to_worker.decode, 0.7,
                     lambda line: said.append((time.monotonic() - began, line)))
     assert 2 <= len(said) <= 4 and said[0][0] < 0.15
     assert {line for _, line in said} == {f"waiting for node 0 at {address}: Connection refused"}

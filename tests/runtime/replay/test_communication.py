@@ -1,12 +1,14 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from runtime.config import ConfigError
 from runtime.protocol.rendezvous import host_store
+from runtime.replay import communication
 from runtime.replay.communication import CommunicationError, Communicator, Membership, choose_transport
 from schedules.schedule import Worker
 
@@ -66,6 +68,28 @@ def test_gradients_are_summed_over_the_stage_only(communicators):
     assert [mine[1][0].item() for mine in tensors] == [1, 5, 5]
 
 
+def test_small_gradients_are_summed_together_and_large_ones_alone(communicators, monkeypatch):
+    """Whatever their shapes and dtypes, also one that is a view; in as many sums as there are buckets."""
+    monkeypatch.setattr(communication, "BUCKET_BYTES", 64)
+    summed = []
+    for one in communicators[1:]:
+        group = one._group("stage 1")
+        allreduce = group.allreduce
+        monkeypatch.setattr(one, "_group", lambda _, allreduce=allreduce: SimpleNamespace(
+            allreduce=lambda tensors: (summed.append(tensors[0].numel()), allreduce(tensors))[1]))
+
+    def gradients(factor):
+        return [torch.arange(6.0).reshape(2, 3).t() * factor, torch.full((), factor), torch.full((4, 5), factor),
+                torch.full((2,), factor, dtype=torch.float64), torch.full((1,), factor, dtype=torch.float64)]
+
+    mine = [gradients(1.0), gradients(2.0)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda one, tensors: one.sum_over_stage(1, tensors), communicators[1:], mine, timeout=20))
+    assert sorted(summed) == sorted(2 * [6 + 1, 20, 2 + 1])
+    for one in mine:
+        assert all(torch.equal(found, expected) for found, expected in zip(one, gradients(3.0), strict=True))
+
+
 def test_clocks_of_one_machine_agree(communicators):
     with ThreadPoolExecutor(3) as pool:
         offsets = list(pool.map(lambda communicator: communicator.clock_offset(), communicators, timeout=20))
@@ -77,7 +101,7 @@ def test_a_blocked_receive_ends_when_its_peer_drops_the_communicator(communicato
     arriving = receiver.receive((1,), torch.float32, WORKERS[2], 0)
     threading.Timer(0.2, peer.drop).start()
     began = time.monotonic()
-    with pytest.raises(CommunicationError, match=r"^receiving from worker 1\.1 failed: .+$"):
+    with pytest.raises(CommunicationError, match=r"^receiving from worker 1\.1 failed: [^/]+$"):
         arriving.take()
     assert time.monotonic() - began < 3
 

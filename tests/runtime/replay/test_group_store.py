@@ -21,6 +21,28 @@ def test_keys_of_two_groups_are_apart():
     assert [one.add("count", 2), other.add("count", 1)] == [2, 1]
 
 
+def test_what_all_ranks_leave_is_fetched_at_once():
+    """The store may be far away."""
+    store, asked = HashStore(), []
+
+    class Far(HashStore):
+        def check(self, keys):
+            asked.append("check")
+            return store.check(keys)
+
+        def multi_get(self, keys):
+            asked.append("multi_get")
+            return store.multi_get(keys)
+
+    one, other = (GroupStore(place, "", LONG, lambda: None, ranks=3) for place in (Far(), store))
+    for rank in range(3):
+        other.set(f"0/{rank}", str(rank).encode())
+    for rank in range(3):
+        one.wait([f"0/{rank}"])
+        assert one.get(f"0/{rank}") == str(rank).encode()
+    assert asked == ["check", "multi_get"]
+
+
 def test_who_waits_in_vain_is_told():
     with pytest.raises(DistStoreError, match="waited in vain for a, b"):
         GroupStore(HashStore(), "", LONG, lambda: None).wait(["a", "b"], timedelta(milliseconds=5))

@@ -1,5 +1,6 @@
 """Layers on their way between workers: the same bits at both ends, whether all wait meanwhile or train on."""
 
+import hashlib
 import io
 import queue
 import socket
@@ -7,6 +8,7 @@ import struct
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from runtime.config import TrainingConfig
 from runtime.model.layers import model_for, parameter_dtype
 from runtime.model.optimizer import StageOptimizer, build_optimizer
 from runtime.model.stage import StageModule
+from runtime.protocol.authentication import Keys, Tags
 from runtime.protocol.to_worker import LayerMove
 from runtime.replay.communication import CommunicationError
 from runtime.worker import layer_sender
@@ -23,7 +26,6 @@ from runtime.worker.layer_messages import (
     LayerGradients,
     LayerRequest,
     LayerState,
-    Message,
     MessageError,
     UpToDate,
     pack,
@@ -33,11 +35,18 @@ from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEve
 from runtime.worker.layer_sender import QUEUE_STATES, LayerSender
 from schedules.schedule import Worker
 from tests.runtime.running import command_environment, tiny
+from tests.runtime.speaking import SECRET, Asking, ask, be_asked
 
 CPU = torch.device("cpu")
 LEFT, RIGHT, TARGET = Worker(0, 0), Worker(1, 0), Worker(2, 0)
 LAYERS = (0, 3)
 SOON = 10.0
+KEY = b"of tests"
+
+
+def keys() -> Keys:
+    return Keys(Tags(KEY), Tags(KEY))
+
 CONFIGS = {"adamw": {}, "sgd": {"optimizer": "sgd"}, "momentum": {"optimizer": "sgd", "momentum": 0.9}}
 
 
@@ -48,36 +57,12 @@ def build(training: TrainingConfig, seed: int = 0) -> tuple[StageModule, StageOp
     return stage, build_optimizer(stage.modules, training)
 
 
-def send(connection: socket.socket, message: Message, tensors=None) -> None:
-    for piece in pack(message, tensors):
-        connection.sendall(piece)
-
-
-def receive(connection: socket.socket):
-    """The next message, and nothing of those behind it."""
-    with connection.makefile("rb", buffering=0) as raw:
-        return read_message(Exactly(raw))
-
-
-class Exactly:
-    """Reads as much as is asked for, and no more."""
-
-    def __init__(self, raw) -> None:
-        self._raw = raw
-
-    def read(self, size: int, /) -> bytes:
-        data = b""
-        while len(data) < size and (more := self._raw.read(size - len(data))):
-            data += more
-        return data
-
-
 class Member:
     """A worker that holds the stage, with its sender."""
 
     def __init__(self, training: TrainingConfig, bytes_per_second: float | None = None) -> None:
         self.stage, self.optimizer = build(training)
-        self.sender = LayerSender("127.0.0.1", bytes_per_second)
+        self.sender = LayerSender("127.0.0.1", SECRET, bytes_per_second)
         self.layer_state, self.layer_gradients = self.optimizer.layer_state, self.optimizer.layer_gradients
 
     def holds(self, layer: int) -> bool:
@@ -105,7 +90,7 @@ class Team:
     def __init__(self, training: TrainingConfig, bytes_per_second: float | None = None) -> None:
         self.members = {LEFT: Member(training, bytes_per_second), RIGHT: Member(training, bytes_per_second)}
         self.told: queue.Queue[str] = queue.Queue()
-        self.receiver = LayerReceiver(lambda _: build(training, seed=1), training, CPU, Told(self.told))
+        self.receiver = LayerReceiver(lambda _: build(training, seed=1), training, CPU, SECRET, Told(self.told))
 
     def fetch(self, number: int = 1, generation: int = 1, right: tuple[str, int] | None = None, *,
               follow: bool = True) -> None:
@@ -242,11 +227,10 @@ def test_a_state_in_the_middle_of_a_step_ends_a_fetch(team):
     member = team.members[RIGHT]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         team.fetch(right=("127.0.0.1", listener.getsockname()[1]))
-        connection, _ = listener.accept()
-        with connection:
-            receive(connection)
-            send(connection, LayerGradients(1, 0), member.layer_gradients(1))
-            send(connection, LayerState(1, 0), member.layer_state(1))
+        with be_asked(listener.accept()[0]) as connection:
+            connection.receive()
+            connection.send(LayerGradients(1, 0), member.layer_gradients(1))
+            connection.send(LayerState(1, 0), member.layer_state(1))
             assert team.told.get(timeout=SOON) == "failed 1"
 
 
@@ -259,10 +243,9 @@ def test_a_state_in_the_middle_of_a_step_ends_a_fetch(team):
 def test_nonsense_ends_a_fetch(message, tensors, reason, team, capfd):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         team.fetch(right=("127.0.0.1", listener.getsockname()[1]))
-        connection, _ = listener.accept()
-        with connection:
-            assert receive(connection)[0] == LayerRequest((1,))
-            send(connection, message, tensors)
+        with be_asked(listener.accept()[0]) as connection:
+            assert connection.receive()[0] == LayerRequest((1,))
+            connection.send(message, tensors)
             assert team.told.get(timeout=SOON) == "failed 1"
     with pytest.raises(CommunicationError, match=reason):
         team.take(2)
@@ -271,25 +254,39 @@ def test_nonsense_ends_a_fetch(message, tensors, reason, team, capfd):
 HEADER = b'[{"type":"UpToDate"},1]'
 
 
+def tagged(length: str, body: bytes, tags: Tags) -> bytes:
+    return struct.pack(length, len(body)) + body + tags.next(hashlib.sha256(body).digest())
+
+
+def header(body: bytes) -> Callable[[Tags], bytes]:
+    return lambda tags: tagged("<I", body, tags)
+
+
+def blob(body: bytes) -> Callable[[Tags], bytes]:
+    return lambda tags: tagged("<I", HEADER, tags) + tagged("<Q", body, tags)
+
+
 @pytest.mark.parametrize(("sent", "error", "reason"), [
-    (struct.pack("<I", 2**31), MessageError, "a header of 2147483648 bytes"),
-    (struct.pack("<I", 0), MessageError, "a header of 0 bytes"),
-    (struct.pack("<I", 4) + b"nope", MessageError, "an unreadable header: .*malformed"),
-    (struct.pack("<I", 10_000) + b"[" * 10_000, MessageError, "an unreadable header"),
-    (struct.pack("<I", 27) + b'[{"type":"UpToDate"},-1e99]', MessageError, "an unreadable header"),
-    (struct.pack("<I", len(HEADER)) + HEADER + struct.pack("<Q", 2**63), MessageError, f"tensors of {2**63} bytes"),
-    (struct.pack("<I", len(HEADER)) + HEADER + struct.pack("<Q", 9) + b"pickled!!", MessageError, "sent no tensors: "),
-    (struct.pack("<I", len(HEADER)) + HEADER + struct.pack("<Q", 9) + b"short", ConnectionError, "closed"),
-    (struct.pack("<I", 100) + b"{", ConnectionError, "closed"),
-    (b"", ConnectionError, "closed"),
+    (lambda _: struct.pack("<I", 2**31), MessageError, "a header of 2147483648 bytes"),
+    (lambda _: struct.pack("<I", 0), MessageError, "a header of 0 bytes"),
+    (lambda _: tagged("<I", HEADER, Tags(b"another key")), MessageError, "a message was changed on its way"),
+    (lambda tags: tagged("<I", HEADER, tags) + tagged("<Q", b"changed", Tags(KEY)), MessageError, "changed on its way"),
+    (header(b"nope"), MessageError, "an unreadable header: .*malformed"),
+    (header(b"[" * 10_000), MessageError, "an unreadable header"),
+    (header(b'[{"type":"UpToDate"},-1e99]'), MessageError, "an unreadable header"),
+    (lambda tags: header(HEADER)(tags) + struct.pack("<Q", 2**63), MessageError, f"tensors of {2**63} bytes"),
+    (blob(b"pickled!!"), MessageError, "sent no tensors: "),
+    (lambda tags: blob(b"shortened")(tags)[:-1], ConnectionError, "closed"),
+    (lambda _: struct.pack("<I", 100) + b"{", ConnectionError, "closed"),
+    (lambda _: b"", ConnectionError, "closed"),
 ])
 def test_bytes_that_are_no_message(sent, error, reason):
     one, other = socket.socketpair()
-    with one, other:
-        one.sendall(sent)
+    with one, Asking(other, keys()) as reading:
+        one.sendall(sent(Tags(KEY)))
         one.close()
         with pytest.raises(error, match=reason) as caught:
-            receive(other)
+            reading.receive()
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
@@ -299,9 +296,9 @@ def test_messages_carry_any_tensor():
                "c": torch.tensor(7), "d": torch.ones(3, dtype=torch.bool), "large": whole, "tied": whole,
                "part": whole[3:5], "e": torch.tensor(1.0, dtype=torch.bfloat16)}
     one, other = socket.socketpair()
-    with one, other:
-        threading.Thread(target=send, args=(one, UpToDate(), tensors), daemon=True).start()
-        message, arrived = receive(other)
+    with Asking(one, keys()) as sending, Asking(other, keys()) as reading:
+        threading.Thread(target=sending.send, args=(UpToDate(), tensors), daemon=True).start()
+        message, arrived = reading.receive()
     assert message == UpToDate() and arrived.keys() == tensors.keys()
     assert all(torch.equal(arrived[name], tensor) and arrived[name].dtype == tensor.dtype
                and arrived[name].shape == tensor.shape for name, tensor in tensors.items())
@@ -316,7 +313,7 @@ def test_no_more_than_a_blob_lies_in_memory_twice():
             read.append(size)
             return super().read(size)
 
-    read_message(Watched(b"".join(pack(UpToDate(), tensors))))
+    read_message(Watched(b"".join(pack(Tags(KEY), UpToDate(), tensors))), Tags(KEY))
     assert sum(read) > 4 * BLOB_BYTES and max(read) < 1.1 * BLOB_BYTES
 
 
@@ -324,11 +321,12 @@ def test_several_threads_may_be_the_first_to_read_a_message():
     """msgspec crashes where two threads are the first to decode a type: the module decodes each itself, at import."""
     program = (
         "import io, threading\n"
+        "from runtime.protocol.authentication import Tags\n"
         "from runtime.worker.layer_messages import LayerState, pack, read_message\n"
-        "data, start = b''.join(pack(LayerState(1, 2))), threading.Barrier(8)\n"
+        "data, start = b''.join(pack(Tags(b'key'), LayerState(1, 2))), threading.Barrier(8)\n"
         "def read():\n"
         "    start.wait()\n"
-        "    assert read_message(io.BytesIO(data)) == (LayerState(1, 2), {})\n"
+        "    assert read_message(io.BytesIO(data), Tags(b'key')) == (LayerState(1, 2), {})\n"
         "threads = [threading.Thread(target=read) for _ in range(8)]\n"
         "[thread.start() for thread in threads], [thread.join() for thread in threads]\n")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, env=command_environment())
@@ -346,12 +344,12 @@ def test_who_gives_layers_away_waits_until_they_have_gone(team):
     thread = threading.Thread(target=give, daemon=True)
     thread.start()
     assert not returned.wait(0.05), "nobody has asked"
-    with socket.create_connection(member.sender.address, SOON) as stale, \
-            socket.create_connection(member.sender.address, SOON) as asking:
-        send(stale, LayerRequest((0,), 1))
+    with ask(member.sender.address, SOON) as stale, \
+            ask(member.sender.address, SOON) as asking:
+        stale.send(LayerRequest((0,), 1))
         assert not returned.wait(0.05), "what was asked for an earlier generation does not count"
-        send(asking, LayerRequest((0,), 2))
-        assert receive(asking)[0] == LayerState(0, 1)
+        asking.send(LayerRequest((0,), 2))
+        assert asking.receive()[0] == LayerState(0, 1)
         thread.join(SOON)
         assert returned.is_set()
 
@@ -369,38 +367,38 @@ def test_waiting_for_those_who_are_to_be_given_layers_can_be_called_off(team):
 
 def test_one_thread_serves_all(team):
     names = [thread.name for thread in threading.enumerate()]
-    connections = [socket.create_connection(team.members[LEFT].sender.address, SOON) for _ in range(5)]
+    connections = [ask(team.members[LEFT].sender.address, SOON) for _ in range(5)]
     for connection in connections:
-        send(connection, LayerRequest((0, 1)))
+        connection.send(LayerRequest((0, 1)))
     team.members[LEFT].run(0)
     assert [thread.name for thread in threading.enumerate()] == names
     for connection in connections:
-        connection.close()
+        connection.connection.close()
 
 
 def test_a_layer_that_cannot_be_sent_ends_its_connection_and_no_other(team, monkeypatch):
-    def ask():
-        connection = socket.create_connection(team.members[LEFT].sender.address, SOON)
-        send(connection, LayerRequest((0,)))
+    def asking():
+        connection = ask(team.members[LEFT].sender.address, SOON)
+        connection.send(LayerRequest((0,)))
         while not team.members[LEFT].sender.asked:
             threading.Event().wait(0.01)
         return connection
 
-    with monkeypatch.context() as broken, ask() as connection:
+    with monkeypatch.context() as broken, asking() as connection:
         broken.setattr(layer_sender, "pack", lambda *_: 1 / 0)
         team.members[LEFT].run(0)
         with pytest.raises(OSError):
-            receive(connection)
-    with ask() as connection:
+            connection.receive()
+    with asking() as connection:
         team.members[LEFT].run(1)
-        assert receive(connection)[0] == LayerState(0, 1)
+        assert connection.receive()[0] == LayerState(0, 1)
 
 
 def test_training_waits_where_too_much_is_queued_until_nothing_is(team):
     """As for one whose connection carries less than training makes; not for one that is gone."""
     member, waited = team.members[LEFT], []
-    with socket.create_connection(member.sender.address, SOON) as slow:
-        send(slow, LayerRequest((0,)))
+    with ask(member.sender.address, SOON) as slow:
+        slow.send(LayerRequest((0,)))
         while not member.sender.asked:
             threading.Event().wait(0.01)
         iteration = 0
@@ -411,7 +409,7 @@ def test_training_waits_where_too_much_is_queued_until_nothing_is(team):
             iteration += 1
             member.run(iteration)
         assert iteration + 1 >= QUEUE_STATES and not waited  # before the first step, AdamW has no state
-        reader = threading.Thread(target=lambda: [receive(slow) for _ in range(iteration + 2)], daemon=True)
+        reader = threading.Thread(target=lambda: [slow.receive() for _ in range(iteration + 2)], daemon=True)
 
         def read() -> None:
             if not waited:
@@ -436,10 +434,10 @@ def full(sender: LayerSender) -> bool:
 
 
 def test_one_that_asks_for_what_is_not_held_is_refused(team):
-    with socket.create_connection(team.members[LEFT].sender.address, SOON) as connection:
-        send(connection, LayerRequest((7,)))
+    with ask(team.members[LEFT].sender.address, SOON) as connection:
+        connection.send(LayerRequest((7,)))
         while not team.members[LEFT].sender.asked:
             threading.Event().wait(0.01)
         team.members[LEFT].run(0)
         with pytest.raises(OSError):
-            receive(connection)
+            connection.receive()

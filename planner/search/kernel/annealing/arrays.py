@@ -77,10 +77,10 @@ class State(NamedTuple):
     """[worker] ops in its order"""
     place: Ints
     """[op]"""
-    deadline: Ints
-    """[group] when its workers must have done their compute ops"""
     end: Ints
-    """[group] the last deadline of those linked to it"""
+    """[group] when the all-reduces of its workers have all begun"""
+    deadline: Ints
+    """[group] when its workers must have done their compute ops: the first end of those linked to it"""
 
 
 class Timing(NamedTuple):

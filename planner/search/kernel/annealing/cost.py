@@ -2,8 +2,7 @@
 
 The window of a worker l of reduce group g(l) lasts from the latest start of its first op to the end of its iteration:
 
-    window(l) = end[g(l)] + tail[l] - late[first op of l];   0 if it runs nothing,
-    end[g] = max of deadline[h] over the groups h linked to g.
+    window(l) = end[g(l)] + tail[l] - late[first op of l];   0 if it runs nothing.
 
 With the goal G (a period that no plan can beat), the cost of pipeline p with n(p) workers, where n is the most that any
 pipeline has, is

@@ -15,7 +15,7 @@ from planner.search.kernel.annealing.cost import cost
 from planner.search.kernel.annealing.critical import critical_path, critical_worker
 from planner.search.kernel.annealing.random import below
 from planner.search.kernel.annealing.retiming import call, retime, touch
-from planner.search.kernel.annealing.timing import set_ends, time
+from planner.search.kernel.annealing.timing import keep_ends, time
 from planner.search.kernel.jit import inlined, jit
 
 NEVER = Move(NONE, -1, -1, -1, 0, 0, 0)
@@ -274,26 +274,37 @@ def _call_left(instance, state, timing, queue, log, worker, places):
 
 @jit
 def shift(chain, cycle, before, allowance):
-    """Shift the deadline at which a critical path ends, or that of the window it fills; the cost after it.
+    """Shift the end of the window that a critical path fills, or the one whose deadline it ends at; the cost after it.
 
     Taken back where the cost grows by more than the allowance.
     """
     random, instance, state, timing, trial = chain.random, chain.instance, chain.state, chain.timing, chain.trial
     worker = critical_worker(random, instance, state, timing, cycle.goal)
     _, last = critical_path(random, instance, state, timing.late, state.sequence[worker, 0], (0, 0))
-    group, other = instance.group[worker], instance.group[state.worker[instance.unit[last]]]
+    group, other = instance.group[worker], _first_to_end(instance, state, state.worker[instance.unit[last]])
     ticks = 1 + below(random, 1 + int(cycle.scale))
     if below(random, 2) == 0:
         group, ticks = other, -ticks
-    state.deadline[group] -= ticks
-    set_ends(instance, state)
+    state.end[group] -= ticks
+    keep_ends(instance, state)
     time(instance, state, chain.sorting, trial, cycle.goal)
     after = cost(instance, trial, cycle)
     if after > before + allowance:
-        state.deadline[group] += ticks
-        set_ends(instance, state)
+        state.end[group] += ticks
+        keep_ends(instance, state)
         return before
     timing.late[:] = trial.late
     timing.longest[:] = trial.longest
     timing.excess[:] = trial.excess
     return after
+
+
+@jit
+def _first_to_end(instance, state, worker):
+    """Of the groups linked to a worker's, the one whose end is its deadline."""
+    group = instance.group[worker]
+    for number in range(instance.linked.shape[1]):
+        other = instance.linked[group, number]
+        if other >= 0 and state.end[other] == state.deadline[group]:
+            return other
+    return group

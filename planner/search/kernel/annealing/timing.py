@@ -71,13 +71,16 @@ def set_deadlines(instance: Instance, state: State, sorting: Sorting) -> bool:
             op = state.sequence[worker, state.size[worker] - 1]
             group = instance.group[worker]
             state.deadline[group] = max(state.deadline[group], sorting.early[op] + state.duration[op])
-    set_ends(instance, state)
+    end_with_deadlines(instance, state)
     return True
 
 
 @jit
-def set_ends(instance: Instance, state: State) -> None:
-    """The ends of all groups, from their deadlines."""
+def end_with_deadlines(instance: Instance, state: State) -> None:
+    """Let every group end with the last deadline of those linked to it, and then have them all the time that is left.
+
+    Groups are linked that reduce gradients together: none of these may begin before the last of them is done.
+    """
     for group in range(state.end.shape[0]):
         end = state.deadline[group]
         for number in range(instance.linked.shape[1]):
@@ -86,6 +89,20 @@ def set_ends(instance: Instance, state: State) -> None:
                 break
             end = max(end, state.deadline[other])
         state.end[group] = end
+    keep_ends(instance, state)
+
+
+@jit
+def keep_ends(instance: Instance, state: State) -> None:
+    """The latest deadlines with which all groups end when they are to."""
+    for group in range(state.end.shape[0]):
+        deadline = state.end[group]
+        for number in range(instance.linked.shape[1]):
+            other = instance.linked[group, number]
+            if other < 0:
+                break
+            deadline = min(deadline, state.end[other])
+        state.deadline[group] = deadline
 
 
 @jit

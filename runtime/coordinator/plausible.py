@@ -1,0 +1,51 @@
+"""What a message may say. Its types are right, since it was decoded; whether its numbers can be, is checked here.
+
+A worker that says what cannot be is cut off, before anything of it is used.
+"""
+
+import math
+from dataclasses import dataclass
+
+from runtime.protocol.setup import Setup
+from runtime.protocol.to_coordinator import Injected, Paused, Ran, ToCoordinator, Validated
+from runtime.protocol.to_worker import Factor
+
+AHEAD = 8
+"""Iterations after the last committed one of which reports may come: members are one ahead, and two where clipping
+decides later."""
+TEXT_CHARACTERS = 1000
+"""Of a message for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What the numbers in messages refer to."""
+
+    setup: Setup
+    injections: int
+    """How many failures on purpose there are."""
+
+    def wrong(self, message: ToCoordinator, next_iteration: int) -> str | None:
+        """What is wrong with a message of the present order; None: nothing."""
+        iterations = range(self.setup.first_iteration - 1, min(self.setup.iterations, next_iteration + AHEAD))
+        match message:
+            case Ran() if message.iteration not in iterations or not math.isfinite(message.window_seconds):
+                return f"it says that it has run iteration {message.iteration}, where {next_iteration} is the next"
+            case Validated() if not _known(message.factor, iterations):
+                return f"it has a factor of iteration {message.factor.iteration}, where {next_iteration} is the next"
+            case Paused() if not set(message.stages) <= set(range(len(self.setup.ranges))):
+                return "it says that it holds stages that there are not"
+            case Paused() if message.validated is not None and not _known(message.validated, iterations):
+                return f"it has a factor of iteration {message.validated.iteration}, where {next_iteration} is the next"
+            case Injected() if not 0 <= message.index < self.injections:
+                return f"it says that failure {message.index} on purpose has happened, which there is not"
+        return None
+
+
+def printable(text: str) -> str:
+    """A peer's text for people, in one line that a terminal only shows."""
+    return "".join(one if one.isprintable() else " " for one in text[:TEXT_CHARACTERS])
+
+
+def _known(factor: Factor, iterations: range) -> bool:
+    return factor.iteration in iterations

@@ -1,0 +1,82 @@
+"""What of a run that torchrun has started may be killed, and what becomes of the rest, as docs/clusters.md says."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from runtime.model.checkpoint import latest
+from tests.runtime.processes.torchrun import Agents, agents, losses_in_lines
+from tests.runtime.running import alive, tiny_text
+
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"), pytest.mark.timeout(600)]
+END_SECONDS = 150.0
+"""On a busy machine the end of torchrun itself takes long."""
+
+
+def started(run: Agents) -> list[int]:
+    """All processes of a run, once it trains."""
+    run.wait_for_losses(5)
+    run.find_launchers()
+    return run.everything()
+
+
+def job(folder: Path, count: int) -> Path:
+    path = folder / "job.toml"
+    path.write_text(tiny_text(pipelines=count, iterations=100_000))
+    return path
+
+
+def assert_trains_on(run: Agents, seconds: float = 60.0) -> None:
+    """Many iterations more than those that were under way when something was killed."""
+    run.wait_for_losses(len(losses_in_lines(run.out)) + 20, seconds)
+
+
+def assert_all_end(run: Agents, processes: list[int]) -> None:
+    deadline = time.monotonic() + END_SECONDS
+    while any(map(alive, processes)):
+        assert time.monotonic() < deadline, run.said()
+        time.sleep(0.1)
+    assert all(run.wait(END_SECONDS)), run.said()
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_launcher_and_then_an_agent_are_killed_and_the_others_go_on_until_node_0_is(count, tmp_path):
+    """One after the other: a launcher of another node; with three agents, the agent of another node; node 0."""
+    with agents(tmp_path, job(tmp_path, count), count) as run:
+        processes = started(run)
+        others = [node for node in range(count) if node != 0 and run.agent_of(node) != 0]
+        os.kill(run.launcher(others[-1]), signal.SIGKILL)
+        assert_trains_on(run)
+        if count == 3:
+            agent = run.processes[run.agent_of(others[0])]
+            agent.kill()
+            assert_trains_on(run)
+            assert f"worker {others[0]}.0 has left, as it was told to" in run.said()
+        os.kill(run.launcher(0), signal.SIGKILL)
+        assert_all_end(run, processes)
+    assert latest(run.out / "checkpoints") is None  # a minute has not passed
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_agent_of_node_0_is_killed_and_the_run_ends_with_a_checkpoint(count, tmp_path):
+    with agents(tmp_path, job(tmp_path, count), count) as run:
+        processes = started(run)
+        run.processes[run.agent_of(0)].kill()
+        assert_all_end(run, processes)
+        newest = latest(run.out / "checkpoints")
+        assert newest is not None and newest.iteration == len(losses_in_lines(run.out)), run.said()
+
+
+def test_sigterm_at_all_agents_ends_the_run_with_a_checkpoint(tmp_path):
+    """As a scheduler does that takes the machines."""
+    with agents(tmp_path, job(tmp_path, 2), 2) as run:
+        processes = started(run)
+        for agent in run.processes:
+            agent.send_signal(signal.SIGTERM)
+        assert_all_end(run, processes)
+        newest = latest(run.out / "checkpoints")
+        assert newest is not None and newest.iteration == len(losses_in_lines(run.out)), run.said()

@@ -1,0 +1,58 @@
+"""Where the secret of a run comes from. How it is used is tried by tests/runtime/test_hostile_peer.py."""
+
+import pytest
+
+from runtime.protocol.authentication import (
+    FILE_VARIABLE,
+    VARIABLE,
+    Refusals,
+    SecretError,
+    given_secret,
+    new_secret,
+)
+
+TEXT = "0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text(TEXT + "\n")
+    path.chmod(0o600)
+    return path
+
+
+def test_a_file_and_a_variable_with_the_same_text_give_the_same_secret(file):
+    assert given_secret({FILE_VARIABLE: str(file)}) == given_secret({VARIABLE: TEXT})
+    assert given_secret({VARIABLE: TEXT}) != given_secret({VARIABLE: TEXT[:-1]})
+    assert given_secret({}) is None and given_secret({VARIABLE: ""}) is None
+
+
+def test_each_run_makes_another():
+    assert len({new_secret() for _ in range(10)}) == 10 and len(new_secret()) == 32
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
+def test_a_file_that_others_can_read_or_write_is_refused(mode, file):
+    file.chmod(mode)
+    with pytest.raises(SecretError, match=f"^{FILE_VARIABLE}={file}: others can read or write it; chmod 600 {file}$"):
+        given_secret({FILE_VARIABLE: str(file)})
+
+
+def test_what_is_no_secret_is_refused_in_one_line_that_does_not_show_it(file, tmp_path):
+    file.write_text("short")
+    for environment, reason in (({FILE_VARIABLE: str(file)}, "a secret of 5 bytes; expected 16 to 4096"),
+                                ({VARIABLE: "x" * 5000}, "a secret of 5000 bytes; expected 16 to 4096"),
+                                ({FILE_VARIABLE: "/no/such"}, "cannot be read: No such file"),
+                                ({FILE_VARIABLE: "/dev/null"}, "no file")):
+        with pytest.raises(SecretError, match=reason) as caught:
+            given_secret(environment)
+        assert "\n" not in str(caught.value) and "short" not in str(caught.value) and "xxx" not in str(caught.value)
+
+
+def test_of_many_refusals_ten_are_told_and_then_each_power_of_ten():
+    said: list[str] = []
+    refused = Refusals(said.append)
+    for _ in range(2000):
+        refused("somebody", "no reason")
+    assert len(said) == 12 and said[0] == "somebody was cut off: no reason" and "the 1000th time" in said[-1]

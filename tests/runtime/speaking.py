@@ -1,0 +1,110 @@
+"""Speaks to the coordinator and to layer senders as workers do, and as those do who are none."""
+
+import asyncio
+import hashlib
+import socket
+
+from planner.job.file import Job
+from runtime.config import RunConfig
+from runtime.launch import NodeJob
+from runtime.protocol.authentication import (
+    GREETING_BYTES,
+    HELLO_BYTES,
+    TAG_BYTES,
+    Answer,
+    Challenge,
+    Keys,
+    Secret,
+    introduce,
+)
+from runtime.protocol.channel import Frames, frame
+from runtime.worker.layer_messages import pack, read_message
+from schedules.schedule import Worker
+
+SECRET = Secret(b"the secret of tests has 32 bytes")
+
+
+class Talk:
+    """A connection to the coordinator, in an event loop."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, keys: Keys) -> None:
+        self.reader, self.writer, self.keys = reader, writer, keys
+        self.frames = Frames(keys.receiving)
+
+    def say(self, *messages) -> None:
+        for message in messages:
+            self.writer.write(frame(message).tagged(self.keys.sending))
+
+    def say_body(self, body: bytes) -> None:
+        """With the tag that belongs to it, whatever it is."""
+        self.writer.write(framed(body, self.keys))
+
+
+def framed(body: bytes, keys: Keys) -> bytes:
+    return len(body).to_bytes(4, "little") + body + keys.sending.next(hashlib.sha256(body).digest())
+
+
+async def talk(address, *first, secret: Secret = SECRET) -> Talk:
+    """Connect, shake hands, and say the first messages."""
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    answer = Answer(secret, "control", await reader.readexactly(GREETING_BYTES))
+    writer.write(answer.hello)
+    spoken = Talk(reader, writer, answer.keys)
+    spoken.say(*first)
+    answer.require(await reader.readexactly(TAG_BYTES))
+    return spoken
+
+
+class Asking:
+    """A connection between a layer sender and one who asks, at either end."""
+
+    def __init__(self, connection: socket.socket, keys: Keys) -> None:
+        self.connection, self.keys = connection, keys
+        self._raw = connection.makefile("rb", buffering=0)
+
+    def send(self, message, tensors=None) -> None:
+        for piece in pack(self.keys.sending, message, tensors):
+            self.connection.sendall(piece)
+
+    def receive(self):
+        """The next message, and nothing of those behind it."""
+        return read_message(self, self.keys.receiving)
+
+    def read(self, size: int, /) -> bytes:
+        data = b""
+        while len(data) < size and (more := self._raw.read(size - len(data))):
+            data += more
+        return data
+
+    def __enter__(self) -> "Asking":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._raw.close()
+        self.connection.close()
+
+
+def ask(address: tuple[str, int], seconds: float, secret: Secret = SECRET) -> Asking:
+    """Connect to a layer sender, and shake hands."""
+    connection = socket.create_connection(address, seconds)
+    keys = introduce(connection, secret, "layers", lambda _: b"")
+    connection.settimeout(seconds)
+    return Asking(connection, keys)
+
+
+def be_asked(connection: socket.socket, purpose="layers", secret: Secret = SECRET) -> Asking:
+    """The accepting end, as a layer sender or the coordinator."""
+    challenge = Challenge(secret, purpose)
+    connection.sendall(challenge.greeting)
+    hello = b""
+    while len(hello) < HELLO_BYTES:
+        hello += connection.recv(HELLO_BYTES - len(hello))
+    proof, keys = challenge.admit(hello)
+    connection.sendall(proof)
+    return Asking(connection, keys)
+
+
+def own_job(job: Job, config: RunConfig) -> NodeJob:
+    """What a node that is not node 0 has on its own disk."""
+    workers = [Worker(pipeline, column) for pipeline in range(job.pipelines) for column in range(job.stages)]
+    return NodeJob(config=config, workers=workers, secret=SECRET)

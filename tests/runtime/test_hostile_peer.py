@@ -1,0 +1,236 @@
+"""docs/threat-model.md, tried on a real run: a peer that can reach its ports, with and without the run's secret."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runtime.coordinator.coordinator import Coordinator
+from runtime.launch import RunOptions, run
+from runtime.processes.fork_server import ForkServer
+from runtime.protocol.authentication import GREETING_BYTES, SPOKEN, TAG_BYTES, VARIABLE, Answer, Secret, introduce
+from runtime.protocol.channel import frame
+from runtime.protocol.to_coordinator import (
+    FetchFailed,
+    Finished,
+    Heartbeat,
+    Injected,
+    JoinNode,
+    JoinWorker,
+    Note,
+    Paused,
+    Ran,
+    Validated,
+)
+from runtime.protocol.to_worker import Factor
+from runtime.worker.layer_messages import LayerRequest, pack
+from schedules.schedule import Worker
+from tests.jobs import grid
+from tests.runtime.running import assert_same_numbers, judge, log_of, schedule_for, tiny
+from tests.runtime.speaking import SECRET, framed
+
+JOB = grid(2, 2, 2, more="optimizer = 1")
+CONFIG = tiny(iterations=60)
+ABSENT = Worker(1, 1)
+OTHER = Secret(b"another secret, of a former run?")
+SOON = 20.0
+Address = tuple[str, int]
+
+
+class Victim:
+    """A run, and a thread that attacks it while it trains; `said` are the lines of node 0."""
+
+    def __init__(self, fork_server: ForkServer, out: Path, monkeypatch) -> None:
+        self._fork_server, self._out = fork_server, out
+        self.said: list[str] = []
+        self.control: Address = ("", 0)
+        self.layers: dict[Worker, Address] = {}
+        self.errors: list[BaseException] = []
+        ready = Coordinator.ready
+
+        def watch(coordinator, report) -> None:
+            self.layers[report.worker] = report.address
+            ready(coordinator, report)
+
+        monkeypatch.setattr(Coordinator, "ready", watch)
+
+    def suffer(self, attack: Callable[["Victim"], None], secret: Secret | None = SECRET):
+        """Its numbers are those of one process, and nobody was lost."""
+        thread = threading.Thread(target=self._attack, args=(attack,))
+
+        def begin(iteration: int, _: float) -> None:
+            if iteration == 1:
+                thread.start()
+
+        def announce(opened) -> None:
+            self.control = opened.host, opened.port
+
+        result = run(schedule_for(JOB, [str(ABSENT)]), CONFIG, out=self._out, progress=begin,
+                     fork_server=self._fork_server, options=RunOptions(
+                         announce=announce, secret=secret, notify=lambda news: self.said.append(str(news))))
+        thread.join(SOON)
+        assert not thread.is_alive() and not self.errors, self.errors
+        assert result.recoveries == ()
+        assert_same_numbers(result, judge(CONFIG, JOB.microbatches, 60))
+
+    def _attack(self, attack: Callable[["Victim"], None]) -> None:
+        try:
+            attack(self)
+        except BaseException as error:
+            self.errors.append(error)
+
+    @property
+    def pids(self) -> list[int]:
+        return [self._fork_server._process.pid, *self._fork_server.pids.values()]
+
+
+@pytest.fixture
+def victim(fork_server, tmp_path, monkeypatch):
+    return Victim(fork_server, tmp_path, monkeypatch)
+
+
+def connect(address: Address) -> socket.socket:
+    return socket.create_connection(address, SOON)
+
+
+def all_of(connection: socket.socket) -> bytes:
+    """What the other end sends until it ends the connection. Raises TimeoutError where it does not."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while more := connection.recv(2**16):
+            data += more
+    return data
+
+
+def answer_to(address: Address, data: bytes) -> bytes:
+    with connect(address) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(data)
+        return all_of(connection)
+
+
+def is_greeting(data: bytes) -> bool:
+    """All that a stranger hears; nothing where what it sent had made the connection end before it was heard."""
+    return data == b"" or (data.startswith(SPOKEN) and len(data) == GREETING_BYTES)
+
+
+def recorded(address: Address, purpose="control") -> bytes:
+    """What one who knows the secret says to a greeting, as one who listens hears it."""
+    with connect(address) as connection:
+        greeting = connection.recv(GREETING_BYTES, socket.MSG_WAITALL)
+        answer = Answer(SECRET, purpose, greeting)
+        first = frame(JoinWorker(ABSENT)).tagged(answer.keys.sending) if purpose == "control" \
+            else b"".join(pack(answer.keys.sending, LayerRequest((0,))))
+        return answer.hello + first
+
+
+def test_who_does_not_know_the_secret_hears_a_greeting_and_changes_nothing(victim):
+    def attack(victim: Victim) -> None:
+        layers = victim.layers[Worker(0, 0)]
+        idle = [connect(victim.control) for _ in range(100)]
+        for address, purpose in ((victim.control, "control"), (layers, "layers")):
+            other = "layers" if purpose == "control" else "control"
+            for data in (b"GET / HTTP/1.1\r\nHost: there\r\nUser-Agent: a browser that means no harm\r\n\r\n",
+                         bytes(10**7), recorded(address, purpose), recorded(address, other)):
+                assert is_greeting(answer_to(address, data))
+            with connect(address) as connection, pytest.raises(Exception, match="its secret is another one"):
+                introduce(connection, OTHER, purpose, lambda tags: frame(JoinNode(1)).tagged(tags))
+        with connect(victim.control) as mirror, connect(victim.control) as other:  # each hears what the other says
+            greeting = mirror.recv(GREETING_BYTES, socket.MSG_WAITALL)
+            other.recv(GREETING_BYTES, socket.MSG_WAITALL)
+            other.sendall(greeting[len(SPOKEN):] + bytes(TAG_BYTES))
+            assert all_of(other) == b""
+        half = connect(victim.control)
+        half.sendall(b"a part of a hello")
+        victim.open = [*idle, half, *(connect(layers) for _ in range(100))]
+
+    victim.suffer(attack)
+    lines = [line for line in victim.said if "was cut off" in line]
+    assert 5 <= sum("it does not know the secret of this run" in line for line in lines) <= len(lines) <= 12
+    assert "it does not know the secret of this run" in log_of(victim._out)
+    assert "ask for nothing" in log_of(victim._out)  # 100 of 64 that may
+
+
+@pytest.mark.parametrize("body", [
+    b"{}", b"\xff" * 10**6, b'{"type":"Ran","worker":[1,1],"order":1,"iteration":"3"}',
+    b'{"type":"Ready","worker":[1,1],"corpus":3,"address":["",1]}', b"[" * 10**6])
+def test_a_peer_with_the_secret_that_makes_no_sense_ends_its_own_connection(body, victim):
+    def attack(victim: Victim) -> None:
+        with connect(victim.control) as connection:
+            keys = introduce(connection, SECRET, "control", frame(JoinWorker(ABSENT)).tagged)
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(framed(body, keys))
+            all_of(connection)
+
+    victim.suffer(attack)
+    (line,) = [line for line in victim.said if "was cut off" in line]
+    assert line.startswith(f"worker {ABSENT} at 127.0.0.1:") and len(line) < 300 and "\n" not in line
+
+
+def test_a_peer_with_the_secret_that_says_what_cannot_be_ends_its_own_connection(victim):
+    wrong = [Ran(ABSENT, 1, 10**9, 0.0, 0.1), Validated(1, Factor(10**9, None)), Paused(ABSENT, 1, (99,), None, None),
+             Paused(ABSENT, 1, (0,), Factor(-7, 1.0), None), Injected(ABSENT, 10**6, 0.0)]
+    harmless = [Finished(ABSENT, 1, {"weight": "x"}), FetchFailed(ABSENT, 9), Heartbeat(), Ran(ABSENT, 9, 3, 0.0, 0.1),
+                Note(ABSENT, "\x1b[2Jall is lost\n" + "x" * 10**5)]
+
+    def attack(victim: Victim) -> None:
+        for message in wrong:
+            with connect(victim.control) as connection:
+                keys = introduce(connection, SECRET, "control", frame(JoinWorker(ABSENT)).tagged)
+                connection.sendall(b"".join(frame(one).tagged(keys.sending) for one in (*harmless, message)))
+                all_of(connection)
+
+    victim.suffer(attack)
+    lines = [line for line in victim.said if "was cut off" in line]
+    assert len(lines) == len(wrong)
+    notes = [line for line in victim.said if "all is lost" in line]
+    assert len(notes) == len(wrong) and all(note.isprintable() and len(note) <= 1000 for note in notes)
+
+
+def test_the_set_up_that_a_worker_is_sent_names_no_code_no_path_and_no_secret(victim):
+    heard: list[bytes] = []
+
+    def attack(victim: Victim) -> None:
+        with connect(victim.control) as connection:
+            introduce(connection, SECRET, "control", frame(JoinWorker(ABSENT)).tagged)
+            heard.append(connection.recv(2**16))
+
+    victim.suffer(attack)
+    length = int.from_bytes(heard[0][:4], "little")
+    setup = json.loads(heard[0][4:4 + length])
+    assert setup.pop("type") == "Setup"
+    assert not setup.keys() & {"config", "model", "training", "out", "resume", "checkpoints", "secret"}
+    assert str(victim._out) not in heard[0].decode(errors="replace")
+
+
+def test_the_secret_is_in_no_command_line_and_in_no_environment(tmp_path, monkeypatch):
+    text = "a secret that is given by hand"
+    monkeypatch.setenv(VARIABLE, text)
+    seen: list[bytes] = []
+
+    def attack(victim: Victim) -> None:
+        for pid in victim.pids:
+            for what in ("cmdline", "environ"):
+                seen.append(Path(f"/proc/{pid}/{what}").read_bytes())
+
+    with ForkServer() as fork_server:
+        Victim(fork_server, tmp_path, monkeypatch).suffer(attack, secret=SECRET)
+    assert len(seen) >= 8 and any(seen)
+    for hidden in (text.encode(), SECRET, SECRET.hex().encode()):
+        assert not any(hidden in one for one in seen)
+
+
+def test_a_worker_that_is_killed_while_strangers_knock_is_survived_all_the_same(victim):
+    """Nothing of what they do holds up what has to be done: the run ends with one line, at once."""
+    def attack(victim: Victim) -> None:
+        victim.open = [connect(victim.control) for _ in range(50)]
+        os.kill(victim._fork_server.pids["0.1"], signal.SIGKILL)
+
+    with pytest.raises(Exception, match=r"worker 0\.1 was killed by SIGKILL"):
+        victim.suffer(attack)

@@ -1,0 +1,96 @@
+"""What a node runs comes from its own job file and command line; what node 0 sends is only compared."""
+
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from runtime.config import ConfigError
+from runtime.launch import NodeJob, RunError, RunOptions, join, run
+from runtime.processes import start_limit
+from runtime.processes.start_limit import STARTS, StartLimit, StartLimitError
+from runtime.protocol import to_node_agent
+from runtime.protocol.channel import frame
+from runtime.protocol.rendezvous import Rendezvous, listen
+from runtime.protocol.to_node_agent import NodeSetup, StartWorker, StillRunning
+from schedules.schedule import Worker
+from tests.jobs import grid
+from tests.runtime.running import schedule_for, tiny
+from tests.runtime.speaking import SECRET, be_asked
+
+SCHEDULE = schedule_for(grid(2, 2, 2))
+WORKERS = [seat.worker for seat in SCHEDULE.seats]
+OWN = NodeJob(config=tiny(), workers=WORKERS, secret=SECRET)
+SETUP = NodeSetup((2, 2), "cpu", "gloo", (), tiny(), 0, restarted=False)
+SOON = 20.0
+
+
+@pytest.fixture
+def node_0():
+    """Somebody who knows the secret, and says to a node agent what a test wants, and then nothing more."""
+    listener, address = listen()
+    over = threading.Event()
+
+    def say(*messages: msgspec.Struct) -> Rendezvous:
+        def speak() -> None:
+            asking = be_asked(listener.accept()[0], "control")
+            with asking:
+                for message in messages:
+                    asking.connection.sendall(frame(message).tagged(asking.keys.sending))
+                over.wait(SOON)
+
+        threading.Thread(target=speak, daemon=True).start()
+        return address
+
+    with listener:
+        yield say
+    over.set()
+
+
+def join_as_node_1(address: Rendezvous, out: Path, fork_server, own: NodeJob = OWN) -> None:
+    join(address, own, node=1, nodes=2, out=out, fork_server=fork_server)
+
+
+@pytest.mark.parametrize(("setup", "reason"), [
+    (replace(SETUP, config=tiny(seed=3)), r"^training\.seed is 0 here and 3 at node 0; start every node with the same"),
+    (replace(SETUP, config=tiny(data="os:system")), r"^training\.data is None here and 'os:system' at node 0"),
+    (replace(SETUP, workers=(Worker(7, 0),)), r"^node 0 has a worker 7\.0, which the job here has not"),
+    (replace(SETUP, first_iteration=4), r"^node 0 goes on from iteration 4; start every node with --resume"),
+])
+def test_a_node_0_with_another_job_is_refused_with_both_values(setup, reason, node_0, fork_server, tmp_path):
+    with pytest.raises(ConfigError, match=reason):
+        join_as_node_1(node_0(setup), tmp_path / "out", fork_server)
+    assert not (tmp_path / "out").exists() and fork_server.pids == {}
+
+
+def test_workers_that_are_not_this_nodes_are_not_started(node_0, fork_server, tmp_path):
+    with pytest.raises(RunError, match=r"^node 0 wants to start worker 0\.0, which is not one of this node"):
+        join_as_node_1(node_0(SETUP, StartWorker(Worker(0, 0))), tmp_path, fork_server)
+    assert fork_server.pids == {}
+
+
+def test_starts_are_limited_in_number_and_rate(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(start_limit.time, "monotonic", lambda: clock[0])
+    limit = StartLimit(WORKERS)
+    for worker in WORKERS:
+        for _ in range(STARTS):
+            limit.require(worker)
+    with pytest.raises(StartLimitError, match=r"^node 0 wants to start worker 0\.0 more than 60 times in 60 s$"):
+        limit.require(WORKERS[0])
+    clock[0] = 61.0
+    limit.require(WORKERS[0])
+
+
+def test_a_node_0_that_falls_silent_is_given_up(node_0, fork_server, tmp_path, monkeypatch):
+    monkeypatch.setattr(to_node_agent, "SILENT_SECONDS", 0.5)
+    with pytest.raises(RunError, match=r"^node 0 is gone: it has said nothing for 0 s$"):
+        join_as_node_1(node_0(SETUP, StillRunning()), tmp_path, fork_server)
+
+
+def test_several_nodes_without_a_secret_are_refused_with_the_way_to_make_one(fork_server, tmp_path):
+    with pytest.raises(ConfigError, match=r"a run on 2 nodes needs a secret .*SLIPSTREAM_SECRET_FILE.*openssl rand"):
+        run(SCHEDULE, tiny(), out=tmp_path / "out", options=RunOptions(nodes=2), fork_server=fork_server)
+    assert not (tmp_path / "out").exists()
