@@ -1,7 +1,8 @@
 """Lower bounds on the period of the general problem, proven for every layout that the problem allows."""
 
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 
 from planner.layout.parts import parts_of
@@ -19,8 +20,13 @@ def work_bound(problem: LayoutProblem) -> int:
     layer are not F, I or W. In the rest, a worker that takes s times the usual time does at most (T - tail) / s of the
     usual work. The sum over all live workers is at least the work of an iteration.
     """
-    tail = min(problem.tail)
-    return _least(problem, problem.live, sum(problem.work) * problem.total_microbatches, lambda _: tail)
+    work = sum(problem.work) * problem.total_microbatches
+    return min(problem.tail) + math.ceil(ticks_of_work(work, map(problem.slowness, problem.live)))
+
+
+def ticks_of_work(work: int, slowness: Iterable[int]) -> Fraction:
+    """In how many ticks workers, each at its speed (per mille of the usual time), do so many ticks of usual work."""
+    return work / sum((Fraction(1000, slow) for slow in slowness), start=Fraction(0))
 
 
 def period_bound(problem: LayoutProblem) -> int:
