@@ -1,6 +1,7 @@
 """Lower bounds on the period of the general problem, proven for every layout that the problem allows."""
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
@@ -72,7 +73,7 @@ def whole_bound(problem: LayoutProblem) -> int:
             return not work or sum(count * (max(0, limit - tail) * 1000 // (work * slow))
                                    for (tail, slow), count in kinds.items()) >= problem.total_microbatches
 
-        best = max(best, _bisect(enough, 4 * problem.ample_ticks))
+        best = max(best, bisect_left(range(4 * problem.ample_ticks), True, key=enough))
     return best
 
 
@@ -109,16 +110,4 @@ def _least(problem: LayoutProblem, workers: Sequence[Worker], work: int, unavail
     def enough(limit: int) -> bool:
         return sum(Fraction(max(0, limit - lost) * 1000 * count, slow) for (slow, lost), count in kinds.items()) >= work
 
-    return _bisect(enough, problem.ample_ticks * 4)
-
-
-def _bisect(enough: Callable[[int], bool], high: int) -> int:
-    """The least number up to `high` that is enough."""
-    low = 0
-    while low < high:
-        middle = (low + high) // 2
-        if enough(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    return bisect_left(range(problem.ample_ticks * 4), True, key=enough)
