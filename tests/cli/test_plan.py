@@ -96,6 +96,11 @@ def test_no_plan_exits_1_with_the_reason(job, tmp_path):
     out = tmp_path / "s.json"
     result = slipstream("plan", job, "--failed", "0.1", "--failed", "1.1", "--failed", "2.1", "--out", out)
     assert result.exit_code == 1 and "stage 1 has no live worker" in result.stderr and not out.exists()
+    assert "--from-checkpoint" in result.stderr
+    lost = ["--failed", "0.1", "--failed", "1.1", "--failed", "2.1", "--layers", "move"]
+    assert "no live worker holds layer 1; `slipstream plan" in slipstream("plan", job, *lost).stderr
+    said = slipstream("plan", job, *lost, "--from-checkpoint", "--method", "greedy").stdout
+    assert "period" in said and "drop" not in said
 
 
 WEIGHTS = "[memory]\ncapacity = 9\nweights = 2\nunit_bytes = 1e9\n"
