@@ -25,7 +25,7 @@ from rich.table import Table
 from benchmarks.jobs import uniform_job
 from planner.model.bounds import lower_bound
 from planner.model.decompose import decompose
-from planner.model.problem import build_problem
+from planner.model.from_job import build_problem
 from planner.options import LAYERS, PlanOptions
 from planner.plan import plan_with
 from schedules.schedule import Worker

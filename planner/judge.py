@@ -10,7 +10,8 @@ from planner.job.file import Job, JobError
 from planner.model.arrays import Ints, ProblemArrays, ints
 from planner.model.assemble import build_schedule
 from planner.model.bounds import lower_bound
-from planner.model.problem import Problem, Unit, build_problem
+from planner.model.from_job import build_problem
+from planner.model.problem import Problem, Unit
 from planner.model.start_times import timed
 from planner.plan import Plan
 from planner.search.compiled import ready

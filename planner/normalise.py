@@ -24,7 +24,8 @@ import msgspec
 
 from planner.job.file import Job
 from planner.model.bounds import lower_bound
-from planner.model.problem import NoPlanError, build_problem
+from planner.model.from_job import build_problem
+from planner.model.problem import NoPlanError
 from planner.options import PlanOptions
 from planner.plan import Plan, Planned, plan_only, plan_with
 from planner.progress import ProgressCallback, quiet

@@ -6,7 +6,8 @@ from typing import Literal, get_args
 import msgspec
 
 from planner.job.file import Job
-from planner.model.problem import Problem, build_problem
+from planner.model.from_job import build_problem
+from planner.model.problem import Problem
 from planner.search.baselines import BASELINES
 from planner.search.solve import Method
 from schedules.schedule import BackwardMode, OptimizerMode, Worker

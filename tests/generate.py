@@ -9,7 +9,8 @@ from msgspec.structs import replace
 from planner.job.file import Job
 from planner.model.arrays import ProblemArrays
 from planner.model.assemble import build_schedule
-from planner.model.problem import Problem, build_problem
+from planner.model.from_job import build_problem
+from planner.model.problem import Problem
 from planner.model.solution import Solution
 from planner.model.start_times import earliest, solution_period
 from planner.search.assignment import assign

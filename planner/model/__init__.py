@@ -2,6 +2,7 @@
 
     ticks          from the user's units to whole numbers
     problem        what is fixed: grid, live workers, durations, memory
+    from_job       the problem of a job with its failures, of whole stages
     for_layout     what layouts are made for
     from_layout    the same where a layout says who holds which layers, and the routes
     solution       what is decided: the host of every unit, the start of every op

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from planner.job.file import Job
 from planner.job.layers import layer_costs
 from planner.layout.problem import LayersMode, LayoutProblem
-from planner.model.problem import NoPlanError, grid_of, merged
+from planner.model.from_job import grid_of
+from planner.model.problem import NoPlanError, merged
 from planner.model.ticks import memory_in_units, tick_of, times_in_ticks
 from schedules.schedule import BackwardMode, Worker
 

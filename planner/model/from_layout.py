@@ -8,7 +8,8 @@ import msgspec
 from planner.job.file import Job
 from planner.job.layers import layer_costs
 from planner.layout.types import LayerRange, Layout
-from planner.model.problem import Holding, Leg, Problem, grid_of, merged
+from planner.model.from_job import grid_of
+from planner.model.problem import Holding, Leg, Problem, merged
 from planner.model.ticks import memory_in_units, tick_of, times_in_ticks
 from schedules.schedule import BackwardMode, Grid, Memory, OptimizerMode, Times, Worker
 

@@ -115,7 +115,7 @@ def _use_once() -> None:
     """Plan the smallest job: numba compiles a function when it is first called."""
     from planner.job.file import parse_job
     from planner.model.arrays import ProblemArrays
-    from planner.model.problem import build_problem
+    from planner.model.from_job import build_problem
     from planner.search.annealing.chain import AnnealingChain
     from planner.search.assignment import assign
     from planner.search.list_scheduler import DispatchRule, ListScheduler

@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 
 from planner.job.file import Job, JobError
-from planner.model.problem import NoPlanError, build_problem
+from planner.model.from_job import build_problem
+from planner.model.problem import NoPlanError
 from planner.normalise import Windows, candidates, normal_form
 from planner.options import PlanOptions
 from planner.plan import plan_only

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from planner import normalise
-from planner.model.problem import NoPlanError, build_problem
+from planner.model.from_job import build_problem
+from planner.model.problem import NoPlanError
 from planner.normalise import Windows, candidates, normal_form, normalised
 from planner.options import PlanOptions
 from planner.plan import plan_job, plan_only

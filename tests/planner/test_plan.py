@@ -9,7 +9,8 @@ from planner.job.file import JobError
 from planner.model.arrays import ProblemArrays
 from planner.model.assemble import build_schedule
 from planner.model.bounds import lower_bound
-from planner.model.problem import NoPlanError, build_problem
+from planner.model.from_job import build_problem
+from planner.model.problem import NoPlanError
 from planner.model.start_times import earliest, period, solution_period, timed
 from planner.options import PlanOptions
 from planner.plan import plan_job, plan_with

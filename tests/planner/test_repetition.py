@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.jobs import uniform_job
 from planner.model.bounds import lower_bound
-from planner.model.problem import build_problem
+from planner.model.from_job import build_problem
 from planner.options import PlanOptions
 from planner.plan import plan_job, plan_only
 from planner.repetition import Blocks, TooLargeError, blocks_of, joined, repeated

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from planner.model.assemble import build_schedule
-from planner.model.problem import build_problem
+from planner.model.from_job import build_problem
 from schedules.check import MAX_VIOLATIONS, check
 from schedules.schedule import Memory, Seat, Worker
 from tests.generate import BROKEN, HEALTHY, SHED, by_hand, list_schedule

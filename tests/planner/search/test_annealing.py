@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from planner.model.arrays import ProblemArrays
 from planner.model.assemble import build_schedule
 from planner.model.bounds import lower_bound
-from planner.model.problem import build_problem
+from planner.model.from_job import build_problem
 from planner.model.start_times import solution_period
 from planner.search.annealing.chain import AnnealingChain
 from planner.search.annealing.pieces import anneal_pieces

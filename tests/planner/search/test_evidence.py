@@ -5,7 +5,7 @@ import time
 import msgspec
 import pytest
 
-from planner.model.problem import build_problem
+from planner.model.from_job import build_problem
 from planner.search.budget import Budget
 from planner.search.evidence import evidence
 from planner.search.incumbent import AnnealingEffort

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from planner.job.file import parse_job
 from planner.model.arrays import ProblemArrays
 from planner.model.assemble import build_schedule
-from planner.model.problem import NoPlanError, Problem, build_problem
+from planner.model.from_job import build_problem
+from planner.model.problem import NoPlanError, Problem
 from planner.model.start_times import solution_period
 from planner.search.assignment import ASSIGNMENT_RULES, assign
 from planner.search.list_scheduler import DispatchRule, ListScheduler, Rerouted

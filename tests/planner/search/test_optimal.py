@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from planner.model.assemble import build_schedule
 from planner.model.bounds import lower_bound
-from planner.model.problem import build_problem
+from planner.model.from_job import build_problem
 from planner.model.start_times import solution_period
 from planner.plan import plan_job
 from planner.search.baselines import BASELINES

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.model.problem import build_problem
+from planner.model.from_job import build_problem
 from schedules.schedule import Worker
 from schedules.tables.pattern import (
     count_key,
