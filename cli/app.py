@@ -20,7 +20,7 @@ from cli.start import main as main
 COMMANDS = {
     "new": "Write a job file: from a preset, a trace, or an estimate of a model.",
     "plan": "Plan one schedule for a job and the workers that are down.",
-    "table": "Plan a table of schedules: one for every number of failures.",
+    "table": "Plan a table of schedules: two for every number of failures.",
     "lookup": "Look up the schedule for the workers that are down, and say who plays which role.",
     "check": "Check schedules against every rule, independently of how they were made.",
     "show": "Show a schedule: a row for each worker, time from left to right.",

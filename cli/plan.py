@@ -40,8 +40,9 @@ Given = Annotated[tuple[str, Path] | None, typer.Option("--from", metavar="FORMA
 
 LayersMode = Annotated[str, typer.Option("--layers", metavar="fixed|move",
                                          autocompletion=completing("fixed", "move"), help=(
-    "fixed: layers stay with the workers that hold them, as right after a failure; move: layers may change hands, and "
-    "the answer says what that takes."))]
+    "fixed: layers stay with the workers that hold them, as right after a failure, and a micro-batch may be cut within "
+    "a stage into slices (ranges of its layers), each run by another holder; move: layers may change hands, and the "
+    "answer says what that takes."))]
 FromCheckpoint = Annotated[bool, typer.Option("--from-checkpoint", help=(
     "With --layers move: layers that no live worker holds come from a checkpoint."))]
 Bandwidth = Annotated[float, typer.Option("--bandwidth", metavar="BYTES", min=1.0, max=1e15, help=(

@@ -50,7 +50,7 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
         with _progress() as tell:
             built = build_table(read, text.encode(), out_folder, options, max_failures=max_failures, exact=exact,
                                 jobs=jobs or os.cpu_count() or 1, progress=tell)
-    except TableError as error:
+    except (JobError, TableError) as error:
         refuse(error)
     except OSError as error:
         refuse(f"{error.filename or out_folder}: cannot be written: {error.strerror}")

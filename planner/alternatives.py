@@ -38,7 +38,8 @@ def alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: PlanOp
     if plan.fault_free is None or not failed or options.method in BASELINES:
         return
     whole = plan.fault_free.period
-    yield _without_replicas(job, failed, whole)
+    if len({worker.pipeline for worker in failed}) < job.pipelines:
+        yield _without_replicas(job, failed, whole)
     if job.depth * sum(job.microbatches) * 3 > LARGEST or plan.interrupted:
         return
     deadline = time.monotonic() + seconds

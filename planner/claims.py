@@ -4,7 +4,7 @@ import math
 
 from planner.model.bounds import lower_bound
 from planner.model.problem import Problem
-from planner.report import work_bound
+from planner.report import shared_ticks
 from schedules.schedule import Schedule
 
 
@@ -12,10 +12,11 @@ def proven_bound(schedule: Schedule) -> int:
     """Ticks below which no period can be, with these workers down, in roles as they are.
 
     Of whole stages, unless the schedule cuts some. Where workers hold other layers than those of their role, all
-    holdings are allowed, and only work bounds the period. CP-SAT proves more of small problems than this.
+    holdings are allowed: only work bounds the period, and the optimizer step of a layer. That of the planner counts
+    the all-reduce of a layer, too, which no file tells. CP-SAT proves more of small problems than this.
     """
     if any(seat.holds is not None for seat in schedule.seats):
-        return math.ceil(work_bound(schedule) / schedule.tick_seconds)
+        return min(schedule.times.optimizer_of_layer, default=0) + math.ceil(shared_ticks(schedule))
     grid = schedule.grid
     failed = frozenset(set(grid.workers()) - {seat.role for seat in schedule.seats})
     return lower_bound(Problem(

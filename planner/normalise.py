@@ -29,6 +29,7 @@ from planner.options import PlanOptions
 from planner.plan import Plan, Planned, plan_only, plan_with
 from planner.progress import ProgressCallback, quiet
 from planner.reference import FaultFree
+from planner.repetition import TooLargeError
 from planner.search.compiled import ready
 from schedules.check import check
 from schedules.schedule import Schedule, Worker
@@ -212,7 +213,10 @@ def _best_candidate(job: Job, windows: Windows, failures: int, options: PlanOpti
     for keep in (FINALISTS, 0):
         quick = options.comparing.within(options.time_limit * SEARCH_SHARE / len(left))
         for vacant in left:
-            made = plan_only(quick, job, vacant)
+            try:
+                made = plan_only(quick, job, vacant)
+            except TooLargeError:  # for a share of the time; the most promising one has all of it
+                return shortest or plan_only(options, job, vacant)
             if vacant not in best or made.period < best[vacant].period:
                 best[vacant] = made
             if shortest is None or made.period < shortest.period:
@@ -257,7 +261,7 @@ def _with_roles(best: Plan, job: Job, failed: Sequence[Worker], options: PlanOpt
     if _cannot_be_beaten(best, windows):
         return best
     normal = normal_form(job, len(set(failed)), options, windows=windows, progress=progress)
-    schedule = relabel(normal.schedule, failed)
+    schedule = relabel(normal.schedule, failed, held_elsewhere=options.from_checkpoint)
     if schedule is not None and schedule.seconds(schedule.period_ticks) < best.period:
         if moving:  # its own bound is for these roles only
             schedule = _bounded_by(schedule, best.schedule)

@@ -166,7 +166,7 @@ class _Portfolio:
                 layout = next(made, None)
             except LookupError as error:
                 if not self._entries:
-                    raise NoPlanError(f"{error}: with --layers move --from-checkpoint, it is taken from a "
+                    raise NoPlanError(f"{error}; `slipstream plan --layers move --from-checkpoint` takes it from a "
                                       "checkpoint") from None
                 return
             if layout is None:

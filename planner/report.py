@@ -1,6 +1,9 @@
 """The answer of `slipstream plan --json`."""
 
+from fractions import Fraction
+
 from planner.job.file import Job
+from planner.layout.bounds import ticks_of_work
 from planner.plan import Plan
 from planner.transition import BANDWIDTH, pays_after_iterations, transition
 from schedules.memory import memory_peaks
@@ -24,7 +27,7 @@ def plan_report(plan: Plan, job: Job, bandwidth: float = BANDWIDTH) -> dict[str,
         "evidence": plan.evidence,
         "interrupted": plan.interrupted,
         "moves": [{"worker": str(seat.worker), "role": str(seat.role)} for seat in schedule.moves],
-        "work_bound": work_bound(schedule),
+        "work_bound": schedule.seconds(1) * float(shared_ticks(schedule)),
         "holds": {str(seat.worker): [list(layers) for layers in schedule.holds(seat.worker)]
                   for seat in schedule.seats},
         "layers_moved": moved.layers,
@@ -35,13 +38,13 @@ def plan_report(plan: Plan, job: Job, bandwidth: float = BANDWIDTH) -> dict[str,
     }
 
 
-def work_bound(schedule: Schedule) -> float:
-    """Seconds in which the live workers together do the work of an iteration, each at its speed."""
+def shared_ticks(schedule: Schedule) -> Fraction:
+    """In how many ticks the live workers together do the work of an iteration, each at its speed."""
     grid, times = schedule.grid, schedule.times
     stages = range(grid.depth)  # those of the other chains are copies
     work = sum(times.forward[stage] + times.backward_input[stage] + times.backward_weight[stage] for stage in stages)
-    rate = sum(1000 / times.per_mille_of.get(seat.worker, 1000) for seat in schedule.seats)
-    return schedule.seconds(1) * work * grid.total_microbatches / rate
+    return ticks_of_work(work * grid.total_microbatches,
+                         [times.per_mille_of.get(seat.worker, 1000) for seat in schedule.seats])
 
 
 def peak_memory(schedule: Schedule) -> float | None:

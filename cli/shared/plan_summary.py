@@ -38,8 +38,9 @@ def _failures(made: Plan) -> list[str]:
     known = f"throughput {best:.1%} of fault-free (period {duration(whole.period)}), {share}"
     if f"{best:.1%}" == f"{least:.1%}" or whole.close:
         return [down, known]
-    return [down, f"throughput {least:.1%} to {best:.1%} of fault-free, whose best period is not known yet "
-                  f"({duration(whole.bound)} to {duration(whole.period)}), {share}"]
+    return [down, f"throughput between {least:.1%} and {best:.1%} of fault-free, {share}",
+            f"the shortest fault-free period is between {duration(whole.bound)} and {duration(whole.period)}; with more"
+            " time, or a plan without --failed first, it is known better"]
 
 
 def _moved(made: Plan, moved: Transition) -> list[str]:
@@ -52,7 +53,7 @@ def _moved(made: Plan, moved: Transition) -> list[str]:
     if made.fixed_period and made.fixed_period > made.period:
         line += f"; with layers in place the period is {duration(made.fixed_period)}"
     if (paid := pays_after_iterations(made, moved)) is not None:
-        line += f", so that moving pays after {paid} iterations at the latest"
+        line += f", so that moving pays after {paid} iteration{'s' * (paid != 1)} at the latest"
     return [line]
 
 
@@ -67,7 +68,7 @@ def comparison(made: Plan, others: Sequence[Alternative], options: Sequence[str]
                             f" with {other.batch:.1%} of the batch" if other.batch < 1 else ""))
     own = made.fault_free.period / made.period
     best = max(reversed(others), key=lambda other: other.throughput)  # of equals the one that may do more
-    lines = [f"instead: {'; '.join(said)}"]
+    lines = [f"instead, by quick plans: {'; '.join(said)}"]
     if best.throughput <= own * 1.0005:
         lines.append(f"best: this plan{' (' + ' '.join(options) + ')' if options else ''}, {own:.1%}")
     elif best.option:

@@ -1,7 +1,9 @@
 """Lower bounds on the period of the general problem, proven for every layout that the problem allows."""
 
+import math
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 
 from planner.layout.parts import parts_of
@@ -19,8 +21,13 @@ def work_bound(problem: LayoutProblem) -> int:
     layer are not F, I or W. In the rest, a worker that takes s times the usual time does at most (T - tail) / s of the
     usual work. The sum over all live workers is at least the work of an iteration.
     """
-    tail = min(problem.tail)
-    return _least(problem, problem.live, sum(problem.work) * problem.total_microbatches, lambda _: tail)
+    work = sum(problem.work) * problem.total_microbatches
+    return min(problem.tail) + math.ceil(ticks_of_work(work, map(problem.slowness, problem.live)))
+
+
+def ticks_of_work(work: int, slowness: Iterable[int]) -> Fraction:
+    """In how many ticks workers, each at its speed (per mille of the usual time), do so many ticks of usual work."""
+    return work / sum((Fraction(1000, slow) for slow in slowness), start=Fraction(0))
 
 
 def period_bound(problem: LayoutProblem) -> int:
@@ -66,7 +73,7 @@ def whole_bound(problem: LayoutProblem) -> int:
             return not work or sum(count * (max(0, limit - tail) * 1000 // (work * slow))
                                    for (tail, slow), count in kinds.items()) >= problem.total_microbatches
 
-        best = max(best, _bisect(enough, 4 * problem.ample_ticks))
+        best = max(best, bisect_left(range(4 * problem.ample_ticks), True, key=enough))
     return best
 
 
@@ -103,16 +110,4 @@ def _least(problem: LayoutProblem, workers: Sequence[Worker], work: int, unavail
     def enough(limit: int) -> bool:
         return sum(Fraction(max(0, limit - lost) * 1000 * count, slow) for (slow, lost), count in kinds.items()) >= work
 
-    return _bisect(enough, problem.ample_ticks * 4)
-
-
-def _bisect(enough: Callable[[int], bool], high: int) -> int:
-    """The least number up to `high` that is enough."""
-    low = 0
-    while low < high:
-        middle = (low + high) // 2
-        if enough(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    return bisect_left(range(problem.ample_ticks * 4), True, key=enough)

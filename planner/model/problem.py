@@ -374,7 +374,8 @@ def _require_feasible(problem: Problem) -> None:
     for column, live in enumerate(problem.live_by_column):
         if not live:
             raise NoPlanError(f"stage {column} has no live worker: all of its {problem.grid.pipelines} workers are "
-                              "down, so nobody holds its parameters")
+                              "down, so nobody holds its parameters; `slipstream plan --layers move --from-checkpoint` "
+                              "takes them from a checkpoint")
     memory = problem.memory
     if memory is None:
         return

@@ -9,8 +9,9 @@ To stay in whole numbers, times of a stage are multiplied by p: then a cell take
 slices may have times that are no whole number of the problem's ticks, so neither are the bounds.
 """
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -153,25 +154,13 @@ def _window(problem: Problem, stage: int) -> Fraction:
     def enough(ticks: int) -> bool:
         return sum(number * _most(cells, ticks, total) for cells, number in kinds.items()) >= total
 
-    least = _least(enough, max(cells.window(total) for cells in kinds))
+    least = bisect_left(range(max(cells.window(total) for cells in kinds)), True, key=enough)
     return Fraction(least, problem.parts_of(stage)) + problem.column_tail(problem.column_of[stage])
 
 
 def _most(cells: _Cells, ticks: int, total: int) -> int:
     """The most cells, up to all, that fit in a window."""
-    return total - _least(lambda fewer: cells.window(total - fewer) <= ticks, total)
-
-
-def _least(enough: Callable[[int], bool], high: int) -> int:
-    """The least number from 0 to `high` that is enough."""
-    low = 0
-    while low < high:
-        middle = (low + high) // 2
-        if enough(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    return bisect_right(range(1, total + 1), ticks, key=cells.window)
 
 
 def _chain(problem: Problem, stage: int) -> Fraction:

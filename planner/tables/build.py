@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from planner.job.file import Job
+from planner.job.file import Job, JobError
 from planner.model.problem import NoPlanError, build_problem
 from planner.normalise import Windows, candidates, normal_form
 from planner.options import PlanOptions
@@ -79,8 +79,8 @@ def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *
 
     Entries that run at once have whole stages, which the runtime can run; the `settled` ones need not.
     Where this is interrupted, finished entries stay, and the next call goes on from there. Raises NoPlanError when
-    the job has no plan even without failures, TableError when the folder holds something else or is damaged, OSError
-    when it cannot be written, PoolError when a process dies.
+    the job has no plan even without failures, JobError when it is too large for the time limit, TableError when the
+    folder holds something else or is damaged, OSError when it cannot be written, PoolError when a process dies.
     """
     began = time.monotonic()
     basis = basis_of(job, options)
@@ -97,7 +97,7 @@ def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *
             ready()  # here, and not in every process
         # Most expensive first, so that the processes end together.
         missing.sort(key=lambda task: (task.failed is not None, -task.failures))
-        with closing(run_all(EntryPlanner(job, options, basis), missing, jobs)) as results:
+        with closing(run_all(EntryPlanner(job, options, basis), missing, jobs, (JobError,))) as results:
             for done, (_, part) in enumerate(results, 1):
                 table_folder.add(part)
                 progress(len(tasks) - len(missing) + done, len(tasks))

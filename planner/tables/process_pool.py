@@ -23,20 +23,20 @@ class PoolError(Exception):
     """A process died or failed. The message names the task."""
 
 
-def run_all(function: Callable[[Task], Result], tasks: Iterable[Task], jobs: int) -> \
-        Generator[tuple[Task, Result], None, None]:
+def run_all(function: Callable[[Task], Result], tasks: Iterable[Task], jobs: int,
+            refusals: tuple[type[Exception], ...] = ()) -> Generator[tuple[Task, Result], None, None]:
     """Pairs (task, result) as they finish, from up to `jobs` processes. Tasks are started in order.
 
     `function` is copied to each process once, and may keep state there. All processes end when the iteration ends;
     those of a killed caller end when they have finished their task. The processes ignore Ctrl-C, which is for the
-    caller. Raises PoolError.
+    caller. Raises the exceptions in `refusals` as the function raised them, and PoolError for all others.
     """
     pending = list(tasks)[::-1]
     context = multiprocessing.get_context("spawn")
     processes: list[_PoolProcess[Task]] = []
     try:
         with _interrupts_ignored(), _safe_path():  # the processes inherit both, from their first instant on
-            processes += [_PoolProcess(context, function) for _ in range(min(jobs, len(pending)))]
+            processes += [_PoolProcess(context, function, refusals) for _ in range(min(jobs, len(pending)))]
         for process in processes:
             process.start(pending.pop())
         while busy := {process.pipe: process for process in processes if process.busy}:
@@ -81,9 +81,10 @@ def _safe_path() -> Iterator[None]:
 class _PoolProcess(Generic[Task]):
     """One process, and the task that it works on."""
 
-    def __init__(self, context: multiprocessing.context.SpawnContext, function: Callable[[Any], Any]) -> None:
+    def __init__(self, context: multiprocessing.context.SpawnContext, function: Callable[[Any], Any],
+                 refusals: tuple[type[Exception], ...]) -> None:
         self.pipe, other = context.Pipe()
-        self._process: BaseProcess = context.Process(target=_serve, args=(other, function), daemon=True)
+        self._process: BaseProcess = context.Process(target=_serve, args=(other, function, refusals), daemon=True)
         self._process.start()
         other.close()  # the process has the only other end, so that its death ends the pipe
         self._task: list[Task] = []
@@ -100,13 +101,15 @@ class _PoolProcess(Generic[Task]):
     def result(self) -> tuple[Task, Any]:
         task = self._task.pop()
         try:
-            result, traceback_text = self.pipe.recv()
+            result, failure = self.pipe.recv()
         except (EOFError, OSError):
             self._process.join(1)
             raise PoolError(f"{task}: its process died (exit status {self._process.exitcode}); perhaps it was killed "
                             "for want of memory") from None
-        if traceback_text is not None:
-            raise PoolError(f"{task}: {traceback_text}")
+        if isinstance(failure, Exception):
+            raise failure
+        if failure is not None:
+            raise PoolError(f"{task}: {failure}")
         return task, result
 
     def close(self) -> None:
@@ -118,7 +121,7 @@ class _PoolProcess(Generic[Task]):
             self._process.join()
 
 
-def _serve(pipe: Connection, function: Callable[[Any], Any]) -> None:
+def _serve(pipe: Connection, function: Callable[[Any], Any], refusals: tuple[type[Exception], ...]) -> None:
     """The main function of a process: one task after the other until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
@@ -126,9 +129,11 @@ def _serve(pipe: Connection, function: Callable[[Any], Any]) -> None:
             task = pipe.recv()
         except (EOFError, OSError):
             return
-        answer: tuple[Any, str | None]
+        answer: tuple[Any, Exception | str | None]
         try:
             answer = (function(task), None)
+        except refusals as error:
+            answer = (None, error)
         except Exception:
             answer = (None, traceback.format_exc())
         try:

@@ -57,11 +57,11 @@ def relabel(schedule: Schedule, failed: Iterable[Worker], *, held_elsewhere: boo
     """The same schedule for other failed workers, as many as it has vacant roles; None where that is impossible.
 
     It is impossible where a column has no live worker left to load its parameters from, unless they are
-    `held_elsewhere`: by workers of other columns, whose roles have moved before. It is also impossible where the role
-    of a fast worker would go to a slower one, or the layers that a worker holds to one of a column that has less room.
-    Whoever takes over a role holds its layers. The result passes `schedules.check` if `schedule` does, and has the same
-    period. In `schedule` every worker must play its own role. Raises ValueError where it does not, or the numbers
-    differ.
+    `held_elsewhere`: by workers of other columns, whose roles have moved before, or in a checkpoint. It is also
+    impossible where the role of a fast worker would go to a slower one, or the layers that a worker holds to one of a
+    column that has less room. Whoever takes over a role holds its layers. The result passes `schedules.check` if
+    `schedule` does, and has the same period. In `schedule` every worker must play its own role. Raises ValueError where
+    it does not, or the numbers differ.
     """
     down = tuple(sorted(set(failed)))
     if len(down) != len(schedule.failed):

@@ -7,7 +7,8 @@ from typer.testing import CliRunner
 
 from cli.app import app
 from planner.job.file import parse_job
-from planner.plan import plan_job
+from planner.options import PlanOptions
+from planner.plan import plan_job, plan_with
 from schedules.codec import encode, write
 from schedules.schedule import Worker
 from tests.general import layers_moved
@@ -47,6 +48,17 @@ def test_the_bound_of_a_file_is_a_claim_that_can_be_proven(tmp_path):
     assert "its bound, 30 s, is proven: it is optimal" in run(path, "--bound").stdout
     assert json.loads(run(path, "--bound", "--json").stdout)["bounds"] == [
         {"file": str(path), "claimed": 30.0, "proven": 30.0, "verified": True}]
+
+
+def test_the_bound_of_moved_layers_counts_the_step_of_one(tmp_path):
+    """Three workers for 96 ticks of work, each of which steps at least one of four layers, 2 ticks each."""
+    job = parse_job("pipelines = 2\nstages = 2\nmicrobatches = 4\n[time]\nforward = 2\nbackward_input = 2\n"
+                    "backward_weight = 2\noptimizer = 4\n[placement]\nlayers = [2, 2]\n")
+    plan = plan_with(PlanOptions(layers="move", method="greedy", time_limit=2), job, [Worker(0, 1)])
+    assert any(seat.holds for seat in plan.schedule.seats)
+    write(plan.schedule, tmp_path / "s.json")
+    (bound,) = json.loads(run(tmp_path / "s.json", "--bound", "--json").stdout)["bounds"]
+    assert bound["proven"] == bound["claimed"] == 96 / 3 + 2
 
 
 def test_a_false_bound_is_found_out(tmp_path):

@@ -92,6 +92,13 @@ def test_a_job_without_any_plan_exits_1(job, tmp_path):
     assert result.exit_code == 1 and "no schedule can run it" in result.stderr
 
 
+def test_a_job_that_is_too_large_exits_2_in_one_line(job, tmp_path):
+    job.write_text(JOB.replace("microbatches = 3", "microbatches = 65_536").replace("stages = 2", "stages = 16"))
+    result = slipstream("table", job, "--max-failures", "1", "--time-limit", "1", "--out", tmp_path / "t")
+    assert result.exit_code == 2 and result.stdout == "" and result.stderr.count("\n") == 1
+    assert "65,536 micro-batches a pipeline" in result.stderr and "--time-limit" in result.stderr
+
+
 def test_interrupting_keeps_what_is_finished(tmp_path):
     (tmp_path / "job.toml").write_text(JOB.replace("= 2", "= 4").replace("microbatches = 3", "microbatches = 8"))
     command = [sys.executable, "-c", "from cli.app import main; main()", "table", "job.toml", "--max-failures", "4",

@@ -115,6 +115,18 @@ def test_candidates_are_patterns_of_the_right_size():
         assert len({pattern_of(holes, classes) for holes in found}) == len(found)
 
 
+def test_a_role_may_be_taken_over_from_a_checkpoint():
+    """The third stage is in nobody's memory, and weights leave little room for activations of more layers."""
+    job = grid(3, 4, 8, times="forward = 1\nbackward_input = 1\nbackward_weight = 1\noptimizer = 1",
+               more="[memory]\ncapacity = 8\nweight_stash = 0.5\nweights = 12\n[placement]\nlayers = [4, 4, 4, 4]\n")
+    down = [Worker(0, 2), Worker(1, 2), Worker(2, 2)]
+    options = PlanOptions(method="greedy", layers="move", from_checkpoint=True, time_limit=2)
+    plan = normalised(job, down, options)
+    assert check(plan.schedule) == [] and set(plan.schedule.failed) == set(down)
+    roles = normal_form(job, 3, PlanOptions(method="greedy", time_limit=0.5))
+    assert plan.period <= roles.period * 1.01
+
+
 def test_too_many_failures_have_no_plan():
     assert normal_form(grid(2, 2, 1), 2, GREEDY).schedule.failed
     with pytest.raises(NoPlanError, match="3 failures leave some stage without a live worker, whoever plays"):

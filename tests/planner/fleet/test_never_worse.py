@@ -58,7 +58,7 @@ def result_for(name, trace, parameters=6.7e9, kinds=("slipstream", *FOLLOWED)):
 @pytest.mark.parametrize(("name", "seeds"), [(name, 1 if name in LARGE else 2) for name in preset_names()])
 def test_on_spot_traces(name, seeds):
     for seed in range(seeds):
-        result = result_for(name, spot_trace(seed, 32, hours=1 if name in LARGE else 4))
+        result = result_for(name, spot_trace(seed, 32, hours=0.5 if name in LARGE else 2))
         ours, others = result.runs["slipstream"].throughput, {kind: result.runs[kind].throughput for kind in FOLLOWED}
         assert ours >= max(others.values()), (seed, others)
 

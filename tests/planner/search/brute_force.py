@@ -20,11 +20,13 @@ def optimal_period(problem: Problem) -> int:
     choices = [dict(zip(units, choice, strict=True)) for choice in
                itertools.product(*(problem.hosts(unit.slice, unit.pipeline) for unit in units))]
     for hosts in sorted(choices, key=lambda hosts: _busiest(problem, hosts)):
-        if _busiest(problem, hosts) >= best:
-            break
+        least = _busiest(problem, hosts)
         orders = [_orders(problem, worker, held) for worker, held in _units_of(problem, hosts).items()]
         for sequences in itertools.product(*orders):
-            best = _shorten(problem, hosts, sequences, best)
+            if least >= best:
+                return best
+            if _possible(problem, hosts, sequences, best - 1):
+                best = _shorten(problem, hosts, sequences, least, best - 1)
     return best
 
 
@@ -36,7 +38,7 @@ def _units_of(problem: Problem, hosts) -> dict[Worker, list[Unit]]:
 
 
 def _busiest(problem: Problem, hosts) -> int:
-    """The longest window that some worker has in any order."""
+    """What the worker with most to do takes in any order: no period is shorter."""
     return max(_busy(problem, worker, held) for worker, held in _units_of(problem, hosts).items())
 
 
@@ -77,9 +79,8 @@ def _fits(problem: Problem, worker: Worker, sequence) -> bool:
     return True
 
 
-def _shorten(problem: Problem, hosts, sequences, best: int) -> int:
-    """The least period of these orders if it is below `best`, else `best`."""
-    low, high = 0, best
+def _shorten(problem: Problem, hosts, sequences, low: int, high: int) -> int:
+    """The least period of these orders, which is none below `low` and at most `high`."""
     while low < high:
         middle = (low + high) // 2
         if _possible(problem, hosts, sequences, middle):

@@ -28,7 +28,7 @@ def listed():
 @pytest.mark.parametrize(("effort", "says"), [
     (None, "only list schedules were tried"), (AnnealingEffort(0, 0.0, 0), "only list schedules were tried"),
     (AnnealingEffort(1000, 0.9, 2), "still improving when the time was up (1,000 orders were tried): try "
-                                    "--time-limit 100;"),
+                                    "5 times the --time-limit;"),
     (AnnealingEffort(1000, 0.4, 9), "still improving when the time was up"),
     (AnnealingEffort(1000, 0.9, 9), "no improvement for the last 18 s (1,000 orders were tried): this is probably "
                                     "close to the best")])

@@ -26,3 +26,8 @@ def test_pool_tells_of_failures_and_deaths():
         list(run_all(_double, [1, 13], 1))
     with pytest.raises(PoolError, match="666: its process died"):
         list(run_all(_double, [666], 1))
+
+
+def test_what_is_refused_comes_as_it_was_raised():
+    with pytest.raises(ValueError, match=r"^unlucky$"):
+        list(run_all(_double, [1, 13], 1, (ValueError,)))
