@@ -37,8 +37,9 @@ from planner.normalise import normal_form
 from planner.options import PlanOptions
 from planner.plan import plan_job
 from runtime.config import RunConfig, parse_run_config
-from runtime.coordinator.planning import NoScheduleError, RunError, Scheduler
+from runtime.coordinator.planning import NoScheduleError, Scheduler
 from runtime.coordinator.recovery import Recovery
+from runtime.errors import RunError
 from runtime.launch import Resilience, RunOptions, run
 from runtime.model.checkpoint import latest
 from runtime.model.parameters import load_parameters

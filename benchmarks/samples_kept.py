@@ -33,7 +33,7 @@ from benchmarks.sleeping import MODEL, TRAINING, sleeping
 from planner.job.file import Job
 from planner.plan import plan_job
 from runtime.config import parse_run_config
-from runtime.coordinator.planning import RunError
+from runtime.errors import RunError
 from runtime.launch import Resilience, RunOptions, RunResult, run
 from runtime.model.checkpoint import latest
 from runtime.processes.process_manager import Return

@@ -21,9 +21,10 @@ from cli.shared.planning import make_plan, plan_options
 from cli.shared.train_inputs import events, find_checkpoint, look_up, read_table, require_fit
 from planner.job.file import Job
 from runtime.config import ConfigError, RunConfig, parse_run_config
-from runtime.coordinator.event_loop import STALL_TIMEOUT_SECONDS
-from runtime.launch import NodeJob, Resilience, RunError, RunOptions, RunResult, join, run
+from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
+from runtime.launch import Resilience, RunError, RunOptions, RunResult, run
 from runtime.model.checkpoint import Checkpoint, CheckpointError
+from runtime.node_agent import NodeJob, join
 from runtime.processes.fork_server import signal_at_death_of_parent
 from runtime.processes.launchers import announce, find, to_open
 from runtime.processes.process_manager import Return

@@ -2,7 +2,9 @@
 
     api            the public names
     config         what to train: the model's and the training's settings, checked
-    launch         starts a run and sees it through, on one node or several
+    launch         starts a run on node 0 and sees it through
+    node_agent     takes part in a run as another node
+    run_folder     what is in a run's folder, and whose it is
     model/         layers, stages, optimizer, data, checkpoints
     replay/        runs a program op by op, and passes tensors between workers
     protocol/      messages between coordinator, workers and node agents

@@ -13,3 +13,8 @@ def choose_device(wanted: DeviceName) -> Literal["cpu", "cuda"]:
     if wanted == "cuda" and not has_cards:
         raise ConfigError("training.device is 'cuda', but torch finds no GPU here")
     return "cuda" if has_cards and wanted != "cpu" else "cpu"
+
+
+def gpu_count(device: Literal["cpu", "cuda"]) -> int:
+    """The GPUs of this machine that a run on such a device uses."""
+    return torch.cuda.device_count() if device == "cuda" else 0

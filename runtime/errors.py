@@ -1,4 +1,8 @@
-"""Errors of libraries, in one line."""
+"""How a run fails, and errors of libraries in one line."""
+
+
+class RunError(RuntimeError):
+    """A run that ended before its last iteration. The message is one line."""
 
 
 def first_line(error: BaseException) -> str:

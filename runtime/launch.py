@@ -1,16 +1,13 @@
 """Starts a run and sees it through: worker processes on this machine, the coordinator, files in a folder.
 
-One node is the usual case. On several, each runs one launcher: that of node 0 (`run`) is the coordinator, which knows
-the schedule; those of the others (`join`) are node agents, which start and end workers as it tells them.
+One node is the usual case. On several, each runs one launcher: that of node 0, here, has the coordinator, which knows
+the schedule; those of the others (`runtime.node_agent`) start and end workers as it tells them.
 """
 
 import asyncio
-import selectors
 import signal
-import socket
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,35 +18,32 @@ from msgspec.structs import replace
 from runtime.config import ConfigError, RunConfig
 from runtime.coordinator.checkpoint_timer import CheckpointCost
 from runtime.coordinator.commit_log import CommitLog
-from runtime.coordinator.event_loop import STALL_TIMEOUT_SECONDS, EventLoop, Notify, Run
+from runtime.coordinator.event_loop import EventLoop
 from runtime.coordinator.loss_file import LossFile, Progress
-from runtime.coordinator.planning import RunError as RunError
 from runtime.coordinator.planning import Scheduler
 from runtime.coordinator.recovery import Recovery
-from runtime.device import choose_device
-from runtime.model.checkpoint import Checkpoint, CheckpointError, identity_of, open_checkpoint
+from runtime.coordinator.run import Notify, Run
+from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
+from runtime.device import choose_device, gpu_count
+from runtime.errors import RunError as RunError
+from runtime.model.checkpoint import Checkpoint, identity_of, open_checkpoint
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import load_corpus
 from runtime.model.digest import combined_digest
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
 from runtime.model.stage import boundaries
-from runtime.processes.fork_server import ForkServer, ForkServerError
+from runtime.processes.fork_server import ForkServer
 from runtime.processes.launchers import ALONE, GpuShare, LocalProcess, gpu_share
 from runtime.processes.process_manager import NodeProcesses, ProcessManager, Return
-from runtime.processes.start_limit import StartLimit, StartLimitError
-from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped, StopSignals, stop_signals
+from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped, stop_signals
 from runtime.processes.worker_start import NodeSettings
-from runtime.protocol import to_node_agent
 from runtime.protocol.authentication import HOW, Secret, new_secret
-from runtime.protocol.channel import Channel
 from runtime.protocol.failure_injection import Injection
-from runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store, listen
+from runtime.protocol.rendezvous import Rendezvous, host_store, listen
 from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, BoundarySpec, Setup
-from runtime.protocol.to_coordinator import Ended, JoinNode, Leaving
-from runtime.protocol.to_node_agent import KillWorker, NodeSetup, NodeTaken, RunEnded, StartWorker, ToNodeAgent
 from runtime.replay.communication import Transport, choose_transport
 from runtime.replay.placement import PlacementError, assign_to_nodes, layer_ranges
-from runtime.run_folder import CHECKPOINTS, LOSSES, claim, clean_up, clear_parameters, locked
+from runtime.run_folder import LOSSES, claim, clean_up, locked
 from schedules import codec
 from schedules.check import check
 from schedules.measured_trace import MeasuredTrace, write_measured_trace
@@ -57,8 +51,6 @@ from schedules.schedule import Schedule, Worker
 
 Ranges = Sequence[tuple[int, int]]
 """Half-open range of layers of each stage."""
-ASK_AGAIN_SECONDS = 0.5
-"""A node that the coordinator still has from before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +175,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         settings = NodeSettings(
             config=config, secret=options.secret or new_secret(), out=str(out.resolve()),
             resume=None if resilience.resume is None else str(resilience.resume.path.resolve()))
-        processes = NodeProcesses(fork_server, opened, fit.shares[0], _gpus(fit.device), settings, fit.gpus.first)
+        processes = NodeProcesses(fork_server, opened, fit.shares[0], gpu_count(fit.device), settings, fit.gpus.first)
         places = {worker: node for node, share in enumerate(fit.shares) for worker in share}
         events = EventLoop(
             Run(schedule=schedule, scheduler=resilience.scheduler, shares=fit.shares, injections=resilience.injections,
@@ -195,7 +187,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
             log, stack.enter_context(LossFile(out / LOSSES, first, progress)),
             ProcessManager(processes, places, resilience.returns,
                            [worker for worker in schedule.grid.workers() if worker not in places]))
-        with _running(fork_server, processes):
+        with processes.running():
             asyncio.run(events.serve(listener, stop))
         del store
         if events.stopped:
@@ -212,193 +204,6 @@ def _result(schedule: Schedule, first: int, log: CommitLog, events: EventLoop, o
                      planned_period_seconds=schedule.seconds(schedule.period_ticks),
                      recoveries=tuple(events.recoveries), notes=tuple(events.notes),
                      checkpoints=events.checkpoints.costs)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeJob:
-    """What a node runs that is not node 0: its own job file and command line say so, and nothing that it is sent."""
-
-    config: RunConfig
-    workers: Sequence[Worker]
-    """All of the job: no other is started."""
-    secret: Secret
-    resume: Path | None = None
-    """Folder with the checkpoint that node 0 goes on from, or that of a run that has it."""
-
-
-def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Path,
-         fork_server: ForkServer | None = None, local: LocalProcess = ALONE,
-         join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS, grace_seconds: float = GRACE_SECONDS,
-         notify: Callable[[str], None] = lambda _: None) -> None:
-    """Take part in the run that node 0 leads, with this node's share of the workers.
-
-    Into `out` go the logs of its workers, and the parameters of layers that they write. `notify` is called while node 0
-    is waited for. After SIGTERM or Ctrl-C its workers leave the run at the next iteration, and the others go on.
-
-    Raises RendezvousError when node 0 cannot be reached or has another secret, ConfigError when its job or this machine
-    do not fit, FolderError when another process writes to `out` as this node, RunError when the run fails, and
-    RunStopped.
-    """
-    channel, setup = _join_node(rendezvous, job.secret, node, join_timeout_seconds, notify)
-    with closing(channel):
-        if len(setup.shares) != nodes:
-            raise ConfigError(f"--nodes is {nodes} here and {len(setup.shares)} at node 0; expected the same")
-        settings = _own_settings(job, setup, out)
-        cards, gpus = _gpus(setup.device), gpu_share(setup.shares, node, local)
-        if setup.device == "cuda" and (cards == 0 or (setup.transport == "nccl" and cards < gpus.workers)):
-            raise ConfigError(f"node {node} has {cards} GPUs for {gpus.workers} workers; {setup.transport} needs more")
-        with ExitStack() as stack:
-            stop = stack.enter_context(stop_signals())
-            stack.enter_context(locked(out, node))
-            if not setup.restarted:
-                clear_parameters(out)  # the folder may be shared with node 0, whose workers have logs there
-            fork_server = fork_server or stack.enter_context(ForkServer())
-            processes = NodeProcesses(fork_server, rendezvous, setup.workers, cards, settings, gpus.first)
-            with _running(fork_server, processes, restarted=setup.restarted):
-                error = _NodeAgent(channel, processes, StartLimit(setup.workers), stop, grace_seconds).serve()
-    if stop.received is not None:
-        raise RunStopped(stop.received, f"interrupted by {stop.received.name}; the workers of node {node} have left"
-                         + ("" if error is None else f": {error}"))
-    if error is not None:
-        raise RunError(error)
-
-
-def _own_settings(job: NodeJob, setup: NodeSetup, out: Path) -> NodeSettings:
-    """What the workers here are given. Raises ConfigError where node 0 runs another job."""
-    for table in ("model", "training"):
-        ours, theirs = getattr(job.config, table), getattr(setup.config, table)
-        for key in ours.__struct_fields__:
-            # How long to train is for node 0 to say, like the other numbers of `Setup`.
-            if key != "iterations" and getattr(ours, key) != getattr(theirs, key):
-                raise ConfigError(f"{table}.{key} is {getattr(ours, key)!r} here and {getattr(theirs, key)!r} at node "
-                                  "0; start every node with the same job file and options")
-    strange = set(setup.workers) - set(job.workers)
-    if strange:
-        raise ConfigError(f"node 0 has a worker {min(strange)}, which the job here has not; start every node with the "
-                          "same job file")
-    resume = None
-    if setup.first_iteration and not setup.restarted:  # later, layers come from other workers
-        if job.resume is None:
-            raise ConfigError(f"node 0 goes on from iteration {setup.first_iteration}; start every node with --resume")
-        resume = str(_own_checkpoint(job.resume, setup.first_iteration).resolve())
-    return NodeSettings(config=job.config, secret=job.secret, out=str(out.resolve()), resume=resume)
-
-
-def _own_checkpoint(folder: Path, iteration: int) -> Path:
-    """The checkpoint of an iteration: in a folder, in that of a run, or the folder itself. Raises CheckpointError."""
-    name = f"iteration-{iteration}"
-    path = next((path for path in (folder / CHECKPOINTS / name, folder / name) if path.is_dir()), folder)
-    found = open_checkpoint(path).iteration
-    if found != iteration:
-        raise CheckpointError(f"{path}: a checkpoint of iteration {found}; node 0 goes on from that of {iteration}")
-    return path
-
-
-def _join_node(rendezvous: Rendezvous, secret: Secret, node: int, timeout_seconds: float,
-               notify: Callable[[str], None]) -> tuple[Channel[ToNodeAgent], NodeSetup]:
-    """The connection to the coordinator, and its answer; asks again while that has not missed the node's last process.
-
-    Raises RendezvousError.
-    """
-    deadline = time.monotonic() + timeout_seconds
-    told = False
-    while True:
-        channel: Channel[ToNodeAgent] = Channel(rendezvous, secret, JoinNode(node), to_node_agent.decode,
-                                                max(0.0, deadline - time.monotonic()), notify)
-        answer = channel.wait_for(NodeSetup, NodeTaken)
-        if isinstance(answer, NodeSetup):
-            return channel, answer
-        channel.close()
-        if time.monotonic() > deadline:
-            raise RendezvousError(f"node {node} takes part in the run at {rendezvous} already")
-        if not told:
-            notify(f"node {node} takes part in the run at {rendezvous} already; waits until it is missed there")
-            told = True
-        time.sleep(ASK_AGAIN_SECONDS)
-
-
-class _NodeAgent:
-    """Does what the coordinator says and tells it which workers here end, until the run has, or has been left."""
-
-    def __init__(self, channel: Channel[ToNodeAgent], processes: NodeProcesses, limit: StartLimit, stop: StopSignals,
-                 grace_seconds: float) -> None:
-        self._channel = channel
-        self._limit = limit
-        self._heard = time.monotonic()
-        """When node 0 said anything last."""
-        self._processes = processes
-        self._stop = stop
-        self._grace_seconds = grace_seconds
-        self._deadline: float | None = None
-        """Once it was told to end."""
-
-    def serve(self) -> str | None:
-        """How it ended: None, or why it failed.
-
-        Raises RunError when node 0 is gone, ForkServerError when the workers are.
-        """
-        waker, woken = socket.socketpair()
-        with waker, woken, selectors.DefaultSelector() as selector, self._stop.asking(lambda: waker.send(b"!")):
-            for one in (self._channel, self._processes, woken):
-                selector.register(one, selectors.EVENT_READ)
-            try:
-                while True:
-                    ready = [] if self._channel.pending else [
-                        key.fileobj for key, _ in selector.select(self._pause())]
-                    if self._channel in ready:
-                        self._heard = time.monotonic()
-                    elif time.monotonic() - self._heard >= to_node_agent.SILENT_SECONDS:
-                        raise RunError("node 0 is gone: it has said nothing for "
-                                       f"{to_node_agent.SILENT_SECONDS:.0f} s")
-                    if woken in ready:
-                        woken.recv(1)
-                        self._leave()
-                    if self._processes in ready:
-                        for ended in self._processes.poll():
-                            self._channel.send(ended)
-                    for message in self._channel.read() if self._channel.pending or self._channel in ready else ():
-                        match message:
-                            case RunEnded():
-                                return message.error
-                            case StartWorker():
-                                self._limit.require(message.worker)
-                                self._processes.do(message)
-                            case KillWorker():
-                                self._processes.do(message)
-                    if self._deadline is not None and not (self._processes.alive() and self._seconds_left()):
-                        return None
-            except (RendezvousError, StartLimitError) as error:
-                raise RunError(str(error)) from None
-            except ForkServerError:
-                with suppress(RendezvousError):  # node 0 would miss them anyway, but later
-                    for worker in self._processes.alive():
-                        self._channel.send(Ended(worker, -signal.SIGKILL))
-                raise
-
-    def _leave(self) -> None:
-        self._deadline = time.monotonic() + self._grace_seconds
-        for worker in self._processes.alive():
-            self._channel.send(Leaving(worker))
-
-    def _pause(self) -> float:
-        silent = max(0.0, self._heard + to_node_agent.SILENT_SECONDS - time.monotonic())
-        left = self._seconds_left()
-        return silent if left is None else min(silent, left)
-
-    def _seconds_left(self) -> float | None:
-        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-
-
-@contextmanager
-def _running(fork_server: ForkServer, processes: NodeProcesses, *, restarted: bool = False) -> Iterator[None]:
-    """Worker processes on this machine; none is left at the end. Raises RunError."""
-    try:
-        processes.start_all(restarted=restarted)
-        yield
-    except ForkServerError as error:
-        raise RunError(str(error)) from None
-    finally:
-        fork_server.kill_all()
 
 
 def _setup(schedule: Schedule, config: RunConfig, fit: _Fit, store: Rendezvous, options: RunOptions,
@@ -428,8 +233,4 @@ def _prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> _Fit
     shares = assign_to_nodes([seat.worker for seat in schedule.seats], options.nodes)
     gpus = gpu_share([len(share) for share in shares], 0, options.local)
     return _Fit(device, model, ranges, shares, gpus,
-                choose_transport(training.backend, device, gpus.workers, _gpus(device)))
-
-
-def _gpus(device: str) -> int:
-    return torch.cuda.device_count() if device == "cuda" else 0
+                choose_transport(training.backend, device, gpus.workers, gpu_count(device)))

@@ -50,14 +50,21 @@ class SettledPlans:
         self._found: dict[tuple[int, int], Settled | None] = {}
 
     def answer(self, failures: int) -> Settled | None:
-        """The best plan found with layers that move; None where there is none."""
+        """The best plan found with layers that move, of so many failures or one more; None where there is none.
+
+        So one failure fewer is not slower: a live worker may idle. Without failures, that of one is what counts.
+        """
         job = self._job
         groups = max(1, job.pipelines // GROUP) if len(set(job.microbatches)) == 1 else 1
-        key = (job.pipelines // groups, -(-failures // groups))
-        if key not in self._found:
-            self._announce(f"planning for {failures} workers down, with layers moved")
-            self._found[key] = self._planned(*key)
-        return self._found[key]
+        pipelines, share = job.pipelines // groups, -(-failures // groups)
+        found = [answer for count in (share, share + 1) if count and (answer := self._kept(pipelines, count))]
+        return min(found, key=lambda answer: answer.period, default=None)
+
+    def _kept(self, pipelines: int, failures: int) -> Settled | None:
+        if (pipelines, failures) not in self._found:
+            self._announce(f"planning for {failures} of {pipelines * self._job.stages} workers down, with layers moved")
+            self._found[pipelines, failures] = self._planned(pipelines, failures)
+        return self._found[pipelines, failures]
 
     def _planned(self, pipelines: int, failures: int) -> Settled | None:
         job = msgspec.structs.replace(self._job, pipelines=pipelines, microbatches=self._job.microbatches[:pipelines])

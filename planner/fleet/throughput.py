@@ -91,7 +91,7 @@ class Throughputs:
 
         (0.0, 0.0) where no plan exists.
         """
-        answer = self._settled.answer(failures) if failures else None
+        answer = self._settled.answer(failures)
         return (self.samples / answer.period, answer.stages_moved) if answer else (0.0, 0.0)
 
     def normal_form(self, failures: int) -> DownByStage | None:

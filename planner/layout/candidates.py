@@ -16,7 +16,7 @@ import msgspec
 from planner.layout.cuts import lines_of, one_cut
 from planner.layout.division import Divider
 from planner.layout.fixed import fixed_layout
-from planner.layout.groups import by_groups, groups_of
+from planner.layout.groups import UNDIVIDED, by_groups, groups_of
 from planner.layout.problem import LayoutProblem
 from planner.layout.routes import layout_of
 from planner.layout.types import Layout, Route, Stop
@@ -41,7 +41,7 @@ def candidates(problem: LayoutProblem, *, seconds: float = 2.0, seed: int = 0) -
         try:
             layout = make()
         except LookupError as error:
-            failure = error
+            failure = failure or error
             continue
         key = layout and tuple(layout.routes.items())
         if layout is not None and key not in seen:
@@ -63,20 +63,32 @@ def _moved(problem: LayoutProblem, seconds: float, seed: int) -> Iterator[Callab
         yield from _fixed(problem)
         return
     makes: list[Callable[[LayoutProblem], Layout | None]] = [
-        partial(_recut, staggered=True),
-        partial(_recut, spread=False, staggered=True),
         partial(_recut, aligned=True),
+        partial(_recut, spread=False, aligned=True),
+        partial(_recut, staggered=True),
         partial(_recut, spread=False, floating=False)]
-    groups = tuple(groups_of(problem))
+    grouped = _Grouped(problem)
     for make in makes:
-        yield partial(by_groups, problem, groups, make)
+        yield partial(grouped, make)
     if problem.total_microbatches * len(problem.paths[0]) <= LARGEST_SHARED:
         yield partial(one_cut, problem)
         yield partial(fixed_layout, problem, sliced=problem.sliced)
-    yield partial(by_groups, problem, groups, partial(_recut, all_cut=True, aligned=True))
-    yield partial(by_groups, problem, groups, partial(_assigned, seconds=seconds, seed=seed))
-    if len(groups) > 1 and problem.total_microbatches * len(problem.paths[0]) <= LARGEST_WHOLE:
+    yield partial(grouped, partial(_recut, all_cut=True, aligned=True))
+    yield partial(grouped, partial(_assigned, seconds=seconds, seed=seed))
+    if len(problem.microbatches) > UNDIVIDED and problem.total_microbatches * len(problem.paths[0]) <= LARGEST_WHOLE:
         yield partial(_recut, problem, staggered=True)
+
+
+class _Grouped:
+    """Makes layouts of a problem group by group; the groups are found once."""
+
+    def __init__(self, problem: LayoutProblem) -> None:
+        self._problem = problem
+        self._groups: tuple[tuple[int, ...], ...] = ()
+
+    def __call__(self, make: Callable[[LayoutProblem], Layout | None]) -> Layout | None:
+        self._groups = self._groups or tuple(groups_of(self._problem))
+        return by_groups(self._problem, self._groups, make)
 
 
 def _require_layers(problem: LayoutProblem) -> None:

@@ -57,6 +57,8 @@ class Assignment:
         self._kept = [index for index, line in enumerate(lines) if not line.cut]
         self._free = free and bool(self._kept)
         self._kinds = [self._kind(copies) for copies in self._equal_lines()]
+        self._further: dict[tuple[int, int], cp_model.IntVar] = {}
+        """[kind, layer] whether the micro-batch that is cut over several lines passes this layer on this kind."""
 
     @property
     def size(self) -> int:
@@ -166,13 +168,6 @@ class Assignment:
             else:
                 model.add(run == self._profile(kind.copies[0])[layer])
             self._further[kind.copies[0], layer] = further
-
-    @property
-    def _further(self) -> dict[tuple[int, int], cp_model.IntVar]:
-        """[kind, layer] whether the micro-batch that is cut over several lines passes this layer on this kind."""
-        if not hasattr(self, "_further_"):
-            self._further_: dict[tuple[int, int], cp_model.IntVar] = {}
-        return self._further_
 
     def _longest_load(self, kind: _Kind) -> None:
         """Load: cells by their ticks and the worker's slowness, all-reduce and optimizer of what it holds, idle."""

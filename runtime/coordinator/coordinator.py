@@ -18,8 +18,10 @@ from runtime.coordinator.checkpoint_timer import CheckpointTimer
 from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.join_planning import JoinPlanner
 from runtime.coordinator.layer_moves import plan_moves, stages_without_holder
-from runtime.coordinator.planning import NoScheduleError, RunError, ScheduleService
+from runtime.coordinator.lost_workers import LostWorkers
+from runtime.coordinator.planning import NoScheduleError, ScheduleService
 from runtime.coordinator.recovery import Recovery, RecoveryClock
+from runtime.errors import RunError
 from runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Finished, Paused, Ran, Ready, Started
 from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, Leave, Train
 from schedules import codec
@@ -40,27 +42,24 @@ class Coordinator:
 
     Parameters
     ----------
-    schedule
-        For the workers that are there from the start.
     schedules
-        Finds those for other workers; None: the first failure ends the run.
+        Has the schedule for the workers that are there from the start, and finds those for others.
     ranges
         Half-open range of layers of each stage.
     checkpoints
         Says when one is due that the workers do not know of; None: never.
     """
 
-    def __init__(self, schedule: Schedule, schedules: ScheduleService | None, send: Send, log: CommitLog, *,
-                 iterations: range, ranges: Sequence[tuple[int, int]], checkpoints: CheckpointTimer | None = None
-                 ) -> None:
-        self._schedule = self._current = schedule
+    def __init__(self, schedules: ScheduleService, send: Send, log: CommitLog, *, iterations: range,
+                 ranges: Sequence[tuple[int, int]], checkpoints: CheckpointTimer | None = None) -> None:
+        self._current = schedules.first
         self._schedules = schedules
         self._send = send
         self._log = log
         self._iterations = iterations
         self._ranges = ranges
         self._phase: Literal["gathering", "training", "finishing", "left"] = "gathering"
-        self._members = {seat.worker for seat in schedule.seats}
+        self._members = {seat.worker for seat in self._current.seats}
         self._ready: set[Worker] = set()
         """Workers that have sent `Ready` and take part in no order yet."""
         self._paused: set[Worker] = set()
@@ -80,8 +79,7 @@ class Coordinator:
         """Members that were told to end by somebody else, and stay until the others can go on without them."""
         self._joins = JoinPlanner(self._tell_all)
         self._addresses: dict[Worker, tuple[str, int]] = {}
-        self._lost: dict[Worker, tuple[str, set[int]]] = {}
-        """Why each is gone, and the columns whose stages it may have held."""
+        self._lost = LostWorkers(self.grid)
         self._recovery = RecoveryClock()
         self.number = 0
         """Of the last order."""
@@ -116,7 +114,7 @@ class Coordinator:
     @property
     def grid(self) -> Grid:
         """The job's shape."""
-        return self._schedule.grid
+        return self._current.grid
 
     @property
     def recoveries(self) -> Sequence[Recovery]:
@@ -125,7 +123,7 @@ class Coordinator:
 
     def ready(self, report: Ready) -> None:
         """A worker waits for an order."""
-        self._lost.pop(report.worker, None)
+        self._lost.back(report.worker)
         self._ready.add(report.worker)
         self._addresses[report.worker] = report.address
 
@@ -152,7 +150,7 @@ class Coordinator:
         """A worker is gone, since a time by time.monotonic; whether it was a member, whose loss is a recovery's."""
         was_member = worker in self._members
         seat = self._current.seat_of.get(worker)
-        self._lost[worker] = reason, {worker.column} if seat is None else {worker.column, seat.role.column}
+        self._lost.add(worker, reason, () if seat is None else (seat.role.column,))
         for group in (self._members, self._ready, self._paused, self._finished, self._leaving):
             group.discard(worker)
         self._holds.pop(worker, None)
@@ -301,8 +299,7 @@ class Coordinator:
         live = {seat.worker for seat in schedule.seats}
         self._recovery.ordered(live - self._members, meanwhile=first - join.began if join is not None and fetch else 0)
         self._joins.close()
-        if self._schedules is not None:
-            self._schedules.forget()
+        self._schedules.forget()
         told, self._members = self._members | self._ready, live
         self._ready, self._paused, self._stop_before = self._ready - live, set(), None
         self._phase, self._current, self._ended = "training", schedule, False
@@ -355,19 +352,10 @@ class Coordinator:
 
     def _schedule_of(self, live: Sequence[Worker]) -> Schedule | None:
         """The schedule for these workers; None while it is being planned."""
-        if live == [seat.worker for seat in self._schedule.seats]:
-            return self._schedule
-        if self._schedules is None:
-            raise RunError(self._why())
-        down = tuple(sorted(set(self.grid.workers()) - set(live)))
         try:
-            schedule = self._schedules.get(down)
+            return self._schedules.for_workers(live)
         except NoScheduleError as error:
-            raise RunError(f"{self._why()}, and {error}") from None
-        if schedule is not None and (schedule.grid != self.grid
-                                     or [seat.worker for seat in schedule.seats] != list(live)):
-            raise RunError(f"the schedule for the failure of {', '.join(map(str, down))} is one of another job")
-        return schedule
+            raise RunError(", and ".join(filter(None, (self._lost.reasons(), str(error))))) from None
 
     def _needs(self, schedule: Schedule) -> dict[Worker, tuple[int, ...]]:
         """The stages of each worker."""
@@ -393,24 +381,10 @@ class Coordinator:
         """Raises RunError where parameters are lost; before the first step every worker can build any."""
         missing = [] if untouched else stages_without_holder(self._holds, self._ranges)
         if missing:
-            raise RunError(f"stage {missing[0]} has no live worker left: {self._why(missing[0])}")
+            reasons = self._lost.reasons_of(missing[0], self._members, self._ready)
+            raise RunError(f"stage {missing[0]} has no live worker left: {reasons}")
         if not self._members | self._ready:
-            raise RunError(f"no worker is left: {self._why()}")
-
-    def _why(self, stage: int | None = None) -> str:
-        """Why workers are lost: all that are, or all that may have held a stage."""
-        if stage is None:
-            return ", ".join(reason for reason, _ in self._lost.values()) or "none was there from the start"
-        grid = self.grid
-        columns = {one.column for index, one in enumerate(grid.stages) if grid.original(index) == grid.original(stage)}
-        told = [reason for reason, held in self._lost.values() if held & columns]
-        for worker in grid.workers():
-            if worker.column in columns and worker not in self._lost:
-                if worker in self._ready - self._members:
-                    told.append(f"worker {worker} is back, but has no layers yet")
-                elif worker not in self._members:
-                    told.append(f"worker {worker} was not there from the start")
-        return ", ".join(told)
+            raise RunError(f"no worker is left: {self._lost.reasons()}")
 
     def _tell_all(self, message: Fetch | Leave) -> None:
         self._tell(self._members | self._ready, message)

@@ -10,32 +10,30 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
 
-from runtime.config import RunConfig
 from runtime.coordinator.checkpoint_timer import CheckpointTimer
 from runtime.coordinator.commit_log import CommitLog, CommitLogError
 from runtime.coordinator.coordinator import Coordinator
 from runtime.coordinator.gathering import TELL_SECONDS, who_is_awaited
 from runtime.coordinator.heartbeat_monitor import HeartbeatMonitor
 from runtime.coordinator.loss_file import LossFile
-from runtime.coordinator.planning import RunError, Scheduler, ScheduleService
+from runtime.coordinator.node_agents import NodeAgents
+from runtime.coordinator.planning import ScheduleService
 from runtime.coordinator.plausible import Bounds, printable
 from runtime.coordinator.recovery import Recovery
+from runtime.coordinator.run import Run
 from runtime.coordinator.server import Connection, Server, serve
 from runtime.coordinator.stall_watch import StallWatch
+from runtime.errors import RunError
 from runtime.processes.fork_server import ForkServerError
 from runtime.processes.process_manager import ProcessManager
 from runtime.processes.stop_signals import StopSignals
-from runtime.protocol.authentication import Secret
 from runtime.protocol.channel import Frame, frame
-from runtime.protocol.failure_injection import Injection
-from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, Setup
 from runtime.protocol.to_coordinator import (
     Ended,
     Failed,
@@ -57,51 +55,14 @@ from runtime.protocol.to_coordinator import (
     ToCoordinator,
     Validated,
 )
-from runtime.protocol.to_node_agent import (
-    STILL_RUNNING_SECONDS,
-    NodeSetup,
-    NodeTaken,
-    RunEnded,
-    StillRunning,
-    ToNodeAgent,
-)
+from runtime.protocol.to_node_agent import STILL_RUNNING_SECONDS
 from runtime.protocol.to_worker import Leave, ReportStatus
-from schedules.schedule import Schedule, Worker
+from schedules.schedule import Worker
 
 DRAIN_SECONDS = 1.0
 """How long the last messages of a process that has ended may take to arrive."""
-ANNOUNCE_SECONDS = 2.0
-"""How long the agents of other nodes may take to end once they are sent the end of the run."""
-LOOK_SECONDS = 0.005
-STALL_TIMEOUT_SECONDS = 300.0
 MOST_UNKNOWN = 256
 """Connections that may be open of peers that have not said who they are, besides one for each worker."""
-
-Notify = Callable[[Recovery | str], None]
-"""Called with a recovery, or with something that went wrong and was survived; `str` of it is one line for people."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What the event loop runs."""
-
-    schedule: Schedule
-    scheduler: Scheduler | None
-    setup: Setup
-    shares: Sequence[Sequence[Worker]]
-    """The workers of each node that are there from the start."""
-    injections: Sequence[Injection]
-    out: Path
-    config: RunConfig
-    secret: Secret
-    """What all who take part know."""
-    grace_seconds: float = 20.0
-    """How long the run may go on once it is told to end."""
-    notify: Notify = field(default=lambda _: None)
-    join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS
-    """For all workers to be there."""
-    stall_timeout_seconds: float = STALL_TIMEOUT_SECONDS
-    """Without a commit, after which it is said who waits for what."""
 
 
 class EventLoop:
@@ -115,16 +76,15 @@ class EventLoop:
         self._monitor = HeartbeatMonitor(run.setup.heartbeat_timeout_seconds)
         self._stall = StallWatch(run.stall_timeout_seconds, lambda worker: self._send(worker, ReportStatus()))
         self._events: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
-        schedules = None if run.scheduler is None else ScheduleService(
-            run.scheduler, lambda: self._events.put_nowait(lambda: None))
+        schedules = ScheduleService(run.schedule, run.scheduler, lambda: self._put(lambda: None))
         setup = run.setup
         self.checkpoints = CheckpointTimer(automatic=setup.checkpoint_every is None)
-        self._coordinator = Coordinator(run.schedule, schedules, self._send, log, ranges=setup.ranges,
+        self._coordinator = Coordinator(schedules, self._send, log, ranges=setup.ranges,
                                         checkpoints=self.checkpoints,
                                         iterations=range(setup.first_iteration,
                                                          max(setup.first_iteration, setup.iterations)))
         self._workers: dict[Worker, Connection] = {}
-        self._agents: dict[int, Connection] = {}
+        self._agents = NodeAgents(run, processes, self._is_missed)
         self._ended: dict[Worker, Ended] = {}
         """Processes that have ended, as long as messages of theirs may still arrive."""
         self._given_up: set[Worker] = set()
@@ -155,15 +115,17 @@ class EventLoop:
 
         Raises RunError when there is no way to go on.
         """
-        self._processes.connect(self._send_to_agent)
+        self._processes.connect(self._agents.send)
         server = await serve(listener, Server(self._run.secret, self._heard, self._run.notify,
                                               MOST_UNKNOWN + len(self._known)))
         loop, descriptor = asyncio.get_running_loop(), self._processes.fileno()
         loop.add_reader(descriptor, self._read_ends)
-        loop.call_later(self._monitor.interval_seconds, self._look)
-        loop.call_later(STILL_RUNNING_SECONDS, self._reassure_agents)
         loop.call_later(self._run.join_timeout_seconds, self._put, self._require_all_there)
-        self._tell_awaited("{}:{}".format(*listener.getsockname()[:2]), others_only=True)
+        address = "{}:{}".format(*listener.getsockname()[:2])
+        self._tell_awaited(address, others_only=True)
+        self._every(TELL_SECONDS, partial(self._tell_awaited, address))
+        self._every(self._monitor.interval_seconds, self._look)
+        self._every(STILL_RUNNING_SECONDS, self._agents.reassure)
         error: str | None = "node 0 ended the run"
         try:
             with stop.asking(partial(loop.call_soon_threadsafe, self._stop)):
@@ -181,18 +143,9 @@ class EventLoop:
         finally:
             loop.remove_reader(descriptor)
             server.close()
-            await self._announce_end(error)
-
-    async def _announce_end(self, error: str | None) -> None:
-        """Send the agents of the other nodes how the run has ended, and wait until they have disconnected."""
-        for agent in self._agents.values():
-            agent.send(frame(RunEnded(error)))
-        with suppress(TimeoutError):
-            async with asyncio.timeout(ANNOUNCE_SECONDS):
-                while not all(agent.closed for agent in self._agents.values()):
-                    await asyncio.sleep(LOOK_SECONDS)
-        for connection in (*self._workers.values(), *self._agents.values()):
-            connection.close()
+            await self._agents.announce_end(error)
+            for connection in self._workers.values():
+                connection.close()
 
     def _stop(self) -> None:
         """A signal has come: end at the next iteration, or in it where that takes too much of the time there is."""
@@ -215,34 +168,32 @@ class EventLoop:
         else:
             self._put(lambda: self._handle(connection, message))
 
-    def _look(self) -> None:
-        self._put(self._give_up_silent)
-        self._put(self._watch)
-        asyncio.get_running_loop().call_later(self._monitor.interval_seconds, self._look)
+    def _every(self, seconds: float, work: Callable[[], None]) -> None:
+        """Have this done as an event, now and then."""
+        def again() -> None:
+            self._put(work)
+            self._every(seconds, work)
 
-    def _reassure_agents(self) -> None:
-        for agent in self._agents.values():
-            agent.send(frame(StillRunning()))
-        asyncio.get_running_loop().call_later(STILL_RUNNING_SECONDS, self._reassure_agents)
+        asyncio.get_running_loop().call_later(seconds, again)
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
         self._run.notify(text)
 
     def _tell_awaited(self, address: str, *, others_only: bool = False) -> None:
-        """Say for whom this node waits, now and then; at the start only for other nodes."""
-        awaited = self._coordinator.awaited
-        if not awaited:
-            return
-        if others_only:
-            awaited = [worker for worker in awaited if worker not in self._run.shares[0]]
+        """Say for whom this node waits before the first order; at the start only for other nodes."""
+        own = self._run.shares[0] if others_only else ()
+        awaited = [worker for worker in self._coordinator.awaited if worker not in own]
         if awaited:
             self._run.notify(f"node 0, at {address}, waits for "
-                             + who_is_awaited(awaited, self._run.shares, self._agents))
-        asyncio.get_running_loop().call_later(TELL_SECONDS, self._put, partial(self._tell_awaited, address))
+                             + who_is_awaited(awaited, self._run.shares, self._agents.connected))
 
-    def _watch(self) -> None:
-        """Where nothing is committed for long, say so, and give up who keeps the others waiting by itself."""
+    def _look(self) -> None:
+        """Give up who is silent. Where nothing is committed for long, say so, and give up who keeps the others waiting
+        by itself."""
+        for worker, heard in self._monitor.missed():
+            self._give_up(worker, f"worker {worker} stopped answering", heard)
+            self._processes.kill(worker)
         columns = self._coordinator.columns
         stall = self._stall.look(columns, self._monitor.interval_seconds, planning=self._coordinator.planning)
         if stall is None or not columns:
@@ -261,10 +212,6 @@ class EventLoop:
         if worker in self._workers:
             self._workers[worker].send(self._last_sent[1])
 
-    def _send_to_agent(self, node: int, message: ToNodeAgent) -> None:
-        if node in self._agents:
-            self._agents[node].send(frame(message))
-
     def _handle(self, connection: Connection, message: ToCoordinator) -> None:
         """Handle a message of a worker or a node agent."""
         peer = connection.peer
@@ -272,7 +219,7 @@ class EventLoop:
         if wrong is not None:
             connection.cut_off(wrong)
         elif isinstance(peer, int):
-            self._handle_agent(connection, peer, message)
+            self._handle_agent(connection, message)
         elif isinstance(message, JoinWorker):
             self._admit(connection, message.worker)
         elif peer is not None and self._workers.get(peer) is connection:
@@ -331,31 +278,14 @@ class EventLoop:
                 self._give_up(worker, f"worker {worker} failed: {printable(message.reason)} "
                                       f"(see {self._log_of(worker)})")
 
-    def _handle_agent(self, connection: Connection, node: int, message: ToCoordinator) -> None:
+    def _handle_agent(self, connection: Connection, message: ToCoordinator) -> None:
         match message:
-            case JoinNode() if node in self._agents and not self._is_missed(node):
-                connection.send(frame(NodeTaken()))
-                connection.close()
             case JoinNode():
-                self._admit_node(connection, node)
-            case Leaving() if self._agents.get(node) is connection \
-                    and message.worker in self._processes.workers_of(node):
+                self._agents.admit(connection, message.node, restarted=self._coordinator.number > 0)
+            case Leaving() if self._agents.speaks_for(connection, message.worker):
                 self._coordinator.leaving(message.worker)
-            case Ended() if self._agents.get(node) is connection and message.worker in self._processes.workers_of(node):
+            case Ended() if self._agents.speaks_for(connection, message.worker):
                 self._process_ended(message)
-
-    def _admit_node(self, connection: Connection, node: int) -> None:
-        """Have a node start its workers: those of one that is started again come in as any that return."""
-        setup, shares, known = self._run.setup, self._run.shares, 0 < node < self._run.setup.nodes
-        if known:
-            before = self._agents.get(node)
-            self._agents[node] = connection
-            if before is not None:
-                before.close()
-            self._processes.node_started(node)
-        connection.send(frame(NodeSetup(
-            tuple(map(len, shares)), setup.device, setup.transport, tuple(shares[node]) if known else (),
-            self._run.config, setup.first_iteration, restarted=self._coordinator.number > 0)))
 
     def _is_missed(self, node: int) -> bool:
         """Whether all workers of a node have been given up: its machine may be gone without a word."""
@@ -370,8 +300,7 @@ class EventLoop:
                 del self._workers[peer]
                 if peer in self._ended:
                     self._handle_end(self._ended.pop(peer))
-        elif peer is not None and self._agents.get(peer) is connection:
-            del self._agents[peer]
+        elif peer is not None and self._agents.disconnected(connection):
             for worker in self._processes.workers_of(peer):
                 # An agent that has lost the coordinator, or has died, ends its workers.
                 if worker in self._monitor:
@@ -406,11 +335,6 @@ class EventLoop:
         else:
             self._lose(ended.worker, self._describe(ended))
         self._processes.ended(ended.worker)
-
-    def _give_up_silent(self) -> None:
-        for worker, heard in self._monitor.missed():
-            self._give_up(worker, f"worker {worker} stopped answering", heard)
-            self._processes.kill(worker)
 
     def _require_all_there(self) -> None:
         """Raises RunError where workers are still waited for before the first order."""

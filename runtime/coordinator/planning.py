@@ -3,17 +3,14 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from runtime.errors import RunError
 from schedules.schedule import Schedule, Worker
 
 
-class RunError(RuntimeError):
-    """A run that ended before its last iteration. The message is one line."""
-
-
 class NoScheduleError(RuntimeError):
-    """There is no schedule for these failures. The message is one line."""
+    """There is no schedule for these failures. The message is one line, or empty where failures end the run."""
 
 
 Scheduler = Callable[[tuple[Worker, ...]], Schedule]
@@ -30,24 +27,43 @@ class ScheduleService:
 
     Parameters
     ----------
+    first
+        The schedule for the workers that are there from the start.
     scheduler
-        What to ask.
+        What to ask for others; None: the first failure ends the run.
     answered
         Called on the event loop whenever there is an answer.
     """
 
-    def __init__(self, scheduler: Scheduler, answered: Callable[[], None]) -> None:
+    def __init__(self, first: Schedule, scheduler: Scheduler | None, answered: Callable[[], None]) -> None:
+        self.first = first
         self._scheduler = scheduler
         self._answered = answered
         self._answers: dict[tuple[Worker, ...], Schedule | BaseException] = {}
         self._asked: set[tuple[Worker, ...]] = set()
         """The failures for which threads are finding schedules."""
 
+    def for_workers(self, live: Sequence[Worker]) -> Schedule | None:
+        """The schedule for these workers, in order; None: it is being found, as `get` says.
+
+        Raises NoScheduleError, and RunError where the scheduler's answer does not fit.
+        """
+        if live == [seat.worker for seat in self.first.seats]:
+            return self.first
+        down = tuple(sorted(set(self.first.grid.workers()) - set(live)))
+        schedule = self.get(down)
+        if schedule is not None and (schedule.grid != self.first.grid
+                                     or [seat.worker for seat in schedule.seats] != list(live)):
+            raise RunError(f"the schedule for the failure of {', '.join(map(str, down))} is one of another job")
+        return schedule
+
     def get(self, down: tuple[Worker, ...]) -> Schedule | None:
         """The schedule for these failures; None: it is being found, call again when `answered` has been called.
 
         Raises what the scheduler has raised.
         """
+        if self._scheduler is None:
+            raise NoScheduleError
         answer = self._answers.get(down)
         if isinstance(answer, BaseException):
             raise answer
@@ -61,12 +77,13 @@ class ScheduleService:
 
     def _ask(self, down: tuple[Worker, ...]) -> None:
         self._asked.add(down)
-        loop = asyncio.get_running_loop()
+        scheduler, loop = self._scheduler, asyncio.get_running_loop()
+        assert scheduler is not None
 
         def work() -> None:
             answer: Schedule | BaseException
             try:
-                answer = self._scheduler(down)
+                answer = scheduler(down)
             except BaseException as error:
                 answer = error
             with contextlib.suppress(RuntimeError):  # the run is over, and the loop closed

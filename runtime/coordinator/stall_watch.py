@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from runtime.protocol.to_coordinator import Status
 from schedules.schedule import Worker
 
+STALL_TIMEOUT_SECONDS = 300.0
+"""One op takes seconds."""
 ANSWER_SECONDS = 1.0
 """A worker that answers at all does so in milliseconds."""
 MOST = 0.8

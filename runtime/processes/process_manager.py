@@ -1,10 +1,12 @@
 """The processes of a run's workers, on all nodes: starts, kills and restarts them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import msgspec
 
-from runtime.processes.fork_server import ForkServer
+from runtime.errors import RunError
+from runtime.processes.fork_server import ForkServer, ForkServerError
 from runtime.processes.worker_start import NodeSettings, WorkerSpec
 from runtime.protocol.rendezvous import Rendezvous
 from runtime.protocol.to_coordinator import Ended
@@ -34,10 +36,17 @@ class NodeProcesses:
         self._places = {worker: index for index, worker in enumerate(workers)}
         self._settings = settings
 
-    def start_all(self, *, restarted: bool = False) -> None:
-        """Start all workers that are to be here from the start. Raises ForkServerError."""
-        for worker in tuple(self._places):
-            self.do(StartWorker(worker, restarted=restarted))
+    @contextmanager
+    def running(self, *, restarted: bool = False) -> Iterator[None]:
+        """In this block, the workers that are to be here from the start; at its end, none is left. Raises RunError."""
+        try:
+            for worker in tuple(self._places):
+                self.do(StartWorker(worker, restarted=restarted))
+            yield
+        except ForkServerError as error:
+            raise RunError(str(error)) from None
+        finally:
+            self._fork_server.kill_all()
 
     def do(self, command: StartWorker | KillWorker) -> None:
         """Start or kill a worker. Raises ForkServerError."""

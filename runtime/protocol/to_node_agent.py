@@ -1,4 +1,4 @@
-"""Messages from the coordinator to the node agents: the launchers of the other nodes (`runtime.launch.join`)."""
+"""Messages from the coordinator to the node agents: the launchers of the other nodes (`runtime.node_agent`)."""
 
 from typing import Literal
 

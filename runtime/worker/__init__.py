@@ -8,7 +8,7 @@
     saving           now and      writes a checkpoint while training goes on (`runtime.model.checkpoint`)
                      then
     layer sender     one          sends state and gradients to workers that come in, as they can take them, while this
-                                  one trains (`layer_sender`)
+                                  one trains (`layer_sender`, `layer_server`)
     layer receiver   one a fetch  builds the stages that it will need while it trains in its old role
                                   (`layer_receiver`)
     layers from D.S  one a        applies what one sender sends, each at its own pace

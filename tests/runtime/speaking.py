@@ -6,7 +6,7 @@ import socket
 
 from planner.job.file import Job
 from runtime.config import RunConfig
-from runtime.launch import NodeJob
+from runtime.node_agent import NodeJob
 from runtime.protocol.authentication import (
     GREETING_BYTES,
     HELLO_BYTES,

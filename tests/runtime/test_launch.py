@@ -10,7 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from runtime.config import ConfigError
-from runtime.launch import RunError, RunOptions, join, run
+from runtime.launch import RunError, RunOptions, run
+from runtime.node_agent import join
 from runtime.processes.fork_server import ForkServer
 from runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store
 from runtime.replay.placement import PlacementError

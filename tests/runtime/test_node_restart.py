@@ -34,7 +34,7 @@ SLOWLY_SECONDS = 0.2
 AGENT = """
 import sys
 from pathlib import Path
-from runtime.launch import join
+from runtime.node_agent import join
 from runtime.protocol.rendezvous import Rendezvous
 from tests.runtime.speaking import own_job
 from tests.runtime.test_node_restart import CONFIG, JOB

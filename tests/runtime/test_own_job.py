@@ -8,7 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from runtime.config import ConfigError
-from runtime.launch import NodeJob, RunError, RunOptions, join, run
+from runtime.launch import RunError, RunOptions, run
+from runtime.node_agent import NodeJob, join
 from runtime.processes import start_limit
 from runtime.processes.start_limit import STARTS, StartLimit, StartLimitError
 from runtime.protocol import to_node_agent

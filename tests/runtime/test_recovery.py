@@ -11,9 +11,11 @@ import pytest
 from cli.shared.failure_schedules import scheduler
 from planner.normalise import normal_form
 from planner.options import PlanOptions
-from runtime.coordinator.planning import NoScheduleError, RunError
-from runtime.launch import Resilience, RunOptions, join, run
+from runtime.coordinator.planning import NoScheduleError
+from runtime.errors import RunError
+from runtime.launch import Resilience, RunOptions, run
 from runtime.model.checkpoint import latest
+from runtime.node_agent import join
 from runtime.processes.fork_server import ForkServer
 from runtime.processes.process_manager import Return
 from runtime.protocol.rendezvous import Rendezvous, host_store

@@ -58,6 +58,11 @@ class Slipstream(Rerouting):
         return max(self.throughputs.planned(down),
                    self.throughputs.one_f_one_b(self.scenario.pipelines - max(down)))
 
+    @property
+    def fault_free_rate(self) -> float:
+        """The best with all workers alive; that of fewer is open to them, too."""
+        return self.steady_rate(0)
+
     def settled_rate(self, down: DownByStage) -> float:
         """Once layers have moved: by the planner's schedule for so many failures."""
         return self.throughputs.settled(sum(down))[0] if sum(down) < self.scenario.workers else 0.0

@@ -52,7 +52,7 @@ def test_a_table_gives_its_periods_and_is_refused_for_another_job(tmp_path):
     build_table(job(), text.encode(), tmp_path, OPTIONS, max_failures=2)
     table = Table.load(tmp_path)
     throughputs = Throughputs(job(), table=table)
-    for row in table.rows():
+    for row in (row for row in table.rows() if row.layers_moved is None):  # the others are settled
         target = throughputs.normal_form(row.failures)
         assert throughputs.planned(target) == pytest.approx(18 / row.period)
     with pytest.raises(ValueError, match="a table of another job: its grid or times differ"):

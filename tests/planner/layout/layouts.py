@@ -38,8 +38,8 @@ def loads(given: LayoutProblem, layout: Layout) -> dict[Worker, int]:
     return found
 
 
-def assert_valid(given: LayoutProblem, layout: Layout) -> None:
-    """Rules of a layout, each stated by itself."""
+def assert_valid(given: LayoutProblem, layout: Layout, *, once: bool = True) -> None:
+    """Rules of a layout, each stated by itself. `once`: routes pass a worker once, as without virtual stages."""
     assert set(layout.holds) == set(given.live)
     for ranges in layout.holds.values():
         assert all(low < high for low, high in ranges)
@@ -54,7 +54,7 @@ def assert_valid(given: LayoutProblem, layout: Layout) -> None:
         for (first, end), worker in route:
             assert any(low <= first < end <= high for low, high in layout.holds[worker])
         passes.add_edges_from((a.worker, b.worker) for a, b in itertools.pairwise(route) if a.worker != b.worker)
-    assert nx.is_directed_acyclic_graph(passes), "two routes pass two workers in opposite order"
+    assert not once or nx.is_directed_acyclic_graph(passes), "two routes pass two workers in opposite order"
     if given.room is not None:
         for worker, ranges in layout.holds.items():
             held = [layer for low, high in ranges for layer in range(low, high)]

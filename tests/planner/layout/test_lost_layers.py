@@ -43,6 +43,27 @@ def test_pipelines_too_weak_to_hold_all_layers_join():
     assert min(max(loads(given, layout).values()) for layout in found) < 1.15 * 8 * 3 * 160 * 3 / 8
 
 
+def test_virtual_stages():
+    """Two workers a pipeline with two stages each, one after the other in turns."""
+    given = problem(3, 2, 6, 4)
+    path = tuple(((first, first + 2), first // 2 % 2) for first in range(0, 8, 2))
+    holds = {Worker(pipeline, column): ((2 * column, 2 * column + 2), (2 * column + 4, 2 * column + 6))
+             for pipeline in range(3) for column in range(2) if (pipeline, column) != (1, 0)}
+    for layers in ("fixed", "move"):
+        there = msgspec.structs.replace(given, paths=(path,), holds=holds, layers=layers)
+        found = list(candidates(there))
+        assert found
+        for layout in found:
+            assert_valid(there, layout, once=False)
+
+
+def test_live_holders_share_where_no_line_has_room_for_all_layers():
+    given = problem(2, 4, 4, 4, failed=["0.0", "0.1", "1.2", "1.3"], room=4 * 8 + 16)
+    for layout in (found := list(candidates(given))):
+        assert_valid(given, layout)
+    assert found
+
+
 def test_no_room_for_all_layers():
     with pytest.raises(LookupError, match="no room for all layers"):
         list(candidates(problem(1, 4, 4, 4, failed=["0.0", "0.1"], room=4 * 8 + 8, from_checkpoint=True)))

@@ -8,7 +8,8 @@ import pytest
 from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.coordinator import Coordinator
 from runtime.coordinator.join_planning import FAILURES, PAUSE_SECONDS
-from runtime.coordinator.planning import NoScheduleError, RunError
+from runtime.coordinator.planning import NoScheduleError, ScheduleService
+from runtime.errors import RunError
 from runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Paused, Ran, Ready, Started
 from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, LayerMove, Train
 from schedules.codec import decode
@@ -23,10 +24,11 @@ WIDE = grid(3, 2, 2)
 WIDE_MEMBERS = [*MEMBERS, Worker(2, 0), Worker(2, 1)]
 
 
-class Planner:
-    """Answers at once, or when it is told to; like `ScheduleService`, it is busy with one question at a time."""
+class Planner(ScheduleService):
+    """Answers at once, or when it is told to, and is busy with one question at a time."""
 
     def __init__(self, job) -> None:
+        super().__init__(schedule_for(job, [str(BACK)]), None, lambda: None)
         self.job = job
         self.slow = False
         self.asked: list[tuple[Worker, ...]] = []
@@ -57,7 +59,7 @@ class Run:
     def __init__(self, job=JOB) -> None:
         self.log, self.planner = CommitLog("job"), Planner(job)
         self.sent = defaultdict(list)
-        self.coordinator = Coordinator(schedule_for(job, [str(BACK)]), self.planner,
+        self.coordinator = Coordinator(self.planner,
                                        lambda worker, message: self.sent[worker].append(message), self.log,
                                        iterations=range(100), ranges=[(0, 2), (2, 4)])
         for worker in MEMBERS if job is JOB else WIDE_MEMBERS:

@@ -8,9 +8,10 @@ import pytest
 from msgspec.structs import replace
 
 from runtime.coordinator.commit_log import CommitLog
-from runtime.coordinator.event_loop import EventLoop, Run
+from runtime.coordinator.event_loop import EventLoop
 from runtime.coordinator.loss_file import LossFile
-from runtime.coordinator.planning import RunError
+from runtime.coordinator.run import Run
+from runtime.errors import RunError
 from runtime.processes.stop_signals import StopSignals
 from runtime.protocol import to_node_agent, to_worker
 from runtime.protocol.rendezvous import Rendezvous, listen

@@ -26,7 +26,7 @@ def test_a_death_does_not_wait_for_the_plan_of_a_join():
 
     async def script():
         answers = asyncio.Event()
-        service = ScheduleService(scheduler, answers.set)
+        service = ScheduleService(schedule_for(JOB, []), scheduler, answers.set)
         assert service.get(JOIN) is None and service.get(DEATH) is None and service.get(LATER) is None
         assert service.get(DEATH) is None
         await asyncio.wait_for(answers.wait(), 20)
@@ -50,7 +50,7 @@ def test_what_the_scheduler_raises_is_raised():
 
     async def script():
         answered = asyncio.Event()
-        service = ScheduleService(scheduler, answered.set)
+        service = ScheduleService(schedule_for(JOB, []), scheduler, answered.set)
         assert service.get(DEATH) is None
         await asyncio.wait_for(answered.wait(), 20)
         with pytest.raises(NoScheduleError, match="none"):

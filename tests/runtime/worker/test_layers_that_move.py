@@ -20,7 +20,7 @@ from runtime.model.stage import StageModule
 from runtime.protocol.authentication import Keys, Tags
 from runtime.protocol.to_worker import LayerMove
 from runtime.replay.communication import CommunicationError
-from runtime.worker import layer_sender
+from runtime.worker import layer_server
 from runtime.worker.layer_messages import (
     BLOB_BYTES,
     LayerGradients,
@@ -32,7 +32,8 @@ from runtime.worker.layer_messages import (
     read_message,
 )
 from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents, senders_for
-from runtime.worker.layer_sender import QUEUE_STATES, LayerSender
+from runtime.worker.layer_sender import LayerSender
+from runtime.worker.layer_server import QUEUE_STATES
 from schedules.schedule import Worker
 from tests.runtime.running import command_environment, tiny
 from tests.runtime.speaking import SECRET, Asking, ask, be_asked
@@ -385,7 +386,7 @@ def test_a_layer_that_cannot_be_sent_ends_its_connection_and_no_other(team, monk
         return connection
 
     with monkeypatch.context() as broken, asking() as connection:
-        broken.setattr(layer_sender, "pack", lambda *_: 1 / 0)
+        broken.setattr(layer_server, "pack", lambda *_: 1 / 0)
         team.members[LEFT].run(0)
         with pytest.raises(OSError):
             connection.receive()

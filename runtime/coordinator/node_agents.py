@@ -1,0 +1,92 @@
+"""The node agents: which nodes are there, and what they are told."""
+
+import asyncio
+from collections.abc import Callable, Collection
+from contextlib import suppress
+
+from runtime.coordinator.run import Run
+from runtime.coordinator.server import Connection
+from runtime.processes.process_manager import ProcessManager
+from runtime.protocol.channel import frame
+from runtime.protocol.to_node_agent import NodeSetup, NodeTaken, RunEnded, StillRunning, ToNodeAgent
+from schedules.schedule import Worker
+
+ANNOUNCE_SECONDS = 2.0
+"""How long they may take to end once they are sent the end of the run."""
+LOOK_SECONDS = 0.005
+
+
+class NodeAgents:
+    """The connections to the agents of the other nodes.
+
+    Parameters
+    ----------
+    is_missed
+        Whether all workers of a node have been given up: its machine may be gone without a word.
+    """
+
+    def __init__(self, run: Run, processes: ProcessManager, is_missed: Callable[[int], bool]) -> None:
+        self._run = run
+        self._processes = processes
+        self._is_missed = is_missed
+        self._connections: dict[int, Connection] = {}
+
+    @property
+    def connected(self) -> Collection[int]:
+        """The nodes that are there."""
+        return self._connections.keys()
+
+    def speaks_for(self, connection: Connection, worker: Worker) -> bool:
+        """Whether the agent of a worker's node is at the other end."""
+        node = connection.peer
+        return isinstance(node, int) and self._connections.get(node) is connection \
+            and worker in self._processes.workers_of(node)
+
+    def admit(self, connection: Connection, node: int, *, restarted: bool) -> None:
+        """Have a node start its workers: those of one that is started again come in as any that return.
+
+        A node that is there already, or has not been missed yet, is told to ask again.
+        """
+        setup, shares, known = self._run.setup, self._run.shares, 0 < node < self._run.setup.nodes
+        before = self._connections.get(node)
+        if before is not None and not self._is_missed(node):
+            connection.send(frame(NodeTaken()))
+            connection.close()
+            return
+        if known:
+            self._connections[node] = connection
+            if before is not None:
+                before.close()
+            self._processes.node_started(node)
+        connection.send(frame(NodeSetup(
+            tuple(map(len, shares)), setup.device, setup.transport, tuple(shares[node]) if known else (),
+            self._run.config, setup.first_iteration, restarted=restarted)))
+
+    def disconnected(self, connection: Connection) -> bool:
+        """A connection has ended; whether it was that of a node which is gone with it."""
+        node = connection.peer
+        if not isinstance(node, int) or self._connections.get(node) is not connection:
+            return False
+        del self._connections[node]
+        return True
+
+    def send(self, node: int, message: ToNodeAgent) -> None:
+        """Send; nothing happens where the node is not there."""
+        if node in self._connections:
+            self._connections[node].send(frame(message))
+
+    def reassure(self) -> None:
+        """Tell all that the run goes on."""
+        for node in self._connections:
+            self.send(node, StillRunning())
+
+    async def announce_end(self, error: str | None) -> None:
+        """Tell all how the run has ended, and wait until they have disconnected."""
+        for node in self._connections:
+            self.send(node, RunEnded(error))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ANNOUNCE_SECONDS):
+                while not all(connection.closed for connection in self._connections.values()):
+                    await asyncio.sleep(LOOK_SECONDS)
+        for connection in self._connections.values():
+            connection.close()

@@ -1,0 +1,41 @@
+"""What the coordinator is given: the run as its launcher has set it up."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from runtime.config import RunConfig
+from runtime.coordinator.planning import Scheduler
+from runtime.coordinator.recovery import Recovery
+from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
+from runtime.processes.stop_signals import GRACE_SECONDS
+from runtime.protocol.authentication import Secret
+from runtime.protocol.failure_injection import Injection
+from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, Setup
+from schedules.schedule import Schedule, Worker
+
+Notify = Callable[[Recovery | str], None]
+"""Called with a recovery, or with something that went wrong and was survived; `str` of it is one line for people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run."""
+
+    schedule: Schedule
+    scheduler: Scheduler | None
+    setup: Setup
+    shares: Sequence[Sequence[Worker]]
+    """The workers of each node that are there from the start."""
+    injections: Sequence[Injection]
+    out: Path
+    config: RunConfig
+    secret: Secret
+    """What all who take part know."""
+    grace_seconds: float = GRACE_SECONDS
+    """How long the run may go on once it is told to end."""
+    notify: Notify = field(default=lambda _: None)
+    join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS
+    """For all workers to be there."""
+    stall_timeout_seconds: float = STALL_TIMEOUT_SECONDS
+    """Without a commit, after which it is said who waits for what."""
