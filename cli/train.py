@@ -67,8 +67,8 @@ def train(ctx: typer.Context, job: JobFile,
               "one, and for failures outside it, they are planned on the spot."))] = None,
           checkpoint_every: Annotated[int | None, typer.Option("--checkpoint-every", metavar="N", min=0,
                                                                max=MAX_ITERATIONS, help=(
-              "Save a checkpoint to checkpoints/ of --out every N iterations and at the end; 0: never. Default: as "
-              "often as costs less than 1 % of the time, and at the end."))] = None,
+              "Save a checkpoint to checkpoints/ of --out every N iterations and at the end; 0: never. Default: at "
+              "the end, and before as often as costs less than 1 % of a long run."))] = None,
           force: Annotated[bool, typer.Option("--force", help=(
               "Remove what another run has left in --out, instead of refusing to train there."))] = False,
           resume: Annotated[Path | None, typer.Option("--resume", metavar="DIR", help=(
@@ -92,8 +92,10 @@ def train(ctx: typer.Context, job: JobFile,
           json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Train a job's model, one process a live worker, replaying a schedule; workers may die and come back.
 
-    Writes schedule.json, losses.jsonl, trace.json, parameters/ and logs/ into --out. On several machines, run the
-    same command on each, with --nodes, --node and --rendezvous, or by torchrun, srun or mpirun.
+    Writes schedule.json, losses.jsonl, trace.json, checkpoints/, parameters/ and logs/ into --out.
+
+    On several machines, run the same command on each, with --nodes, --node and --rendezvous, or by torchrun, srun or
+    mpirun; all need the same secret, and --out on a file system that they share.
     """
     here = launched_as(nodes, node, rendezvous)
     if here.agent:  # one that is killed tells nobody: this process would train on, without anyone who knows of it

@@ -384,9 +384,8 @@ class EventLoop:
         if report.folder != self._folder and not self._apart:
             self._apart = True
             node = next((node for node, share in enumerate(self._run.shares) if report.worker in share), 0)
-            self._note(f"node {node} writes to another folder than node 0, so no checkpoint will be complete, and "
-                       "parameters will lie in several places: give all nodes the same --out on a file system they "
-                       "share")
+            self._note(f"node {node} writes to another folder than node 0: checkpoints and parameters of which both "
+                       "write layers are complete in neither; give all nodes the same --out, on a file system they share")
 
     def _describe(self, ended: Ended) -> str:
         if ended.status < 0:
