@@ -385,7 +385,7 @@ class EventLoop:
             self._apart = True
             node = next((node for node, share in enumerate(self._run.shares) if report.worker in share), 0)
             self._note(f"node {node} writes to another folder than node 0: checkpoints and parameters of which both "
-                       "write layers are complete in neither; give all nodes one --out on a file system that they share")
+                       "write layers are complete in neither; give all nodes one --out on a file system they share")
 
     def _describe(self, ended: Ended) -> str:
         if ended.status < 0:
