@@ -1,6 +1,6 @@
 """Training on two nodes with a slow network between them: latency and lost packets.
 
-    python -m benchmarks.slow_network [--latency 0 0.001 0.01 0.05] [--loss 0.01] [--layers 8] [--iterations 60]
+    python -m benchmarks.slow_network [--latency 0 0.001 0.01 0.05] [--loss 0.01] [--layers 8] [--iterations 90]
 
 Trains layers that sleep for 10 ms in an op, in 3 pipelines of 2 stages on two nodes: one pipeline and the sums of
 gradients cross the network (`benchmarks.packet_relay`). A worker is killed in one third of the iterations and started
@@ -23,6 +23,7 @@ from pathlib import Path
 from benchmarks.packet_relay import SIDES, address, slow_network
 from benchmarks.sleeping import MODEL, TRAINING, sleeping
 from planner.job.writer import job_text
+from runtime.protocol.authentication import VARIABLE, new_secret
 
 OP_SECONDS = 0.01
 STAGES = 2
@@ -56,7 +57,8 @@ def measure(latency: float, loss: float, layers: int, iterations: int) -> Measur
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (folder / "job.toml").write_text(job(layers))
         stack.enter_context(sleeping(*(OP_SECONDS / layers,) * 3, 0.0))
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1",
+                       VARIABLE: new_secret().hex()}
         processes = []
         for side, before in enumerate(stack.enter_context(slow_network(latency, loss))):
             command = [*before, sys.executable, "-m", "cli", "train", str(folder / "job.toml"), "--json", "--method",

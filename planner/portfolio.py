@@ -18,6 +18,7 @@ from planner.job.layers import layer_costs
 from planner.layout.bounds import period_bound
 from planner.layout.candidates import candidates
 from planner.layout.problem import LayoutProblem
+from planner.model.bounds import exact_bound
 from planner.model.decompose import decompose
 from planner.model.for_layout import layout_problem
 from planner.model.from_layout import problem_of_layout
@@ -71,8 +72,7 @@ def best_answer(options: PlanOptions, job: Job, failed: Sequence[Worker], proble
 
 def _can_gain(options: PlanOptions, problem: Problem | None) -> bool:
     """Whether slices can shorten the plan of the problem as it is."""
-    return options.slices and problem is not None and any(count != 1 for count in problem.parts) and \
-        problem.grid.chains == 1
+    return options.slices and problem is not None and problem.sliced and problem.grid.chains == 1
 
 
 def _rounding(job: Job) -> Fraction:
@@ -117,10 +117,10 @@ class _Portfolio:
         budget, began = self._budget, time.monotonic()
         first = None
         if problem is not None:
-            first = bound(problem)
-            if self._options.layers == "fixed" and first.bound * self._scale * self._sure > self._least:
-                self._least, self._counts = math.ceil(first.bound * self._scale * self._sure), first.bound_counts
-            first = first.with_bound(math.ceil(self._least / self._scale * self._sure), self._counts)
+            exact, counts = exact_bound(problem)
+            if self._options.layers == "fixed" and exact * self._scale * self._sure > self._least:
+                self._least, self._counts = math.ceil(exact * self._scale * self._sure), counts
+            first = bound(problem).with_bound(math.floor(self._least / self._scale * self._sure), self._counts)
             budget = in_time(first, budget)
         lists = budget if self._options.method == "greedy" else budget.share(LIST_SHARE)
         if first is not None:

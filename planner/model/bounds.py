@@ -5,10 +5,12 @@ while these live. `shared_bounds` has those without that rule.
 """
 
 import heapq
+import math
 from collections.abc import Sequence
+from fractions import Fraction
 
 from planner.model.problem import Problem
-from planner.model.shared_bounds import shared_bounds
+from planner.model.shared_bounds import Named, shared_bounds
 from schedules.schedule import OpKind
 
 
@@ -18,9 +20,15 @@ def lower_bound(problem: Problem) -> int:
 
 
 def strongest_bound(problem: Problem) -> tuple[int, str]:
-    """The best proven lower bound on the period, in ticks, and in words what it counts."""
+    """The best proven lower bound on the period, in whole ticks, and in words what it counts."""
+    ticks, counts = exact_bound(problem)
+    return (math.floor if problem.sliced else math.ceil)(ticks), counts
+
+
+def exact_bound(problem: Problem) -> Named:
+    """The same, exactly: the times of schedules with slices need not be whole numbers of the problem's ticks."""
     if problem.holdings is not None:
-        return problem.least, "the work of all layers that workers share"
+        return Fraction(problem.least), "the work of all layers that workers share"
     if problem.sharing:
         return max(shared_bounds(problem), key=lambda bound: bound[0])
     stages, columns = range(len(problem.grid.stages)), range(problem.grid.columns)
@@ -33,7 +41,8 @@ def strongest_bound(problem: Problem) -> tuple[int, str]:
     if problem.optimizer == "synchronous":
         bounds += [(_synchronous_bound(problem, column), f"the way to column {column}, and its work")
                    for column in columns]
-    return max(bounds, key=lambda bound: bound[0])
+    ticks, counts = max(bounds, key=lambda bound: bound[0])
+    return Fraction(ticks), counts
 
 
 def _unit_cost(problem: Problem, stage: int, host: int) -> int:

@@ -212,6 +212,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         # With several chains, a worker holds layers of both directions, which may follow each other.
         return 0 if same or (self.sharing and self.grid.chains > 1) else self.times.transfer
 
+    @property
+    def sliced(self) -> bool:
+        """Whether a schedule may cut micro-batches within a stage."""
+        return any(count != 1 for count in self.parts)
+
     def parts_of(self, stage: int) -> int:
         """Into how many equal layers a micro-batch may be cut at a stage; 0 where its layers are not equal."""
         return self.parts[stage] if self.parts else 1

@@ -5,7 +5,8 @@ over all holders of a stage counts. And what is counted are *cells*: one of the 
 micro-batch, p = 1 where micro-batches are not cut. A slice is one cell or more, so that a wait which starts or ends
 with a unit starts or ends with one cell at least.
 
-To stay in whole numbers, times of a stage are multiplied by p: then a cell takes F, I and W ticks.
+To stay in whole numbers, times of a stage are multiplied by p: then a cell takes F, I and W ticks. A schedule with
+slices may have times that are no whole number of the problem's ticks, so neither are the bounds.
 """
 
 from collections import Counter
@@ -16,7 +17,7 @@ from typing import NamedTuple
 from planner.model.problem import Problem
 from schedules.schedule import OpKind, Worker
 
-Named = tuple[int, str]
+Named = tuple[Fraction, str]
 """A bound in ticks, and in words what it counts."""
 
 
@@ -91,7 +92,7 @@ def _single(problem: Problem) -> Sequence[int]:
             if len(grid.stages_of(problem.column_of[stage])) == 1 and problem.parts_of(stage)]
 
 
-def _group_work(problem: Problem, columns: Sequence[int]) -> int:
+def _group_work(problem: Problem, columns: Sequence[int]) -> Fraction:
     """All work of some columns at the rates of all their live workers, with the shortest of their tails."""
     grid = problem.grid
     nobody = Worker(-1, -1)
@@ -101,7 +102,7 @@ def _group_work(problem: Problem, columns: Sequence[int]) -> int:
     kinds = Counter(per_mille.get(Worker(pipeline, column), 1000) for column in columns
                     for pipeline in problem.live_by_column[column])
     rate = sum((Fraction(1000 * number, slow) for slow, number in kinds.items()), start=Fraction(0))
-    return -(-work * rate.denominator // rate.numerator) + min(map(problem.column_tail, columns))
+    return work / rate + min(map(problem.column_tail, columns))
 
 
 def _along(problem: Problem, stage: int) -> int:
@@ -138,8 +139,10 @@ def _kinds(problem: Problem, stage: int) -> Counter[_Cells]:
     return found
 
 
-def _window(problem: Problem, stage: int) -> int:
+def _window(problem: Problem, stage: int) -> Fraction:
     """The least T such that the holders of a stage can run all of its cells in windows of T ticks.
+
+    T is a whole number of ticks / p, as all times of cells are.
 
     A worker that runs n cells has a window of at least n (F + I + W) and the idle time while it fills and drains, which
     do not fall with n. So in T it runs no more than the n with which that is T.
@@ -148,10 +151,10 @@ def _window(problem: Problem, stage: int) -> int:
     kinds = _kinds(problem, stage)
 
     def enough(ticks: int) -> bool:
-        return sum(number * _most(cells, ticks * cells.parts, total) for cells, number in kinds.items()) >= total
+        return sum(number * _most(cells, ticks, total) for cells, number in kinds.items()) >= total
 
-    high = max(-(-cells.window(total) // cells.parts) for cells in kinds)
-    return _least(enough, high) + problem.column_tail(problem.column_of[stage])
+    least = _least(enough, max(cells.window(total) for cells in kinds))
+    return Fraction(least, problem.parts_of(stage)) + problem.column_tail(problem.column_of[stage])
 
 
 def _most(cells: _Cells, ticks: int, total: int) -> int:
@@ -171,11 +174,11 @@ def _least(enough: Callable[[int], bool], high: int) -> int:
     return low
 
 
-def _chain(problem: Problem, stage: int) -> int:
+def _chain(problem: Problem, stage: int) -> Fraction:
     """Fill and drain bound, through the busiest worker of a stage; see `bounds._chain_bound`. 0 where speeds differ."""
     kinds = _kinds(problem, stage)
     if len(kinds) > 1:
-        return 0
+        return Fraction(0)
     cells, = kinds
     parts = cells.parts
     count = -(-_along(problem, stage) * parts // len(problem.holders[stage]))
@@ -183,10 +186,10 @@ def _chain(problem: Problem, stage: int) -> int:
                (count - min(count, cells.held)) * cells.weight + cells.drain(count, until_weight=False))
     inside = count * (cells.forward + cells.gradient) + cells.fill(count) + left
     there, back = problem.least_ways
-    last = 0
+    last = Fraction(0)
     if problem.backward == "split" and stage and problem.parts_of(0):
-        last = problem.fastest(OpKind.W, 0) // problem.parts_of(0)
+        last = Fraction(problem.fastest(OpKind.W, 0), problem.parts_of(0))
     tail = problem.column_tail(problem.column_of[0])
     ways = there[stage] + back[stage] + last
-    return -(-inside // parts) + ways + (tail if problem.optimizer == "staggered" else
+    return Fraction(inside, parts) + ways + (tail if problem.optimizer == "staggered" else
                                          max(tail, *problem.times.optimizer))

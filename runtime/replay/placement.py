@@ -14,10 +14,14 @@ class PlacementError(ValueError):
 def layer_ranges(schedule: Schedule, layers: int) -> list[tuple[int, int]]:
     """The half-open range of layers of each virtual stage: the schedule's where it says so, else an even cut.
 
-    Raises PlacementError unless the ranges hold each of the model's `layers` once, in order, and ConfigError when
-    there are more stages than layers.
+    Raises PlacementError unless the ranges hold each of the model's `layers` once, in order, or where workers run parts
+    of stages or hold other layers than those of stages, and ConfigError when there are more stages than layers.
     """
     grid = schedule.grid
+    if schedule.slices or any(seat.holds is not None for seat in schedule.seats):
+        what = "cuts stages into slices" if all(seat.holds is None for seat in schedule.seats) else "has moved layers"
+        raise PlacementError(f"the schedule {what}, which the runtime cannot run yet; without --schedule, one of "
+                             "whole stages is planned")
     stages = grid.stages[:grid.depth]  # those of other chains are copies
     given = [stage.layers for stage in stages if stage.layers is not None]
     if not given:

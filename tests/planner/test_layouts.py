@@ -7,6 +7,7 @@ import pytest
 
 from planner.layout.types import Layout, MicroBatch, Stop
 from planner.model.assemble import build_schedule
+from planner.model.bounds import exact_bound, lower_bound
 from planner.model.decompose import decompose
 from planner.model.for_layout import layout_problem
 from planner.model.from_layout import problem_of_layout
@@ -93,3 +94,14 @@ def test_a_layout_problem_has_the_ticks_of_the_problem():
     assert sum(given.forward) == sum(problem.times.forward[:4])
     assert given.transfer == problem.times.transfer
     assert problem.cost(OpKind.F, 4, Worker(1, 0)) == sum(given.forward[slice(*problem.layers_of[4])])
+
+
+def test_a_bound_with_slices_counts_parts_of_ticks():
+    """Its times are 1 s, so that its ticks are; layers take 0.125 s. Rounded to whole ticks, the bound was 59 s."""
+    job = grid(6, 4, 16, times="forward = 1\nbackward_input = 1\nbackward_weight = 1\noptimizer = 1\n",
+               more="[placement]\nlayers = [8, 8, 8, 8]\n")
+    problem = build_problem(job, [Worker(0, 3)], sliced=True)
+    assert exact_bound(problem) == (58.75, "work and round trips of the busiest worker of column 3")
+    assert lower_bound(problem) == 58
+    schedule = plan_only(PlanOptions(method="greedy", time_limit=4), job, [Worker(0, 3)]).schedule
+    assert schedule.seconds(schedule.lower_bound_ticks) == 58.75 <= schedule.seconds(schedule.period_ticks)

@@ -164,8 +164,9 @@ from pathlib import Path
 from runtime.launch import run
 from tests.runtime.failing import JOB
 from tests.runtime.running import schedule_for, tiny
+schedule = schedule_for(JOB)  # a planner answers Ctrl-C with the best plan so far
 print("begins", flush=True)
-run(schedule_for(JOB), tiny(iterations=100_000), out=Path(sys.argv[1]))
+run(schedule, tiny(iterations=100_000), out=Path(sys.argv[1]))
 """
 
 
@@ -173,12 +174,15 @@ run(schedule_for(JOB), tiny(iterations=100_000), out=Path(sys.argv[1]))
 @pytest.mark.parametrize("after", [0.05, 0.5, 1.5, 3.0, 4.5])
 def test_a_launcher_that_is_killed_while_it_starts_leaves_no_process_and_no_traceback(number, after, tmp_path):
     """Its workers and their fork server have its standard error: that ends when all of them have."""
-    launcher = subprocess.Popen([sys.executable, "-c", STARTING, str(tmp_path / "out")], stdout=subprocess.PIPE,
-                                stderr=subprocess.PIPE, env=command_environment())
-    assert launcher.stdout is not None and launcher.stdout.readline() == b"begins\n"
-    time.sleep(after)
-    launcher.send_signal(number)
-    _, errors = launcher.communicate(timeout=60)
+    with subprocess.Popen([sys.executable, "-c", STARTING, str(tmp_path / "out")], stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, env=command_environment()) as launcher:
+        try:
+            assert launcher.stdout is not None and launcher.stdout.readline() == b"begins\n"
+            time.sleep(after)
+            launcher.send_signal(number)
+            _, errors = launcher.communicate(timeout=60)
+        finally:
+            launcher.kill()
     told = errors.decode()
     assert told.count("Traceback") <= (number != signal.SIGKILL), told  # its own, of the KeyboardInterrupt in a script
     assert "fork_server" not in told.partition("KeyboardInterrupt")[2] and "BrokenPipe" not in told, told

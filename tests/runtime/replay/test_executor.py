@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from planner.options import PlanOptions
+from planner.plan import plan_only
 from runtime.model.data import load_corpus
 from runtime.model.layers import model_for, parameter_dtype
 from runtime.model.optimizer import build_optimizer
@@ -175,6 +177,14 @@ def test_layers_of_stages():
         layer_ranges(own, 7)
     with pytest.raises(PlacementError, match="gives layers 1 to 1 to stage 1; expected some layers"):
         layer_ranges(schedule_for(grid(1, 2, 1, more="[placement]\nlayers = [1, 0]")), 1)
+
+
+def test_slices_and_moved_layers_are_refused():
+    job = grid(3, 2, 3, more="[placement]\nlayers = [4, 4]")
+    for layers, what in (("fixed", "cuts stages into slices"), ("move", "has moved layers")):
+        schedule = plan_only(PlanOptions(layers=layers, method="greedy", time_limit=2), job, [Worker(1, 1)]).schedule
+        with pytest.raises(PlacementError, match=what):
+            layer_ranges(schedule, 8)
 
 
 def test_reduce_groups_are_the_live_workers_of_a_stage():
