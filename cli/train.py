@@ -23,7 +23,7 @@ from planner.job.file import Job
 from runtime.config import ConfigError, RunConfig, parse_run_config
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
 from runtime.launch import Resilience, RunError, RunOptions, RunResult, run
-from runtime.model.checkpoint import Checkpoint, CheckpointError
+from runtime.model.checkpoint import Checkpoint, CheckpointError, identity_of, open_checkpoint
 from runtime.node_agent import NodeJob, join
 from runtime.processes.fork_server import signal_at_death_of_parent
 from runtime.processes.launchers import announce, find, to_open
@@ -33,7 +33,7 @@ from runtime.protocol.failure_injection import Injection
 from runtime.protocol.rendezvous import RendezvousError
 from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
 from runtime.replay.placement import PlacementError
-from runtime.run_folder import FolderError, results
+from runtime.run_folder import FolderError, locked, require_free, results
 from schedules.check import check
 from schedules.schedule import Schedule, Worker
 
@@ -67,8 +67,8 @@ def train(ctx: typer.Context, job: JobFile,
               "one, and for failures outside it, they are planned on the spot."))] = None,
           checkpoint_every: Annotated[int | None, typer.Option("--checkpoint-every", metavar="N", min=0,
                                                                max=MAX_ITERATIONS, help=(
-              "Save a checkpoint to checkpoints/ of --out every N iterations and at the end; 0: never. Default: as "
-              "often as costs less than 1 % of the time, and at the end."))] = None,
+              "Save a checkpoint to checkpoints/ of --out every N iterations and at the end; 0: never. Default: at "
+              "the end, and before as often as costs less than 1 % of a long run."))] = None,
           force: Annotated[bool, typer.Option("--force", help=(
               "Remove what another run has left in --out, instead of refusing to train there."))] = False,
           resume: Annotated[Path | None, typer.Option("--resume", metavar="DIR", help=(
@@ -92,8 +92,10 @@ def train(ctx: typer.Context, job: JobFile,
           json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Train a job's model, one process a live worker, replaying a schedule; workers may die and come back.
 
-    Writes schedule.json, losses.jsonl, trace.json, parameters/ and logs/ into --out. On several machines, run the
-    same command on each, with --nodes, --node and --rendezvous, or by torchrun, srun or mpirun.
+    Writes schedule.json, losses.jsonl, trace.json, checkpoints/, parameters/ and logs/ into --out.
+
+    On several machines, run the same command on each, with --nodes, --node and --rendezvous, or by torchrun, srun or
+    mpirun; all need the same secret, and --out on a file system that they share.
     """
     here = launched_as(nodes, node, rendezvous)
     if here.agent:  # one that is killed tells nobody: this process would train on, without anyone who knows of it
@@ -121,6 +123,8 @@ def train(ctx: typer.Context, job: JobFile,
     resume_from = None if resume is None else _find_checkpoint(resume, folder)
     if resume_from is not None and _nothing_left(folder, resume_from, config.training.iterations, json):
         return
+    with _refusals():
+        _require_free(folder, resume_from, config, force)
     kills, returns = events("--kill", kill, wanted), events("--return", bring_back, wanted)
     if schedule is not None:
         chosen = _fitting(schedule, wanted)
@@ -144,7 +148,7 @@ def train(ctx: typer.Context, job: JobFile,
     if json:
         print_json(report(result))
     else:
-        out.print(summary(result), highlight=False)
+        out.print(summary(result), highlight=False, soft_wrap=True)
 
 
 def report(result: RunResult) -> dict[str, object]:
@@ -173,7 +177,8 @@ def summary(result: RunResult) -> str:
     if result.recoveries:
         worst = max(one.seconds for one in result.recoveries)
         gap = max(one.commit_gap_seconds or 0.0 for one in result.recoveries)
-        lines.append(f"{len(result.recoveries)} times the workers changed, the longest pause was {duration(worst)}"
+        times = "once" if len(result.recoveries) == 1 else f"{len(result.recoveries)} times"
+        lines.append(f"the workers changed {times}, the longest pause was {duration(worst)}"
                      + (f"; at most {duration(gap)} from one committed iteration to the next" if gap else ""))
     lines.append(f"parameters {result.parameter_digest[:16]}, everything in {result.out}")
     return "\n".join(lines)
@@ -229,6 +234,15 @@ def _find_checkpoint(resume: Path, folder: Path) -> Checkpoint | None:
                   highlight=False, soft_wrap=True)
         return None
     return find_checkpoint(resume)
+
+
+def _require_free(folder: Path, resume: Checkpoint | None, config: RunConfig, force: bool) -> None:
+    """Refuse what `run` will refuse, before the time for planning is spent."""
+    if resume is not None:
+        open_checkpoint(resume.path, identity_of(config, len(resume.manifest.layers)))
+    if folder.is_dir():
+        with locked(folder, 0):
+            require_free(folder, resume, config, force=force)
 
 
 def _nothing_left(folder: Path, resume: Checkpoint, iterations: int, json: bool) -> bool:

@@ -18,6 +18,7 @@ from planner.job.layers import layer_costs
 from planner.layout.bounds import period_bound
 from planner.layout.candidates import candidates
 from planner.layout.problem import LayoutProblem
+from planner.layout.types import Layout
 from planner.model.bounds import exact_bound
 from planner.model.decompose import decompose
 from planner.model.for_layout import layout_problem
@@ -84,17 +85,30 @@ def _rounding(job: Job) -> Fraction:
     return Fraction(0) if exact else min(Fraction(1), 1 / min(ops))
 
 
+def _moved(given: LayoutProblem, layout: Layout) -> int:
+    """Memory of the layers that workers hold in a layout and did not hold before; without weights, their number."""
+    weights = given.weights if any(given.weights) else (1,) * given.layer_count
+    return sum(weights[layer] for worker, ranges in layout.holds.items() if ranges != given.holds[worker]
+               for layer in {layer for first, end in ranges for layer in range(first, end)}.difference(
+                   given.layers_held(worker)))
+
+
 class _Entry(msgspec.Struct, frozen=True, eq=False):
     """A candidate with its best solution so far."""
 
     known: Incumbent
-    moved: bool
-    """Whether layers are elsewhere than before."""
+    moved: int
+    """Memory of the layers that workers receive; where the job gives no weights, their number."""
 
     @property
     def seconds(self) -> float:
         """Its period."""
         return self.known.period * self.known.problem.tick_seconds
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """The less the better: of equal periods, the one for which less is moved."""
+        return self.seconds, self.moved
 
 
 class _Portfolio:
@@ -124,18 +138,18 @@ class _Portfolio:
             budget = in_time(first, budget)
         lists = budget if self._options.method == "greedy" else budget.share(LIST_SHARE)
         if first is not None:
-            self._add(first, lists.share(FIRST_SHARE), moved=False)
+            self._add(first, lists.share(FIRST_SHARE), moved=0)
         self._add_layouts(lists)
         if not self._entries:
             raise NoPlanError("no layout of the layers over the live workers has room for the micro-batches in flight")
         if self._options.method != "greedy":
             self._improve(budget)
-        best = min(self._entries, key=lambda entry: entry.seconds)
+        best = min(self._entries, key=lambda entry: entry.rank)
         fixed = min((entry.seconds for entry in self._entries if not entry.moved), default=None)
         solved = solved_by(best.known, time.monotonic() - began)
         return Answer(best.known.problem, solved, fixed if best.moved else None)
 
-    def _add(self, known: Incumbent, budget: Budget, *, moved: bool) -> None:
+    def _add(self, known: Incumbent, budget: Budget, *, moved: int) -> None:
         """List schedules of a candidate. It is dropped where they get stuck for lack of memory."""
         with contextlib.suppress(StuckError):
             self._entries.append(_Entry(list_schedules(known, budget), moved))
@@ -160,7 +174,7 @@ class _Portfolio:
             problem = problem_of_layout(self._job, self._failed, layout, backward=options.backward or "split",
                                         optimizer=options.optimizer or "staggered", least=self._least)
             known = Incumbent(problem=problem, pieces=decompose(problem), bound=self._least, bound_counts=self._counts)
-            self._add(known, budget.share(1 / left), moved=dict(layout.holds) != dict(self._given.holds))
+            self._add(known, budget.share(1 / left), moved=_moved(self._given, layout))
             left -= 1
 
     @property
@@ -171,7 +185,7 @@ class _Portfolio:
     def _improve(self, budget: Budget) -> None:
         """Anneal the best few in turns, fewer each time, then the best of all."""
         for count, share in HEATS:
-            ranked = sorted(self._entries, key=lambda entry: entry.seconds)[:count]
+            ranked = sorted(self._entries, key=lambda entry: entry.rank)[:count]
             if len(ranked) < 2:
                 break
             end = budget.share(share)
@@ -179,9 +193,10 @@ class _Portfolio:
                 if not self._done and not budget.stopped:
                     known = anneal(entry.known, end.share(1 / (len(ranked) - number)))
                     self._replace(entry, known)
-        best = min(self._entries, key=lambda entry: entry.seconds)
+        best = min(self._entries, key=lambda entry: entry.rank)
         if best.known.open and not budget.stopped:
             self._replace(best, improve(best.known, budget))
 
     def _replace(self, entry: _Entry, known: Incumbent) -> None:
-        self._entries[self._entries.index(entry)] = _Entry(known, entry.moved)
+        if known.period <= entry.known.period:
+            self._entries[self._entries.index(entry)] = _Entry(known, entry.moved)

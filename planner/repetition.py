@@ -5,7 +5,8 @@ of its own, and the blocks follow each other on every worker. That keeps every r
 block; a worker begins a block when it has run all of the one before, and holds no activation then. What it costs is
 that the pipeline fills and drains once in every block.
 
-How much fits into the time is not guessed: a small part of the job is planned first, and timed.
+How much fits into the time is not guessed: a small part of the job is planned first, and timed. What counts is the time
+that a processor works on it, so that a machine with much else to do refuses nothing that another one plans.
 """
 
 import math
@@ -40,7 +41,7 @@ class TooLargeError(JobError):
 
 
 class Pace(NamedTuple):
-    """Seconds for each compute op on this machine."""
+    """Seconds of a processor for each compute op on this machine."""
 
     plan: float
     """To find a first plan, put it together and check it."""
@@ -63,9 +64,9 @@ def blocks_within(job: Job, ops: int, seconds: float, plan_block: PlanBlock) -> 
     """
     if ops <= CERTAIN:
         return None
-    began = time.monotonic()
+    began = time.thread_time()
     pace = measured(job, ops, plan_block)
-    left = seconds - (time.monotonic() - began)
+    left = seconds - (time.thread_time() - began)
     if pace.plan * ops * MARGIN < left:
         return None
     joining = pace.join * ops
@@ -86,12 +87,12 @@ def measured(job: Job, ops: int, plan_block: PlanBlock) -> Pace:
     """The pace of this machine, by a part of the job."""
     blocks = max(1, min(ops // SAMPLE, min(job.microbatches) // job.chains))
     sample = next(iter(blocks_of(job, blocks)))
-    began = time.monotonic()
+    began = time.thread_time()
     schedule = plan_block(sample, 0.0)
-    planned = time.monotonic()
+    planned = time.thread_time()
     joined(sample, [schedule], 0)
     count = sum(map(len, schedule.programs))
-    return Pace((planned - began) / count, (time.monotonic() - planned) / count)
+    return Pace((planned - began) / count, (time.thread_time() - planned) / count)
 
 
 def blocks_of(job: Job, count: int) -> Iterator[Job]:

@@ -164,7 +164,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         stack.enter_context(locked(out, 0))
         listener, opened = listen(options.rendezvous)
         stack.callback(listener.close)
-        claim(out, resilience.resume, force=options.force)
+        claim(out, resilience.resume, config, force=options.force)
         stack.callback(clean_up, out)
         codec.write(schedule, out / "schedule.json")
         fork_server = fork_server or stack.enter_context(ForkServer())

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from runtime.model.checkpoint import Checkpoint, drop_newer, latest, tidy
+from runtime.config import RunConfig
+from runtime.model.checkpoint import Checkpoint, difference, drop_newer, identity_of, latest, tidy
 
 CHECKPOINTS = "checkpoints"
 LOSSES = "losses.jsonl"
@@ -30,7 +31,7 @@ def locked(out: Path, node: int) -> Iterator[None]:
     another process holds it, and OSError.
     """
     out.mkdir(parents=True, exist_ok=True)
-    path = out / f".node-{node}.lock"
+    path = _lock_of(out, node)
     with contextlib.ExitStack() as stack:
         if sys.platform != "win32":
             descriptor = _lock(path)
@@ -39,26 +40,42 @@ def locked(out: Path, node: int) -> Iterator[None]:
         yield
 
 
-def claim(out: Path, resume: Checkpoint | None, *, force: bool) -> None:
-    """Make sure that nothing of another run is in the folder, and remove what killed writers have left.
+def holder(out: Path) -> str | None:
+    """Which process of node 0 holds a folder, as its lock says; None: none does, or not this folder."""
+    try:
+        return _lock_of(out, 0).read_text(errors="replace")
+    except OSError:
+        return None
 
-    What a run leaves that goes on from `resume`, a checkpoint in this folder, is its own; `force` removes that of any
-    other run, and checkpoints that are newer than `resume`. The folder must be locked. Raises FolderError and OSError.
+
+def require_free(out: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool) -> None:
+    """Raises FolderError where a run would write over the results of another, and CheckpointError.
+
+    What a run leaves that goes on from `resume`, a checkpoint in this folder, is its own. With `force`, all may go. The
+    folder must be locked.
     """
-    checkpoints = out / CHECKPOINTS
-    if resume is not None and resume.path.resolve().parent == checkpoints.resolve():
-        newest = latest(checkpoints)
-        if newest is not None and newest.iteration > resume.iteration:
-            if not force:
-                raise FolderError(f"{checkpoints}: holds a checkpoint of iteration {newest.iteration} already; go on "
-                                  "from that one with --resume, give another --out, or drop it with --force")
-            drop_newer(checkpoints, resume.iteration)
+    if resume is not None and _is_own(resume, out):
+        newest = latest(out / CHECKPOINTS)
+        if newest is not None and newest.iteration > resume.iteration and not force:
+            raise FolderError(f"{out / CHECKPOINTS}: holds a checkpoint of iteration {newest.iteration} already; go on "
+                              "from that one with --resume, give another --out, or drop it with --force")
     else:
         found = "" if force else results(out)
         if found:
-            raise FolderError(f"{out}: holds the results of a run already ({found}): go on with --resume {out}, give "
-                              "another --out, or start anew with --force")
-        drop_newer(checkpoints, -1)
+            raise FolderError(f"{out}: holds the results of another run ({found}): {_way_on(out, config)}give another "
+                              "--out, or start anew with --force")
+
+
+def claim(out: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool) -> None:
+    """Make the folder this run's: `require_free`, and remove what must go, and what killed writers have left.
+
+    The folder must be locked. Raises FolderError, CheckpointError and OSError.
+    """
+    require_free(out, resume, config, force=force)
+    if resume is not None and _is_own(resume, out):
+        drop_newer(out / CHECKPOINTS, resume.iteration)
+    else:
+        drop_newer(out / CHECKPOINTS, -1)
         for name in _RESULTS:
             (out / name).unlink(missing_ok=True)
     _remove(out, *_STALE)
@@ -88,10 +105,28 @@ def results(out: Path) -> str:
     return ", ".join(found)
 
 
+def _is_own(checkpoint: Checkpoint, out: Path) -> bool:
+    return checkpoint.path.resolve().parent == (out / CHECKPOINTS).resolve()
+
+
+def _way_on(out: Path, config: RunConfig) -> str:
+    """What a job can do with the checkpoint there, as the beginning of a list of what to do."""
+    newest = latest(out / CHECKPOINTS)
+    if newest is None:
+        return ""
+    differs = difference(newest.manifest.identity, identity_of(config, len(newest.manifest.layers)))
+    return f"its checkpoint is of another job ({differs}); " if differs else \
+        f"go on from its checkpoint with --resume {out}, "
+
+
 def _remove(out: Path, *patterns: str) -> None:
     for pattern in patterns:
         for path in out.glob(pattern):
             path.unlink(missing_ok=True)
+
+
+def _lock_of(out: Path, node: int) -> Path:
+    return out / f".node-{node}.lock"
 
 
 def _lock(path: Path) -> int:

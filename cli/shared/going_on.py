@@ -18,13 +18,16 @@ from schedules.document import DocumentError
 
 
 def how_to_resume(ctx: typer.Context, folder: Path, resumed: Checkpoint | None) -> str:
-    """How to go on after a run that ended early, as a clause; empty without a checkpoint of its own or of its start."""
+    """How to go on after a run that ended early, as a clause, and from whose checkpoint: its own, or that of its start.
+    """
     with suppress(CheckpointError):
         newest = latest(folder / CHECKPOINTS)
-        if newest is not None:
-            return f"; go on from iteration {newest.iteration}: {_command(ctx, folder)}"
+        if newest is not None and (resumed is None or newest.path.resolve() != resumed.path.resolve()):
+            return f"; go on from its checkpoint of iteration {newest.iteration}: {_command(ctx, folder)}"
         if resumed is not None:
-            return f"; go on from iteration {resumed.iteration}, as before: {_command(ctx, resumed.path)}"
+            source = folder if newest is not None else resumed.path
+            return (f"; it has saved no checkpoint of its own: go on from that of iteration {resumed.iteration} again: "
+                    f"{_command(ctx, source)}")
     return "; there is no checkpoint to go on from"
 
 

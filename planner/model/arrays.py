@@ -62,6 +62,17 @@ class Ops(NamedTuple):
     """What waits for each op."""
 
 
+class Reductions(NamedTuple):
+    """Layers whose gradients are reduced together, where this may lie between compute ops. -1 behind the last."""
+
+    sharers: Ints
+    """[reduction, number] the groups that hold these layers"""
+    awaiting: Ints
+    """[slice, number] the reductions of its layers: they await its W"""
+    between: Ints
+    """[group, number] those that its workers take part in; none runs an op meanwhile"""
+
+
 class ProblemArrays:
     """A problem with an assignment as arrays, made once and read by all that time, order or improve its ops."""
 
@@ -76,6 +87,7 @@ class ProblemArrays:
         """[row]"""
         self.tail = ints([problem.tail(worker) for worker in self.workers])
         """[row] ticks of the all-reduces and the optimizer step"""
+        self.reductions = reductions_of(problem)
         self.ops = self._ops()
         self.load = np.bincount(self.ops.worker, minlength=len(self.workers))
         """[row] units"""
@@ -126,6 +138,25 @@ class ProblemArrays:
             unit, kind = divmod(op, self.ops.kinds)
             starts[kinds[kind], *self.units[unit]] = begin
         return Solution(hosts=self.hosts, starts=starts)
+
+
+def reductions_of(problem: Problem) -> Reductions:
+    """Of an interleaved problem; of others, none."""
+    given = problem.reductions if problem.interleaved else ()
+    of_group: list[list[int]] = [[] for _ in problem.linked]
+    for number, (_, groups) in enumerate(given):
+        for group in groups:
+            of_group[group].append(number)
+    return Reductions(
+        sharers=padded([groups for _, groups in given]), between=padded(of_group),
+        awaiting=padded([[number for number, ((low, high), _) in enumerate(given) if low < end and first < high]
+                         for first, end in problem.layers_of]))
+
+
+def padded(rows: Sequence[Sequence[int]]) -> Ints:
+    """Rows of numbers, -1 behind the last of each."""
+    width = max([1, *map(len, rows)])
+    return ints([[*row, *[-1] * (width - len(row))] for row in rows]).reshape(len(rows), width)
 
 
 def ints(values: Sequence[Any]) -> Ints:

@@ -68,7 +68,7 @@ def align(problem: Problem, solved: Sequence[tuple[Piece, Solution]],
 
 def ends(timed: Sequence[TimedPiece]) -> list[int]:
     """When the last compute op of each group ends."""
-    latest: list[int] = np.max([start_times.group_ends(one.arrays, one.start) for one in timed], axis=0).tolist()
+    latest: list[int] = start_times.common_ends([(one.arrays, one.start) for one in timed]).tolist()
     return latest
 
 
@@ -97,7 +97,8 @@ def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, So
         solved = [(undivided(problem), solved)]
     timed = align(problem, solved, deadlines)
     last = ends(timed)
-    closing = closing_programs(problem, last)
+    begins = start_times.reduction_begins([(one.arrays, one.start) for one in timed]) if problem.interleaved else ()
+    closing = closing_programs(problem, last, list(map(int, begins)))
     programs: dict[Worker, Program] = {}
     for one in timed:
         programs |= _programs(one, closing)
@@ -125,10 +126,28 @@ def _programs(timed: TimedPiece, closing: Mapping[int, Program]) -> dict[Worker,
         bodies[row].append(ProgramOp(kinds[kind], unit.slice, unit.microbatch, begin))
     programs: dict[Worker, Program] = {}
     for row, worker in enumerate(arrays.workers):
-        program = (*bodies[row], *closing[closing_key(timed.piece.problem, worker)])
+        program, at = _closed(timed.piece.problem, worker, bodies[row], closing)
+        moved = [(at[index], pipeline) for index, pipeline in rerouted[row]]
         for copy in timed.piece.copies:
-            programs[Worker(copy[worker.pipeline], worker.column)] = _named(program, rerouted[row], copy)
+            programs[Worker(copy[worker.pipeline], worker.column)] = _named(program, moved, copy)
     return programs
+
+
+def _closed(problem: Problem, worker: Worker, body: Sequence[ProgramOp],
+            closing: Mapping[int, Program]) -> tuple[Program, Sequence[int]]:
+    """The compute ops of a worker, with the closing ops behind those that end before them; and where each now is."""
+    last = closing[closing_key(problem, worker)]
+    if not problem.interleaved:
+        return (*body, *last), range(len(body))
+    program: list[ProgramOp] = []
+    places: list[int] = []
+    left = list(last)
+    for op in body:
+        while left and left[0].start_ticks < op.start_ticks + problem.cost(op.kind, op.slice or 0, worker):
+            program.append(left.pop(0))
+        places.append(len(program))
+        program.append(op)
+    return (*program, *left), places
 
 
 def _named(program: Program, rerouted: Sequence[tuple[int, int]], copy: Sequence[int]) -> Program:

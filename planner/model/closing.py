@@ -11,18 +11,22 @@ def closing_key(problem: Problem, worker: Worker) -> int:
     return worker.column if problem.holdings is None else problem.holdings[worker].group
 
 
-def closing_programs(problem: Problem, ends: Sequence[int]) -> Mapping[int, Program]:
+def closing_programs(problem: Problem, ends: Sequence[int], begins: Sequence[int] = ()) -> Mapping[int, Program]:
     """The closing ops by column, or by group where layers are not held by column.
 
     `ends`: [group] when its last compute op ends. All-reduces start once all workers that take part have done their
-    last compute op; with a synchronous optimizer, the step not before the last compute op of the whole job.
+    last compute op; where they lie between compute ops, at `begins` [reduction]. With a synchronous optimizer, the step
+    not before the last compute op of the whole job.
     """
-    return dict(enumerate(_by_column(problem, ends) if problem.holdings is None else _by_group(problem, ends)))
+    return dict(enumerate(_by_column(problem, ends) if problem.holdings is None else
+                          _between(problem, ends, begins) if problem.interleaved else _by_group(problem, ends)))
 
 
 def closing_ends(problem: Problem, ends: Sequence[int]) -> list[int]:
     """[group] when the windows of its workers end, where layers are not held by column."""
     step = {holding.group: holding.step for holding in (problem.holdings or {}).values()}
+    if problem.interleaved:
+        return [end + step.get(group, 0) for group, end in enumerate(ends)]
     return [program[-1].start_ticks + step.get(group, 0)
             for group, program in enumerate(_by_group(problem, ends))]
 
@@ -37,6 +41,16 @@ def _by_column(problem: Problem, ends: Sequence[int]) -> list[Program]:
             clock += problem.times.all_reduce[stage]
         programs.append((*ops, _step(problem, clock, ends)))
     return programs
+
+
+def _between(problem: Problem, ends: Sequence[int], begins: Sequence[int]) -> list[Program]:
+    """Reductions that take no time, each when no worker that takes part runs an op."""
+    number = {layers: index for index, layers in reversed(list(enumerate(problem.layers_of)))}
+    bodies: list[list[ProgramOp]] = [[] for _ in ends]
+    for begin, (layers, groups) in sorted(zip(begins, problem.reductions, strict=True)):
+        for group in groups:
+            bodies[group].append(ProgramOp(OpKind.A, number[layers], None, begin))
+    return [(*body, _step(problem, end, ends)) for body, end in zip(bodies, ends, strict=True)]
 
 
 def _by_group(problem: Problem, ends: Sequence[int]) -> list[Program]:

@@ -259,6 +259,14 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 found[group].update(groups)
         return tuple(tuple(sorted(groups)) for groups in found)
 
+    @cached_property
+    def interleaved(self) -> bool:
+        """Whether a worker may reduce some of its layers, done early, between compute ops of the others.
+
+        Only where reductions take no time: else they would take that of all holders at once.
+        """
+        return self.holdings is not None and self.optimizer == "staggered" and not any(self.times.all_reduce)
+
     def tail(self, worker: Worker) -> int:
         """Ticks of the all-reduces and the optimizer step that close an iteration on a live worker."""
         return self.column_tail(worker.column) if self.holdings is None else self.holdings[worker].tail

@@ -22,9 +22,15 @@ def earliest(arrays: ProblemArrays, order: Ints) -> Ints:
 
 def latest(arrays: ProblemArrays, order: Ints, ends: Sequence[int] | Ints) -> Ints:
     """[op] start ticks: every op as late as the order and the ends of the groups allow."""
-    start, free = np.zeros_like(arrays.ops.duration), np.asarray(ends, dtype=np.int64)[arrays.group]
-    _kernel().latest(arrays.ops, order, start, free)
+    start, ends = np.zeros_like(arrays.ops.duration), np.asarray(ends, dtype=np.int64)
+    _latest(arrays, order, start, ends[arrays.group], ends)
     return start
+
+
+def _latest(arrays: ProblemArrays, order: Ints, start: Ints, free: Ints, ends: Ints) -> None:
+    sharers = arrays.reductions.sharers
+    begin = np.where(sharers >= 0, ends[sharers], -NEVER).min(axis=1)
+    _kernel().latest(arrays.ops, order, start, free, arrays.group, arrays.reductions, begin)
 
 
 def _kernel() -> Any:
@@ -34,10 +40,53 @@ def _kernel() -> Any:
 
 
 def group_ends(arrays: ProblemArrays, start: Ints) -> Ints:
-    """[group] when the last compute op of its workers ends."""
+    """[group] when the last compute op of its workers ends; interleaved, when the last of its reductions begins."""
+    if arrays.problem.interleaved:
+        return _last_reductions(arrays, reduction_begins([(arrays, start)]))
     last = np.full(len(arrays.workers), start.min())
     np.maximum.at(last, arrays.ops.worker[arrays.ops.unit], start + arrays.ops.duration)
     return _ends(arrays, last)
+
+
+def common_ends(timed: Sequence[tuple[ProblemArrays, Ints]]) -> Ints:
+    """`group_ends` of several pieces on one clock, each with its start ticks."""
+    arrays = timed[0][0]
+    if arrays.problem.interleaved:
+        return _last_reductions(arrays, reduction_begins(timed))
+    latest: Ints = np.max([group_ends(*one) for one in timed], axis=0)
+    return latest
+
+
+def reduction_begins(timed: Sequence[tuple[ProblemArrays, Ints]]) -> Ints:
+    """[reduction] the first tick after W of its layers at which no worker that takes part runs an op; NEVER without W.
+
+    Of an interleaved problem: its pieces on one clock.
+    """
+    begins: Ints = np.max([_awaited(*one) for one in timed], axis=0)
+    for number, groups in enumerate(timed[0][0].reductions.sharers.tolist()):
+        spans = [(start[held], (start + arrays.ops.duration)[held]) for arrays, start in timed
+                 for held in [np.isin(arrays.group, groups)[arrays.ops.worker[arrays.ops.unit]]]]
+        first, end = (np.concatenate(ticks) for ticks in zip(*spans, strict=True))
+        while (over := (first < begins[number]) & (begins[number] < end)).any():
+            begins[number] = end[over].max()
+    return begins
+
+
+def _awaited(arrays: ProblemArrays, start: Ints) -> Ints:
+    """[reduction] when the last W that it awaits ends."""
+    ops, (sharers, awaiting, _) = arrays.ops, arrays.reductions
+    last = np.full(len(awaiting), NEVER)
+    np.maximum.at(last, ops.slice, (start + ops.duration)[ops.kinds - 1::ops.kinds])
+    begins = np.full(len(sharers) + 1, NEVER)
+    np.maximum.at(begins, awaiting, last[:, None])
+    return begins[:-1]
+
+
+def _last_reductions(arrays: ProblemArrays, begins: Ints) -> Ints:
+    """[group] the last of the reductions that its workers take part in."""
+    between = arrays.reductions.between
+    latest: Ints = np.where(between >= 0, np.append(begins, NEVER)[between], NEVER).max(axis=1)
+    return latest
 
 
 def _ends(arrays: ProblemArrays, last: Ints) -> Ints:
@@ -50,12 +99,14 @@ def _ends(arrays: ProblemArrays, last: Ints) -> Ints:
 def reduce_ends(problem: Problem, ends: Sequence[int] | Ints) -> Ints:
     """[group] when all compute ops are done that the all-reduces of its workers wait for."""
     ends = np.asarray(ends)
-    return np.array([ends[list(groups)].max() for groups in problem.linked]) if problem.holdings else ends
+    if problem.holdings is None or problem.interleaved:
+        return ends
+    return np.array([ends[list(groups)].max() for groups in problem.linked])
 
 
 def late_ends(problem: Problem, ends: Ints) -> Ints:
     """[group] how late its workers may end without delaying any all-reduce."""
-    if problem.holdings is None:
+    if problem.holdings is None or problem.interleaved:
         return ends
     latest = np.full_like(ends, ends.max())
     for _, groups in problem.reductions:
@@ -99,9 +150,17 @@ def timed(arrays: ProblemArrays, order: Ints) -> tuple[int, Ints]:
     ends = _ends(arrays, free)
     if arrays.problem.optimizer == "synchronous":
         return _period(arrays, np.zeros_like(free), ends), start
-    ends = late_ends(arrays.problem, ends)
-    free = ends[arrays.group]
-    _kernel().latest(arrays.ops, order, start, free)
+    if not arrays.problem.interleaved:
+        return _late(arrays, order, late_ends(arrays.problem, ends))
+    together = np.array([ends[list(groups)].max() for groups in arrays.problem.linked])
+    return min((_late(arrays, order, choice) for choice in (group_ends(arrays, start), together)),
+               key=lambda late: late[0])
+
+
+def _late(arrays: ProblemArrays, order: Ints, ends: Ints) -> tuple[int, Ints]:
+    """The period with every op as late as the ends of the groups allow, and [op] start ticks."""
+    start, free = np.zeros_like(arrays.ops.duration), ends[arrays.group]
+    _latest(arrays, order, start, free, ends)
     return _period(arrays, free, ends), start
 
 

@@ -57,6 +57,7 @@ from runtime.protocol.to_coordinator import (
 )
 from runtime.protocol.to_node_agent import STILL_RUNNING_SECONDS
 from runtime.protocol.to_worker import Leave, ReportStatus
+from runtime.run_folder import holder
 from schedules.schedule import Worker
 
 DRAIN_SECONDS = 1.0
@@ -93,6 +94,9 @@ class EventLoop:
         """When each failure on purpose happened."""
         self._known = frozenset(run.schedule.grid.workers())
         self._corpora: dict[str, Worker] = {}
+        self._folder = holder(run.out)
+        self._apart = False
+        """Whether a node has another folder."""
         self._bounds = Bounds(setup, len(run.injections))
         self._last_sent: tuple[msgspec.Struct | None, Frame] = None, Frame(b"", b"")
         """The last message and its bytes: an order, with its schedule, is encoded once for all workers."""
@@ -224,7 +228,7 @@ class EventLoop:
             self._admit(connection, message.worker)
         elif peer is not None and self._workers.get(peer) is connection:
             self._monitor.heard(peer)
-            self._handle_worker(peer, message)
+            self._handle_worker(peer, printable(message))
 
     def _admit(self, connection: Connection, worker: Worker) -> None:
         if worker in self._workers or worker not in self._known:
@@ -262,12 +266,13 @@ class EventLoop:
                 coordinator.finished(message)
             case Ready():
                 self._compare_corpus(message)
+                self._compare_folder(message)
                 self._monitor.add(worker)
                 coordinator.ready(message)
             case Saved() if message.iteration < self._run.setup.iterations:  # the last one costs no training
                 self.checkpoints.saved(message.iteration, message.seconds)
             case Note():
-                self._note(printable(message.text))
+                self._note(message.text)
             case Injected():
                 self._injected[message.index] = message.at
             case Status():
@@ -275,7 +280,7 @@ class EventLoop:
             case Leaving():
                 coordinator.leaving(worker)
             case Failed():
-                self._give_up(worker, f"worker {worker} failed: {printable(message.reason)} "
+                self._give_up(worker, f"worker {worker} failed: {message.reason} "
                                       f"(see {self._log_of(worker)})")
 
     def _handle_agent(self, connection: Connection, message: ToCoordinator) -> None:
@@ -338,10 +343,9 @@ class EventLoop:
 
     def _require_all_there(self) -> None:
         """Raises RunError where workers are still waited for before the first order."""
-        missing = self._coordinator.awaited
-        if missing:
-            others = f", nor are {len(missing) - 1} others" if missing[1:] else ""
-            raise RunError(f"worker {missing[0]} is not there after {self._run.join_timeout_seconds:.0f} s{others}")
+        if self._coordinator.awaited:
+            raise RunError(f"waited {self._run.join_timeout_seconds:g} s in vain for "
+                           + who_is_awaited(self._coordinator.awaited, self._run.shares, self._agents.connected))
 
     def _commit(self, committed: Iterator[tuple[int, float]]) -> None:
         for iteration, loss in committed:
@@ -374,6 +378,14 @@ class EventLoop:
         if len(self._corpora) > 1:
             raise CommitLogError(f"workers {' and '.join(map(str, self._corpora.values()))} read different texts; give "
                                  "every node the same training.text")
+
+    def _compare_folder(self, report: Ready) -> None:
+        """Note once, of the first node that it is true of, that what is written does not come together."""
+        if report.folder != self._folder and not self._apart:
+            self._apart = True
+            node = next((node for node, share in enumerate(self._run.shares) if report.worker in share), 0)
+            self._note(f"node {node} writes to another folder than node 0: checkpoints and parameters of which both "
+                       "write layers are complete in neither; give all nodes one --out on a file system they share")
 
     def _describe(self, ended: Ended) -> str:
         if ended.status < 0:

@@ -6,8 +6,10 @@ A worker that says what cannot be is cut off, before anything of it is used.
 import math
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from runtime.protocol.setup import Setup
-from runtime.protocol.to_coordinator import Injected, Paused, Ran, ToCoordinator, Validated
+from runtime.protocol.to_coordinator import Failed, Injected, Note, Paused, Ran, Status, ToCoordinator, Validated
 from runtime.protocol.to_worker import Factor
 
 AHEAD = 8
@@ -42,8 +44,20 @@ class Bounds:
         return None
 
 
-def printable(text: str) -> str:
-    """A peer's text for people, in one line that a terminal only shows."""
+def printable(message: ToCoordinator) -> ToCoordinator:
+    """A message whose text for people is one line that a terminal only shows."""
+    match message:
+        case Note():
+            return replace(message, text=_line(message.text))
+        case Failed() | Paused(reason=str()):
+            assert message.reason is not None
+            return replace(message, reason=_line(message.reason))
+        case Status():
+            return replace(message, doing=_line(message.doing))
+    return message
+
+
+def _line(text: str) -> str:
     return "".join(one if one.isprintable() else " " for one in text[:TEXT_CHARACTERS])
 
 

@@ -90,6 +90,14 @@ def identity_of(config: RunConfig, layers: int) -> dict[str, Any]:
             "parameters": "float64" if training.dtype == "float64" else "float32"}
 
 
+def difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:
+    """What tells the identity of a checkpoint from that of a job, in words; None: nothing does."""
+    for name in sorted({*theirs, *ours}):
+        if theirs.get(name) != ours.get(name):
+            return f"its {name} is {theirs.get(name)!r}, here it is {ours.get(name)!r}"
+    return None
+
+
 class Saving:
     """A checkpoint being written by this worker, in a thread of its own."""
 
@@ -286,10 +294,9 @@ def _named(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
 
 
 def _require_same(source: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    for name in sorted({*theirs, *ours}):
-        if theirs.get(name) != ours.get(name):
-            raise CheckpointError(f"{source}: of another job: its {name} is {theirs.get(name)!r}, here it is "
-                                  f"{ours.get(name)!r}")
+    differs = difference(theirs, ours)
+    if differs is not None:
+        raise CheckpointError(f"{source}: of another job: {differs}")
 
 
 def _sync(folder: Path) -> None:

@@ -35,6 +35,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """Digest of the text it will read: the same for all, or the run ends."""
     address: tuple[str, int]
     """Where others may get layers from it."""
+    folder: str | None = None
+    """`runtime.run_folder.holder` of its node's --out: the same for all who share one."""
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):

@@ -41,6 +41,8 @@ from runtime.worker.layer_messages import (
 
 TIMEOUT_SECONDS = 30.0
 """A receiver that is alive takes something in milliseconds."""
+IDLE_SECONDS = 600.0
+"""How long it waits for something to do before it looks again."""
 CHUNK_BYTES = 2**20
 """Handed to a connection in one call."""
 QUEUE_STATES = 3
@@ -174,7 +176,7 @@ class LayerServer:
         with contextlib.suppress(OSError):  # full: the thread will wake up anyway; closed: it has ended
             self._wake_up.send(b"\0")
 
-    def _choose_what_to_wait_for(self, selector: selectors.BaseSelector) -> float | None:
+    def _choose_what_to_wait_for(self, selector: selectors.BaseSelector) -> float:
         """Which connections to write to; the seconds after which to look again."""
         now, wait = time.monotonic(), math.inf
         for receiver in self._receivers:
@@ -192,7 +194,7 @@ class LayerServer:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if pending and not held_back else 0)
             if selector.get_key(receiver.connection).events != events:
                 selector.modify(receiver.connection, events, receiver)
-        return None if wait == math.inf else wait
+        return min(wait, IDLE_SECONDS)
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
         with contextlib.suppress(OSError):

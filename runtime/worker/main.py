@@ -54,6 +54,7 @@ from runtime.protocol.to_worker import (
     Train,
 )
 from runtime.replay.stuck_calls import AbandonedError
+from runtime.run_folder import holder
 from runtime.worker.checkpointer import Checkpointer
 from runtime.worker.generation import Generation, WorkerContext
 from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents, senders_for
@@ -151,7 +152,8 @@ class _Worker:
             self._stage_store.prepare(index for index, column in enumerate(self._setup.columns)
                                       if column == self._worker.column)
         interval = self._setup.heartbeat_timeout_seconds / HEARTBEATS_PER_TIMEOUT
-        self._channel.send(Ready(self._worker, self._context.corpus.digest, self._context.layer_sender.address))
+        self._channel.send(Ready(self._worker, self._context.corpus.digest, self._context.layer_sender.address,
+                                 holder(Path(self._spec.settings.out))))
         beat = time.monotonic() + interval
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)

@@ -56,7 +56,8 @@ def test_the_command_that_is_printed_goes_on_and_a_run_that_is_done_has_nothing_
     when_committed(out, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
     first = train(job, *COMMON, "--out", out, "--resume", out)  # what schedulers repeat: begins here, goes on later
     assert first.exit_code == 143 and "nothing is there to go on from; starts with iteration 0" in first.stderr
-    told = re.search(r"interrupted by SIGTERM; .*; go on from iteration (\d+): (slipstream train .*)", first.stderr)
+    told = re.search(r"interrupted by SIGTERM; .*; go on from its checkpoint of iteration (\d+): (slipstream train .*)",
+                     first.stderr)
     assert told is not None, first.stderr
     done = len(losses_in(out))
     assert int(told[1]) == done < 40
@@ -91,7 +92,12 @@ def test_a_folder_with_results_is_refused_in_one_line_and_forced(job, tmp_path):
     for every in (0, 2):
         refused = train(job, *COMMON, "--iterations", 2, "--seed", 1, "--out", out, "--checkpoint-every", every)
         assert refused.exit_code == 2 and refused.stderr.count("\n") <= 20
-        assert "holds the results of a run already" in refused.stderr and "--force" in refused.stderr
+        assert re.search(r"holds the results of another run \(.*\): its checkpoint is of another job \(its "
+                         r"training.seed is 0, here it is 1\); give another --out, or start anew with --force$",
+                         refused.stderr, re.M)
+    same = train(job, *COMMON, "--iterations", 4, "--out", out)
+    assert same.exit_code == 2 and f": go on from its checkpoint with --resume {out}, give another" in same.stderr
+    assert "list scheduler" not in same.stderr, "what is refused is not planned first"
     forced = train(job, *COMMON, "--iterations", 2, "--seed", 1, "--out", out, "--checkpoint-every", 0, "--force")
     assert forced.exit_code == 0, forced.output
     assert not list((out / "checkpoints").glob("*")) and len(losses_in(out)) == 2

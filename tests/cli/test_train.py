@@ -115,7 +115,7 @@ def test_a_lost_stage_ends_the_run_and_says_how_to_go_on(job, tmp_path):
     assert re.search("1[56] iterations are committed", lost.stderr), lost.stderr
     # Those of the last iterations before a death may not be on the disk yet.
     way_on = re.escape(f"slipstream train {job} --resume {tmp_path / 'o'}")
-    assert re.search(f"go on from iteration [369125]+: {way_on}", lost.stderr)
+    assert re.search(f"go on from its checkpoint of iteration [369125]+: {way_on}", lost.stderr)
 
 
 def test_schedules_come_from_a_table(job, tmp_path):

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 
+from planner.layout.candidates import aligned_slices
 from planner.layout.types import Layout, MicroBatch, Stop
 from planner.model.assemble import build_schedule
 from planner.model.bounds import exact_bound, lower_bound
@@ -54,6 +55,20 @@ def test_a_recut_pipeline_is_a_piece_of_its_own(optimizer, all_reduce):
     schedule = build_schedule(problem, solved.pieces, lower_bound=1, method="cp-sat", deadlines=solved.deadlines)
     assert check(schedule) == []
     assert schedule.rerouted == schedule.shed == 0
+
+
+def test_layers_that_are_done_early_are_reduced_between_the_ops_of_the_others():
+    """A worker with layers of two stages goes on with those of the later one when the earlier ones are reduced."""
+    job, failed = layered(2, 4, 8), [Worker(1, 2)]
+    problem = problem_of_layout(job, failed, aligned_slices(layout_problem(job, failed), recut(job, 1, 2)))
+    assert problem.interleaved
+    solved = solve(problem, "cp-sat", Budget(deadline=time.monotonic() + 2))
+    schedule = build_schedule(problem, solved.pieces, lower_bound=1, method="cp-sat", deadlines=solved.deadlines)
+    assert check(schedule) == []
+    kinds = [[op.kind for op in schedule.programs[seat.program]] for seat in schedule.seats]
+    assert any(OpKind.W in ops[ops.index(OpKind.A):] for ops in kinds)
+    costly = problem_of_layout(layered(2, 4, 8, times="all_reduce = 1"), failed, recut(job, 1, 2))
+    assert not costly.interleaved, "what takes time is left to the end"
 
 
 def test_layers_that_move_keep_most_of_the_throughput_of_two_pipelines():

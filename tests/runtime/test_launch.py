@@ -82,7 +82,7 @@ def test_no_iterations_leave_the_initial_parameters(fork_server, tmp_path):
 def test_a_run_that_is_forced_to_forgets_the_one_before(fork_server, tmp_path):
     (tmp_path / "parameters").mkdir()
     (tmp_path / "parameters" / "layer-0099.safetensors").write_bytes(b"old")
-    with pytest.raises(FolderError, match=r"holds the results of a run already \(parameters\): .* --force"):
+    with pytest.raises(FolderError, match=r"holds the results of another run \(parameters\): give .* with --force$"):
         run(schedule_for(JOB), tiny(), out=tmp_path, fork_server=fork_server)
     result = run(schedule_for(JOB), tiny(), out=tmp_path, fork_server=fork_server, options=RunOptions(force=True))
     assert_same_numbers(result, judge(tiny(), JOB.microbatches))

@@ -102,8 +102,9 @@ def test_the_results_of_another_run_are_kept_unless_told_otherwise(every, fork_s
     schedule, resilience = schedule_for(JOB), Resilience(checkpoint_every=every)
     run(schedule, tiny(iterations=3), out=tmp_path, fork_server=fork_server, resilience=Resilience(checkpoint_every=3))
     before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
-    with pytest.raises(FolderError, match=r"holds the results of a run already \(3 iterations, a checkpoint of "
-                                          r"iteration 3, parameters\): go on with --resume"):
+    with pytest.raises(FolderError, match=r"holds the results of another run \(3 iterations, a checkpoint of "
+                                          r"iteration 3, parameters\): its checkpoint is of another job \(its "
+                                          r"training.seed is 0, here it is 1\); give another --out"):
         run(schedule, tiny(iterations=2, seed=1), out=tmp_path, fork_server=fork_server, resilience=resilience)
     assert before == {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
     config = tiny(iterations=2, seed=1)
@@ -213,7 +214,7 @@ def test_writers_killed_at_any_step_leave_nothing_behind(tmp_path_factory):
         assert newest is not None and newest.iteration in (20, 30)
         found |= {path for path in names(out) if "/." in path or path.startswith(".")}
         if number % 2:
-            claim(out, newest, force=False)
+            claim(out, newest, tiny(), force=False)
             (out / "trace.json").touch()  # made anew
         else:
             clean_up(out)

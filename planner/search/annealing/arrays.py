@@ -1,12 +1,11 @@
 """From a problem and a plan to the arrays of the annealing kernel. The kernel's own module says what they mean."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from planner.model import arrays as model
-from planner.model.arrays import Ints, ProblemArrays, ints
+from planner.model.arrays import Ints, ProblemArrays, ints, padded
 from planner.model.problem import Problem
 from planner.search.kernel.annealing.arrays import (
     BUCKETS,
@@ -48,7 +47,9 @@ def _instance(arrays: ProblemArrays) -> Instance:
         kinds=arrays.ops.kinds, unit=arrays.ops.unit, slice=arrays.ops.slice,
         predecessors=_arcs(arrays.ops.predecessors, arrays.ops.transfer),
         successors=_arcs(arrays.ops.successors, arrays.ops.transfer),
-        group=arrays.group, linked=_padded(problem.linked), tail=_tails(arrays),
+        group=arrays.group, linked=padded(problem.linked), interleaved=int(problem.interleaved),
+        sharers=arrays.reductions.sharers, awaiting=arrays.reductions.awaiting, between=arrays.reductions.between,
+        tail=_tails(arrays),
         pipeline=ints([worker.pipeline for worker in workers]), members=_members(arrays),
         capacity=ints([problem.room(worker) if problem.memory else -1 for worker in workers]),
         holds=ints([_holds(problem, number) for number in range(len(problem.layers_of))])[arrays.ops.slice].ravel(),
@@ -74,7 +75,8 @@ def _state(arrays: ProblemArrays, order: Ints) -> State:
         sequence[worker, :len(row)] = row
     return State(worker=ops.worker.copy(), duration=ops.duration.copy(), sequence=sequence,
                  size=ints([len(row) for row in rows]), place=place,
-                 end=_zeros(len(arrays.problem.linked)), deadline=_zeros(len(arrays.problem.linked)))
+                 end=_zeros(len(arrays.problem.linked)), deadline=_zeros(len(arrays.problem.linked)),
+                 begin=_zeros(len(arrays.reductions.sharers)))
 
 
 def _tails(arrays: ProblemArrays) -> Ints:
@@ -97,13 +99,13 @@ def _members(arrays: ProblemArrays) -> Ints:
     members: list[list[int]] = [[] for _ in range(arrays.problem.grid.pipelines)]
     for row, worker in enumerate(arrays.workers):
         members[worker.pipeline].append(row)
-    return _padded(members)
+    return padded(members)
 
 
 def _hosts(arrays: ProblemArrays) -> Ints:
     """[slice, number] the workers that may run it."""
     row_of = {worker: row for row, worker in enumerate(arrays.workers)}
-    return _padded([[row_of[worker] for worker in holders] for holders in arrays.problem.holders])
+    return padded([[row_of[worker] for worker in holders] for holders in arrays.problem.holders])
 
 
 def _costs(arrays: ProblemArrays) -> Ints:
@@ -121,11 +123,6 @@ def _holds(problem: Problem, number: int) -> tuple[int, ...]:
     """What F, I and W of a slice add to the memory that their worker holds."""
     activation, stash = problem.activation(number), problem.stash(number)
     return (activation, stash - activation, -stash)[:len(problem.kinds)]
-
-
-def _padded(rows: Sequence[Sequence[int]]) -> Ints:
-    width = max(1, *map(len, rows))
-    return ints([[*row, *[-1] * (width - len(row))] for row in rows])
 
 
 def _zeros(size: int) -> Ints:

@@ -7,11 +7,12 @@ import numpy as np
 from planner.model.arrays import ProblemArrays
 from planner.model.problem import Problem
 from planner.model.solution import Solution
+from planner.model.start_times import NEVER, group_ends
 from planner.search.annealing.arrays import make_chain
 from planner.search.annealing.cooling import CYCLES, first_cycle_steps, slice_steps
 from planner.search.kernel.annealing.arrays import BASE, FOREVER, PERIOD, SPAN, Cycle, State
 from planner.search.kernel.annealing.loop import anneal
-from planner.search.kernel.annealing.timing import end_with_deadlines, set_deadlines, time
+from planner.search.kernel.annealing.timing import end_with_deadlines, keep_ends, set_deadlines, time
 
 SHIFTS = 60
 """One in so many steps, times the pipelines of a piece, shifts a deadline."""
@@ -34,15 +35,20 @@ class AnnealingChain:
         self.steps = self.cycles = 0
         """Orders tried, and cooling cycles done."""
         self.loosen()
-        self._set_deadlines()
+        self._set_deadlines(solution)
         _copy(self._chain.state, self._chain.best)
         self._measure()
         counters = self._chain.queue.counters
         counters[BASE], counters[SPAN] = self._chain.trial.late.min(), max(1, self.period)
 
-    def _set_deadlines(self) -> None:
+    def _set_deadlines(self, solution: Solution) -> None:
         """As the plan keeps them; synchronous: so that all windows end together, at 0."""
         chain = self._chain
+        if self._problem.interleaved:
+            ends = group_ends(self._arrays, self._arrays.starts(solution))
+            chain.state.end[:] = np.where(ends > NEVER, ends, ends.max())
+            keep_ends(chain.instance, chain.state)
+            return
         if self._problem.optimizer == "staggered":
             set_deadlines(chain.instance, chain.state, chain.sorting)
             return
@@ -80,8 +86,12 @@ class AnnealingChain:
             self._shifts = 0
             self._cycle = self._next_cycle()
             for state in (self._chain.state, self._chain.best):
-                state.deadline[:] = deadlines
-                end_with_deadlines(self._chain.instance, state)
+                if self._problem.interleaved:
+                    state.end[:] = np.where(deadlines, deadlines, state.end)
+                    keep_ends(self._chain.instance, state)
+                else:
+                    state.deadline[:] = deadlines
+                    end_with_deadlines(self._chain.instance, state)
             self._measure()
 
     def loosen(self) -> None:

@@ -181,7 +181,8 @@ class _Pieces:
 
     def result(self) -> Annealed:
         """The best plans found."""
-        deadlines = max(self._pieces, key=lambda piece: piece.period).best.deadlines
+        ranked = sorted(self._pieces, key=lambda piece: -piece.period)
+        deadlines = _complete([piece.best.deadlines for piece in ranked])[0]
         last = max(self._pieces, key=lambda piece: (piece.period, piece.rounds))
         stale = 1 - last.better / last.rounds if last.rounds else 0.0
         return Annealed([piece.best.solution() for piece in self._pieces], deadlines,

@@ -23,6 +23,7 @@ from runtime.protocol.to_coordinator import (
     Heartbeat,
     JoinNode,
     JoinWorker,
+    Note,
     Paused,
     Ran,
     Ready,
@@ -31,6 +32,7 @@ from runtime.protocol.to_coordinator import (
 )
 from runtime.protocol.to_node_agent import NodeTaken
 from runtime.protocol.to_worker import Acknowledged, EndOrder, Finish, Leave, ReportStatus, Train
+from runtime.run_folder import holder, locked
 from schedules.codec import decode
 from schedules.schedule import Worker
 from tests.jobs import grid
@@ -91,6 +93,7 @@ class Talker:
         self.stopped = asyncio.Event()
         self.talk = self.writer = None
         self.beating = self.answers = True
+        self.folder = None
         self.status = Status(worker, "waits for another", 1.0, waits=True)
 
     def say(self, message):
@@ -121,7 +124,7 @@ class Talker:
     def _answer(self, message):
         match message:
             case Setup():
-                self.say(Ready(self.worker, "corpus", ("127.0.0.1", 1)))
+                self.say(Ready(self.worker, "corpus", ("127.0.0.1", 1), self.folder))
             case Train() if self.worker in decode(bytes(message.schedule)).seat_of:
                 self.say(Started(self.worker, message.number))
                 self._run(message.number, message.first_iteration)
@@ -251,7 +254,7 @@ def test_workers_that_stay_away_are_waited_for_only_so_long(tmp_path):
         for worker in WORKERS[1:]:
             world.talkers[worker].beating, world.talkers[worker].answers = False, False
 
-    with pytest.raises(RunError, match=r"^worker 1\.0 is not there after 0 s, nor are 1 others; 0 iterations are"):
+    with pytest.raises(RunError, match=r"^waited 0\.5 s in vain for worker 1\.0 of node 0 and worker 2\.0 of node 0; "):
         World(tmp_path, join_timeout_seconds=0.5).play(script)
 
 
@@ -360,6 +363,39 @@ def test_node_0_says_at_once_for_which_node_it_waits(tmp_path):
             world.talkers[worker].answers = False
 
     world = World(tmp_path, setup=replace(SETUP, nodes=2), join_timeout_seconds=0.3)
-    with pytest.raises(RunError, match="is not there after 0 s"):
+    with pytest.raises(RunError, match=r"^waited 0\.3 s in vain for node 1, which has not connected, and for "):
         world.play(script)
     assert world.told == [f"node 0, at 127.0.0.1:{world.address.port}, waits for node 1, which has not connected"]
+
+
+def test_one_line_tells_that_nodes_do_not_share_their_folder(tmp_path):
+    """Else no checkpoint is ever complete, and nobody knows."""
+    async def script(world):
+        for worker in (WORKERS[0], WORKERS[2]):
+            world.talkers[worker].folder = holder(tmp_path)
+
+    with locked(tmp_path, 0):
+        world = World(tmp_path, setup=replace(SETUP, nodes=2))
+        world.play(script)
+    (line,) = [line for line in world.told if "folder" in line]
+    assert line.startswith("node 1 writes to another folder than node 0: checkpoints and parameters of which both ")
+    assert world.events.notes == [line]
+
+
+def test_what_a_worker_says_is_shown_in_one_line_whatever_it_holds(tmp_path):
+    """Its notes, what it does, and why it has stopped."""
+    wild = "a\x1b[2J\nb"
+
+    async def script(world):
+        await world.talkers[WORKERS[1]].stopped.wait()
+        first, second, _ = world.talkers.values()
+        first.say(Note(first.worker, wild))
+        first.status = Status(first.worker, wild, 1.0, waits=True)
+        while not any("nothing has been committed" in line for line in world.told):
+            await asyncio.sleep(0.01)
+        second.say(Paused(second.worker, 1, (0,), None, wild))
+
+    world = World(tmp_path, lambda _: schedule_for(JOB), stall_timeout_seconds=0.3)
+    world.play(script, stops_before=2)
+    told = [str(line) for line in world.told if "a [2J b" in str(line)]
+    assert len(told) == 3 and all(line.isprintable() for line in map(str, world.told))

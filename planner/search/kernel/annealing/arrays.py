@@ -46,6 +46,14 @@ class Instance(NamedTuple):
     """[worker] its reduce group"""
     linked: Ints
     """[group, number] those whose gradients are reduced with some of its own, itself included; -1 behind the last"""
+    interleaved: int
+    """1 where reductions may lie between compute ops: `planner.model.arrays.Reductions` says what follows are"""
+    sharers: Ints
+    """[reduction, number]"""
+    awaiting: Ints
+    """[slice, number]"""
+    between: Ints
+    """[group, number]"""
     tail: Ints
     """[worker] ticks from the end of its group to that of its window: all-reduces and the optimizer step"""
     pipeline: Ints
@@ -80,7 +88,10 @@ class State(NamedTuple):
     end: Ints
     """[group] when the all-reduces of its workers have all begun"""
     deadline: Ints
-    """[group] when its workers must have done their compute ops: the first end of those linked to it"""
+    """[group] when its workers must have done their compute ops: the first end of those linked to it, or, interleaved,
+    its own"""
+    begin: Ints
+    """[reduction] when it begins, interleaved: the first end of the groups that share it"""
 
 
 class Timing(NamedTuple):

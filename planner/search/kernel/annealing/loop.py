@@ -91,3 +91,4 @@ def _keep(chain, cycle, now):
         best.place[:] = state.place
         best.deadline[:] = state.deadline
         best.end[:] = state.end
+        best.begin[:] = state.begin

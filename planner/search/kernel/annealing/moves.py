@@ -281,7 +281,7 @@ def shift(chain, cycle, before, allowance):
     random, instance, state, timing, trial = chain.random, chain.instance, chain.state, chain.timing, chain.trial
     worker = critical_worker(random, instance, state, timing, cycle.goal)
     _, last = critical_path(random, instance, state, timing.late, state.sequence[worker, 0], (0, 0))
-    group, other = instance.group[worker], _first_to_end(instance, state, state.worker[instance.unit[last]])
+    group, other = instance.group[worker], _first_to_end(instance, state, timing.late, last)
     ticks = 1 + below(random, 1 + int(cycle.scale))
     if below(random, 2) == 0:
         group, ticks = other, -ticks
@@ -300,11 +300,26 @@ def shift(chain, cycle, before, allowance):
 
 
 @jit
-def _first_to_end(instance, state, worker):
-    """Of the groups linked to a worker's, the one whose end is its deadline."""
-    group = instance.group[worker]
+def _first_to_end(instance, state, late, op):
+    """Of the groups linked to that of the last op of a path, the one whose end is its deadline."""
+    group = instance.group[state.worker[instance.unit[op]]]
+    if instance.interleaved:
+        return _first_to_reduce(instance, state, group, late[op] + state.duration[op])
     for number in range(instance.linked.shape[1]):
         other = instance.linked[group, number]
         if other >= 0 and state.end[other] == state.deadline[group]:
             return other
+    return group
+
+
+@jit
+def _first_to_reduce(instance, state, group, tick):
+    """Of the groups that share a reduction with this one which begins at this tick, the one that ends with it."""
+    for number in range(instance.between.shape[1]):
+        reduction = instance.between[group, number]
+        if reduction >= 0 and state.begin[reduction] == tick:
+            for index in range(instance.sharers.shape[1]):
+                other = instance.sharers[reduction, index]
+                if other >= 0 and state.end[other] == tick:
+                    return other
     return group

@@ -7,6 +7,7 @@ A log keeps what was before, for `revert`.
 
 from planner.search.kernel.annealing.arrays import BASE, BUCKETS, CHANGED, SPAN, TOP, TOUCHED, WAITING
 from planner.search.kernel.jit import inlined, jit
+from planner.search.kernel.start_times import clear_of, first_awaiting
 
 
 @inlined
@@ -55,6 +56,8 @@ def retime(instance, state, timing, queue, log, limits, run):
     worker_of, duration, sequence, size, place = state.worker, state.duration, state.sequence, state.size, state.place
     deadline, ending, late = state.deadline, state.end, timing.late
     longest, excess = timing.longest, timing.excess
+    interleaved, kinds, slice_of, awaiting, between, reduction = instance.interleaved, instance.kinds, instance.slice, \
+        instance.awaiting, instance.between, state.begin
     bucket, link, queued = queue.bucket, queue.next, queue.queued
     waiting, top, base, span = queue.counters[WAITING], queue.counters[TOP], queue.counters[BASE], queue.counters[SPAN]
     changed, before, marked, done, touched = log.op, log.late, log.marked, log.counters[CHANGED], log.counters[TOUCHED]
@@ -81,7 +84,11 @@ def retime(instance, state, timing, queue, log, limits, run):
             other = successor[arc]
             if late[other] - transfer[arc] < start:  # else it does not matter who runs it
                 start = min(start, late[other] - (transfer[arc] if worker_of[unit[other]] != worker else 0))
+        if interleaved and (op + 1) % kinds == 0:
+            start = min(start, first_awaiting(awaiting, reduction, slice_of[unit[op]]))
         start -= duration[op]
+        if interleaved:
+            start = clear_of(between, reduction, group[worker], start, duration[op])
         pipeline = owner[worker]
         if at == 0 and not marked[pipeline]:
             marked[pipeline] = 1

@@ -1,8 +1,9 @@
 """A state timed from scratch."""
 
-from planner.search.kernel.annealing.arrays import Instance, Sorting, State, Timing
+from planner.search.kernel.annealing.arrays import FOREVER, Instance, Sorting, State, Timing
 from planner.search.kernel.annealing.cost import measure
 from planner.search.kernel.jit import inlined, jit
+from planner.search.kernel.start_times import clear_of, first_awaiting
 
 
 @jit
@@ -48,15 +49,21 @@ def _latest(instance, state, late, op):
 
     late[op] = min(late[next op of its worker], or the deadline of its group where there is none;
                    late[j] - hop over successors j) - duration[op],
-    with a hop where j takes a tensor from another worker.
+    with a hop where j takes a tensor from another worker; interleaved, a W ends before the reductions that await it,
+    and no op runs over one of its worker's.
     """
     successors = instance.successors
+    unit, group = instance.unit[op], instance.group[state.worker[instance.unit[op]]]
     worker, after = state.worker[instance.unit[op]], state.place[op] + 1
     end = late[state.sequence[worker, after]] if after < state.size[worker] else state.deadline[instance.group[worker]]
     for arc in range(successors.start[op], successors.start[op + 1]):
         later = successors.op[arc]
         hop = successors.transfer[arc] if state.worker[instance.unit[later]] != worker else 0
         end = min(end, late[later] - hop)
+    if instance.interleaved:
+        if (op + 1) % instance.kinds == 0:
+            end = min(end, first_awaiting(instance.awaiting, state.begin, instance.slice[unit]))
+        return clear_of(instance.between, state.begin, group, end - state.duration[op], state.duration[op])
     return end - state.duration[op]
 
 
@@ -94,7 +101,17 @@ def end_with_deadlines(instance: Instance, state: State) -> None:
 
 @jit
 def keep_ends(instance: Instance, state: State) -> None:
-    """The latest deadlines with which all groups end when they are to."""
+    """The latest deadlines and reductions with which all groups end when they are to."""
+    if instance.interleaved:
+        state.deadline[:] = state.end
+        for reduction in range(instance.sharers.shape[0]):
+            begin = FOREVER
+            for number in range(instance.sharers.shape[1]):
+                group = instance.sharers[reduction, number]
+                if group >= 0:
+                    begin = min(begin, state.end[group])
+            state.begin[reduction] = begin
+        return
     for group in range(state.end.shape[0]):
         deadline = state.end[group]
         for number in range(instance.linked.shape[1]):
