@@ -92,6 +92,7 @@ def train(ctx: typer.Context, job: JobFile,
           json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Train a job's model, one process a live worker, replaying a schedule; workers may die and come back.
 
+    Here stages stay whole: plans of `slipstream plan` with slices of stages, or with moved layers, are refused.
     Writes schedule.json, losses.jsonl, trace.json, checkpoints/, parameters/ and logs/ into --out.
 
     On several machines, run the same command on each, with --nodes, --node and --rendezvous, or by torchrun, srun or

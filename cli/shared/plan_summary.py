@@ -8,6 +8,9 @@ from planner.alternatives import Alternative
 from planner.plan import Plan
 from planner.transition import Transition, pays_after_iterations
 
+NARROW = 0.01
+"""A range of throughput that needs no explanation."""
+
 
 def summary(made: Plan, moved: Transition) -> str:
     """The period, its proven bound, what the failures cost, and what has to move."""
@@ -38,7 +41,10 @@ def _failures(made: Plan) -> list[str]:
     known = f"throughput {best:.1%} of fault-free (period {duration(whole.period)}), {share}"
     if f"{best:.1%}" == f"{least:.1%}" or whole.close:
         return [down, known]
-    return [down, f"throughput between {least:.1%} and {best:.1%} of fault-free, {share}",
+    known = f"throughput between {least:.1%} and {best:.1%} of fault-free, {share}"
+    if best - least < NARROW:
+        return [down, known]
+    return [down, known,
             f"the shortest fault-free period is between {duration(whole.bound)} and {duration(whole.period)}; with more"
             " time, or a plan without --failed first, it is known better"]
 
