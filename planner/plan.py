@@ -28,6 +28,9 @@ from schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
 FAULT_FREE_SHARE = 0.15
 """Share of the time limit that the fault-free plan, needed for comparison, may take."""
 
+LARGEST_MOVED = 500_000
+"""Compute ops up to which a job is never cut into blocks where layers may move: in blocks they could not."""
+
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A schedule that passed the checker, and how it came about."""
@@ -158,7 +161,8 @@ def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Bu
         return _whole(in_place, in_place.problem(block, failed), within).schedule
 
     ops = sum(piece.problem.operations for piece in decompose(problem))
-    blocks = blocks_within(job, ops, budget.seconds, plan_block)
+    whole = options.layers == "move" and ops <= LARGEST_MOVED
+    blocks = None if whole else blocks_within(job, ops, budget.seconds, plan_block)
     if blocks is None:
         return _answered(options, job, failed, problem, budget)
     said = f"{blocks.number} blocks of about {max(job.microbatches) // blocks.number} micro-batches a pipeline"

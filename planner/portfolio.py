@@ -40,8 +40,11 @@ LIST_SHARE = 0.3
 """Share of the time for list schedules of all candidates."""
 FIRST_SHARE = 0.25
 """Share of that for the problem as it is."""
-HEATS = ((4, 0.15), (2, 0.2))
-"""How many of the best go on, and the share of the time left that they have together; then one has the rest."""
+HEATS = ((5, 0.2), (2, 0.3))
+"""How many of the most promising go on, and the share of the time left that they have together; then one has the rest.
+"""
+PROMISE = 3.0
+"""How often a candidate is expected to gain again what annealing gained in its last turn."""
 MOST_LAYOUTS = 8
 """Layouts that are looked at."""
 
@@ -104,6 +107,14 @@ class _Entry(msgspec.Struct, frozen=True, eq=False):
     def seconds(self) -> float:
         """Its period."""
         return self.known.period * self.known.problem.tick_seconds
+
+    gained: float = 0.0
+    """Seconds, by annealing in its last turn."""
+
+    @property
+    def promise(self) -> tuple[float, int]:
+        """As `rank`, of the period that is expected of more annealing."""
+        return self.seconds - PROMISE * self.gained, self.moved
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -183,9 +194,9 @@ class _Portfolio:
         return any(not entry.known.open for entry in self._entries)
 
     def _improve(self, budget: Budget) -> None:
-        """Anneal the best few in turns, fewer each time, then the best of all."""
+        """Anneal the most promising few in turns, fewer each time, then one."""
         for count, share in HEATS:
-            ranked = sorted(self._entries, key=lambda entry: entry.rank)[:count]
+            ranked = sorted(self._entries, key=lambda entry: entry.promise)[:count]
             if len(ranked) < 2:
                 break
             end = budget.share(share)
@@ -193,10 +204,11 @@ class _Portfolio:
                 if not self._done and not budget.stopped:
                     known = anneal(entry.known, end.share(1 / (len(ranked) - number)))
                     self._replace(entry, known)
-        best = min(self._entries, key=lambda entry: entry.rank)
-        if best.known.open and not budget.stopped:
-            self._replace(best, improve(best.known, budget))
+        last = min(self._entries, key=lambda entry: entry.promise)
+        if not self._done and not budget.stopped:
+            self._replace(last, improve(last.known, budget))
 
     def _replace(self, entry: _Entry, known: Incumbent) -> None:
-        if known.period <= entry.known.period:
-            self._entries[self._entries.index(entry)] = _Entry(known, entry.moved)
+        better = known if known.period <= entry.known.period else entry.known
+        gained = entry.seconds - better.period * better.problem.tick_seconds
+        self._entries[self._entries.index(entry)] = _Entry(better, entry.moved, gained)

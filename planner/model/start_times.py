@@ -150,16 +150,10 @@ def timed(arrays: ProblemArrays, order: Ints) -> tuple[int, Ints]:
     ends = _ends(arrays, free)
     if arrays.problem.optimizer == "synchronous":
         return _period(arrays, np.zeros_like(free), ends), start
-    if not arrays.problem.interleaved:
-        return _late(arrays, order, late_ends(arrays.problem, ends))
-    together = np.array([ends[list(groups)].max() for groups in arrays.problem.linked])
-    return min((_late(arrays, order, choice) for choice in (group_ends(arrays, start), together)),
-               key=lambda late: late[0])
-
-
-def _late(arrays: ProblemArrays, order: Ints, ends: Ints) -> tuple[int, Ints]:
-    """The period with every op as late as the ends of the groups allow, and [op] start ticks."""
-    start, free = np.zeros_like(arrays.ops.duration), ends[arrays.group]
+    if arrays.problem.interleaved:  # each reduction after all that are linked to it: annealing begins them earlier
+        ends = np.array([ends[list(groups)].max() for groups in arrays.problem.linked])
+    ends = late_ends(arrays.problem, ends)
+    free = ends[arrays.group]
     _latest(arrays, order, start, free, ends)
     return _period(arrays, free, ends), start
 

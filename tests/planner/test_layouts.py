@@ -84,6 +84,13 @@ def test_layers_that_move_keep_most_of_the_throughput_of_two_pipelines():
     assert fixed.seconds(fixed.period_ticks) > 1.5 * made.seconds(made.period_ticks)
 
 
+def test_a_large_cluster_is_not_refused_for_lack_of_time_where_layers_may_move():
+    """1,024 workers with one down and no time to search: 0.7 s of a processor."""
+    failed = [Worker(3, 5)]
+    made = plan_only(PlanOptions(layers="move", method="greedy", time_limit=0.01), layered(64, 16, 32), failed).schedule
+    assert check(made) == [] and made.period_ticks < 1.1 * made.lower_bound_ticks
+
+
 def test_slices_even_out_what_whole_micro_batches_cannot():
     """64 micro-batches over three live workers of a stage: 22 whole ones on some, or 21 1/3 each with four layers."""
     job, failed = layered(4, 2, 16), [Worker(1, 1)]
