@@ -238,5 +238,5 @@ def alive(pid: int) -> bool:
     """Whether the process runs: one that waits for its parent to notice does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between opening and reading
         return False

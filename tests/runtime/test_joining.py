@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 
 import pytest
@@ -39,6 +40,8 @@ def test_the_numbers_are_the_same_in_every_mode(training, backward, optimizer, f
 def test_steps_that_are_not_made_are_not_made_by_who_follows_either(tmp_path, monkeypatch):
     (tmp_path / "spiky_model.py").write_text(SPIKY)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the directory stays on the path, and the module loaded
+    monkeypatch.delitem(sys.modules, "spiky_model", raising=False)
     plain = tiny(iterations=LONG.training.iterations, skip_nonfinite=True, clip_norm=OFTEN)
     config = replace(plain, model=replace(plain.model, name="spiky_model:SpikyGPT"))
     with ForkServer() as fork_server:

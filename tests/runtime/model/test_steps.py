@@ -1,6 +1,7 @@
 """Clipping by the global norm, and skipping what is not finite, while stages step before they know of each other."""
 
 import math
+import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -182,6 +183,8 @@ SPIKY = textwrap.dedent("""
 def test_what_is_not_finite_is_skipped(clip_norm, tmp_path, monkeypatch) -> None:
     (tmp_path / "spiky_model.py").write_text(SPIKY)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the directory stays on the path, and the module loaded
+    monkeypatch.delitem(sys.modules, "spiky_model", raising=False)
     plain = tiny(skip_nonfinite=True, clip_norm=clip_norm)
     config = replace(plain, model=replace(plain.model, name="spiky_model:SpikyGPT"))
     job = grid(2, 3, 3, more="optimizer = 1")
