@@ -7,7 +7,7 @@ micro-batches over pipelines. Its first step is nonuniform tensor parallelism (A
 group that lost ranks computes at the share of those it has.
 
 At formula level both are the same: every pipeline has a cut of its own, by the speeds of its nodes, and 1F1B; an
-iteration ends when the slowest pipeline does (`uneven_pipelines`). They differ in what a group that lost GPUs can do.
+iteration ends when the slowest pipeline does (`fastest_split`). They differ in what a group that lost GPUs can do.
 Assumed, in their favour: memory is no limit; detection and planning take no time; a change costs half an iteration
 where a worker died, a switch, and the time to load one stage, in which all wait; newcomers join at once.
 """
@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from planner.fleet.availability_trace import Change
-from planner.fleet.policies.oobleck_templates import Template, layers_of
-from planner.fleet.policies.uneven_pipelines import all_layers_held, cut_by_speed, fastest_split
+from planner.fleet.policies.oobleck_templates import Template, fastest_split, layers_of
+from planner.fleet.policies.uneven_pipelines import all_layers_held, cut_by_speed
 from planner.fleet.policy import Cause, Phase, Policy, Scenario
 
 _ASSUMPTIONS = ("1F1B on pipelines that are each cut by the speed of their nodes, and share the batch by theirs; as "

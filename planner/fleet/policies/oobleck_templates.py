@@ -2,7 +2,8 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, combinations
 from typing import NamedTuple
@@ -85,16 +86,25 @@ def _least_stages(prefix: Sequence[float]) -> Callable[[int, int, float], int]:
 
 @lru_cache(maxsize=65536)
 def iteration_seconds(layers: tuple[float, ...], lengths: tuple[tuple[int, int], ...], microbatches: int) -> float:
-    """Seconds of an iteration, with micro-batches divided so that the slowest pipeline takes the least time.
+    """Seconds of an iteration, with as many pipelines of each length (`fastest_split`).
 
     `lengths` are pairs (nodes, pipelines with so many nodes).
     """
-    kinds = [(template(layers, nodes), count) for nodes, count in lengths]
+    pipelines: Counter[Template] = Counter()
+    for nodes, count in lengths:
+        pipelines[template(layers, nodes)] += count
+    return fastest_split(pipelines, microbatches)
 
+
+def fastest_split(pipelines: Mapping[Template, int], microbatches: int) -> float:
+    """Seconds of an iteration with the micro-batches divided so that the pipeline that ends last ends first.
+
+    `pipelines`: how many there are of each template.
+    """
     def fitting(seconds: float) -> int:
-        return sum(count * max(0, math.floor((seconds - kind.fill) / kind.step + 1e-9)) for kind, count in kinds)
+        return sum(count * max(0, int((seconds - one.fill) / one.step + 1e-9)) for one, count in pipelines.items())
 
-    low, high = 0.0, min(kind.seconds(-(-microbatches // count)) for kind, count in kinds)
+    low, high = 0.0, min(one.seconds(-(-microbatches // count)) for one, count in pipelines.items())
     for _ in range(60):
         middle = (low + high) / 2
         if fitting(middle) >= microbatches:

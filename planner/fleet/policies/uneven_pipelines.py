@@ -1,6 +1,6 @@
-"""Pipelines whose stages differ: layers cut by the speed of each node, micro-batches divided by that of pipelines."""
+"""Pipelines whose stages differ: layers cut by the speed of each node, and who holds them when some are gone."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
@@ -38,24 +38,6 @@ def _stages_within(prefix: Sequence[float], factors: Sequence[float], seconds: f
         stages.append((prefix[end] - prefix[position]) * factor)
         position = end
     return stages if position == len(prefix) - 1 else None
-
-
-def fastest_split(pipelines: Mapping[Template, int], microbatches: int) -> float:
-    """Seconds of an iteration with the micro-batches divided so that the pipeline that ends last ends first.
-
-    `pipelines`: how many there are of each template.
-    """
-    def fitting(seconds: float) -> int:
-        return sum(count * max(0, int((seconds - one.fill) / one.step + 1e-9)) for one, count in pipelines.items())
-
-    low, high = 0.0, min(one.seconds(-(-microbatches // count)) for one, count in pipelines.items())
-    for _ in range(50):
-        middle = (low + high) / 2
-        if fitting(middle) >= microbatches:
-            high = middle
-        else:
-            low = middle
-    return high
 
 
 def all_layers_held(pipelines: Sequence[Sequence[int]], gone: Collection[int]) -> bool:

@@ -9,8 +9,8 @@ from planner.fleet.availability_trace import Change
 from planner.fleet.costs import BAMBOO_SECONDS, costs_for, interpolated
 from planner.fleet.policies import POLICIES
 from planner.fleet.policies.oobleck import stacked_sizes
-from planner.fleet.policies.oobleck_templates import Template, layers_of, template
-from planner.fleet.policies.uneven_pipelines import cut_by_speed, fastest_split
+from planner.fleet.policies.oobleck_templates import Template, fastest_split, layers_of, template
+from planner.fleet.policies.uneven_pipelines import cut_by_speed
 from planner.fleet.policy import Cause, Checkpoints, Phase
 from planner.fleet.simulation import compare, simulate
 from planner.fleet.synthetic_trace import FailureRates, draw_slow_workers, draw_trace, published_fail_slow
