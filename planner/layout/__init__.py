@@ -11,6 +11,7 @@
     cpsat          the exact assignment of layers and micro-batches to lines
     routes         from a division to the route of each micro-batch
     groups         large clusters: those that share work, like ones alike
+    bisection      the least longest load that can be had
     bounds         what no schedule can undercut
 
 It builds on plain integers and workers only; it knows neither job files nor `planner.model`.

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
+from planner.layout.bisection import least_limit
 from planner.layout.bounds import work_bound
 from planner.layout.lines import Chunk, Line, chunk_ticks, cut, fill_idle
 from planner.layout.problem import LayoutProblem
@@ -57,14 +58,7 @@ class Divider:
             if high > self._problem.ample_ticks * 4:
                 return None
             low, high = high, high + 2 * (high - low)
-        while high - low > max(1, within * high):
-            middle = (low + high) // 2
-            found = self.divide(middle)
-            if found is None:
-                low = middle
-            else:
-                high, best = middle, found
-        return high, best
+        return least_limit(self.divide, low, high, best, within)
 
     def divide(self, limit: int) -> Division | None:
         """A division in which nobody's load is more than `limit` ticks; None if there is none of this form."""

@@ -8,6 +8,7 @@ for one, and the rest in slices, as in `planner.layout.division`.
 from collections import defaultdict
 from collections.abc import Sequence
 
+from planner.layout.bisection import least_limit
 from planner.layout.parts import Part, parts_of
 from planner.layout.problem import LayoutProblem
 from planner.layout.routes import stops_of
@@ -22,18 +23,12 @@ def fixed_layout(problem: LayoutProblem, *, sliced: bool = True, within: float =
     least one, as a share of it; then fewer micro-batches are cut. Raises LookupError where nobody holds a layer.
     """
     sharing = _Sharing(problem, sliced=sliced)
-    low, high = 0, problem.ample_ticks * 2
-    best = sharing.within(high)
-    assert best is not None, "one holder of each part has time for everything"
-    while high - low > 1:
-        middle = (low + high) // 2
-        found = sharing.within(middle)
-        if found is None:
-            low = middle
-        else:
-            high, best = middle, found
+    ample = problem.ample_ticks * 2
+    with_ease = sharing.within(ample)
+    assert with_ease is not None, "one holder of each part has time for everything"
+    least, best = least_limit(sharing.within, 0, ample, with_ease)
     if within:
-        best = sharing.within(round(high * (1 + within))) or best
+        best = sharing.within(round(least * (1 + within))) or best
     routes = {batch: stops_of(layers) for batch, layers in sorted(best.items())}
     return Layout(kind="layers fixed, " + ("slices" if sliced else "whole micro-batches"),
                   holds=dict(problem.holds), routes=routes)
