@@ -14,13 +14,12 @@ from fractions import Fraction
 import msgspec
 
 from planner.job.file import Job
-from planner.job.layers import layer_costs
+from planner.job.layers import LayerCosts, layer_costs
 from planner.layout.bounds import period_bound
 from planner.layout.candidates import candidates
 from planner.layout.problem import LayoutProblem
 from planner.layout.types import Layout
 from planner.model.bounds import exact_bound
-from planner.model.decompose import decompose
 from planner.model.for_layout import layout_problem
 from planner.model.from_layout import problem_of_layout
 from planner.model.problem import NoPlanError, Problem
@@ -32,7 +31,7 @@ from planner.search.incumbent import Incumbent
 from planner.search.list_scheduler import StuckError
 from planner.search.solve import Solved, improve, in_time, solve, solved_by
 from planner.search.steps.anneal import anneal
-from planner.search.steps.bound import bound
+from planner.search.steps.bound import divided
 from planner.search.steps.list_schedules import list_schedules
 from schedules.schedule import Worker
 
@@ -79,12 +78,13 @@ def _can_gain(options: PlanOptions, problem: Problem | None) -> bool:
     return options.slices and problem is not None and problem.sliced and problem.grid.chains == 1
 
 
-def _rounding(job: Job) -> Fraction:
-    """The largest share of an op that rounding its stage and its layers to ticks may have taken or added."""
-    costs = layer_costs(job)
-    tick = tick_of(job, costs)
+def _rounding(costs: LayerCosts, tick: Fraction, scale: Fraction) -> Fraction:
+    """The largest share of an op that rounding its stage and its layers to ticks may have taken or added.
+
+    `tick` is that of layers, in seconds; `scale`: how many of these are one of stages.
+    """
     ops = [value / tick for value in (*costs.forward, *costs.backward_input, *costs.backward_weight) if value]
-    exact = all(value.denominator == 1 for value in ops) and (tick_of(job) / tick).denominator == 1
+    exact = all(value.denominator == 1 for value in ops) and scale.denominator == 1
     return Fraction(0) if exact else min(Fraction(1), 1 / min(ops))
 
 
@@ -102,14 +102,13 @@ class _Entry(msgspec.Struct, frozen=True, eq=False):
     known: Incumbent
     moved: int
     """Memory of the layers that workers receive; where the job gives no weights, their number."""
+    gained: float = 0.0
+    """Seconds, by annealing in its last turn."""
 
     @property
     def seconds(self) -> float:
         """Its period."""
         return self.known.period * self.known.problem.tick_seconds
-
-    gained: float = 0.0
-    """Seconds, by annealing in its last turn."""
 
     @property
     def promise(self) -> tuple[float, int]:
@@ -129,9 +128,11 @@ class _Portfolio:
                  budget: Budget) -> None:
         self._options, self._job, self._failed, self._given = options, job, failed, given
         self._budget = budget
-        self._scale = tick_of(job) / tick_of(job, layer_costs(job))
+        costs = layer_costs(job)
+        tick = tick_of(job, costs)
+        self._scale = tick_of(job) / tick
         """Ticks of a layout's problem in one of the problem as it is."""
-        self._sure = 1 - _rounding(job)
+        self._sure = 1 - _rounding(costs, tick, self._scale)
         """What of a bound holds for all candidates, however their ops were rounded to ticks."""
         self._least, self._counts = math.ceil(period_bound(given) * self._sure), \
             "the work of all layers that workers share"
@@ -142,10 +143,11 @@ class _Portfolio:
         budget, began = self._budget, time.monotonic()
         first = None
         if problem is not None:
-            exact, counts = exact_bound(problem)
-            if self._options.layers == "fixed" and exact * self._scale * self._sure > self._least:
-                self._least, self._counts = math.ceil(exact * self._scale * self._sure), counts
-            first = bound(problem).with_bound(math.floor(self._least / self._scale * self._sure), self._counts)
+            if self._options.layers == "fixed":
+                exact, counts = exact_bound(problem)
+                if exact * self._scale * self._sure > self._least:
+                    self._least, self._counts = math.ceil(exact * self._scale * self._sure), counts
+            first = divided(problem, math.floor(self._least / self._scale * self._sure), self._counts)
             budget = in_time(first, budget)
         lists = budget if self._options.method == "greedy" else budget.share(LIST_SHARE)
         if first is not None:
@@ -184,8 +186,8 @@ class _Portfolio:
                 return
             problem = problem_of_layout(self._job, self._failed, layout, backward=options.backward or "split",
                                         optimizer=options.optimizer or "staggered", least=self._least)
-            known = Incumbent(problem=problem, pieces=decompose(problem), bound=self._least, bound_counts=self._counts)
-            self._add(known, budget.share(1 / left), moved=_moved(self._given, layout))
+            self._add(divided(problem, self._least, self._counts), budget.share(1 / left),
+                      moved=_moved(self._given, layout))
             left -= 1
 
     @property

@@ -27,7 +27,8 @@ def work_bound(problem: LayoutProblem) -> int:
 
 def ticks_of_work(work: int, slowness: Iterable[int]) -> Fraction:
     """In how many ticks workers, each at its speed (per mille of the usual time), do so many ticks of usual work."""
-    return work / sum((Fraction(1000, slow) for slow in slowness), start=Fraction(0))
+    kinds = Counter(slowness)
+    return work / sum((Fraction(1000 * number, slow) for slow, number in kinds.items()), start=Fraction(0))
 
 
 def period_bound(problem: LayoutProblem) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from planner.layout.bounds import ticks_of_work
 from planner.model.problem import Problem
 from schedules.schedule import OpKind, Worker
 
@@ -100,10 +101,9 @@ def _group_work(problem: Problem, columns: Sequence[int]) -> Fraction:
     work = sum(sum(problem.times.duration_ticks(kind, stage, nobody) for kind in problem.kinds) * _along(problem, stage)
                for column in columns for stage in grid.stages_of(column))
     per_mille = problem.times.per_mille_of
-    kinds = Counter(per_mille.get(Worker(pipeline, column), 1000) for column in columns
-                    for pipeline in problem.live_by_column[column])
-    rate = sum((Fraction(1000 * number, slow) for slow, number in kinds.items()), start=Fraction(0))
-    return work / rate + min(map(problem.column_tail, columns))
+    slowness = (per_mille.get(Worker(pipeline, column), 1000) for column in columns
+                for pipeline in problem.live_by_column[column])
+    return ticks_of_work(work, slowness) + min(map(problem.column_tail, columns))
 
 
 def _along(problem: Problem, stage: int) -> int:

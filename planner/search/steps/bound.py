@@ -9,12 +9,16 @@ from planner.search.incumbent import Incumbent
 
 
 def bound(problem: Problem) -> Incumbent:
-    """The pieces and the bound, no solutions yet.
+    """The pieces and the bound, no solutions yet."""
+    return divided(problem, *strongest_bound(problem))
+
+
+def divided(problem: Problem, ticks: int, counts: str) -> Incumbent:
+    """The pieces, with a bound that is known; `counts`: what it counts, in words.
 
     Where live workers have equal time, each keeps its own micro-batches: a choice of hosts for all of them widens the
     search more than it gains (measured: with it, plans of benchmarks.quality with capacity S were up to 4 % longer).
     """
-    ticks, counts = strongest_bound(problem)
     searched = problem if problem.sheds or problem.holdings is not None else \
         msgspec.structs.replace(problem, sharing=False)
     return Incumbent(problem=problem, pieces=decompose(searched), bound=ticks, bound_counts=counts)
