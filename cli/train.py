@@ -12,13 +12,13 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cli.shared.console import answer_no, duration, err, out, print_json, refuse
-from cli.shared.failure_schedules import scheduler
+from cli.shared.failure_schedules import scheduler, scheduler_at_speeds
 from cli.shared.going_on import how_to_resume, left_by
 from cli.shared.inputs import parse_workers, read_job_or_refuse, read_schedule_or_refuse
 from cli.shared.launch_options import given_secret_or_refuse, launched_as
 from cli.shared.options import Backward, Failed, JobFile, MethodName, Optimizer, TimeLimit
 from cli.shared.planning import make_plan, plan_options
-from cli.shared.train_inputs import events, find_checkpoint, look_up, read_table, require_fit
+from cli.shared.train_inputs import events, find_checkpoint, look_up, read_table, require_fit, slowdowns
 from planner.job.file import Job
 from runtime.config import ConfigError, RunConfig, parse_run_config
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
@@ -78,6 +78,9 @@ def train(ctx: typer.Context, job: JobFile,
               "For rehearsals: have this worker killed in that iteration; may be repeated."))] = None,
           bring_back: Annotated[list[str] | None, typer.Option("--return", metavar="D.S@ITERATION", help=(
               "Start this worker again in that iteration, or when it is dead after that; may be repeated."))] = None,
+          slow: Annotated[list[str] | None, typer.Option("--slow", metavar="D.S=FACTOR@ITERATION", help=(
+              "For rehearsals: have this worker compute FACTOR times as long from that iteration on; =1 ends it; may "
+              "be repeated."))] = None,
           heartbeat_timeout: Annotated[float, typer.Option("--heartbeat-timeout", metavar="SEC", min=0.1, max=3600,
                                                            help=(
               "Give up a worker that shows no sign of life for so long."))] = 5.0,
@@ -127,6 +130,7 @@ def train(ctx: typer.Context, job: JobFile,
     with _refusals():
         _require_free(folder, resume_from, config, force)
     kills, returns = events("--kill", kill, wanted), events("--return", bring_back, wanted)
+    slowed = slowdowns(slow, wanted)
     if schedule is not None:
         chosen = _fitting(schedule, wanted)
     else:
@@ -136,7 +140,8 @@ def train(ctx: typer.Context, job: JobFile,
             optimizer=loaded.basis.optimizer if loaded else optimizer, time_limit=time_limit, slices=False)
         chosen = look_up(loaded, down) or make_plan(wanted, down, options).schedule
     resilience = Resilience(
-        scheduler=scheduler(wanted, chosen, loaded), heartbeat_timeout_seconds=heartbeat_timeout,
+        scheduler=scheduler(wanted, chosen, loaded), at_speeds=scheduler_at_speeds(wanted, chosen, loaded),
+        slowdowns=slowed, heartbeat_timeout_seconds=heartbeat_timeout,
         checkpoint_every=checkpoint_every, resume=resume_from,
         injections=tuple(Injection(worker, at, KILL_BEFORE_OP) for worker, at in kills),
         returns=tuple(Return(worker, at) for worker, at in returns), join_timeout_seconds=join_timeout,
@@ -163,6 +168,12 @@ def report(result: RunResult) -> dict[str, object]:
                         "returned": list(map(str, one.returned)), "reasons": list(one.reasons),
                         "live": one.live, "seconds": one.seconds, "broken": one.broken,
                         "commit_gap_seconds": one.commit_gap_seconds} for one in result.recoveries],
+        "slow_workers": [{"worker": str(change.worker), "factor": change.factor, "since": change.since,
+                          "iteration": event.iteration, "left_out": change.worker in event.left_out,
+                          "rescheduled": event.changed, "planned_period_before": event.present_seconds,
+                          "planned_period": event.planned_seconds, "measured_period": seconds}
+                         for event, seconds in zip(result.speed_events, result.speed_periods_seconds, strict=True)
+                         for change in event.changes],
         "measured_period": result.measured_period_seconds,
         "planned_period": result.planned_period_seconds,
     }

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
 
@@ -20,9 +21,10 @@ from runtime.coordinator.checkpoint_timer import CheckpointCost
 from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.event_loop import EventLoop
 from runtime.coordinator.loss_file import LossFile, Progress
-from runtime.coordinator.planning import Scheduler
+from runtime.coordinator.planning import Scheduler, SchedulerAtSpeeds
 from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.run import Notify, Run
+from runtime.coordinator.slow_workers import SpeedEvent
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
 from runtime.device import choose_device, gpu_count
 from runtime.errors import RunError as RunError
@@ -38,7 +40,7 @@ from runtime.processes.process_manager import NodeProcesses, ProcessManager, Ret
 from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped, stop_signals
 from runtime.processes.worker_start import NodeSettings
 from runtime.protocol.authentication import HOW, Secret, new_secret
-from runtime.protocol.failure_injection import Injection
+from runtime.protocol.failure_injection import Injection, Slowdown
 from runtime.protocol.rendezvous import Rendezvous, host_store, listen
 from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, BoundarySpec, Setup
 from runtime.replay.communication import Transport, choose_transport
@@ -68,6 +70,10 @@ class RunResult:
     planned_period_seconds: float
     """Of the first schedule."""
     recoveries: tuple[Recovery, ...]
+    speed_events: tuple[SpeedEvent, ...]
+    """Slow workers that were found, and what was done."""
+    speed_periods_seconds: tuple[float | None, ...]
+    """As `measured_period_seconds`, of the iterations from each of them to the next."""
     notes: tuple[str, ...]
     """What went wrong and was survived besides, such as checkpoints that could not be written."""
     checkpoints: tuple[CheckpointCost, ...]
@@ -82,6 +88,8 @@ class Resilience:
 
     scheduler: Scheduler | None = None
     """Gives the schedule for other failures, in a thread of its own; None: the first failure ends the run."""
+    at_speeds: SchedulerAtSpeeds | None = None
+    """Gives the schedule where workers are slow, and for failures then; None: they are told of, and that is all."""
     heartbeat_timeout_seconds: float = 5.0
     """A worker that shows no sign of life for so long is given up."""
     join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS
@@ -97,6 +105,8 @@ class Resilience:
     """Where to go on from."""
     injections: tuple[Injection, ...] = ()
     """Failures on purpose."""
+    slowdowns: tuple[Slowdown, ...] = ()
+    """Workers that are slow on purpose."""
     returns: tuple[Return, ...] = ()
     """Workers to start again once they are dead."""
 
@@ -179,6 +189,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         places = {worker: node for node, share in enumerate(fit.shares) for worker in share}
         events = EventLoop(
             Run(schedule=schedule, scheduler=resilience.scheduler, shares=fit.shares, injections=resilience.injections,
+                slowdowns=resilience.slowdowns, at_speeds=resilience.at_speeds,
                 setup=_setup(schedule, config, fit, store_address, options, resilience), out=out, config=config,
                 secret=settings.secret,
                 notify=options.notify, grace_seconds=options.grace_seconds,
@@ -203,6 +214,9 @@ def _result(schedule: Schedule, first: int, log: CommitLog, events: EventLoop, o
                      trace=log.trace(), out=out, measured_period_seconds=log.measured_period_seconds(),
                      planned_period_seconds=schedule.seconds(schedule.period_ticks),
                      recoveries=tuple(events.recoveries), notes=tuple(events.notes),
+                     speed_events=tuple(events.speed_events), speed_periods_seconds=tuple(
+                         log.measured_period_seconds(event.iteration, end.iteration if end else None)
+                         for event, end in zip_longest(events.speed_events, events.speed_events[1:])),
                      checkpoints=events.checkpoints.costs)
 
 

@@ -102,9 +102,13 @@ class CommitLog:
             if self.digests.setdefault(name, digest) != digest:
                 raise CommitLogError(f"worker {report.worker} ends with another parameter {name} than its peers")
 
-    def measured_period_seconds(self) -> float | None:
-        """Median over iterations of the longest busy window of any worker, without the first one, which warms up."""
-        windows = self._windows[1:] or self._windows
+    def measured_period_seconds(self, first: int | None = None, end: int | None = None) -> float | None:
+        """Median over iterations of the longest busy window of any worker, without the first one, which warms up.
+
+        Over those of this run, or from `first` to before `end`.
+        """
+        windows = self._windows[0 if first is None else first - self._first:None if end is None else end - self._first]
+        windows = windows[1:] or windows
         return statistics.median(windows) if windows else None
 
     def trace(self) -> MeasuredTrace:

@@ -9,7 +9,7 @@ not committed. An event that comes while a schedule is being planned only change
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -21,13 +21,23 @@ from runtime.coordinator.layer_moves import plan_moves, stages_without_holder
 from runtime.coordinator.lost_workers import LostWorkers
 from runtime.coordinator.planning import NoScheduleError, ScheduleService
 from runtime.coordinator.recovery import Recovery, RecoveryClock
+from runtime.coordinator.slow_workers import SlowWorkers, SpeedEvent
 from runtime.errors import RunError
-from runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Finished, Paused, Ran, Ready, Started
-from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, Leave, Train
+from runtime.protocol.to_coordinator import (
+    FetchFailed,
+    FetchUpToDate,
+    Finished,
+    Paused,
+    Ran,
+    Ready,
+    SpeedMeasured,
+    Started,
+)
+from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, Leave, MeasureSpeed, Train
 from schedules import codec
 from schedules.schedule import Grid, Schedule, Worker
 
-Message = Train | Finish | Leave | EndOrder | Acknowledged | Fetch
+Message = Train | Finish | Leave | EndOrder | Acknowledged | Fetch | MeasureSpeed
 
 
 class Send(Protocol):
@@ -48,10 +58,13 @@ class Coordinator:
         Half-open range of layers of each stage.
     checkpoints
         Says when one is due that the workers do not know of; None: never.
+    tell
+        Called with what was found out about the workers' speeds.
     """
 
     def __init__(self, schedules: ScheduleService, send: Send, log: CommitLog, *, iterations: range,
-                 ranges: Sequence[tuple[int, int]], checkpoints: CheckpointTimer | None = None) -> None:
+                 ranges: Sequence[tuple[int, int]], checkpoints: CheckpointTimer | None = None,
+                 tell: Callable[[SpeedEvent], None] = lambda _: None) -> None:
         self._current = schedules.first
         self._schedules = schedules
         self._send = send
@@ -78,6 +91,7 @@ class Coordinator:
         self._leaving: set[Worker] = set()
         """Members that were told to end by somebody else, and stay until the others can go on without them."""
         self._joins = JoinPlanner(self._tell_all)
+        self._slow = SlowWorkers(schedules, tell, self._measure_speed)
         self._addresses: dict[Worker, tuple[str, int]] = {}
         self._lost = LostWorkers(self.grid)
         self._recovery = RecoveryClock()
@@ -129,6 +143,8 @@ class Coordinator:
 
     def ran(self, report: Ran) -> None:
         """Acknowledge a report that the commit log has: the worker goes on, or stops where all members will."""
+        if report.order == self.number and report.worker in self._members:
+            self._slow.ran(report)
         following = report.iteration + 1 if report.order == self.number else None
         self._send(report.worker, Acknowledged(
             report.order, report.iteration, stop=following is not None and following == self._stop_before,
@@ -137,6 +153,10 @@ class Coordinator:
     def committed(self) -> None:
         """An iteration was committed."""
         self._recovery.committed()
+
+    def speed_measured(self, report: SpeedMeasured) -> None:
+        """A worker that is left out has measured itself."""
+        self._slow.measured(report)
 
     def fetch_up_to_date(self, report: FetchUpToDate) -> None:
         """A worker has the layers of a fetch."""
@@ -155,6 +175,7 @@ class Coordinator:
             group.discard(worker)
         self._holds.pop(worker, None)
         self._joins.lost(worker)
+        self._slow.lost(worker)
         if self._phase == "left" or not was_member:
             return False
         self._recovery.lost(worker, reason, since)
@@ -188,6 +209,7 @@ class Coordinator:
             self._members.discard(worker)  # of an order that has not been given
             self._ready.discard(worker)
             self._joins.lost(worker)
+            self._slow.lost(worker)
             self._send(worker, Leave())
             self.advance()
 
@@ -221,14 +243,25 @@ class Coordinator:
         if self._phase == "gathering" and self._ready >= self._members:
             self._give_next()
         elif self._phase == "training" and self._paused >= self._members:
-            self._recovery.begin()
+            if self._slow.decision is None or self._joins.complete:
+                self._recovery.begin()
             self._give_next()
         elif self._phase == "finishing" and self._outdated:
             self._give_next()
         else:
+            self._look_for_slow()
             self._plan_join()
             self._choose_stop()
             self._choose_save()
+
+    def _look_for_slow(self) -> None:
+        """Where speeds have changed, have a schedule planned for them; those who are worth their place again, join."""
+        if self._phase == "training" and not self._ended:
+            self._ready |= self._slow.look(self._current, self._log.next_iteration)
+
+    def _measure_speed(self, worker: Worker) -> None:
+        self._send(worker, MeasureSpeed(iteration=self._log.next_iteration, stages=self.grid.stages_of(worker.column),
+                                        split=self._current.backward == "split"))
 
     def _plan_join(self) -> None:
         """Where workers want to join, start a fetch of the layers that this needs, while training goes on.
@@ -254,7 +287,7 @@ class Coordinator:
         A worker that has reported the furthest iteration has been acknowledged, and runs the one after it. When members
         report that one, the acknowledgement tells them to stop.
         """
-        wanted = self._joins.complete or self._stopping or bool(self._leaving)
+        wanted = self._joins.complete or self._stopping or bool(self._leaving) or self._slow.decision is not None
         if wanted and self._may_stop():
             self._stop_before = self._earliest_stop()
 
@@ -291,7 +324,7 @@ class Coordinator:
             self._finish()
             return
         join = None if untouched else self._joins.current()
-        schedule = self._next_schedule(untouched) if join is None else join.schedule
+        schedule = join.schedule if join is not None else self._for_speeds() or self._next_schedule(untouched)
         if schedule is None:
             return
         fetch = 0 if join is None else join.fetch
@@ -307,6 +340,7 @@ class Coordinator:
         self._log.begin(self.number, live)
         self._save_before = None
         self._checkpoints.order_begins()
+        self._slow.order_begins(self.number, schedule, first)
         sources = sorted({move.source for move in moves})
         self._tell(told, Train(number=self.number, first_iteration=first, moves=moves, fetch=fetch,
                                addresses=tuple((source, self._addresses[source]) for source in sources),
@@ -338,6 +372,14 @@ class Coordinator:
         self._leaving.clear()
         return True
 
+    def _for_speeds(self) -> Schedule | None:
+        """The schedule that was decided on for the members' speeds, if they are still the same."""
+        decision = self._slow.decision
+        if decision is None or decision.schedule is None or \
+                self._members != {*decision.schedule.seat_of, *decision.left_out}:
+            return None
+        return decision.schedule
+
     def _next_schedule(self, untouched: bool) -> Schedule | None:
         """The schedule of the next order, where no layers have been fetched for it.
 
@@ -366,6 +408,7 @@ class Coordinator:
         writers = {layer: worker for worker, stages in sorted(self._holds.items(), reverse=True)
                    for stage in stages for layer in range(*self._ranges[stage])}
         self._phase, self._outdated = "finishing", False
+        self._slow.over(self._log.next_iteration)
         self._finished.clear()
         self.number += 1
         self._log.begin(self.number, self._members)
@@ -387,7 +430,7 @@ class Coordinator:
             raise RunError(f"no worker is left: {self._lost.reasons()}")
 
     def _tell_all(self, message: Fetch | Leave) -> None:
-        self._tell(self._members | self._ready, message)
+        self._tell(self._members | self._ready | self._slow.left_out, message)
 
     def _tell(self, workers: set[Worker], message: Message) -> None:
         for worker in sorted(workers):

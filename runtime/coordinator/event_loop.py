@@ -28,6 +28,7 @@ from runtime.coordinator.plausible import Bounds, printable
 from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.run import Run
 from runtime.coordinator.server import Connection, Server, serve
+from runtime.coordinator.slow_workers import SpeedEvent
 from runtime.coordinator.stall_watch import StallWatch
 from runtime.errors import RunError
 from runtime.processes.fork_server import ForkServerError
@@ -50,6 +51,7 @@ from runtime.protocol.to_coordinator import (
     Ran,
     Ready,
     Saved,
+    SpeedMeasured,
     Started,
     Status,
     ToCoordinator,
@@ -77,11 +79,11 @@ class EventLoop:
         self._monitor = HeartbeatMonitor(run.setup.heartbeat_timeout_seconds)
         self._stall = StallWatch(run.stall_timeout_seconds, lambda worker: self._send(worker, ReportStatus()))
         self._events: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
-        schedules = ScheduleService(run.schedule, run.scheduler, lambda: self._put(lambda: None))
+        schedules = ScheduleService(run.schedule, run.scheduler, lambda: self._put(lambda: None), run.at_speeds)
         setup = run.setup
         self.checkpoints = CheckpointTimer(automatic=setup.checkpoint_every is None)
         self._coordinator = Coordinator(schedules, self._send, log, ranges=setup.ranges,
-                                        checkpoints=self.checkpoints,
+                                        checkpoints=self.checkpoints, tell=self._tell_speed,
                                         iterations=range(setup.first_iteration,
                                                          max(setup.first_iteration, setup.iterations)))
         self._workers: dict[Worker, Connection] = {}
@@ -101,6 +103,7 @@ class EventLoop:
         self._last_sent: tuple[msgspec.Struct | None, Frame] = None, Frame(b"", b"")
         """The last message and its bytes: an order, with its schedule, is encoded once for all workers."""
         self.notes: list[str] = []
+        self.speed_events: list[SpeedEvent] = []
         self.out_of_time = False
         """Whether the run was told to end, and could not in time."""
 
@@ -180,6 +183,10 @@ class EventLoop:
 
         asyncio.get_running_loop().call_later(seconds, again)
 
+    def _tell_speed(self, event: SpeedEvent) -> None:
+        self.speed_events.append(event)
+        self._run.notify(event)
+
     def _note(self, text: str) -> None:
         self.notes.append(text)
         self._run.notify(text)
@@ -238,7 +245,8 @@ class EventLoop:
         self._given_up.discard(worker)
         connection.send(frame(replace(self._run.setup, injections=tuple(
             (index, one) for index, one in enumerate(self._run.injections)
-            if one.worker == worker and index not in self._injected))))
+            if one.worker == worker and index not in self._injected),
+            slowdowns=tuple(one for one in self._run.slowdowns if one.worker == worker))))
 
     def _handle_worker(self, worker: Worker, message: ToCoordinator) -> None:
         coordinator = self._coordinator
@@ -275,6 +283,8 @@ class EventLoop:
                 self._note(message.text)
             case Injected():
                 self._injected[message.index] = message.at
+            case SpeedMeasured():
+                coordinator.speed_measured(message)
             case Status():
                 self._stall.answered(message)
             case Leaving():

@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from runtime.protocol.setup import Setup
-from runtime.protocol.to_coordinator import Failed, Injected, Note, Paused, Ran, Status, ToCoordinator, Validated
+from runtime.protocol.to_coordinator import (
+    Failed,
+    Injected,
+    Note,
+    Paused,
+    Ran,
+    SpeedMeasured,
+    Status,
+    ToCoordinator,
+    Validated,
+)
 from runtime.protocol.to_worker import Factor
 
 AHEAD = 8
@@ -33,6 +43,9 @@ class Bounds:
         match message:
             case Ran() if message.iteration not in iterations or not math.isfinite(message.window_seconds):
                 return f"it says that it has run iteration {message.iteration}, where {next_iteration} is the next"
+            case Ran() | SpeedMeasured() if not all(one.number > 0 and 0 <= one.seconds < math.inf
+                                                    for one in message.times):
+                return "it says that ops take no time that there is"
             case Validated() if not _known(message.factor, iterations):
                 return f"it has a factor of iteration {message.factor.iteration}, where {next_iteration} is the next"
             case Paused() if not set(message.stages) <= set(range(len(self.setup.ranges))):

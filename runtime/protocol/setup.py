@@ -6,7 +6,7 @@ import msgspec
 import torch
 
 from runtime.model.stage import Boundary
-from runtime.protocol.failure_injection import Injection
+from runtime.protocol.failure_injection import Injection, Slowdown
 from runtime.protocol.rendezvous import Rendezvous
 from runtime.replay.communication import Transport
 
@@ -62,6 +62,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Iterations from one checkpoint to the next; None: the coordinator says when (`Acknowledged`)."""
     injections: tuple[tuple[int, Injection], ...] = ()
     """This worker's failures on purpose that have not happened yet, by their index among all."""
+    slowdowns: tuple[Slowdown, ...] = ()
+    """This worker's."""
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -4,6 +4,7 @@ import msgspec
 
 from runtime.protocol.channel import Decoder
 from runtime.protocol.to_worker import Factor
+from runtime.replay.recorder import OpTime
 from schedules.measured_trace import MeasuredOp
 from schedules.schedule import Worker
 
@@ -59,8 +60,17 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
     """Its part of the mean loss; None when that is not finite, which JSON cannot say."""
     window_seconds: float
     """From the start of its first op to the end of its O."""
+    times: tuple[OpTime, ...] = ()
+    """Of what it computed."""
     ops: tuple[MeasuredOp, ...] = ()
     """When its ops ran, on the shared clock, in the iterations that are traced."""
+
+
+class SpeedMeasured(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `MeasureSpeed`, from a worker that takes no part: what its ops take when it runs them by itself."""
+
+    worker: Worker
+    times: tuple[OpTime, ...]
 
 
 class Validated(msgspec.Struct, frozen=True, tag=True):
@@ -170,7 +180,8 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 FromWorker = (JoinWorker | Heartbeat | Ready | Started | Ran | Validated | Paused
-              | FetchUpToDate | FetchFailed | Finished | Saved | Note | Injected | Leaving | Status | Failed)
+              | FetchUpToDate | FetchFailed | Finished | Saved | Note | Injected | Leaving | Status | SpeedMeasured
+              | Failed)
 FromNodeAgent = JoinNode | Leaving | Ended
 ToCoordinator = FromWorker | FromNodeAgent
 

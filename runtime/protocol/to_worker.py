@@ -103,7 +103,17 @@ class ReportStatus(msgspec.Struct, frozen=True, tag=True):
     """Sent when nothing has been committed for long: say what you do (`Status`)."""
 
 
+class MeasureSpeed(msgspec.Struct, frozen=True, tag=True):
+    """Sent to a worker that takes no part, as it was too slow: run ops of some stages, and say what they take."""
+
+    iteration: int
+    """The present one."""
+    stages: tuple[int, ...]
+    split: bool
+    """Whether the backward is I and W, else B."""
+
+
 Order = Train | Finish
-ToWorker = Setup | Train | Finish | Leave | EndOrder | Acknowledged | Fetch | ReportStatus
+ToWorker = Setup | Train | Finish | Leave | EndOrder | Acknowledged | Fetch | ReportStatus | MeasureSpeed
 
 decode: Decoder[ToWorker] = Decoder(ToWorker)

@@ -36,6 +36,7 @@ from runtime.worker.checkpointer import Checkpointer
 from runtime.worker.connections import Connections
 from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, senders_for
 from runtime.worker.layer_sender import LayerSender
+from runtime.worker.slowed_recorder import recorder_for
 from runtime.worker.sockets import Sockets
 from runtime.worker.stage_store import StageStore
 from schedules.schedule import OpKind, Schedule, Worker
@@ -236,7 +237,7 @@ class Generation:
         order, context, setup = self._order, self._context, self._context.setup
         self._take_layers()
         self._does("prepares its program")
-        recorder = Recorder(context.device)
+        recorder = recorder_for(setup.slowdowns, context.device)
         stages, training = context.stage_store.stages, context.config.training
         iterations = range(order.first_iteration, setup.iterations)
         exchange = Exchange(self._schedule, communicator, context.boundaries, iterations)
@@ -255,7 +256,7 @@ class Generation:
                 self._does("compares clocks")
                 with self._connections.more():
                     recorder.offset_seconds = communicator.clock_offset()
-            recorder.begin(traced=iteration >= first_traced)
+            recorder.begin(iteration, traced=iteration >= first_traced)
             loss = executor.run(iteration)
             context.injector.at(iteration, "stepped")
             if self._report(iteration, loss, recorder):
@@ -297,7 +298,7 @@ class Generation:
         context, number = self._context, self.number
         assert self._steps is not None
         context.channel.send(Ran(self._worker, number, iteration, loss if abs(loss) < float("inf") else None,
-                                 recorder.window_seconds(), recorder.ops()))
+                                 recorder.window_seconds(), recorder.times(), recorder.ops()))
         if self._worker == self._schedule.seats[0].worker and watches_gradients(context.config.training):
             self._steps.when_validated(self._report_validated)
         self._does(f"{_WAITS} for node 0 to acknowledge iteration {iteration}")

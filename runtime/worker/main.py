@@ -40,6 +40,7 @@ from runtime.protocol.to_coordinator import (
     JoinWorker,
     Leaving,
     Ready,
+    SpeedMeasured,
     Status,
 )
 from runtime.protocol.to_worker import (
@@ -48,17 +49,21 @@ from runtime.protocol.to_worker import (
     Fetch,
     Finish,
     Leave,
+    MeasureSpeed,
     Order,
     ReportStatus,
     ToWorker,
     Train,
 )
+from runtime.replay.recorder import OpTime
 from runtime.replay.stuck_calls import AbandonedError
 from runtime.run_folder import holder
 from runtime.worker.checkpointer import Checkpointer
 from runtime.worker.generation import Generation, WorkerContext
 from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents, senders_for
 from runtime.worker.layer_sender import LayerSender
+from runtime.worker.slowed_recorder import recorder_for
+from runtime.worker.speed_test import measure_stage
 from runtime.worker.stage_store import StageStore
 from schedules.codec import decode
 from schedules.schedule import Worker
@@ -188,6 +193,8 @@ class _Worker:
                     self._begin(f"generation {message.number}", lambda: self._train(message, next_one, generation))
                 else:
                     self._context.layer_receiver.drop(message.number)
+                    self._generation = None
+                    self._begin("leaving the order", lambda: self._stand_aside(message, generation))
             case Finish():
                 self._generation = None
                 self._begin("finish", lambda: self._finish(message, generation))
@@ -197,6 +204,8 @@ class _Worker:
                 generation.acknowledged(message)
             case Fetch():
                 self._context.layer_receiver.begin(_fetch_for(self._worker, message))
+            case MeasureSpeed():
+                self._begin("speed test", lambda: self._measure_speed(message))
             case ReportStatus():
                 self._channel.send(self._status())
 
@@ -226,6 +235,20 @@ class _Worker:
     def _train(self, order: Train, generation: Generation, previous: Generation | None) -> None:
         self._leave(previous, order)
         generation.run()
+
+    def _stand_aside(self, order: Train, previous: Generation | None) -> None:
+        """Take no part in an order. What it held is out of date from now on."""
+        self._leave(previous, order)
+        self._stage_store.keep(())
+
+    def _measure_speed(self, request: MeasureSpeed) -> None:
+        times: list[OpTime] = []
+        for index in request.stages:
+            stage, _ = self._build(index)
+            times += measure_stage(stage, self._context.boundaries[index], self._context.corpus, self._config,
+                                   recorder_for(self._setup.slowdowns, self._context.device), request.iteration,
+                                   split=request.split)
+        self._channel.send(SpeedMeasured(self._worker, tuple(times)))
 
     def _leave(self, previous: Generation | None, order: Order) -> None:
         """Close the last generation's connections, which peers may have used until now; undo what is not committed."""

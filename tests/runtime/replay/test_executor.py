@@ -48,7 +48,7 @@ def test_a_lone_worker_runs_its_program_as_it_stands(backward):
                         feed=partial(load_corpus(config).batch, batch=1, context=16))
     losses = []
     for iteration in range(3):
-        recorder.begin(traced=True)
+        recorder.begin(0, traced=True)
         losses.append(executor.run(iteration))
     assert losses == pytest.approx(judge(config, (3,), 3).losses, abs=1e-12)
     program = [(op.kind, op.slice, op.pipeline, op.microbatch) for op in schedule.ops(worker)]
