@@ -9,25 +9,44 @@ not committed. An event that comes while a schedule is being planned only change
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 import msgspec
 
 from runtime.coordinator.checkpoint_timer import CheckpointTimer
 from runtime.coordinator.commit_log import CommitLog
+from runtime.coordinator.going_back import GoingBack, who_reads_what
 from runtime.coordinator.join_planning import JoinPlanner
-from runtime.coordinator.layer_moves import plan_moves, stages_without_holder
+from runtime.coordinator.layer_moves import Holders, plan_moves, stages_without_holder
 from runtime.coordinator.lost_workers import LostWorkers
 from runtime.coordinator.planning import NoScheduleError, ScheduleService
 from runtime.coordinator.recovery import Recovery, RecoveryClock
 from runtime.errors import RunError
-from runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Finished, Paused, Ran, Ready, Started
-from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, Leave, Train
+from runtime.protocol.to_coordinator import (
+    Checkpoints,
+    FetchFailed,
+    FetchUpToDate,
+    Finished,
+    Paused,
+    Ran,
+    Ready,
+    Started,
+)
+from runtime.protocol.to_worker import (
+    Acknowledged,
+    EndOrder,
+    Fetch,
+    Finish,
+    LayerMove,
+    Leave,
+    ReportCheckpoints,
+    Train,
+)
 from schedules import codec
 from schedules.schedule import Grid, Schedule, Worker
 
-Message = Train | Finish | Leave | EndOrder | Acknowledged | Fetch
+Message = Train | Finish | Leave | EndOrder | Acknowledged | Fetch | ReportCheckpoints
 
 
 class Send(Protocol):
@@ -48,10 +67,13 @@ class Coordinator:
         Half-open range of layers of each stage.
     checkpoints
         Says when one is due that the workers do not know of; None: never.
+    went_back
+        Called with an iteration when those from it on are no longer committed, because layers were lost.
     """
 
     def __init__(self, schedules: ScheduleService, send: Send, log: CommitLog, *, iterations: range,
-                 ranges: Sequence[tuple[int, int]], checkpoints: CheckpointTimer | None = None) -> None:
+                 ranges: Sequence[tuple[int, int]], checkpoints: CheckpointTimer | None = None,
+                 went_back: Callable[[int], None] = lambda _: None) -> None:
         self._current = schedules.first
         self._schedules = schedules
         self._send = send
@@ -78,6 +100,8 @@ class Coordinator:
         self._leaving: set[Worker] = set()
         """Members that were told to end by somebody else, and stay until the others can go on without them."""
         self._joins = JoinPlanner(self._tell_all)
+        self._going_back = GoingBack(lambda worker: send(worker, ReportCheckpoints()))
+        self._went_back = went_back
         self._addresses: dict[Worker, tuple[str, int]] = {}
         self._lost = LostWorkers(self.grid)
         self._recovery = RecoveryClock()
@@ -155,6 +179,7 @@ class Coordinator:
             group.discard(worker)
         self._holds.pop(worker, None)
         self._joins.lost(worker)
+        self._going_back.lost(worker)
         if self._phase == "left" or not was_member:
             return False
         self._recovery.lost(worker, reason, since)
@@ -215,6 +240,10 @@ class Coordinator:
             self._finished.add(report.worker)
             if self._finished == self._members:
                 self._leave()
+
+    def can_read(self, report: Checkpoints) -> None:
+        """A worker has said which checkpoints it can read."""
+        self._going_back.answered(report.worker, report.iterations)
 
     def advance(self) -> None:
         """Do what has become possible; to be called after every event. Raises RunError."""
@@ -281,7 +310,12 @@ class Coordinator:
         """Give the next order, if there is a schedule for it; else `advance` will be called when there is one."""
         first = self._log.next_iteration
         untouched = first == self._iterations.start
-        self._require_holders(untouched)
+        missing = [] if untouched else stages_without_holder(self._holds, self._ranges)
+        if missing:
+            self._go_back(missing[0])
+            return
+        if not self._members | self._ready:
+            raise RunError(f"no worker is left: {self._lost.reasons()}")
         if self._leaving and first < self._iterations.stop and not self._release(untouched):
             return
         if self._stopping and untouched:
@@ -296,8 +330,13 @@ class Coordinator:
             return
         fetch = 0 if join is None else join.fetch
         moves = () if untouched or fetch else plan_moves(self._needs(schedule), self._holds, self._ranges)
+        self._order(schedule, moves, fetch, meanwhile=first - join.began if join is not None and fetch else 0)
+
+    def _order(self, schedule: Schedule, moves: tuple[LayerMove, ...], fetch: int = 0, *, meanwhile: int = 0,
+               restore: Holders | None = None) -> None:
+        """Give an order for training."""
         live = {seat.worker for seat in schedule.seats}
-        self._recovery.ordered(live - self._members, meanwhile=first - join.began if join is not None and fetch else 0)
+        self._recovery.ordered(live - self._members, meanwhile=meanwhile)
         self._joins.close()
         self._schedules.forget()
         told, self._members = self._members | self._ready, live
@@ -308,9 +347,42 @@ class Coordinator:
         self._save_before = None
         self._checkpoints.order_begins()
         sources = sorted({move.source for move in moves})
-        self._tell(told, Train(number=self.number, first_iteration=first, moves=moves, fetch=fetch,
+        self._tell(told, Train(number=self.number, first_iteration=self._log.next_iteration, moves=moves, fetch=fetch,
                                addresses=tuple((source, self._addresses[source]) for source in sources),
-                               schedule=msgspec.Raw(codec.encode(schedule)), factor=self._log.factor))
+                               schedule=msgspec.Raw(codec.encode(schedule)), factor=self._log.factor,
+                               restore=None if restore is None else tuple(
+                                   (worker, tuple(stages)) for worker, stages in restore.items())))
+
+    def _go_back(self, missing: int) -> None:
+        """Nobody holds a stage: go back to the newest checkpoint that a live worker can read, or to the beginning.
+
+        Raises RunError where the run is to end, or there is no schedule for those that live.
+        """
+        everyone = self._members | self._ready
+        why = f"stage {missing} has no live worker left: {self._lost.reasons_of(missing, self._members, self._ready)}"
+        if not everyone or self._stopping:
+            raise RunError(why)
+        if not self._going_back.all_have_answered(everyone):
+            return
+        back = self._going_back.newest(everyone, range(self._iterations.start, self._log.next_iteration + 1))
+        if back is None:
+            raise RunError(f"{why}; no live worker can read a checkpoint, or build what the run began with")
+        try:
+            schedule = self._schedules.for_workers(sorted(everyone))
+        except NoScheduleError as error:
+            raise RunError(", and ".join(filter(None, (why, str(error))))) from None
+        if schedule is None:
+            return
+        iteration, readers = back
+        self._recovery.begin()
+        self._recovery.went_back(iteration, self._log.next_iteration - iteration)
+        self._log.go_back(iteration)
+        self._went_back(iteration)
+        self._going_back.forget()
+        self._joins.drop()
+        needs = self._needs(schedule)
+        reads = who_reads_what(needs, readers)
+        self._order(schedule, plan_moves(needs, reads, self._ranges), restore=reads)
 
     def _release(self, untouched: bool) -> bool:
         """Let members go that are to end. Where the others cannot go on without them, end the run instead.
@@ -376,15 +448,6 @@ class Coordinator:
     def _leave(self) -> None:
         self._tell_all(Leave())
         self._phase = "left"
-
-    def _require_holders(self, untouched: bool) -> None:
-        """Raises RunError where parameters are lost; before the first step every worker can build any."""
-        missing = [] if untouched else stages_without_holder(self._holds, self._ranges)
-        if missing:
-            reasons = self._lost.reasons_of(missing[0], self._members, self._ready)
-            raise RunError(f"stage {missing[0]} has no live worker left: {reasons}")
-        if not self._members | self._ready:
-            raise RunError(f"no worker is left: {self._lost.reasons()}")
 
     def _tell_all(self, message: Fetch | Leave) -> None:
         self._tell(self._members | self._ready, message)

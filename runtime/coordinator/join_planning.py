@@ -102,6 +102,10 @@ class JoinPlanner:
             self._failures = 0
         self._join, self._not_before = None, 0.0
 
+    def drop(self) -> None:
+        """What was fetched is of no use: the next order goes back to a checkpoint."""
+        self._join = None
+
     def _cancel(self, join: Join) -> None:
         self._join = None
         self._give(Fetch(number=self._number + 1, order=join.order))
