@@ -45,8 +45,8 @@ def scheduler_at_speeds(job: Job, first: Schedule, table: Table | None) -> Sched
     def schedule(down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
         with _no_schedule():
             slowed = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=speeds))
-            found = [_planned(slowed, first, down), _looked_up(table, down, first),
-                     first if down == first.failed else None]
+            found = [first if down == first.failed else None, _looked_up(table, down, first),
+                     _planned(slowed, first, down)]
             return min(filter(None, found), key=lambda one: period_at(one, dict(speeds)))
 
     return schedule

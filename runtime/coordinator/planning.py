@@ -3,11 +3,14 @@
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
+from runtime.coordinator.event_log import EventLog
 from runtime.errors import RunError
+from runtime.events import PlanAnswered, PlanAsked
 from schedules.schedule import Schedule, Worker
 
 T = TypeVar("T")
@@ -43,21 +46,24 @@ class ScheduleService:
         What to ask for others; None: the first failure ends the run.
     answered
         Called on the event loop whenever there is an answer.
+    events
+        Are told what is asked, and what has been answered.
     at_speeds
         What to ask where workers are slow; None: that changes no schedule.
     """
 
     def __init__(self, first: Schedule, scheduler: Scheduler | None, answered: Callable[[], None],
-                 at_speeds: SchedulerAtSpeeds | None = None) -> None:
+                 events: EventLog | None = None, at_speeds: SchedulerAtSpeeds | None = None) -> None:
         self.first = first
         self._scheduler = scheduler
         self.answered = answered
+        self._events = events or EventLog(None)
         self.at_speeds = at_speeds
         self.speeds: Speeds | None = None
         """What is planned for besides failures, where that is not what the first schedule says."""
         self._answers: dict[_Question, Schedule | BaseException] = {}
-        self._asked: set[_Question] = set()
-        """What threads are finding schedules for."""
+        self._asked: dict[_Question, float] = {}
+        """What threads are finding schedules for, and since when."""
 
     def for_workers(self, live: Sequence[Worker]) -> Schedule | None:
         """The schedule for these workers, in order; None: it is being found, as `get` says.
@@ -85,7 +91,8 @@ class ScheduleService:
         if isinstance(answer, BaseException):
             raise answer
         if answer is None and question not in self._asked and len(self._asked) < AT_ONCE:
-            self._asked.add(question)
+            self._asked[question] = time.monotonic()
+            self._events.write(PlanAsked(down=down, phase="at once"))
             in_background(partial(self._find, question), partial(self._take, question))
         return answer
 
@@ -102,7 +109,9 @@ class ScheduleService:
 
     def _take(self, question: "_Question", answer: Schedule | BaseException) -> None:
         self._answers[question] = answer
-        self._asked.remove(question)
+        took = time.monotonic() - self._asked.pop(question)
+        self._events.write(PlanAnswered(down=question[0], phase="at once", took=round(took, 3),
+                                        error=str(answer) if isinstance(answer, BaseException) else None))
         self.answered()
 
 

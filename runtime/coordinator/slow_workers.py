@@ -157,6 +157,12 @@ class SlowWorkers:
         self._returning.clear()
         self._watch.order_begins(schedule, iteration)
 
+    def take_back(self) -> set[Worker]:
+        """Those who were left out, who are needed now, however slow they are."""
+        everyone = self.left_out
+        self._left_out.clear()
+        return everyone
+
     def over(self, iteration: int) -> None:
         """All iterations are committed."""
         if self._news:
