@@ -17,13 +17,14 @@ import msgspec
 from runtime.coordinator.checkpoint_timer import CheckpointTimer
 from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.join_planning import JoinPlanner
-from runtime.coordinator.layer_moves import plan_moves, stages_without_holder
+from runtime.coordinator.layer_moves import layers_without_holder, plan_moves
 from runtime.coordinator.lost_workers import LostWorkers
 from runtime.coordinator.planning import NoScheduleError, ScheduleService
 from runtime.coordinator.recovery import Recovery, RecoveryClock
 from runtime.errors import RunError
 from runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Finished, Paused, Ran, Ready, Started
 from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, Leave, Train
+from runtime.replay.placement import Placement
 from schedules import codec
 from schedules.schedule import Grid, Schedule, Worker
 
@@ -44,28 +45,28 @@ class Coordinator:
     ----------
     schedules
         Has the schedule for the workers that are there from the start, and finds those for others.
-    ranges
-        Half-open range of layers of each stage.
+    placement
+        Where the schedules' layers lie in the model.
     checkpoints
         Says when one is due that the workers do not know of; None: never.
     """
 
     def __init__(self, schedules: ScheduleService, send: Send, log: CommitLog, *, iterations: range,
-                 ranges: Sequence[tuple[int, int]], checkpoints: CheckpointTimer | None = None) -> None:
+                 placement: Placement, checkpoints: CheckpointTimer | None = None) -> None:
         self._current = schedules.first
         self._schedules = schedules
         self._send = send
         self._log = log
         self._iterations = iterations
-        self._ranges = ranges
+        self._placement = placement
         self._phase: Literal["gathering", "training", "finishing", "left"] = "gathering"
         self._members = {seat.worker for seat in self._current.seats}
         self._ready: set[Worker] = set()
         """Workers that have sent `Ready` and take part in no order yet."""
         self._paused: set[Worker] = set()
         self._finished: set[Worker] = set()
-        self._holds: dict[Worker, tuple[int, ...]] = {}
-        """The stages of each member that has paused."""
+        self._holds: dict[Worker, frozenset[int]] = {}
+        """The layers of each member that has paused."""
         self._ended = False
         """Whether `EndOrder` has been sent."""
         self._outdated = False
@@ -79,7 +80,7 @@ class Coordinator:
         """Members that were told to end by somebody else, and stay until the others can go on without them."""
         self._joins = JoinPlanner(self._tell_all)
         self._addresses: dict[Worker, tuple[str, int]] = {}
-        self._lost = LostWorkers(self.grid)
+        self._lost = LostWorkers(self.grid, placement)
         self._recovery = RecoveryClock()
         self.number = 0
         """Of the last order."""
@@ -100,11 +101,9 @@ class Coordinator:
         return sorted(self._members - self._ready) if self._phase == "gathering" else []
 
     @property
-    def columns(self) -> dict[Worker, int]:
-        """The column of the role of each member, once there is an order that is not done."""
-        if self._phase in ("gathering", "left"):
-            return {}
-        return {seat.worker: seat.role.column for seat in self._current.seats if seat.worker in self._members}
+    def held(self) -> dict[Worker, frozenset[int]]:
+        """The layers that each member needs, once there is an order that is not done."""
+        return {} if self._phase in ("gathering", "left") else self._held_now()
 
     @property
     def planning(self) -> bool:
@@ -149,8 +148,8 @@ class Coordinator:
     def lost(self, worker: Worker, reason: str, since: float) -> bool:
         """A worker is gone, since a time by time.monotonic; whether it was a member, whose loss is a recovery's."""
         was_member = worker in self._members
-        seat = self._current.seat_of.get(worker)
-        self._lost.add(worker, reason, () if seat is None else (seat.role.column,))
+        self._lost.add(worker, reason, self._placement.held(self._current, worker)
+                       if worker in self._current.seat_of else ())
         for group in (self._members, self._ready, self._paused, self._finished, self._leaving):
             group.discard(worker)
         self._holds.pop(worker, None)
@@ -196,7 +195,7 @@ class Coordinator:
         if report.order != self.number or report.worker not in self._members:
             return
         self._paused.add(report.worker)
-        self._holds[report.worker] = report.stages
+        self._holds[report.worker] = frozenset(layer for layers in report.layers for layer in range(*layers))
         if report.reason is not None:
             if not self._ended:
                 self._recovery.broke(report.worker, report.reason)
@@ -242,9 +241,7 @@ class Coordinator:
             schedule = self._schedule_of(sorted(self._members | self._ready))
         if schedule is None:
             return
-        needs = self._needs(schedule)
-        holds = {worker: stages for worker, stages in self._needs(self._current).items() if worker in self._members}
-        self._joins.begin(self.number, schedule, plan_moves(needs, holds, self._ranges), needs, holds,
+        self._joins.begin(self.number, schedule, plan_moves(self._placement.held_by(schedule), self._held_now()),
                           self._addresses, self._log.next_iteration)
 
     def _choose_stop(self) -> None:
@@ -295,7 +292,7 @@ class Coordinator:
         if schedule is None:
             return
         fetch = 0 if join is None else join.fetch
-        moves = () if untouched or fetch else plan_moves(self._needs(schedule), self._holds, self._ranges)
+        moves = () if untouched or fetch else plan_moves(self._placement.held_by(schedule), self._holds)
         live = {seat.worker for seat in schedule.seats}
         self._recovery.ordered(live - self._members, meanwhile=first - join.began if join is not None and fetch else 0)
         self._joins.close()
@@ -318,9 +315,10 @@ class Coordinator:
         Whether that is decided: the schedule without them may have to be planned first.
         """
         staying = self._members - self._leaving
-        holds = {worker: stages for worker, stages in self._holds.items() if worker in staying}
+        holds = {worker: layers for worker, layers in self._holds.items() if worker in staying}
         try:
-            if self._stopping or not staying or (not untouched and stages_without_holder(holds, self._ranges)):
+            if self._stopping or not staying or (
+                    not untouched and layers_without_holder(holds, self._placement.layers)):
                 self._stopping = True
                 return True
             if self._schedule_of(sorted(staying)) is None:
@@ -357,14 +355,15 @@ class Coordinator:
         except NoScheduleError as error:
             raise RunError(", and ".join(filter(None, (self._lost.reasons(), str(error))))) from None
 
-    def _needs(self, schedule: Schedule) -> dict[Worker, tuple[int, ...]]:
-        """The stages of each worker."""
-        return {seat.worker: self.grid.stages_of(seat.role.column) for seat in schedule.seats}
+    def _held_now(self) -> dict[Worker, frozenset[int]]:
+        """The layers of each member under the present schedule."""
+        return {worker: layers for worker, layers in self._placement.held_by(self._current).items()
+                if worker in self._members}
 
     def _finish(self) -> None:
         """All iterations are committed, or the run is to end here; the first holder of each layer writes it."""
-        writers = {layer: worker for worker, stages in sorted(self._holds.items(), reverse=True)
-                   for stage in stages for layer in range(*self._ranges[stage])}
+        writers = {layer: worker for worker, layers in sorted(self._holds.items(), reverse=True)
+                   for layer in sorted(layers)}
         self._phase, self._outdated = "finishing", False
         self._finished.clear()
         self.number += 1
@@ -379,10 +378,11 @@ class Coordinator:
 
     def _require_holders(self, untouched: bool) -> None:
         """Raises RunError where parameters are lost; before the first step every worker can build any."""
-        missing = [] if untouched else stages_without_holder(self._holds, self._ranges)
+        missing = [] if untouched else layers_without_holder(self._holds, self._placement.layers)
         if missing:
             reasons = self._lost.reasons_of(missing[0], self._members, self._ready)
-            raise RunError(f"stage {missing[0]} has no live worker left: {reasons}")
+            stage = self._placement.stage_of(self.grid, missing[0])
+            raise RunError(f"stage {stage} has no live worker left: {reasons}")
         if not self._members | self._ready:
             raise RunError(f"no worker is left: {self._lost.reasons()}")
 
