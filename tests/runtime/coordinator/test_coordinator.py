@@ -12,6 +12,7 @@ from runtime.coordinator.planning import NoScheduleError, ScheduleService
 from runtime.errors import RunError
 from runtime.protocol.to_coordinator import Checkpoints, FetchFailed, FetchUpToDate, Paused, Ran, Ready, Started
 from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, LayerMove, ReportCheckpoints, Train
+from runtime.replay.placement import Placement
 from schedules.codec import decode
 from schedules.schedule import Worker
 from tests.jobs import grid
@@ -62,7 +63,7 @@ class Run:
         self.back: list[int] = []
         self.coordinator = Coordinator(self.planner,
                                        lambda worker, message: self.sent[worker].append(message), self.log,
-                                       iterations=range(100), ranges=[(0, 2), (2, 4)],
+                                       iterations=range(100), placement=Placement([0, 2, 4]),
                                        went_back=lambda iteration: self.back.append(iteration))
         for worker in MEMBERS if job is JOB else WIDE_MEMBERS:
             self.ready(worker)
@@ -90,7 +91,8 @@ class Run:
 
     def paused(self, workers=MEMBERS):
         for worker in workers:
-            self.coordinator.paused(Paused(worker, self.coordinator.number, (worker.column,), None, None))
+            held = (2 * worker.column, 2 * worker.column + 2)
+            self.coordinator.paused(Paused(worker, self.coordinator.number, (held,), None, None))
             self.coordinator.advance()
 
     def can_read(self, worker, *iterations):
@@ -115,7 +117,7 @@ def test_one_that_comes_back_fetches_its_layers_and_is_taken_in_at_a_turn(run):
     run.ran(0)
     run.ready(BACK)
     told = run.last(Fetch)
-    assert told == run.last(Fetch, BACK) and told.order == 1 and told.needs == ((BACK, (1,)),)
+    assert told == run.last(Fetch, BACK) and told.order == 1 and {move.target for move in told.moves} == {BACK}
     assert told.moves == (LayerMove(BACK, Worker(0, 1), 2), LayerMove(BACK, Worker(0, 1), 3))
     assert told.addresses == ((Worker(0, 1), ("127.0.0.1", 2)),)
     assert run.ran(1) == [False] * 3
