@@ -1,6 +1,5 @@
 """The file of losses: a line for each iteration, written when it is committed."""
 
-import json
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,6 +8,7 @@ from typing import Self
 
 import msgspec
 
+from runtime.events import Iteration, encode
 from schedules.files import write_atomically
 
 Progress = Callable[[int, float], None]
@@ -32,9 +32,11 @@ class LossFile:
         write_atomically(path, "".join(kept).encode())  # whoever is killed here has lost none
         self._file = path.open("a")
 
-    def write(self, iteration: int, loss: float) -> None:
-        """Enter the next iteration."""
-        self._file.write(json.dumps({"iteration": iteration, "loss": loss if math.isfinite(loss) else None}) + "\n")
+    def write(self, iteration: int, loss: float, period_seconds: float, at: float) -> None:
+        """Enter the next iteration, committed at a time by `EventLog.now`."""
+        line = Iteration(iteration=iteration, loss=loss if math.isfinite(loss) else None,
+                         period=round(period_seconds, 6), time=at)
+        self._file.write(encode(line).decode() + "\n")
         self._file.flush()
         if self._progress is not None:
             self._progress(iteration, loss)
