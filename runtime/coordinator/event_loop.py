@@ -38,6 +38,7 @@ from runtime.processes.process_manager import ProcessManager
 from runtime.processes.stop_signals import StopSignals
 from runtime.protocol.channel import Frame, frame
 from runtime.protocol.to_coordinator import (
+    Checkpoints,
     Ended,
     Failed,
     FetchFailed,
@@ -86,7 +87,7 @@ class EventLoop:
         setup = run.setup
         self.checkpoints = CheckpointTimer(automatic=setup.checkpoint_every is None)
         self._coordinator = Coordinator(schedules, self._send, log, ranges=setup.ranges,
-                                        checkpoints=self.checkpoints, events=event_log,
+                                        checkpoints=self.checkpoints, events=event_log, went_back=losses.go_back,
                                         iterations=range(setup.first_iteration,
                                                          max(setup.first_iteration, setup.iterations)))
         self._workers: dict[Worker, Connection] = {}
@@ -286,6 +287,8 @@ class EventLoop:
                 self._injected[message.index] = message.at
             case Status():
                 self._stall.answered(message)
+            case Checkpoints():
+                coordinator.can_read(message)
             case Leaving():
                 coordinator.leaving(worker)
             case Failed():
