@@ -297,7 +297,7 @@ def test_where_nobody_holds_a_stage_all_that_live_go_back_to_the_newest_checkpoi
     run.can_read(Worker(1, 0), 0, 99)
     order = run.last(Train)
     assert order == run.last(Train, BACK) and order.number == 2 and order.first_iteration == 2
-    assert order.restore == ((Worker(0, 0), (0, 1)),)
+    assert order.restore == ((Worker(0, 0), (0, 1, 2, 3)),)
     assert sorted(order.moves) == [LayerMove(Worker(1, 0), Worker(0, 0), 0), LayerMove(Worker(1, 0), Worker(0, 0), 1),
                                    LayerMove(BACK, Worker(0, 0), 2), LayerMove(BACK, Worker(0, 0), 3)]
     assert run.log.next_iteration == 2 and run.back == [2]
@@ -310,7 +310,7 @@ def test_one_that_dies_before_it_has_said_what_it_can_read_is_not_waited_for(run
     run.can_read(Worker(0, 0), 0)
     run.can_read(BACK, 0)
     run.lost(Worker(1, 0), "killed, too")
-    assert run.last(Train).restore == ((Worker(0, 0), (0,)), (BACK, (1,))) and run.last(Train).first_iteration == 0
+    assert run.last(Train).restore == ((Worker(0, 0), (0, 1)), (BACK, (2, 3))) and run.last(Train).first_iteration == 0
 
 
 def test_they_go_back_once_more_where_what_they_have_read_is_lost_again(run):
@@ -320,7 +320,7 @@ def test_they_go_back_once_more_where_what_they_have_read_is_lost_again(run):
         run.can_read(worker, 0, 1, 2)
     assert run.last(Train).first_iteration == 2
     for worker in (Worker(0, 0), Worker(1, 0), BACK):
-        run.coordinator.paused(Paused(worker, 2, () if worker == BACK else (0,), None, "it is damaged"))
+        run.coordinator.paused(Paused(worker, 2, () if worker == BACK else ((0, 2),), None, "it is damaged"))
     run.coordinator.advance()
     for worker in (Worker(0, 0), Worker(1, 0), BACK):
         run.can_read(worker, 0, 1)
