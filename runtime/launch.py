@@ -29,13 +29,13 @@ from runtime.coordinator.slow_workers import SpeedEvent
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
 from runtime.device import choose_device, gpu_count
 from runtime.errors import RunError as RunError
-from runtime.events import Started
+from runtime.events import LOSSES, Started
 from runtime.model.checkpoint import Checkpoint, identity_of, open_checkpoint
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import load_corpus
 from runtime.model.digest import combined_digest
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
-from runtime.model.stage import boundaries
+from runtime.model.slices import forms
 from runtime.processes.fork_server import ForkServer
 from runtime.processes.launchers import ALONE, GpuShare, LocalProcess, gpu_share
 from runtime.processes.process_manager import NodeProcesses, ProcessManager, Return
@@ -44,17 +44,14 @@ from runtime.processes.worker_start import NodeSettings
 from runtime.protocol.authentication import HOW, Secret, new_secret
 from runtime.protocol.failure_injection import Injection, Slowdown
 from runtime.protocol.rendezvous import Rendezvous, host_store, listen
-from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, BoundarySpec, Setup
+from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, FormSpec, Setup
 from runtime.replay.communication import Transport, choose_transport
-from runtime.replay.placement import PlacementError, assign_to_nodes, layer_ranges
-from runtime.run_folder import LOSSES, claim, clean_up, locked
+from runtime.replay.placement import Placement, PlacementError, assign_to_nodes, place
+from runtime.run_folder import claim, clean_up, locked
 from schedules import codec
 from schedules.check import check
 from schedules.measured_trace import MeasuredTrace, write_measured_trace
 from schedules.schedule import Schedule, Worker
-
-Ranges = Sequence[tuple[int, int]]
-"""Half-open range of layers of each stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +133,7 @@ class RunOptions:
     observe: Observer = lambda _: None
     """Called with each event of the run (`runtime.events`)."""
     fault_free_seconds: float | None = None
-    """Planned period with all workers; None: that of the first schedule, where all take part in it."""
+    """Planned period with all workers, where the first schedule is not of all of them; None: nobody has planned it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +142,7 @@ class _Fit:
 
     device: Literal["cpu", "cuda"]
     model: LayeredModel
-    ranges: Ranges
+    placement: Placement
     shares: Sequence[Sequence[Worker]]
     """The workers of each node that are there from the start."""
     gpus: GpuShare
@@ -157,9 +154,9 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         resilience: Resilience = Resilience()) -> RunResult:
     """Train by a schedule, from the first iteration or a checkpoint; on node 0 when there are several.
 
-    Writes `schedule.json`, `losses.jsonl` (line by line as iterations are committed), `trace.json`, `parameters/` and
-    `logs/` into `out`. `iterations` replaces those of `config`. A `fork_server` may serve several runs, one after the
-    other.
+    Writes `schedule.json`, `losses.jsonl` and `events.jsonl` (line by line as iterations are committed and events
+    happen), `schedules/`, `trace.json`, `parameters/` and `logs/` into `out`. `iterations` replaces those of
+    `config`. A `fork_server` may serve several runs, one after the other.
 
     Raises ConfigError or PlacementError when schedule, configuration and machine do not fit, CheckpointError when the
     checkpoint does not, FolderError when another run writes to `out` or has left its results there, OSError when `out`
@@ -222,8 +219,9 @@ def _started(schedule: Schedule, config: RunConfig, options: RunOptions) -> Star
     whole = len(schedule.seats) == schedule.grid.pipelines * schedule.grid.columns
     planned = schedule.seconds(schedule.period_ticks) if whole else None
     return Started(job=schedule.job, workers=schedule.grid.pipelines * schedule.grid.columns,
-                   iterations=config.training.iterations, microbatches=schedule.grid.total_microbatches,
-                   fault_free_period=options.fault_free_seconds or planned)
+                   iterations=config.training.iterations,
+                   samples=config.training.batch * schedule.grid.total_microbatches,
+                   fault_free_period=planned or options.fault_free_seconds)
 
 
 def _result(schedule: Schedule, first: int, log: CommitLog, events: EventLoop, out: Path) -> RunResult:
@@ -240,13 +238,14 @@ def _result(schedule: Schedule, first: int, log: CommitLog, events: EventLoop, o
 def _setup(schedule: Schedule, config: RunConfig, fit: _Fit, store: Rendezvous, options: RunOptions,
            resilience: Resilience) -> Setup:
     """What the workers must know. Shapes are found out once, here, for all of them."""
+    grid, at_layer = schedule.grid, forms(fit.model, config)
     return Setup(
         first_iteration=0 if resilience.resume is None else resilience.resume.iteration,
         iterations=config.training.iterations, traced=options.traced, nodes=options.nodes, transport=fit.transport,
-        device=fit.device, store=store, columns=tuple(stage.column for stage in schedule.grid.stages),
-        ranges=tuple(fit.ranges),
-        boundaries=tuple(BoundarySpec.of(one) for one in boundaries(fit.model, fit.ranges, config)),
-        loss_scale=1 / schedule.grid.total_microbatches,
+        device=fit.device, store=store, cuts=fit.placement.cuts,
+        columns=tuple(tuple(sorted(fit.placement.held_in_column(grid, column))) for column in range(grid.columns)),
+        forms=tuple(FormSpec.of(at_layer[cut]) for cut in fit.placement.cuts),
+        loss_scale=1 / grid.total_microbatches,
         heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,
         checkpoint_every=resilience.checkpoint_every, fetch_bytes_per_second=resilience.fetch_bytes_per_second)
 
@@ -259,9 +258,9 @@ def _prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> _Fit
     training = config.training
     device = choose_device(training.device)
     model = model_for(config.model, training.seed, parameter_dtype(training.dtype), torch.device(device))
-    ranges = layer_ranges(schedule, model.layers)
+    placement = place(schedule.grid, model.layers)
     load_corpus(config)
     shares = assign_to_nodes([seat.worker for seat in schedule.seats], options.nodes)
     gpus = gpu_share([len(share) for share in shares], 0, options.local)
-    return _Fit(device, model, ranges, shares, gpus,
+    return _Fit(device, model, placement, shares, gpus,
                 choose_transport(training.backend, device, gpus.workers, gpu_count(device)))
