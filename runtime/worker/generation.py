@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from runtime.config import RunConfig
+from runtime.model.checkpoint import CheckpointError
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import Data, Microbatch
 from runtime.model.layers import LayeredModel
@@ -24,7 +25,7 @@ from runtime.protocol.channel import Channel
 from runtime.protocol.failure_injection import Injector
 from runtime.protocol.rendezvous import RendezvousError
 from runtime.protocol.setup import Setup
-from runtime.protocol.to_coordinator import Paused, Ran, Started, Status, Validated
+from runtime.protocol.to_coordinator import Note, Paused, Ran, Started, Status, Validated
 from runtime.protocol.to_worker import Acknowledged, Factor, Order, ToWorker, Train
 from runtime.replay.communication import CommunicationError, Communicator, Membership
 from runtime.replay.exchange import Exchange
@@ -214,11 +215,22 @@ class Generation:
         order, context = self._order, self._context
         context.injector.at(order.first_iteration, "met")
         needed = context.placement.held(self._schedule, self._worker)
-        if order.first_iteration == context.setup.first_iteration:
-            context.layer_store.add_initial(needed)
+        if order.restore is not None:
+            self._restore(next((layers for worker, layers in order.restore if worker == self._worker), ()))
+        elif order.first_iteration == context.setup.first_iteration:
+            context.layer_store.restore(needed, order.first_iteration)
         self._move_layers(needed)
         context.layer_store.holding.reduce_by(context.placement.reduced(self._schedule, self._worker))
         context.injector.at(order.first_iteration, "moved")
+
+    def _restore(self, layers: tuple[int, ...]) -> None:
+        """Read layers from a checkpoint. One that is damaged ends the order: the coordinator finds another one."""
+        self._does("reads a checkpoint")
+        try:
+            self._context.layer_store.restore(layers, self._order.first_iteration)
+        except CheckpointError as error:
+            self._context.channel.send(Note(self._worker, str(error)))
+            raise CommunicationError(f"going back to iteration {self._order.first_iteration} failed: {error}") from None
 
     def _move_layers(self, needed: frozenset[int]) -> None:
         """Take over layers that were fetched for this order, or move now while all wait; drop those not needed now."""

@@ -8,8 +8,8 @@ from runtime.model.holding import Holding
 
 Build = Callable[[Iterable[int]], Holding]
 """Makes layers as they are before iteration 0."""
-Restore = Callable[[Iterable[int]], Mapping[int, Mapping[str, Tensor]]]
-"""The states of layers before the first iteration, where those are others."""
+Restore = Callable[[int, Iterable[int]], Mapping[int, Mapping[str, Tensor]]]
+"""The states of layers before an iteration, by a checkpoint; nothing where they are as they are built."""
 
 
 class LayerStore:
@@ -30,13 +30,17 @@ class LayerStore:
         """A layer that is not held, prepared or built. May be called from another thread."""
         return self._prepared.pop(layer, None) or self._build([layer])
 
-    def add_initial(self, layers: Collection[int]) -> None:
-        """Take up layers as they were before the first iteration, beside those held already."""
+    def clear(self) -> None:
+        """Hold nothing."""
+        self.holding.change(())
+
+    def restore(self, layers: Collection[int], iteration: int) -> None:
+        """Take up layers as they were before an iteration, beside those held already. Raises CheckpointError."""
         lacking = sorted(set(layers) - self.holding.modules.keys())
-        if lacking:
-            self.holding.change({*self.holding.modules, *lacking}, map(self.fresh, lacking))
-            for layer, state in self._restore(lacking).items():
-                self.holding.optimizer.load_layer_state(layer, state)
+        fresh = {layer: self.fresh(layer) for layer in lacking}
+        for layer, state in self._restore(iteration, lacking).items():
+            fresh[layer].optimizer.load_layer_state(layer, state)
+        self.holding.change({*self.holding.modules, *lacking}, fresh.values())
 
     def keep(self, layers: Collection[int], fetched: Mapping[int, Holding]) -> None:
         """Hold exactly these layers: of those held already, and those that have come. No step may be open."""

@@ -9,16 +9,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
 import torch
-from torch import Tensor
 
 from runtime.config import ModelConfig, RunConfig
 from runtime.errors import first_line
-from runtime.model.checkpoint import load, open_checkpoint
 from runtime.model.data import load_corpus
 from runtime.model.digest import tensor_digest
 from runtime.model.holding import Holding, build_holding
@@ -32,6 +30,7 @@ from runtime.protocol.failure_injection import Injector
 from runtime.protocol.rendezvous import RendezvousError, address_towards, connect_store, interface_towards
 from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import (
+    Checkpoints,
     Failed,
     FetchFailed,
     FetchUpToDate,
@@ -50,6 +49,7 @@ from runtime.protocol.to_worker import (
     Finish,
     Leave,
     Order,
+    ReportCheckpoints,
     ReportStatus,
     ToWorker,
     Train,
@@ -57,6 +57,7 @@ from runtime.protocol.to_worker import (
 from runtime.replay.placement import Placement
 from runtime.replay.stuck_calls import AbandonedError
 from runtime.run_folder import holder
+from runtime.worker.checkpoint_reader import CheckpointReader
 from runtime.worker.checkpointer import Checkpointer
 from runtime.worker.generation import Generation, WorkerContext
 from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents, senders_for
@@ -118,7 +119,8 @@ class _Worker:
         torch.set_num_threads(training.threads)
         model = model_for(config.model, training.seed, parameter_dtype(training.dtype), device)
         self._model = model
-        self._layer_store = LayerStore(self._build, self._restore)
+        self._checkpoints = CheckpointReader(setup.first_iteration, spec.settings, model.layers)
+        self._layer_store = LayerStore(self._build, self._checkpoints.load)
         injector = Injector(setup.injections,
                             lambda index: channel.send(Injected(spec.worker, index, time.monotonic())))
         self._context = WorkerContext(
@@ -200,6 +202,9 @@ class _Worker:
                 self._context.layer_receiver.begin(_fetch_for(self._worker, message))
             case ReportStatus():
                 self._channel.send(self._status())
+            case ReportCheckpoints():
+                self._begin("checkpoints", lambda: self._channel.send(
+                    Checkpoints(self._worker, self._checkpoints.iterations())))
 
     def _status(self) -> Status:
         """What this worker does. It has no generation before its first order, and after its last."""
@@ -225,7 +230,10 @@ class _Worker:
         threading.Thread(target=run, daemon=True, name=name).start()
 
     def _train(self, order: Train, generation: Generation, previous: Generation | None) -> None:
-        self._leave(previous, order)
+        with self._finishing:  # the order to finish may have ended early
+            self._leave(previous, order)
+            if order.restore is not None:
+                self._layer_store.clear()
         generation.run()
 
     def _leave(self, previous: Generation | None, order: Order) -> None:
@@ -249,13 +257,6 @@ class _Worker:
     def _build(self, layers: Iterable[int]) -> Holding:
         return build_holding(self._model, layers, self._config.training)
 
-    def _restore(self, layers: Iterable[int]) -> Mapping[int, Mapping[str, Tensor]]:
-        """Layers are built as they are before iteration 0; where this run goes on from a checkpoint, that is read.
-
-        Only before the first iteration: later the checkpoint may have been removed for newer ones.
-        """
-        resume = self._spec.settings.resume
-        return {} if resume is None else load(open_checkpoint(Path(resume)), layers)
 
 
 class _FetchReports(ReceiverEvents):
