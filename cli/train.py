@@ -11,16 +11,19 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cli.shared.console import answer_no, duration, err, out, print_json, refuse
+from cli.shared.console import answer_no, completing, duration, err, out, print_json, refuse
 from cli.shared.failure_schedules import scheduler
 from cli.shared.going_on import how_to_resume, left_by
-from cli.shared.inputs import parse_workers, read_job_or_refuse, read_schedule_or_refuse
+from cli.shared.inputs import parse_workers, read_job_or_refuse, read_schedule_or_refuse, require_choice
 from cli.shared.launch_options import given_secret_or_refuse, launched_as
 from cli.shared.options import Backward, Failed, JobFile, MethodName, Optimizer, TimeLimit
 from cli.shared.planning import make_plan, plan_options
+from cli.shared.rebalancing import Rebalancing
 from cli.shared.train_inputs import events, find_checkpoint, look_up, read_table, require_fit
 from planner.job.file import Job
+from planner.options import LAYERS
 from runtime.config import ConfigError, RunConfig, parse_run_config
+from runtime.coordinator.settling import Settling
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
 from runtime.launch import Resilience, RunError, RunOptions, RunResult, run
 from runtime.model.checkpoint import Checkpoint, CheckpointError, identity_of, open_checkpoint
@@ -89,10 +92,16 @@ def train(ctx: typer.Context, job: JobFile,
           grace: Annotated[float, typer.Option("--grace", metavar="SEC", min=0.1, max=1e6, help=(
               "After SIGTERM or Ctrl-C, end at the next iteration with a checkpoint, within so many seconds; a second "
               "signal ends at once."))] = GRACE_SECONDS,
+          layers: Annotated[str, typer.Option("--layers", metavar="fixed|move",
+                                              autocompletion=completing(*LAYERS), help=(
+              "fixed: after a failure, layers stay with the workers that hold them; move: while training goes on, they "
+              "move to where they make the work of those that live even, when that is expected to pay."))] = "fixed",
+          mtbf: Annotated[float | None, typer.Option("--mtbf", metavar="SEC", min=1.0, max=1e9, help=(
+              "With --layers move: from one failure in the whole cluster to the next. Default: as observed, and one an "
+              "hour besides."))] = None,
           json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Train a job's model, one process a live worker, replaying a schedule; workers may die and come back.
 
-    Here stages stay whole: plans of `slipstream plan` with slices of stages, or with moved layers, are refused.
     Writes schedule.json, losses.jsonl, trace.json, checkpoints/, parameters/ and logs/ into --out.
 
     On several machines, run the same command on each, with --nodes, --node and --rendezvous, or by torchrun, srun or
@@ -126,6 +135,9 @@ def train(ctx: typer.Context, job: JobFile,
         return
     with _refusals():
         _require_free(folder, resume_from, config, force)
+    require_choice("--layers", layers, LAYERS)
+    if mtbf is not None and layers != "move":
+        refuse("--mtbf says when moving layers pays: give it with --layers move")
     kills, returns = events("--kill", kill, wanted), events("--return", bring_back, wanted)
     if schedule is not None:
         chosen = _fitting(schedule, wanted)
@@ -133,14 +145,16 @@ def train(ctx: typer.Context, job: JobFile,
         down = parse_workers(failed or [])
         options = plan_options(
             backward=loaded.basis.backward if loaded else backward, method=method, seed=seed or 0,
-            optimizer=loaded.basis.optimizer if loaded else optimizer, time_limit=time_limit, slices=False)
-        chosen = look_up(loaded, down) or make_plan(wanted, down, options).schedule
+            optimizer=loaded.basis.optimizer if loaded else optimizer, time_limit=time_limit, layers=layers)
+        chosen = look_up(loaded, down, settled=layers == "move") or make_plan(wanted, down, options).schedule
     resilience = Resilience(
         scheduler=scheduler(wanted, chosen, loaded), heartbeat_timeout_seconds=heartbeat_timeout,
         checkpoint_every=checkpoint_every, resume=resume_from,
         injections=tuple(Injection(worker, at, KILL_BEFORE_OP) for worker, at in kills),
         returns=tuple(Return(worker, at) for worker, at in returns), join_timeout_seconds=join_timeout,
-        stall_timeout_seconds=stall_timeout)
+        stall_timeout_seconds=stall_timeout,
+        settling=Settling(rebalancer=Rebalancing(wanted, chosen, loaded), mtbf_seconds=mtbf) if layers == "move"
+        else None)
     with _refusals(job, lambda: how_to_resume(ctx, folder, resume_from)), \
             _progress(config.training.iterations) as (tell, say):
         result = run(chosen, config, out=folder, progress=tell, resilience=resilience, options=RunOptions(

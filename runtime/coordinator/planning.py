@@ -5,10 +5,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
 
 from runtime.coordinator.event_log import EventLog
 from runtime.errors import RunError
 from runtime.events import PlanAnswered, PlanAsked
+from schedules.layers import LayerRange
 from schedules.schedule import Schedule, Worker
 
 
@@ -21,8 +24,35 @@ Scheduler = Callable[[tuple[Worker, ...]], Schedule]
 
 Called from planning threads, up to `AT_ONCE` at a time."""
 
+Held = tuple[tuple[Worker, tuple[LayerRange, ...]], ...]
+"""The layers of the schedules that each live worker holds, sorted."""
+
+
+class Rebalancer(Protocol):
+    """Plans where workers hold, or come to hold, other layers than those of the grid's stages.
+
+    Both methods are called from planning threads, and raise NoScheduleError.
+    """
+
+    def at_once(self, down: tuple[Worker, ...], held: Held) -> Schedule:
+        """The schedule when these workers are down, in which nobody needs a layer that it does not hold."""
+
+    def settled(self, down: tuple[Worker, ...], held: Held) -> Schedule:
+        """The best one to come to, whatever moves for it."""
+
+
+class Question(NamedTuple):
+    """Which schedule is asked for."""
+
+    down: tuple[Worker, ...]
+    held: Held | None = None
+    """None: the layers of the grid's stages."""
+    settled: bool = False
+
+
 AT_ONCE = 2
-"""A schedule for which all wait does not wait for one that a join needs, or that another death has made useless."""
+"""A schedule for which all wait does not wait for one that a join needs, or that another death has made useless. A
+settled one is planned beside these, one at a time."""
 
 
 class ScheduleService:
@@ -38,17 +68,20 @@ class ScheduleService:
         Called on the event loop whenever there is an answer.
     events
         Are told what is asked, and what has been answered.
+    rebalancer
+        What to ask where layers have moved, or may move.
     """
 
     def __init__(self, first: Schedule, scheduler: Scheduler | None, answered: Callable[[], None],
-                 events: EventLog | None = None) -> None:
+                 events: EventLog | None = None, rebalancer: Rebalancer | None = None) -> None:
         self.first = first
+        self._rebalancer = rebalancer
         self._scheduler = scheduler
         self._answered = answered
         self._events = events or EventLog(None)
-        self._answers: dict[tuple[Worker, ...], Schedule | BaseException] = {}
-        self._asked: dict[tuple[Worker, ...], float] = {}
-        """The failures for which threads are finding schedules, and since when."""
+        self._answers: dict[Question, Schedule | BaseException] = {}
+        self._asked: dict[Question, float] = {}
+        """What threads are finding schedules for, and since when."""
 
     def for_workers(self, live: Sequence[Worker]) -> Schedule | None:
         """The schedule for these workers, in order; None: it is being found, as `get` says.
@@ -57,11 +90,28 @@ class ScheduleService:
         """
         if live == [seat.worker for seat in self.first.seats]:
             return self.first
-        down = tuple(sorted(set(self.first.grid.workers()) - set(live)))
-        schedule = self.get(down)
+        return self._fitting(live, self.get(self._down(live)))
+
+    def at_once(self, held: Held) -> Schedule | None:
+        """The schedule for workers that hold these layers, in which none move; None and errors as of `for_workers`."""
+        live = [worker for worker, _ in held]
+        return self._fitting(live, self._find(Question(self._down(live), held)))
+
+    def settled(self, held: Held) -> Schedule | None:
+        """The schedule that is the best to come to for workers that hold these layers; None and errors likewise."""
+        live = [worker for worker, _ in held]
+        if live == [seat.worker for seat in self.first.seats]:
+            return self.first
+        return self._fitting(live, self._find(Question(self._down(live), held, settled=True)))
+
+    def _down(self, live: Sequence[Worker]) -> tuple[Worker, ...]:
+        return tuple(sorted(set(self.first.grid.workers()) - set(live)))
+
+    def _fitting(self, live: Sequence[Worker], schedule: Schedule | None) -> Schedule | None:
         if schedule is not None and (schedule.grid != self.first.grid
                                      or [seat.worker for seat in schedule.seats] != list(live)):
-            raise RunError(f"the schedule for the failure of {', '.join(map(str, down))} is one of another job")
+            down = ", ".join(map(str, self._down(live)))
+            raise RunError(f"the schedule for the failure of {down} is one of another job")
         return schedule
 
     def get(self, down: tuple[Worker, ...]) -> Schedule | None:
@@ -69,40 +119,54 @@ class ScheduleService:
 
         Raises what the scheduler has raised.
         """
-        if self._scheduler is None:
-            raise NoScheduleError
-        answer = self._answers.get(down)
+        return self._find(Question(down))
+
+    def _find(self, question: Question) -> Schedule | None:
+        """The answer; None where it is not there yet. Raises what was raised."""
+        answer = self._answers.get(question)
         if isinstance(answer, BaseException):
             raise answer
-        if answer is None and down not in self._asked and len(self._asked) < AT_ONCE:
-            self._ask(down)
+        beside = sum(one.settled == question.settled for one in self._asked)
+        if answer is None and question not in self._asked and beside < (1 if question.settled else AT_ONCE):
+            self._ask(question)
         return answer
+
+    def _finder(self, question: Question) -> Callable[[], Schedule]:
+        """What finds the answer. Raises NoScheduleError where there is nothing to ask."""
+        if question.held is None:
+            if self._scheduler is None:
+                raise NoScheduleError
+            return partial(self._scheduler, question.down)
+        if self._rebalancer is None:
+            raise NoScheduleError
+        find = self._rebalancer.settled if question.settled else self._rebalancer.at_once
+        return partial(find, question.down, question.held)
 
     def forget(self) -> None:
         """Drop all answers."""
         self._answers.clear()
 
-    def _ask(self, down: tuple[Worker, ...]) -> None:
-        self._asked[down] = time.monotonic()
-        self._events.write(PlanAsked(down=down, phase="at once"))
-        scheduler, loop = self._scheduler, asyncio.get_running_loop()
-        assert scheduler is not None
+    def _ask(self, question: Question) -> None:
+        find, loop = self._finder(question), asyncio.get_running_loop()
+        self._asked[question] = time.monotonic()
+        self._events.write(PlanAsked(down=question.down, phase="settled" if question.settled else "at once"))
 
         def work() -> None:
             answer: Schedule | BaseException
             try:
-                answer = scheduler(down)
+                answer = find()
             except BaseException as error:
                 answer = error
             with contextlib.suppress(RuntimeError):  # the run is over, and the loop closed
-                loop.call_soon_threadsafe(self._take, down, answer)
+                loop.call_soon_threadsafe(self._take, question, answer)
 
         # A daemon, unlike the threads of asyncio.to_thread: a run that ends does not wait for it.
         threading.Thread(target=work, daemon=True, name="planning").start()
 
-    def _take(self, down: tuple[Worker, ...], answer: Schedule | BaseException) -> None:
-        self._answers[down] = answer
-        took = time.monotonic() - self._asked.pop(down)
-        self._events.write(PlanAnswered(down=down, phase="at once", took=round(took, 3),
+    def _take(self, question: Question, answer: Schedule | BaseException) -> None:
+        self._answers[question] = answer
+        took = time.monotonic() - self._asked.pop(question)
+        self._events.write(PlanAnswered(down=question.down, phase="settled" if question.settled else "at once",
+                                        took=round(took, 3),
                                         error=str(answer) if isinstance(answer, BaseException) else None))
         self._answered()
