@@ -12,17 +12,20 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from cli.shared.console import answer_no, duration, err, out, print_json, refuse
+from cli.shared.console import answer_no, completing, duration, err, out, print_json, refuse
 from cli.shared.failure_schedules import scheduler, scheduler_at_speeds
 from cli.shared.going_on import how_to_resume, left_by
-from cli.shared.inputs import parse_workers, read_job_or_refuse, read_schedule_or_refuse
+from cli.shared.inputs import parse_workers, read_job_or_refuse, read_schedule_or_refuse, require_choice
 from cli.shared.launch_options import given_secret_or_refuse, launched_as
 from cli.shared.options import Backward, Failed, JobFile, MethodName, Optimizer, TimeLimit
 from cli.shared.planning import make_plan, plan_options
+from cli.shared.rebalancing import Rebalancing
 from cli.shared.run_progress import RunProgress
 from cli.shared.train_inputs import events, find_checkpoint, look_up, read_table, require_fit, slowdowns
 from planner.job.file import Job
+from planner.options import LAYERS
 from runtime.config import ConfigError, RunConfig, parse_run_config
+from runtime.coordinator.settling import Settling
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
 from runtime.events import Event
 from runtime.launch import Resilience, RunError, RunOptions, RunResult, run
@@ -95,10 +98,16 @@ def train(ctx: typer.Context, job: JobFile,
           grace: Annotated[float, typer.Option("--grace", metavar="SEC", min=0.1, max=1e6, help=(
               "After SIGTERM or Ctrl-C, end at the next iteration with a checkpoint, within so many seconds; a second "
               "signal ends at once."))] = GRACE_SECONDS,
+          layers: Annotated[str, typer.Option("--layers", metavar="fixed|move",
+                                              autocompletion=completing(*LAYERS), help=(
+              "fixed: after a failure, layers stay with the workers that hold them; move: while training goes on, they "
+              "move to where they make the work of those that live even, when that is expected to pay."))] = "fixed",
+          mtbf: Annotated[float | None, typer.Option("--mtbf", metavar="SEC", min=1.0, max=1e9, help=(
+              "With --layers move: from one failure in the whole cluster to the next. Default: as observed, and one an "
+              "hour besides."))] = None,
           json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Train a job's model, one process a live worker, replaying a schedule; workers may die and come back.
 
-    Here stages stay whole: plans of `slipstream plan` with slices of stages, or with moved layers, are refused.
     Writes schedule.json, losses.jsonl, events.jsonl, schedules/, trace.json, checkpoints/, parameters/ and logs/ into
     --out; `slipstream show --run` makes a page of them.
 
@@ -133,6 +142,9 @@ def train(ctx: typer.Context, job: JobFile,
         return
     with _refusals():
         _require_free(folder, resume_from, config, force)
+    require_choice("--layers", layers, LAYERS)
+    if mtbf is not None and layers != "move":
+        refuse("--mtbf says when moving layers pays: give it with --layers move")
     kills, returns = events("--kill", kill, wanted), events("--return", bring_back, wanted)
     slowed = slowdowns(slow, wanted)
     fault_free = None
@@ -142,8 +154,8 @@ def train(ctx: typer.Context, job: JobFile,
         down = parse_workers(failed or [])
         options = plan_options(
             backward=loaded.basis.backward if loaded else backward, method=method, seed=seed or 0,
-            optimizer=loaded.basis.optimizer if loaded else optimizer, time_limit=time_limit, slices=False)
-        found, whole = look_up(loaded, down), look_up(loaded, ())
+            optimizer=loaded.basis.optimizer if loaded else optimizer, time_limit=time_limit, layers=layers)
+        found, whole = look_up(loaded, down, settled=layers == "move"), look_up(loaded, ())
         if found is None:
             plan = make_plan(wanted, down, options)
             found, fault_free = plan.schedule, plan.fault_free_period
@@ -154,7 +166,9 @@ def train(ctx: typer.Context, job: JobFile,
         checkpoint_every=checkpoint_every, resume=resume_from,
         injections=tuple(Injection(worker, at, KILL_BEFORE_OP) for worker, at in kills),
         returns=tuple(Return(worker, at) for worker, at in returns), join_timeout_seconds=join_timeout,
-        stall_timeout_seconds=stall_timeout)
+        stall_timeout_seconds=stall_timeout,
+        settling=Settling(rebalancer=Rebalancing(wanted, chosen, loaded), mtbf_seconds=mtbf) if layers == "move"
+        else None)
     with _refusals(job, lambda: how_to_resume(ctx, folder, resume_from)), \
             _shown(config.training.iterations) as shown:
         result = run(chosen, config, out=folder, progress=shown.committed, resilience=resilience, options=RunOptions(

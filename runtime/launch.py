@@ -25,6 +25,7 @@ from runtime.coordinator.loss_file import LossFile, Progress
 from runtime.coordinator.planning import Scheduler, SchedulerAtSpeeds
 from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.run import Notify, Run
+from runtime.coordinator.settling import Settling
 from runtime.coordinator.slow_workers import SpeedEvent
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
 from runtime.device import choose_device, gpu_count
@@ -34,6 +35,7 @@ from runtime.model.checkpoint import Checkpoint, identity_of, open_checkpoint
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import load_corpus
 from runtime.model.digest import combined_digest
+from runtime.model.holding import state_bytes
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
 from runtime.model.slices import forms
 from runtime.processes.fork_server import ForkServer
@@ -102,6 +104,8 @@ class Resilience:
     """Iterations from one checkpoint to the next; 0: none; None: such that they cost less than 1 % of the time."""
     resume: Checkpoint | None = None
     """Where to go on from."""
+    settling: Settling | None = None
+    """Whether and how layers move to better schedules after failures; None: they stay."""
     injections: tuple[Injection, ...] = ()
     """Failures on purpose."""
     slowdowns: tuple[Slowdown, ...] = ()
@@ -196,7 +200,8 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
             Run(schedule=schedule, scheduler=resilience.scheduler, shares=fit.shares, injections=resilience.injections,
                 slowdowns=resilience.slowdowns, at_speeds=resilience.at_speeds,
                 setup=_setup(schedule, config, fit, store_address, options, resilience), out=out, config=config,
-                secret=settings.secret,
+                secret=settings.secret, settling=resilience.settling,
+                layer_bytes=() if resilience.settling is None else state_bytes(fit.model, config.training),
                 notify=options.notify, grace_seconds=options.grace_seconds,
                 join_timeout_seconds=resilience.join_timeout_seconds,
                 stall_timeout_seconds=resilience.stall_timeout_seconds),

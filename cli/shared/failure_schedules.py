@@ -19,8 +19,12 @@ from schedules.tables.pattern import dead_column
 from schedules.tables.relabel import relabel
 from schedules.tables.table import Table
 
-ON_THE_SPOT_SECONDS = 10.0
-"""Time limit of planning for failures that no table covers."""
+AT_ONCE_SECONDS = 0.3
+"""Time limit of a plan for which all wait. Where no plan is found so soon, the first one is taken."""
+MEANWHILE_SECONDS = 2.0
+"""Of one for other speeds, for which nobody waits."""
+ROLES_SECONDS = 10.0
+"""Of one in which workers take over other roles: several are planned."""
 
 
 def scheduler(job: Job, first: Schedule, table: Table | None) -> Scheduler:
@@ -32,7 +36,7 @@ def scheduler(job: Job, first: Schedule, table: Table | None) -> Scheduler:
 
     def schedule(down: tuple[Worker, ...]) -> Schedule:
         with _no_schedule():
-            return _looked_up(table, down, first) or _planned(job, first, down)
+            return _looked_up(table, down, first) or _planned(job, first, down, AT_ONCE_SECONDS)
 
     return schedule
 
@@ -44,12 +48,16 @@ def scheduler_at_speeds(job: Job, first: Schedule, table: Table | None) -> Sched
     """
     def schedule(down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
         with _no_schedule():
-            slowed = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=speeds))
             found = [first if down == first.failed else None, _looked_up(table, down, first),
-                     _planned(slowed, first, down)]
+                     _planned(job_at(job, speeds), first, down, MEANWHILE_SECONDS)]
             return min(filter(None, found), key=lambda one: period_at(one, dict(speeds)))
 
     return schedule
+
+
+def job_at(job: Job, speeds: Speeds) -> Job:
+    """A job whose workers have these speeds."""
+    return msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=speeds))
 
 
 @contextmanager
@@ -65,12 +73,12 @@ def _looked_up(table: Table | None, down: tuple[Worker, ...], first: Schedule) -
     return found.schedule if found is not None and found.schedule.grid == first.grid else None
 
 
-def _planned(job: Job, first: Schedule, down: tuple[Worker, ...]) -> Schedule:
+def _planned(job: Job, first: Schedule, down: tuple[Worker, ...], seconds: float) -> Schedule:
     options = PlanOptions(backward=first.backward, optimizer=first.optimizer, method="greedy",
-                          time_limit=ON_THE_SPOT_SECONDS, slices=False)
+                          time_limit=seconds)
     if dead_column(down, first.grid) is not None:
         # One of another stage, which may have taken over there before, holds its layers: roles must move.
-        return _with_moves(job, down, options)
+        return _with_moves(job, down, msgspec.structs.replace(options, time_limit=ROLES_SECONDS, slices=False))
     planned = plan_only(options, job, down)
     if planned.interrupted:  # it was the run that should end, not the search alone
         raise KeyboardInterrupt

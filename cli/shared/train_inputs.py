@@ -38,12 +38,15 @@ def read_table(path: Path, job: Job) -> Table:
     return table
 
 
-def look_up(table: Table | None, down: tuple[Worker, ...]) -> Schedule | None:
-    """The table's schedule for these failures, None where it has none. Exits 2 for workers outside its grid."""
+def look_up(table: Table | None, down: tuple[Worker, ...], *, settled: bool = False) -> Schedule | None:
+    """The table's schedule for these failures, None where it has none; `settled`: with layers moved.
+
+    Exits 2 for workers outside its grid.
+    """
     if table is None:
         return None
     try:
-        found = table.lookup(down)
+        found = table.lookup(down, settled=settled)
     except ValueError as error:  # also TableError
         refuse(error)
     return None if found is None else found.schedule

@@ -12,6 +12,7 @@
     lost_workers         why each is gone
     planning             finds schedules in threads
     join_planning        which workers fetch which layers while training goes on
+    settling             whether layers move to a better schedule, and when that has paid
     layer_moves          which layers move from which worker to which
     commit_log           which iterations are committed; losses, times, digests
     recovery             how long each change of members took

@@ -123,6 +123,11 @@ class CommitLog:
         windows = windows[1:] or windows
         return statistics.median(windows) if windows else None
 
+    def period_since(self, iteration: int) -> float | None:
+        """Median of the longest busy window of any worker, in seconds, over the iterations committed from one on."""
+        windows = self._windows[max(0, iteration - self._first):]
+        return statistics.median(windows) if windows else None
+
     def trace(self) -> MeasuredTrace:
         """The ops of the iterations that were traced."""
         return MeasuredTrace(job=self._job, iterations=tuple(self._traced.values()))

@@ -9,7 +9,7 @@ not committed. An event that comes while a schedule is being planned only change
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -21,8 +21,9 @@ from runtime.coordinator.going_back import GoingBack, who_reads_what
 from runtime.coordinator.join_planning import Join, JoinPlanner
 from runtime.coordinator.layer_moves import Holders, layers_without_holder, plan_moves
 from runtime.coordinator.lost_workers import LostWorkers
-from runtime.coordinator.planning import NoScheduleError, ScheduleService
+from runtime.coordinator.planning import Held, NoScheduleError, ScheduleService
 from runtime.coordinator.recovery import Recovery, RecoveryClock
+from runtime.coordinator.settling import Settler
 from runtime.coordinator.slow_workers import SlowWorkers, SpeedEvent
 from runtime.errors import RunError
 from runtime.events import Failed, HandedOver, Joined, OrderGiven, Resumed, WentBack
@@ -118,8 +119,12 @@ class Coordinator:
         self._addresses: dict[Worker, tuple[str, int]] = {}
         self._lost = LostWorkers(self.grid, placement)
         self._recovery = RecoveryClock()
+        self._began = 0
+        """The first iteration of the present order."""
         self.number = 0
         """Of the last order."""
+        self.settler: Settler | None = None
+        """Decides whether layers move to a better schedule; None: they stay where they are."""
 
     @property
     def left(self) -> bool:
@@ -280,6 +285,7 @@ class Coordinator:
         else:
             self._look_for_slow()
             self._plan_join()
+            self._plan_settling()
             self._choose_stop()
             self._choose_save()
 
@@ -298,15 +304,45 @@ class Coordinator:
 
         Where there is no schedule with them, they wait, and the members train on.
         """
-        if not self._ready - self._members or not self._joins.open or not self._may_stop():
+        if not self._ready - self._members:
+            return
+        self._joins.give_way()
+        if not self._joins.open or not self._may_stop():
             return
         schedule = None
         with contextlib.suppress(RunError):
-            schedule = self._schedule_of(sorted(self._members | self._ready))
+            schedule = self._schedule_to_come_to(self._members | self._ready)
         if schedule is None:
             return
         self._joins.begin(self.number, schedule, plan_moves(self._placement.held_by(schedule), self._held_now()),
                           self._addresses, self._log.next_iteration)
+
+    def _schedule_to_come_to(self, live: set[Worker]) -> Schedule | None:
+        """The schedule for workers of which some join; None while it is being planned."""
+        if self.settler is not None:
+            with contextlib.suppress(NoScheduleError):
+                return self._schedules.settled(self._held_in_schedules(live, self._held_now()))
+        return self._schedule_of(sorted(live))
+
+    def _plan_settling(self) -> None:
+        """Where there is a schedule for the same members that is worth moving layers, start a fetch of these."""
+        settler = self.settler
+        if settler is None or not settler.open(self.number) or not self._joins.open or not self._may_stop():
+            return
+        try:
+            schedule = self._schedules.settled(self._held_in_schedules(self._members, self._held_now()))
+        except (NoScheduleError, RunError):
+            settler.close(self.number)
+            return
+        if schedule is None:
+            return
+        moves = plan_moves(self._placement.held_by(schedule), self._held_now())
+        measured = self._log.period_since(self._began)
+        scale = 1.0 if measured is None else measured / self._current.seconds(self._current.period_ticks)
+        pays = settler.pays(self._current, schedule, moves, scale=scale, pause=self._recovery.last_seconds)
+        if not pays or not self._joins.begin(self.number, schedule, moves, self._addresses, self._log.next_iteration,
+                                             settles=True):
+            settler.close(self.number)
 
     def _choose_stop(self) -> None:
         """Where all layers for a join are there, or the run or a member is to end, choose the iteration before which
@@ -373,13 +409,18 @@ class Coordinator:
         live = {seat.worker for seat in schedule.seats}
         joining = live - self._members if self.number else set()
         first = self._log.next_iteration
-        self._recovery.ordered(live - self._members, meanwhile=first - join.began if join is not None and fetch else 0)
+        settles = join is not None and join.settles
+        self._recovery.ordered(live - self._members, settled=settles,
+                               meanwhile=first - join.began if join is not None and fetch else 0)
         self._joins.close()
         self._schedules.forget()
         told, self._members = self._members | self._ready, live
         self._ready, self._paused, self._stop_before = self._ready - live, set(), None
         self._phase, self._current, self._ended = "training", schedule, False
         self.number += 1
+        if self.settler is not None and join is not None:
+            self.settler.close(self.number)
+        self._began = first
         self._log.begin(self.number, live)
         self._save_before = None
         self._checkpoints.order_begins()
@@ -433,13 +474,17 @@ class Coordinator:
         for worker in sorted(joining):
             self._events.write(Joined(worker=worker))
         whole = len(schedule.seats) == schedule.grid.pipelines * schedule.grid.columns
+        moved = any(map(schedule.holds_others, schedule.seats))
         self._events.write(OrderGiven(
             order=self.number, schedule=self._events.keep(text), live=len(schedule.seats),
-            planned_period=round(schedule.seconds(schedule.period_ticks), 9), phase="whole" if whole else "at once"))
+            planned_period=round(schedule.seconds(schedule.period_ticks), 9),
+            phase="settled" if moved else "whole" if whole else "at once"))
 
     def _gone(self, worker: Worker, reason: str, since: float) -> None:
         """Enter that a member is gone, since a time by time.monotonic."""
         self._recovery.lost(worker, reason, since)
+        if self.settler is not None:
+            self.settler.failed()
         self._events.write(Failed(worker=worker, reason=reason))
 
     def _release(self, untouched: bool) -> bool:
@@ -490,8 +535,14 @@ class Coordinator:
         return self._schedule_of(everyone)
 
     def _schedule_of(self, live: Sequence[Worker]) -> Schedule | None:
-        """The schedule for these workers; None while it is being planned."""
+        """The schedule for these workers; None while it is being planned.
+
+        Where all have paused, and some hold other layers than those of their stages, the others wait for none to move.
+        """
         try:
+            if self.settler is not None and self._displaced(live):
+                with contextlib.suppress(NoScheduleError):
+                    return self._schedules.at_once(self._held_in_schedules(set(live), self._holds))
             return self._schedules.for_workers(live)
         except NoScheduleError as error:
             raise RunError(", and ".join(filter(None, (self._lost.reasons(), str(error))))) from None
@@ -500,6 +551,14 @@ class Coordinator:
         """The layers of each member under the present schedule."""
         return {worker: layers for worker, layers in self._placement.held_by(self._current).items()
                 if worker in self._members}
+
+    def _displaced(self, live: Sequence[Worker]) -> bool:
+        """Whether these workers hold layers, and some of them not those of its own stages."""
+        return all(self._holds.get(worker) for worker in live) and any(
+            not self._holds[worker] >= self._placement.held_in_column(self.grid, worker.column) for worker in live)
+
+    def _held_in_schedules(self, live: set[Worker], held: Mapping[Worker, frozenset[int]]) -> Held:
+        return tuple((worker, self._placement.in_schedules(held.get(worker, frozenset()))) for worker in sorted(live))
 
     def _finish(self) -> None:
         """All iterations are committed, or the run is to end here; the first holder of each layer writes it."""

@@ -29,6 +29,7 @@ from runtime.coordinator.plausible import Bounds, printable
 from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.run import Run
 from runtime.coordinator.server import Connection, Server, serve
+from runtime.coordinator.settling import Cost, Settler
 from runtime.coordinator.slow_workers import SpeedEvent
 from runtime.coordinator.stall_watch import StallWatch
 from runtime.errors import RunError
@@ -87,7 +88,7 @@ class EventLoop:
         self._stall = StallWatch(run.stall_timeout_seconds, lambda worker: self._send(worker, ReportStatus()))
         self._events: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
         schedules = ScheduleService(run.schedule, run.scheduler, lambda: self._put(lambda: None), event_log,
-                                    run.at_speeds)
+                                    run.at_speeds, None if run.settling is None else run.settling.rebalancer)
         setup = run.setup
         self.checkpoints = CheckpointTimer(automatic=setup.checkpoint_every is None)
         self._coordinator = Coordinator(schedules, self._send, log, placement=Placement(setup.cuts),
@@ -95,6 +96,9 @@ class EventLoop:
                                         checkpoints=self.checkpoints, events=event_log, went_back=losses.go_back,
                                         iterations=range(setup.first_iteration,
                                                          max(setup.first_iteration, setup.iterations)))
+        if run.settling is not None:
+            self._coordinator.settler = Settler(Cost(run.layer_bytes, setup.fetch_bytes_per_second),
+                                                run.settling.mtbf_seconds, event_log, run.notify)
         self._workers: dict[Worker, Connection] = {}
         self._agents = NodeAgents(run, processes, self._is_missed)
         self._ended: dict[Worker, Ended] = {}

@@ -1,4 +1,7 @@
-"""Join planning: which layers are fetched for a join while training goes on, and whether all have come."""
+"""Join planning: which layers are fetched while training goes on, and whether all have come.
+
+They are for workers that join, or for members alone, which settle into a better schedule (`settling`).
+"""
 
 import time
 from collections.abc import Callable, Mapping
@@ -30,6 +33,8 @@ class Join:
     """The first iteration that was not committed when it began."""
     targets: int = 0
     """Workers that fetch layers."""
+    settles: bool = False
+    """Whether the members stay the same, and only their layers change."""
 
     @property
     def members(self) -> set[Worker]:
@@ -62,22 +67,29 @@ class JoinPlanner:
         return self._join is not None and not self._join.waits_for
 
     def begin(self, order: int, schedule: Schedule, moves: tuple[LayerMove, ...],
-              addresses: Mapping[Worker, tuple[str, int]], iteration: int) -> None:
+              addresses: Mapping[Worker, tuple[str, int]], iteration: int, *, settles: bool = False) -> bool:
         """Have the targets of the moves get their layers from the sources.
 
         `iteration` is the first that is not committed. Where that has failed too often, the join is complete as it is,
-        and nothing is fetched.
+        and nothing is fetched; where nobody joins, it is given up. Whether there is one now.
         """
         if self._failures >= FAILURES:
-            self._join = Join(schedule, order, 0, set(), iteration)
-            return
+            if not settles:
+                self._join = Join(schedule, order, 0, set(), iteration)
+            return not settles
         targets, sources = ({getattr(move, end) for move in moves} for end in ("target", "source"))
-        self._join = Join(schedule, order, self._number + 1, targets, iteration, len(targets))
-        self._events.write(FetchBegun(fetch=self._number + 1, purpose="join", layers=len(moves),
-                                      workers=tuple(sorted(targets))))
+        self._join = Join(schedule, order, self._number + 1, targets, iteration, len(targets), settles)
+        self._events.write(FetchBegun(fetch=self._number + 1, purpose="settle" if settles else "join",
+                                      layers=len(moves), workers=tuple(sorted(targets))))
         self._give(Fetch(
             number=self._number + 1, order=order, moves=moves,
             addresses=tuple((worker, addresses[worker]) for worker in sorted(sources))))
+        return True
+
+    def give_way(self) -> None:
+        """Workers want to join: where layers only move to settle, all that is planned anew, with these."""
+        if self._join is not None and self._join.settles and not self.complete:
+            self._cancel(self._join, "a worker wants to join")
 
     def fetch_up_to_date(self, worker: Worker, fetch: int) -> None:
         """A target has its layers."""

@@ -6,11 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from runtime.coordinator.event_log import EventLog
 from runtime.errors import RunError
 from runtime.events import PlanAnswered, PlanAsked
+from schedules.layers import LayerRange
 from schedules.schedule import Schedule, Worker
 
 T = TypeVar("T")
@@ -31,8 +32,38 @@ Speeds = tuple[tuple[Worker, float], ...]
 SchedulerAtSpeeds = Callable[[tuple[Worker, ...], Speeds], Schedule]
 """The schedule to use when these workers are down, and others have these speeds. As `Scheduler` else."""
 
+Held = tuple[tuple[Worker, tuple[LayerRange, ...]], ...]
+"""The layers of the schedules that each live worker holds, sorted."""
+
+
+class Rebalancer(Protocol):
+    """Plans where workers hold, or come to hold, other layers than those of the grid's stages.
+
+    Both methods are called from planning threads, and raise NoScheduleError. `speeds` are as of `SchedulerAtSpeeds`;
+    without any, they are the job's.
+    """
+
+    def at_once(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
+        """The schedule when these workers are down, in which nobody needs a layer that it does not hold."""
+
+    def settled(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
+        """The best one to come to, whatever moves for it."""
+
+
+class Question(NamedTuple):
+    """Which schedule is asked for."""
+
+    down: tuple[Worker, ...]
+    speeds: Speeds | None = None
+    """None: those of the first schedule."""
+    held: Held | None = None
+    """None: the layers of the grid's stages."""
+    settled: bool = False
+
+
 AT_ONCE = 2
-"""A schedule for which all wait does not wait for one that a join needs, or that another death has made useless."""
+"""A schedule for which all wait does not wait for one that a join needs, or that another death has made useless. A
+settled one is planned beside these, one at a time."""
 
 
 class ScheduleService:
@@ -50,19 +81,23 @@ class ScheduleService:
         Are told what is asked, and what has been answered.
     at_speeds
         What to ask where workers are slow; None: that changes no schedule.
+    rebalancer
+        What to ask where layers have moved, or may move.
     """
 
     def __init__(self, first: Schedule, scheduler: Scheduler | None, answered: Callable[[], None],
-                 events: EventLog | None = None, at_speeds: SchedulerAtSpeeds | None = None) -> None:
+                 events: EventLog | None = None, at_speeds: SchedulerAtSpeeds | None = None,
+                 rebalancer: Rebalancer | None = None) -> None:
         self.first = first
+        self._rebalancer = rebalancer
         self._scheduler = scheduler
         self.answered = answered
         self._events = events or EventLog(None)
         self.at_speeds = at_speeds
         self.speeds: Speeds | None = None
         """What is planned for besides failures, where that is not what the first schedule says."""
-        self._answers: dict[_Question, Schedule | BaseException] = {}
-        self._asked: dict[_Question, float] = {}
+        self._answers: dict[Question, Schedule | BaseException] = {}
+        self._asked: dict[Question, float] = {}
         """What threads are finding schedules for, and since when."""
 
     def for_workers(self, live: Sequence[Worker]) -> Schedule | None:
@@ -72,11 +107,41 @@ class ScheduleService:
         """
         if self.speeds is None and live == [seat.worker for seat in self.first.seats]:
             return self.first
-        down = tuple(sorted(set(self.first.grid.workers()) - set(live)))
-        schedule = self.get(down)
+        return self._fitting(live, self.get(self._down(live)))
+
+    def at_once(self, held: Held) -> Schedule | None:
+        """The schedule for workers that hold these layers, in which none move; None and errors as of `for_workers`."""
+        live = [worker for worker, _ in held]
+        return self._fitting(live, self._find(Question(self._down(live), self.speeds, held)))
+
+    def settled(self, held: Held) -> Schedule | None:
+        """The schedule that is the best to come to for workers that hold these layers; None and errors likewise."""
+        live = [worker for worker, _ in held]
+        if self.speeds is None and live == [seat.worker for seat in self.first.seats]:
+            return self.first
+        return self._fitting(live, self._find(Question(self._down(live), self.speeds, held, settled=True)))
+
+    def planner_at_speeds(self, present: Schedule) -> SchedulerAtSpeeds | None:
+        """What plans for speeds where workers hold what a schedule gives them, and none of it moves; None: nothing."""
+        rebalancer = self._rebalancer
+        if rebalancer is None or all(seat.holds is None for seat in present.seats):
+            return self.at_speeds
+        held = {seat.worker: present.holds_of(seat) for seat in present.seats}
+
+        def plan(down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
+            live = (worker for worker in present.grid.workers() if worker not in down)
+            return rebalancer.at_once(down, tuple((worker, held.get(worker, ())) for worker in live), speeds)
+
+        return plan
+
+    def _down(self, live: Sequence[Worker]) -> tuple[Worker, ...]:
+        return tuple(sorted(set(self.first.grid.workers()) - set(live)))
+
+    def _fitting(self, live: Sequence[Worker], schedule: Schedule | None) -> Schedule | None:
         if schedule is not None and (schedule.grid != self.first.grid
                                      or [seat.worker for seat in schedule.seats] != list(live)):
-            raise RunError(f"the schedule for the failure of {', '.join(map(str, down))} is one of another job")
+            down = ", ".join(map(str, self._down(live)))
+            raise RunError(f"the schedule for the failure of {down} is one of another job")
         return schedule
 
     def get(self, down: tuple[Worker, ...]) -> Schedule | None:
@@ -84,39 +149,45 @@ class ScheduleService:
 
         Raises what the scheduler has raised.
         """
-        if self._scheduler is None:
-            raise NoScheduleError
-        question = down, self.speeds
+        return self._find(Question(down, self.speeds))
+
+    def _find(self, question: Question) -> Schedule | None:
+        """The answer; None where it is not there yet. Raises what was raised."""
         answer = self._answers.get(question)
         if isinstance(answer, BaseException):
             raise answer
-        if answer is None and question not in self._asked and len(self._asked) < AT_ONCE:
+        beside = sum(one.settled == question.settled for one in self._asked)
+        if answer is None and question not in self._asked and beside < (1 if question.settled else AT_ONCE):
+            find = self._finder(question)
             self._asked[question] = time.monotonic()
-            self._events.write(PlanAsked(down=down, phase="at once"))
-            in_background(partial(self._find, question), partial(self._take, question))
+            self._events.write(PlanAsked(down=question.down, phase="settled" if question.settled else "at once"))
+            in_background(find, partial(self._take, question))
         return answer
+
+    def _finder(self, question: Question) -> Callable[[], Schedule]:
+        """What finds the answer. Raises NoScheduleError where there is nothing to ask."""
+        if question.held is not None:
+            if self._rebalancer is None:
+                raise NoScheduleError
+            find = self._rebalancer.settled if question.settled else self._rebalancer.at_once
+            return partial(find, question.down, question.held, question.speeds or ())
+        if question.speeds is not None and self.at_speeds is not None:
+            return partial(self.at_speeds, question.down, question.speeds)
+        if self._scheduler is None:
+            raise NoScheduleError
+        return partial(self._scheduler, question.down)
 
     def forget(self) -> None:
         """Drop all answers."""
         self._answers.clear()
 
-    def _find(self, question: "_Question") -> Schedule:
-        down, speeds = question
-        if speeds is not None and self.at_speeds is not None:
-            return self.at_speeds(down, speeds)
-        assert self._scheduler is not None
-        return self._scheduler(down)
-
-    def _take(self, question: "_Question", answer: Schedule | BaseException) -> None:
+    def _take(self, question: Question, answer: Schedule | BaseException) -> None:
         self._answers[question] = answer
         took = time.monotonic() - self._asked.pop(question)
-        self._events.write(PlanAnswered(down=question[0], phase="at once", took=round(took, 3),
+        self._events.write(PlanAnswered(down=question.down, phase="settled" if question.settled else "at once",
+                                        took=round(took, 3),
                                         error=str(answer) if isinstance(answer, BaseException) else None))
         self.answered()
-
-
-_Question = tuple[tuple[Worker, ...], Speeds | None]
-"""Who is down, and which speeds are known."""
 
 
 def in_background(work: Callable[[], T], done: Callable[[T | BaseException], None]) -> None:

@@ -34,10 +34,13 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     """
     repeated: int = 0
     """Committed iterations that are run again for that; their numbers are the same."""
+    settled: bool = False
+    """Whether layers have moved between members, and nothing else has changed."""
 
     def __str__(self) -> str:
         back = [f"worker {worker} is back" for worker in self.returned]
-        causes = ", ".join([*self.reasons, *back]) or self.broken or "a connection broke"
+        causes = ", ".join([*self.reasons, *back]) or self.broken or (
+            "layers have moved" if self.settled else "a connection broke")
         again = "" if self.went_back_to is None else (
             f": no live worker had all layers, so the run went back to iteration {self.went_back_to}, and "
             f"{self.repeated} iterations are run again, with the same numbers")
@@ -54,6 +57,7 @@ class RecoveryClock:
         self._broken: str | None = None
         self._returned: set[Worker] = set()
         self._meanwhile = 0
+        self._settled = False
         self._back: tuple[int | None, int] = None, 0
         self._committed: float | None = None
         self._without_gap = 0
@@ -77,9 +81,10 @@ class RecoveryClock:
         self.begin()
         self._broken = self._broken or f"worker {worker} lost a connection, {reason}"
 
-    def ordered(self, returned: Collection[Worker], meanwhile: int) -> None:
-        """An order is given, with workers that come in."""
+    def ordered(self, returned: Collection[Worker], meanwhile: int, *, settled: bool = False) -> None:
+        """An order is given, with workers that come in, or with layers that have moved."""
         self._returned.update(returned)
+        self._settled = settled
         self._meanwhile, self._ordered = meanwhile, time.monotonic()
 
     def went_back(self, iteration: int, repeated: int) -> None:
@@ -95,11 +100,17 @@ class RecoveryClock:
             iteration=iteration, dead=tuple(worker for worker, _ in self._dead), live=live,
             returned=tuple(sorted(self._returned)), reasons=tuple(reason for _, reason in self._dead),
             seconds=time.monotonic() - self._began, broken=self._broken, meanwhile=self._meanwhile,
-            went_back_to=self._back[0], repeated=self._back[1])
+            went_back_to=self._back[0], repeated=self._back[1],
+            settled=self._settled and not self._dead and not self._returned)
         self._began, self._dead, self._broken, self._returned, self._back = None, [], None, set(), (None, 0)
         self.recoveries.append(recovery)
         self._without_gap += 1
         return recovery
+
+    @property
+    def last_seconds(self) -> float | None:
+        """How long the last one took."""
+        return self.recoveries[-1].seconds if self.recoveries else None
 
     def committed(self) -> None:
         """An iteration was committed."""

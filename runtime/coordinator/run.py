@@ -7,6 +7,7 @@ from pathlib import Path
 from runtime.config import RunConfig
 from runtime.coordinator.planning import Scheduler, SchedulerAtSpeeds
 from runtime.coordinator.recovery import Recovery
+from runtime.coordinator.settling import Settling
 from runtime.coordinator.slow_workers import SpeedEvent
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
 from runtime.processes.stop_signals import GRACE_SECONDS
@@ -39,6 +40,10 @@ class Run:
     """What is asked for schedules where workers are slow."""
     grace_seconds: float = GRACE_SECONDS
     """How long the run may go on once it is told to end."""
+    settling: Settling | None = None
+    """Whether and how layers move to better schedules after failures; None: they stay."""
+    layer_bytes: Sequence[int] = ()
+    """What is sent of each layer of the model."""
     notify: Notify = field(default=lambda _: None)
     join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS
     """For all workers to be there."""

@@ -182,7 +182,7 @@ class SlowWorkers:
         for worker in returning:
             del self._left_out[worker]
         question = self._order, self._schedules.speeds
-        plan = self._schedules.at_speeds
+        plan = self._schedules.planner_at_speeds(present)
         if plan is None or self._asked == question or (self._as_planned(present) and not self._left_out):
             if self._news and (plan is None or self._as_planned(present)):
                 self._tell(Decision(None, 0.0, 0.0), iteration,

@@ -93,6 +93,21 @@ def build_holding(model: LayeredModel, layers: Iterable[int], config: TrainingCo
     return Holding({layer: built(model, layer) for layer in layers}, config)
 
 
+def state_bytes(model: LayeredModel, config: TrainingConfig) -> list[int]:
+    """About what another worker needs of each layer: parameters, buffers, and the optimizer's state.
+
+    Optimizers of one's own are taken to remember as much as AdamW does.
+    """
+    slots = 2 if config.optimizer != "sgd" else 1 if config.momentum else 0
+    found = []
+    for layer in range(model.layers):
+        with torch.device("meta"):
+            module = model.build(layer)
+        found.append(sum(one.nbytes for one in module.buffers())
+                     + (1 + slots) * sum(one.nbytes for one in module.parameters()))
+    return found
+
+
 def _flatten_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     """Give the parameters zero gradients that lie one after the other in one flat tensor a dtype."""
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}

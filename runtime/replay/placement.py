@@ -1,11 +1,11 @@
 """What each holds under a schedule: layers of the model, and workers of nodes."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 from runtime.model.layers import split_layers
-from schedules.layers import LayerRange
+from schedules.layers import LayerRange, joined
 from schedules.schedule import Grid, OpKind, Schedule, Worker
 
 
@@ -51,6 +51,11 @@ class Placement:
     def held_in_column(self, grid: Grid, column: int) -> frozenset[int]:
         """The layers of a column's stages."""
         return self._layers(tuple(grid.layers_of(stage) for stage in grid.stages_of(column)))
+
+    def in_schedules(self, layers: Collection[int]) -> tuple[LayerRange, ...]:
+        """The layers of schedules that layers of the model have whole, as ascending ranges that do not touch."""
+        return joined((layer, layer + 1) for layer, (first, end) in enumerate(pairwise(self.cuts))
+                      if all(one in layers for one in range(first, end)))
 
     def stage_of(self, grid: Grid, layer: int) -> int:
         """The first stage that has a layer of the model."""

@@ -75,7 +75,7 @@ class Team:
                             recorder=recorder)
         losses = []
         for iteration in range(ITERATIONS):
-            recorder.begin(traced=False)
+            recorder.begin(iteration, traced=False)
             losses.append(executor.run(iteration))
         steps.validate()
         exchange.flush()

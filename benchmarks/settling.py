@@ -1,0 +1,147 @@
+"""What a run keeps of its throughput after a failure: at once, and when layers have moved.
+
+    python -m benchmarks.settling [--pipelines 4] [--stages 4] [--microbatches 16] [--layers-a-stage 4]
+        [--width 1024] [--op-ms 10] [--megabytes-per-second 15] [--json]
+
+Layers sleep through their ops, so that two cores are enough for all workers, and are as large as real ones: with AdamW,
+a layer of width 2048 has 50 MB. A worker is killed; the run settles, as `train --layers move` does. Prints the share of
+the fault-free throughput before the failure, at once, and settled; planned and measured; what moved, and the longest
+time between two commits from when layers began to move until the run has settled. Exit status 1 when less than 0.88 is
+left, the measured iterations are 5 % off the planned ones, or that time is above 1.3 iterations.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+
+from benchmarks.sleeping import MODEL, TRAINING, sleeping
+from cli.shared.failure_schedules import scheduler
+from cli.shared.rebalancing import Rebalancing
+from planner.job.file import Job, parse_job
+from planner.options import PlanOptions
+from planner.plan import plan_only
+from runtime.config import parse_run_config
+from runtime.coordinator.settling import Settling
+from runtime.events import Event, FetchBegun, HandedOver, OrderGiven, SettlingChosen
+from runtime.launch import Resilience, RunOptions, run
+from runtime.processes.fork_server import ForkServer
+from runtime.protocol.failure_injection import Injection
+from schedules.schedule import Worker
+
+HEALTHY = 8
+"""Iterations before the failure."""
+AFTER = 8
+"""Iterations after the run has settled."""
+LEAST_LEFT, MOST_OFF, LONGEST_GAP = 0.88, 0.05, 1.3
+TRANSFER_SECONDS = 0.0005
+
+
+class Watch:
+    """When iterations were committed, and the events between them."""
+
+    def __init__(self) -> None:
+        self.commits: list[float] = []
+        self.events: list[tuple[float, Event]] = []
+
+    def progress(self, *_: object) -> None:
+        """An iteration was committed."""
+        self.commits.append(time.monotonic())
+
+    def observe(self, event: Event) -> None:
+        """Something has happened."""
+        self.events.append((time.monotonic(), event))
+
+    def at(self, kind: type[Event], number: int = 0) -> tuple[float, Event]:
+        """The event of a kind, and when it was."""
+        return [(at, event) for at, event in self.events if isinstance(event, kind)][number]
+
+    def period(self, begin: float, end: float) -> float:
+        """The median from one commit to the next, without the first two, which begin with empty pipelines."""
+        within = [at for at in self.commits if begin <= at <= end]
+        return statistics.median(later - earlier for earlier, later in pairwise(within[2:]))
+
+    def longest(self, begin: float, end: float) -> float:
+        """From one commit to the next, where this reaches into the time."""
+        return max(later - earlier for earlier, later in pairwise(self.commits) if later >= begin and earlier <= end)
+
+
+def job_of(options: argparse.Namespace) -> Job:
+    """A job whose stages take as long as their layers sleep."""
+    op = options.op_ms / 1e3 * options.layers_a_stage
+    return parse_job(f"pipelines = {options.pipelines}\nstages = {options.stages}\n"
+                     f"microbatches = {options.microbatches}\n[time]\nforward = {op}\nbackward_input = {op}\n"
+                     f"backward_weight = {op}\noptimizer = 0\ntransfer = {TRANSFER_SECONDS}\n"
+                     f"[placement]\nlayers = {[options.layers_a_stage] * options.stages}\n")
+
+
+def measure(options: argparse.Namespace, job: Job, fork_server: ForkServer, out: Path) -> dict[str, object]:
+    """Run until the failure has been answered and the run has settled."""
+    watch = Watch()
+    first = plan_only(PlanOptions(time_limit=3.0), job, ()).schedule
+    config = parse_run_config({**MODEL, "width": options.width, "blocks": options.stages * options.layers_a_stage},
+                              {**TRAINING, "optimizer": "adamw", "iterations": options.iterations})
+    lost = Worker(1, options.stages // 2)
+    run(first, config, out=out, fork_server=fork_server, progress=watch.progress,
+        options=RunOptions(observe=watch.observe, notify=lambda news: print(news, file=sys.stderr)),
+        resilience=Resilience(
+            scheduler=scheduler(job, first, None), injections=(Injection(lost, HEALTHY, 3),),
+            fetch_bytes_per_second=options.megabytes_per_second * 1e6, heartbeat_timeout_seconds=30.0,
+            settling=Settling(rebalancer=Rebalancing(job, first))))
+    return report(watch, first.seconds(first.period_ticks))
+
+
+def report(watch: Watch, planned: float) -> dict[str, object]:
+    """The figures."""
+    (began, _), (failed, at_once) = watch.at(OrderGiven), watch.at(OrderGiven, 1)
+    (fetched, _), (handed, _), (_, settled) = watch.at(FetchBegun), watch.at(HandedOver), watch.at(OrderGiven, 2)
+    _, chosen = watch.at(SettlingChosen)
+    assert isinstance(at_once, OrderGiven) and isinstance(settled, OrderGiven) and isinstance(chosen, SettlingChosen)
+    lost = next(at for at, event in watch.events if event.__class__.__name__ == "Failed")
+    periods = {"before": (watch.period(began, lost), planned),
+               "at once": (watch.period(failed, handed), at_once.planned_period),
+               "settled": (watch.period(handed, watch.commits[-1]), settled.planned_period)}
+    healthy = periods["before"][0]
+    after = next(index for index, at in enumerate(watch.commits) if at > handed)
+    return {
+        "periods": {name: {"measured": measured, "planned": wanted, "share": healthy / measured,
+                           "off": measured / wanted - 1} for name, (measured, wanted) in periods.items()},
+        "moved_bytes": chosen.moves_bytes, "expected_move_seconds": chosen.move_seconds,
+        "move_seconds": handed - fetched,
+        "longest_gap": watch.longest(fetched, watch.commits[min(after + 2, len(watch.commits) - 1)]),
+        "gap_in_iterations": watch.longest(fetched, watch.commits[min(after + 2, len(watch.commits) - 1)])
+        / periods["at once"][0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("pipelines", 4), ("stages", 4), ("microbatches", 16), ("layers-a-stage", 4),
+                          ("width", 2048), ("op-ms", 10), ("iterations", 60)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--megabytes-per-second", type=float, default=15.0, help="from each source to each target")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    op = options.op_ms / 1e3
+    with tempfile.TemporaryDirectory() as folder, sleeping(op, op, op, 0.0), ForkServer() as fork_server:
+        found = measure(options, job_of(options), fork_server, Path(folder))
+    if options.json:
+        print(json.dumps(found))
+    periods = found["periods"]
+    assert isinstance(periods, dict)
+    for name, one in periods.items():
+        print(f"{name:>8}: {one['measured'] * 1e3:7.0f} ms measured, {one['planned'] * 1e3:7.0f} ms planned "
+              f"({one['off']:+.1%}), {one['share']:.3f} of the throughput before", file=sys.stderr)
+    print(f"{found['moved_bytes'] / 1e6:.0f} MB moved in {found['move_seconds']:.1f} s "  # type: ignore[operator]
+          f"({found['expected_move_seconds']:.1f} s expected); longest time between two commits meanwhile and "
+          f"at the handover: {found['gap_in_iterations']:.2f} iterations", file=sys.stderr)
+    settled = periods["settled"]
+    sys.exit(settled["share"] < LEAST_LEFT or abs(settled["off"]) > MOST_OFF
+             or found["gap_in_iterations"] > LONGEST_GAP)  # type: ignore[operator]
+
+
+if __name__ == "__main__":
+    main()

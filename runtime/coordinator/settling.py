@@ -1,0 +1,120 @@
+"""Settling: whether layers move to a schedule that is better for the workers that are left, and when that has paid.
+
+The first answer to a failure leaves layers where they are. A schedule for which layers move is faster, but all stop
+once to change over; and the next failure may come before that has paid.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from runtime.coordinator.event_log import EventLog
+from runtime.coordinator.planning import Rebalancer
+from runtime.events import SettlingChosen
+from runtime.protocol.to_worker import LayerMove
+from schedules.schedule import Schedule
+
+PRIOR_SECONDS = 3600.0
+"""Beside the failures of this run, one is assumed in so long: after the first failure, little is known."""
+PAUSE_SECONDS = 0.3
+"""A change of schedules lasts so long, where none has been measured yet."""
+BYTES_PER_SECOND = 1e9
+"""From one worker to another, where nothing else is known."""
+LEAST_GAIN = 0.01
+"""Share of an iteration below which a schedule is not better: plans are not measured so closely."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settling:
+    """How a run settles."""
+
+    rebalancer: Rebalancer
+    mtbf_seconds: float | None = None
+    """From one failure in the whole cluster to the next; None: as observed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What moving layers is expected to cost."""
+
+    layer_bytes: Sequence[int]
+    """Parameters, buffers and the optimizer's state of each layer of the model."""
+    bytes_per_second: float | None
+    """From each worker to each other; None: not bounded."""
+
+
+class Settler:
+    """Decides for one run. `tell` tells people a line."""
+
+    def __init__(self, cost: Cost, mtbf_seconds: float | None, events: EventLog, tell: Callable[[str], None]) -> None:
+        self._cost = cost
+        self._mtbf = mtbf_seconds
+        self._events = events
+        self._tell = tell
+        self._failures = 0
+        self._began = time.monotonic()
+        self._closed = 1
+        """The last order that is not to be settled: the first, of which nothing is left to be gained, and others."""
+
+    def open(self, order: int) -> bool:
+        """Whether a better schedule than that of an order is to be looked for."""
+        return order > self._closed
+
+    def close(self, order: int) -> None:
+        """An order is as good as it gets."""
+        self._closed = order
+
+    def failed(self) -> None:
+        """A worker was lost."""
+        self._failures += 1
+
+    @property
+    def seconds_to_failure(self) -> float:
+        """To be expected until the next failure."""
+        if self._mtbf is not None:
+            return self._mtbf
+        return (time.monotonic() - self._began + PRIOR_SECONDS) / (self._failures + 1)
+
+    def pays(self, before: Schedule, after: Schedule, moves: Iterable[LayerMove], *, scale: float,
+             pause: float | None) -> bool:
+        """Whether to move; tells the numbers in one line and one event.
+
+        `scale` is how many times as long as planned iterations take; `pause` is how long the last change of schedules
+        took, in seconds.
+        """
+        old, new = (scale * one.seconds(one.period_ticks) for one in (before, after))
+        size, seconds = self._moved(moves)
+        left = self.seconds_to_failure - seconds
+        gained = old - new
+        lost = (PAUSE_SECONDS if pause is None else pause) + new  # an iteration that begins with empty pipelines
+        paid = math.ceil(lost / gained) if gained > 0 else None
+        settles = gained > LEAST_GAIN * old and paid is not None and paid * new < left
+        self._events.write(SettlingChosen(
+            settles=settles, moves_bytes=size, move_seconds=round(seconds, 3), present_period=round(old, 6),
+            settled_period=round(new, 6), pays_after=paid, time_to_failure=round(self.seconds_to_failure, 3)))
+        self._tell(self._told(settles, size, seconds, old, new, paid))
+        return settles
+
+    def _told(self, settles: bool, size: int, seconds: float, old: float, new: float, paid: int | None) -> str:
+        expected = f"the next failure is expected in {self.seconds_to_failure:.0f} s"
+        says = f"{size / 1e6:.0f} MB would move in about {seconds:.1f} s, for iterations of {new:.3g} s instead of " \
+               f"{old:.3g} s"
+        if settles:
+            return f"settles: {says.replace('would move', 'move')}, which has paid after {paid} iterations; {expected}"
+        why = "which gains too little" if paid is None or old - new <= LEAST_GAIN * old else \
+            f"which would have paid after {paid} iterations"
+        return f"does not settle: {says}, {why}; {expected}"
+
+    def _moved(self, moves: Iterable[LayerMove]) -> tuple[int, float]:
+        """Bytes of all moves, and seconds until the busiest connection or worker has carried its share."""
+        between: Counter[object] = Counter()
+        size = 0
+        for move in moves:
+            layer = self._cost.layer_bytes[move.layer]
+            size += layer
+            # A rate that is given holds for each connection.
+            ends = (move.source, move.target)
+            between.update({ends: layer} if self._cost.bytes_per_second else dict.fromkeys(ends, layer))
+        return size, max(between.values(), default=0) / (self._cost.bytes_per_second or BYTES_PER_SECOND)

@@ -1,0 +1,87 @@
+"""After a failure layers move while training goes on; whatever fails meanwhile, numbers stay those of one process."""
+
+import msgspec
+import pytest
+
+from planner.options import PlanOptions
+from planner.plan import plan_only
+from runtime.coordinator.planning import Held, Speeds
+from runtime.coordinator.settling import Settling
+from runtime.events import FetchAbandoned, HandedOver, OrderGiven, SettlingChosen
+from runtime.launch import Resilience, RunOptions, run
+from runtime.processes.process_manager import Return
+from schedules.schedule import Schedule, Worker
+from tests.runtime.failing import at, dead, planned, returned
+from tests.runtime.running import assert_same_numbers, judge
+from tests.runtime.test_routes import LINEAR, eight_layers
+
+GREEDY = PlanOptions(method="greedy", time_limit=0.3)
+CONFIG = eight_layers(iterations=250, clip_norm=1.6)
+
+
+class Planning:
+    """Plans in the run's own process, so that it takes no longer than it must."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Worker, ...]] = []
+
+    def at_once(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
+        schedule = plan_only(msgspec.structs.replace(GREEDY, holds=held), LINEAR, down).schedule
+        assert all(schedule.holds(worker) == layers for worker, layers in held), "nobody needs what it does not hold"
+        return schedule
+
+    def settled(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
+        self.asked.append(down)
+        return plan_only(msgspec.structs.replace(GREEDY, layers="move", holds=held), LINEAR, down).schedule
+
+
+def train(injections, fork_server, out, *, returns=(), mtbf=None, rate=None):
+    events = []
+    scheduler, planning = planned(LINEAR), Planning()
+    given = Resilience(scheduler=scheduler, heartbeat_timeout_seconds=10.0, injections=tuple(injections),
+                       returns=tuple(returns), fetch_bytes_per_second=rate,
+                       settling=Settling(rebalancer=planning, mtbf_seconds=mtbf))
+    result = run(scheduler(()), CONFIG, out=out, fork_server=fork_server, options=RunOptions(observe=events.append),
+                 resilience=given)
+    assert_same_numbers(result, judge(CONFIG, LINEAR.microbatches, CONFIG.training.iterations))
+    return result, events, planning
+
+
+def phases(events):
+    return [event.phase for event in events if isinstance(event, OrderGiven)]
+
+
+@pytest.mark.parametrize("place", [3, "O"])
+def test_at_once_then_settled(place, fork_server, tmp_path):
+    result, events, _ = train([at("1.2", 2, place)], fork_server, tmp_path)
+    assert dead(result) == ["1.2"] and phases(events) == ["whole", "at once", "settled"]
+    settled = result.recoveries[-1]
+    assert settled.settled and settled.meanwhile and str(settled).startswith("layers have moved: iteration ")
+    (chosen,) = [event for event in events if isinstance(event, SettlingChosen)]
+    assert chosen.settles and chosen.moves_bytes > 0 and chosen.settled_period < chosen.present_period
+
+
+def test_it_does_not_settle_where_the_next_failure_comes_sooner(fork_server, tmp_path):
+    result, events, _ = train([at("1.2", 2)], fork_server, tmp_path, mtbf=0.01)
+    assert phases(events) == ["whole", "at once"] and len(result.recoveries) == 1
+    assert [event.settles for event in events if isinstance(event, SettlingChosen)] == [False]
+
+
+@pytest.mark.parametrize("worker", ["1.1", "0.1"])
+def test_another_dies_while_layers_move(worker, fork_server, tmp_path):
+    """Once it has been asked for layers, or is fetching some; nobody waits for what has become of no use."""
+    kills = [at("1.2", 2), *(at(worker, iteration, place) for iteration in range(3, CONFIG.training.iterations)
+                             for place in ("asked", "loaded"))]
+    result, events, planning = train(kills, fork_server, tmp_path, rate=2e4)
+    assert dead(result) in (["1.2"], ["1.2", worker]) and phases(events)[-1] == "settled"
+    if len(dead(result)) == 2:
+        assert any(isinstance(event, FetchAbandoned) for event in events) and len(set(planning.asked)) == 2
+
+
+def test_one_dies_after_layers_have_moved_and_both_come_back(fork_server, tmp_path):
+    """The first answer leaves layers where they are then; those that come back take theirs from whoever has them."""
+    kills, back = [at("1.2", 2), at("1.0", 120)], [Return(Worker(1, 0), 180), Return(Worker(1, 2), 181)]
+    result, events, _ = train(kills, fork_server, tmp_path, returns=back)
+    assert dead(result) == ["1.2", "1.0"] and sorted(returned(result)) == ["1.0", "1.2"]
+    assert phases(events)[:3] == ["whole", "at once", "settled"] and phases(events)[-1] == "whole"
+    assert sum(isinstance(event, HandedOver) for event in events) >= 3
