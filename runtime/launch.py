@@ -28,7 +28,7 @@ from runtime.coordinator.settling import Settling
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
 from runtime.device import choose_device, gpu_count
 from runtime.errors import RunError as RunError
-from runtime.events import Started
+from runtime.events import LOSSES, Started
 from runtime.model.checkpoint import Checkpoint, identity_of, open_checkpoint
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import load_corpus
@@ -47,7 +47,7 @@ from runtime.protocol.rendezvous import Rendezvous, host_store, listen
 from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, FormSpec, Setup
 from runtime.replay.communication import Transport, choose_transport
 from runtime.replay.placement import Placement, PlacementError, assign_to_nodes, place
-from runtime.run_folder import LOSSES, claim, clean_up, locked
+from runtime.run_folder import claim, clean_up, locked
 from schedules import codec
 from schedules.check import check
 from schedules.measured_trace import MeasuredTrace, write_measured_trace
@@ -127,7 +127,7 @@ class RunOptions:
     observe: Observer = lambda _: None
     """Called with each event of the run (`runtime.events`)."""
     fault_free_seconds: float | None = None
-    """Planned period with all workers; None: that of the first schedule, where all take part in it."""
+    """Planned period with all workers, where the first schedule is not of all of them; None: nobody has planned it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +148,9 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         resilience: Resilience = Resilience()) -> RunResult:
     """Train by a schedule, from the first iteration or a checkpoint; on node 0 when there are several.
 
-    Writes `schedule.json`, `losses.jsonl` (line by line as iterations are committed), `trace.json`, `parameters/` and
-    `logs/` into `out`. `iterations` replaces those of `config`. A `fork_server` may serve several runs, one after the
-    other.
+    Writes `schedule.json`, `losses.jsonl` and `events.jsonl` (line by line as iterations are committed and events
+    happen), `schedules/`, `trace.json`, `parameters/` and `logs/` into `out`. `iterations` replaces those of
+    `config`. A `fork_server` may serve several runs, one after the other.
 
     Raises ConfigError or PlacementError when schedule, configuration and machine do not fit, CheckpointError when the
     checkpoint does not, FolderError when another run writes to `out` or has left its results there, OSError when `out`
@@ -213,8 +213,9 @@ def _started(schedule: Schedule, config: RunConfig, options: RunOptions) -> Star
     whole = len(schedule.seats) == schedule.grid.pipelines * schedule.grid.columns
     planned = schedule.seconds(schedule.period_ticks) if whole else None
     return Started(job=schedule.job, workers=schedule.grid.pipelines * schedule.grid.columns,
-                   iterations=config.training.iterations, microbatches=schedule.grid.total_microbatches,
-                   fault_free_period=options.fault_free_seconds or planned)
+                   iterations=config.training.iterations,
+                   samples=config.training.batch * schedule.grid.total_microbatches,
+                   fault_free_period=planned or options.fault_free_seconds)
 
 
 def _result(schedule: Schedule, first: int, log: CommitLog, events: EventLoop, out: Path) -> RunResult:

@@ -410,8 +410,8 @@ class Coordinator:
         Raises RunError where the run is to end, or there is no schedule for those that live.
         """
         everyone = self._members | self._ready
-        why = f"stage {self._placement.stage_of(self.grid, missing)} has no live worker left: " \
-              f"{self._lost.reasons_of(missing, self._members, self._ready)}"
+        reasons = self._lost.reasons_of(missing, self._members, self._ready)
+        why = f"stage {self._placement.stage_of(self.grid, missing)} has no live worker left: {reasons}"
         if not everyone or self._stopping:
             raise RunError(why)
         if not self._going_back.all_have_answered(everyone):

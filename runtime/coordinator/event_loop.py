@@ -376,7 +376,7 @@ class EventLoop:
 
     def _commit(self, committed: Iterator[tuple[int, float]]) -> None:
         for iteration, loss in committed:
-            self._losses.write(iteration, loss)
+            self._losses.write(iteration, loss, self._log.period_seconds, self._event_log.now())
             self._processes.committed(iteration)
             self._coordinator.committed()
             self._stall.progressed()

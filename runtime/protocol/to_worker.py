@@ -48,8 +48,8 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     factor: Factor | None = None
     """Of the last committed iteration, for workers that do not know it."""
     restore: tuple[tuple[Worker, tuple[int, ...]], ...] | None = None
-    """Where layers were lost, and the run goes back: drop all layers, and read these, of each member that can read
-    them, from the checkpoint of `first_iteration`, or build them as they were before the run began."""
+    """Where layers were lost, and the run goes back: drop all layers, and read these layers, of each member that can
+    read them, from the checkpoint of `first_iteration`, or build them as they were before the run began."""
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):

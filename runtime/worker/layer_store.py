@@ -9,7 +9,7 @@ from runtime.model.holding import Holding
 Build = Callable[[Iterable[int]], Holding]
 """Makes layers as they are before iteration 0."""
 Restore = Callable[[int, Iterable[int]], Mapping[int, Mapping[str, Tensor]]]
-"""The states of layers before an iteration, by a checkpoint; nothing where they are as they are built."""
+"""The states of layers before an iteration, by a checkpoint; none where they are as they are built."""
 
 
 class LayerStore:
@@ -32,15 +32,16 @@ class LayerStore:
 
     def clear(self) -> None:
         """Hold nothing."""
-        self.holding.change(())
+        self.holding = self._build(())
 
     def restore(self, layers: Collection[int], iteration: int) -> None:
         """Take up layers as they were before an iteration, beside those held already. Raises CheckpointError."""
         lacking = sorted(set(layers) - self.holding.modules.keys())
-        fresh = {layer: self.fresh(layer) for layer in lacking}
-        for layer, state in self._restore(iteration, lacking).items():
-            fresh[layer].optimizer.load_layer_state(layer, state)
-        self.holding.change({*self.holding.modules, *lacking}, fresh.values())
+        if lacking:
+            states = self._restore(iteration, lacking)
+            self.holding.change({*self.holding.modules, *lacking}, map(self.fresh, lacking))
+            for layer, state in states.items():
+                self.holding.optimizer.load_layer_state(layer, state)
 
     def keep(self, layers: Collection[int], fetched: Mapping[int, Holding]) -> None:
         """Hold exactly these layers: of those held already, and those that have come. No step may be open."""
