@@ -59,4 +59,4 @@ def who_reads_what(needs: Holders, readers: Collection[Worker]) -> Mapping[Worke
         reader = min(reads, key=lambda worker: (count[worker], worker))
         reads[reader].append(layer)
         count[reader] += 1
-    return {reader: tuple(sorted(mine)) for reader, mine in reads.items()}
+    return {reader: tuple(mine) for reader, mine in reads.items()}

@@ -80,7 +80,13 @@ def autocast(name: DtypeName, device: torch.device) -> AbstractContextManager[ob
     return torch.autocast(device.type, torch.bfloat16) if name == "bf16" else nullcontext()
 
 
+def layer_seed(seed: int, iteration: int, pipeline: int, microbatch: int, layer: int) -> int:
+    """What to seed the generators with for one layer's forward of one micro-batch: its dropout is the same on any
+    worker."""
+    return derive_seed("layer", seed, iteration, pipeline, microbatch, layer)
+
+
 def layer_randomness(seed: int, iteration: int, pipeline: int, microbatch: int, layer: int,
                      device: torch.device) -> AbstractContextManager[None]:
-    """Run one layer's forward of one micro-batch in here: its dropout is the same on any worker."""
-    return seeded(derive_seed("layer", seed, iteration, pipeline, microbatch, layer), device)
+    """Run one layer's forward of one micro-batch in here."""
+    return seeded(layer_seed(seed, iteration, pipeline, microbatch, layer), device)

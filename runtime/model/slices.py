@@ -15,7 +15,8 @@ from runtime.config import RunConfig
 from runtime.model.data import Microbatch as Microbatch
 from runtime.model.data import input_form
 from runtime.model.holding import Holding
-from runtime.model.layers import LayeredModel, autocast, layer_randomness
+from runtime.model.layers import LayeredModel, autocast, layer_seed
+from runtime.model.seeds import seeding
 from runtime.model.split import WeightWork, backward_input, backward_weight, deferring
 from runtime.torch_private import FakeTensorMode, unset_fake_temporarily
 from schedules.layers import LayerRange
@@ -130,8 +131,9 @@ class SliceRunner:
     def _run_layers(self, microbatch: Microbatch, value: Tensor, target: Tensor | None) -> Tensor:
         training, device = self._config.training, self._model.device
         with autocast(training.dtype, device):
-            for layer, module in self._modules.items():
-                with layer_randomness(training.seed, *microbatch, layer, device):
+            with seeding(device) as seed_generators:
+                for layer, module in self._modules.items():
+                    seed_generators(layer_seed(training.seed, *microbatch, layer))
                     value = module(value)
             if not self.last:
                 return value
