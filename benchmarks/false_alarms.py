@@ -3,7 +3,8 @@
     python -m benchmarks.false_alarms [--grid 3x2x4] [--iterations 2000] [--milliseconds 2] [--computes]
 
 Trains with ops that sleep, or with small ones that compute (`--computes`: a GPT of 2 blocks), and counts what the
-detector finds where nobody is slow, and when it found that out. Exit status 1 when that is one in 1,000 iterations or more.
+detector finds where nobody is slow, and when it found that out. Exit status 1 when that is one in 1,000 iterations or
+more.
 """
 
 import argparse
