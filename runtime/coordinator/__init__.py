@@ -13,6 +13,10 @@
     planning             finds schedules in threads
     join_planning        which workers fetch which layers while training goes on
     settling             whether layers move to a better schedule, and when that has paid
+    slow_detector        which workers take longer than their peers, by what factor, since when
+    speed_watch          puts the times that workers report together for it
+    speed_planning       what is planned for workers of certain speeds; who is left out
+    slow_workers         which slow workers there are, when it is planned for them, when those left out are measured
     layer_moves          which layers move from which worker to which
     commit_log           which iterations are committed; losses, times, digests
     recovery             how long each change of members took

@@ -42,8 +42,8 @@ from typing import NamedTuple
 
 from schedules.schedule import LayerRange, OpKind, Worker
 
-OBSERVATION_SECONDS = 0.25
-"""Iterations are put together until they took so long."""
+OBSERVATION_SECONDS = 1.0
+"""Iterations are put together until they took so long. Where processes share cores, one may get none for seconds."""
 LEAST_SPREAD = 0.04
 """Of log ratios: below that, nothing depends on it."""
 ALLOWANCE, CAP, ALARM = 1.0, 3.0, 7.9

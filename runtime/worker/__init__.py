@@ -5,6 +5,8 @@
     generation N     one an       computes, and waits for other workers; it may have to be left behind where gloo
                      order        deadlocks (`runtime.replay.stuck_calls`), since no call ends such a wait
     finish           at the end   writes and digests parameters, while heartbeats go on
+    speed test       now and      runs ops by itself where the worker was left out as too slow (`speed_test`)
+                     then
     saving           now and      writes a checkpoint while training goes on (`runtime.model.checkpoint`)
                      then
     layer sender     one          sends state and gradients to workers that come in, as they can take them, while this

@@ -128,9 +128,9 @@ def test_one_that_flaps_keeps_its_lighter_load():
 def test_short_iterations_are_put_together():
     """20 of 5 ms in which one was held up are a moment."""
     cluster = Cluster()
-    cluster.run(1000, seconds=0.005)
+    cluster.run(3000, seconds=0.005)
     assert cluster.run(20, {SLOW: 5.0}, seconds=0.005) == [] == cluster.run(1000, seconds=0.005)
-    (change,) = cluster.run(300, {SLOW: 5.0}, seconds=0.005)
+    (change,) = cluster.run(1200, {SLOW: 5.0}, seconds=0.005)
     assert change.worker == SLOW
 
 
