@@ -36,7 +36,8 @@ def layer_ranges(schedule: Schedule, layers: int) -> list[tuple[int, int]]:
                                  f"the first of them {expected}")
         expected = end
     if expected != layers:
-        raise PlacementError(f"the schedule's stages hold {expected} layers; the model has {layers}")
+        raise PlacementError(f"the schedule's stages hold {expected} layers; the model has {layers}: [placement] and "
+                             "[model] of the job file must agree")
     return given * grid.chains
 
 

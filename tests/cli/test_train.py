@@ -147,6 +147,28 @@ def test_ctrl_c_leaves_no_process(job, tmp_path):
     wait_until_gone(processes)
 
 
+def test_ctrl_c_while_it_plans_ends_the_search_and_training_starts(job, tmp_path):
+    """As the lines say; the next one would end the run."""
+    job.write_text(JOB.replace("stages = 2", "stages = 4").replace("microbatches = 2", "microbatches = 7")
+                   .replace("forward = 1", "forward = [1.03, 1.19, 0.97, 1.11]\ntransfer = 0.31")
+                   .replace("backward_input = 1", "backward_input = [0.7, 1.3, 1.21, 1.07]")
+                   .replace("backward_weight = 1", "backward_weight = [1.13, 0.83, 1.31, 0.59]")
+                   .replace("iterations = 4", "iterations = 1")
+                   + "[memory]\ncapacity = 3\nactivation = 1\nweight_stash = 0.5\n")  # no bound is reached
+    running = start(job, "--failed", "1.2", "--time-limit", 500, "--json", "--out", tmp_path / "out")
+    try:
+        while "list scheduler" not in (line := running.stderr.readline()):
+            assert line, "it ended before it had a schedule"
+        time.sleep(0.5)
+        running.send_signal(signal.SIGINT)
+        output, errors = running.communicate(timeout=120)
+    finally:
+        running.kill()
+    assert running.returncode == 0 and "Traceback" not in errors, errors
+    assert "Ctrl-C has ended the search: training starts by the best schedule so far." in errors
+    assert json.loads(output)["iterations"] == 1
+
+
 def test_one_command_a_node(job, tmp_path):
     store, meeting = host_store()
     del store
@@ -168,7 +190,7 @@ def test_one_command_a_node(job, tmp_path):
     (["--nodes", "2", "--node", "2", "--rendezvous", "127.0.0.1:1"], "--node 2: expected 0 to 1"),
     (["--nodes", "2", "--node", "1", "--rendezvous", "127.0.0.1:1"],
      "a run on 2 nodes needs a secret that all of them have: set SLIPSTREAM_SECRET_FILE"),
-    (["--rendezvous", "nowhere"], "'nowhere' is no meeting point"),
+    (["--rendezvous", "nowhere"], "'nowhere' is no address: write HOST:PORT"),
     (["--schedule", "/no/such.json"], "/no/such.json: cannot be read"),
     (["--schedule", "x.json", "--failed", "1.0"], "leave out --failed"),
     (["--kill", "1.0"], "--kill 1.0: expected D.S@ITERATION, for example 1.2@10"),
