@@ -33,7 +33,7 @@ from runtime.model.clipping import watches_gradients
 from runtime.model.data import load_corpus
 from runtime.model.digest import combined_digest
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
-from runtime.model.stage import boundaries
+from runtime.model.slices import forms
 from runtime.processes.fork_server import ForkServer
 from runtime.processes.launchers import ALONE, GpuShare, LocalProcess, gpu_share
 from runtime.processes.process_manager import NodeProcesses, ProcessManager, Return
@@ -42,17 +42,14 @@ from runtime.processes.worker_start import NodeSettings
 from runtime.protocol.authentication import HOW, Secret, new_secret
 from runtime.protocol.failure_injection import Injection
 from runtime.protocol.rendezvous import Rendezvous, host_store, listen
-from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, BoundarySpec, Setup
+from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, FormSpec, Setup
 from runtime.replay.communication import Transport, choose_transport
-from runtime.replay.placement import PlacementError, assign_to_nodes, layer_ranges
+from runtime.replay.placement import Placement, PlacementError, assign_to_nodes, place
 from runtime.run_folder import claim, clean_up, locked
 from schedules import codec
 from schedules.check import check
 from schedules.measured_trace import MeasuredTrace, write_measured_trace
 from schedules.schedule import Schedule, Worker
-
-Ranges = Sequence[tuple[int, int]]
-"""Half-open range of layers of each stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +132,7 @@ class _Fit:
 
     device: Literal["cpu", "cuda"]
     model: LayeredModel
-    ranges: Ranges
+    placement: Placement
     shares: Sequence[Sequence[Worker]]
     """The workers of each node that are there from the start."""
     gpus: GpuShare
@@ -227,13 +224,14 @@ def _result(schedule: Schedule, first: int, log: CommitLog, events: EventLoop, o
 def _setup(schedule: Schedule, config: RunConfig, fit: _Fit, store: Rendezvous, options: RunOptions,
            resilience: Resilience) -> Setup:
     """What the workers must know. Shapes are found out once, here, for all of them."""
+    grid, at_layer = schedule.grid, forms(fit.model, config)
     return Setup(
         first_iteration=0 if resilience.resume is None else resilience.resume.iteration,
         iterations=config.training.iterations, traced=options.traced, nodes=options.nodes, transport=fit.transport,
-        device=fit.device, store=store, columns=tuple(stage.column for stage in schedule.grid.stages),
-        ranges=tuple(fit.ranges),
-        boundaries=tuple(BoundarySpec.of(one) for one in boundaries(fit.model, fit.ranges, config)),
-        loss_scale=1 / schedule.grid.total_microbatches,
+        device=fit.device, store=store, cuts=fit.placement.cuts,
+        columns=tuple(tuple(sorted(fit.placement.held_in_column(grid, column))) for column in range(grid.columns)),
+        forms=tuple(FormSpec.of(at_layer[cut]) for cut in fit.placement.cuts),
+        loss_scale=1 / grid.total_microbatches,
         heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,
         checkpoint_every=resilience.checkpoint_every, fetch_bytes_per_second=resilience.fetch_bytes_per_second)
 
@@ -246,9 +244,9 @@ def _prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> _Fit
     training = config.training
     device = choose_device(training.device)
     model = model_for(config.model, training.seed, parameter_dtype(training.dtype), torch.device(device))
-    ranges = layer_ranges(schedule, model.layers)
+    placement = place(schedule.grid, model.layers)
     load_corpus(config)
     shares = assign_to_nodes([seat.worker for seat in schedule.seats], options.nodes)
     gpus = gpu_share([len(share) for share in shares], 0, options.local)
-    return _Fit(device, model, ranges, shares, gpus,
+    return _Fit(device, model, placement, shares, gpus,
                 choose_transport(training.backend, device, gpus.workers, gpu_count(device)))
