@@ -23,7 +23,7 @@ COMMANDS = {
     "table": "Plan a table of schedules: two for every number of failures.",
     "lookup": "Look up the schedule for the workers that are down, and say who plays which role.",
     "check": "Check schedules against every rule, independently of how they were made.",
-    "show": "Show a schedule: a row for each worker, time from left to right.",
+    "show": "Show a schedule: a row for each worker, time from left to right; or the course of a run.",
     "export": "Write a schedule in the format of another runtime.",
     "profile": "Measure the stages of a job's model on this machine: times, memory, transfers and all-reduces.",
     "train": "Train a job's model, one process a live worker, replaying a schedule.",

@@ -49,7 +49,11 @@ class ScheduleInFile(NamedTuple):
 
 def show(files: Files = None, run: Run = None, html: Html = None, perfetto: Perfetto = None, svg: Svg = None,
          measured: Measured = None, width: Width = None, json: Json = False) -> None:
-    """Show a schedule: a row for each worker, time from left to right; several, one after the other. Or show a run."""
+    """Show a schedule: a row for each worker, time from left to right; or the course of a run.
+
+    Several schedules are shown one after the other. With --run: each order of a run, planned and measured, and what
+    happened when. --html makes a page of it, which works offline and holds the timelines of its schedules.
+    """
     if run is not None:
         for what, value in (("schedule files", files), ("--perfetto", perfetto), ("--svg", svg),
                             ("--measured", measured)):

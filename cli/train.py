@@ -157,7 +157,10 @@ def train(ctx: typer.Context, job: JobFile,
             optimizer=loaded.basis.optimizer if loaded else optimizer, time_limit=time_limit, layers=layers)
         found, whole = look_up(loaded, down, settled=layers == "move"), look_up(loaded, ())
         if found is None:
-            plan = make_plan(wanted, down, options)
+            plan = make_plan(wanted, down, options, ctrl_c="ends the search, and training starts by this schedule")
+            if plan.interrupted:
+                _say("Ctrl-C has ended the search: training starts by the best schedule so far. The next Ctrl-C ends "
+                     "the run.")
             found, fault_free = plan.schedule, plan.fault_free_period
         chosen, fault_free = found, whole.seconds(whole.period_ticks) if whole else fault_free
     resilience = Resilience(
@@ -169,7 +172,7 @@ def train(ctx: typer.Context, job: JobFile,
         stall_timeout_seconds=stall_timeout,
         settling=Settling(rebalancer=Rebalancing(wanted, chosen, loaded), mtbf_seconds=mtbf) if layers == "move"
         else None)
-    with _refusals(job, lambda: how_to_resume(ctx, folder, resume_from)), \
+    with _refusals(lambda: how_to_resume(ctx, folder, resume_from)), \
             _shown(config.training.iterations) as shown:
         result = run(chosen, config, out=folder, progress=shown.committed, resilience=resilience, options=RunOptions(
             nodes=here.nodes, rendezvous=to_open(here), announce=partial(announce, here), local=here.local,
@@ -243,13 +246,11 @@ def _say(line: str) -> None:
 
 
 @contextmanager
-def _refusals(job: Path | None = None, goes_on: Callable[[], str] = str) -> Iterator[None]:
+def _refusals(goes_on: Callable[[], str] = str) -> Iterator[None]:
     """End the program with one line when a run cannot begin (exit 2), fails (1), or is interrupted (130, 143)."""
     try:
         yield
-    except PlacementError as error:
-        refuse(f"{error}; see [placement] and [model] of {job}" if job else error)
-    except (ConfigError, RendezvousError, CheckpointError, FolderError) as error:
+    except (ConfigError, PlacementError, RendezvousError, CheckpointError, FolderError) as error:
         refuse(error)
     except OSError as error:
         refuse(f"{error.filename or '--out'}: cannot be used: {error.strerror}")

@@ -122,7 +122,7 @@ class RunOptions:
     rendezvous: Rendezvous | None = None
     """Where node 0 listens; None: on loopback."""
     announce: Callable[[Rendezvous], None] = lambda _: None
-    """Called with the meeting point once it is open."""
+    """Called with the address once node 0 listens there."""
     local: LocalProcess = ALONE
     """Which of the processes that share this machine this is."""
     secret: Secret | None = None
@@ -164,7 +164,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
 
     Raises ConfigError or PlacementError when schedule, configuration and machine do not fit, CheckpointError when the
     checkpoint does not, FolderError when another run writes to `out` or has left its results there, OSError when `out`
-    cannot be written, RendezvousError when the meeting point cannot be opened, RunError when failures leave no way to
+    cannot be written, RendezvousError when node 0 cannot listen at its address, RunError when failures leave no way to
     go on, and RunStopped, which is a KeyboardInterrupt, after SIGTERM or Ctrl-C. Then no process is left, and the
     losses of the committed iterations are on disk.
     """

@@ -30,11 +30,15 @@ def plan_options(*, backward: str | None, optimizer: str | None, method: str, ti
                        slices=slices, from_checkpoint=from_checkpoint)
 
 
-def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, normalise: bool = False) -> Plan:
-    """Plan with progress on stderr. Exits 2 where the job has no such worker, 1 where no plan can exist."""
+def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, normalise: bool = False,
+              ctrl_c: str = "ends the search, and keeps this schedule") -> Plan:
+    """Plan with progress on stderr, which says what Ctrl-C does.
+
+    Exits 2 where the job has no such worker, 1 where no plan can exist.
+    """
     try:
         known = known_reference(options, job)
-        with planning() as progress:
+        with planning(ctrl_c) as progress:
             made = normalised(job, failed, options, known=known, progress=progress) \
                 if normalise or options.layers == "move" else \
                 plan_with(options, job, failed, known=known, progress=progress)
@@ -53,12 +57,12 @@ def compile_planner() -> None:
 
 
 @contextmanager
-def planning() -> Iterator[ProgressCallback]:
-    """Show what the planner reports on stderr, with the time since it began."""
+def planning(ctrl_c: str) -> Iterator[ProgressCallback]:
+    """Show what the planner reports on stderr, with the time since it began, and what Ctrl-C does."""
     began = time.monotonic()
     with err.status("planning") as status:
         def report(message: str) -> None:
-            status.update(f"planning: {message} (Ctrl-C keeps it)")
+            status.update(f"planning: {message} (Ctrl-C {ctrl_c})")
             err.print(f"{time.monotonic() - began:7.2f} s  {message}", style="dim", highlight=False)
 
         yield report

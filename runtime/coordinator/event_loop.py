@@ -33,7 +33,7 @@ from runtime.coordinator.settling import Cost, Settler
 from runtime.coordinator.slow_workers import SpeedEvent
 from runtime.coordinator.stall_watch import StallWatch
 from runtime.errors import RunError
-from runtime.events import CheckpointWritten, LeftOut, Noted, Recovered, Slowed
+from runtime.events import LOSSES, CheckpointWritten, LeftOut, Noted, Recovered, Slowed
 from runtime.events import Finished as RunFinished
 from runtime.processes.fork_server import ForkServerError
 from runtime.processes.process_manager import ProcessManager
@@ -159,8 +159,7 @@ class EventLoop:
                         self._stall.progressed()
             error = "node 0 was told to end the run" if self.stopped else None
         except (CommitLogError, ForkServerError, RunError) as reason:
-            error = (f"{reason}; {self._log.next_iteration} iterations are committed, their losses are in "
-                     f"{self._run.out / 'losses.jsonl'}")
+            error = f"{reason}; {self._how_far()}"
             raise RunError(error) from None
         finally:
             self._event_log.write(RunFinished(error=error))
@@ -169,6 +168,12 @@ class EventLoop:
             await self._agents.announce_end(error)
             for connection in self._workers.values():
                 connection.close()
+
+    def _how_far(self) -> str:
+        """What is committed, as a clause."""
+        count, path = self._log.next_iteration, self._run.out / LOSSES
+        return "no iteration is committed" if count == 0 else f"one iteration is committed, its loss is in {path}" \
+            if count == 1 else f"{count} iterations are committed, their losses are in {path}"
 
     def _stop(self) -> None:
         """A signal has come: end at the next iteration, or in it where that takes too much of the time there is."""

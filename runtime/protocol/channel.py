@@ -221,7 +221,7 @@ def _connect(address: Rendezvous, timeout_seconds: float, waiting: Callable[[str
                 tell = time.monotonic() + TELL_SECONDS
             attempt = ATTEMPT_SECONDS
             if time.monotonic() > deadline:
-                raise RendezvousError(f"cannot reach the meeting point {address} within {timeout_seconds:.0f} s: "
+                raise RendezvousError(f"cannot reach node 0 at {address} within {timeout_seconds:.0f} s: "
                                       f"{error.strerror or first_line(error)}") from None
             time.sleep(RETRY_SECONDS)
             continue

@@ -19,11 +19,11 @@ BACKLOG = 4096
 
 
 class RendezvousError(RuntimeError):
-    """The meeting point cannot be opened, reached, or has gone. The message is one line."""
+    """Nobody can listen at an address, or node 0 cannot be reached there, or is gone. The message is one line."""
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
-    """An address to meet at."""
+    """Where node 0 listens."""
 
     host: str
     port: int
@@ -37,7 +37,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
         host, colon, port = text.rpartition(":")
         host = host.strip("[]")
         if not (colon and host and port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
-            raise ValueError(f"{text!r} is no meeting point: write HOST:PORT, for example 10.0.0.1:29500")
+            raise ValueError(f"{text!r} is no address: write HOST:PORT, for example 10.0.0.1:29500")
         return cls(host, int(port))
 
 
@@ -51,7 +51,7 @@ def listen(rendezvous: Rendezvous | None = None) -> tuple[socket.socket, Rendezv
     try:
         listener = socket.create_server((wanted.host, wanted.port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise RendezvousError(f"cannot open the meeting point {wanted}: {_reason(error)}") from None
+        raise RendezvousError(f"cannot listen at {wanted}: {_reason(error)}") from None
     return listener, Rendezvous(wanted.host, listener.getsockname()[1])
 
 
@@ -62,7 +62,7 @@ def host_store(rendezvous: Rendezvous | None = None) -> tuple[TCPStore, Rendezvo
         return TCPStore(opened.host, opened.port, is_master=True, wait_for_workers=False, timeout=TIMEOUT,
                         master_listen_fd=listener.detach()), opened
     except DistError as error:
-        raise RendezvousError(f"cannot open the meeting point {opened}: {_reason(error)}") from None
+        raise RendezvousError(f"cannot listen at {opened}: {_reason(error)}") from None
 
 
 def connect_store(rendezvous: Rendezvous, timeout: timedelta = TIMEOUT) -> TCPStore:
@@ -70,12 +70,12 @@ def connect_store(rendezvous: Rendezvous, timeout: timedelta = TIMEOUT) -> TCPSt
     try:
         return TCPStore(rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=timeout)
     except DistError as error:
-        raise RendezvousError(f"cannot reach the meeting point {rendezvous} within {timeout.total_seconds():.0f} s: "
+        raise RendezvousError(f"cannot reach torch's store at {rendezvous} within {timeout.total_seconds():.0f} s: "
                               f"{_reason(error)}") from None
 
 
 def address_towards(rendezvous: Rendezvous) -> str:
-    """This machine's address on the network of the meeting point, where other workers reach it. Raises OSError."""
+    """This machine's address on the network of node 0, where other workers reach it. Raises OSError."""
     family = socket.AF_INET6 if ":" in rendezvous.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((rendezvous.host, rendezvous.port))
@@ -83,7 +83,7 @@ def address_towards(rendezvous: Rendezvous) -> str:
 
 
 def interface_towards(rendezvous: Rendezvous) -> str | None:
-    """The network interface by which this machine reaches the meeting point; None where it cannot be told.
+    """The network interface by which this machine reaches node 0; None where it cannot be told.
 
     Gloo by default listens on the address of the host's name, which on many machines other machines cannot reach.
     """

@@ -105,7 +105,8 @@ def place(grid: Grid, layers: int) -> Placement:
                                  f"the first of them {expected}")
         expected = end
     if expected != layers:
-        raise PlacementError(f"the schedule's stages hold {expected} layers; the model has {layers}")
+        raise PlacementError(f"the schedule's stages hold {expected} layers; the model has {layers}: [placement] and "
+                             "[model] of the job file must agree")
     return Placement(range(layers + 1)) if grid.layer_count == layers else _between(given)
 
 

@@ -108,10 +108,21 @@ def test_kills_returns_checkpoints_and_resuming_on_another_grid(job, tmp_path):
     assert [line["iteration"] for line in lines] == list(range(123))
 
 
-def test_a_lost_stage_ends_the_run_and_says_how_to_go_on(job, tmp_path):
+def test_a_lost_stage_takes_the_run_back_to_its_checkpoint(job, tmp_path):
+    common = ("--dtype", "float64", "--method", "greedy", "--iterations", 40, "--json")
+    whole = judge_of_text(JOB.replace("iterations = 4", "iterations = 40\ndtype = 'float64'"))
     kill = ("--kill", "0.1@12", "--kill", "1.1@16")
+    lost = train(job, *common, *kill, "--checkpoint-every", 3, "--out", tmp_path / "out")
+    assert lost.exit_code == 0, lost.output
+    assert re.search(r"so the run went back to iteration (3|6|9|12|15)\b", lost.stderr), lost.stderr
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "out" / "losses.jsonl").read_text().splitlines()]
+    assert losses == pytest.approx(whole.losses, abs=1e-9)
+
+
+def test_a_run_without_workers_ends_and_says_how_to_go_on(job, tmp_path):
+    kill = [part for worker in ("0.0@12", "0.1@12", "1.0@16", "1.1@16") for part in ("--kill", worker)]
     lost = train(job, "--method", "greedy", "--iterations", 40, *kill, "--checkpoint-every", 3, "--out", tmp_path / "o")
-    assert lost.exit_code == 1 and "stage 1 has no live worker left: worker 0.1 was killed" in lost.stderr
+    assert lost.exit_code == 1 and re.search("no (live )?worker is left|no live worker left", lost.stderr), lost.output
     # A worker may have run ahead of its peers' reports when it dies.
     assert re.search("1[56] iterations are committed", lost.stderr), lost.stderr
     # Those of the last iterations before a death may not be on the disk yet.
@@ -148,6 +159,28 @@ def test_ctrl_c_leaves_no_process(job, tmp_path):
     wait_until_gone(processes)
 
 
+def test_ctrl_c_while_it_plans_ends_the_search_and_training_starts(job, tmp_path):
+    """As the lines say; the next one would end the run."""
+    job.write_text(JOB.replace("stages = 2", "stages = 4").replace("microbatches = 2", "microbatches = 7")
+                   .replace("forward = 1", "forward = [1.03, 1.19, 0.97, 1.11]\ntransfer = 0.31")
+                   .replace("backward_input = 1", "backward_input = [0.7, 1.3, 1.21, 1.07]")
+                   .replace("backward_weight = 1", "backward_weight = [1.13, 0.83, 1.31, 0.59]")
+                   .replace("iterations = 4", "iterations = 1")
+                   + "[memory]\ncapacity = 3\nactivation = 1\nweight_stash = 0.5\n")  # no bound is reached
+    running = start(job, "--failed", "1.2", "--time-limit", 500, "--json", "--out", tmp_path / "out")
+    try:
+        while "list scheduler" not in (line := running.stderr.readline()):
+            assert line, "it ended before it had a schedule"
+        time.sleep(0.5)
+        running.send_signal(signal.SIGINT)
+        output, errors = running.communicate(timeout=120)
+    finally:
+        running.kill()
+    assert running.returncode == 0 and "Traceback" not in errors, errors
+    assert "Ctrl-C has ended the search: training starts by the best schedule so far." in errors
+    assert json.loads(output)["iterations"] == 1
+
+
 def test_one_command_a_node(job, tmp_path):
     store, meeting = host_store()
     del store
@@ -169,7 +202,7 @@ def test_one_command_a_node(job, tmp_path):
     (["--nodes", "2", "--node", "2", "--rendezvous", "127.0.0.1:1"], "--node 2: expected 0 to 1"),
     (["--nodes", "2", "--node", "1", "--rendezvous", "127.0.0.1:1"],
      "a run on 2 nodes needs a secret that all of them have: set SLIPSTREAM_SECRET_FILE"),
-    (["--rendezvous", "nowhere"], "'nowhere' is no meeting point"),
+    (["--rendezvous", "nowhere"], "'nowhere' is no address: write HOST:PORT"),
     (["--schedule", "/no/such.json"], "/no/such.json: cannot be read"),
     (["--schedule", "x.json", "--failed", "1.0"], "leave out --failed"),
     (["--kill", "1.0"], "--kill 1.0: expected D.S@ITERATION, for example 1.2@10"),

@@ -179,7 +179,7 @@ def test_a_failure_on_one_node_ends_all(fork_server, own_fork_server, tmp_path):
 
 def test_a_meeting_point_that_is_taken_is_named(fork_server, tmp_path):
     store, taken = host_store()
-    with pytest.raises(RendezvousError, match=f"cannot open the meeting point {taken}: .*in use"):
+    with pytest.raises(RendezvousError, match=f"cannot listen at {taken}: .*in use"):
         run(schedule_for(JOB), tiny(), out=tmp_path, options=RunOptions(rendezvous=taken), fork_server=fork_server)
     del store
 

@@ -255,7 +255,8 @@ def test_workers_that_stay_away_are_waited_for_only_so_long(tmp_path):
         for worker in WORKERS[1:]:
             world.talkers[worker].beating, world.talkers[worker].answers = False, False
 
-    with pytest.raises(RunError, match=r"^waited 0\.5 s in vain for worker 1\.0 of node 0 and worker 2\.0 of node 0; "):
+    with pytest.raises(RunError, match=r"^waited 0\.5 s in vain for worker 1\.0 of node 0 and worker 2\.0 of node 0; "
+                       "no iteration is committed$"):
         World(tmp_path, join_timeout_seconds=0.5).play(script)
 
 

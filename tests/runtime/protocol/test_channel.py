@@ -191,7 +191,7 @@ def test_a_coordinator_that_never_listens_is_named():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         address = Rendezvous("127.0.0.1", taken.getsockname()[1])
-        with pytest.raises(RendezvousError, match=f"cannot reach the meeting point {address} within 0 s: .*refused"):
+        with pytest.raises(RendezvousError, match=f"cannot reach node 0 at {address} within 0 s: .*refused"):
             Channel(address, SECRET, JoinWorker(WORKER), to_worker.decode, 0.2)
 
 
