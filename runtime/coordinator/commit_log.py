@@ -8,7 +8,7 @@ holders of a layer are lost. A member that has stepped the next one, too, can go
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from runtime.protocol.to_coordinator import Finished, Ran
 from runtime.protocol.to_worker import Factor
@@ -44,7 +44,7 @@ class CommitLog:
         self._members: frozenset[Worker] = frozenset()
         self._open: dict[int, dict[Worker, Ran]] = defaultdict(dict)
         self._factors: dict[int, float | None] = {}
-        self._windows: list[float] = []
+        self._windows: dict[int, float] = {}
         self._traced: dict[int, MeasuredIteration] = {}
         self.losses: list[float] = []
         """Of the committed iterations of this run."""
@@ -67,10 +67,15 @@ class CommitLog:
         last = self.next_iteration - 1
         return Factor(last, self._factors[last]) if last in self._factors else None
 
+    def take_over(self, losses: Sequence[float], factor: Factor | None) -> None:
+        """Go on where another coordinator has ended: the losses that it has committed, and the factor of the last."""
+        self.losses = list(losses)
+        self._factors = {} if factor is None else {factor.iteration: factor.factor}
+
     def go_back(self, iteration: int) -> None:
         """Forget the committed iterations from this one on: layers of later ones are lost, and they are repeated."""
-        kept = iteration - self._first
-        del self.losses[kept:], self._windows[kept:]
+        del self.losses[iteration - self._first:]
+        self._windows = {one: seconds for one, seconds in self._windows.items() if one < iteration}
         self._traced = {one: traced for one, traced in self._traced.items() if one < iteration}
         self._factors = {one: factor for one, factor in self._factors.items() if one < iteration}
 
@@ -111,7 +116,7 @@ class CommitLog:
 
     def measured_period_seconds(self) -> float | None:
         """Median over iterations of the longest busy window of any worker, without the first one, which warms up."""
-        windows = self._windows[1:] or self._windows
+        windows = list(self._windows.values())[1:] or list(self._windows.values())
         return statistics.median(windows) if windows else None
 
     def trace(self) -> MeasuredTrace:
@@ -130,7 +135,7 @@ class CommitLog:
     def _commit(self, iteration: int, parts: list[Ran]) -> None:
         # Summed in the order of the workers, so that the loss does not depend on whose report came first.
         self.losses.append(sum(math.nan if part.loss is None else part.loss for part in parts))
-        self._windows.append(max(part.window_seconds for part in parts))
+        self._windows[iteration] = max(part.window_seconds for part in parts)
         if all(part.ops for part in parts):
             self._traced[iteration] = MeasuredIteration(iteration,
                                                         _from_start([op for part in parts for op in part.ops]))
