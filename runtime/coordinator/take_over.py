@@ -78,7 +78,7 @@ class TakeOver:
         """Members of the last order that have not come."""
         number = self._number
         members = {one for known in self._known.values() if known.order == number for one in known.members}
-        return (members if number else self._expected) - self._known.keys()
+        return set(members if number else self._expected) - self._known.keys()
 
     @property
     def _number(self) -> int:
