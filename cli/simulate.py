@@ -244,7 +244,7 @@ def _report(result: Comparison, tokens: int | None) -> dict[str, object]:
         "switches": {name: run.switches for name, run in result.runs.items()},
         "worker_hours_per_1000_samples": {name: worker_hours(result, run) for name, run in result.runs.items()},
         "ettr": {name: run.ettr for name, run in result.runs.items()},
-        "goodput": {name: run.goodput(result.best_rate) for name, run in result.runs.items()},
+        "goodput": {name: result.goodput(name) for name in result.runs},
         "seconds_to_recover": {name: run.seconds_to_recover for name, run in result.runs.items()},
         "tokens_per_gpu_hour": {name: tokens_per_gpu_hour(result, run, tokens) for name, run in result.runs.items()},
         "trace": {"name": trace.name, "seconds": trace.length_seconds, "workers": trace.places,
@@ -277,8 +277,9 @@ def _measures(result: Comparison, tokens: int | None) -> Grid:
     """ETTR, goodput, time to recover and tokens per GPU-hour, as the report defines them."""
     grid = Grid("policy", "ETTR", "goodput", "s to recover", "tokens/GPU-hour", box=None, header_style="bold")
     for name, run in result.runs.items():
-        made = tokens_per_gpu_hour(result, run, tokens)
-        grid.add_row(name, f"{run.ettr:.1%}", f"{run.goodput(result.best_rate):.1%}", f"{run.seconds_to_recover:.3g}",
+        made, goodput = tokens_per_gpu_hour(result, run, tokens), result.goodput(name)
+        grid.add_row(name, f"{run.ettr:.1%}", f"{goodput:.1%}" if goodput is not None else "-",
+                     f"{run.seconds_to_recover:.3g}",
                      f"{made:.4g}" if made is not None else "-", style="dim" if POLICIES[name].is_reference else None)
     return grid
 

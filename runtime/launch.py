@@ -29,13 +29,13 @@ from runtime.coordinator.run import Notify, Run
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
 from runtime.device import choose_device, gpu_count
 from runtime.errors import RunError as RunError
-from runtime.events import Started
+from runtime.events import LOSSES, Started
 from runtime.model.checkpoint import Checkpoint, identity_of, open_checkpoint
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import load_corpus
 from runtime.model.digest import combined_digest
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
-from runtime.model.stage import boundaries
+from runtime.model.slices import forms
 from runtime.processes.fork_server import AdoptedForkServer, ForkServer, adopt
 from runtime.processes.launchers import ALONE, GpuShare, LocalProcess, gpu_share
 from runtime.processes.process_manager import NodeProcesses, ProcessManager, Return
@@ -44,11 +44,10 @@ from runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS, NodeSett
 from runtime.protocol.authentication import HOW, Secret, new_secret
 from runtime.protocol.failure_injection import Injection
 from runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store, listen
-from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, BoundarySpec, Setup
+from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, FormSpec, Setup
 from runtime.replay.communication import Transport, choose_transport
-from runtime.replay.placement import PlacementError, assign_to_nodes, layer_ranges
+from runtime.replay.placement import Placement, PlacementError, assign_to_nodes, place
 from runtime.run_folder import (
-    LOSSES,
     LeftBehind,
     claim,
     clean_up,
@@ -61,9 +60,6 @@ from schedules import codec
 from schedules.check import check
 from schedules.measured_trace import MeasuredTrace, write_measured_trace
 from schedules.schedule import Schedule, Worker
-
-Ranges = Sequence[tuple[int, int]]
-"""Half-open range of layers of each stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +135,7 @@ class RunOptions:
     observe: Observer = lambda _: None
     """Called with each event of the run (`runtime.events`)."""
     fault_free_seconds: float | None = None
-    """Planned period with all workers; None: that of the first schedule, where all take part in it."""
+    """Planned period with all workers, where the first schedule is not of all of them; None: nobody has planned it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +144,13 @@ class _Fit:
 
     device: Literal["cpu", "cuda"]
     model: LayeredModel
-    ranges: Ranges
+    placement: Placement
     shares: Sequence[Sequence[Worker]]
     """The workers of each node that are there from the start."""
     gpus: GpuShare
     transport: Transport
-    boundaries: tuple[BoundarySpec, ...]
-    """Of each stage. Found out once, for all workers, and before node 0 listens: it takes seconds."""
+    forms: tuple[FormSpec, ...]
+    """What passes each cut. Found out once, for all workers, and before node 0 listens: it takes seconds."""
 
 
 def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | None = None,
@@ -162,9 +158,9 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         resilience: Resilience = Resilience()) -> RunResult:
     """Train by a schedule, from the first iteration or a checkpoint; on node 0 when there are several.
 
-    Writes `schedule.json`, `losses.jsonl` (line by line as iterations are committed), `trace.json`, `parameters/` and
-    `logs/` into `out`. `iterations` replaces those of `config`. A `fork_server` may serve several runs, one after the
-    other.
+    Writes `schedule.json`, `losses.jsonl` and `events.jsonl` (line by line as iterations are committed and events
+    happen), `schedules/`, `trace.json`, `parameters/` and `logs/` into `out`. `iterations` replaces those of
+    `config`. A `fork_server` may serve several runs, one after the other.
 
     Where a node 0 has died that wrote to `out`, and workers of its run live, this goes on with them.
 
@@ -315,8 +311,9 @@ def _started(schedule: Schedule, config: RunConfig, options: RunOptions) -> Star
     whole = len(schedule.seats) == schedule.grid.pipelines * schedule.grid.columns
     planned = schedule.seconds(schedule.period_ticks) if whole else None
     return Started(job=schedule.job, workers=schedule.grid.pipelines * schedule.grid.columns,
-                   iterations=config.training.iterations, microbatches=schedule.grid.total_microbatches,
-                   fault_free_period=options.fault_free_seconds or planned)
+                   iterations=config.training.iterations,
+                   samples=config.training.batch * schedule.grid.total_microbatches,
+                   fault_free_period=planned or options.fault_free_seconds)
 
 
 def _result(schedule: Schedule, first: int, log: CommitLog, events: EventLoop, out: Path) -> RunResult:
@@ -330,13 +327,14 @@ def _result(schedule: Schedule, first: int, log: CommitLog, events: EventLoop, o
 def _setup(schedule: Schedule, config: RunConfig, fit: _Fit, store: Rendezvous, options: RunOptions,
            resilience: Resilience) -> Setup:
     """What the workers must know."""
+    grid = schedule.grid
     return Setup(
         first_iteration=0 if resilience.resume is None else resilience.resume.iteration,
         iterations=config.training.iterations, traced=options.traced, nodes=options.nodes, transport=fit.transport,
-        device=fit.device, store=store, columns=tuple(stage.column for stage in schedule.grid.stages),
-        ranges=tuple(fit.ranges),
-        boundaries=fit.boundaries,
-        loss_scale=1 / schedule.grid.total_microbatches,
+        device=fit.device, store=store, cuts=fit.placement.cuts,
+        columns=tuple(tuple(sorted(fit.placement.held_in_column(grid, column))) for column in range(grid.columns)),
+        forms=fit.forms,
+        loss_scale=1 / grid.total_microbatches,
         heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,
         checkpoint_every=resilience.checkpoint_every, fetch_bytes_per_second=resilience.fetch_bytes_per_second)
 
@@ -349,10 +347,11 @@ def _prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> _Fit
     training = config.training
     device = choose_device(training.device)
     model = model_for(config.model, training.seed, parameter_dtype(training.dtype), torch.device(device))
-    ranges = layer_ranges(schedule, model.layers)
+    placement = place(schedule.grid, model.layers)
     load_corpus(config)
     shares = assign_to_nodes([seat.worker for seat in schedule.seats], options.nodes)
     gpus = gpu_share([len(share) for share in shares], 0, options.local)
-    return _Fit(device, model, ranges, shares, gpus,
+    at_layer = forms(model, config)
+    return _Fit(device, model, placement, shares, gpus,
                 choose_transport(training.backend, device, gpus.workers, gpu_count(device)),
-                tuple(BoundarySpec.of(one) for one in boundaries(model, ranges, config)))
+                tuple(FormSpec.of(at_layer[cut]) for cut in placement.cuts))

@@ -10,13 +10,12 @@ from pathlib import Path
 import msgspec
 
 from runtime.config import RunConfig
-from runtime.events import EVENTS, SCHEDULES
+from runtime.events import EVENTS, LOSSES, SCHEDULES
 from runtime.model.checkpoint import Checkpoint, difference, drop_newer, identity_of, latest, tidy
 from runtime.protocol.rendezvous import Rendezvous
 from schedules.files import write_atomically
 
 CHECKPOINTS = "checkpoints"
-LOSSES = "losses.jsonl"
 _BEHIND = ".running.json"
 _TEMPORARY = ("parameters/.layer-*", ".*.json.????????", f".{LOSSES}.????????", f"{SCHEDULES}/.*.json.????????")
 """Files of writers that were killed."""

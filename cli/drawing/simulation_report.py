@@ -120,10 +120,10 @@ def _table(result: Comparison, tokens: int | None) -> str:
     rows = []
     for name, run in result.runs.items():
         spent, made = worker_hours(result, run), tokens_per_gpu_hour(result, run, tokens)
-        reference = POLICIES[name].is_reference
+        reference, goodput = POLICIES[name].is_reference, result.goodput(name)
         rows.append((reference, (name, f"{run.throughput:.4g}", f"{run.throughput / best:.1%}" if best else "-",
                                  f"{run.fault_free_rate:.4g}", f"{run.ettr:.1%}",
-                                 f"{run.goodput(result.best_rate):.1%}", f"{run.seconds_to_recover:.3g}",
+                                 f"{goodput:.1%}" if goodput is not None else "-", f"{run.seconds_to_recover:.3g}",
                                  f"{spent:.4g}" if spent else "-", f"{made:.4g}" if made else "-",
                                  "" if reference else str(run.switches))))
     head = ("policy", "samples / s", "of the best", "when whole", "ETTR", "goodput", "s to recover",

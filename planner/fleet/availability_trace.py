@@ -87,6 +87,9 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
         `alive_gpus` gives, by how many GPUs of a machine are alive, with how many of them it goes on; 0: it is down. A
         machine that goes on with n of N takes N / n times as long.
         """
+        if not any(change.slowed or change.gpus for change in self.changes):
+            yield from self.changes
+            return
         states = _MachineStates(self.gpus_per_worker, alive_gpus, self.live)
         for change in self.changes:
             seen = states.seen(change)

@@ -60,13 +60,6 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True):
         training = np.divide(self.rate, full, out=np.zeros_like(full), where=full > 0)
         return float(np.dot(training, np.diff(self.seconds)) / self.seconds[-1])
 
-    def goodput(self, best: float) -> float:
-        """Useful samples over those of a job that trains `best` samples a second all the time: 1 - lost time.
-
-        As Google's ML Productivity Goodput (2024): what all losses, of availability and of efficiency, leave.
-        """
-        return self.throughput / best if best else 0.0
-
     @property
     def seconds_to_recover(self) -> float:
         """Mean time to recover (MTTR): how long nothing new is trained, on average over the times that this happens.
@@ -127,18 +120,20 @@ class _SpanRecorder:
     def spend(self, phases: Sequence[Phase], until: float, slowdown: float) -> list[Phase]:
         """Record phases until a time, training so many times slower. Returns what remains, the current one first."""
         clock = self.begin[-1]
-        for index, phase in enumerate(one.slower(slowdown) for one in phases):
-            end = clock + phase.seconds
-            if min(end, until) > clock:
-                self.begin.append(min(end, until))
-                self.rate.append(phase.rate)
-                self.checkpoints.append(phase.checkpoints)
-                self.cause.append(_NUMBER[phase.cause])
-                if phase.rate or phase.redone:
-                    rate = phase.rate + phase.checkpoints + phase.redone
-                    self._checkpoints.train(clock, min(end, until), rate)
+        phases = phases if slowdown == 1.0 else [phase.slower(slowdown) for phase in phases]
+        for index, phase in enumerate(phases):
+            cause, seconds, rate, checkpoints, redone = phase
+            end = clock + seconds
+            if (recorded := min(end, until)) > clock:
+                self.begin.append(recorded)
+                self.rate.append(rate)
+                self.checkpoints.append(checkpoints)
+                self.cause.append(_NUMBER[cause])
+                if rate or redone:
+                    self._checkpoints.train(clock, recorded, rate + checkpoints + redone)
             if end > until:
-                return [phase._replace(seconds=end - until).slower(1 / slowdown), *phases[index + 1:]]
+                rest = Phase(cause, end - until, rate, checkpoints, redone)
+                return [rest.slower(1 / slowdown), *phases[index + 1:]]
             clock = end
         raise AssertionError("the last phase of a policy has an end")
 
@@ -154,6 +149,16 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     def throughputs(self) -> dict[str, float]:
         """Mean samples per second by policy."""
         return {name: run.throughput for name, run in self.runs.items()}
+
+    def goodput(self, name: str) -> float | None:
+        """Of a policy, useful samples over those that the best one with all workers alive trains in the same time.
+
+        1 - lost time, as Google's ML Productivity Goodput (2024): what all losses, of availability and of efficiency,
+        leave. None for a reference line, which is no system and may be beyond the best of them.
+        """
+        if POLICIES[name].is_reference:
+            return None
+        return self.runs[name].throughput / self.best_rate if self.best_rate else 0.0
 
 
 def compare(policies: Sequence[type[Policy]], throughputs: Throughputs, costs: Costs, trace: AvailabilityTrace,

@@ -71,8 +71,12 @@ class Throughputs:
         self._classes = pipeline_classes(problem.grid, problem.times)
         self._announce = announce
         self._planned: dict[DownByStage, float] = {}
+        self._in_place: dict[DownByStage, float] = {}
         self._settled = SettledPlans(self.job, announce, settle_seconds)
+        self._settled_rates: dict[int, tuple[float, float]] = {}
         self._normal_form: dict[int, DownByStage | None] = {}
+        self._even: dict[int, DownByStage | None] = {}
+        self._loads: dict[DownByStage, float] = {}
         self._pieces: dict[Hashable, int] = {}
         self._round_robin: dict[tuple[DownByStage, BackwardMode, OptimizerMode], float] = {}
         self._one_f_one_b: dict[int, float] = {}
@@ -86,13 +90,21 @@ class Throughputs:
             self._planned[down] = self.samples / self._planned_period(down)
         return self._planned[down]
 
+    def in_place(self, down: DownByStage) -> float:
+        """By this planner's schedule, or by 1F1B on the pipelines that are whole, where that is faster."""
+        if down not in self._in_place:
+            self._in_place[down] = max(self.planned(down), self.one_f_one_b(self.job.pipelines - max(down)))
+        return self._in_place[down]
+
     def settled(self, failures: int) -> tuple[float, float]:
         """(samples per second, stages that the busiest worker loads) with so many workers down, once layers have moved.
 
         (0.0, 0.0) where no plan exists.
         """
-        answer = self._settled.answer(failures)
-        return (self.samples / answer.period, answer.stages_moved) if answer else (0.0, 0.0)
+        if failures not in self._settled_rates:
+            found = self._settled.answer(failures)
+            self._settled_rates[failures] = (self.samples / found.period, found.stages_moved) if found else (0.0, 0.0)
+        return self._settled_rates[failures]
 
     def normal_form(self, failures: int) -> DownByStage | None:
         """How failure normalisation spreads this many failures: the best, once planned, of its distributions.
@@ -190,6 +202,11 @@ class Throughputs:
         Of all distributions it leaves the most workers to the stage that has fewest. Where stages are equal, the last
         ones come first, which wait least for others. None where some stage would have no live worker.
         """
+        if failures not in self._even:
+            self._even[failures] = self._even_spread(failures)
+        return self._even[failures]
+
+    def _even_spread(self, failures: int) -> DownByStage | None:
         each, rest = divmod(failures, self.job.stages)
         if each + (rest > 0) >= self.job.pipelines:
             return None
@@ -199,7 +216,9 @@ class Throughputs:
 
     def longest_load(self, down: DownByStage) -> float:
         """Seconds of an iteration that the most loaded worker computes, with so many workers of each stage down."""
-        return max(self._load(stage, count) for stage, count in enumerate(down))
+        if down not in self._loads:
+            self._loads[down] = max(self._load(stage, count) for stage, count in enumerate(down))
+        return self._loads[down]
 
     def _load(self, stage: int, down: int) -> float:
         """Seconds that the most loaded worker of a stage computes: ceil(M / live) (F + I + W) + A + O."""
@@ -283,11 +302,16 @@ class Throughputs:
         """
         if live <= 0:
             return 0.0
+        work, step = self._work_in_all
+        return self.samples / (work / live + step)
+
+    @cached_property
+    def _work_in_all(self) -> tuple[float, float]:
+        """(seconds of an iteration's micro-batches on all stages, seconds of the shortest optimizer step)."""
         clock, depth = self.job.time, self.job.depth
         work = sum(map(sum, zip(clock.forward[:depth], clock.backward_input[:depth], clock.backward_weight[:depth],
                                 strict=True)))
-        step = min(map(sum, zip(clock.all_reduce, clock.optimizer, strict=True)))
-        return self.samples / (work * sum(self.job.microbatches) / live + step)
+        return work * sum(self.job.microbatches), min(map(sum, zip(clock.all_reduce, clock.optimizer, strict=True)))
 
 
 def spread_over_stages(failures: int, stages: int) -> DownByStage:

@@ -57,6 +57,11 @@ class CommitLog:
         return self._first + len(self.losses)
 
     @property
+    def period_seconds(self) -> float:
+        """Measured in the last committed iteration: the longest busy window of any member."""
+        return self._windows[self.next_iteration - 1]
+
+    @property
     def furthest(self) -> int:
         """The last iteration that any member has reported."""
         return max(self._open, default=self.next_iteration - 1)

@@ -19,7 +19,7 @@ from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.event_log import EventLog
 from runtime.coordinator.going_back import GoingBack, who_reads_what
 from runtime.coordinator.join_planning import Join, JoinPlanner
-from runtime.coordinator.layer_moves import Holders, plan_moves, stages_without_holder
+from runtime.coordinator.layer_moves import Holders, layers_without_holder, plan_moves
 from runtime.coordinator.lost_workers import LostWorkers
 from runtime.coordinator.planning import NoScheduleError, ScheduleService
 from runtime.coordinator.recovery import Recovery, RecoveryClock
@@ -46,6 +46,7 @@ from runtime.protocol.to_worker import (
     ReportCheckpoints,
     Train,
 )
+from runtime.replay.placement import Placement
 from schedules import codec
 from schedules.schedule import Grid, Schedule, Worker
 
@@ -66,8 +67,8 @@ class Coordinator:
     ----------
     schedules
         Has the schedule for the workers that are there from the start, and finds those for others.
-    ranges
-        Half-open range of layers of each stage.
+    placement
+        Where the schedules' layers lie in the model.
     checkpoints
         Says when one is due that the workers do not know of; None: never.
     went_back
@@ -77,22 +78,22 @@ class Coordinator:
     """
 
     def __init__(self, schedules: ScheduleService, send: Send, log: CommitLog, *, iterations: range,
-                 ranges: Sequence[tuple[int, int]], checkpoints: CheckpointTimer | None = None,
+                 placement: Placement, checkpoints: CheckpointTimer | None = None,
                  events: EventLog | None = None, went_back: Callable[[int], None] = lambda _: None) -> None:
         self._current = schedules.first
         self._schedules = schedules
         self._send = send
         self._log = log
         self._iterations = iterations
-        self._ranges = ranges
+        self._placement = placement
         self._phase: Literal["rejoining", "gathering", "training", "finishing", "left"] = "gathering"
         self._members = {seat.worker for seat in self._current.seats}
         self._ready: set[Worker] = set()
         """Workers that have sent `Ready` and take part in no order yet."""
         self._paused: set[Worker] = set()
         self._finished: set[Worker] = set()
-        self._holds: dict[Worker, tuple[int, ...]] = {}
-        """The stages of each member that has paused."""
+        self._holds: dict[Worker, frozenset[int]] = {}
+        """The layers of each member that has paused."""
         self._ended = False
         """Whether `EndOrder` has been sent."""
         self._outdated = False
@@ -109,7 +110,7 @@ class Coordinator:
         self._going_back = GoingBack(lambda worker: send(worker, ReportCheckpoints()))
         self._went_back = went_back
         self._addresses: dict[Worker, tuple[str, int]] = {}
-        self._lost = LostWorkers(self.grid)
+        self._lost = LostWorkers(self.grid, placement)
         self._recovery = RecoveryClock()
         self.number = 0
         """Of the last order."""
@@ -130,11 +131,9 @@ class Coordinator:
         return sorted(self._members - self._ready) if self._phase == "gathering" else []
 
     @property
-    def columns(self) -> dict[Worker, int]:
-        """The column of the role of each member, once there is an order that is not done."""
-        if self._phase in ("rejoining", "gathering", "left"):
-            return {}
-        return {seat.worker: seat.role.column for seat in self._current.seats if seat.worker in self._members}
+    def held(self) -> dict[Worker, frozenset[int]]:
+        """The layers that each member needs, once there is an order that is not done."""
+        return {} if self._phase in ("rejoining", "gathering", "left") else self._held_now()
 
     @property
     def planning(self) -> bool:
@@ -201,8 +200,8 @@ class Coordinator:
     def lost(self, worker: Worker, reason: str, since: float) -> bool:
         """A worker is gone, since a time by time.monotonic; whether it was a member, whose loss is a recovery's."""
         was_member = worker in self._members
-        seat = self._current.seat_of.get(worker)
-        self._lost.add(worker, reason, () if seat is None else (seat.role.column,))
+        self._lost.add(worker, reason, self._placement.held(self._current, worker)
+                       if worker in self._current.seat_of else ())
         for group in (self._members, self._ready, self._paused, self._finished, self._leaving):
             group.discard(worker)
         self._holds.pop(worker, None)
@@ -249,7 +248,7 @@ class Coordinator:
         if report.order != self.number or report.worker not in self._members:
             return
         self._paused.add(report.worker)
-        self._holds[report.worker] = report.stages
+        self._holds[report.worker] = frozenset(layer for layers in report.layers for layer in range(*layers))
         if report.reason is not None:
             if not self._ended:
                 self._recovery.broke(report.worker, report.reason)
@@ -302,9 +301,7 @@ class Coordinator:
             schedule = self._schedule_of(sorted(self._members | self._ready))
         if schedule is None:
             return
-        needs = self._needs(schedule)
-        holds = {worker: stages for worker, stages in self._needs(self._current).items() if worker in self._members}
-        self._joins.begin(self.number, schedule, plan_moves(needs, holds, self._ranges), needs, holds,
+        self._joins.begin(self.number, schedule, plan_moves(self._placement.held_by(schedule), self._held_now()),
                           self._addresses, self._log.next_iteration)
 
     def _choose_stop(self) -> None:
@@ -341,7 +338,7 @@ class Coordinator:
         """Give the next order, if there is a schedule for it; else `advance` will be called when there is one."""
         first = self._log.next_iteration
         untouched = first == self._iterations.start
-        missing = [] if untouched else stages_without_holder(self._holds, self._ranges)
+        missing = [] if untouched else layers_without_holder(self._holds, self._placement.layers)
         if missing:
             self._go_back(missing[0])
             return
@@ -360,7 +357,7 @@ class Coordinator:
         if schedule is None:
             return
         fetch = 0 if join is None else join.fetch
-        moves = () if untouched or fetch else plan_moves(self._needs(schedule), self._holds, self._ranges)
+        moves = () if untouched or fetch else plan_moves(self._placement.held_by(schedule), self._holds)
         self._order(schedule, moves, join)
 
     def _order(self, schedule: Schedule, moves: tuple[LayerMove, ...], join: Join | None = None,
@@ -386,16 +383,17 @@ class Coordinator:
                                addresses=tuple((source, self._addresses[source]) for source in sources),
                                schedule=msgspec.Raw(text), factor=self._log.factor,
                                restore=None if restore is None else tuple(
-                                   (worker, tuple(stages)) for worker, stages in restore.items())))
+                                   (worker, tuple(layers)) for worker, layers in restore.items())))
         self._record(schedule, text, joining, join)
 
     def _go_back(self, missing: int) -> None:
-        """Nobody holds a stage: go back to the newest checkpoint that a live worker can read, or to the beginning.
+        """Nobody holds a layer: go back to the newest checkpoint that a live worker can read, or to the beginning.
 
         Raises RunError where the run is to end, or there is no schedule for those that live.
         """
         everyone = self._members | self._ready
-        why = f"stage {missing} has no live worker left: {self._lost.reasons_of(missing, self._members, self._ready)}"
+        reasons = self._lost.reasons_of(missing, self._members, self._ready)
+        why = f"stage {self._placement.stage_of(self.grid, missing)} has no live worker left: {reasons}"
         if not everyone or self._stopping:
             raise RunError(why)
         if not self._going_back.all_have_answered(everyone):
@@ -417,9 +415,9 @@ class Coordinator:
         self._went_back(iteration)
         self._events.write(WentBack(lost=lost, reason=why))
         self._going_back.forget()
-        needs = self._needs(schedule)
+        needs = self._placement.held_by(schedule)
         reads = who_reads_what(needs, readers)
-        self._order(schedule, plan_moves(needs, reads, self._ranges), restore=reads)
+        self._order(schedule, plan_moves(needs, reads), restore=reads)
 
     def _record(self, schedule: Schedule, text: bytes, joining: set[Worker], join: Join | None) -> None:
         """Enter an order that has been given. `joining` are the workers that did not take part before."""
@@ -443,9 +441,10 @@ class Coordinator:
         Whether that is decided: the schedule without them may have to be planned first.
         """
         staying = self._members - self._leaving
-        holds = {worker: stages for worker, stages in self._holds.items() if worker in staying}
+        holds = {worker: layers for worker, layers in self._holds.items() if worker in staying}
         try:
-            if self._stopping or not staying or (not untouched and stages_without_holder(holds, self._ranges)):
+            if self._stopping or not staying or (
+                    not untouched and layers_without_holder(holds, self._placement.layers)):
                 self._stopping = True
                 return True
             if self._schedule_of(sorted(staying)) is None:
@@ -482,14 +481,15 @@ class Coordinator:
         except NoScheduleError as error:
             raise RunError(", and ".join(filter(None, (self._lost.reasons(), str(error))))) from None
 
-    def _needs(self, schedule: Schedule) -> dict[Worker, tuple[int, ...]]:
-        """The stages of each worker."""
-        return {seat.worker: self.grid.stages_of(seat.role.column) for seat in schedule.seats}
+    def _held_now(self) -> dict[Worker, frozenset[int]]:
+        """The layers of each member under the present schedule."""
+        return {worker: layers for worker, layers in self._placement.held_by(self._current).items()
+                if worker in self._members}
 
     def _finish(self) -> None:
         """All iterations are committed, or the run is to end here; the first holder of each layer writes it."""
-        writers = {layer: worker for worker, stages in sorted(self._holds.items(), reverse=True)
-                   for stage in stages for layer in range(*self._ranges[stage])}
+        writers = {layer: worker for worker, layers in sorted(self._holds.items(), reverse=True)
+                   for layer in sorted(layers)}
         self._phase, self._outdated = "finishing", False
         self._finished.clear()
         self.number += 1

@@ -63,6 +63,7 @@ from runtime.protocol.to_coordinator import (
 )
 from runtime.protocol.to_node_agent import STILL_RUNNING_SECONDS
 from runtime.protocol.to_worker import Leave, ReportStatus
+from runtime.replay.placement import Placement
 from runtime.run_folder import CHECKPOINTS, holder
 from schedules.schedule import Worker
 
@@ -96,7 +97,7 @@ class EventLoop:
         schedules = ScheduleService(run.schedule, run.scheduler, lambda: self._put(lambda: None), event_log)
         setup = run.setup
         self.checkpoints = CheckpointTimer(automatic=setup.checkpoint_every is None)
-        self._coordinator = Coordinator(schedules, self._send, log, ranges=setup.ranges,
+        self._coordinator = Coordinator(schedules, self._send, log, placement=Placement(setup.cuts),
                                         checkpoints=self.checkpoints, events=event_log, went_back=losses.go_back,
                                         iterations=range(setup.first_iteration,
                                                          max(setup.first_iteration, setup.iterations)))
@@ -229,12 +230,12 @@ class EventLoop:
         for worker, heard in self._monitor.missed():
             self._give_up(worker, f"worker {worker} stopped answering", heard)
             self.processes.kill(worker)
-        columns = self._coordinator.columns
-        stall = self._stall.look(columns, self._monitor.interval_seconds, planning=self._coordinator.planning)
-        if stall is None or not columns:
+        held = self._coordinator.held
+        stall = self._stall.look(held, self._monitor.interval_seconds, planning=self._coordinator.planning)
+        if stall is None or not held:
             return
         self._note(str(stall))
-        for one in stall.culprits(columns):
+        for one in stall.culprits(held):
             self._give_up(one.worker, f"worker {one.worker} hung for {one.seconds:.0f} s in {one.doing}")
             self.processes.kill(one.worker)
 
@@ -422,7 +423,7 @@ class EventLoop:
 
     def _commit(self, committed: Iterator[tuple[int, float]]) -> None:
         for iteration, loss in committed:
-            self._losses.write(iteration, loss)
+            self._losses.write(iteration, loss, self._log.period_seconds, self._event_log.now())
             self.processes.committed(iteration)
             self._coordinator.committed()
             self._stall.progressed()

@@ -4,7 +4,9 @@ A worker that says what cannot be is cut off, before anything of it is used.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from msgspec.structs import replace
 
@@ -22,6 +24,7 @@ from runtime.protocol.to_coordinator import (
     Validated,
 )
 from runtime.protocol.to_worker import Factor
+from schedules.layers import LayerRange
 from schedules.schedule import Worker
 
 AHEAD = 8
@@ -49,8 +52,8 @@ class Bounds:
                 return f"it says that it has run iteration {message.iteration}, where {next_iteration} is the next"
             case Validated() if not _known(message.factor, iterations):
                 return f"it has a factor of iteration {message.factor.iteration}, where {next_iteration} is the next"
-            case Paused() if not set(message.stages) <= set(range(len(self.setup.ranges))):
-                return "it says that it holds stages that there are not"
+            case Paused() if not _ascending(message.layers, self.setup.cuts[-1]):
+                return "it says that it holds layers that there are not"
             case Paused() if message.validated is not None and not _known(message.validated, iterations):
                 return f"it has a factor of iteration {message.validated.iteration}, where {next_iteration} is the next"
             case Ready(known=Known()) if not self._may_know(message.known):
@@ -63,7 +66,7 @@ class Bounds:
         assert known is not None
         iterations = range(self.setup.first_iteration - 1, self.setup.iterations)
         return (0 <= known.order < 2**31 and known.iteration in iterations
-                and set(known.stages) <= set(range(len(self.setup.ranges))) and set(known.members) <= self.workers
+                and _ascending(known.layers, self.setup.cuts[-1]) and set(known.members) <= self.workers
                 and (known.validated is None or _known(known.validated, iterations)))
 
 
@@ -82,6 +85,12 @@ def printable(message: ToCoordinator) -> ToCoordinator:
 
 def _line(text: str) -> str:
     return "".join(one if one.isprintable() else " " for one in text[:TEXT_CHARACTERS])
+
+
+def _ascending(ranges: Sequence[LayerRange], layers: int) -> bool:
+    """Whether these are ranges of layers, one after the other, of a model of so many."""
+    edges = [edge for one in ranges for edge in one]
+    return all(before < after for before, after in pairwise(edges)) and all(0 <= edge <= layers for edge in edges)
 
 
 def _known(factor: Factor, iterations: range) -> bool:

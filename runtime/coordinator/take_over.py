@@ -33,8 +33,8 @@ class Found:
     """The last iteration that is committed."""
     factor: Factor | None
     """Of that iteration, where anybody knows one."""
-    holds: Mapping[Worker, tuple[int, ...]]
-    """The stages of each member that was found; nothing of one that cannot go back to `committed`. Who was about
+    holds: Mapping[Worker, frozenset[int]]
+    """The layers of each member that was found; nothing of one that cannot go back to `committed`. Who was about
     to take part is none."""
     missing: tuple[Worker, ...]
     """Members that were not found."""
@@ -96,7 +96,7 @@ class TakeOver:
 
     def found(self) -> Found:
         """What to go on from."""
-        holders = [known for known in self._known.values() if known.stages]
+        holders = [known for known in self._known.values() if known.layers]
         reached = max((known.iteration for known in holders), default=self._first - 1)
         before = max(reached - 1, self._first - 1)
         committed = before if self._last is None else max(self._last, before)
@@ -106,5 +106,9 @@ class TakeOver:
             committed -= 1  # nobody knows how it was stepped: all undo it
         return Found(number=self._number, committed=committed, factor=factors.get(committed),
                      missing=tuple(sorted(self.missing)) if self._number else (),
-                     holds={worker: known.stages if known.iteration in (committed, committed + 1) else ()
+                     holds={worker: _layers(known) if known.iteration in (committed, committed + 1) else frozenset()
                             for worker, known in self._known.items() if known.order or not self._number})
+
+
+def _layers(known: Known) -> frozenset[int]:
+    return frozenset(layer for layers in known.layers for layer in range(*layers))

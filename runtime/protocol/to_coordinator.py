@@ -4,6 +4,7 @@ import msgspec
 
 from runtime.protocol.channel import Decoder
 from runtime.protocol.to_worker import Factor
+from schedules.layers import LayerRange
 from schedules.measured_trace import MeasuredOp
 from schedules.schedule import Worker
 
@@ -39,8 +40,8 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
     """Who took part in that."""
     iteration: int
     """The last that it has stepped, or may have: it can go back by this one."""
-    stages: tuple[int, ...]
-    """Those whose layers it holds."""
+    layers: tuple[LayerRange, ...]
+    """Those of the model that it holds, as in `Paused`."""
     validated: Factor | None
     """Of the last iteration of which it knows."""
     pending: bool
@@ -100,8 +101,8 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
 
     worker: Worker
     order: int
-    stages: tuple[int, ...]
-    """Those whose layers it holds."""
+    layers: tuple[LayerRange, ...]
+    """Those of the model that it holds: ascending ranges that do not touch."""
     validated: Factor | None
     """Of the last iteration of which it knows."""
     reason: str | None

@@ -137,6 +137,24 @@ def test_the_report_has_the_fields_measures(job, tmp_path):
     assert json.loads(slipstream(*arguments, "--json").stdout)["tokens_per_gpu_hour"]["slipstream"] is None
 
 
+def test_a_reference_line_has_no_goodput(job, tmp_path):
+    """It was shown with more than 100 %: the limit of all systems, relative to the best of these."""
+    job.write_text(JOB.replace("microbatches = 6", "microbatches = 1"))  # so that no system is at the limit
+    (tmp_path / "calm.txt").write_text("2026-01-01, 00:00:00, 6\n2026-01-01, 23:00:00, 6\n")
+    arguments = ("simulate", job, "--trace", "calm.txt", "--html", "page.html")
+    answer = json.loads(slipstream(*arguments, "--json").stdout)
+    references = {name for name, kind in POLICIES.items() if kind.is_reference}
+    systems = {name: share for name, share in answer["goodput"].items() if name not in references}
+    assert answer["policies"]["work-conserving"] > max(answer["policies"][name] for name in systems)
+    assert 0 < min(systems.values()) <= max(systems.values()) <= 1
+    assert all(answer["goodput"][name] is None for name in references)
+    rows = slipstream(*arguments).stdout.splitlines()
+    row = [line for line in rows if line.strip().startswith("work-conserving")][-1]
+    assert row.split()[1:3] == ["100.0%", "-"]
+    row = next(part for part in (tmp_path / "page.html").read_text().split("<tr") if "work-conserving</td>" in part)
+    assert "<td>100.0%</td><td>-</td>" in row
+
+
 def test_slow_workers_and_lost_gpus_in_a_trace(job, tmp_path):
     (tmp_path / "events.csv").write_text("".join(f"0,add,m{index}\n" for index in range(6))
                                          + "60000,slow,m1,2\n900000,gpus,m2,3\n3600000,slow,m1,1\n")

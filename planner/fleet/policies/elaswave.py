@@ -31,29 +31,30 @@ class ElasWave(Rerouting):
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
-        self._layers = layers_of(self.throughputs.job)
+        self._layers, clock = layers_of(self.throughputs.job), self.throughputs.job.time
+        self._whole = cut_by_speed(self._layers, (1.0,) * scenario.stages)
+        self._step = max(map(sum, zip(clock.all_reduce, clock.optimizer, strict=True)))
+        self._microbatches = max(self.throughputs.job.microbatches)
 
     def rate(self, down: DownByStage) -> float:
         """With layers cut for the replicas that are left."""
         return self._rate_with(down, migrated=True)
 
     def _rate_with(self, down: DownByStage, *, migrated: bool) -> float:
-        pipelines, job = self.scenario.pipelines, self.throughputs.job
+        pipelines, step, whole = self.scenario.pipelines, self._step, self._whole.seconds(self._microbatches)
         if max(down) >= pipelines:
             return 0.0
-        factors = tuple(pipelines / (pipelines - count) for count in down)
-        step = max(map(sum, zip(job.time.all_reduce, job.time.optimizer, strict=True)))
-        count = max(job.microbatches)
-        whole = cut_by_speed(self._layers, (1.0,) * self.scenario.stages)
-        # With the old cut, every micro-batch waits for the stage with the fewest replicas.
-        now = cut_by_speed(self._layers, factors) if migrated else whole
-        seconds = now.seconds(count) * (1.0 if migrated else max(factors))
-        return self.throughputs.one_f_one_b(pipelines) * (whole.seconds(count) + step) / (seconds + step)
+        if migrated:
+            factors = tuple([pipelines / (pipelines - count) for count in down])
+            seconds = cut_by_speed(self._layers, factors).seconds(self._microbatches)
+        else:  # every micro-batch waits for the stage with the fewest replicas
+            seconds = whole * pipelines / (pipelines - max(down))
+        return self.throughputs.one_f_one_b(pipelines) * (whole + step) / (seconds + step)
 
     def _reconfigure(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
         """With the old cut of the layers until the new one has migrated."""
-        at_once = self._rate_with(self._down(self._held), migrated=False)
-        then = self._rate_of(self._stage)
+        at_once = self._rate_with(self._held.down, migrated=False)
+        then = self._rate_of(self._stages)
         self._loaded_at = now + sum(stall.seconds for stall in stalls) + self.costs.load_seconds
         phases = self.resume_training(at_once, *stalls, lost_samples=lost_samples)
         return self.change_rate(phases, self._loaded_at - now, self._switch(), then)

@@ -12,12 +12,11 @@ Assumed, in their favour: memory is no limit; detection and planning take no tim
 where a worker died, a switch, and the time to load one stage, in which all wait; newcomers join at once.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 
 from planner.fleet.availability_trace import Change
-from planner.fleet.policies.oobleck_templates import Template, fastest_split, layers_of
-from planner.fleet.policies.uneven_pipelines import all_layers_held, cut_by_speed
+from planner.fleet.policies.oobleck_templates import layers_of
+from planner.fleet.policies.uneven_pipelines import all_layers_held, iteration_by_speed
 from planner.fleet.policy import Cause, Phase, Policy, Scenario
 
 _ASSUMPTIONS = ("1F1B on pipelines that are each cut by the speed of their nodes, and share the batch by theirs; as "
@@ -94,10 +93,8 @@ class Malleus(Policy):
         return self.fault_free_rate * (self._seconds + step) / (self._iteration(pipelines) + step)
 
     def _iteration(self, pipelines: Sequence[tuple[float, ...]]) -> float:
-        cuts = Counter[Template]()
-        for factors, count in Counter(pipelines).items():
-            cuts[cut_by_speed(self._layers, tuple(sorted(factors)))] += count
-        return fastest_split(cuts, sum(self.throughputs.job.microbatches))
+        alike = sorted(tuple(sorted(factors)) for factors in pipelines)
+        return iteration_by_speed(self._layers, tuple(alike), sum(self.throughputs.job.microbatches))
 
 
 class ResiHP(Malleus):

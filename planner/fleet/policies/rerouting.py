@@ -1,12 +1,44 @@
 """Policies that re-route micro-batches to peers: every live worker holds a stage, and all of them train."""
 
 from abc import abstractmethod
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from planner.fleet.availability_trace import Change
 from planner.fleet.policy import Cause, Phase, Policy, Scenario
 from planner.fleet.throughput import DownByStage
+
+
+class Stages:
+    """Which machine has which stage, and how many machines each stage lacks."""
+
+    def __init__(self, lacking: Iterable[int]) -> None:
+        """Without machines, so many are down in each stage."""
+        self.of: dict[int, int] = {}
+        """The stage of each machine."""
+        self._lacking = list(lacking)
+
+    @property
+    def down(self) -> DownByStage:
+        """How many workers of each stage are down."""
+        return tuple(self._lacking)
+
+    def put(self, machine: int, stage: int) -> None:
+        """The machine, which may have had another stage, has this one."""
+        self.remove(machine)
+        self.of[machine] = stage
+        self._lacking[stage] -= 1
+
+    def remove(self, machine: int) -> None:
+        """The machine has no stage, if it had one."""
+        stage = self.of.pop(machine, None)
+        if stage is not None:
+            self._lacking[stage] += 1
+
+    def copy(self) -> "Stages":
+        """The same, to be changed apart."""
+        other = Stages(self._lacking)
+        other.of = dict(self.of)
+        return other
 
 
 class Rerouting(Policy):
@@ -27,9 +59,9 @@ class Rerouting(Policy):
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
-        self._stage: dict[int, int] = {}
+        self._stages = Stages([scenario.pipelines] * scenario.stages)
         """The stage of each live machine."""
-        self._held: dict[int, int] = {}
+        self._held = self._stages.copy()
         """The stage that it holds now, until `_loaded_at`. A machine that is about to join holds none."""
         self._loaded_at = 0.0
         """When every machine holds its stage."""
@@ -50,26 +82,26 @@ class Rerouting(Policy):
 
     def start(self, live: Sequence[int]) -> list[Phase]:
         """Every machine in its place of the grid; where some stage would have no worker, stages are assigned anew."""
-        self._stage = {machine: machine % self.scenario.stages for machine in live}
-        if self._stage_lost(self._stage):
-            self._reassign_all()
-        self._held = dict(self._stage)
-        return self.resume_training(self._rate_of(self._stage))
+        for machine in live:
+            self._stages.put(machine, machine % self.scenario.stages)
+        if self._stage_lost(self._stages):
+            self._reassign_all(live)
+        self._held = self._stages.copy()
+        return self.resume_training(self._rate_of(self._stages))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
         """Re-route, let newcomers join, move workers."""
         if change.seconds >= self._loaded_at:
-            self._held = dict(self._stage)
+            self._held = self._stages.copy()
         for machine in change.removed:
-            del self._stage[machine]
-            self._held.pop(machine, None)
+            self._stages.remove(machine)
+            self._held.remove(machine)
         restarting = remaining[0].cause is Cause.RESTART
         if remaining[0].cause is Cause.WAIT or (restarting and change.removed) or self._stage_lost(self._held):
             # Only the checkpoint holds the parameters of some stage.
-            self._stage |= dict.fromkeys(change.added, 0)
-            self._reassign_all()
-            self._held = dict(self._stage)
-            return self.restart(self._rate_of(self._stage), remaining)
+            self._reassign_all([*self._stages.of, *change.added])
+            self._held = self._stages.copy()
+            return self.restart(self._rate_of(self._stages), remaining)
         lost = self.lost_samples(remaining, worker_died=bool(change.removed))
         self._assign_newcomers(change.added)
         if self.moves_workers:
@@ -88,45 +120,44 @@ class Rerouting(Policy):
     def _reconfigure(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
         """The phases from `now` on: these stalls first, and sooner or later each machine in its stage."""
 
-    def _rate_of(self, stages: dict[int, int]) -> float:
+    def _rate_of(self, stages: Stages) -> float:
         """Samples per second of machines that hold these stages."""
-        return self.rate(self._down(stages))
+        return self.rate(stages.down)
 
     # --- Which machine holds which stage ------------------------------------------------------------------------------
 
-    def _down(self, stages: dict[int, int]) -> DownByStage:
-        live = Counter(stages.values())
-        return tuple(self.scenario.pipelines - live[stage] for stage in range(self.scenario.stages))
+    def _stage_lost(self, stages: Stages) -> bool:
+        return max(stages.down) >= self.scenario.pipelines
 
-    def _stage_lost(self, stages: dict[int, int]) -> bool:
-        return max(self._down(stages)) >= self.scenario.pipelines
-
-    def _reassign_all(self) -> None:
-        """Assign stages to all live machines anew."""
-        spread = self.throughputs.even_spread(self.scenario.workers - len(self._stage))
+    def _reassign_all(self, machines: Sequence[int]) -> None:
+        """Assign stages to all live machines anew; where there are too few of them, newcomers get the first."""
+        spread = self.throughputs.even_spread(self.scenario.workers - len(machines))
         if spread is None:
+            for machine in machines:
+                self._stages.put(machine, self._stages.of.get(machine, 0))
             return
         stages = [stage for stage, down in enumerate(spread) for _ in range(self.scenario.pipelines - down)]
-        self._stage = dict(zip(sorted(self._stage), stages, strict=True))
+        for machine, stage in zip(sorted(machines), stages, strict=True):
+            self._stages.put(machine, stage)
 
     def _assign_newcomers(self, machines: Sequence[int]) -> None:
         """Give newcomers the stages furthest from the even spread of the failures left."""
-        spread = self.throughputs.even_spread(self.scenario.workers - len(self._stage) - len(machines))
-        down = list(self._down(self._stage))
+        if not machines:
+            return
+        spread = self.throughputs.even_spread(self.scenario.workers - len(self._stages.of) - len(machines))
         for machine in machines:
-            stage = max(range(len(down)),
-                        key=lambda stage: (down[stage] - spread[stage] if spread else 0, down[stage]))
-            self._stage[machine] = stage
-            down[stage] -= 1
+            down = self._stages.down
+            self._stages.put(machine, max(range(len(down)), key=lambda stage: (
+                down[stage] - spread[stage] if spread else 0, down[stage])))
 
     def _move_workers(self) -> None:
         """Move workers to other stages where that leaves the most loaded worker less work."""
-        spread, down = self.throughputs.even_spread(self.scenario.workers - len(self._stage)), self._down(self._stage)
+        spread, down = self.throughputs.even_spread(self.scenario.workers - len(self._stages.of)), self._stages.down
         if spread is None or self.throughputs.longest_load(spread) >= self.throughputs.longest_load(down):
             return
         vacant = [stage for stage, count in enumerate(down) for _ in range(count - spread[stage])]
         counts = list(down)
-        for machine, stage in sorted(self._stage.items()):
+        for machine, stage in sorted(self._stages.of.items()):
             if vacant and counts[stage] < spread[stage]:
-                self._stage[machine] = vacant.pop()
+                self._stages.put(machine, vacant.pop())
                 counts[stage] += 1

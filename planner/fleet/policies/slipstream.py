@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import ClassVar, NamedTuple
 
 from planner.fleet.availability_trace import Change
-from planner.fleet.policies.rerouting import Rerouting
+from planner.fleet.policies.rerouting import Rerouting, Stages
 from planner.fleet.policy import Cause, Phase, Scenario
 from planner.fleet.throughput import DownByStage
 
@@ -55,8 +55,7 @@ class Slipstream(Rerouting):
 
     def rate(self, down: DownByStage) -> float:
         """By the planner's schedule, or on the pipelines that are whole, where that is faster."""
-        return max(self.throughputs.planned(down),
-                   self.throughputs.one_f_one_b(self.scenario.pipelines - max(down)))
+        return self.throughputs.in_place(down)
 
     @property
     def fault_free_rate(self) -> float:
@@ -84,11 +83,11 @@ class Slipstream(Rerouting):
         return super().restart(self._best_rate(), remaining)
 
     def _settled_rate_now(self) -> float:
-        return self.settled_rate(self._down(self._stage)) if self.moves_layers else 0.0
+        return self.settled_rate(self._stages.down) if self.moves_layers else 0.0
 
     def _best_rate(self) -> float:
-        at_once = self._rate_of(self._stage)
-        return max(at_once, self._choice(self._stage, self.settled_rate).rate) if self.moves_layers else at_once
+        at_once = self._rate_of(self._stages)
+        return max(at_once, self._choice(self._stages, self.settled_rate).rate) if self.moves_layers else at_once
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
         """Where only speeds change, a switch follows if other workers are left out then."""
@@ -96,20 +95,23 @@ class Slipstream(Rerouting):
             self._settled = 0.0  # some of its layers are gone, or not there yet
         phases = super().on_change(change, remaining)
         before, self._left_out = self._left_out, self._choice(self._held, self.rate).left_out
-        switches = change.removed or remaining[0].cause is not Cause.RUN or before == self._left_out & self._held.keys()
-        return phases if switches else [self._switch(), *phases]
+        same = before == self._left_out & self._held.of.keys()
+        return phases if change.removed or remaining[0].cause is not Cause.RUN or same else [self._switch(), *phases]
 
-    def _rate_of(self, stages: dict[int, int]) -> float:
+    def _rate_of(self, stages: Stages) -> float:
         """Samples per second of machines that hold these stages, the slowest left out where that pays."""
         return self._choice(stages, self.rate).rate
 
-    def _choice(self, stages: dict[int, int], rate: Callable[[DownByStage], float]) -> Choice:
+    def _choice(self, stages: Stages, rate: Callable[[DownByStage], float]) -> Choice:
         """Leave out the slowest machines, as many as pays. All others wait for the slowest of those that are left.
 
         A schedule in which every op takes at most f times as long has at most f times the period.
         """
-        down = list(self._down(stages))
-        slow = sorted(((factor, machine) for machine, factor in self.slow.items() if machine in stages), reverse=True)
+        if not self.slow:
+            return Choice(rate(stages.down) if not self._stage_lost(stages) else 0.0, frozenset())
+        down = list(stages.down)
+        slow = sorted(((factor, machine) for machine, factor in self.slow.items() if machine in stages.of),
+                      reverse=True)
         best, left_out = Choice(0.0, frozenset()), list[int]()
         for factor, machines in groupby([*slow, (1.0, -1)], key=lambda pair: pair[0]):
             if max(down) >= self.scenario.pipelines:
@@ -118,14 +120,14 @@ class Slipstream(Rerouting):
             for _, machine in machines:
                 if machine >= 0:
                     left_out.append(machine)
-                    down[stages[machine]] += 1
+                    down[stages.of[machine]] += 1
         return best
 
     def _reconfigure(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
         """At once with those who hold a stage, or as settled before, if none of those has left; then with all."""
         settled = self._settled / max(self.slow.values(), default=1.0)
-        at_once, then = max(settled, self._rate_of(self._held)), max(settled, self._rate_of(self._stage))
-        loads, load, switch = self._held != self._stage, self.costs.load_seconds, self._switch()
+        at_once, then = max(settled, self._rate_of(self._held)), max(settled, self._rate_of(self._stages))
+        loads, load, switch = self._held.of != self._stages.of, self.costs.load_seconds, self._switch()
         self._loaded_at = now + sum(stall.seconds for stall in stalls) + loads * load
         if stalls and loads and load * at_once < switch.seconds * then:
             # Another switch would cost more than what is trained until then.
@@ -144,7 +146,7 @@ class Slipstream(Rerouting):
         if not self.moves_layers or phases[0].cause is Cause.WAIT:
             return phases
         settled = self._best_rate()
-        move = self.throughputs.settled(self.scenario.workers - len(self._stage))[1] * self.costs.load_seconds
+        move = self.throughputs.settled(self.scenario.workers - len(self._stages.of))[1] * self.costs.load_seconds
         gained = settled - rate
         made_up = self.costs.switch_seconds * settled / gained if gained > 0 else math.inf
         if seconds + move + made_up > self.scenario.seconds_between_failures:

@@ -12,7 +12,7 @@ from planner.fleet.policies.oobleck import stacked_sizes
 from planner.fleet.policies.oobleck_templates import Template, fastest_split, layers_of, template
 from planner.fleet.policies.uneven_pipelines import cut_by_speed
 from planner.fleet.policy import Cause, Checkpoints, Phase
-from planner.fleet.simulation import compare, simulate
+from planner.fleet.simulation import Comparison, compare, simulate
 from planner.fleet.synthetic_trace import FailureRates, draw_slow_workers, draw_trace, published_fail_slow
 from tests.planner.fleet.small import COSTS, gain, job, lose, scenario, trace
 
@@ -428,10 +428,13 @@ def test_what_is_reported_of_a_run():
     stalls = [2 + 9 / rate for rate in (18 / 28, 18 / 28)]
     assert result.seconds_to_recover == pytest.approx(sum(stalls) / 2)
     assert result.ettr == pytest.approx(1 - sum(stalls) / 1000)
-    assert result.goodput(18 / 19) == pytest.approx(result.throughput / (18 / 19))
     assert run("in-place").seconds_to_recover == 0.0 and run("in-place").ettr == 1.0
     pauses = run("checkpoint-restart")
     assert pauses.ettr == pytest.approx(pauses.throughput / pauses.fault_free_rate)
+    runs = {"checkpoint-restart": pauses, "fault-scaled": run("fault-scaled")}
+    compared = Comparison(trace=trace(), runs=runs, best_rate=18 / 19)
+    assert compared.goodput("checkpoint-restart") == pytest.approx(pauses.throughput / (18 / 19))
+    assert compared.goodput("fault-scaled") is None
 
 
 # --- All --------------------------------------------------------------------------------------------------------------

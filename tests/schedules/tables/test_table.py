@@ -19,8 +19,8 @@ from schedules.check import check
 from schedules.codec import decode, encode
 from schedules.schedule import Worker
 from schedules.tables.entry_codec import decode_entry, encode_entry
-from schedules.tables.file import Basis, TableError, digest, encode_document, read_index, with_digest
-from schedules.tables.pattern import dead_column
+from schedules.tables.file import VERSION, Basis, TableError, digest, encode_document, read_index, with_digest
+from schedules.tables.pattern import count_key, dead_column, settled_key
 from schedules.tables.table import Table, library, library_names
 from tests.general import general_schedules
 
@@ -250,3 +250,10 @@ def test_library_tables_are_whole(name):
     assert [row.key for row in table.rows()][:3] == ["count-0", "count-1", "count-2"]
     found = table.lookup([Worker(1, 2), Worker(3, 2)])
     assert found is not None and check(found.schedule) == []
+    assert table.index.version == VERSION
+    rows = {row.key: row for row in table.rows()}
+    for failures in range(1, table.index.max_failures + 1):
+        at_once, settled = rows[count_key(failures)], rows[settled_key(count_key(failures))]
+        assert settled.period < at_once.period and settled.layers_moved > 0
+        assert settled.bytes_moved > 0 and settled.seconds_to_move > 0
+        assert f"{settled.throughput:.2%}" in (path / "index.md").read_text()
