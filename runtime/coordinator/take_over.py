@@ -96,9 +96,8 @@ class TakeOver:
 
     def found(self) -> Found:
         """What to go on from."""
-        holders = [known for known in self._known.values() if known.layers]
-        reached = max((known.iteration for known in holders), default=self._first - 1)
-        before = max(reached - 1, self._first - 1)
+        holders = [known for known in self._known.values() if known.layers and known.order == self._number]
+        before = max((max(known.iteration - 1, known.begun) for known in holders), default=self._first - 1)
         committed = before if self._last is None else max(self._last, before)
         factors = {one.validated.iteration: one.validated for one in holders if one.validated is not None}
         pending = any(known.pending and known.iteration == committed for known in holders)
@@ -106,8 +105,12 @@ class TakeOver:
             committed -= 1  # nobody knows how it was stepped: all undo it
         return Found(number=self._number, committed=committed, factor=factors.get(committed),
                      missing=tuple(sorted(self.missing)) if self._number else (),
-                     holds={worker: _layers(known) if known.iteration in (committed, committed + 1) else frozenset()
+                     holds={worker: _layers(known) if _fits(known, committed) else frozenset()
                             for worker, known in self._known.items() if known.order or not self._number})
+
+
+def _fits(known: Known, committed: int) -> bool:
+    return known.begun <= committed <= known.iteration <= committed + 1
 
 
 def _layers(known: Known) -> frozenset[int]:

@@ -39,13 +39,15 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
     members: tuple[Worker, ...]
     """Who took part in that."""
     iteration: int
-    """The last that it has stepped, or may have: it can go back by this one."""
+    """The last that it has stepped, or may have: it can go back by this one, but not beyond `begun`."""
     layers: tuple[LayerRange, ...]
     """Those of the model that it holds, as in `Paused`."""
     validated: Factor | None
     """Of the last iteration of which it knows."""
     pending: bool
     """Whether it does not know the factor of `iteration` yet."""
+    begun: int = -1
+    """The last iteration before the order."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

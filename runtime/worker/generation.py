@@ -139,11 +139,13 @@ class Generation:
         pending = watched and self._reached >= self._order.first_iteration and (
             validated is None or validated.iteration < self._reached)
         return Known(self.number, tuple(seat.worker for seat in self._schedule.seats), self._reached,
-                     self._context.layer_store.holding.ranges, validated, pending)
+                     self._context.layer_store.holding.ranges, validated, pending,
+                     self._order.first_iteration - 1)
 
     def fits(self, order: Order) -> bool:
         """Whether what this worker holds can be brought to where an order begins."""
-        return order.first_iteration - 1 in (self._reached, self._reached - 1)
+        return self._order.first_iteration <= order.first_iteration \
+            and order.first_iteration - 1 in (self._reached, self._reached - 1)
 
     def let_go(self) -> None:
         """Nobody reads from the connections any more."""

@@ -252,7 +252,8 @@ class _Worker:
             return Known(0, (), self._setup.first_iteration - 1, (), None, pending=False)
         return Known(
             self._finish_order.number, self._members, self._finish_order.first_iteration - 1,
-            self._layer_store.holding.ranges, self._finish_order.factor, pending=False)
+            self._layer_store.holding.ranges, self._finish_order.factor, pending=False,
+            begun=self._finish_order.first_iteration - 1)
 
     def _handle(self, message: ToWorker) -> None:
         generation = self._generation

@@ -42,7 +42,7 @@ follow(*sys.argv[1:])
 """
 
 
-def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "60") -> None:
+def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "240") -> None:
     """Node 0. It is killed before, or right after, the losses of some iteration are written, as `dies` says."""
     from tests.runtime.test_going_back import on_the_spot
 
@@ -72,7 +72,7 @@ def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "
     print(result.parameter_digest, *(one.reasons for one in result.recoveries))
 
 
-def follow(out: str, port: str, clip: str, timeout: str = "60") -> None:
+def follow(out: str, port: str, clip: str, timeout: str = "240") -> None:
     config = tiny(iterations=ITERATIONS, clip_norm=float(clip) if clip else None)
     join(Rendezvous("127.0.0.1", int(port)), replace(own_job(JOB, config), coordinator_timeout_seconds=float(timeout)),
          node=1, nodes=2, out=Path(out), notify=lambda news: print(news, file=sys.stderr, flush=True))

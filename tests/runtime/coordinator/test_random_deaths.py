@@ -227,7 +227,7 @@ class World:
         for one in self.workers.values():
             one.lose_coordinator()
             known = Known(0, (), -1, (), None, False) if one.order is None else Known(
-                one.order.number, one.members, one.reached, one.ranges(), None, False)
+                one.order.number, one.members, one.reached, one.ranges(), None, False, one.order.first_iteration - 1)
             one.said.append(one.ready(known))
 
     def take_over(self) -> None:
