@@ -1,14 +1,17 @@
 """Seeded chaos: workers are killed and come back at random, and the numbers must be those of one process.
 
     python -m benchmarks.chaos --kills 300 --seed 1 [--grid 3x2] [--iterations 60] [--switch-interval 1e-6]
+                               [--node-0 0.3]
 
 Trains a small GPT in float64, again and again, until so many workers have died or lost their connections: by SIGKILL,
 SIGSTOP, an exception, a broken connection, or by just ending; before any op, between the staggered optimizer steps, in
 the middle of a recovery, while layers are fetched, several at once, or at any time by the clock. Runs differ in whether
-gradients are clipped and roles move, and in how fast layers can be fetched. When a stage has no worker left, training
-goes on from the last checkpoint. With `--switch-interval`, threads of all processes take turns as often as that, and
-meet in unlucky moments. Prints how long recoveries took and the largest deviation of any loss and any parameter from
-the same training in one process. Exit status 1 when that is above 1e-9, or when anything else goes wrong.
+gradients are clipped and roles move, and in how fast layers can be fetched. When a stage has no worker left, those that
+live go back to the newest checkpoint in place; when fewer live than there are stages, a new run goes on from it. With
+`--node-0`, such a share of the runs is led by a process of its own at first, which is killed, too; another one goes on
+with its workers. With `--switch-interval`, threads of all processes take turns as often as that, and meet in unlucky
+moments. Prints how long recoveries took and the largest deviation of any loss and any parameter from the same training
+in one process. Exit status 1 when that is above 1e-9, or when anything else goes wrong.
 """
 
 import argparse
@@ -19,6 +22,7 @@ import os
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -29,6 +33,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import torch
 
 from benchmarks.jobs import uniform_job
@@ -60,7 +65,7 @@ FETCH_BYTES_PER_SECOND = (None, 400e3)
 IN_FETCH: tuple[Place, ...] = ("asked", "loaded")
 IN_FETCH_SPAN = 6
 """Iterations: one of them may be where a fetch begins."""
-REASONS = ("SIGKILL", "stopped answering", "InjectedError", "exit status 3")
+REASONS = ("SIGKILL", "stopped answering", "InjectedError", "exit status 3", "was not found by the new node 0")
 """What is said of a worker that was lost on purpose."""
 SURVIVED = ("has no live worker left", "no worker is left", "leave no live worker")
 """What a run says that ends because too many have died at once."""
@@ -90,7 +95,11 @@ class Tally:
 
     recoveries: list[Recovery] = field(default_factory=list)
     lost: int = 0
-    """Times that a stage had no worker left."""
+    """Times that fewer workers were left than there are stages."""
+    back: int = 0
+    """Times that the others went back to a checkpoint, because a stage had no worker left."""
+    leaders: int = 0
+    """Times that node 0 was killed, and another one went on."""
     deviation: float = 0.0
     """The largest, of any loss and any parameter."""
     reasons: Counter[str] = field(default_factory=Counter)
@@ -104,6 +113,7 @@ class Tally:
     def add(self, recovery: Recovery) -> None:
         """Count a recovery. Raises ChaosError where a worker was lost that should not."""
         self.recoveries.append(recovery)
+        self.back += recovery.went_back_to is not None
         for reason in recovery.reasons:
             known = next((known for known in REASONS if known in reason), None)
             if known is None:
@@ -119,7 +129,8 @@ class Tally:
         causes = ", ".join(f"{count} {reason}" for reason, count in self.reasons.most_common())
         meanwhile = sum(one.meanwhile for one in self.recoveries)
         return (f"{self.runs} runs, {self.kills} kills ({causes}), {back} returns ({meanwhile} iterations while "
-                f"layers were fetched), {self.lost} times a stage was lost\n"
+                f"layers were fetched), {self.back} times back to a checkpoint, {self.lost} times too few were left, "
+                f"node 0 killed {self.leaders} times\n"
                 f"recovery: median {middle * 1e3:.0f} ms, worst {worst * 1e3:.0f} ms\n"
                 f"largest deviation {self.deviation:.3g}")
 
@@ -154,6 +165,8 @@ def scheduler(setting: ChaosScenario) -> Scheduler:
     """Schedules by the list schedulers; moved to a normal form where the setting says so."""
     options = PlanOptions(method="greedy", time_limit=1.0)
 
+    most = (setting.job.pipelines - 1) * setting.job.stages
+
     @functools.cache
     def normal(failures: int) -> Schedule:
         return normal_form(setting.job, failures, options).schedule
@@ -162,7 +175,10 @@ def scheduler(setting: ChaosScenario) -> Scheduler:
         lost = [column for column in range(setting.job.stages)
                 if all(Worker(pipeline, column) in down for pipeline in range(setting.job.pipelines))]
         if lost:
-            raise NoScheduleError(f"the failures leave no live worker in column {lost[0]}")
+            found = relabel(normal(len(down)), down, held_elsewhere=True) if len(down) <= most else None
+            if found is None:
+                raise NoScheduleError(f"the failures leave no live worker in column {lost[0]}")
+            return found
         moved = relabel(normal(len(down)), down) if setting.moves else None
         return moved or plan_job(setting.job, down, method="greedy").schedule
 
@@ -223,8 +239,11 @@ def storming(fork_server: ForkServer, rng: random.Random, seconds: float) -> Ite
 
 
 def train_through(setting: ChaosScenario, rng: random.Random, fork_server: ForkServer, out: Path, tally: Tally, *,
-                  storm_seconds: float = 3.0) -> None:
-    """One training to its end, whatever happens; enters what happened. Raises ChaosError."""
+                  storm_seconds: float = 3.0, node_0_dies: bool = False) -> None:
+    """One training to its end, whatever happens; enters what happened. Raises ChaosError.
+
+    Where `node_0_dies`, a process of its own leads it at first.
+    """
     reference = judge(setting.config, setting.job.microbatches, setting.iterations)
     whole = plan_job(setting.job, method="greedy").schedule
     tally.runs += 1
@@ -234,6 +253,8 @@ def train_through(setting: ChaosScenario, rng: random.Random, fork_server: ForkS
             tally.add(news)
 
     for life in itertools.count():
+        if node_0_dies and life == 0:
+            tally.leaders += led_by_another(setting, rng, out, tally)
         resume = latest(out / "checkpoints")
         injections, returns = failures(setting, rng, 0 if resume is None else resume.iteration)
         resilience = Resilience(
@@ -255,6 +276,25 @@ def train_through(setting: ChaosScenario, rng: random.Random, fork_server: ForkS
             raise ChaosError(f"{out}: losses are missing")
         _compare_parameters(out, reference, tally)
         return
+
+
+def led_by_another(setting: ChaosScenario, rng: random.Random, out: Path, tally: Tally) -> bool:
+    """Have another process lead the training; whether it was killed on the way. Raises ChaosError."""
+    news = out / "news.jsonl"
+    dies = rng.randint(1, setting.iterations - 2)
+    words = [settings_name(setting), str(setting.iterations), str(rng.random()), str(out), str(news), str(dies),
+             rng.choice(("committed", "later"))]
+    with subprocess.Popen([sys.executable, "-m", "benchmarks.chaos_leader", *words]) as leader:
+        try:
+            status = leader.wait(10 * STALL_SECONDS)
+        except subprocess.TimeoutExpired:
+            leader.kill()
+            raise ChaosError(f"{out}: a node 0 of its own does not end") from None
+    for line in news.read_bytes().splitlines() if news.exists() else ():
+        tally.add(msgspec.json.decode(line, type=Recovery))
+    if status not in (0, 1, -signal.SIGKILL):
+        raise ChaosError(f"{out}: a node 0 of its own ended with status {status}")
+    return status < 0
 
 
 @functools.cache
@@ -279,6 +319,13 @@ def _compare_parameters(out: Path, reference: ReferenceResult, tally: Tally) -> 
         raise ChaosError(f"{out}: parameters are missing")
     for name, theirs in reference.parameters.items():
         tally.deviation = max(tally.deviation, float((parameters[name] - theirs).abs().max()))
+
+
+def settings_name(setting: ChaosScenario) -> str:
+    """The grid, and which of `settings` it is."""
+    grid = f"{setting.job.pipelines}x{setting.job.stages}"
+    index = 2 * (setting.config.training.clip_norm is not None) + setting.moves
+    return f"{grid}:{index}"
 
 
 def settings(grid: str, iterations: int) -> list[ChaosScenario]:
@@ -322,6 +369,7 @@ def main() -> None:
     parser.add_argument("--grid", default="3x2", help="pipelines x stages")
     parser.add_argument("--iterations", type=int, default=60, help="of each run")
     parser.add_argument("--switch-interval", type=float, metavar="SECONDS", help="of all threads; usually 5e-3")
+    parser.add_argument("--node-0", type=float, default=0.0, metavar="SHARE", help="of the runs in which node 0 dies")
     options = parser.parse_args()
     torch.set_num_threads(1)
     tally, rng = Tally(), random.Random(options.seed)
@@ -330,7 +378,8 @@ def main() -> None:
         with switching(options.switch_interval), ForkServer() as fork_server:
             while tally.kills < options.kills:
                 with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-                    train_through(next(made), rng, fork_server, Path(folder), tally)
+                    train_through(next(made), rng, fork_server, Path(folder), tally,
+                                  node_0_dies=rng.random() < options.node_0)
                 print(tally.report(), flush=True)
     except ChaosError as error:
         print(tally.report())

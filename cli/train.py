@@ -35,11 +35,12 @@ from runtime.processes.fork_server import signal_at_death_of_parent
 from runtime.processes.launchers import announce, find, to_open
 from runtime.processes.process_manager import Return
 from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped
+from runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS
 from runtime.protocol.failure_injection import Injection
 from runtime.protocol.rendezvous import RendezvousError
 from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
 from runtime.replay.placement import PlacementError
-from runtime.run_folder import FolderError, locked, require_free, results
+from runtime.run_folder import FolderError, left_behind, locked, require_free, results
 from schedules.check import check
 from schedules.schedule import Schedule, Worker
 
@@ -92,6 +93,10 @@ def train(ctx: typer.Context, job: JobFile,
               "Give up a worker that shows no sign of life for so long."))] = 5.0,
           join_timeout: Annotated[float, typer.Option("--join-timeout", metavar="SEC", min=0.1, max=1e6, help=(
               "Wait so long for other nodes and all workers before the first iteration."))] = JOIN_TIMEOUT_SECONDS,
+          coordinator_timeout: Annotated[float, typer.Option("--coordinator-timeout", metavar="SEC", min=0, max=1e6,
+                                                             help=(
+              "When node 0 dies, let the workers hold still for so long: started again with the same command, it goes "
+              "on with them. 0: end them."))] = COORDINATOR_TIMEOUT_SECONDS,
           stall_timeout: Annotated[float, typer.Option("--stall-timeout", metavar="SEC", min=0.1, max=1e6, help=(
               "When no iteration has been committed for so long, say which worker waits for what, and give up one that "
               "hangs."))] = STALL_TIMEOUT_SECONDS,
@@ -123,7 +128,7 @@ def train(ctx: typer.Context, job: JobFile,
     secret = given_secret_or_refuse(here)
     if here.node > 0:
         assert secret is not None
-        own = NodeJob(config=config, secret=secret, resume=resume,
+        own = NodeJob(config=config, secret=secret, resume=resume, coordinator_timeout_seconds=coordinator_timeout,
                       workers=[Worker(pipeline, column) for pipeline in range(wanted.pipelines)
                                for column in range(wanted.stages)])
         with _refusals():
@@ -138,17 +143,21 @@ def train(ctx: typer.Context, job: JobFile,
     if loaded is not None and (backward or optimizer):
         refuse("--table says how to run: leave out --backward and --optimizer")
     resume_from = None if resume is None else _find_checkpoint(resume, folder)
-    if resume_from is not None and _nothing_left(folder, resume_from, config.training.iterations, json):
+    goes_on = left_behind(folder) is not None  # of a node 0 that has died: its workers may live
+    if resume_from is not None and not goes_on and _nothing_left(folder, resume_from, config.training.iterations, json):
         return
-    with _refusals():
-        _require_free(folder, resume_from, config, force)
     require_choice("--layers", layers, LAYERS)
     if mtbf is not None and layers != "move":
         refuse("--mtbf says when moving layers pays: give it with --layers move")
+    if not goes_on:
+        with _refusals():
+            _require_free(folder, resume_from, config, force)
     kills, returns = events("--kill", kill, wanted), events("--return", bring_back, wanted)
     slowed = slowdowns(slow, wanted)
     fault_free = None
-    if schedule is not None:
+    if goes_on and (folder / "schedule.json").exists():
+        chosen = _fitting(folder / "schedule.json", wanted)  # they do not wait for ever
+    elif schedule is not None:
         chosen = _fitting(schedule, wanted)
     else:
         down = parse_workers(failed or [])
@@ -169,7 +178,7 @@ def train(ctx: typer.Context, job: JobFile,
         checkpoint_every=checkpoint_every, resume=resume_from,
         injections=tuple(Injection(worker, at, KILL_BEFORE_OP) for worker, at in kills),
         returns=tuple(Return(worker, at) for worker, at in returns), join_timeout_seconds=join_timeout,
-        stall_timeout_seconds=stall_timeout,
+        stall_timeout_seconds=stall_timeout, coordinator_timeout_seconds=coordinator_timeout,
         settling=Settling(rebalancer=Rebalancing(wanted, chosen, loaded), mtbf_seconds=mtbf) if layers == "move"
         else None)
     with _refusals(lambda: how_to_resume(ctx, folder, resume_from)), \

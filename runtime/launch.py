@@ -6,6 +6,8 @@ the schedule; those of the others (`runtime.node_agent`) start and end workers a
 
 import asyncio
 import signal
+import socket
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,8 +22,8 @@ from runtime.config import ConfigError, RunConfig
 from runtime.coordinator.checkpoint_timer import CheckpointCost
 from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.event_log import EventLog, Observer
-from runtime.coordinator.event_loop import EventLoop
-from runtime.coordinator.loss_file import LossFile, Progress
+from runtime.coordinator.event_loop import EventLoop, NobodyLeftError
+from runtime.coordinator.loss_file import LossFile, Progress, read_losses
 from runtime.coordinator.planning import Scheduler, SchedulerAtSpeeds
 from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.run import Notify, Run
@@ -38,18 +40,26 @@ from runtime.model.digest import combined_digest
 from runtime.model.holding import state_bytes
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
 from runtime.model.slices import forms
-from runtime.processes.fork_server import ForkServer
+from runtime.processes.fork_server import AdoptedForkServer, ForkServer, adopt
 from runtime.processes.launchers import ALONE, GpuShare, LocalProcess, gpu_share
 from runtime.processes.process_manager import NodeProcesses, ProcessManager, Return
-from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped, stop_signals
-from runtime.processes.worker_start import NodeSettings
+from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped, StopSignals, stop_signals
+from runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS, NodeSettings
 from runtime.protocol.authentication import HOW, Secret, new_secret
 from runtime.protocol.failure_injection import Injection, Slowdown
-from runtime.protocol.rendezvous import Rendezvous, host_store, listen
+from runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store, listen
 from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, FormSpec, Setup
 from runtime.replay.communication import Transport, choose_transport
 from runtime.replay.placement import Placement, PlacementError, assign_to_nodes, place
-from runtime.run_folder import claim, clean_up, locked
+from runtime.run_folder import (
+    LeftBehind,
+    claim,
+    clean_up,
+    forget_left_behind,
+    leave_behind,
+    left_behind,
+    locked,
+)
 from schedules import codec
 from schedules.check import check
 from schedules.measured_trace import MeasuredTrace, write_measured_trace
@@ -97,6 +107,8 @@ class Resilience:
     """How long workers are waited for before the first iteration."""
     stall_timeout_seconds: float = STALL_TIMEOUT_SECONDS
     """When nothing has been committed for so long, it is said who waits for what."""
+    coordinator_timeout_seconds: float = COORDINATOR_TIMEOUT_SECONDS
+    """How long workers hold still for another node 0 when this one has died; 0: they end."""
     fetch_bytes_per_second: float | None = None
     """How fast a worker that comes in is sent layers by each of the others while they train; None: as fast as it goes.
     """
@@ -151,6 +163,8 @@ class _Fit:
     """The workers of each node that are there from the start."""
     gpus: GpuShare
     transport: Transport
+    forms: tuple[FormSpec, ...]
+    """What passes each cut. Found out once, for all workers, and before node 0 listens: it takes seconds."""
 
 
 def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | None = None,
@@ -161,6 +175,8 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
     Writes `schedule.json`, `losses.jsonl` and `events.jsonl` (line by line as iterations are committed and events
     happen), `schedules/`, `trace.json`, `parameters/` and `logs/` into `out`. `iterations` replaces those of
     `config`. A `fork_server` may serve several runs, one after the other.
+
+    Where a node 0 has died that wrote to `out`, and workers of its run live, this goes on with them.
 
     Raises ConfigError or PlacementError when schedule, configuration and machine do not fit, CheckpointError when the
     checkpoint does not, FolderError when another run writes to `out` or has left its results there, OSError when `out`
@@ -173,51 +189,138 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
     if options.nodes > 1 and options.secret is None:
         raise ConfigError(f"a run on {options.nodes} nodes needs a secret that all of them have: {HOW} on each")
     fit = _prepare(schedule, config, options)
-    first = 0 if resilience.resume is None else resilience.resume.iteration
     if resilience.resume is not None:
         open_checkpoint(resilience.resume.path, identity_of(config, fit.model.layers))
     with ExitStack() as stack:
         stop = stack.enter_context(stop_signals())
         stack.enter_context(locked(out, 0))
-        listener, opened = listen(options.rendezvous)
-        stack.callback(listener.close)
-        claim(out, resilience.resume, config, force=options.force)
-        stack.callback(clean_up, out)
-        codec.write(schedule, out / "schedule.json")
-        fork_server = fork_server or stack.enter_context(ForkServer())
-        store, store_address = host_store(Rendezvous(opened.host, 0))
-        options.announce(opened)
-        log = CommitLog(schedule.job, first_iteration=first, skips=config.training.skip_nonfinite,
-                        validates=watches_gradients(config.training))
-        event_log = stack.enter_context(EventLog(out, lambda: log.next_iteration, options.observe))
-        event_log.write(_started(schedule, config, options))
-        settings = NodeSettings(
-            config=config, secret=options.secret or new_secret(), out=str(out.resolve()),
-            resume=None if resilience.resume is None else str(resilience.resume.path.resolve()))
-        processes = NodeProcesses(fork_server, opened, fit.shares[0], gpu_count(fit.device), settings, fit.gpus.first)
+        launch = _Launch(schedule, config, fit, out, options, resilience, progress, stop)
+        behind = left_behind(out)
+        if behind is not None:
+            try:
+                return launch.lead(fork_server, behind)
+            except NobodyLeftError as error:
+                forget_left_behind(out)
+                options.notify(str(error))
+        return launch.lead(fork_server)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """A run whose folder is locked."""
+
+    schedule: Schedule
+    config: RunConfig
+    fit: _Fit
+    out: Path
+    options: RunOptions
+    resilience: Resilience
+    progress: Progress | None
+    stop: StopSignals
+
+    def lead(self, fork_server: ForkServer | None, behind: LeftBehind | None = None) -> RunResult:
+        """See the run through; with what a node 0 has left that has died, go on with its workers.
+
+        Raises NobodyLeftError where none of them lives.
+        """
+        config, options, out, resume = self.config, self.options, self.out, self.resilience.resume
+        first = (0 if resume is None else resume.iteration) if behind is None else behind.first_iteration
+        with ExitStack() as stack:
+            adopted = self._adopt(stack, behind)
+            listener, opened = self._listen(behind)
+            stack.callback(listener.close)
+            if behind is None:
+                claim(out, resume, config, force=options.force)
+                codec.write(self.schedule, out / "schedule.json")
+            stack.callback(clean_up, out)
+            fork_server = adopted or fork_server or stack.enter_context(ForkServer())
+            store, store_address = host_store(Rendezvous(opened.host, 0))
+            options.announce(opened)
+            log = CommitLog(self.schedule.job, first_iteration=first, skips=config.training.skip_nonfinite,
+                            validates=watches_gradients(config.training))
+            losses = None if behind is None else read_losses(out / LOSSES, first)
+            event_log = stack.enter_context(EventLog(out, lambda: log.next_iteration, options.observe))
+            event_log.write(_started(self.schedule, config, options))
+            settings = self._settings(behind, adopted)
+            left = self._left(opened, first, settings, fork_server, behind)
+            setup = replace(_setup(self.schedule, config, self.fit, store_address, options, self.resilience),
+                            first_iteration=first, epoch=left.epoch)
+            alive = [] if adopted is None else [Worker.parse(name) for name in adopted.names()]
+            events = EventLoop(
+                self._run(setup, settings, behind, losses, alive), log,
+                stack.enter_context(LossFile(out / LOSSES, first + len(losses or ()), self.progress)),
+                self._processes(fork_server, opened, settings, alive if behind is not None else None), event_log)
+            leave_behind(out, left)
+            stack.callback(forget_left_behind, out)
+            with events.processes.running(found=behind is not None):
+                asyncio.run(events.serve(listener, self.stop))
+            del store
+            if events.stopped:
+                number = self.stop.received or signal.SIGTERM
+                raise RunStopped(number, f"interrupted by {number.name}" + (
+                    f", and not ended within {options.grace_seconds:g} s" if events.out_of_time else ""))
+            write_measured_trace(log.trace(), out / "trace.json")
+        return _result(self.schedule, first, log, events, out)
+
+    def _adopt(self, stack: ExitStack, behind: LeftBehind | None) -> AdoptedForkServer | None:
+        """The workers of this machine that live. Raises NobodyLeftError where no others may."""
+        if behind is None:
+            return None
+        adopted = None if behind.fork_server is None else adopt(behind.fork_server)
+        if adopted is not None:
+            stack.callback(adopted.close)
+        elif self.options.nodes == 1:
+            raise NobodyLeftError("the workers of the run that was led here before are gone")
+        return adopted
+
+    def _listen(self, behind: LeftBehind | None) -> tuple[socket.socket, Rendezvous]:
+        """Listen; where workers look for a coordinator, if it can be there. Raises RendezvousError."""
+        wanted = self.options.rendezvous
+        if behind is not None and (wanted is None or wanted.port == 0):
+            try:
+                return listen(behind.coordinator)
+            except RendezvousError as error:
+                raise NobodyLeftError(f"the workers of the run that was led here before cannot be met: {error}"
+                                      ) from None
+        return listen(wanted)
+
+    def _settings(self, behind: LeftBehind | None, adopted: AdoptedForkServer | None) -> NodeSettings:
+        resume, given = self.resilience.resume, self.options.secret
+        own = new_secret() if adopted is None else Secret(bytes.fromhex(adopted.note))
+        path = None if resume is None else str(resume.path.resolve())
+        return NodeSettings(config=self.config, secret=given or own, out=str(self.out.resolve()),
+                            resume=path if behind is None else behind.resume,
+                            coordinator_timeout_seconds=self.resilience.coordinator_timeout_seconds)
+
+    def _left(self, opened: Rendezvous, first: int, settings: NodeSettings, fork_server: ForkServer,
+              behind: LeftBehind | None) -> LeftBehind:
+        """What this node 0 leaves, should it die."""
+        epoch = max(time.time_ns(), 0 if behind is None else behind.epoch + 1)
+        seconds = settings.coordinator_timeout_seconds
+        return LeftBehind(epoch=epoch, coordinator=opened, first_iteration=first, resume=settings.resume,
+                          fork_server=fork_server.hold(seconds, settings.secret.hex()) if seconds else None)
+
+    def _run(self, setup: Setup, settings: NodeSettings, behind: LeftBehind | None, losses: Sequence[float] | None,
+             alive: Sequence[Worker]) -> Run:
+        options, resilience = self.options, self.resilience
+        return Run(schedule=self.schedule, scheduler=resilience.scheduler, shares=self.fit.shares,
+                   injections=resilience.injections, slowdowns=resilience.slowdowns, at_speeds=resilience.at_speeds,
+                   setup=setup, out=self.out, config=self.config, settling=resilience.settling,
+                   layer_bytes=() if resilience.settling is None else state_bytes(self.fit.model, self.config.training),
+                   secret=settings.secret, notify=options.notify, grace_seconds=options.grace_seconds,
+                   join_timeout_seconds=resilience.join_timeout_seconds,
+                   stall_timeout_seconds=resilience.stall_timeout_seconds, behind=behind, losses=losses,
+                   gone=[worker for worker in self.fit.shares[0] if worker not in alive])
+
+    def _processes(self, fork_server: ForkServer, opened: Rendezvous, settings: NodeSettings,
+                   alive: Sequence[Worker] | None) -> ProcessManager:
+        """`alive` are the workers here that have been found; None: all are to be started."""
+        fit = self.fit
         places = {worker: node for node, share in enumerate(fit.shares) for worker in share}
-        events = EventLoop(
-            Run(schedule=schedule, scheduler=resilience.scheduler, shares=fit.shares, injections=resilience.injections,
-                slowdowns=resilience.slowdowns, at_speeds=resilience.at_speeds,
-                setup=_setup(schedule, config, fit, store_address, options, resilience), out=out, config=config,
-                secret=settings.secret, settling=resilience.settling,
-                layer_bytes=() if resilience.settling is None else state_bytes(fit.model, config.training),
-                notify=options.notify, grace_seconds=options.grace_seconds,
-                join_timeout_seconds=resilience.join_timeout_seconds,
-                stall_timeout_seconds=resilience.stall_timeout_seconds),
-            log, stack.enter_context(LossFile(out / LOSSES, first, progress)),
-            ProcessManager(processes, places, resilience.returns,
-                           [worker for worker in schedule.grid.workers() if worker not in places]),
-            event_log)
-        with processes.running():
-            asyncio.run(events.serve(listener, stop))
-        del store
-        if events.stopped:
-            number = stop.received or signal.SIGTERM
-            raise RunStopped(number, f"interrupted by {number.name}" + (
-                f", and not ended within {options.grace_seconds:g} s" if events.out_of_time else ""))
-        write_measured_trace(log.trace(), out / "trace.json")
-    return _result(schedule, first, log, events, out)
+        local = NodeProcesses(fork_server, opened, fit.shares[0], gpu_count(fit.device), settings, fit.gpus.first)
+        there = places if alive is None else alive
+        return ProcessManager(local, places, self.resilience.returns,
+                              [worker for worker in self.schedule.grid.workers() if worker not in there])
 
 
 def _started(schedule: Schedule, config: RunConfig, options: RunOptions) -> Started:
@@ -242,14 +345,14 @@ def _result(schedule: Schedule, first: int, log: CommitLog, events: EventLoop, o
 
 def _setup(schedule: Schedule, config: RunConfig, fit: _Fit, store: Rendezvous, options: RunOptions,
            resilience: Resilience) -> Setup:
-    """What the workers must know. Shapes are found out once, here, for all of them."""
-    grid, at_layer = schedule.grid, forms(fit.model, config)
+    """What the workers must know."""
+    grid = schedule.grid
     return Setup(
         first_iteration=0 if resilience.resume is None else resilience.resume.iteration,
         iterations=config.training.iterations, traced=options.traced, nodes=options.nodes, transport=fit.transport,
         device=fit.device, store=store, cuts=fit.placement.cuts,
         columns=tuple(tuple(sorted(fit.placement.held_in_column(grid, column))) for column in range(grid.columns)),
-        forms=tuple(FormSpec.of(at_layer[cut]) for cut in fit.placement.cuts),
+        forms=fit.forms,
         loss_scale=1 / grid.total_microbatches,
         heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,
         checkpoint_every=resilience.checkpoint_every, fetch_bytes_per_second=resilience.fetch_bytes_per_second)
@@ -267,5 +370,7 @@ def _prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> _Fit
     load_corpus(config)
     shares = assign_to_nodes([seat.worker for seat in schedule.seats], options.nodes)
     gpus = gpu_share([len(share) for share in shares], 0, options.local)
+    at_layer = forms(model, config)
     return _Fit(device, model, placement, shares, gpus,
-                choose_transport(training.backend, device, gpus.workers, gpu_count(device)))
+                choose_transport(training.backend, device, gpus.workers, gpu_count(device)),
+                tuple(FormSpec.of(at_layer[cut]) for cut in placement.cuts))

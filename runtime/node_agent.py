@@ -3,6 +3,7 @@
 What they run, and where they write, comes from this node's own job file and command line.
 """
 
+import select
 import selectors
 import signal
 import socket
@@ -21,7 +22,7 @@ from runtime.processes.launchers import ALONE, LocalProcess, gpu_share
 from runtime.processes.process_manager import NodeProcesses
 from runtime.processes.start_limit import StartLimit, StartLimitError
 from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped, StopSignals, stop_signals
-from runtime.processes.worker_start import NodeSettings
+from runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS, NodeSettings
 from runtime.protocol import to_node_agent
 from runtime.protocol.authentication import Secret
 from runtime.protocol.channel import Channel
@@ -46,6 +47,8 @@ class NodeJob:
     secret: Secret
     resume: Path | None = None
     """Folder with the checkpoint that node 0 goes on from, or that of a run that has it."""
+    coordinator_timeout_seconds: float = COORDINATOR_TIMEOUT_SECONDS
+    """How long to hold still for another node 0 when that of the run is gone; 0: end."""
 
 
 def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Path,
@@ -62,7 +65,8 @@ def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Pa
     RunStopped.
     """
     channel, setup = _join_node(rendezvous, job.secret, node, join_timeout_seconds, notify)
-    with closing(channel):
+    link = _Link(channel, setup.epoch, lambda hello: Channel(rendezvous, job.secret, hello, to_node_agent.decode, 0.0))
+    with closing(link):
         if len(setup.shares) != nodes:
             raise ConfigError(f"--nodes is {nodes} here and {len(setup.shares)} at node 0; expected the same")
         settings = _own_settings(job, setup, out)
@@ -77,7 +81,9 @@ def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Pa
             fork_server = fork_server or stack.enter_context(ForkServer())
             processes = NodeProcesses(fork_server, rendezvous, setup.workers, cards, settings, gpus.first)
             with processes.running(restarted=setup.restarted):
-                error = _NodeAgent(channel, processes, StartLimit(setup.workers), stop, grace_seconds).serve()
+                error = _NodeAgent(node, link, processes, StartLimit(setup.workers), stop, notify=notify,
+                                   grace_seconds=grace_seconds,
+                                   coordinator_timeout_seconds=job.coordinator_timeout_seconds).serve()
     if stop.received is not None:
         raise RunStopped(stop.received, f"interrupted by {stop.received.name}; the workers of node {node} have left"
                          + ("" if error is None else f": {error}"))
@@ -106,7 +112,8 @@ def _own_settings(job: NodeJob, setup: NodeSetup, out: Path) -> NodeSettings:
     elif setup.first_iteration and job.resume is not None:  # layers come from other workers, as long as these have them
         with suppress(CheckpointError):
             resume = str(_own_checkpoint(job.resume, setup.first_iteration).resolve())
-    return NodeSettings(config=job.config, secret=job.secret, out=str(out.resolve()), resume=resume)
+    return NodeSettings(config=job.config, secret=job.secret, out=str(out.resolve()), resume=resume,
+                        coordinator_timeout_seconds=job.coordinator_timeout_seconds)
 
 
 def _own_checkpoint(folder: Path, iteration: int) -> Path:
@@ -142,68 +149,143 @@ def _join_node(rendezvous: Rendezvous, secret: Secret, node: int, timeout_second
         time.sleep(ASK_AGAIN_SECONDS)
 
 
+class _Link:
+    """The connection to the present coordinator.
+
+    `connect` tries once to reach one, with a first message. Raises RendezvousError.
+    """
+
+    def __init__(self, channel: Channel[ToNodeAgent], epoch: int,
+                 connect: Callable[[JoinNode], Channel[ToNodeAgent]]) -> None:
+        self.channel = channel
+        self._epoch = epoch
+        self._connect = connect
+
+    def follow_another(self, node: int, alive: Sequence[Worker]) -> RunEnded | None:
+        """Try once to reach another coordinator; its answer where that goes on without this node.
+
+        Raises RendezvousError where there is none, or one that was started before the last one.
+        """
+        channel = self._connect(JoinNode(node, self._epoch, tuple(alive)))
+        try:
+            answer = channel.wait_for(NodeSetup, NodeTaken, RunEnded)
+            if isinstance(answer, RunEnded):
+                channel.close()
+                return answer
+            if not isinstance(answer, NodeSetup) or answer.epoch <= self._epoch:
+                raise RendezvousError("the coordinator there is not another one")
+        except RendezvousError:
+            channel.close()
+            raise
+        self.channel.close()
+        self.channel, self._epoch = channel, answer.epoch
+        return None
+
+    def close(self) -> None:
+        """Close the connection, once what was sent has arrived."""
+        self.channel.close()
+
+
 class _NodeAgent:
     """Does what the coordinator says and tells it which workers here end, until the run has, or has been left."""
 
-    def __init__(self, channel: Channel[ToNodeAgent], processes: NodeProcesses, limit: StartLimit, stop: StopSignals,
-                 grace_seconds: float) -> None:
-        self._channel = channel
+    def __init__(self, node: int, link: _Link, processes: NodeProcesses, limit: StartLimit, stop: StopSignals, *,
+                 notify: Callable[[str], None], grace_seconds: float, coordinator_timeout_seconds: float) -> None:
+        self._node = node
+        self._link = link
         self._limit = limit
         self._heard = time.monotonic()
         """When node 0 said anything last."""
         self._processes = processes
         self._stop = stop
+        self._notify = notify
         self._grace_seconds = grace_seconds
+        self._coordinator_timeout_seconds = coordinator_timeout_seconds
         self._deadline: float | None = None
         """Once it was told to end."""
 
     def serve(self) -> str | None:
         """How it ended: None, or why it failed.
 
-        Raises RunError when node 0 is gone, ForkServerError when the workers are.
+        Raises RunError when node 0 is gone and no other comes, ForkServerError when the workers are.
         """
         waker, woken = socket.socketpair()
-        with waker, woken, selectors.DefaultSelector() as selector, self._stop.asking(lambda: waker.send(b"!")):
-            for one in (self._channel, self._processes, woken):
-                selector.register(one, selectors.EVENT_READ)
+        with waker, woken, self._stop.asking(lambda: waker.send(b"!")):
             try:
                 while True:
-                    ready = [] if self._channel.pending else [
-                        key.fileobj for key, _ in selector.select(self._pause())]
-                    if self._channel in ready:
-                        self._heard = time.monotonic()
-                    elif time.monotonic() - self._heard >= to_node_agent.SILENT_SECONDS:
-                        raise RunError("node 0 is gone: it has said nothing for "
-                                       f"{to_node_agent.SILENT_SECONDS:.0f} s")
-                    if woken in ready:
-                        woken.recv(1)
-                        self._leave()
-                    if self._processes in ready:
-                        for ended in self._processes.poll():
-                            self._channel.send(ended)
-                    for message in self._channel.read() if self._channel.pending or self._channel in ready else ():
-                        match message:
-                            case RunEnded():
-                                return message.error
-                            case StartWorker():
-                                self._limit.require(message.worker)
-                                self._processes.do(message)
-                            case KillWorker():
-                                self._processes.do(message)
-                    if self._deadline is not None and not (self._processes.alive() and self._seconds_left()):
-                        return None
-            except (RendezvousError, StartLimitError) as error:
+                    try:
+                        return self._follow(woken)
+                    except RendezvousError as gone:
+                        ended = self._find_another(str(gone), woken)
+                        if ended is not None:
+                            return ended.error
+            except StartLimitError as error:
                 raise RunError(str(error)) from None
-            except ForkServerError:
-                with suppress(RendezvousError):  # node 0 would miss them anyway, but later
-                    for worker in self._processes.alive():
-                        self._channel.send(Ended(worker, -signal.SIGKILL))
-                raise
+
+    def _follow(self, woken: socket.socket) -> str | None:
+        """Do as the coordinator says. Raises RendezvousError when it is gone."""
+        channel, self._heard = self._link.channel, time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            for one in (channel, self._processes, woken):
+                selector.register(one, selectors.EVENT_READ)
+            while True:
+                ready = [] if channel.pending else [key.fileobj for key, _ in selector.select(self._pause())]
+                if channel in ready:
+                    self._heard = time.monotonic()
+                elif time.monotonic() - self._heard >= to_node_agent.SILENT_SECONDS:
+                    raise RendezvousError("node 0 is gone: it has said nothing for "
+                                          f"{to_node_agent.SILENT_SECONDS:.0f} s")
+                if woken in ready:
+                    woken.recv(1)
+                    self._leave()
+                if self._processes in ready:
+                    self._report_ends()
+                for message in channel.read() if channel.pending or channel in ready else ():
+                    match message:
+                        case RunEnded():
+                            return message.error
+                        case StartWorker():
+                            self._limit.require(message.worker)
+                            self._processes.do(message)
+                        case KillWorker():
+                            self._processes.do(message)
+                if self._deadline is not None and not (self._processes.alive() and self._seconds_left()):
+                    return None
+
+    def _report_ends(self) -> None:
+        try:
+            for ended in self._processes.poll():
+                self._link.channel.send(ended)
+        except ForkServerError:
+            with suppress(RendezvousError):  # node 0 would miss them anyway, but later
+                for worker in self._processes.alive():
+                    self._link.channel.send(Ended(worker, -signal.SIGKILL))
+            raise
+
+    def _find_another(self, gone: str, woken: socket.socket) -> RunEnded | None:
+        """Node 0 is gone: the workers here hold still until there is another one.
+
+        Its answer, where that goes on without this node. Raises RunError where none comes in time, or this node is told
+        to end.
+        """
+        seconds = self._coordinator_timeout_seconds
+        if seconds:
+            self._notify(f"{gone}; waits {seconds:g} s for another one")
+        deadline = time.monotonic() + seconds
+        while self._deadline is None and time.monotonic() < deadline:
+            self._processes.poll()  # the new node 0 is told who lives
+            with suppress(RendezvousError):
+                return self._link.follow_another(self._node, self._processes.alive())
+            if select.select([woken], [], [], ASK_AGAIN_SECONDS)[0]:
+                woken.recv(1)
+                self._deadline = time.monotonic()
+        raise RunError(gone if self._deadline is not None or not seconds else
+                       f"{gone}; no other one came within {seconds:g} s")
 
     def _leave(self) -> None:
         self._deadline = time.monotonic() + self._grace_seconds
         for worker in self._processes.alive():
-            self._channel.send(Leaving(worker))
+            self._link.channel.send(Leaving(worker))
 
     def _pause(self) -> float:
         silent = max(0.0, self._heard + to_node_agent.SILENT_SECONDS - time.monotonic())

@@ -7,16 +7,38 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
 from runtime.config import RunConfig
 from runtime.events import EVENTS, LOSSES, SCHEDULES
 from runtime.model.checkpoint import Checkpoint, difference, drop_newer, identity_of, latest, tidy
+from runtime.protocol.rendezvous import Rendezvous
+from schedules.files import write_atomically
 
 CHECKPOINTS = "checkpoints"
+_BEHIND = ".running.json"
 _TEMPORARY = ("parameters/.layer-*", ".*.json.????????", f".{LOSSES}.????????", f"{SCHEDULES}/.*.json.????????")
 """Files of writers that were killed."""
 _STALE = ("parameters/layer-*.*", "logs/worker-*.log", "trace.json")
 """What a run makes anew, also when it goes on."""
 _RESULTS = (LOSSES, "schedule.json", EVENTS, f"{SCHEDULES}/*.json")
+
+
+class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
+    """What node 0 leaves in its folder while a run takes place, for a node 0 that is started after it has died."""
+
+    epoch: int
+    """Of its coordinator (`runtime.protocol.setup.Setup`)."""
+    coordinator: Rendezvous
+    """Where its workers look for another one."""
+    first_iteration: int
+    resume: str | None
+    """Folder of the checkpoint that the run began from."""
+    fork_server: str | None
+    """The name by which its workers on this machine are adopted (`runtime.processes.fork_server.adopt`)."""
+
+
+_LEFT_BEHIND = msgspec.json.Decoder(LeftBehind)
 
 
 class FolderError(ValueError):
@@ -38,6 +60,24 @@ def locked(out: Path, node: int) -> Iterator[None]:
             stack.callback(os.close, descriptor)
             stack.callback(path.unlink, missing_ok=True)  # first, while it is held
         yield
+
+
+def leave_behind(out: Path, left: LeftBehind) -> None:
+    """Note what a new node 0 needs; only this user can read it. Raises OSError."""
+    write_atomically(out / _BEHIND, msgspec.json.encode(left))
+
+
+def left_behind(out: Path) -> LeftBehind | None:
+    """What a node 0 has left that has died; None: none has, or its run has ended."""
+    try:
+        return _LEFT_BEHIND.decode((out / _BEHIND).read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def forget_left_behind(out: Path) -> None:
+    """The run ends, or nobody of the last one lives."""
+    (out / _BEHIND).unlink(missing_ok=True)
 
 
 def holder(out: Path) -> str | None:

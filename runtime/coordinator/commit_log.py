@@ -8,7 +8,7 @@ holders of a layer are lost. A member that has stepped the next one, too, can go
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from runtime.protocol.to_coordinator import Finished, Ran
 from runtime.protocol.to_worker import Factor
@@ -44,7 +44,7 @@ class CommitLog:
         self._members: frozenset[Worker] = frozenset()
         self._open: dict[int, dict[Worker, Ran]] = defaultdict(dict)
         self._factors: dict[int, float | None] = {}
-        self._windows: list[float] = []
+        self._windows: dict[int, float] = {}
         self._traced: dict[int, MeasuredIteration] = {}
         self.losses: list[float] = []
         """Of the committed iterations of this run."""
@@ -59,7 +59,7 @@ class CommitLog:
     @property
     def period_seconds(self) -> float:
         """Measured in the last committed iteration: the longest busy window of any member."""
-        return self._windows[-1]
+        return self._windows[self.next_iteration - 1]
 
     @property
     def furthest(self) -> int:
@@ -72,10 +72,15 @@ class CommitLog:
         last = self.next_iteration - 1
         return Factor(last, self._factors[last]) if last in self._factors else None
 
+    def take_over(self, losses: Sequence[float], factor: Factor | None) -> None:
+        """Go on where another coordinator has ended: the losses that it has committed, and the factor of the last."""
+        self.losses = list(losses)
+        self._factors = {} if factor is None else {factor.iteration: factor.factor}
+
     def go_back(self, iteration: int) -> None:
         """Forget the committed iterations from this one on: layers of later ones are lost, and they are repeated."""
-        kept = iteration - self._first
-        del self.losses[kept:], self._windows[kept:]
+        del self.losses[iteration - self._first:]
+        self._windows = {one: seconds for one, seconds in self._windows.items() if one < iteration}
         self._traced = {one: traced for one, traced in self._traced.items() if one < iteration}
         self._factors = {one: factor for one, factor in self._factors.items() if one < iteration}
 
@@ -119,18 +124,22 @@ class CommitLog:
 
         Over those of this run, or from `first` to before `end`.
         """
-        windows = self._windows[0 if first is None else first - self._first:None if end is None else end - self._first]
+        windows = self._windows_between(first, end)
         windows = windows[1:] or windows
         return statistics.median(windows) if windows else None
 
     def period_since(self, iteration: int) -> float | None:
         """Median of the longest busy window of any worker, in seconds, over the iterations committed from one on."""
-        windows = self._windows[max(0, iteration - self._first):]
+        windows = self._windows_between(iteration, None)
         return statistics.median(windows) if windows else None
 
     def trace(self) -> MeasuredTrace:
         """The ops of the iterations that were traced."""
         return MeasuredTrace(job=self._job, iterations=tuple(self._traced.values()))
+
+    def _windows_between(self, first: int | None, end: int | None) -> list[float]:
+        return [seconds for iteration, seconds in self._windows.items()
+                if (first is None or iteration >= first) and (end is None or iteration < end)]
 
     def _commit_all(self) -> Iterator[tuple[int, float]]:
         while True:
@@ -144,7 +153,7 @@ class CommitLog:
     def _commit(self, iteration: int, parts: list[Ran]) -> None:
         # Summed in the order of the workers, so that the loss does not depend on whose report came first.
         self.losses.append(sum(math.nan if part.loss is None else part.loss for part in parts))
-        self._windows.append(max(part.window_seconds for part in parts))
+        self._windows[iteration] = max(part.window_seconds for part in parts)
         if all(part.ops for part in parts):
             self._traced[iteration] = MeasuredIteration(iteration,
                                                         _from_start([op for part in parts for op in part.ops]))

@@ -25,8 +25,9 @@ from runtime.coordinator.planning import Held, NoScheduleError, ScheduleService
 from runtime.coordinator.recovery import Recovery, RecoveryClock
 from runtime.coordinator.settling import Settler
 from runtime.coordinator.slow_workers import SlowWorkers, SpeedEvent
+from runtime.coordinator.take_over import Found
 from runtime.errors import RunError
-from runtime.events import Failed, HandedOver, Joined, OrderGiven, Resumed, WentBack
+from runtime.events import CoordinatorRestarted, Failed, HandedOver, Joined, OrderGiven, Resumed, WentBack
 from runtime.protocol.to_coordinator import (
     Checkpoints,
     FetchFailed,
@@ -92,7 +93,7 @@ class Coordinator:
         self._log = log
         self._iterations = iterations
         self._placement = placement
-        self._phase: Literal["gathering", "training", "finishing", "left"] = "gathering"
+        self._phase: Literal["rejoining", "gathering", "training", "finishing", "left"] = "gathering"
         self._members = {seat.worker for seat in self._current.seats}
         self._ready: set[Worker] = set()
         """Workers that have sent `Ready` and take part in no order yet."""
@@ -144,7 +145,7 @@ class Coordinator:
     @property
     def held(self) -> dict[Worker, frozenset[int]]:
         """The layers that each member needs, once there is an order that is not done."""
-        return {} if self._phase in ("gathering", "left") else self._held_now()
+        return {} if self._phase in ("rejoining", "gathering", "left") else self._held_now()
 
     @property
     def planning(self) -> bool:
@@ -160,6 +161,28 @@ class Coordinator:
     def recoveries(self) -> Sequence[Recovery]:
         """All changes of the workers that take part."""
         return self._recovery.recoveries
+
+    @property
+    def rejoining(self) -> bool:
+        """Whether the workers of another coordinator, which is gone, are looked for."""
+        return self._phase == "rejoining"
+
+    def await_workers_of_another(self) -> None:
+        """Give no order before `take_over`."""
+        self._phase, self._members = "rejoining", set()
+
+    def take_over(self, found: Found) -> None:
+        """Go on with the workers of another coordinator, as if they had paused; the log must have what is committed."""
+        self._recovery.took_over(len(found.holds))
+        self._events.write(CoordinatorRestarted(live=len(found.holds)))
+        self._phase, self.number, self._ended = "training", found.number, True
+        self._members = set(found.holds)
+        self._paused, self._ready = set(found.holds), self._ready - self._members
+        self._holds = dict(found.holds)
+        for worker in found.missing:
+            reason = f"worker {worker} was not found by the new node 0"
+            self._lost.add(worker, reason, ())
+            self._gone(worker, reason, time.monotonic())
 
     def ready(self, report: Ready) -> None:
         """A worker waits for an order."""
@@ -215,7 +238,7 @@ class Coordinator:
     def stop(self) -> None:
         """End the run at the next iteration, with a checkpoint. Raises RunError."""
         self._stopping = True
-        if self._phase == "gathering":
+        if self._phase in ("rejoining", "gathering"):
             self._leave()
         else:
             self.advance()
@@ -232,7 +255,7 @@ class Coordinator:
         if self._phase == "training" and worker in self._members:
             self._leaving.add(worker)
             self.advance()
-        elif self._phase in ("gathering", "training"):
+        elif self._phase in ("rejoining", "gathering", "training"):
             self._members.discard(worker)  # of an order that has not been given
             self._ready.discard(worker)
             self._joins.lost(worker)

@@ -5,6 +5,7 @@ waits for anything.
 """
 
 import asyncio
+import math
 import signal
 import socket
 import time
@@ -32,6 +33,7 @@ from runtime.coordinator.server import Connection, Server, serve
 from runtime.coordinator.settling import Cost, Settler
 from runtime.coordinator.slow_workers import SpeedEvent
 from runtime.coordinator.stall_watch import StallWatch
+from runtime.coordinator.take_over import TakeOver
 from runtime.errors import RunError
 from runtime.events import LOSSES, CheckpointWritten, LeftOut, Noted, Recovered, Slowed
 from runtime.events import Finished as RunFinished
@@ -74,6 +76,14 @@ MOST_UNKNOWN = 256
 """Connections that may be open of peers that have not said who they are, besides one for each worker."""
 
 
+FIND_AGAIN_SECONDS = 0.05
+"""From one look whether all workers of another coordinator have been found to the next."""
+
+
+class NobodyLeftError(RuntimeError):
+    """No worker lives of the run that another coordinator has led. The message is one line."""
+
+
 class EventLoop:
     """Serves one run, until the workers have left or cannot go on."""
 
@@ -83,7 +93,7 @@ class EventLoop:
         self._log = log
         self._losses = losses
         self._event_log = event_log
-        self._processes = processes
+        self.processes = processes
         self._monitor = HeartbeatMonitor(run.setup.heartbeat_timeout_seconds)
         self._stall = StallWatch(run.stall_timeout_seconds, lambda worker: self._send(worker, ReportStatus()))
         self._events: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
@@ -99,6 +109,12 @@ class EventLoop:
         if run.settling is not None:
             self._coordinator.settler = Settler(Cost(run.layer_bytes, setup.fetch_bytes_per_second),
                                                 run.settling.mtbf_seconds, event_log, run.notify)
+        self._take_over = None
+        if run.behind is not None:
+            last = None if run.losses is None else setup.first_iteration + len(run.losses) - 1
+            self._take_over = TakeOver(last, setup.first_iteration, run.gone,
+                                       [seat.worker for seat in run.schedule.seats])
+            self._coordinator.await_workers_of_another()
         self._workers: dict[Worker, Connection] = {}
         self._agents = NodeAgents(run, processes, self._is_missed)
         self._ended: dict[Worker, Ended] = {}
@@ -112,7 +128,7 @@ class EventLoop:
         self._folder = holder(run.out)
         self._apart = False
         """Whether a node has another folder."""
-        self._bounds = Bounds(setup, len(run.injections))
+        self._bounds = Bounds(setup, len(run.injections), self._known)
         self._last_sent: tuple[msgspec.Struct | None, Frame] = None, Frame(b"", b"")
         """The last message and its bytes: an order, with its schedule, is encoded once for all workers."""
         self._checkpointed = 0
@@ -137,16 +153,18 @@ class EventLoop:
 
         Raises RunError when there is no way to go on.
         """
-        self._processes.connect(self._agents.send)
+        self.processes.connect(self._agents.send)
         server = await serve(listener, Server(self._run.secret, self._heard, self._run.notify,
                                               MOST_UNKNOWN + len(self._known)))
-        loop, descriptor = asyncio.get_running_loop(), self._processes.fileno()
+        loop, descriptor = asyncio.get_running_loop(), self.processes.fileno()
         loop.add_reader(descriptor, self._read_ends)
         loop.call_later(self._run.join_timeout_seconds, self._put, self._require_all_there)
         address = "{}:{}".format(*listener.getsockname()[:2])
         self._tell_awaited(address, others_only=True)
         self._every(TELL_SECONDS, partial(self._tell_awaited, address))
         self._every(self._monitor.interval_seconds, self._look)
+        if self._take_over is not None:
+            self._every(FIND_AGAIN_SECONDS, self._find)
         self._every(STILL_RUNNING_SECONDS, self._agents.reassure)
         error: str | None = "node 0 ended the run"
         try:
@@ -158,6 +176,9 @@ class EventLoop:
                     if self._coordinator.number != order:
                         self._stall.progressed()
             error = "node 0 was told to end the run" if self.stopped else None
+        except NobodyLeftError as reason:
+            error = str(reason)
+            raise
         except (CommitLogError, ForkServerError, RunError) as reason:
             error = f"{reason}; {self._how_far()}"
             raise RunError(error) from None
@@ -231,7 +252,7 @@ class EventLoop:
         by itself."""
         for worker, heard in self._monitor.missed():
             self._give_up(worker, f"worker {worker} stopped answering", heard)
-            self._processes.kill(worker)
+            self.processes.kill(worker)
         held = self._coordinator.held
         stall = self._stall.look(held, self._monitor.interval_seconds, planning=self._coordinator.planning)
         if stall is None or not held:
@@ -239,7 +260,29 @@ class EventLoop:
         self._note(str(stall))
         for one in stall.culprits(held):
             self._give_up(one.worker, f"worker {one.worker} hung for {one.seconds:.0f} s in {one.doing}")
-            self._processes.kill(one.worker)
+            self.processes.kill(one.worker)
+
+    def _find(self) -> None:
+        """Take over once the workers of another coordinator have been found. Raises NobodyLeftError."""
+        if self._take_over is None:
+            return
+        if self._take_over.nobody():
+            raise NobodyLeftError("nobody is left of the run that another node 0 has led here")
+        if not self._take_over.over():
+            return
+        found, self._take_over = self._take_over.found(), None
+        first, count = self._run.setup.first_iteration, found.committed + 1
+        losses = list(self._run.losses or ())[:count - first]
+        unknown = count - first - len(losses)
+        if unknown:
+            self._note(f"the losses of {unknown} iterations before {count} are not known: node 0 has been started anew "
+                       "without the folder that holds them")
+        self._losses.go_back(first + len(losses))
+        self._log.take_over([*losses, *[math.nan] * unknown], found.factor)
+        self._run.notify(f"node 0 goes on with the {len(found.holds)} workers that it has found; {count} iterations "
+                         "are committed")
+        self._coordinator.take_over(found)
+        self.processes.start_missing()
 
     def _send(self, worker: Worker, message: msgspec.Struct) -> None:
         if isinstance(message, Leave):  # its end is no news
@@ -259,18 +302,24 @@ class EventLoop:
         elif isinstance(peer, int):
             self._handle_agent(connection, message)
         elif isinstance(message, JoinWorker):
-            self._admit(connection, message.worker)
+            self._admit(connection, message)
         elif peer is not None and self._workers.get(peer) is connection:
             self._monitor.heard(peer)
             self._handle_worker(peer, printable(message))
 
-    def _admit(self, connection: Connection, worker: Worker) -> None:
+    def _admit(self, connection: Connection, message: JoinWorker) -> None:
+        worker, setup = message.worker, self._run.setup
+        if message.epoch and (message.epoch >= setup.epoch or self._run.behind is None):
+            connection.send(frame(Leave()))  # it was given up, or belongs to another run, or follows a newer one
+            connection.close()
+            return
         if worker in self._workers or worker not in self._known:
             connection.close()  # not ours: a process is started anew only once its end has been handled
             return
         self._workers[worker] = connection
         self._given_up.discard(worker)
-        connection.send(frame(replace(self._run.setup, injections=tuple(
+        late = message.epoch > 0 and self._take_over is None
+        connection.send(frame(replace(setup, forget=late, injections=tuple(
             (index, one) for index, one in enumerate(self._run.injections)
             if one.worker == worker and index not in self._injected),
             slowdowns=tuple(one for one in self._run.slowdowns if one.worker == worker))))
@@ -304,6 +353,8 @@ class EventLoop:
                 self._compare_folder(message)
                 self._monitor.add(worker)
                 coordinator.ready(message)
+                if self._take_over is not None and message.known is not None:
+                    self._take_over.ready(worker, message.known)
             case Saved():
                 self._saved(message)
             case Note():
@@ -334,7 +385,8 @@ class EventLoop:
     def _handle_agent(self, connection: Connection, message: ToCoordinator) -> None:
         match message:
             case JoinNode():
-                self._agents.admit(connection, message.node, restarted=self._coordinator.number > 0)
+                self._agents.admit(connection, message, restarted=self._coordinator.number > 0
+                                   or self._coordinator.rejoining)
             case Leaving() if self._agents.speaks_for(connection, message.worker):
                 self._coordinator.leaving(message.worker)
             case Ended() if self._agents.speaks_for(connection, message.worker):
@@ -342,7 +394,7 @@ class EventLoop:
 
     def _is_missed(self, node: int) -> bool:
         """Whether all workers of a node have been given up: its machine may be gone without a word."""
-        workers = self._processes.workers_of(node)
+        workers = self.processes.workers_of(node)
         return bool(workers) and all(worker in self._given_up and worker not in self._workers for worker in workers)
 
     def _disconnected(self, connection: Connection) -> None:
@@ -354,7 +406,7 @@ class EventLoop:
                 if peer in self._ended:
                     self._handle_end(self._ended.pop(peer))
         elif peer is not None and self._agents.disconnected(connection):
-            for worker in self._processes.workers_of(peer):
+            for worker in self.processes.workers_of(peer):
                 # An agent that has lost the coordinator, or has died, ends its workers.
                 if worker in self._monitor:
                     self._give_up(worker, f"worker {worker} is gone with node {peer}")
@@ -363,10 +415,10 @@ class EventLoop:
 
     def _read_ends(self) -> None:
         try:
-            for ended in self._processes.poll():
+            for ended in self.processes.poll():
                 self._put(partial(self._process_ended, ended))
         except ForkServerError as error:
-            asyncio.get_running_loop().remove_reader(self._processes.fileno())
+            asyncio.get_running_loop().remove_reader(self.processes.fileno())
             self._put(partial(_fail, error))
 
     def _process_ended(self, ended: Ended) -> None:
@@ -387,7 +439,7 @@ class EventLoop:
             self._given_up.remove(ended.worker)
         else:
             self._lose(ended.worker, self._describe(ended))
-        self._processes.ended(ended.worker)
+        self.processes.ended(ended.worker)
 
     def _require_all_there(self) -> None:
         """Raises RunError where workers are still waited for before the first order."""
@@ -398,7 +450,7 @@ class EventLoop:
     def _commit(self, committed: Iterator[tuple[int, float]]) -> None:
         for iteration, loss in committed:
             self._losses.write(iteration, loss, self._log.period_seconds, self._event_log.now())
-            self._processes.committed(iteration)
+            self.processes.committed(iteration)
             self._coordinator.committed()
             self._stall.progressed()
 
@@ -410,6 +462,8 @@ class EventLoop:
     def _lose(self, worker: Worker, reason: str, since: float = 0.0) -> None:
         """Count a worker as lost, and close its connection."""
         self._monitor.remove(worker)
+        if self._take_over is not None:
+            self._take_over.lost(worker)
         connection = self._workers.pop(worker, None)
         if connection is not None:
             connection.close()

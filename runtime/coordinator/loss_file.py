@@ -15,6 +15,27 @@ Progress = Callable[[int, float], None]
 """Called with the number and the loss of each iteration that is committed, in order."""
 
 
+def read_losses(path: Path, first: int) -> list[float] | None:
+    """The losses from an iteration on, as far as they are there without a gap; None where there is no file."""
+    if not path.exists():
+        return None
+    losses: list[float] = []
+    for line in path.read_text().splitlines():
+        with suppress(msgspec.DecodeError):
+            one = _LINE.decode(line)
+            if one.iteration == first + len(losses):
+                losses.append(math.nan if one.loss is None else one.loss)
+    return losses
+
+
+class _Line(msgspec.Struct, frozen=True):
+    iteration: int
+    loss: float | None
+
+
+_LINE = msgspec.json.Decoder(_Line)
+
+
 class LossFile:
     """Writes losses to the file, and calls `progress` with them. Raises OSError.
 

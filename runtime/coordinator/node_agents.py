@@ -8,6 +8,7 @@ from runtime.coordinator.run import Run
 from runtime.coordinator.server import Connection
 from runtime.processes.process_manager import ProcessManager
 from runtime.protocol.channel import frame
+from runtime.protocol.to_coordinator import JoinNode
 from runtime.protocol.to_node_agent import NodeSetup, NodeTaken, RunEnded, StillRunning, ToNodeAgent
 from schedules.schedule import Worker
 
@@ -42,12 +43,19 @@ class NodeAgents:
         return isinstance(node, int) and self._connections.get(node) is connection \
             and worker in self._processes.workers_of(node)
 
-    def admit(self, connection: Connection, node: int, *, restarted: bool) -> None:
+    def admit(self, connection: Connection, join: JoinNode, *, restarted: bool) -> None:
         """Have a node start its workers: those of one that is started again come in as any that return.
 
-        A node that is there already, or has not been missed yet, is told to ask again.
+        One that has followed another coordinator keeps those that live. A node that is there already, or has not been
+        missed yet, is told to ask again.
         """
+        node = join.node
         setup, shares, known = self._run.setup, self._run.shares, 0 < node < self._run.setup.nodes
+        if join.epoch and (join.epoch >= setup.epoch or self._run.behind is None):
+            why = "its connection had ended" if join.epoch == setup.epoch else "it has followed another one"
+            connection.send(frame(RunEnded(f"node 0 goes on without node {node}: {why}")))
+            connection.close()
+            return
         before = self._connections.get(node)
         if before is not None and not self._is_missed(node):
             connection.send(frame(NodeTaken()))
@@ -57,10 +65,14 @@ class NodeAgents:
             self._connections[node] = connection
             if before is not None:
                 before.close()
-            self._processes.node_started(node)
+            if join.epoch:
+                self._processes.node_found(node, join.alive)
+            else:
+                self._processes.node_started(node)
         connection.send(frame(NodeSetup(
             tuple(map(len, shares)), setup.device, setup.transport, tuple(shares[node]) if known else (),
-            self._run.config, setup.first_iteration, restarted=restarted)))
+            self._run.config, setup.first_iteration, restarted=restarted,
+            epoch=setup.epoch)))
 
     def disconnected(self, connection: Connection) -> bool:
         """A connection has ended; whether it was that of a node which is gone with it."""

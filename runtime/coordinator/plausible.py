@@ -14,9 +14,11 @@ from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import (
     Failed,
     Injected,
+    Known,
     Note,
     Paused,
     Ran,
+    Ready,
     SpeedMeasured,
     Status,
     ToCoordinator,
@@ -24,6 +26,7 @@ from runtime.protocol.to_coordinator import (
 )
 from runtime.protocol.to_worker import Factor
 from schedules.layers import LayerRange
+from schedules.schedule import Worker
 
 AHEAD = 8
 """Iterations after the last committed one of which reports may come: members are one ahead, and two where clipping
@@ -39,6 +42,8 @@ class Bounds:
     setup: Setup
     injections: int
     """How many failures on purpose there are."""
+    workers: frozenset[Worker] = frozenset()
+    """All of the grid."""
 
     def wrong(self, message: ToCoordinator, next_iteration: int) -> str | None:
         """What is wrong with a message of the present order; None: nothing."""
@@ -55,9 +60,18 @@ class Bounds:
                 return "it says that it holds layers that there are not"
             case Paused() if message.validated is not None and not _known(message.validated, iterations):
                 return f"it has a factor of iteration {message.validated.iteration}, where {next_iteration} is the next"
+            case Ready(known=Known()) if not self._may_know(message.known):
+                return "it says that it knows what nobody can"
             case Injected() if not 0 <= message.index < self.injections:
                 return f"it says that failure {message.index} on purpose has happened, which there is not"
         return None
+
+    def _may_know(self, known: Known | None) -> bool:
+        assert known is not None
+        iterations = range(self.setup.first_iteration - 1, self.setup.iterations)
+        return (0 <= known.order < 2**31 and known.iteration in iterations
+                and _ascending(known.layers, self.setup.cuts[-1]) and set(known.members) <= self.workers
+                and (known.validated is None or _known(known.validated, iterations)))
 
 
 def printable(message: ToCoordinator) -> ToCoordinator:

@@ -81,6 +81,11 @@ class RecoveryClock:
         self.begin()
         self._broken = self._broken or f"worker {worker} lost a connection, {reason}"
 
+    def took_over(self, found: int) -> None:
+        """Another coordinator was lost, and this one has found so many workers."""
+        self.begin()
+        self._broken = f"node 0 was started anew, and has found {found} workers"
+
     def ordered(self, returned: Collection[Worker], meanwhile: int, *, settled: bool = False) -> None:
         """An order is given, with workers that come in, or with layers that have moved."""
         self._returned.update(returned)

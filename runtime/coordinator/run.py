@@ -14,6 +14,7 @@ from runtime.processes.stop_signals import GRACE_SECONDS
 from runtime.protocol.authentication import Secret
 from runtime.protocol.failure_injection import Injection, Slowdown
 from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, Setup
+from runtime.run_folder import LeftBehind
 from schedules.schedule import Schedule, Worker
 
 Notify = Callable[[Recovery | SpeedEvent | str], None]
@@ -47,5 +48,11 @@ class Run:
     notify: Notify = field(default=lambda _: None)
     join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS
     """For all workers to be there."""
+    behind: LeftBehind | None = None
+    """Where another coordinator has died: its workers are looked for."""
+    losses: Sequence[float] | None = None
+    """Those that it has committed; None: they are not known."""
+    gone: Sequence[Worker] = ()
+    """Workers that have died with it."""
     stall_timeout_seconds: float = STALL_TIMEOUT_SECONDS
     """Without a commit, after which it is said who waits for what."""

@@ -1,7 +1,8 @@
 """Fork server: a process that imports torch once, and then forks others on request, each in milliseconds.
 
 Requests and reports are lines of JSON on its standard input and output. When its input closes, because the process that
-started it has ended in any way, it kills all processes that it has forked, and ends.
+started it has ended in any way, it kills all processes that it has forked, and ends. Where it was told to hold them, it
+first waits a while for another process to take it over (`adopt`), through a socket whose name was agreed on before.
 
 Why not the standard library's (`multiprocessing.get_context("forkserver")`, with preloading): it imports the user's
 main program again, in the server and in each process, so that one without an `if __name__ == "__main__"` guard fails;
@@ -14,8 +15,11 @@ import ctypes
 import gc
 import importlib
 import os
+import secrets
 import selectors
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -32,6 +36,8 @@ PR_SET_PDEATHSIG = 1
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 """numpy's BLAS would start threads at import, and a process with threads is not safe to fork."""
 GONE = "the process that starts the workers has died"
+ADOPT_SECONDS = 5.0
+"""A fork server that is held answers at once."""
 KILL_SECONDS = 10.0
 """A process that is killed is gone in milliseconds, unless the system itself waits, for a disk or a GPU."""
 IDLE_SECONDS = 600.0
@@ -66,6 +72,25 @@ class _KillAll(msgspec.Struct, frozen=True, tag=True):
     """Kill the processes that were forked until now."""
 
 
+class _Hold(msgspec.Struct, frozen=True, tag=True):
+    """Should the launcher die, wait for another one that connects to a socket, and give it a note."""
+
+    name: str
+    seconds: float
+    note: str
+
+
+class _End(msgspec.Struct, frozen=True, tag=True):
+    """Kill all, and end."""
+
+
+class _Adopted(msgspec.Struct, frozen=True, tag=True):
+    """The first news to a launcher that has taken over; those that live follow, each as started."""
+
+    note: str
+    alive: tuple[str, ...]
+
+
 class _Started(msgspec.Struct, frozen=True, tag=True):
     """A process has begun."""
 
@@ -81,8 +106,10 @@ class ProcessEnded(msgspec.Struct, frozen=True, tag=True):
     """As in subprocess, the exit code or minus the signal."""
 
 
-_REQUEST: msgspec.json.Decoder[ProcessSpec | _Kill | _KillAll] = msgspec.json.Decoder(ProcessSpec | _Kill | _KillAll)
-_NEWS: msgspec.json.Decoder[_Started | ProcessEnded] = msgspec.json.Decoder(_Started | ProcessEnded)
+_Request = ProcessSpec | _Kill | _KillAll | _Hold | _End
+_News = _Started | ProcessEnded | _Adopted
+_REQUEST: msgspec.json.Decoder[_Request] = msgspec.json.Decoder(_Request)
+_NEWS: msgspec.json.Decoder[_News] = msgspec.json.Decoder(_News)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -108,12 +135,29 @@ class ForkServer:
             stdout=subprocess.PIPE, bufsize=0, env=environment(**ONE_THREAD), start_new_session=True)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._lines = _Lines(self._process.stdout.fileno())
+        self._attach(self._process.stdin.fileno(), self._process.stdout.fileno())
+
+    def _attach(self, requests: int, news: int) -> None:
+        """Talk to the server over these descriptors."""
+        self._requests, self._news = requests, news
+        self._lines = _Lines(news)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._process.stdout, selectors.EVENT_READ)
+        self._selector.register(news, selectors.EVENT_READ)
         self._alive: set[str] = set()
         self.pids: dict[str, int] = {}
         """By name, of the processes whose start has been reported."""
+
+    def hold(self, seconds: float, note: str) -> str | None:
+        """Should this process die, have those that are forked live on for so long, until another process adopts them.
+
+        The name by which `adopt` finds them, and then gives the note; None where the system cannot do that (only Linux
+        can). Raises ForkServerError.
+        """
+        if not sys.platform.startswith("linux"):
+            return None
+        name = f"slipstream-{secrets.token_hex(16)}"
+        self._ask(_Hold(name, seconds, note))
+        return name
 
     def start(self, spec: ProcessSpec) -> None:
         """Start a process. Raises ForkServerError."""
@@ -145,10 +189,13 @@ class ForkServer:
             self._alive.clear()
             self.pids.clear()
 
+    def names(self) -> list[str]:
+        """Of the processes that live."""
+        return sorted(self._alive)
+
     def fileno(self) -> int:
         """For a selector: readable when `poll` has something to tell."""
-        assert self._process.stdout is not None
-        return self._process.stdout.fileno()
+        return self._news
 
     def poll(self, seconds: float) -> list[ProcessEnded]:
         """The processes that have ended, waiting at most that long for some news. Raises ForkServerError."""
@@ -158,7 +205,7 @@ class ForkServer:
                 news = _NEWS.decode(line)
                 if isinstance(news, _Started):
                     self.pids[news.name] = news.pid
-                else:
+                elif isinstance(news, ProcessEnded):
                     self._alive.remove(news.name)
                     del self.pids[news.name]
                     ended.append(news)
@@ -169,6 +216,8 @@ class ForkServer:
     def close(self) -> None:
         """End the fork server and all that it has forked."""
         assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(ForkServerError):
+            self._ask(_End())
         self._process.stdin.close()
         try:
             self._process.wait(5)
@@ -184,12 +233,82 @@ class ForkServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, request: ProcessSpec | _Kill | _KillAll) -> None:
-        assert self._process.stdin is not None
+    def _ask(self, request: _Request) -> None:
+        data = msgspec.json.encode(request) + b"\n"
         try:
-            self._process.stdin.write(msgspec.json.encode(request) + b"\n")
-        except BrokenPipeError:
+            while data:
+                data = data[os.write(self._requests, data):]
+        except OSError:
             raise ForkServerError(GONE) from None
+
+
+class AdoptedForkServer(ForkServer):
+    """One that another process has started, which has died; made by `adopt`."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._attach(connection.fileno(), connection.fileno())
+        deadline = time.monotonic() + ADOPT_SECONDS
+        first: list[bytes] = []
+        while not first:
+            if self._lines.closed or not self._selector.select(max(0.0, deadline - time.monotonic())):
+                raise ForkServerError(GONE)
+            first = self._lines.read()
+        news = _NEWS.decode(first[0])
+        assert isinstance(news, _Adopted)
+        self.note = news.note
+        self._alive.update(news.alive)
+        for line in first[1:]:
+            started = _NEWS.decode(line)
+            if isinstance(started, _Started):
+                self.pids[started.name] = started.pid
+
+    def kill_all(self) -> None:
+        """As that of the others; a server that hangs is left to the system."""
+        deadline = time.monotonic() + KILL_SECONDS
+        with contextlib.suppress(ForkServerError):
+            self._ask(_KillAll())
+            while self._alive and time.monotonic() < deadline:
+                self.poll(1.0)
+        self._alive.clear()
+        self.pids.clear()
+
+    def close(self) -> None:
+        """End the fork server and all that it has forked."""
+        deadline = time.monotonic() + KILL_SECONDS
+        with contextlib.suppress(ForkServerError):
+            self._ask(_End())
+            while time.monotonic() < deadline:
+                self.poll(1.0)  # until it is gone
+        self._selector.close()
+        self._connection.close()
+
+
+def adopt(name: str) -> AdoptedForkServer | None:
+    """Take over what a fork server holds, by the name that `ForkServer.hold` gave; None where it is gone.
+
+    Only processes of the same user are heard, at both ends.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(ADOPT_SECONDS)
+        connection.connect(f"\0{name}")
+        if _user_of(connection) == os.getuid():
+            connection.settimeout(None)
+            return AdoptedForkServer(connection)
+    except (OSError, ForkServerError):
+        pass
+    connection.close()
+    return None
+
+
+def _user_of(connection: socket.socket) -> int:
+    """Who is at the other end of a Unix socket (Linux)."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    user: int = struct.unpack("3i", credentials)[1]
+    return user
 
 
 class _Lines:
@@ -213,23 +332,80 @@ class _Server:
 
     def __init__(self) -> None:
         self._asked = _Lines(0)
+        self._control, self._news = 0, 1
+        """The descriptors of the launcher."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(0, selectors.EVENT_READ)
         self._alive: dict[int, int] = {}
         """Pid by the pipe that closes with the process."""
+        self._hold: _Hold | None = None
+        self._listener: socket.socket | None = None
+        self._launcher: socket.socket | None = None
+        """The connection to one that has adopted this server."""
 
     def serve(self) -> None:
         try:
-            while not self._asked.closed:
-                for key, _ in self._selector.select(IDLE_SECONDS):
-                    if key.fd == 0:
-                        self._answer()
-                    else:
-                        self._report_end(key.fd, key.data)
+            self._serve_one()
+            while self._adopted():
+                self._serve_one()
         finally:
             self._kill_all()
             for pid in self._alive.values():
                 os.waitpid(pid, 0)
+
+    def _serve_one(self) -> None:
+        """Serve one launcher, as long as it lives."""
+        while not self._asked.closed:
+            for key, _ in self._selector.select(IDLE_SECONDS):
+                if key.fd == self._control:
+                    self._answer()
+                else:
+                    self._report_end(key.fd, key.data)
+
+    def _adopted(self) -> bool:
+        """The launcher is gone: wait for another one, as long as anybody lives."""
+        hold, listener = self._hold, self._listener
+        if hold is None or listener is None:
+            return False
+        self._selector.unregister(self._control)
+        deadline = time.monotonic() + hold.seconds
+        self._selector.register(listener, selectors.EVENT_READ)
+        try:
+            while self._alive and time.monotonic() < deadline:
+                for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
+                    if key.fileobj is not listener:
+                        self._report_end(key.fd, key.data)
+                    elif self._accept(listener, hold):
+                        return True
+            return False
+        finally:
+            self._selector.unregister(listener)
+
+    def _accept(self, listener: socket.socket, hold: _Hold) -> bool:
+        connection, _ = listener.accept()
+        if _user_of(connection) != os.getuid():
+            connection.close()
+            return False
+        if self._launcher is not None:
+            self._launcher.close()
+        self._launcher = connection
+        self._control = self._news = connection.fileno()
+        self._asked = _Lines(self._control)
+        self._selector.register(self._control, selectors.EVENT_READ)
+        names = [(str(self._selector.get_key(pipe).data), pid) for pipe, pid in self._alive.items()]
+        self._tell(_Adopted(hold.note, tuple(name for name, _ in names)), *(_Started(*one) for one in names))
+        return True
+
+    def _held(self, hold: _Hold) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        self._hold, self._listener = hold, socket.socket(socket.AF_UNIX)
+        self._listener.bind(f"\0{hold.name}")
+        self._listener.listen()
+
+    def _tell(self, *news: _News) -> None:
+        with contextlib.suppress(OSError):  # the launcher is gone: the end of the input is next
+            os.write(self._news, b"".join(msgspec.json.encode(one) + b"\n" for one in news))
 
     def _answer(self) -> None:
         for line in self._asked.read():
@@ -238,6 +414,10 @@ class _Server:
                 self._fork(request)
             elif isinstance(request, _Kill):
                 self._kill(request.name)
+            elif isinstance(request, _Hold):
+                self._held(request)
+            elif isinstance(request, _End):
+                self._hold, self._asked.closed = None, True
             else:
                 self._kill_all()
 
@@ -261,7 +441,7 @@ class _Server:
         os.close(theirs)
         self._alive[ours] = pid
         self._selector.register(ours, selectors.EVENT_READ, spec.name)
-        _tell(_Started(spec.name, pid))
+        self._tell(_Started(spec.name, pid))
 
     def _become(self, spec: ProcessSpec, parent: int) -> None:
         """Be the process, to its end."""
@@ -270,6 +450,9 @@ class _Server:
             _die_with(parent)
             for descriptor in self._alive:
                 os.close(descriptor)
+            for inherited in (self._listener, self._launcher):
+                if inherited is not None:
+                    inherited.close()
             _redirect(Path(spec.log), spec.append)
             status = load_target(spec.target)(spec.task.encode())
         except BaseException:
@@ -283,7 +466,7 @@ class _Server:
         self._selector.unregister(pipe)
         os.close(pipe)
         _, status = os.waitpid(self._alive.pop(pipe), 0)
-        _tell(ProcessEnded(name, os.waitstatus_to_exitcode(status)))
+        self._tell(ProcessEnded(name, os.waitstatus_to_exitcode(status)))
 
 
 def load_target(target: str) -> Callable[[bytes], int]:
@@ -302,11 +485,6 @@ def _redirect(log: Path, append: bool) -> None:
         os.dup2(opened, descriptor)
         os.close(opened)
     os.dup2(1, 2)
-
-
-def _tell(news: _Started | ProcessEnded) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the launcher is gone: the end of the input is next
-        os.write(1, msgspec.json.encode(news) + b"\n")
 
 
 def _die_with(parent: int) -> None:

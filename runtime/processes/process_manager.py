@@ -1,7 +1,7 @@
 """The processes of a run's workers, on all nodes: starts, kills and restarts them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import msgspec
 
@@ -37,10 +37,13 @@ class NodeProcesses:
         self._settings = settings
 
     @contextmanager
-    def running(self, *, restarted: bool = False) -> Iterator[None]:
-        """In this block, the workers that are to be here from the start; at its end, none is left. Raises RunError."""
+    def running(self, *, restarted: bool = False, found: bool = False) -> Iterator[None]:
+        """In this block, the workers that are to be here from the start; at its end, none is left. Raises RunError.
+
+        Where those of a run were `found` that goes on, none is started yet.
+        """
         try:
-            for worker in tuple(self._places):
+            for worker in () if found else tuple(self._places):
                 self.do(StartWorker(worker, restarted=restarted))
             yield
         except ForkServerError as error:
@@ -97,6 +100,10 @@ class ProcessManager:
         self._dead = set(absent)
         self._send: SendToAgent = lambda *_: None
 
+    def running(self, *, found: bool) -> AbstractContextManager[None]:
+        """See `NodeProcesses.running`."""
+        return self._local.running(found=found)
+
     def connect(self, send: SendToAgent) -> None:
         """From now on, reach the agents of other nodes."""
         self._send = send
@@ -116,6 +123,17 @@ class ProcessManager:
     def node_started(self, node: int) -> None:
         """A node is there, and starts its workers."""
         self._dead.difference_update(self.workers_of(node))
+
+    def node_found(self, node: int, alive: Collection[Worker]) -> None:
+        """A node is there that has followed another coordinator, with these of its workers."""
+        workers = set(self.workers_of(node))
+        self._dead = (self._dead - workers) | (workers - set(alive))
+
+    def start_missing(self) -> None:
+        """Start the workers of node 0 that do not live: the node has been started again. Raises ForkServerError."""
+        for worker in sorted(set(self.workers_of(0)) & self._dead):
+            self._dead.remove(worker)
+            self._local.do(StartWorker(worker))
 
     def kill(self, worker: Worker) -> None:
         """Kill a worker's process, wherever it is. Raises ForkServerError."""

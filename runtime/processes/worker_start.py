@@ -10,6 +10,9 @@ from runtime.protocol.authentication import Secret
 from runtime.protocol.rendezvous import Rendezvous
 from schedules.schedule import Worker
 
+COORDINATOR_TIMEOUT_SECONDS = 60.0
+"""Long enough to start a process by hand that imports torch."""
+
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a node's own job file and command line say. Its workers get it from their launcher, not over a network."""
@@ -22,6 +25,8 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     `checkpoints/`."""
     resume: str | None = None
     """Folder of the checkpoint to start from."""
+    coordinator_timeout_seconds: float = COORDINATOR_TIMEOUT_SECONDS
+    """How long to hold still for another coordinator when that of the run is gone."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):

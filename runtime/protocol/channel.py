@@ -189,6 +189,11 @@ class Channel(Generic[T]):
             raise RendezvousError(f"node 0 sent what makes no sense: {type(first).__name__} first")
         return first
 
+    def abort(self) -> None:
+        """End the connection: whoever reads finds so."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Close the connection, once what was sent has arrived."""
         with contextlib.suppress(OSError):
@@ -224,6 +229,11 @@ def _connect(address: Rendezvous, timeout_seconds: float, waiting: Callable[[str
                 raise RendezvousError(f"cannot reach node 0 at {address} within {timeout_seconds:.0f} s: "
                                       f"{error.strerror or first_line(error)}") from None
             time.sleep(RETRY_SECONDS)
+            continue
+        if connection.getsockname() == connection.getpeername():
+            # Where nobody listens on a port of this machine, the system may choose the same port for this end: TCP
+            # then connects the socket with itself.
+            connection.close()
             continue
         connection.settimeout(None)
         keep_alive(connection)

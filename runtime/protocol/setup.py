@@ -36,6 +36,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     It names no code and no paths: those are in the `NodeSettings` that the worker's own launcher has given it.
     """
 
+    epoch: int = 0
+    """Of the coordinator: one that is started later has a higher one, and nobody follows a lower one any more."""
+    forget: bool = False
+    """Whether a worker is too late with what it holds: the others have gone on without it."""
     first_iteration: int
     iterations: int
     """One after the last."""

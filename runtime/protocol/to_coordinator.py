@@ -11,19 +11,44 @@ from schedules.schedule import Worker
 
 
 class JoinWorker(msgspec.Struct, frozen=True, tag=True):
-    """A worker's first message. The coordinator answers with the `Setup`."""
+    """A worker's first message. The coordinator answers with the `Setup`, or with `Leave`."""
 
     worker: Worker
+    epoch: int = 0
+    """Of the coordinator that it has followed, and lost; 0: it has just been started."""
 
 
 class JoinNode(msgspec.Struct, frozen=True, tag=True):
-    """A node agent's first message. The coordinator answers with the `NodeSetup`."""
+    """A node agent's first message. The coordinator answers with the `NodeSetup`, or with the end of the run."""
 
     node: int
+    epoch: int = 0
+    """Of the coordinator that it has followed, and lost; 0: it has just been started."""
+    alive: tuple[Worker, ...] = ()
+    """Its workers that live, where it has followed another coordinator."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """A worker is alive. Sent a few times in each heartbeat timeout; a worker silent for longer is given up."""
+
+
+class Known(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker knows whose coordinator is gone. It has paused."""
+
+    order: int
+    """The last that it has followed."""
+    members: tuple[Worker, ...]
+    """Who took part in that."""
+    iteration: int
+    """The last that it has stepped, or may have: it can go back by this one, but not beyond `begun`."""
+    layers: tuple[LayerRange, ...]
+    """Those of the model that it holds, as in `Paused`."""
+    validated: Factor | None
+    """Of the last iteration of which it knows."""
+    pending: bool
+    """Whether it does not know the factor of `iteration` yet."""
+    begun: int = -1
+    """The last iteration before the order."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -39,6 +64,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """Where others may get layers from it."""
     folder: str | None = None
     """`runtime.run_folder.holder` of its node's --out: the same for all who share one."""
+    known: Known | None = None
+    """Where it has followed another coordinator."""
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):

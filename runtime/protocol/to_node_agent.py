@@ -29,6 +29,8 @@ class NodeSetup(msgspec.Struct, frozen=True, tag=True):
     """That of the checkpoint to go on from, which the agent's own command line names; 0: from the start."""
     restarted: bool = False
     """Whether the run has been going on without them."""
+    epoch: int = 0
+    """Of the coordinator, as in `runtime.protocol.setup.Setup`."""
 
 
 class NodeTaken(msgspec.Struct, frozen=True, tag=True):

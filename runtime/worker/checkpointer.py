@@ -10,7 +10,6 @@ from torch import Tensor
 
 from runtime.model.checkpoint import CheckpointError, Saving, identity_of, save
 from runtime.processes.worker_start import NodeSettings
-from runtime.protocol.rendezvous import RendezvousError
 from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import Note, Saved
 from runtime.protocol.to_worker import Finish
@@ -68,7 +67,6 @@ class Checkpointer:
 
     def _ended(self, iteration: int, began: float, error: CheckpointError | None) -> None:
         """In the thread that has written, or has failed to."""
-        with suppress(RendezvousError):  # when node 0 is gone, the main thread finds out by itself
-            if error is not None:
-                self._tell(Note(self._worker, str(error)))
-            self._tell(Saved(self._worker, iteration, time.monotonic() - began))
+        if error is not None:
+            self._tell(Note(self._worker, str(error)))
+        self._tell(Saved(self._worker, iteration, time.monotonic() - began))

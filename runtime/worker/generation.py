@@ -21,12 +21,10 @@ from runtime.model.data import Data, Microbatch
 from runtime.model.layers import LayeredModel
 from runtime.model.slices import Slices, TensorForm
 from runtime.model.steps import Steps
-from runtime.protocol.channel import Channel
 from runtime.protocol.failure_injection import Injector
-from runtime.protocol.rendezvous import RendezvousError
 from runtime.protocol.setup import Setup
-from runtime.protocol.to_coordinator import Note, Paused, Ran, Started, Status, Validated
-from runtime.protocol.to_worker import Acknowledged, Factor, Order, ToWorker, Train
+from runtime.protocol.to_coordinator import Known, Note, Paused, Ran, Started, Status, Validated
+from runtime.protocol.to_worker import Acknowledged, Factor, Order, Train
 from runtime.replay.communication import CommunicationError, Communicator, Membership
 from runtime.replay.exchange import Exchange
 from runtime.replay.executor import Executor
@@ -35,7 +33,8 @@ from runtime.replay.recorder import Recorder
 from runtime.replay.stuck_calls import OPEN_CALLS
 from runtime.torch_private import TCPStore
 from runtime.worker.checkpointer import Checkpointer
-from runtime.worker.connections import Connections
+from runtime.worker.connections import Connections, OrderEndedError
+from runtime.worker.coordinator_link import CoordinatorLink
 from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, senders_for
 from runtime.worker.layer_sender import LayerSender
 from runtime.worker.layer_store import LayerStore
@@ -58,7 +57,7 @@ class WorkerContext:
     """What a worker keeps from order to order."""
 
     worker: Worker
-    channel: Channel[ToWorker]
+    channel: CoordinatorLink
     store: TCPStore
     """Where process groups find each other."""
     setup: Setup
@@ -94,7 +93,9 @@ class Generation:
         self._schedule = schedule
         self._worker = context.worker
         self._connections = Connections(context.lasting_sockets)
-        self._acknowledged: queue.SimpleQueue[Acknowledged] = queue.SimpleQueue()
+        self._acknowledged: queue.SimpleQueue[Acknowledged | None] = queue.SimpleQueue()
+        self._reached = order.first_iteration - 1
+        """The last iteration whose step has been reported, or is being."""
         self._communicator: Communicator | None = None
         self._steps: Steps | None = None
         self._thread: threading.Thread | None = None
@@ -119,6 +120,37 @@ class Generation:
         """The order has ended: break the connections, so that `run` stops whatever it waits for."""
         self._ended_at = time.monotonic()
         self._connections.end()
+
+    def end_without_coordinator(self) -> None:
+        """The coordinator is gone, and with it the order: no report is acknowledged any more."""
+        self.end()
+        self._acknowledged.put(None)
+
+    @property
+    def paused(self) -> bool:
+        """Whether `run` changes nothing any more."""
+        return self._paused
+
+    def known(self) -> Known:
+        """What another coordinator must know of this order, once it has paused."""
+        assert self._paused
+        steps = self._steps
+        validated = None if steps is None or steps.validated is None else Factor(*steps.validated)
+        watched = steps is not None and watches_gradients(self._context.config.training)
+        pending = watched and self._reached >= self._order.first_iteration and (
+            validated is None or validated.iteration < self._reached)
+        return Known(self.number, tuple(seat.worker for seat in self._schedule.seats), self._reached,
+                     self._context.layer_store.holding.ranges, validated, pending,
+                     self._order.first_iteration - 1)
+
+    def fits(self, order: Order) -> bool:
+        """Whether what this worker holds can be brought to where an order begins."""
+        return self._order.first_iteration <= order.first_iteration \
+            and order.first_iteration - 1 in (self._reached, self._reached - 1)
+
+    def let_go(self) -> None:
+        """Nobody reads from the connections any more."""
+        self._over.set()
 
     def acknowledged(self, message: Acknowledged) -> None:
         """The coordinator has acknowledged a report."""
@@ -158,7 +190,7 @@ class Generation:
     def run(self) -> None:
         """Carry out the order, and report how it ended; then close the connections, once no peer reads from them.
 
-        Raises RendezvousError, AbandonedError, and errors of this worker's own.
+        Raises AbandonedError, and errors of this worker's own.
         """
         self._thread = threading.current_thread()
         self._context.injector.cut = self._connections.cut
@@ -309,6 +341,7 @@ class Generation:
         """
         context, number = self._context, self.number
         assert self._steps is not None
+        self._reached = iteration
         context.channel.send(Ran(self._worker, number, iteration, loss if abs(loss) < float("inf") else None,
                                  recorder.window_seconds(), recorder.times(), recorder.ops()))
         if self._worker == self._schedule.seats[0].worker and watches_gradients(context.config.training):
@@ -317,7 +350,9 @@ class Generation:
         try:
             answer = self._acknowledged.get(timeout=ANSWER_SECONDS)
         except queue.Empty:
-            raise RendezvousError(f"node 0 has not answered within {ANSWER_SECONDS:.0f} s") from None
+            raise CommunicationError(f"node 0 has not answered within {ANSWER_SECONDS:.0f} s") from None
+        if answer is None:
+            raise OrderEndedError("node 0 is gone")
         assert answer.iteration == iteration
         if answer.save:
             context.checkpointer.ask(iteration + 1)

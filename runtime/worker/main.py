@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -28,7 +29,6 @@ from runtime.protocol import to_worker
 from runtime.protocol.channel import Channel
 from runtime.protocol.failure_injection import Injector
 from runtime.protocol.rendezvous import RendezvousError, address_towards, connect_store, interface_towards
-from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import (
     Checkpoints,
     Failed,
@@ -37,7 +37,7 @@ from runtime.protocol.to_coordinator import (
     Finished,
     Heartbeat,
     Injected,
-    JoinWorker,
+    Known,
     Leaving,
     Ready,
     SpeedMeasured,
@@ -62,6 +62,7 @@ from runtime.replay.stuck_calls import AbandonedError
 from runtime.run_folder import holder
 from runtime.worker.checkpoint_reader import CheckpointReader
 from runtime.worker.checkpointer import Checkpointer
+from runtime.worker.coordinator_link import CoordinatorLink
 from runtime.worker.generation import Generation, WorkerContext
 from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents, senders_for
 from runtime.worker.layer_sender import LayerSender
@@ -74,6 +75,8 @@ CONNECT_SECONDS = 60.0
 HEARTBEATS_PER_TIMEOUT = 5
 LOOK_SECONDS = 0.02
 """While a generation should come to its end."""
+RETRY_SECONDS = 0.2
+"""From one attempt to reach another coordinator to the next."""
 _SPEC = msgspec.json.Decoder(WorkerSpec)
 
 
@@ -85,8 +88,9 @@ def main(task: bytes) -> int:
     if interface is not None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # else it takes the first that matches
     try:
-        channel = Channel(spec.coordinator, spec.settings.secret, JoinWorker(spec.worker), to_worker.decode,
-                          CONNECT_SECONDS)
+        channel = CoordinatorLink(
+            spec.worker, lambda hello, seconds: Channel(spec.coordinator, spec.settings.secret, hello,
+                                                        to_worker.decode, seconds), CONNECT_SECONDS)
         try:
             return _Worker(spec, channel).serve()
         except RendezvousError:
@@ -113,11 +117,11 @@ def warm_up() -> None:
 class _Worker:
     """One worker's part in one run. Its main thread reads the channel, sends heartbeats, and never computes."""
 
-    def __init__(self, spec: WorkerSpec, channel: Channel[ToWorker]) -> None:
+    def __init__(self, spec: WorkerSpec, channel: CoordinatorLink) -> None:
         self._spec = spec
         self._worker = spec.worker
         self._channel = channel
-        self._setup = setup = channel.wait_for(Setup)
+        self._setup = setup = channel.setup
         self._config = config = spec.settings.config
         training, device = config.training, _claim_device(setup.device, spec.card)
         torch.set_num_threads(training.threads)
@@ -137,6 +141,10 @@ class _Worker:
             layer_sender=LayerSender(address_towards(spec.coordinator), spec.settings.secret,
                                      setup.fetch_bytes_per_second))
         self._generation: Generation | None = None
+        self._finish_order: Finish | None = None
+        """The last order, where it was to finish."""
+        self._members: tuple[Worker, ...] = ()
+        """Of the last order to train."""
         self._finishing = threading.Lock()
         self._error: BaseException | None = None
         self._waker, self._woken = socket.socketpair()
@@ -153,14 +161,25 @@ class _Worker:
     def serve(self) -> int:
         """Handle the coordinator's messages until this worker may leave; the exit status.
 
-        Raises RendezvousError when node 0 is gone, and errors of this worker's own.
+        Raises RendezvousError when node 0 is gone and no other comes, and errors of this worker's own.
         """
         if self._spec.restarted:
             # It will most likely play its own role: what takes time is done while the others train.
             self._layer_store.prepare(self._setup.columns[self._worker.column])
+        known = None
+        while True:
+            self._channel.send(Ready(self._worker, self._context.corpus.digest, self._context.layer_sender.address,
+                                     holder(Path(self._spec.settings.out)), known))
+            try:
+                return self._follow()
+            except CoordinatorGoneError as gone:
+                if not self._find_another(str(gone)):
+                    return 0
+                known = self._known()
+
+    def _follow(self) -> int:
+        """Do as the coordinator says; the exit status. Raises CoordinatorGoneError."""
         interval = self._setup.heartbeat_timeout_seconds / HEARTBEATS_PER_TIMEOUT
-        self._channel.send(Ready(self._worker, self._context.corpus.digest, self._context.layer_sender.address,
-                                 holder(Path(self._spec.settings.out))))
         beat = time.monotonic() + interval
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
@@ -175,7 +194,7 @@ class _Worker:
                     self._told_to_end = False
                     self._woken.recv(1)
                     self._channel.send(Leaving(self._worker))
-                for message in self._channel.read() if any(key.fileobj is self._channel for key, _ in ready) else ():
+                for message in self._read() if any(key.fileobj is self._channel for key, _ in ready) else ():
                     if isinstance(message, Leave):
                         return 0
                     self._handle(message)
@@ -185,11 +204,68 @@ class _Worker:
                 if self._generation is not None and self._generation.ending:
                     self._generation.abandon_if_stuck()
 
+    def _read(self) -> list[ToWorker]:
+        try:
+            return self._channel.read()
+        except RendezvousError as error:
+            raise CoordinatorGoneError(str(error)) from None
+
+    def _find_another(self, gone: str) -> bool:
+        """Hold still until another coordinator is there; False: this worker may leave.
+
+        Raises RendezvousError when none comes in time, and errors of this worker's own.
+        """
+        seconds = self._spec.settings.coordinator_timeout_seconds
+        print(f"{gone}; waits {seconds:g} s for another coordinator", file=sys.stderr, flush=True)
+        deadline = time.monotonic() + seconds
+        self._context.layer_receiver.drop(sys.maxsize)
+        generation = self._generation
+        if generation is not None:
+            generation.end_without_coordinator()
+        while time.monotonic() < deadline:
+            if self._error is not None:
+                raise self._error
+            if self._told_to_end:
+                raise RendezvousError(f"{gone}; told to end")
+            if generation is not None and not generation.paused:
+                generation.abandon_if_stuck()
+                time.sleep(LOOK_SECONDS)
+                continue
+            with contextlib.suppress(RendezvousError):
+                store = self._channel.follow_another()
+                if store is None:
+                    return False
+                self._context = replace(self._context, store=store, setup=self._channel.setup)
+                return True
+            time.sleep(RETRY_SECONDS)
+        raise RendezvousError(f"{gone}; no other coordinator came within {seconds:g} s")
+
+    def _known(self) -> Known | None:
+        """What the new coordinator must know; None where it goes on without what this worker holds."""
+        generation = self._generation
+        if self._channel.setup.forget:
+            if generation is not None:
+                generation.let_go()
+            self._generation = None
+            with self._finishing:
+                self._layer_store.clear()
+            return None
+        if generation is not None:
+            return generation.known()
+        if self._finish_order is None:
+            return Known(0, (), self._setup.first_iteration - 1, (), None, pending=False)
+        return Known(
+            self._finish_order.number, self._members, self._finish_order.first_iteration - 1,
+            self._layer_store.holding.ranges, self._finish_order.factor, pending=False,
+            begun=self._finish_order.first_iteration - 1)
+
     def _handle(self, message: ToWorker) -> None:
         generation = self._generation
         match message:
             case Train():
+                self._finish_order = None
                 schedule = decode(bytes(message.schedule))
+                self._members = tuple(seat.worker for seat in schedule.seats)
                 if self._worker in schedule.seat_of:
                     self._generation = next_one = Generation(self._context, message, schedule)
                     self._begin(f"generation {message.number}", lambda: self._train(message, next_one, generation))
@@ -198,7 +274,7 @@ class _Worker:
                     self._generation = None
                     self._begin("leaving the order", lambda: self._stand_aside(message, generation))
             case Finish():
-                self._generation = None
+                self._generation, self._finish_order = None, message
                 self._begin("finish", lambda: self._finish(message, generation))
             case EndOrder() if generation is not None and generation.number == message.order:
                 generation.end()
@@ -264,6 +340,8 @@ class _Worker:
         """Close the last generation's connections, which peers may have used until now; undo what is not committed."""
         if previous is not None:
             previous.leave(order)
+            if not previous.fits(order):
+                self._layer_store.clear()
             self._context.layer_sender.generation_begins(order.number, order.first_iteration - 1)
 
     def _finish(self, order: Finish, previous: Generation | None) -> None:
@@ -283,10 +361,14 @@ class _Worker:
 
 
 
+class CoordinatorGoneError(Exception):
+    """The connection to the coordinator has ended. The message is one line."""
+
+
 class _FetchReports(ReceiverEvents):
     """Reports to the coordinator how fetches go."""
 
-    def __init__(self, worker: Worker, channel: Channel[ToWorker], injector: Injector) -> None:
+    def __init__(self, worker: Worker, channel: CoordinatorLink, injector: Injector) -> None:
         self._worker = worker
         self._channel = channel
         self._injector = injector
@@ -299,9 +381,7 @@ class _FetchReports(ReceiverEvents):
         self._channel.send(FetchUpToDate(self._worker, fetch.number))
 
     def failed(self, fetch: LayerFetch) -> None:
-        # When node 0 is gone, the main thread finds out by itself.
-        with contextlib.suppress(RendezvousError):
-            self._channel.send(FetchFailed(self._worker, fetch.number))
+        self._channel.send(FetchFailed(self._worker, fetch.number))
 
 
 def _fetch_for(worker: Worker, fetch: Fetch) -> LayerFetch:

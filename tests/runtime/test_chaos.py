@@ -23,6 +23,13 @@ def test_chaos(seed, fork_server, tmp_path):
     assert tally.deviation <= TOLERANCE
 
 
+def test_chaos_where_node_0_dies_too(fork_server, tmp_path):
+    """It is led by a process of its own, and then by this one."""
+    tally, setting = Tally(), replace(settings("3x2", ITERATIONS)[3], gap=(3, 8))
+    train_through(setting, random.Random(4), fork_server, tmp_path, tally, storm_seconds=2.0, node_0_dies=True)
+    assert tally.leaders == 1 and tally.deviation <= TOLERANCE, tally.report()
+
+
 def test_chaos_where_threads_take_turns_all_the_time(tmp_path):
     tally, setting = Tally(), replace(settings("3x2", ITERATIONS)[1], gap=(3, 8))
     with switching(1e-6), ForkServer() as fork_server:

@@ -161,12 +161,12 @@ def test_a_worker_comes_back_as_often_as_it_is_told_to(fork_server, tmp_path):
 STARTING = """
 import os, sys
 from pathlib import Path
-from runtime.launch import run
+from runtime.launch import Resilience, run
 from tests.runtime.failing import JOB
 from tests.runtime.running import schedule_for, tiny
 schedule = schedule_for(JOB)  # a planner answers Ctrl-C with the best plan so far
 print("begins", flush=True)
-run(schedule, tiny(iterations=100_000), out=Path(sys.argv[1]))
+run(schedule, tiny(iterations=100_000), out=Path(sys.argv[1]), resilience=Resilience(coordinator_timeout_seconds=2))
 """
 
 

@@ -25,7 +25,7 @@ class Agents:
             [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(count), "--nproc-per-node", "1",
              "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test",
              "--rdzv-conf", f"is_host={int(agent == 0)}", "--local-addr", "127.0.0.1", "-m", "cli", "train", str(job),
-             "--out", str(self.out), "--method", "greedy"],
+             "--out", str(self.out), "--method", "greedy", "--coordinator-timeout", "5"],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self.log(agent).open("wb"), cwd=folder,
             env=command_environment()) for agent in range(count)]
         self.launchers: list[dict[int, int]] = []

@@ -1,0 +1,286 @@
+"""The real coordinator and commit log, with workers that only count: these die and come back at random, and so does it.
+
+Messages are delivered in any order that connections allow. Whatever happens, a worker is never told to go on from where
+it cannot be, and each iteration is in the file of losses once, in order, when the run ends.
+"""
+
+import functools
+import json
+import random
+from collections import deque
+
+import pytest
+
+from runtime.coordinator import join_planning
+from runtime.coordinator.commit_log import CommitLog
+from runtime.coordinator.coordinator import Coordinator
+from runtime.coordinator.loss_file import LossFile, read_losses
+from runtime.coordinator.planning import NoScheduleError, ScheduleService
+from runtime.coordinator.take_over import TakeOver
+from runtime.errors import RunError
+from runtime.protocol.to_coordinator import (
+    Checkpoints,
+    FetchUpToDate,
+    Finished,
+    Known,
+    Paused,
+    Ran,
+    Ready,
+    Started,
+)
+from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, ReportCheckpoints, Train
+from runtime.replay.placement import Placement
+from schedules.codec import decode
+from schedules.schedule import Worker
+from tests.runtime.failing import WIDE
+from tests.runtime.running import schedule_for
+from tests.runtime.test_going_back import on_the_spot
+
+WORKERS = [Worker(pipeline, column) for pipeline in range(3) for column in range(2)]
+RANGES = [(0, 2), (2, 4)]
+ITERATIONS = 12
+ENDED = ("no live worker", "no worker is left", "leave some stage without a live worker")
+"""What a run says that ends since fewer workers live than there are stages."""
+FIRST = schedule_for(WIDE)
+
+
+@functools.cache
+def planned(down):
+    try:
+        return on_the_spot(WIDE)(down)
+    except NoScheduleError as error:
+        return error
+
+
+class Planner(ScheduleService):
+    def __init__(self) -> None:
+        super().__init__(FIRST, planned, lambda: None)
+
+    def get(self, down):
+        answer = planned(down)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class Counting:
+    """A worker whose layers are numbers: how many iterations each has seen."""
+
+    def __init__(self, worker, world) -> None:
+        self.worker, self.world = worker, world
+        self.said, self.inbox = deque([self.ready(None)]), deque()
+        self.layers: dict[int, int] = {}
+        self.order: Train | None = None
+        self.members: tuple[Worker, ...] = ()
+        self.reached = self.begun = -1
+        self.paused = True
+
+    def ready(self, known):
+        return Ready(self.worker, "corpus", ("127.0.0.1", 1), None, known)
+
+    def go_back(self, committed) -> None:
+        """By one step at most."""
+        assert committed in (self.reached, self.reached - 1), (self.worker, committed, self.reached)
+        self.layers = dict.fromkeys(self.layers, committed + 1)
+        self.reached = committed
+
+    def ranges(self):
+        return tuple((layer, layer + 1) for layer in sorted(self.layers))  # touching ones do no harm here
+
+    def hear(self) -> None:
+        message = self.inbox.popleft()
+        match message:
+            case Train():
+                self.train(message)
+            case EndOrder() if self.order is not None and self.order.number == message.order:
+                self.pause()
+            case Acknowledged() if self.order is not None and not self.paused and self.order.number == message.order:
+                assert message.iteration == self.reached
+                self.begun = message.iteration + 1
+                if message.stop or self.begun == ITERATIONS:
+                    self.pause()
+            case Fetch() if any(move.target == self.worker for move in message.moves):
+                self.said.append(FetchUpToDate(self.worker, message.number))
+            case ReportCheckpoints():
+                self.said.append(Checkpoints(self.worker, tuple(self.world.checkpoints)))
+            case Finish():
+                self.go_back(message.first_iteration - 1)
+                self.said.append(Finished(self.worker, message.number, {}))
+
+    def train(self, order) -> None:
+        schedule = decode(bytes(order.schedule))
+        if self.worker not in schedule.seat_of:
+            return  # it came too late for this one
+        assert self.paused
+        committed = order.first_iteration - 1
+        if order.restore is not None or order.first_iteration == 0:
+            assert order.restore is None or committed + 1 in self.world.checkpoints
+            self.layers, self.reached = {}, committed
+        elif self.layers:
+            self.go_back(committed)
+        role = schedule.seat_of[self.worker].role.column
+        moved = {move.layer for move in order.moves if move.target == self.worker}
+        read = {layer for worker, layers in order.restore or () if worker == self.worker for layer in layers}
+        needs = set(range(*RANGES[role]))
+        if not order.fetch and order.first_iteration and order.restore is None:
+            assert needs <= self.layers.keys() | moved, "nobody gives what it lacks"
+        if order.restore is not None:
+            assert needs <= read | moved
+        self.layers = dict.fromkeys(needs, committed + 1)
+        self.order, self.members, self.paused = order, tuple(seat.worker for seat in schedule.seats), False
+        self.reached, self.begun = committed, committed + 1
+        self.said.append(Started(self.worker, order.number))
+        if self.begun == ITERATIONS:
+            self.pause()
+
+    def pause(self) -> None:
+        if not self.paused and self.order is not None:
+            self.paused = True
+            self.said.append(Paused(self.worker, self.order.number, self.ranges(), None, None))
+
+    def step(self) -> None:
+        """It can, once all members have begun the same iteration."""
+        others = [self.world.workers.get(worker) for worker in self.members]
+        if self.paused or self.reached >= self.begun or self.order is None or not all(
+                other is not None and other.order is not None and other.order.number == self.order.number
+                and other.begun >= self.begun for other in others):
+            return
+        self.reached = self.begun
+        self.layers = dict.fromkeys(self.layers, self.reached + 1)
+        self.said.append(Ran(self.worker, self.order.number, self.reached,
+                             float(self.reached) if self.worker == self.members[0] else 0.0, 0.1))
+
+    def lose_coordinator(self) -> None:
+        self.inbox.clear()
+        self.said.clear()
+        self.paused = True
+
+
+class World:
+    """One run; `out` holds what a new coordinator can read."""
+
+    def __init__(self, rng, out) -> None:
+        self.rng, self.out = rng, out
+        self.workers = {worker: Counting(worker, self) for worker in WORKERS}
+        self.checkpoints = [0]
+        self.restarts = self.went_back = self.deaths = 0
+        self.taking_over = None
+        self.losses = LossFile(out, 0, None)
+        self.coordinator, self.log = self.started([])
+
+    def started(self, losses):
+        log = CommitLog("job")
+        return Coordinator(Planner(), self.send, log, iterations=range(ITERATIONS), placement=Placement([0, 2, 4]),
+                           went_back=self.go_back), log
+
+    def go_back(self, iteration) -> None:
+        self.went_back += 1
+        self.losses.go_back(iteration)
+
+    def send(self, worker, message) -> None:
+        if worker in self.workers:
+            self.workers[worker].inbox.append(message)
+
+    def handle(self, message) -> None:
+        coordinator, worker = self.coordinator, getattr(message, "worker", None)
+        match message:
+            case Ready():
+                coordinator.ready(message)
+                if self.taking_over is not None and message.known is not None:
+                    self.taking_over.ready(worker, message.known)
+            case Ran():
+                for iteration, loss in self.log.ran(message):
+                    self.losses.write(iteration, loss, 0.1, 0.0)
+                    if iteration % 4 == 3:
+                        self.checkpoints.append(iteration + 1)
+                    if self.rng.random() < 0.05:
+                        self.restart()  # between a commit and its acknowledgement
+                        return
+                coordinator.ran(message)
+            case Started():
+                coordinator.started(message)
+            case Paused():
+                coordinator.paused(message)
+            case FetchUpToDate():
+                coordinator.fetch_up_to_date(message)
+            case Checkpoints():
+                coordinator.can_read(message)
+            case Finished():
+                coordinator.finished(message)
+
+    def kill(self, worker) -> None:
+        gone = self.workers.pop(worker)
+        self.deaths += 1
+        for message in gone.said:
+            self.handle(message)
+        if self.taking_over is not None:
+            self.taking_over.lost(worker)
+        self.coordinator.lost(worker, f"{worker} was killed", 1.0)
+
+    def restart(self) -> None:
+        """The coordinator is gone, and another one looks for the workers."""
+        self.restarts += 1
+        losses = read_losses(self.out, 0)
+        self.coordinator, self.log = self.started(losses)
+        self.coordinator.await_workers_of_another()
+        self.taking_over = TakeOver(len(losses) - 1, 0, (), WORKERS)
+        for one in self.workers.values():
+            one.lose_coordinator()
+            known = Known(0, (), -1, (), None, False) if one.order is None else Known(
+                one.order.number, one.members, one.reached, one.ranges(), None, False, one.order.first_iteration - 1)
+            one.said.append(one.ready(known))
+
+    def take_over(self) -> None:
+        """With those that have come; the others are too late."""
+        found, self.taking_over = self.taking_over.found(), None
+        losses = read_losses(self.out, 0)[:found.committed + 1]
+        assert len(losses) == found.committed + 1
+        self.log.take_over(losses, found.factor)
+        self.coordinator.take_over(found)
+        for worker, one in self.workers.items():
+            if worker not in found.holds and one.order is not None:
+                one.__init__(worker, self)
+
+    def act(self) -> None:
+        rng, worker = self.rng, self.rng.choice(WORKERS)
+        one = self.workers.get(worker)
+        if one is None:
+            if rng.random() < 0.05:
+                self.workers[worker] = Counting(worker, self)
+        elif rng.random() < 0.004:
+            self.kill(worker)
+        elif one.said and rng.random() < 0.6:
+            self.handle(one.said.popleft())
+        elif one.inbox:
+            one.hear()
+        else:
+            one.step()
+        if rng.random() < 0.002:
+            self.restart()
+        if self.taking_over is not None:
+            if self.taking_over._known and rng.random() < (0.003 if self.taking_over.missing else 0.5):
+                self.take_over()
+        else:
+            self.coordinator.advance()
+
+
+def test_whoever_dies_the_numbers_are_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(join_planning, "PAUSE_SECONDS", 0.0)
+    restarts = back = deaths = ended = 0
+    for seed in range(50):
+        world = World(random.Random(seed), tmp_path / f"{seed}.jsonl")
+        try:
+            for _ in range(100_000):
+                world.act()
+                if world.coordinator.left:
+                    break
+            else:
+                pytest.fail(f"seed {seed}: the run hangs")
+        except RunError as error:
+            ended += 1
+            assert any(reason in str(error) for reason in ENDED), error
+            continue
+        lines = [json.loads(line) for line in world.out.read_text().splitlines()]
+        assert [(line["iteration"], line["loss"]) for line in lines] == [(one, one) for one in range(ITERATIONS)], seed
+        restarts, back, deaths = restarts + world.restarts, back + world.went_back, deaths + world.deaths
+    assert restarts > 30 and back > 1 and deaths > 60 and ended < 25, (restarts, back, deaths, ended)

@@ -1,0 +1,73 @@
+"""What a new coordinator makes of what the workers know."""
+
+from runtime.coordinator.take_over import TakeOver
+from runtime.protocol.to_coordinator import Known
+from runtime.protocol.to_worker import Factor
+from schedules.schedule import Worker
+
+ONE, OTHER, THIRD = Worker(0, 0), Worker(0, 1), Worker(1, 0)
+ALL = (ONE, OTHER, THIRD)
+
+
+def known(iteration, *, order=3, layers=((0, 2),), validated=None, pending=False, begun=-1):
+    return Known(order, ALL, iteration, layers, validated, pending, begun)
+
+
+def taking(last, *workers, gone=(), first=0):
+    made = TakeOver(last, first, gone, ALL)
+    for worker, one in zip(ALL, workers, strict=False):
+        made.ready(worker, one)
+    return made
+
+
+def test_what_was_written_is_committed_whether_or_not_it_was_acknowledged():
+    for last in (6, 7):
+        found = taking(last, known(7), known(7), known(7)).found()
+        assert (found.number, found.committed, found.missing) == (3, last, ()) and set(found.holds) == set(ALL)
+        assert found.holds[ONE] == frozenset({0, 1})
+
+
+def test_without_the_losses_all_go_back_by_the_step_that_may_not_be_committed():
+    assert taking(None, known(7), known(6)).found().committed == 6
+    assert taking(None, known(-1), known(-1)).found().committed == -1
+
+
+def test_a_step_whose_factor_nobody_knows_is_undone():
+    found = taking(7, known(7, pending=True, validated=Factor(6, 1.0)), known(7, pending=True)).found()
+    assert found.committed == 6 and found.factor == Factor(6, 1.0)
+    found = taking(7, known(7, validated=Factor(7, 0.5)), known(7, pending=True)).found()
+    assert found.committed == 7 and found.factor == Factor(7, 0.5)
+
+
+def test_a_commit_that_was_not_written_is_one_once_any_has_stepped_further():
+    """With clipping: node 0 had not heard of the factor."""
+    assert taking(5, known(7, validated=Factor(6, 1.0)), known(6, validated=Factor(6, 1.0))).found().committed == 6
+
+
+def test_what_cannot_be_brought_to_the_last_commit_does_not_count():
+    """As where the others had gone back to a checkpoint, and it had not heard of that."""
+    found = taking(3, known(3, order=4, begun=3), known(9, order=3)).found()
+    assert found.number == 4 and found.committed == 3
+    assert found.holds == {ONE: frozenset({0, 1}), OTHER: frozenset()}
+
+
+def test_who_has_begun_an_order_cannot_go_back_beyond_its_beginning():
+    """Also where the losses are not known, and another has not heard of the order."""
+    found = taking(None, known(6, order=4, begun=6), known(7, order=3, begun=2)).found()
+    assert found.committed == 6 and all(found.holds.values())
+
+
+def test_all_members_are_waited_for_but_for_those_that_died_with_the_last_coordinator():
+    assert not taking(7).over() and not taking(7).nobody()
+    assert not taking(7, known(7), known(7)).over()
+    assert taking(7, known(7), known(7), gone=(THIRD,)).over()
+    assert taking(7, known(7), known(7), gone=(THIRD,)).found().missing == (THIRD,)
+    assert taking(7, known(7), known(7), known(7)).over()
+
+
+def test_who_was_only_about_to_take_part_is_no_member():
+    nothing = Known(0, (), -1, (), None, pending=False)
+    found = taking(7, known(7), nothing).found()
+    assert set(found.holds) == {ONE}
+    assert not taking(-1, nothing, nothing).over()
+    assert set(taking(-1, nothing, nothing, nothing).found().holds) == set(ALL)
