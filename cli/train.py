@@ -162,7 +162,8 @@ def report(result: RunResult) -> dict[str, object]:
         "recoveries": [{"iteration": one.iteration, "dead": list(map(str, one.dead)),
                         "returned": list(map(str, one.returned)), "reasons": list(one.reasons),
                         "live": one.live, "seconds": one.seconds, "broken": one.broken,
-                        "commit_gap_seconds": one.commit_gap_seconds} for one in result.recoveries],
+                        "commit_gap_seconds": one.commit_gap_seconds, "went_back_to": one.went_back_to,
+                        "repeated": one.repeated} for one in result.recoveries],
         "measured_period": result.measured_period_seconds,
         "planned_period": result.planned_period_seconds,
     }

@@ -5,6 +5,7 @@
     launch         starts a run on node 0 and sees it through
     node_agent     takes part in a run as another node
     run_folder     what is in a run's folder, and whose it is
+    events         what events.jsonl says: one struct for each kind of event
     model/         layers, stages, optimizer, data, checkpoints
     replay/        runs a program op by op, and passes tensors between workers
     protocol/      messages between coordinator, workers and node agents

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from runtime.config import ConfigError, RunConfig
 from runtime.coordinator.checkpoint_timer import CheckpointCost
 from runtime.coordinator.commit_log import CommitLog
+from runtime.coordinator.event_log import EventLog, Observer
 from runtime.coordinator.event_loop import EventLoop
 from runtime.coordinator.loss_file import LossFile, Progress
 from runtime.coordinator.planning import Scheduler
@@ -26,6 +27,7 @@ from runtime.coordinator.run import Notify, Run
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
 from runtime.device import choose_device, gpu_count
 from runtime.errors import RunError as RunError
+from runtime.events import Started
 from runtime.model.checkpoint import Checkpoint, identity_of, open_checkpoint
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import load_corpus
@@ -121,6 +123,10 @@ class RunOptions:
     grace_seconds: float = GRACE_SECONDS
     """How long the run may go on after SIGTERM or Ctrl-C: it ends at the next iteration, with a checkpoint."""
     notify: Notify = lambda _: None
+    observe: Observer = lambda _: None
+    """Called with each event of the run (`runtime.events`)."""
+    fault_free_seconds: float | None = None
+    """Planned period with all workers; None: that of the first schedule, where all take part in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +178,8 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         options.announce(opened)
         log = CommitLog(schedule.job, first_iteration=first, skips=config.training.skip_nonfinite,
                         validates=watches_gradients(config.training))
+        event_log = stack.enter_context(EventLog(out, lambda: log.next_iteration, options.observe))
+        event_log.write(_started(schedule, config, options))
         settings = NodeSettings(
             config=config, secret=options.secret or new_secret(), out=str(out.resolve()),
             resume=None if resilience.resume is None else str(resilience.resume.path.resolve()))
@@ -186,7 +194,8 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
                 stall_timeout_seconds=resilience.stall_timeout_seconds),
             log, stack.enter_context(LossFile(out / LOSSES, first, progress)),
             ProcessManager(processes, places, resilience.returns,
-                           [worker for worker in schedule.grid.workers() if worker not in places]))
+                           [worker for worker in schedule.grid.workers() if worker not in places]),
+            event_log)
         with processes.running():
             asyncio.run(events.serve(listener, stop))
         del store
@@ -196,6 +205,14 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
                 f", and not ended within {options.grace_seconds:g} s" if events.out_of_time else ""))
         write_measured_trace(log.trace(), out / "trace.json")
     return _result(schedule, first, log, events, out)
+
+
+def _started(schedule: Schedule, config: RunConfig, options: RunOptions) -> Started:
+    whole = len(schedule.seats) == schedule.grid.pipelines * schedule.grid.columns
+    planned = schedule.seconds(schedule.period_ticks) if whole else None
+    return Started(job=schedule.job, workers=schedule.grid.pipelines * schedule.grid.columns,
+                   iterations=config.training.iterations, microbatches=schedule.grid.total_microbatches,
+                   fault_free_period=options.fault_free_seconds or planned)
 
 
 def _result(schedule: Schedule, first: int, log: CommitLog, events: EventLoop, out: Path) -> RunResult:

@@ -99,10 +99,13 @@ def _own_settings(job: NodeJob, setup: NodeSetup, out: Path) -> NodeSettings:
         raise ConfigError(f"node 0 has a worker {min(strange)}, which the job here has not; start every node with the "
                           "same job file")
     resume = None
-    if setup.first_iteration and not setup.restarted:  # later, layers come from other workers
+    if setup.first_iteration and not setup.restarted:
         if job.resume is None:
             raise ConfigError(f"node 0 goes on from iteration {setup.first_iteration}; start every node with --resume")
         resume = str(_own_checkpoint(job.resume, setup.first_iteration).resolve())
+    elif setup.first_iteration and job.resume is not None:  # layers come from other workers, as long as these have them
+        with suppress(CheckpointError):
+            resume = str(_own_checkpoint(job.resume, setup.first_iteration).resolve())
     return NodeSettings(config=job.config, secret=job.secret, out=str(out.resolve()), resume=resume)
 
 

@@ -8,15 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from runtime.config import RunConfig
+from runtime.events import EVENTS, SCHEDULES
 from runtime.model.checkpoint import Checkpoint, difference, drop_newer, identity_of, latest, tidy
 
 CHECKPOINTS = "checkpoints"
 LOSSES = "losses.jsonl"
-_TEMPORARY = ("parameters/.layer-*", ".*.json.????????", f".{LOSSES}.????????")
+_TEMPORARY = ("parameters/.layer-*", ".*.json.????????", f".{LOSSES}.????????", f"{SCHEDULES}/.*.json.????????")
 """Files of writers that were killed."""
 _STALE = ("parameters/layer-*.*", "logs/worker-*.log", "trace.json")
 """What a run makes anew, also when it goes on."""
-_RESULTS = (LOSSES, "schedule.json")
+_RESULTS = (LOSSES, "schedule.json", EVENTS, f"{SCHEDULES}/*.json")
 
 
 class FolderError(ValueError):
@@ -76,8 +77,7 @@ def claim(out: Path, resume: Checkpoint | None, config: RunConfig, *, force: boo
         drop_newer(out / CHECKPOINTS, resume.iteration)
     else:
         drop_newer(out / CHECKPOINTS, -1)
-        for name in _RESULTS:
-            (out / name).unlink(missing_ok=True)
+        _remove(out, *_RESULTS)
     _remove(out, *_STALE)
     clean_up(out)
 

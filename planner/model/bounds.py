@@ -6,10 +6,13 @@ while these live. `shared_bounds` has those without that rule.
 
 import heapq
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
-from planner.model.problem import Problem
+from planner.model.drain import Room, most_left
+from planner.model.problem import UNLIMITED, Problem
 from planner.model.shared_bounds import Named, shared_bounds
 from schedules.schedule import OpKind
 
@@ -38,6 +41,8 @@ def exact_bound(problem: Problem) -> Named:
                for stage in stages]
     bounds += [(_crowded_bound(problem, stage), f"the wait of stage {stage} for peers at other stages")
                for stage in stages]
+    if (whole := whole_fill(problem)) is not None:
+        bounds.append((whole.period, "work, and what whole forwards leave of the round trips"))
     if problem.optimizer == "synchronous":
         bounds += [(_synchronous_bound(problem, column), f"the way to column {column}, and its work")
                    for column in columns]
@@ -131,22 +136,30 @@ def _drain_idle(problem: Problem, stage: int, count: int, kinds: Sequence[OpKind
 
     `kinds` are the ops after F that end the time looked at: until the last micro-batch's I, or until its W.
 
-    When the last F starts, memory holds at most k micro-batches that still wait for their I, and at most l that wait
-    for their W, that one counted. So at most k I and l W are run from there on, while its own round trip goes on:
+    When the last F starts, memory holds x <= k micro-batches that still wait for their I, that one counted, and y that
+    wait for their W only. So no more than x I and x + y W are run from there on, while its own round trip goes on:
 
-        idle >= round trip + (I + W) - (k I + l W)   until its W ends,
-        idle and W meanwhile >= round trip + I - k I       until its I ends.
+        idle >= round trip + (I + W) - max over x, y of (x I + (x + y) W)    until its W ends,
+        idle and W meanwhile >= round trip + I - k I                         until its I ends.
 
-    In the second case (`_chain`), these W are not among the count - l that are done before the last F starts. With
-    count > k some I comes before the last F, so that nothing is counted twice: `_fill_idle`
-    is over when the first I starts. With fewer, all F may come first, and 0 is returned.
+    In the second case (`_chain`), these W are not among the count - l that are done before the last F starts, where l
+    are held in memory at most. With count > k some I comes before the last F, so that nothing is counted twice:
+    `_fill_idle` is over when the first I starts. With fewer, all F may come first, and 0 is returned.
     """
     waiting = _in_flight(problem, stage, count)
     if waiting == count:
         return 0
-    limits = {problem.gradient_kind: waiting, OpKind.W: _held(problem, stage, count)}
-    least = _round_trip(problem, stage) + sum(problem.fastest(kind, stage) for kind in kinds)
-    return max(0, least - sum(limits[kind] * _slowest(problem, kind, stage) for kind in kinds))
+    idle = _round_trip(problem, stage) + sum(problem.fastest(kind, stage) for kind in kinds)
+    gradient, *weight = (_slowest(problem, kind, stage) for kind in kinds)
+    if not weight:
+        return max(0, idle - waiting * gradient)
+    return max(0, idle - most_left(_room(problem, stage), waiting, count, gradient, weight[0]))
+
+
+def _room(problem: Problem, stage: int) -> Room:
+    memory = problem.memory
+    capacity = memory.capacity[problem.column_of[stage]] if memory else UNLIMITED
+    return Room(problem.activation(stage), problem.stash(stage), capacity)
 
 
 def _held(problem: Problem, stage: int, count: int) -> int:
@@ -163,6 +176,78 @@ def _in_flight(problem: Problem, stage: int, count: int) -> int:
     if problem.memory is None or activation == 0:
         return count
     return min(count, problem.memory.capacity[problem.column_of[stage]] // activation)
+
+
+class _Fill(NamedTuple):
+    """A stage before its first I."""
+
+    forward: int
+    """Ticks of an F."""
+    most: int
+    """F that memory holds."""
+    back: int
+    """Ticks of the I of the next stage, with the transfers there and back; 0 at the last one."""
+
+
+class WholeFill(NamedTuple):
+    """How pipelines fill where workers run whole forwards only."""
+
+    period: int
+    """No plan has a shorter one, in ticks."""
+    idle: tuple[int, ...]
+    """[stage] ticks that a worker may be idle before its first I in a plan of this period."""
+
+
+def whole_fill(problem: Problem) -> WholeFill | None:
+    """Fill bound of all stages together. None where workers run others' micro-batches, or several stages.
+
+    Let u(s) be the time from the first F to the first I of stage s. What its worker runs in it are whole F, at most k,
+    so that it idles for u(s) - min(k, floor(u(s) / F)) F. The first F has come from the stage before, and the first I
+    goes on to it:
+
+        u(s - 1) >= u(s) + F(s - 1) + I(s) + two transfers,   u(last) >= F(last).
+
+    A period allows each stage so much idle time. Where it is exceeded the worker may run one more F and start its I
+    later, and so the I of all stages before. The least u(s) that a period allows, from the last stage to the first,
+    tell whether it is possible at all.
+    """
+    grid = problem.grid
+    own = not (problem.failed or problem.times.slow or problem.sharing) and problem.routes is None
+    if not own or grid.chains > 1 or grid.columns < len(grid.stages):
+        return None
+    count, stages = max(grid.microbatches), range(grid.columns)
+    beside = [_beside_fill(problem, stage, count) for stage in stages]
+    back = [problem.fastest(problem.gradient_kind, stage + 1) + 2 * problem.least_hop(stage) for stage in stages[:-1]]
+    fills = [_Fill(problem.fastest(OpKind.F, stage), _in_flight(problem, stage, count), after)
+             for stage, after in zip(stages, [*back, 0], strict=True)]
+    least = max(beside)
+    enough = sum(2 * fill.forward + fill.back for fill in fills)
+    period = least + bisect_left(range(enough), True, key=lambda more: _possible(
+        fills, [least + more - ticks for ticks in beside]))
+    return WholeFill(period, tuple(period - ticks for ticks in beside))
+
+
+def _beside_fill(problem: Problem, stage: int, count: int) -> int:
+    """The least period of a worker of this stage without the time it idles before its first I."""
+    column = problem.column_of[stage]
+    window = count * _unit_cost(problem, stage, 0) + _drain_idle(problem, stage, count, problem.kinds[1:]) \
+        + problem.column_tail(column)
+    if problem.optimizer == "synchronous":
+        window += _reach(problem, stage)
+    return max(window, _chain(problem, stage, count) - _fill_idle(problem, stage, count))
+
+
+def _possible(fills: Sequence[_Fill], idle: Sequence[int]) -> bool:
+    """Whether all stages can fill with so much idle time."""
+    wait = 0
+    for (forward, most, back), allowed in zip(reversed(fills), reversed(idle), strict=True):
+        wait += forward + back
+        done = min(most, wait // forward) if forward else most
+        if wait - done * forward > allowed:
+            if not forward or done == most:
+                return False
+            wait = (done + 1) * forward
+    return True
 
 
 def _synchronous_bound(problem: Problem, column: int) -> int:

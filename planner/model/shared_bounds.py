@@ -16,6 +16,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from planner.layout.bounds import ticks_of_work
+from planner.model.drain import Room, most_left
 from planner.model.problem import Problem
 from schedules.schedule import OpKind, Worker
 
@@ -35,6 +36,8 @@ class _Cells(NamedTuple):
     """Of a W; 0 when fused."""
     round_trip: int
     """From the end of an F to the start of its I."""
+    room: Room
+    """Memory that a cell takes / p, and that of the holder."""
     waiting: int
     """Cells that memory holds between F and I;"""
     held: int
@@ -55,10 +58,11 @@ class _Cells(NamedTuple):
         """Idle time from the last F on, until the last I has ended, or its W, too; see `bounds._drain_idle`."""
         if count <= self.waiting:
             return 0
-        idle = self.round_trip + self.gradient - self.waiting * self.gradient
+        idle = self.round_trip + self.gradient
         if until_weight:
-            idle += self.weight - min(count, self.held) * self.weight
-        return max(0, idle)
+            left = most_left(self.room, self.waiting, count, self.gradient, self.weight)
+            return max(0, idle + self.weight - left)
+        return max(0, idle - self.waiting * self.gradient)
 
     def window(self, count: int) -> int:
         """Time from the first to the last op."""
@@ -124,8 +128,9 @@ def _cells(problem: Problem, stage: int, worker: Worker) -> _Cells:
     def most(amount: int) -> int:
         return problem.room(worker) * parts // amount if problem.memory and amount else total
 
+    room = Room(activation, stash, problem.room(worker) * parts)
     return _Cells(parts=parts, forward=forward, gradient=gradient, weight=sum(weight), round_trip=trip * parts,
-                  waiting=most(activation), held=most(min(activation, stash)), stashed=most(stash))
+                  room=room, waiting=most(activation), held=most(min(activation, stash)), stashed=most(stash))
 
 
 def _kinds(problem: Problem, stage: int) -> Counter[_Cells]:

@@ -11,6 +11,7 @@ from planner.model.problem import UNLIMITED, Problem
 from planner.model.solution import Solution
 from planner.model.start_times import timed
 from planner.search.set_aside import set_aside
+from schedules.schedule import OpKind, Worker
 
 ForwardOrder = Literal["deepest", "oldest"]
 Rerouted = Literal["in turn", "first", "last"]
@@ -30,6 +31,11 @@ class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
     """Leave a worker idle rather than start a W when a more urgent op is known to be ready within this share of it."""
     forward_lookahead: float = 0.0
     """Leave a worker idle rather than start an F when a gradient is known to be ready within this share of it."""
+    fill_wait: tuple[int, ...] | None = None
+    """The same before a worker's first gradient, in ticks by slice; None: as later.
+
+    An F that delays the first gradient delays it at all earlier stages.
+    """
     forward_order: ForwardOrder = "deepest"
     """Which F first: the lowest micro-batch, or the one furthest along its chain."""
     in_flight: tuple[int, ...] | None = None
@@ -75,6 +81,9 @@ class ListScheduler:
         chain = ops.slice[ops.unit[first]] // problem.grid.depth
         self._first = [first[chain == number] for number in range(problem.grid.chains)] if aside.chains_in_turn else \
             [first]
+        nobody = Worker(-1, -1)
+        self._forward = ints([problem.times.duration_ticks(OpKind.F, number, nobody)
+                              for number in range(len(problem.layers_of))])
         self._ranks: dict[Rerouted, Ints] = {}
         self._made: tuple[Ints, Ints] | None = None
 
@@ -84,7 +93,7 @@ class ListScheduler:
             self._ranks[rule.rerouted] = _ranks(self.arrays, rule.rerouted)
         dispatch = self._kernel.Dispatch(
             rank=self._ranks[rule.rerouted], slots=self._slots(rule), lookahead=rule.lookahead,
-            forward_lookahead=rule.forward_lookahead, deepest_first=rule.forward_order == "deepest",
+            forward_wait=self._forward_wait(rule), deepest_first=rule.forward_order == "deepest",
             eager_weights=rule.eager_weights, make_room=rule.make_room, transfers=not rule.ignore_transfers)
         order, done = np.zeros(len(self.arrays.ops.unit), dtype=np.int64), 0
         for first in self._first:
@@ -93,6 +102,14 @@ class ListScheduler:
             assert self.arrays.problem.holdings is not None, "list scheduler left ops out"
             raise StuckError
         return order
+
+    def _forward_wait(self, rule: DispatchRule) -> Ints:
+        """[before or after its worker's first gradient, slice] ticks that an F waits for a gradient.
+
+        By the usual time of an F: a slow worker's slice may take longer.
+        """
+        usual = rule.forward_lookahead * self._forward
+        return np.ceil([usual if rule.fill_wait is None else ints(rule.fill_wait), usual]).astype(np.int64)
 
     def period(self, rule: DispatchRule) -> int:
         """The period in ticks that a rule gives. `solution` is then that of this rule."""

@@ -11,6 +11,7 @@ from typing import NamedTuple, get_args
 import msgspec
 
 from planner.model.arrays import ProblemArrays
+from planner.model.bounds import whole_fill
 from planner.model.problem import Problem
 from planner.model.solution import Solution
 from planner.model.start_times import solution_period
@@ -154,7 +155,11 @@ class _Schedulers:
 
 
 def _shortlist(problem: Problem) -> Iterator[tuple[int, DispatchRule]]:
-    """(assignment rule, dispatch rule) of the grid that together come close to the best of it."""
+    """(assignment rule, dispatch rule): what the fill bound says, then what comes close to the grid's best."""
+    if fill := whole_fill(problem):
+        wait = tuple(ticks + 1 for ticks in fill.idle)
+        for lookahead in (0.0, 1.0, 0.5):
+            yield 0, DispatchRule(fill_wait=wait, lookahead=lookahead)
     for assignment, limits, lookahead, make_room in SHORTLIST:
         rule = DispatchRule(ignore_transfers=True)
         if limits is not None:

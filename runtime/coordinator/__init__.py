@@ -17,4 +17,5 @@
     recovery             how long each change of members took
     checkpoint_timer     when the next checkpoint is due
     loss_file            losses.jsonl
+    event_log            events.jsonl
 """

@@ -1,8 +1,8 @@
 """Commit log: puts the reports of workers together into committed iterations, losses, times and digests.
 
 An iteration is committed when every member of an order has stepped it and, where steps depend on the gradients of all
-stages, its factor is known (`runtime.model.clipping`). It is never undone. A member that has stepped the next one, too,
-can go back by one step.
+stages, its factor is known (`runtime.model.clipping`). It is never undone, unless all
+holders of a layer are lost. A member that has stepped the next one, too, can go back by one step.
 """
 
 import math
@@ -66,6 +66,13 @@ class CommitLog:
         """Of the last committed iteration."""
         last = self.next_iteration - 1
         return Factor(last, self._factors[last]) if last in self._factors else None
+
+    def go_back(self, iteration: int) -> None:
+        """Forget the committed iterations from this one on: layers of later ones are lost, and they are repeated."""
+        kept = iteration - self._first
+        del self.losses[kept:], self._windows[kept:]
+        self._traced = {one: traced for one, traced in self._traced.items() if one < iteration}
+        self._factors = {one: factor for one, factor in self._factors.items() if one < iteration}
 
     def begin(self, order: int, members: Collection[Worker]) -> None:
         """An order begins, with these members. Iterations that are not committed are dropped."""

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from runtime.coordinator.checkpoint_timer import CheckpointTimer
 from runtime.coordinator.commit_log import CommitLog, CommitLogError
 from runtime.coordinator.coordinator import Coordinator
+from runtime.coordinator.event_log import EventLog
 from runtime.coordinator.gathering import TELL_SECONDS, who_is_awaited
 from runtime.coordinator.heartbeat_monitor import HeartbeatMonitor
 from runtime.coordinator.loss_file import LossFile
@@ -30,11 +31,14 @@ from runtime.coordinator.run import Run
 from runtime.coordinator.server import Connection, Server, serve
 from runtime.coordinator.stall_watch import StallWatch
 from runtime.errors import RunError
+from runtime.events import CheckpointWritten, Noted
+from runtime.events import Finished as RunFinished
 from runtime.processes.fork_server import ForkServerError
 from runtime.processes.process_manager import ProcessManager
 from runtime.processes.stop_signals import StopSignals
 from runtime.protocol.channel import Frame, frame
 from runtime.protocol.to_coordinator import (
+    Checkpoints,
     Ended,
     Failed,
     FetchFailed,
@@ -57,7 +61,7 @@ from runtime.protocol.to_coordinator import (
 )
 from runtime.protocol.to_node_agent import STILL_RUNNING_SECONDS
 from runtime.protocol.to_worker import Leave, ReportStatus
-from runtime.run_folder import holder
+from runtime.run_folder import CHECKPOINTS, holder
 from schedules.schedule import Worker
 
 DRAIN_SECONDS = 1.0
@@ -69,19 +73,21 @@ MOST_UNKNOWN = 256
 class EventLoop:
     """Serves one run, until the workers have left or cannot go on."""
 
-    def __init__(self, run: Run, log: CommitLog, losses: LossFile, processes: ProcessManager) -> None:
+    def __init__(self, run: Run, log: CommitLog, losses: LossFile, processes: ProcessManager,
+                 event_log: EventLog) -> None:
         self._run = run
         self._log = log
         self._losses = losses
+        self._event_log = event_log
         self._processes = processes
         self._monitor = HeartbeatMonitor(run.setup.heartbeat_timeout_seconds)
         self._stall = StallWatch(run.stall_timeout_seconds, lambda worker: self._send(worker, ReportStatus()))
         self._events: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
-        schedules = ScheduleService(run.schedule, run.scheduler, lambda: self._put(lambda: None))
+        schedules = ScheduleService(run.schedule, run.scheduler, lambda: self._put(lambda: None), event_log)
         setup = run.setup
         self.checkpoints = CheckpointTimer(automatic=setup.checkpoint_every is None)
         self._coordinator = Coordinator(schedules, self._send, log, ranges=setup.ranges,
-                                        checkpoints=self.checkpoints,
+                                        checkpoints=self.checkpoints, events=event_log, went_back=losses.go_back,
                                         iterations=range(setup.first_iteration,
                                                          max(setup.first_iteration, setup.iterations)))
         self._workers: dict[Worker, Connection] = {}
@@ -100,6 +106,8 @@ class EventLoop:
         self._bounds = Bounds(setup, len(run.injections))
         self._last_sent: tuple[msgspec.Struct | None, Frame] = None, Frame(b"", b"")
         """The last message and its bytes: an order, with its schedule, is encoded once for all workers."""
+        self._checkpointed = 0
+        """The newest complete checkpoint of which the event log was told."""
         self.notes: list[str] = []
         self.out_of_time = False
         """Whether the run was told to end, and could not in time."""
@@ -145,6 +153,7 @@ class EventLoop:
                      f"{self._run.out / 'losses.jsonl'}")
             raise RunError(error) from None
         finally:
+            self._event_log.write(RunFinished(error=error))
             loop.remove_reader(descriptor)
             server.close()
             await self._agents.announce_end(error)
@@ -182,6 +191,7 @@ class EventLoop:
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
+        self._event_log.write(Noted(text=text))
         self._run.notify(text)
 
     def _tell_awaited(self, address: str, *, others_only: bool = False) -> None:
@@ -269,19 +279,30 @@ class EventLoop:
                 self._compare_folder(message)
                 self._monitor.add(worker)
                 coordinator.ready(message)
-            case Saved() if message.iteration < self._run.setup.iterations:  # the last one costs no training
-                self.checkpoints.saved(message.iteration, message.seconds)
+            case Saved():
+                self._saved(message)
             case Note():
                 self._note(message.text)
             case Injected():
                 self._injected[message.index] = message.at
             case Status():
                 self._stall.answered(message)
+            case Checkpoints():
+                coordinator.can_read(message)
             case Leaving():
                 coordinator.leaving(worker)
             case Failed():
                 self._give_up(worker, f"worker {worker} failed: {message.reason} "
                                       f"(see {self._log_of(worker)})")
+
+    def _saved(self, report: Saved) -> None:
+        """A worker has written its layers; the checkpoint is complete once its folder has its name."""
+        if report.iteration < self._run.setup.iterations:  # the last one costs no training
+            self.checkpoints.saved(report.iteration, report.seconds)
+        if report.iteration > self._checkpointed and (self._run.out / CHECKPOINTS
+                                                      / f"iteration-{report.iteration}").is_dir():
+            self._checkpointed = report.iteration
+            self._event_log.write(CheckpointWritten(checkpoint=report.iteration, took=round(report.seconds, 3)))
 
     def _handle_agent(self, connection: Connection, message: ToCoordinator) -> None:
         match message:

@@ -4,7 +4,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from runtime.coordinator.event_log import EventLog
 from runtime.coordinator.layer_moves import Holders
+from runtime.events import FetchAbandoned, FetchBegun, FetchProgressed
 from runtime.protocol.to_worker import Fetch, LayerMove
 from schedules.schedule import Schedule, Worker
 
@@ -27,6 +29,8 @@ class Join:
     """The workers that do not have their layers yet."""
     began: int
     """The first iteration that was not committed when it began."""
+    targets: int = 0
+    """Workers that fetch layers."""
 
     @property
     def members(self) -> set[Worker]:
@@ -40,8 +44,9 @@ class JoinPlanner:
     `send` sends a `Fetch` to all members and all workers that want to join.
     """
 
-    def __init__(self, send: Callable[[Fetch], None]) -> None:
+    def __init__(self, send: Callable[[Fetch], None], events: EventLog) -> None:
         self._send = send
+        self._events = events
         self._number = 0
         self._join: Join | None = None
         self._failures = 0
@@ -68,7 +73,9 @@ class JoinPlanner:
             self._join = Join(schedule, order, 0, set(), iteration)
             return
         targets, sources = ({getattr(move, end) for move in moves} for end in ("target", "source"))
-        self._join = Join(schedule, order, self._number + 1, targets, iteration)
+        self._join = Join(schedule, order, self._number + 1, targets, iteration, len(targets))
+        self._events.write(FetchBegun(fetch=self._number + 1, purpose="join", layers=len(moves),
+                                      workers=tuple(sorted(targets))))
         self._give(Fetch(
             number=self._number + 1, order=order, moves=moves,
             needs=tuple((worker, tuple(stage for stage in needs[worker] if stage not in holds.get(worker, ())))
@@ -79,18 +86,19 @@ class JoinPlanner:
         """A target has its layers."""
         if self._join is not None and self._join.fetch == fetch:
             self._join.waits_for.discard(worker)
+            self._events.write(FetchProgressed(fetch=fetch, share=1 - len(self._join.waits_for) / self._join.targets))
 
     def fetch_failed(self, fetch: int) -> None:
         """A target cannot get its layers: try again later."""
         if self._join is not None and self._join.fetch == fetch:
-            self._cancel(self._join)
+            self._cancel(self._join, "a worker could not get its layers")
             self._not_before = time.monotonic() + PAUSE_SECONDS
             self._failures += 1
 
     def lost(self, worker: Worker) -> None:
         """A worker is gone."""
         if self._join is not None and worker in self._join.members:
-            self._cancel(self._join)
+            self._cancel(self._join, f"worker {worker} is gone")
 
     def current(self) -> Join | None:
         """The join, if it is complete."""
@@ -100,10 +108,14 @@ class JoinPlanner:
         """An order begins, which carries out the join that was planned, or ends it."""
         if self.complete:
             self._failures = 0
+        elif self._join is not None:
+            self._events.write(FetchAbandoned(fetch=self._join.fetch, reason="the workers that take part have changed"))
         self._join, self._not_before = None, 0.0
 
-    def _cancel(self, join: Join) -> None:
+    def _cancel(self, join: Join, reason: str) -> None:
         self._join = None
+        if join.fetch:
+            self._events.write(FetchAbandoned(fetch=join.fetch, reason=reason))
         self._give(Fetch(number=self._number + 1, order=join.order))
 
     def _give(self, fetch: Fetch) -> None:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Self, TextIO
 
 import msgspec
 
@@ -22,15 +22,25 @@ class LossFile:
     """
 
     def __init__(self, path: Path, first: int, progress: Progress | None) -> None:
+        self._path = path
+        self._progress = progress
+        self._file = self._kept(first)
+
+    def _kept(self, first: int) -> TextIO:
+        """The file with the lines of iterations before `first`."""
         kept = []
-        if first and path.exists():
-            for line in path.read_text().splitlines():
+        if first and self._path.exists():
+            for line in self._path.read_text().splitlines():
                 with suppress(msgspec.DecodeError, KeyError, TypeError):
                     if msgspec.json.decode(line)["iteration"] < first:
                         kept.append(line + "\n")
-        self._progress = progress
-        write_atomically(path, "".join(kept).encode())  # whoever is killed here has lost none
-        self._file = path.open("a")
+        write_atomically(self._path, "".join(kept).encode())  # whoever is killed here has lost none
+        return self._path.open("a")
+
+    def go_back(self, iteration: int) -> None:
+        """Drop the lines from an iteration on, which are to be repeated."""
+        self._file.close()
+        self._file = self._kept(iteration)
 
     def write(self, iteration: int, loss: float) -> None:
         """Enter the next iteration."""

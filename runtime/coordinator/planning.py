@@ -3,9 +3,12 @@
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 
+from runtime.coordinator.event_log import EventLog
 from runtime.errors import RunError
+from runtime.events import PlanAnswered, PlanAsked
 from schedules.schedule import Schedule, Worker
 
 
@@ -33,15 +36,19 @@ class ScheduleService:
         What to ask for others; None: the first failure ends the run.
     answered
         Called on the event loop whenever there is an answer.
+    events
+        Are told what is asked, and what has been answered.
     """
 
-    def __init__(self, first: Schedule, scheduler: Scheduler | None, answered: Callable[[], None]) -> None:
+    def __init__(self, first: Schedule, scheduler: Scheduler | None, answered: Callable[[], None],
+                 events: EventLog | None = None) -> None:
         self.first = first
         self._scheduler = scheduler
         self._answered = answered
+        self._events = events or EventLog(None)
         self._answers: dict[tuple[Worker, ...], Schedule | BaseException] = {}
-        self._asked: set[tuple[Worker, ...]] = set()
-        """The failures for which threads are finding schedules."""
+        self._asked: dict[tuple[Worker, ...], float] = {}
+        """The failures for which threads are finding schedules, and since when."""
 
     def for_workers(self, live: Sequence[Worker]) -> Schedule | None:
         """The schedule for these workers, in order; None: it is being found, as `get` says.
@@ -76,7 +83,8 @@ class ScheduleService:
         self._answers.clear()
 
     def _ask(self, down: tuple[Worker, ...]) -> None:
-        self._asked.add(down)
+        self._asked[down] = time.monotonic()
+        self._events.write(PlanAsked(down=down, phase="at once"))
         scheduler, loop = self._scheduler, asyncio.get_running_loop()
         assert scheduler is not None
 
@@ -94,5 +102,7 @@ class ScheduleService:
 
     def _take(self, down: tuple[Worker, ...], answer: Schedule | BaseException) -> None:
         self._answers[down] = answer
-        self._asked.remove(down)
+        took = time.monotonic() - self._asked.pop(down)
+        self._events.write(PlanAnswered(down=down, phase="at once", took=round(took, 3),
+                                        error=str(answer) if isinstance(answer, BaseException) else None))
         self._answered()

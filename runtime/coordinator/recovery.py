@@ -29,10 +29,19 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     """From the last commit before to the first one after: the pause, what was lost, and an iteration. None: there were
     not both in this run."""
 
+    went_back_to: int | None = None
+    """Where nobody held some layer any more: the iteration of the checkpoint that the run went back to, or its first.
+    """
+    repeated: int = 0
+    """Committed iterations that are run again for that; their numbers are the same."""
+
     def __str__(self) -> str:
         back = [f"worker {worker} is back" for worker in self.returned]
         causes = ", ".join([*self.reasons, *back]) or self.broken or "a connection broke"
-        return f"{causes}: iteration {self.iteration} runs on {self.live} workers, {self.seconds:.2f} s later"
+        again = "" if self.went_back_to is None else (
+            f": no live worker had all layers, so the run went back to iteration {self.went_back_to}, and "
+            f"{self.repeated} iterations are run again, with the same numbers")
+        return f"{causes}{again}: iteration {self.iteration} runs on {self.live} workers, {self.seconds:.2f} s later"
 
 
 class RecoveryClock:
@@ -45,6 +54,7 @@ class RecoveryClock:
         self._broken: str | None = None
         self._returned: set[Worker] = set()
         self._meanwhile = 0
+        self._back: tuple[int | None, int] = None, 0
         self._committed: float | None = None
         self._without_gap = 0
         """Recoveries, the last ones, after which nothing has been committed."""
@@ -72,6 +82,11 @@ class RecoveryClock:
         self._returned.update(returned)
         self._meanwhile, self._ordered = meanwhile, time.monotonic()
 
+    def went_back(self, iteration: int, repeated: int) -> None:
+        """Layers were lost: iterations from this one on are run again."""
+        before, already = self._back
+        self._back = iteration if before is None else min(before, iteration), already + repeated
+
     def end(self, iteration: int, live: int) -> Recovery | None:
         """A member runs its first op; None where that ends no recovery."""
         if self._began is None:
@@ -79,8 +94,9 @@ class RecoveryClock:
         recovery = Recovery(
             iteration=iteration, dead=tuple(worker for worker, _ in self._dead), live=live,
             returned=tuple(sorted(self._returned)), reasons=tuple(reason for _, reason in self._dead),
-            seconds=time.monotonic() - self._began, broken=self._broken, meanwhile=self._meanwhile)
-        self._began, self._dead, self._broken, self._returned = None, [], None, set()
+            seconds=time.monotonic() - self._began, broken=self._broken, meanwhile=self._meanwhile,
+            went_back_to=self._back[0], repeated=self._back[1])
+        self._began, self._dead, self._broken, self._returned, self._back = None, [], None, set(), (None, 0)
         self.recoveries.append(recovery)
         self._without_gap += 1
         return recovery

@@ -151,6 +151,11 @@ def latest(folder: Path, identity: Mapping[str, Any] | None = None) -> Checkpoin
     return open_checkpoint(found[max(found)], identity) if found else None
 
 
+def complete(folder: Path) -> dict[int, Path]:
+    """The complete checkpoints by their iterations."""
+    return _numbered(folder, _COMPLETE)
+
+
 def open_checkpoint(path: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint:
     """The checkpoint in a folder. Raises CheckpointError as `latest` does."""
     source = path / MANIFEST

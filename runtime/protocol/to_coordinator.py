@@ -145,6 +145,13 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     """Whether for somebody else; else it computes, or does something else of its own."""
 
 
+class Checkpoints(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `ReportCheckpoints`: the iterations that a worker can go back to."""
+
+    worker: Worker
+    iterations: tuple[int, ...]
+
+
 class Leaving(msgspec.Struct, frozen=True, tag=True):
     """A worker, or the node that it is on, was told to end by somebody else (SIGTERM), and waits for `Leave`."""
 
@@ -170,7 +177,8 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 FromWorker = (JoinWorker | Heartbeat | Ready | Started | Ran | Validated | Paused
-              | FetchUpToDate | FetchFailed | Finished | Saved | Note | Injected | Leaving | Status | Failed)
+              | FetchUpToDate | FetchFailed | Finished | Saved | Note | Injected | Leaving | Status | Checkpoints
+              | Failed)
 FromNodeAgent = JoinNode | Leaving | Ended
 ToCoordinator = FromWorker | FromNodeAgent
 

@@ -47,6 +47,9 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The `Fetch` that gave those who need them their layers before; 0: none."""
     factor: Factor | None = None
     """Of the last committed iteration, for workers that do not know it."""
+    restore: tuple[tuple[Worker, tuple[int, ...]], ...] | None = None
+    """Where layers were lost, and the run goes back: drop all layers, and read these stages, of each member that can
+    read them, from the checkpoint of `first_iteration`, or build them as they were before the run began."""
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -103,7 +106,11 @@ class ReportStatus(msgspec.Struct, frozen=True, tag=True):
     """Sent when nothing has been committed for long: say what you do (`Status`)."""
 
 
+class ReportCheckpoints(msgspec.Struct, frozen=True, tag=True):
+    """Sent when nobody holds some layer any more: say which checkpoints you can read (`Checkpoints`)."""
+
+
 Order = Train | Finish
-ToWorker = Setup | Train | Finish | Leave | EndOrder | Acknowledged | Fetch | ReportStatus
+ToWorker = Setup | Train | Finish | Leave | EndOrder | Acknowledged | Fetch | ReportStatus | ReportCheckpoints
 
 decode: Decoder[ToWorker] = Decoder(ToWorker)

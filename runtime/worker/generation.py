@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from runtime.config import RunConfig
+from runtime.model.checkpoint import CheckpointError
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import Data, Microbatch
 from runtime.model.stage import Boundary
@@ -23,7 +24,7 @@ from runtime.protocol.channel import Channel
 from runtime.protocol.failure_injection import Injector
 from runtime.protocol.rendezvous import RendezvousError
 from runtime.protocol.setup import Setup
-from runtime.protocol.to_coordinator import Paused, Ran, Started, Status, Validated
+from runtime.protocol.to_coordinator import Note, Paused, Ran, Started, Status, Validated
 from runtime.protocol.to_worker import Acknowledged, Factor, Order, ToWorker, Train
 from runtime.replay.communication import CommunicationError, Communicator, Membership
 from runtime.replay.exchange import Exchange
@@ -215,10 +216,21 @@ class Generation:
     def _take_layers(self) -> None:
         order, context = self._order, self._context
         context.injector.at(order.first_iteration, "met")
-        if order.first_iteration == context.setup.first_iteration:
-            context.stage_store.add_initial(self._needed())
+        if order.restore is not None:
+            self._restore(next((stages for worker, stages in order.restore if worker == self._worker), ()))
+        elif order.first_iteration == context.setup.first_iteration:
+            context.stage_store.restore(self._needed(), order.first_iteration)
         self._move_layers()
         context.injector.at(order.first_iteration, "moved")
+
+    def _restore(self, stages: tuple[int, ...]) -> None:
+        """Read stages from a checkpoint. One that is damaged ends the order: the coordinator finds another one."""
+        self._does("reads a checkpoint")
+        try:
+            self._context.stage_store.restore(stages, self._order.first_iteration)
+        except CheckpointError as error:
+            self._context.channel.send(Note(self._worker, str(error)))
+            raise CommunicationError(f"going back to iteration {self._order.first_iteration} failed: {error}") from None
 
     def _move_layers(self) -> None:
         """Take over layers that were fetched for this order, or move now while all wait; drop those not needed now."""

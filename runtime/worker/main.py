@@ -17,7 +17,6 @@ import torch
 
 from runtime.config import ModelConfig, RunConfig
 from runtime.errors import first_line
-from runtime.model.checkpoint import load, open_checkpoint
 from runtime.model.data import load_corpus
 from runtime.model.digest import tensor_digest
 from runtime.model.layers import model_for, parameter_dtype
@@ -31,6 +30,7 @@ from runtime.protocol.failure_injection import Injector
 from runtime.protocol.rendezvous import RendezvousError, address_towards, connect_store, interface_towards
 from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import (
+    Checkpoints,
     Failed,
     FetchFailed,
     FetchUpToDate,
@@ -49,12 +49,14 @@ from runtime.protocol.to_worker import (
     Finish,
     Leave,
     Order,
+    ReportCheckpoints,
     ReportStatus,
     ToWorker,
     Train,
 )
 from runtime.replay.stuck_calls import AbandonedError
 from runtime.run_folder import holder
+from runtime.worker.checkpoint_reader import CheckpointReader
 from runtime.worker.checkpointer import Checkpointer
 from runtime.worker.generation import Generation, WorkerContext
 from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents, senders_for
@@ -117,6 +119,7 @@ class _Worker:
         model = model_for(config.model, training.seed, parameter_dtype(training.dtype), device)
         self._model = model
         self._stage_store = StageStore(self._build, self._restore)
+        self._checkpoints = CheckpointReader(setup.first_iteration, spec.settings, model.layers)
         injector = Injector(setup.injections,
                             lambda index: channel.send(Injected(spec.worker, index, time.monotonic())))
         self._context = WorkerContext(
@@ -199,6 +202,9 @@ class _Worker:
                 self._context.layer_receiver.begin(_fetch_for(self._worker, message))
             case ReportStatus():
                 self._channel.send(self._status())
+            case ReportCheckpoints():
+                self._begin("checkpoints", lambda: self._channel.send(
+                    Checkpoints(self._worker, self._checkpoints.iterations())))
 
     def _status(self) -> Status:
         """What this worker does. It has no generation before its first order, and after its last."""
@@ -224,7 +230,10 @@ class _Worker:
         threading.Thread(target=run, daemon=True, name=name).start()
 
     def _train(self, order: Train, generation: Generation, previous: Generation | None) -> None:
-        self._leave(previous, order)
+        with self._finishing:  # the order to finish may have ended early
+            self._leave(previous, order)
+            if order.restore is not None:
+                self._stage_store.clear()
         generation.run()
 
     def _leave(self, previous: Generation | None, order: Order) -> None:
@@ -254,15 +263,10 @@ class _Worker:
                       loss_scale=setup.loss_scale, config=self._config)
         return stage, build_optimizer(stage.modules, self._config.training)
 
-    def _restore(self, stage: StageModule, optimizer: StageOptimizer) -> None:
-        """A stage is built as it is before iteration 0; where this run goes on from a checkpoint, that is read.
-
-        Only before the first iteration: later the checkpoint may have been removed for newer ones.
-        """
-        resume = self._spec.settings.resume
-        if resume is not None:
-            for layer, state in load(open_checkpoint(Path(resume)), range(*stage.layers)).items():
-                optimizer.load_layer_state(layer, state)
+    def _restore(self, stage: StageModule, optimizer: StageOptimizer, iteration: int) -> None:
+        """A stage is built as it is before iteration 0; as it is before a later one, a checkpoint has it."""
+        for layer, state in self._checkpoints.load(iteration, range(*stage.layers)).items():
+            optimizer.load_layer_state(layer, state)
 
 
 class _FetchReports(ReceiverEvents):

@@ -10,8 +10,8 @@ from runtime.worker.layer_receiver import Fetched
 
 Build = Callable[[int], tuple[StageModule, StageOptimizer]]
 """Makes a stage."""
-Restore = Callable[[StageModule, StageOptimizer], None]
-"""Brings a stage to where it was before the first iteration."""
+Restore = Callable[[StageModule, StageOptimizer, int], None]
+"""Brings a stage to where it was before an iteration, by a checkpoint; or leaves it as it is built."""
 
 
 class StageStore:
@@ -29,12 +29,17 @@ class StageStore:
         for index in stages:
             self._prepared[index] = self._build(index)
 
-    def add_initial(self, stages: Iterable[int]) -> None:
-        """Take up stages as they were before the first iteration, beside those held already."""
+    def clear(self) -> None:
+        """Hold nothing."""
+        self.stages.clear()
+        self.optimizers.clear()
+
+    def restore(self, stages: Iterable[int], iteration: int) -> None:
+        """Take up stages as they were before an iteration, beside those held already. Raises CheckpointError."""
         for index in stages:
             if index not in self.stages:
                 stage, optimizer = self.fresh(index)
-                self._restore(stage, optimizer)
+                self._restore(stage, optimizer, iteration)
                 self.stages[index], self.optimizers[index] = stage, optimizer
 
     def fresh(self, index: int) -> tuple[StageModule, StageOptimizer]:

@@ -17,7 +17,7 @@ from runtime.protocol.rendezvous import host_store
 from schedules import codec
 from schedules.schedule import Worker
 from tests.jobs import grid
-from tests.runtime.running import judge_of_text, schedule_for
+from tests.runtime.running import judge_of_text, schedule_for, wait_until_gone
 
 JOB = """
 pipelines = 2
@@ -144,7 +144,7 @@ def test_ctrl_c_leaves_no_process(job, tmp_path):
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 130 and time.monotonic() - began < 25
     assert "Traceback" not in errors and "interrupted" in errors
-    wait_for(lambda: not any(alive(process) for process in processes))
+    wait_until_gone(processes)
 
 
 def test_one_command_a_node(job, tmp_path):
@@ -232,11 +232,3 @@ def below(pid: int) -> list[int]:
     children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir()
                 for child in (task / "children").read_text().split()]
     return [*children, *(grandchild for child in children for grandchild in below(child))]
-
-
-def alive(pid: int) -> bool:
-    """Whether the process runs: one that waits for its parent to notice does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between opening and reading
-        return False

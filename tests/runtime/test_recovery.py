@@ -185,10 +185,17 @@ def train_on_two_nodes(rendezvous: Rendezvous, other: ForkServer, fork_server: F
                resilience=Resilience(scheduler=planned(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS))
 
 
-def test_a_stage_without_workers_ends_the_run_after_the_last_committed_iteration(fork_server, tmp_path):
+def test_a_stage_without_workers_and_without_a_schedule_ends_the_run_after_the_last_committed_iteration(fork_server,
+                                                                                                        tmp_path):
+    def fixed(down):
+        if {Worker(0, 1), Worker(1, 1)} <= set(down):
+            raise NoScheduleError("the table has none")
+        return planned(JOB)(down)
+
     with pytest.raises(RunError, match=r"^stage 1 has no live worker left: worker 0\.1 was killed by SIGKILL, worker "
-                                       r"1\.1 was killed by SIGKILL; [23] iterations are committed") as lost:
-        train([at("0.1", 1), at("1.1", 3)], fork_server, tmp_path)
+                                       r"1\.1 was killed by SIGKILL, and the table has none; [23] iterations are com"
+                       ) as lost:
+        train([at("0.1", 1), at("1.1", 3)], fork_server, tmp_path, scheduler=fixed)
     # Three, or two where stage 0 had not yet reported the last one when 1.1 began the next.
     committed = len((tmp_path / "losses.jsonl").read_text().splitlines())
     assert f"; {committed} iterations are committed" in str(lost.value)

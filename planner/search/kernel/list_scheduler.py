@@ -25,9 +25,10 @@ FORWARD, BACKWARD, WEIGHT, ARRIVAL, GRADIENT, HEAPS = 0, 1, 2, 3, 4, 5
 """The heaps of a worker; the first three are also the kinds of op: F, I or B, W."""
 READY, END, EVENTS = (0, 1, 3), 2, 4
 """What happens at a time, in this order: an F is ready, an I or B, some op ends, a W is ready."""
-BUSY, TOUCHED, USED, CAPACITY, BASE, SIZE, SLOTS = 0, 1, 2, 3, 4, 4 + HEAPS, 4 + 2 * HEAPS
-"""Columns of the state of a worker: whether it runs an op, whether something happened to it just now, its memory, where
-its heaps begin and how many keys they hold, and how many more micro-batches it may have in flight at each slice."""
+BUSY, TOUCHED, USED, CAPACITY, FILLED, BASE, SIZE, SLOTS = 0, 1, 2, 3, 4, 5, 5 + HEAPS, 5 + 2 * HEAPS
+"""Columns of the state of a worker: whether it runs an op, whether something happened to it just now, its memory,
+whether it has begun its first gradient, where its heaps begin and how many keys they hold, and how many more
+micro-batches it may have in flight at each slice."""
 AT_START, STASH, NEEDED = 0, 1, 2
 
 
@@ -49,7 +50,8 @@ class Dispatch(NamedTuple):
     slots: Ints
     """[worker, slice] most micro-batches between F and the end of I"""
     lookahead: float
-    forward_lookahead: float
+    forward_wait: Ints
+    """[FILLED, slice] ticks within which a gradient is waited for rather than an F started"""
     deepest_first: bool
     eager_weights: bool
     make_room: bool
@@ -64,7 +66,6 @@ class Choices(NamedTuple):
     mixed: bool
     """Whether workers hold several slices, so that a less urgent op may have room where the first has none."""
     lookahead: float
-    forward_lookahead: float
     eager_weights: bool
     make_room: bool
 
@@ -156,8 +157,8 @@ def _take_with_room(heap: Ints, state: Ints, room: Ints, slice_of: Ints, worker:
 
 
 @jit
-def _pick(heap: Ints, state: Ints, room: Ints, slice_of: Ints, duration: Ints, choices: Choices, worker: int,
-          clock: int) -> int:
+def _pick(heap: Ints, state: Ints, room: Ints, slice_of: Ints, duration: Ints, forward_wait: Ints, choices: Choices,
+          worker: int, clock: int) -> int:
     """The most urgent op that may run, taken from its heap; -1 for none."""
     units, kinds = slice_of.shape[0], choices.kinds
     if state[worker, SIZE + WEIGHT]:
@@ -174,8 +175,8 @@ def _pick(heap: Ints, state: Ints, room: Ints, slice_of: Ints, duration: Ints, c
         if state[worker, SIZE + WEIGHT]:
             return _take(heap, state, worker, WEIGHT) % units * kinds + WEIGHT
     if state[worker, SIZE + FORWARD]:
-        op = _first(heap, state, worker, FORWARD) % units * kinds
-        if _soon(heap, state, worker, GRADIENT, clock, choices.forward_lookahead * duration[op]):
+        number = slice_of[_first(heap, state, worker, FORWARD) % units]
+        if _soon(heap, state, worker, GRADIENT, clock, forward_wait[state[worker, FILLED], number]):
             return -1
         unit = _take_with_room(heap, state, room, slice_of, worker, FORWARD, choices.mixed)
         if unit >= 0:
@@ -219,8 +220,8 @@ def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints
     arc_start, arc_op, arc_hop = ops.successors.start, ops.successors.op, ops.successors.hop
     rank, deepest_first, transfers = dispatch.rank, dispatch.deepest_first, dispatch.transfers
     count, units, kinds, depth, span = duration.shape[0], slice_of.shape[0], ops.kinds, ops.depth, rank.max() + 1
-    choices = Choices(kinds, ops.mixed, dispatch.lookahead, dispatch.forward_lookahead,
-                      dispatch.eager_weights, dispatch.make_room)
+    forward_wait = dispatch.forward_wait
+    choices = Choices(kinds, ops.mixed, dispatch.lookahead, dispatch.eager_weights, dispatch.make_room)
     awaited = ops.predecessors.start[1:] - ops.predecessors.start[:-1]
     arrived = np.zeros(count, np.int64)
     events, waiting = np.zeros(2 * count, np.int64), 0  # an op is about to be ready, or to end
@@ -262,7 +263,7 @@ def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints
             worker = touched[index]
             state[worker, TOUCHED] = 0
             while not state[worker, BUSY]:
-                op = _pick(heap, state, room, slice_of, duration, choices, worker, clock)
+                op = _pick(heap, state, room, slice_of, duration, forward_wait, choices, worker, clock)
                 if op < 0:
                     break
                 order[done] = op
@@ -271,7 +272,9 @@ def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints
                 state[worker, BUSY] = 1
                 _push(events, 0, waiting, (end * EVENTS + END) * count + op)
                 waiting += 1
-                if op % kinds == FORWARD:
+                if op % kinds == BACKWARD:
+                    state[worker, FILLED] = 1
+                elif op % kinds == FORWARD:
                     number = slice_of[unit_of[op]]
                     state[worker, USED] += room[number, AT_START]
                     state[worker, SLOTS + number] -= 1

@@ -32,6 +32,7 @@ def rules(problem: Problem):
         DispatchRule, lookahead=SHARES, forward_lookahead=SHARES, load_share=SHARES,
         forward_order=st.sampled_from(["deepest", "oldest"]),
         in_flight=st.none() | st.tuples(*[st.integers(1, 4)] * len(problem.grid.stages)),
+        fill_wait=st.none() | st.tuples(*[st.integers(0, 9)] * len(problem.grid.stages)),
         ignore_transfers=st.booleans(), make_room=st.booleans(), rerouted=st.sampled_from(get_args(Rerouted)),
         eager_weights=st.booleans() if problem.backward == "split" else st.just(False))
 

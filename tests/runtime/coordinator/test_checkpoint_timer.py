@@ -4,17 +4,12 @@ import pytest
 
 from runtime.coordinator import checkpoint_timer
 from runtime.coordinator.checkpoint_timer import LEAST_SECONDS, SHARE, CheckpointTimer
+from tests.runtime.coordinator.clock import Clock
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    class Clock:
-        now = 1000.0
-
-        def monotonic(self):
-            return self.now
-
-    clock = Clock()
+    clock = Clock(1000.0)
     monkeypatch.setattr(checkpoint_timer, "time", clock)
     return clock
 

@@ -10,8 +10,8 @@ from runtime.coordinator.coordinator import Coordinator
 from runtime.coordinator.join_planning import FAILURES, PAUSE_SECONDS
 from runtime.coordinator.planning import NoScheduleError, ScheduleService
 from runtime.errors import RunError
-from runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Paused, Ran, Ready, Started
-from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, LayerMove, Train
+from runtime.protocol.to_coordinator import Checkpoints, FetchFailed, FetchUpToDate, Paused, Ran, Ready, Started
+from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, LayerMove, ReportCheckpoints, Train
 from schedules.codec import decode
 from schedules.schedule import Worker
 from tests.jobs import grid
@@ -59,9 +59,11 @@ class Run:
     def __init__(self, job=JOB) -> None:
         self.log, self.planner = CommitLog("job"), Planner(job)
         self.sent = defaultdict(list)
+        self.back: list[int] = []
         self.coordinator = Coordinator(self.planner,
                                        lambda worker, message: self.sent[worker].append(message), self.log,
-                                       iterations=range(100), ranges=[(0, 2), (2, 4)])
+                                       iterations=range(100), ranges=[(0, 2), (2, 4)],
+                                       went_back=lambda iteration: self.back.append(iteration))
         for worker in MEMBERS if job is JOB else WIDE_MEMBERS:
             self.ready(worker)
         assert self.coordinator.number == 1
@@ -90,6 +92,10 @@ class Run:
         for worker in workers:
             self.coordinator.paused(Paused(worker, self.coordinator.number, (worker.column,), None, None))
             self.coordinator.advance()
+
+    def can_read(self, worker, *iterations):
+        self.coordinator.can_read(Checkpoints(worker, iterations))
+        self.coordinator.advance()
 
     def fetch_up_to_date(self, fetch):
         self.coordinator.fetch_up_to_date(FetchUpToDate(BACK, fetch))
@@ -206,8 +212,9 @@ def test_a_worker_that_is_lost_while_a_schedule_is_planned_may_have_been_the_las
     run.planner.slow = True
     run.lost(Worker(1, 0), "killed", 1.0)
     run.paused(MEMBERS[:2])
+    run.lost(Worker(0, 1), "killed, too", 2.0)
     with pytest.raises(RunError, match="stage 1 has no live worker left: killed, too"):
-        run.lost(Worker(0, 1), "killed, too", 2.0)
+        run.can_read(Worker(0, 0))
 
 
 def test_who_is_ready_while_a_schedule_is_planned_comes_in_later(run):
@@ -250,9 +257,11 @@ def test_a_lost_stage_names_all_who_may_have_held_it(run):
     run.lost(Worker(1, 0), "worker 1.0 was killed")
     run.paused(MEMBERS[:2])
     run.lost(Worker(0, 1), "worker 0.1 was killed")
+    run.paused(MEMBERS[:1])
     with pytest.raises(RunError, match=r"^stage 1 has no live worker left: worker 0\.1 was killed, worker 1\.1 was not "
-                                       r"there from the start$"):
-        run.paused(MEMBERS[:1])
+                                       r"there from the start; no live worker can read a checkpoint, or build what the "
+                                       r"run began with$"):
+        run.can_read(Worker(0, 0))
 
 
 def test_a_stage_whose_last_holder_dies_while_another_fetches_its_layers(run):
@@ -261,5 +270,58 @@ def test_a_stage_whose_last_holder_dies_while_another_fetches_its_layers(run):
     assert run.lost(BACK, "killed again") is False
     run.ready(BACK)
     assert run.lost(Worker(0, 1), "worker 0.1 was killed") is True
-    with pytest.raises(RunError, match=r"worker 0\.1 was killed, worker 1\.1 is back, but has no layers yet$"):
-        run.paused([Worker(0, 0), Worker(1, 0)])
+    run.paused([Worker(0, 0), Worker(1, 0)])
+    with pytest.raises(RunError, match=r"worker 0\.1 was killed, worker 1\.1 is back, but has no layers yet; no live"):
+        for worker in (Worker(0, 0), Worker(1, 0), BACK):
+            run.can_read(worker)
+
+
+def lose_stage_1(run):
+    """With 1.1 back, and without layers, after iteration 2."""
+    for iteration in range(3):
+        run.ran(iteration)
+    run.ready(BACK)
+    run.lost(Worker(0, 1), "killed")
+    run.paused([Worker(0, 0), Worker(1, 0)])
+
+
+def test_where_nobody_holds_a_stage_all_that_live_go_back_to_the_newest_checkpoint_that_any_can_read(run):
+    """Who cannot read it gets its layers from who can, who reads them besides its own."""
+    lose_stage_1(run)
+    assert all(run.last(ReportCheckpoints, worker) for worker in (Worker(0, 0), Worker(1, 0), BACK))
+    run.can_read(Worker(0, 0), 0, 2)
+    run.can_read(BACK, 0, 1)
+    assert run.coordinator.number == 1
+    run.can_read(Worker(1, 0), 0, 99)
+    order = run.last(Train)
+    assert order == run.last(Train, BACK) and order.number == 2 and order.first_iteration == 2
+    assert order.restore == ((Worker(0, 0), (0, 1)),)
+    assert sorted(order.moves) == [LayerMove(Worker(1, 0), Worker(0, 0), 0), LayerMove(Worker(1, 0), Worker(0, 0), 1),
+                                   LayerMove(BACK, Worker(0, 0), 2), LayerMove(BACK, Worker(0, 0), 3)]
+    assert run.log.next_iteration == 2 and run.back == [2]
+    recovery = run.coordinator.started(Started(Worker(0, 0), 2))
+    assert (recovery.went_back_to, recovery.repeated, recovery.returned) == (2, 1, (BACK,))
+
+
+def test_one_that_dies_before_it_has_said_what_it_can_read_is_not_waited_for(run):
+    lose_stage_1(run)
+    run.can_read(Worker(0, 0), 0)
+    run.can_read(BACK, 0)
+    run.lost(Worker(1, 0), "killed, too")
+    assert run.last(Train).restore == ((Worker(0, 0), (0,)), (BACK, (1,))) and run.last(Train).first_iteration == 0
+
+
+def test_they_go_back_once_more_where_what_they_have_read_is_lost_again(run):
+    """Before all have read it, or because it could not be read; each is asked anew."""
+    lose_stage_1(run)
+    for worker in (Worker(0, 0), Worker(1, 0), BACK):
+        run.can_read(worker, 0, 1, 2)
+    assert run.last(Train).first_iteration == 2
+    for worker in (Worker(0, 0), Worker(1, 0), BACK):
+        run.coordinator.paused(Paused(worker, 2, () if worker == BACK else (0,), None, "it is damaged"))
+    run.coordinator.advance()
+    for worker in (Worker(0, 0), Worker(1, 0), BACK):
+        run.can_read(worker, 0, 1)
+    assert run.last(Train).number == 3 and run.last(Train).first_iteration == 1 and run.back == [2, 1]
+    recovery = run.coordinator.started(Started(Worker(0, 0), 3))
+    assert (recovery.went_back_to, recovery.repeated) == (1, 2)

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from runtime.coordinator.commit_log import CommitLog
+from runtime.coordinator.event_log import EventLog
 from runtime.coordinator.event_loop import EventLoop
 from runtime.coordinator.loss_file import LossFile
 from runtime.coordinator.run import Run
@@ -157,7 +158,7 @@ class World:
         self.events = EventLoop(
             Run(schedule=schedule_for(JOB), scheduler=scheduler, setup=setup, shares=shares, config=tiny(),
                 secret=SECRET, injections=(), out=out, notify=self.told.append, **limits),
-            self.log, self._losses, self.processes)
+            self.log, self._losses, self.processes, EventLog(out, lambda: self.log.next_iteration))
         self.talkers, self.address = {}, None
 
     def play(self, script=None, stops_before=99):

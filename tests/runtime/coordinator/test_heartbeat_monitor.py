@@ -3,18 +3,13 @@ import pytest
 from runtime.coordinator import heartbeat_monitor
 from runtime.coordinator.heartbeat_monitor import HeartbeatMonitor
 from schedules.schedule import Worker
+from tests.runtime.coordinator.clock import Clock
 
 LEFT, RIGHT = Worker(0, 0), Worker(1, 0)
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    class Clock:
-        now = 100.0
-
-        def monotonic(self):
-            return self.now
-
     clock = Clock()
     monkeypatch.setattr(heartbeat_monitor, "time", clock)
     return clock

@@ -1,17 +1,12 @@
 from runtime.coordinator import recovery
 from runtime.coordinator.recovery import RecoveryClock
 from schedules.schedule import Worker
+from tests.runtime.coordinator.clock import Clock
 
 ONE, OTHER = Worker(0, 0), Worker(1, 0)
 
 
 def test_the_pause_and_the_time_from_commit_to_commit(monkeypatch):
-    class Clock:
-        now = 100.0
-
-        def monotonic(self):
-            return self.now
-
     clock = Clock()
     monkeypatch.setattr(recovery, "time", clock)
     watch = RecoveryClock()

@@ -1,0 +1,93 @@
+"""Event log: writes `events.jsonl`, and keeps each schedule that an order uses, once.
+
+All of the coordinator that has something to tell calls `EventLog.write` with one struct of `runtime.events`. The log
+fills in when that was.
+"""
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from io import FileIO
+from pathlib import Path
+from typing import Self
+
+from msgspec.structs import replace
+
+from runtime.events import EVENTS, SCHEDULES, Event, encode
+
+DIGEST_LENGTH = 16
+Observer = Callable[[Event], None]
+"""Called with each event, on the coordinator's thread."""
+
+
+class EventLog:
+    """Appends to the file in a run's folder. All methods raise OSError.
+
+    What a crash of an earlier run has left of a line is removed: each line here is written by one call, whole or not at
+    all as far as the file system has it so.
+
+    Parameters
+    ----------
+    folder
+        The run's; None: only the observer is told.
+    iteration
+        Gives the first iteration that is not committed.
+    """
+
+    def __init__(self, folder: Path | None, iteration: Callable[[], int] = lambda: 0,
+                 observer: Observer = lambda _: None) -> None:
+        self._folder = folder
+        self._iteration = iteration
+        self._observer = observer
+        self._began, self._began_wall = time.monotonic(), time.time()
+        self._kept: set[str] = set()
+        self._file = None if folder is None else _opened(folder / EVENTS)
+
+    def write(self, event: Event) -> None:
+        """Enter an event, which happens now."""
+        seconds = time.monotonic() - self._began
+        stamped = replace(event, time=round(self._began_wall + seconds, 3), seconds=round(seconds, 3),
+                          iteration=self._iteration())
+        if self._file is not None:
+            self._file.write(encode(stamped) + b"\n")
+        self._observer(stamped)
+
+    def keep(self, schedule: bytes) -> str:
+        """Keep a schedule in the folder; its digest, by which events name it."""
+        digest = hashlib.sha256(schedule).hexdigest()[:DIGEST_LENGTH]
+        if self._folder is not None and digest not in self._kept:
+            self._kept.add(digest)
+            path = self._folder / SCHEDULES / f"{digest}.json"
+            path.parent.mkdir(exist_ok=True)
+            temporary = path.with_name(f".{path.name}.{os.getpid():08}")
+            temporary.write_bytes(schedule)  # not flushed: members wait, and the digest shows whether it is whole
+            temporary.replace(path)
+        return digest
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _opened(path: Path) -> FileIO:
+    """The file, without a last line that is not whole, unbuffered, to append to."""
+    file = FileIO(path, "ab+")
+    size = file.seek(0, os.SEEK_END)
+    while size:
+        begin = max(0, size - 2**16)
+        file.seek(begin)
+        newline = file.read(size - begin).rfind(b"\n")
+        if newline >= 0:
+            size = begin + newline + 1
+            break
+        size = begin
+    file.truncate(size)
+    return file

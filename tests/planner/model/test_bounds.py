@@ -1,0 +1,106 @@
+"""Bounds of one pipeline: never above the optimum, and met where they are to be met."""
+
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.model.arrays import ProblemArrays
+from planner.model.bounds import lower_bound, whole_fill
+from planner.model.drain import Room, most_left
+from planner.model.from_job import build_problem
+from planner.search.assignment import assign
+from planner.search.baselines import BASELINES
+from planner.search.budget import Budget
+from planner.search.cpsat.model import improve
+from planner.search.list_scheduler import DispatchRule, ListScheduler
+from planner.search.solve import solve
+from schedules.schedule import Worker
+from tests.jobs import grid
+
+PAPER = {  # forward, backward_input, backward_weight, transfer in ms; activation, stash: Qi et al., ICLR 2024
+    "1.5B": (18.522, 18.086, 9.337, 0.601, 201216, 73728), "6.2B": (29.802, 29.428, 19.53, 0.577, 303104, 131072),
+    "14.6B": (11.347, 11.248, 8.132, 0.377, 378880, 163840), "28.3B": (10.419, 10.207, 7.715, 0.408, 454656, 196608)}
+
+
+@st.composite
+def small(draw):
+    """A job of one or two pipelines with scarce memory, small enough for CP-SAT to prove its optimum; its failures."""
+    pipelines, stages, count = draw(st.sampled_from([(1, 1, 5), (1, 2, 3), (1, 2, 4), (1, 3, 3), (2, 2, 2)]))
+    failed = [Worker(0, draw(st.integers(0, stages - 1)))] if pipelines > 1 and draw(st.booleans()) else []
+    times = "\n".join(f"{key} = {draw(st.lists(st.integers(1, 4), min_size=stages, max_size=stages))}"
+                      for key in ("forward", "backward_input", "backward_weight"))
+    times += f"\noptimizer = 1\ntransfer = {draw(st.integers(0, 2))}"
+    activation, stash = draw(st.integers(1, 4)), draw(st.integers(0, 4))
+    least = max(activation, stash)
+    capacity = draw(st.integers(least, least + 2 * activation))
+    memory = f"[memory]\ncapacity = {capacity}\nactivation = {activation}\nweight_stash = {stash}\n"
+    return grid(pipelines, stages, count, times=times, more=memory), failed
+
+
+@settings(max_examples=60, deadline=None)
+@given(small(), st.sampled_from(["split", "fused"]), st.sampled_from(["staggered", "synchronous"]), st.booleans())
+def test_no_bound_is_above_the_optimum(case, backward, optimizer, sharing):
+    """The optimum is CP-SAT's, which is told nothing of the bound."""
+    job, failed = case
+    problem = build_problem(job, failed, backward=backward, optimizer=optimizer, sharing=sharing and bool(failed))
+    hint = BASELINES["recycle"](problem)
+    found = improve(problem, hint, lower_bound=0, deadline=time.monotonic() + 2, seed=0, progress=lambda _: None,
+                    stop=threading.Event())
+    assert lower_bound(problem) <= found.period_ticks
+
+
+@given(st.integers(1, 6), st.integers(0, 6), st.integers(1, 40), st.integers(1, 9), *[st.integers(1, 5)] * 2)
+def test_no_more_is_left_than_memory_holds(activation, stash, capacity, count, gradient, weight):
+    most = min(count, capacity // activation)
+    if not most:
+        return
+    exact = max(x * gradient + (x + y) * weight for x in range(1, most + 1) for y in range(count - x + 1)
+                if x * activation + y * stash <= capacity)
+    left = most_left(Room(activation, stash, capacity), most, count, gradient, weight)
+    assert exact <= left <= exact + weight + gradient
+
+
+@pytest.mark.parametrize("room", [1, 2])
+@pytest.mark.parametrize(("model", "stages", "microbatches"), [
+    ("6.2B", 8, 32), ("14.6B", 16, 48), ("28.3B", 32, 96), ("28.3B", 32, 128), ("28.3B", 32, 256)])
+def test_one_list_schedule_meets_the_bound_at_published_settings(model, stages, microbatches, room):
+    """So the plans are optimal: with p activations the published heuristic is, too; with 2p it is not."""
+    forward, gradient, weight, transfer, activation, stash = PAPER[model]
+    job = grid(1, stages, microbatches,
+               times=f"forward = {forward}\nbackward_input = {gradient}\nbackward_weight = {weight}\n"
+                     f"transfer = {transfer}",
+               more=f"[memory]\ncapacity = {room * stages * activation}\nactivation = {activation}\n"
+                    f"weight_stash = {stash}\n")
+    problem = build_problem(job)
+    fill = whole_fill(problem)
+    assert fill is not None
+    scheduler = ListScheduler(ProblemArrays(problem, assign(problem, "least-loaded")))
+    wait = tuple(ticks + 1 for ticks in fill.idle)
+    period = scheduler.period(DispatchRule(fill_wait=wait, lookahead=float(room == 1)))
+    assert period == lower_bound(problem)
+    solved = solve(problem, "greedy", Budget(deadline=time.monotonic() + 30))
+    assert solved.lower_bound_ticks == period == max(problem.tail(worker) + _end(solved, worker)
+                                                     for worker in problem.live)
+
+
+def _end(solved, worker):
+    """Ticks from the first op of a worker to the end of its last."""
+    (piece, solution), = solved.pieces
+    spans = [(start, start + piece.problem.cost(key[0], key[1], worker)) for key, start in solution.starts.items()
+             if key[1] == worker.column]
+    return max(end for _, end in spans) - min(start for start, _ in spans)
+
+
+def test_a_worker_may_run_one_more_forward_so_that_no_other_waits_longer():
+    """Eight stages, F = 30, I and its two transfers 31: the last of eight round trips would leave 7 ticks idle.
+
+    One more F at the fifth stage from the end, 27 ticks late, leaves at most 3 anywhere.
+    """
+    job = grid(1, 8, 32, times="forward = 30\nbackward_input = 30\nbackward_weight = 20\ntransfer = 0.5",
+               more="[memory]\ncapacity = 16\nactivation = 1\nweight_stash = 0.4\n")
+    problem = build_problem(job)
+    fill = whole_fill(problem)
+    assert fill is not None and fill.period * problem.tick_seconds == 32 * 80 + 3

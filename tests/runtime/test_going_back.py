@@ -1,0 +1,112 @@
+"""All who hold some layer die: those that live go back to the newest checkpoint they can read, and go on in place."""
+
+import time
+
+import pytest
+
+from cli.shared.failure_schedules import scheduler
+from runtime.launch import Resilience, RunOptions, run
+from runtime.model.checkpoint import complete, latest
+from runtime.processes.process_manager import Return
+from schedules.schedule import Worker
+from tests.runtime.failing import JOB, TIMEOUT_SECONDS, WIDE, at, dead, planned, returned, train
+from tests.runtime.running import assert_same_numbers, judge, losses_in, schedule_for, tiny
+
+TEN = tiny(iterations=10)
+
+
+def on_the_spot(job):
+    """As `slipstream train` plans: live workers take over the roles of a stage that nobody holds."""
+    return scheduler(job, planned(job)(()), None)
+
+
+def saved(out, *iterations):
+    """Have the run wait, after each of these iterations, until the checkpoint of the state before it is complete."""
+    def wait(iteration, _):
+        deadline = time.monotonic() + 20
+        while iteration in iterations and iteration not in complete(out / "checkpoints"):
+            assert time.monotonic() < deadline, "the checkpoint is not written"
+            time.sleep(0.01)
+    return wait
+
+
+def lose(kills, fork_server, out, *, job=JOB, config=TEN, **more):
+    return train(kills, fork_server, out, job=job, config=config, scheduler=on_the_spot(job), **more)
+
+
+def test_without_a_checkpoint_they_begin_anew(fork_server, tmp_path):
+    pids = {}
+    result = lose([at("0.1", 3), at("1.1", 5)], fork_server, tmp_path, checkpoint_every=0,
+                  progress=lambda *_: pids.update(fork_server.pids))
+    assert dead(result) == ["0.1", "1.1"]
+    *_, back = result.recoveries
+    assert back.went_back_to == 0 and back.repeated in (4, 5) and back.live == 2
+    assert f"went back to iteration 0, and {back.repeated} iterations are run again, with the same numbers" in str(back)
+    assert losses_in(tmp_path) == list(result.losses) and len(result.trace.iterations) == 3
+    assert len(set(pids.values())) == 4, "a process was started again"
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_they_go_back_to_the_newest_checkpoint(optimizer, fork_server, tmp_path):
+    """Also where the last one who wrote it dies with the stage, and while the next one is being written."""
+    seen = []
+    result = lose([at("0.1", 7, 3), at("1.1", 9, 3)], fork_server, tmp_path, checkpoint_every=4,
+                  config=tiny(iterations=14, optimizer=optimizer, momentum=0.5 if optimizer == "sgd" else 0.0),
+                  progress=lambda iteration, loss: (seen.append(iteration), saved(tmp_path, 4)(iteration, loss)))
+    *_, back = result.recoveries
+    assert back.went_back_to in (4, 8) and back.repeated in (0, 1, 4, 5)
+    assert seen[-14 + back.went_back_to:] == list(range(back.went_back_to, 14))
+    assert latest(tmp_path / "checkpoints").iteration == 14
+
+
+@pytest.mark.parametrize("clip_norm", [1e-3, 1.8])
+def test_with_clipping_and_several_that_die_at_once(clip_norm, fork_server, tmp_path):
+    result = lose([at("0.1", 6, "stepped"), at("1.1", 6, "O"), at("2.1", 6, "A")], fork_server, tmp_path, job=WIDE,
+                  config=tiny(iterations=10, clip_norm=clip_norm), checkpoint_every=3, progress=saved(tmp_path, 3))
+    assert sorted(dead(result)) == ["0.1", "1.1", "2.1"]
+    assert [one.went_back_to for one in result.recoveries if one.went_back_to is not None] in ([3], [6])
+
+
+@pytest.mark.parametrize("place", ["ordered", "met", "moved", 1])
+def test_another_dies_while_they_go_back(place, fork_server, tmp_path):
+    again = [at("0.0", iteration, place) for iteration in range(8)]
+    result = lose([at("0.1", 6, 1), at("1.1", 6, 2), at("2.1", 6, 3), *again[4:5]], fork_server, tmp_path, job=WIDE,
+                  checkpoint_every=4, progress=saved(tmp_path, 4))
+    assert sorted(dead(result)) == ["0.0", "0.1", "1.1", "2.1"] and result.recoveries[-1].live == 2
+
+
+def test_one_that_is_back_takes_part_at_once(fork_server, tmp_path):
+    """Everybody reads the checkpoint."""
+    result = lose([at("0.1", 3), at("1.1", 60)], fork_server, tmp_path, config=tiny(iterations=90),
+                  checkpoint_every=50, progress=saved(tmp_path, 50), returns=(Return(Worker(1, 1), 61),))
+    assert dead(result) == ["0.1", "1.1"] and returned(result) == ["1.1"]
+    assert [one.went_back_to for one in result.recoveries if one.dead] == [None, 50]
+
+
+def test_a_run_that_began_from_a_checkpoint_goes_back_to_it(fork_server, tmp_path):
+    """It lies in the folder of another run."""
+    train([], fork_server, tmp_path / "first", config=tiny(iterations=4), checkpoint_every=4)
+    config = tiny(iterations=9)
+    resilience = Resilience(scheduler=on_the_spot(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS, checkpoint_every=0,
+                            resume=latest(tmp_path / "first" / "checkpoints"), injections=(at("0.1", 6), at("1.1", 7)))
+    result = run(schedule_for(JOB), config, out=tmp_path / "out", fork_server=fork_server, resilience=resilience)
+    assert result.recoveries[-1].went_back_to == 4 == result.first_iteration
+    reference = judge(config, JOB.microbatches, 9)
+    assert max(abs(ours - theirs) for ours, theirs in zip(result.losses, reference.losses[4:], strict=True)) <= 1e-9
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(fork_server, tmp_path):
+    def damage(iteration, loss):  # before anybody can have begun the iteration after the next
+        saved(tmp_path, 3, 6)(iteration, loss)
+        if iteration == 8:
+            for path in (tmp_path / "checkpoints" / "iteration-6").glob("*.safetensors"):
+                path.write_bytes(b"\0" + path.read_bytes()[1:])
+
+    told = []
+    resilience = Resilience(scheduler=on_the_spot(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS, checkpoint_every=3,
+                            injections=(at("0.1", 8), at("1.1", 9, 4)))
+    result = run(schedule_for(JOB), tiny(iterations=12), out=tmp_path, fork_server=fork_server, resilience=resilience,
+                 progress=damage, options=RunOptions(notify=told.append))
+    assert_same_numbers(result, judge(tiny(iterations=12), JOB.microbatches, 12))
+    assert result.recoveries[-1].went_back_to == 3
+    assert any("iteration-6" in str(line) for line in told)
