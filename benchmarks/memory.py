@@ -27,9 +27,9 @@ from benchmarks.jobs import gpt_job
 from cli.profile import job_tables
 from runtime.config import RunConfig, parse_run_config
 from runtime.model.data import Microbatch, load_corpus
+from runtime.model.holding import build_holding
 from runtime.model.layers import model_for, parameter_dtype, split_layers
-from runtime.model.optimizer import build_optimizer
-from runtime.model.stage import StageModule, boundaries
+from runtime.model.slices import SliceRunner, forms
 from runtime.tools.profile import profile
 
 STAGES = 2
@@ -65,25 +65,25 @@ def measure(config: RunConfig, index: int) -> dict[str, int]:
     torch.set_num_threads(1)
     model = model_for(config.model, 0, parameter_dtype(config.training.dtype), torch.device("cpu"))
     ranges = split_layers(model.layers, STAGES)
-    boundary = boundaries(model, ranges, config)[index]
+    takes, gives = (forms(model, config)[layer].shape for layer in ranges[index])
     corpus = load_corpus(config)
     _warm_up(config)
     before = resident_bytes()
-    stage = StageModule(index, ranges[index], model, first=index == 0, last=index == STAGES - 1, loss_scale=1.0,
-                  config=config)
+    holding = build_holding(model, range(*ranges[index]), config.training)
+    stage = SliceRunner(ranges[index], holding.modules, model, loss_scale=1.0, config=config)
 
     def forward(microbatch: Microbatch) -> None:
         tokens, target = corpus.batch(microbatch, config.training.batch, config.model.context)
-        value = tokens if stage.first else torch.randn(boundary.input_shape)
+        value = tokens if stage.first else torch.randn(takes)
         sent.append(stage.forward(microbatch, value, target if stage.last else None, split=True))
 
     def backward_input(microbatch: Microbatch) -> None:
-        sent.append(stage.backward_input(microbatch, None if stage.last else torch.randn(boundary.output_shape)))
+        sent.append(stage.backward_input(microbatch, None if stage.last else torch.randn(gives)))
 
     sent: deque[object] = deque(maxlen=0)  # what a stage returns has left when the next op runs
     row = [Microbatch(0, 0, number) for number in range(ROW)]
     _each(row[:1], forward, backward_input, stage.backward_weight)
-    optimizer = build_optimizer(stage.modules, config.training)
+    optimizer = holding.optimizer
     optimizer._optimizer.step()  # makes the state, and no copies
     plain = resident_bytes()
     for iteration in range(2):
@@ -102,13 +102,14 @@ def _warm_up(config: RunConfig) -> None:
     """Have torch load what it loads when it is first used."""
     model = model_for(parse_run_config({"blocks": 1, "width": 8, "heads": 1, "context": 4}, {}).model, 0,
                       torch.float32, torch.device("cpu"))
-    stage = StageModule(0, (0, model.layers), model, first=True, last=True, loss_scale=1.0, config=config)
+    holding = build_holding(model, range(model.layers), config.training)
+    stage = SliceRunner((0, model.layers), holding.modules, model, loss_scale=1.0, config=config)
     tokens = torch.zeros(1, 4, dtype=torch.long)
     microbatch = Microbatch(0, 0, 0)
     stage.forward(microbatch, tokens, tokens, split=True)
     stage.backward_input(microbatch, None)
     stage.backward_weight(microbatch)
-    build_optimizer(stage.modules, config.training).step(0)
+    holding.optimizer.step(0)
 
 
 def _each(row: list[Microbatch], *calls: Callable[[Microbatch], object]) -> None:

@@ -67,7 +67,8 @@ class _Sleep(torch.autograd.Function):
 
         def add_weight_gradient() -> None:
             with _lasting(ctx.seconds["W"]), torch.no_grad():
-                ctx.weight.grad += value.flatten(0, -2).t() @ gradient.flatten(0, -2)
+                added = value.flatten(0, -2).t() @ gradient.flatten(0, -2)
+                ctx.weight.grad = added if ctx.weight.grad is None else ctx.weight.grad.add_(added)
 
         with _lasting(ctx.seconds["I"]):
             result = gradient @ ctx.weight.t()

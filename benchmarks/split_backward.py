@@ -14,17 +14,20 @@ from rich.table import Table
 from torch import Tensor
 
 from runtime.config import RunConfig, parse_run_config
+from runtime.model.holding import build_holding
 from runtime.model.layers import model_for, parameter_dtype
-from runtime.model.stage import Microbatch, StageModule
+from runtime.model.slices import Microbatch, SliceRunner, TensorForm, forms
 from runtime.tools.profile import timed
 
 
-def middle_stage(config: RunConfig, device: torch.device) -> StageModule:
+def middle_stage(config: RunConfig, device: torch.device) -> tuple[SliceRunner, TensorForm]:
+    """One block, and what goes into it."""
     model = model_for(config.model, 0, parameter_dtype(config.training.dtype), device)
-    return StageModule(1, (1, 2), model, first=False, last=False, loss_scale=1.0, config=config)
+    holding = build_holding(model, [1], config.training)
+    return SliceRunner((1, 2), holding.modules, model, loss_scale=1.0, config=config), forms(model, config)[1]
 
 
-def measure(stage: StageModule, value: Tensor, gradient: Tensor, repeats: int) -> dict[str, float]:
+def measure(stage: SliceRunner, value: Tensor, gradient: Tensor, repeats: int) -> dict[str, float]:
     """Milliseconds of each op, the median, split and fused runs taking turns."""
     times: dict[str, list[float]] = {}
     device = value.device
@@ -54,9 +57,8 @@ def main() -> None:
     device = torch.device(options.device)
     config = parse_run_config({"width": options.width, "context": options.context, "heads": options.heads},
                               {"batch": options.batch, "dtype": options.dtype})
-    stage = middle_stage(config, device)
-    boundary = stage.boundary()
-    value, gradient = (torch.randn(boundary.input_shape, dtype=boundary.input_dtype, device=device) for _ in range(2))
+    stage, form = middle_stage(config, device)
+    value, gradient = (torch.randn(form.shape, dtype=form.dtype, device=device) for _ in range(2))
     times = measure(stage, value, gradient, options.repeats)
     table = Table(title=f"one block, {options.batch} x {options.context} x {options.width}, {options.dtype}, {device}")
     for column in ("F fused", "F split", "B", "I", "W", "(I + W) / B", "W / (I + W)"):

@@ -28,8 +28,8 @@ from planner.plan import plan_job
 from runtime.config import parse_run_config
 from runtime.launch import run
 from runtime.model.gpt import GPT
-from runtime.model.optimizer import StageOptimizer
-from runtime.model.stage import StageModule
+from runtime.model.optimizer import UndoableOptimizer
+from runtime.model.slices import SliceRunner
 from schedules.schedule import OptimizerMode
 
 UNIT = "STAGGERING_UNIT_SECONDS"
@@ -46,17 +46,17 @@ def _sleep_in_ops() -> None:
 
         return call
 
-    StageModule.forward = slept(StageModule.forward, 1)  # type: ignore[method-assign]
-    StageModule.backward_input = slept(StageModule.backward_input, 1)  # type: ignore[method-assign]
-    StageModule.backward_weight = slept(StageModule.backward_weight, 1)  # type: ignore[method-assign]
-    StageOptimizer.step = slept(StageOptimizer.step, 3)  # type: ignore[method-assign]
+    SliceRunner.forward = slept(SliceRunner.forward, 1)  # type: ignore[method-assign]
+    SliceRunner.backward_input = slept(SliceRunner.backward_input, 1)  # type: ignore[method-assign]
+    SliceRunner.backward_weight = slept(SliceRunner.backward_weight, 1)  # type: ignore[method-assign]
+    UndoableOptimizer.step = slept(UndoableOptimizer.step, 3)  # type: ignore[method-assign]
 
 
 class Sleepers(GPT):
     """A tiny GPT whose workers sleep."""
 
     def build(self, layer: int) -> nn.Module:
-        if StageModule.forward.__name__ == "forward":
+        if SliceRunner.forward.__name__ == "forward":
             _sleep_in_ops()
         return GPT.build(self, layer)
 

@@ -1,4 +1,4 @@
-"""`slipstream show`: schedules as timelines: in the terminal, as a page, as a picture, and for Perfetto."""
+"""`slipstream show`: schedules as timelines: in the terminal, as a page, as a picture, and for Perfetto; or a run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,18 +11,25 @@ from rich.text import Text
 from cli.drawing.perfetto import perfetto_trace
 from cli.drawing.svg_timeline import drawing
 from cli.drawing.text_timeline import measured_timeline, timeline
+from cli.run_page import run_page
 from cli.shared.console import duration, err, out, print_json, refuse
 from cli.shared.inputs import read_schedule_or_refuse, write_or_refuse
-from cli.shared.options import Json, ScheduleFiles
+from cli.shared.options import Json
+from cli.shared.run_summary import print_run, run_summary
 from cli.shared.schedule_summary import measured_period, summary, summary_line
 from cli.timeline_page import Shown, timeline_page
+from runtime.run_record import RunRecord, RunRecordError, read_run
 from schedules.check import check
 from schedules.measured_trace import MeasuredIteration, MeasuredTrace, MeasuredTraceError, read_measured_trace
 from schedules.schedule import Schedule
 
+Files = Annotated[list[Path] | None, typer.Argument(metavar="FILE...", help="Schedule files.")]
+Run = Annotated[Path | None, typer.Option("--run", metavar="DIR", help=(
+    "Show a run instead, from the --out of `slipstream train`: throughput and live workers over time, what happened, "
+    "planned and measured periods."))]
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help=(
     "Write an interactive page, which works offline in any browser. Several schedules, and with --measured the "
-    "measured iterations, are shown beside each other."))]
+    "measured iterations, are shown beside each other. With --run, a page of the run."))]
 Perfetto = Annotated[Path | None, typer.Option("--perfetto", metavar="FILE", help=(
     "Write a trace that ui.perfetto.dev opens; with --measured, the measured ops beside the planned ones."))]
 Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write a picture.")]
@@ -30,6 +37,7 @@ Measured = Annotated[Path | None, typer.Option("--measured", metavar="TRACE", he
     "When each op really ran: trace.json of `slipstream train`."))]
 Width = Annotated[int | None, typer.Option("--width", metavar="N", min=40, max=1000, help=(
     "Width in characters. Default: that of the terminal."))]
+BROWSER = ": open it in a browser"
 
 
 class ScheduleInFile(NamedTuple):
@@ -39,9 +47,18 @@ class ScheduleInFile(NamedTuple):
     schedule: Schedule
 
 
-def show(files: ScheduleFiles, html: Html = None, perfetto: Perfetto = None, svg: Svg = None, measured: Measured = None,
-         width: Width = None, json: Json = False) -> None:
-    """Show a schedule: a row for each worker, time from left to right; several, one after the other."""
+def show(files: Files = None, run: Run = None, html: Html = None, perfetto: Perfetto = None, svg: Svg = None,
+         measured: Measured = None, width: Width = None, json: Json = False) -> None:
+    """Show a schedule: a row for each worker, time from left to right; several, one after the other. Or show a run."""
+    if run is not None:
+        for what, value in (("schedule files", files), ("--perfetto", perfetto), ("--svg", svg),
+                            ("--measured", measured)):
+            if value:
+                refuse(f"--run shows a run: leave out {what}")
+        _show_run(run, html, Console(width=width) if width else out, json=json)
+        return
+    if not files:
+        refuse("give schedule files, or --run DIR")
     given = [ScheduleInFile(path, read_schedule_or_refuse(path)) for path in files]
     if len(given) > 1:
         for option, value in (("--perfetto", perfetto), ("--svg", svg), ("--measured", measured)):
@@ -60,9 +77,29 @@ def show(files: ScheduleFiles, html: Html = None, perfetto: Perfetto = None, svg
         return
     for one in given:
         _print(one, iterations, Console(width=width) if width else out)
-    for path, hint in ((html, ": open it in a browser"), (perfetto, ": open it in ui.perfetto.dev"), (svg, "")):
+    for path, hint in ((html, BROWSER), (perfetto, ": open it in ui.perfetto.dev"), (svg, "")):
         if path is not None:
-            err.print(f"written to {path}{hint}", markup=False, highlight=False, soft_wrap=True)
+            _say_written(path, hint)
+
+
+def _show_run(folder: Path, html: Path | None, console: Console, *, json: bool) -> None:
+    """Show what the folder of a run says. Exits 2 where it cannot be read."""
+    try:
+        run: RunRecord = read_run(folder)
+    except RunRecordError as error:
+        refuse(error)
+    if html is not None:
+        write_or_refuse(html, run_page(run, html))
+    if json:
+        print_json(run_summary(run))
+        return
+    print_run(run, console)
+    if html is not None:
+        _say_written(html, BROWSER)
+
+
+def _say_written(path: Path, hint: str) -> None:
+    err.print(f"written to {path}{hint}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _answer(given: Sequence[ScheduleInFile], iterations: Sequence[MeasuredIteration]) -> dict[str, object]:

@@ -4,22 +4,22 @@ The page's own text is in `page/`: a template, a style and five scripts, put tog
 program is stored once for each speed it runs at, its ops as columns of small numbers; the script expands them.
 """
 
-import json
 import math
 from collections.abc import Iterable, Sequence
-from importlib.resources import files
 from itertools import pairwise
 from typing import Any
 
 import msgspec
 
 from cli.drawing.op_colours import COLOURS, NAMES
+from cli.drawing.page_file import as_data, filled
 from cli.shared.schedule_summary import measured_period, summary
 from schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
 from schedules.memory import room
 from schedules.precedence import RULES
 from schedules.schedule import Op, OpKind, Schedule, Seat, Worker
 
+STYLES = ("theme.css", "style.css")
 SCRIPTS = ("model.js", "paint.js", "rows.js", "words.js", "view.js")
 MAX_OPS = 1_000_000
 """Ops of different programs in one page: about 15 MB of text."""
@@ -40,6 +40,19 @@ def timeline_page(shown: Sequence[Shown], measured: Sequence[MeasuredIteration] 
 
     Raises ValueError where there is more to show than `MAX_OPS` different ops.
     """
+    return timeline_shell(", ".join(one.name for one in shown), as_data(timeline_data(shown, measured))).encode()
+
+
+def timeline_shell(title: str, data: str) -> str:
+    """The page of any schedules: `data` is `as_data` of `timeline_data`."""
+    return filled("template.html", title=title, styles=STYLES, scripts=SCRIPTS, data=data)
+
+
+def timeline_data(shown: Sequence[Shown], measured: Sequence[MeasuredIteration] = ()) -> dict[str, Any]:
+    """What the page shows.
+
+    Raises ValueError where there is more to show than `MAX_OPS` different ops.
+    """
     count = sum(len(one.schedule.programs[program]) for one in shown for program, _ in _numbered(one.schedule))
     count += sum(len(iteration.ops) for iteration in measured)
     if count > MAX_OPS:
@@ -47,26 +60,8 @@ def timeline_page(shown: Sequence[Shown], measured: Sequence[MeasuredIteration] 
     panels = [_planned(one) for one in shown]
     for iteration in measured:
         panels.append(_measured(shown[0].schedule, iteration, last=iteration is measured[-1]))
-    data = {"panels": panels, "colours": {kind.value: COLOURS[kind] for kind in OpKind},
+    return {"panels": panels, "colours": {kind.value: COLOURS[kind] for kind in OpKind},
             "names": {kind.value: NAMES[kind] for kind in OpKind}}
-    return _filled(json.dumps(data, separators=(",", ":"), allow_nan=False), ", ".join(one.name for one in shown))
-
-
-def _filled(data: str, title: str) -> bytes:
-    """The template with its parts. In a script element `<` must not begin a tag, so it is written as an escape."""
-    folder = files("cli") / "page"
-    parts = {
-        "TITLE": title.replace("&", "&amp;").replace("<", "&lt;"),
-        "STYLE": (folder / "style.css").read_text("utf-8"),
-        "SCRIPT": "\n".join((folder / name).read_text("utf-8") for name in SCRIPTS),
-        "DATA": data.replace("<", "\\u003c"),
-    }
-    head, *rest = (folder / "template.html").read_text("utf-8").split("{{")
-    text = head
-    for piece in rest:
-        name, _, following = piece.partition("}}")
-        text += parts[name] + following
-    return text.encode()
 
 
 def _numbered(schedule: Schedule) -> dict[tuple[int, int | None], int]:

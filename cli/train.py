@@ -4,24 +4,27 @@ import math
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from cli.shared.console import answer_no, duration, err, out, print_json, refuse
-from cli.shared.failure_schedules import scheduler
+from cli.shared.failure_schedules import scheduler, scheduler_at_speeds
 from cli.shared.going_on import how_to_resume, left_by
 from cli.shared.inputs import parse_workers, read_job_or_refuse, read_schedule_or_refuse
 from cli.shared.launch_options import given_secret_or_refuse, launched_as
 from cli.shared.options import Backward, Failed, JobFile, MethodName, Optimizer, TimeLimit
 from cli.shared.planning import make_plan, plan_options
-from cli.shared.train_inputs import events, find_checkpoint, look_up, read_table, require_fit
+from cli.shared.run_progress import RunProgress
+from cli.shared.train_inputs import events, find_checkpoint, look_up, read_table, require_fit, slowdowns
 from planner.job.file import Job
 from runtime.config import ConfigError, RunConfig, parse_run_config
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
+from runtime.events import Event
 from runtime.launch import Resilience, RunError, RunOptions, RunResult, run
 from runtime.model.checkpoint import Checkpoint, CheckpointError, identity_of, open_checkpoint
 from runtime.node_agent import NodeJob, join
@@ -78,6 +81,9 @@ def train(ctx: typer.Context, job: JobFile,
               "For rehearsals: have this worker killed in that iteration; may be repeated."))] = None,
           bring_back: Annotated[list[str] | None, typer.Option("--return", metavar="D.S@ITERATION", help=(
               "Start this worker again in that iteration, or when it is dead after that; may be repeated."))] = None,
+          slow: Annotated[list[str] | None, typer.Option("--slow", metavar="D.S=FACTOR@ITERATION", help=(
+              "For rehearsals: have this worker compute FACTOR times as long from that iteration on; =1 ends it; may "
+              "be repeated."))] = None,
           heartbeat_timeout: Annotated[float, typer.Option("--heartbeat-timeout", metavar="SEC", min=0.1, max=3600,
                                                            help=(
               "Give up a worker that shows no sign of life for so long."))] = 5.0,
@@ -93,7 +99,8 @@ def train(ctx: typer.Context, job: JobFile,
     """Train a job's model, one process a live worker, replaying a schedule; workers may die and come back.
 
     Here stages stay whole: plans of `slipstream plan` with slices of stages, or with moved layers, are refused.
-    Writes schedule.json, losses.jsonl, trace.json, checkpoints/, parameters/ and logs/ into --out.
+    Writes schedule.json, losses.jsonl, events.jsonl, schedules/, trace.json, checkpoints/, parameters/ and logs/ into
+    --out; `slipstream show --run` makes a page of them.
 
     On several machines, run the same command on each, with --nodes, --node and --rendezvous, or by torchrun, srun or
     mpirun; all need the same secret, and --out on a file system that they share.
@@ -127,6 +134,8 @@ def train(ctx: typer.Context, job: JobFile,
     with _refusals():
         _require_free(folder, resume_from, config, force)
     kills, returns = events("--kill", kill, wanted), events("--return", bring_back, wanted)
+    slowed = slowdowns(slow, wanted)
+    fault_free = None
     if schedule is not None:
         chosen = _fitting(schedule, wanted)
     else:
@@ -134,18 +143,24 @@ def train(ctx: typer.Context, job: JobFile,
         options = plan_options(
             backward=loaded.basis.backward if loaded else backward, method=method, seed=seed or 0,
             optimizer=loaded.basis.optimizer if loaded else optimizer, time_limit=time_limit, slices=False)
-        chosen = look_up(loaded, down) or make_plan(wanted, down, options).schedule
+        found, whole = look_up(loaded, down), look_up(loaded, ())
+        if found is None:
+            plan = make_plan(wanted, down, options)
+            found, fault_free = plan.schedule, plan.fault_free_period
+        chosen, fault_free = found, whole.seconds(whole.period_ticks) if whole else fault_free
     resilience = Resilience(
-        scheduler=scheduler(wanted, chosen, loaded), heartbeat_timeout_seconds=heartbeat_timeout,
+        scheduler=scheduler(wanted, chosen, loaded), at_speeds=scheduler_at_speeds(wanted, chosen, loaded),
+        slowdowns=slowed, heartbeat_timeout_seconds=heartbeat_timeout,
         checkpoint_every=checkpoint_every, resume=resume_from,
         injections=tuple(Injection(worker, at, KILL_BEFORE_OP) for worker, at in kills),
         returns=tuple(Return(worker, at) for worker, at in returns), join_timeout_seconds=join_timeout,
         stall_timeout_seconds=stall_timeout)
     with _refusals(job, lambda: how_to_resume(ctx, folder, resume_from)), \
-            _progress(config.training.iterations) as (tell, say):
-        result = run(chosen, config, out=folder, progress=tell, resilience=resilience, options=RunOptions(
-            nodes=here.nodes, rendezvous=to_open(here), announce=partial(announce, here), local=here.local, notify=say,
-            secret=secret, force=force, grace_seconds=grace))
+            _shown(config.training.iterations) as shown:
+        result = run(chosen, config, out=folder, progress=shown.committed, resilience=resilience, options=RunOptions(
+            nodes=here.nodes, rendezvous=to_open(here), announce=partial(announce, here), local=here.local,
+            notify=shown.say, observe=shown.observe, fault_free_seconds=fault_free, secret=secret, force=force,
+            grace_seconds=grace))
     if json:
         print_json(report(result))
     else:
@@ -164,6 +179,12 @@ def report(result: RunResult) -> dict[str, object]:
                         "live": one.live, "seconds": one.seconds, "broken": one.broken,
                         "commit_gap_seconds": one.commit_gap_seconds, "went_back_to": one.went_back_to,
                         "repeated": one.repeated} for one in result.recoveries],
+        "slow_workers": [{"worker": str(change.worker), "factor": change.factor, "since": change.since,
+                          "iteration": event.iteration, "left_out": change.worker in event.left_out,
+                          "rescheduled": event.changed, "planned_period_before": event.present_seconds,
+                          "planned_period": event.planned_seconds, "measured_period": seconds}
+                         for event, seconds in zip(result.speed_events, result.speed_periods_seconds, strict=True)
+                         for change in event.changes],
         "measured_period": result.measured_period_seconds,
         "planned_period": result.planned_period_seconds,
     }
@@ -260,18 +281,35 @@ def _nothing_left(folder: Path, resume: Checkpoint, iterations: int, json: bool)
     return left is not None
 
 
-@contextmanager
-def _progress(iterations: int) -> Iterator[tuple[Callable[[int, float], None], Callable[[object], None]]]:
+@dataclass(frozen=True, slots=True)
+class _Shown:
     """A progress bar on stderr, and above it a line for each iteration and for each change of workers."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+
+    bar: Progress
+    task: TaskID
+    progress: RunProgress
+
+    def committed(self, iteration: int, loss: float) -> None:
+        """Show an iteration. Where there is no bar, its line says what the bar would."""
+        self.progress.committed()
+        self.bar.update(self.task, completed=iteration + 1, description=str(self.progress))
+        state = f"  {self.progress}" if self.bar.disable else ""
+        self.bar.console.print(f"iteration {iteration:>6}  loss {loss:.6f}{state}", markup=False, highlight=False,
+                               soft_wrap=True)
+
+    def observe(self, event: Event) -> None:
+        """Something has happened."""
+        self.progress.observe(event)
+        self.bar.update(self.task, description=str(self.progress) or None)
+
+    def say(self, news: object) -> None:
+        """Show what has changed, or gone wrong."""
+        self.bar.console.print(str(news), style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _shown(iterations: int) -> Iterator[_Shown]:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn(),
+               TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task("starting the workers", total=iterations)
-
-        def tell(iteration: int, loss: float) -> None:
-            bar.update(task, completed=iteration + 1, description=f"loss {loss:.4f}")
-            bar.console.print(f"iteration {iteration:>6}  loss {loss:.6f}", highlight=False)
-
-        def say(news: object) -> None:
-            bar.console.print(str(news), style="yellow", markup=False, highlight=False, soft_wrap=True)
-
-        yield tell, say
+        yield _Shown(bar, bar.add_task("starting the workers", total=iterations), RunProgress())

@@ -10,6 +10,7 @@ from planner.model.from_job import build_problem
 from planner.model.problem import Problem
 from planner.search.baselines import BASELINES
 from planner.search.solve import Method
+from schedules.layers import LayerRange
 from schedules.schedule import BackwardMode, OptimizerMode, Worker
 
 Layers = Literal["fixed", "move"]
@@ -30,9 +31,11 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     layers: Layers = "fixed"
     """fixed: parameters stay with the workers that hold them; move: layers may change hands."""
     slices: bool = True
-    """Whether a micro-batch may be cut within a stage: the runtime runs whole stages only."""
+    """Whether a micro-batch may be cut within a stage."""
     from_checkpoint: bool = False
     """With layers that move: those that no live worker holds are taken from a checkpoint."""
+    holds: tuple[tuple[Worker, tuple[LayerRange, ...]], ...] = ()
+    """The layers that live workers hold now, where those are not the ones of their stages."""
 
     def problem(self, job: Job, failed: Sequence[Worker] = ()) -> Problem:
         """The problem to solve. Raises NoPlanError."""

@@ -148,6 +148,8 @@ class _Found(msgspec.Struct, frozen=True):
 
 def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget) -> _Found:
     """The best schedule of a job within the budget; where that is too little for the whole job, of its blocks."""
+    if options.holds:
+        return _answered(options, job, failed, None, budget)
     try:
         problem = options.problem(job, failed)
     except NoPlanError:

@@ -69,7 +69,7 @@ def best_answer(options: PlanOptions, job: Job, failed: Sequence[Worker], proble
         return Answer(problem, solve(problem, options.method, budget))
     ready(budget.progress)
     given = layout_problem(job, failed, backward=options.backward or "split", layers=options.layers,
-                           sliced=options.slices, from_checkpoint=options.from_checkpoint)
+                           sliced=options.slices, from_checkpoint=options.from_checkpoint, holds=dict(options.holds))
     return _Portfolio(options, job, failed, given, budget).best(problem)
 
 

@@ -6,6 +6,7 @@ needs no torch.
 """
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -14,13 +15,15 @@ from schedules.schedule import Worker
 
 FORMAT: Final = "slipstream.events"
 VERSION = 1
+LOSSES = "losses.jsonl"
 EVENTS = "events.jsonl"
 SCHEDULES = "schedules"
-"""In a run's folder: the file of events, and the folder of the schedules that they name."""
+"""In a run's folder: the files of iterations and events, and the folder of the schedules that events name."""
 Phase = Literal["whole", "at once", "settled"]
 """All workers take part, in their own roles; some do not, and layers are where they were; layers have moved."""
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
@@ -49,8 +52,8 @@ class Started(Event, frozen=True, kw_only=True):
     """Of the grid, whether they are there or not."""
     iterations: Count
     """All of the run, with those before this start."""
-    microbatches: Count
-    """An iteration, over all pipelines."""
+    samples: Count
+    """Of an iteration, over all pipelines."""
     fault_free_period: Seconds | None
     """Planned, with all workers; None: nobody has planned it."""
 
@@ -66,8 +69,8 @@ class OrderGiven(Event, frozen=True, kw_only=True):
     """Members are told to train by a schedule, until the next order."""
 
     order: Count
-    schedule: str
-    """Its digest: the folder has it as `schedules/DIGEST.json`."""
+    schedule: Digest
+    """The folder has it as `schedules/DIGEST.json`."""
     live: Count
     """Workers that take part."""
     planned_period: Seconds
@@ -214,5 +217,18 @@ Kind = (Started | Failed | OrderGiven | PlanAsked | PlanAnswered | SettlingChose
         | FetchAbandoned | HandedOver | Joined | Resumed | Slowed | Recovered | LeftOut | WentBack
         | CoordinatorRestarted | CheckpointWritten | Noted | Finished)
 
+class Iteration(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of `losses.jsonl`: a committed iteration."""
+
+    iteration: Count
+    loss: float | None
+    """None: it was not finite, and no step was made."""
+    period: Seconds | None = None
+    """The longest busy window of any worker."""
+    time: float | None = None
+    """When it was committed, by the clock of the events. Runs of earlier versions have neither this nor the period."""
+
+
 encode = msgspec.json.Encoder().encode
-decode = msgspec.json.Decoder(Kind).decode
+decode: Callable[[bytes], Kind] = msgspec.json.Decoder(Kind).decode
+decode_iteration: Callable[[bytes], Iteration] = msgspec.json.Decoder(Iteration).decode

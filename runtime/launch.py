@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
 
@@ -21,38 +22,36 @@ from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.event_log import EventLog, Observer
 from runtime.coordinator.event_loop import EventLoop
 from runtime.coordinator.loss_file import LossFile, Progress
-from runtime.coordinator.planning import Scheduler
+from runtime.coordinator.planning import Scheduler, SchedulerAtSpeeds
 from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.run import Notify, Run
+from runtime.coordinator.slow_workers import SpeedEvent
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
 from runtime.device import choose_device, gpu_count
 from runtime.errors import RunError as RunError
-from runtime.events import Started
+from runtime.events import LOSSES, Started
 from runtime.model.checkpoint import Checkpoint, identity_of, open_checkpoint
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import load_corpus
 from runtime.model.digest import combined_digest
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
-from runtime.model.stage import boundaries
+from runtime.model.slices import forms
 from runtime.processes.fork_server import ForkServer
 from runtime.processes.launchers import ALONE, GpuShare, LocalProcess, gpu_share
 from runtime.processes.process_manager import NodeProcesses, ProcessManager, Return
 from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped, stop_signals
 from runtime.processes.worker_start import NodeSettings
 from runtime.protocol.authentication import HOW, Secret, new_secret
-from runtime.protocol.failure_injection import Injection
+from runtime.protocol.failure_injection import Injection, Slowdown
 from runtime.protocol.rendezvous import Rendezvous, host_store, listen
-from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, BoundarySpec, Setup
+from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, FormSpec, Setup
 from runtime.replay.communication import Transport, choose_transport
-from runtime.replay.placement import PlacementError, assign_to_nodes, layer_ranges
-from runtime.run_folder import LOSSES, claim, clean_up, locked
+from runtime.replay.placement import Placement, PlacementError, assign_to_nodes, place
+from runtime.run_folder import claim, clean_up, locked
 from schedules import codec
 from schedules.check import check
 from schedules.measured_trace import MeasuredTrace, write_measured_trace
 from schedules.schedule import Schedule, Worker
-
-Ranges = Sequence[tuple[int, int]]
-"""Half-open range of layers of each stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +69,10 @@ class RunResult:
     planned_period_seconds: float
     """Of the first schedule."""
     recoveries: tuple[Recovery, ...]
+    speed_events: tuple[SpeedEvent, ...]
+    """Slow workers that were found, and what was done."""
+    speed_periods_seconds: tuple[float | None, ...]
+    """As `measured_period_seconds`, of the iterations from each of them to the next."""
     notes: tuple[str, ...]
     """What went wrong and was survived besides, such as checkpoints that could not be written."""
     checkpoints: tuple[CheckpointCost, ...]
@@ -84,6 +87,8 @@ class Resilience:
 
     scheduler: Scheduler | None = None
     """Gives the schedule for other failures, in a thread of its own; None: the first failure ends the run."""
+    at_speeds: SchedulerAtSpeeds | None = None
+    """Gives the schedule where workers are slow, and for failures then; None: they are told of, and that is all."""
     heartbeat_timeout_seconds: float = 5.0
     """A worker that shows no sign of life for so long is given up."""
     join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS
@@ -99,6 +104,8 @@ class Resilience:
     """Where to go on from."""
     injections: tuple[Injection, ...] = ()
     """Failures on purpose."""
+    slowdowns: tuple[Slowdown, ...] = ()
+    """Workers that are slow on purpose."""
     returns: tuple[Return, ...] = ()
     """Workers to start again once they are dead."""
 
@@ -126,7 +133,7 @@ class RunOptions:
     observe: Observer = lambda _: None
     """Called with each event of the run (`runtime.events`)."""
     fault_free_seconds: float | None = None
-    """Planned period with all workers; None: that of the first schedule, where all take part in it."""
+    """Planned period with all workers, where the first schedule is not of all of them; None: nobody has planned it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +142,7 @@ class _Fit:
 
     device: Literal["cpu", "cuda"]
     model: LayeredModel
-    ranges: Ranges
+    placement: Placement
     shares: Sequence[Sequence[Worker]]
     """The workers of each node that are there from the start."""
     gpus: GpuShare
@@ -147,9 +154,9 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         resilience: Resilience = Resilience()) -> RunResult:
     """Train by a schedule, from the first iteration or a checkpoint; on node 0 when there are several.
 
-    Writes `schedule.json`, `losses.jsonl` (line by line as iterations are committed), `trace.json`, `parameters/` and
-    `logs/` into `out`. `iterations` replaces those of `config`. A `fork_server` may serve several runs, one after the
-    other.
+    Writes `schedule.json`, `losses.jsonl` and `events.jsonl` (line by line as iterations are committed and events
+    happen), `schedules/`, `trace.json`, `parameters/` and `logs/` into `out`. `iterations` replaces those of
+    `config`. A `fork_server` may serve several runs, one after the other.
 
     Raises ConfigError or PlacementError when schedule, configuration and machine do not fit, CheckpointError when the
     checkpoint does not, FolderError when another run writes to `out` or has left its results there, OSError when `out`
@@ -187,6 +194,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         places = {worker: node for node, share in enumerate(fit.shares) for worker in share}
         events = EventLoop(
             Run(schedule=schedule, scheduler=resilience.scheduler, shares=fit.shares, injections=resilience.injections,
+                slowdowns=resilience.slowdowns, at_speeds=resilience.at_speeds,
                 setup=_setup(schedule, config, fit, store_address, options, resilience), out=out, config=config,
                 secret=settings.secret,
                 notify=options.notify, grace_seconds=options.grace_seconds,
@@ -211,8 +219,9 @@ def _started(schedule: Schedule, config: RunConfig, options: RunOptions) -> Star
     whole = len(schedule.seats) == schedule.grid.pipelines * schedule.grid.columns
     planned = schedule.seconds(schedule.period_ticks) if whole else None
     return Started(job=schedule.job, workers=schedule.grid.pipelines * schedule.grid.columns,
-                   iterations=config.training.iterations, microbatches=schedule.grid.total_microbatches,
-                   fault_free_period=options.fault_free_seconds or planned)
+                   iterations=config.training.iterations,
+                   samples=config.training.batch * schedule.grid.total_microbatches,
+                   fault_free_period=planned or options.fault_free_seconds)
 
 
 def _result(schedule: Schedule, first: int, log: CommitLog, events: EventLoop, out: Path) -> RunResult:
@@ -220,19 +229,23 @@ def _result(schedule: Schedule, first: int, log: CommitLog, events: EventLoop, o
                      trace=log.trace(), out=out, measured_period_seconds=log.measured_period_seconds(),
                      planned_period_seconds=schedule.seconds(schedule.period_ticks),
                      recoveries=tuple(events.recoveries), notes=tuple(events.notes),
+                     speed_events=tuple(events.speed_events), speed_periods_seconds=tuple(
+                         log.measured_period_seconds(event.iteration, end.iteration if end else None)
+                         for event, end in zip_longest(events.speed_events, events.speed_events[1:])),
                      checkpoints=events.checkpoints.costs)
 
 
 def _setup(schedule: Schedule, config: RunConfig, fit: _Fit, store: Rendezvous, options: RunOptions,
            resilience: Resilience) -> Setup:
     """What the workers must know. Shapes are found out once, here, for all of them."""
+    grid, at_layer = schedule.grid, forms(fit.model, config)
     return Setup(
         first_iteration=0 if resilience.resume is None else resilience.resume.iteration,
         iterations=config.training.iterations, traced=options.traced, nodes=options.nodes, transport=fit.transport,
-        device=fit.device, store=store, columns=tuple(stage.column for stage in schedule.grid.stages),
-        ranges=tuple(fit.ranges),
-        boundaries=tuple(BoundarySpec.of(one) for one in boundaries(fit.model, fit.ranges, config)),
-        loss_scale=1 / schedule.grid.total_microbatches,
+        device=fit.device, store=store, cuts=fit.placement.cuts,
+        columns=tuple(tuple(sorted(fit.placement.held_in_column(grid, column))) for column in range(grid.columns)),
+        forms=tuple(FormSpec.of(at_layer[cut]) for cut in fit.placement.cuts),
+        loss_scale=1 / grid.total_microbatches,
         heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,
         checkpoint_every=resilience.checkpoint_every, fetch_bytes_per_second=resilience.fetch_bytes_per_second)
 
@@ -245,9 +258,9 @@ def _prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> _Fit
     training = config.training
     device = choose_device(training.device)
     model = model_for(config.model, training.seed, parameter_dtype(training.dtype), torch.device(device))
-    ranges = layer_ranges(schedule, model.layers)
+    placement = place(schedule.grid, model.layers)
     load_corpus(config)
     shares = assign_to_nodes([seat.worker for seat in schedule.seats], options.nodes)
     gpus = gpu_share([len(share) for share in shares], 0, options.local)
-    return _Fit(device, model, ranges, shares, gpus,
+    return _Fit(device, model, placement, shares, gpus,
                 choose_transport(training.backend, device, gpus.workers, gpu_count(device)))

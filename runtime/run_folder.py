@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from runtime.config import RunConfig
-from runtime.events import EVENTS, SCHEDULES
+from runtime.events import EVENTS, LOSSES, SCHEDULES
 from runtime.model.checkpoint import Checkpoint, difference, drop_newer, identity_of, latest, tidy
 
 CHECKPOINTS = "checkpoints"
-LOSSES = "losses.jsonl"
 _TEMPORARY = ("parameters/.layer-*", ".*.json.????????", f".{LOSSES}.????????", f"{SCHEDULES}/.*.json.????????")
 """Files of writers that were killed."""
 _STALE = ("parameters/layer-*.*", "logs/worker-*.log", "trace.json")

@@ -1,4 +1,9 @@
-"""The schedules of `slipstream train` after failures: from a table, or planned while the run goes on."""
+"""The schedules of `slipstream train` after failures and where workers are slow: from a table, or planned meanwhile."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
 
 from cli.shared.planning import compile_planner
 from planner.job.file import Job
@@ -6,7 +11,8 @@ from planner.model.problem import NoPlanError
 from planner.normalise import normal_form
 from planner.options import PlanOptions
 from planner.plan import plan_only
-from runtime.coordinator.planning import NoScheduleError, Scheduler
+from runtime.coordinator.planning import NoScheduleError, Scheduler, SchedulerAtSpeeds, Speeds
+from runtime.coordinator.speed_planning import period_at
 from schedules.schedule import Schedule, Worker
 from schedules.tables.file import TableError
 from schedules.tables.pattern import dead_column
@@ -25,23 +31,50 @@ def scheduler(job: Job, first: Schedule, table: Table | None) -> Scheduler:
     compile_planner()
 
     def schedule(down: tuple[Worker, ...]) -> Schedule:
-        try:
-            found = None if table is None else table.lookup(down)
-            if found is not None and found.schedule.grid == first.grid:
-                return found.schedule
-            options = PlanOptions(backward=first.backward, optimizer=first.optimizer, method="greedy",
-                                  time_limit=ON_THE_SPOT_SECONDS, slices=False)
-            if dead_column(down, first.grid) is not None:
-                # One of another stage, which may have taken over there before, holds its layers: roles must move.
-                return _with_moves(job, down, options)
-            planned = plan_only(options, job, down)
-            if planned.interrupted:  # it was the run that should end, not the search alone
-                raise KeyboardInterrupt
-            return planned.schedule
-        except (TableError, NoPlanError) as error:
-            raise NoScheduleError(str(error)) from None
+        with _no_schedule():
+            return _looked_up(table, down, first) or _planned(job, first, down)
 
     return schedule
+
+
+def scheduler_at_speeds(job: Job, first: Schedule, table: Table | None) -> SchedulerAtSpeeds:
+    """A function that gives the schedule where workers are slow: planned for that by the list schedulers.
+
+    What is known already, the first schedule and the table's, is taken where it is better at these speeds.
+    """
+    def schedule(down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
+        with _no_schedule():
+            slowed = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=speeds))
+            found = [first if down == first.failed else None, _looked_up(table, down, first),
+                     _planned(slowed, first, down)]
+            return min(filter(None, found), key=lambda one: period_at(one, dict(speeds)))
+
+    return schedule
+
+
+@contextmanager
+def _no_schedule() -> Iterator[None]:
+    try:
+        yield
+    except (TableError, NoPlanError) as error:
+        raise NoScheduleError(str(error)) from None
+
+
+def _looked_up(table: Table | None, down: tuple[Worker, ...], first: Schedule) -> Schedule | None:
+    found = None if table is None else table.lookup(down)
+    return found.schedule if found is not None and found.schedule.grid == first.grid else None
+
+
+def _planned(job: Job, first: Schedule, down: tuple[Worker, ...]) -> Schedule:
+    options = PlanOptions(backward=first.backward, optimizer=first.optimizer, method="greedy",
+                          time_limit=ON_THE_SPOT_SECONDS, slices=False)
+    if dead_column(down, first.grid) is not None:
+        # One of another stage, which may have taken over there before, holds its layers: roles must move.
+        return _with_moves(job, down, options)
+    planned = plan_only(options, job, down)
+    if planned.interrupted:  # it was the run that should end, not the search alone
+        raise KeyboardInterrupt
+    return planned.schedule
 
 
 def _with_moves(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule:

@@ -1,11 +1,12 @@
 """What a layout is made for: a job and its failures in the plain integers of `planner.layout`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from planner.job.file import Job
 from planner.job.layers import layer_costs
 from planner.layout.problem import LayersMode, LayoutProblem
 from planner.model.from_job import grid_of
+from planner.model.from_layout import Held
 from planner.model.problem import NoPlanError, merged
 from planner.model.ticks import memory_in_units, tick_of, times_in_ticks
 from schedules.schedule import BackwardMode, Worker
@@ -13,9 +14,10 @@ from schedules.schedule import BackwardMode, Worker
 
 def layout_problem(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode = "split",
                    layers: LayersMode = "fixed", from_checkpoint: bool = False,
-                   sliced: bool = True) -> LayoutProblem:
+                   sliced: bool = True, holds: Mapping[Worker, Held] | None = None) -> LayoutProblem:
     """The same ticks and memory units as in the problem of a layout (`problem_of_layout`).
 
+    `holds`: what live workers hold now, of those that do not hold the layers of their own stages.
     Raises JobError where a stage has no layer, NoPlanError where no worker is left.
     """
     grid, costs = grid_of(job), layer_costs(job)
@@ -25,7 +27,7 @@ def layout_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backwar
     live = [worker for worker in grid.workers() if worker not in set(failed)]
     if not live:
         raise NoPlanError("all workers are down")
-    holds = [merged(grid.layers_of(stage) for stage in grid.stages_of(column)) for column in range(grid.columns)]
+    usual = [merged(grid.layers_of(stage) for stage in grid.stages_of(column)) for column in range(grid.columns)]
     weights = memory.weights if memory else ()
     return LayoutProblem(
         forward=times.forward[stages:], backward_input=times.backward_input[stages:],
@@ -35,9 +37,10 @@ def layout_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backwar
         weight_stash=memory.weight_stash[stages:] if memory and backward == "split" else (0,) * len(single),
         weights=weights, per_mille={worker: ticks for worker, ticks in times.per_mille_of.items() if worker in live},
         room={worker: memory.capacity[worker.column] + sum(sum(weights[first:end])
-                                                           for first, end in holds[worker.column])
+                                                           for first, end in usual[worker.column])
               for worker in live} if memory else None,
-        microbatches=grid.microbatches, holds={worker: holds[worker.column] for worker in live}, layers=layers,
+        microbatches=grid.microbatches, layers=layers,
+        holds={worker: (holds or {}).get(worker, usual[worker.column]) for worker in live},
         from_checkpoint=from_checkpoint, sliced=sliced,
         paths=tuple(tuple((grid.layers_of(stage), grid.stages[stage].column) for stage in grid.path(chain))
                     for chain in range(grid.chains)))

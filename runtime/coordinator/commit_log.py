@@ -57,6 +57,11 @@ class CommitLog:
         return self._first + len(self.losses)
 
     @property
+    def period_seconds(self) -> float:
+        """Measured in the last committed iteration: the longest busy window of any member."""
+        return self._windows[-1]
+
+    @property
     def furthest(self) -> int:
         """The last iteration that any member has reported."""
         return max(self._open, default=self.next_iteration - 1)
@@ -109,9 +114,13 @@ class CommitLog:
             if self.digests.setdefault(name, digest) != digest:
                 raise CommitLogError(f"worker {report.worker} ends with another parameter {name} than its peers")
 
-    def measured_period_seconds(self) -> float | None:
-        """Median over iterations of the longest busy window of any worker, without the first one, which warms up."""
-        windows = self._windows[1:] or self._windows
+    def measured_period_seconds(self, first: int | None = None, end: int | None = None) -> float | None:
+        """Median over iterations of the longest busy window of any worker, without the first one, which warms up.
+
+        Over those of this run, or from `first` to before `end`.
+        """
+        windows = self._windows[0 if first is None else first - self._first:None if end is None else end - self._first]
+        windows = windows[1:] or windows
         return statistics.median(windows) if windows else None
 
     def trace(self) -> MeasuredTrace:

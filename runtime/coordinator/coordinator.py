@@ -19,10 +19,11 @@ from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.event_log import EventLog
 from runtime.coordinator.going_back import GoingBack, who_reads_what
 from runtime.coordinator.join_planning import Join, JoinPlanner
-from runtime.coordinator.layer_moves import Holders, plan_moves, stages_without_holder
+from runtime.coordinator.layer_moves import Holders, layers_without_holder, plan_moves
 from runtime.coordinator.lost_workers import LostWorkers
 from runtime.coordinator.planning import NoScheduleError, ScheduleService
 from runtime.coordinator.recovery import Recovery, RecoveryClock
+from runtime.coordinator.slow_workers import SlowWorkers, SpeedEvent
 from runtime.errors import RunError
 from runtime.events import Failed, HandedOver, Joined, OrderGiven, Resumed, WentBack
 from runtime.protocol.to_coordinator import (
@@ -33,6 +34,7 @@ from runtime.protocol.to_coordinator import (
     Paused,
     Ran,
     Ready,
+    SpeedMeasured,
     Started,
 )
 from runtime.protocol.to_worker import (
@@ -42,13 +44,15 @@ from runtime.protocol.to_worker import (
     Finish,
     LayerMove,
     Leave,
+    MeasureSpeed,
     ReportCheckpoints,
     Train,
 )
+from runtime.replay.placement import Placement
 from schedules import codec
 from schedules.schedule import Grid, Schedule, Worker
 
-Message = Train | Finish | Leave | EndOrder | Acknowledged | Fetch | ReportCheckpoints
+Message = Train | Finish | Leave | EndOrder | Acknowledged | Fetch | ReportCheckpoints | MeasureSpeed
 
 
 class Send(Protocol):
@@ -65,10 +69,12 @@ class Coordinator:
     ----------
     schedules
         Has the schedule for the workers that are there from the start, and finds those for others.
-    ranges
-        Half-open range of layers of each stage.
+    placement
+        Where the schedules' layers lie in the model.
     checkpoints
         Says when one is due that the workers do not know of; None: never.
+    tell
+        Called with what was found out about the workers' speeds.
     went_back
         Called with an iteration when those from it on are no longer committed, because layers were lost.
     events
@@ -76,22 +82,23 @@ class Coordinator:
     """
 
     def __init__(self, schedules: ScheduleService, send: Send, log: CommitLog, *, iterations: range,
-                 ranges: Sequence[tuple[int, int]], checkpoints: CheckpointTimer | None = None,
-                 events: EventLog | None = None, went_back: Callable[[int], None] = lambda _: None) -> None:
+                 placement: Placement, checkpoints: CheckpointTimer | None = None,
+                 events: EventLog | None = None, went_back: Callable[[int], None] = lambda _: None,
+                 tell: Callable[[SpeedEvent], None] = lambda _: None) -> None:
         self._current = schedules.first
         self._schedules = schedules
         self._send = send
         self._log = log
         self._iterations = iterations
-        self._ranges = ranges
+        self._placement = placement
         self._phase: Literal["gathering", "training", "finishing", "left"] = "gathering"
         self._members = {seat.worker for seat in self._current.seats}
         self._ready: set[Worker] = set()
         """Workers that have sent `Ready` and take part in no order yet."""
         self._paused: set[Worker] = set()
         self._finished: set[Worker] = set()
-        self._holds: dict[Worker, tuple[int, ...]] = {}
-        """The stages of each member that has paused."""
+        self._holds: dict[Worker, frozenset[int]] = {}
+        """The layers of each member that has paused."""
         self._ended = False
         """Whether `EndOrder` has been sent."""
         self._outdated = False
@@ -105,10 +112,11 @@ class Coordinator:
         """Members that were told to end by somebody else, and stay until the others can go on without them."""
         self._events = events or EventLog(None)
         self._joins = JoinPlanner(self._tell_all, self._events)
+        self._slow = SlowWorkers(schedules, tell, self._measure_speed)
         self._going_back = GoingBack(lambda worker: send(worker, ReportCheckpoints()))
         self._went_back = went_back
         self._addresses: dict[Worker, tuple[str, int]] = {}
-        self._lost = LostWorkers(self.grid)
+        self._lost = LostWorkers(self.grid, placement)
         self._recovery = RecoveryClock()
         self.number = 0
         """Of the last order."""
@@ -129,11 +137,9 @@ class Coordinator:
         return sorted(self._members - self._ready) if self._phase == "gathering" else []
 
     @property
-    def columns(self) -> dict[Worker, int]:
-        """The column of the role of each member, once there is an order that is not done."""
-        if self._phase in ("gathering", "left"):
-            return {}
-        return {seat.worker: seat.role.column for seat in self._current.seats if seat.worker in self._members}
+    def held(self) -> dict[Worker, frozenset[int]]:
+        """The layers that each member needs, once there is an order that is not done."""
+        return {} if self._phase in ("gathering", "left") else self._held_now()
 
     @property
     def planning(self) -> bool:
@@ -158,6 +164,8 @@ class Coordinator:
 
     def ran(self, report: Ran) -> None:
         """Acknowledge a report that the commit log has: the worker goes on, or stops where all members will."""
+        if report.order == self.number and report.worker in self._members:
+            self._slow.ran(report)
         following = report.iteration + 1 if report.order == self.number else None
         self._send(report.worker, Acknowledged(
             report.order, report.iteration, stop=following is not None and following == self._stop_before,
@@ -166,6 +174,10 @@ class Coordinator:
     def committed(self) -> None:
         """An iteration was committed."""
         self._recovery.committed()
+
+    def speed_measured(self, report: SpeedMeasured) -> None:
+        """A worker that is left out has measured itself."""
+        self._slow.measured(report)
 
     def fetch_up_to_date(self, report: FetchUpToDate) -> None:
         """A worker has the layers of a fetch."""
@@ -178,12 +190,13 @@ class Coordinator:
     def lost(self, worker: Worker, reason: str, since: float) -> bool:
         """A worker is gone, since a time by time.monotonic; whether it was a member, whose loss is a recovery's."""
         was_member = worker in self._members
-        seat = self._current.seat_of.get(worker)
-        self._lost.add(worker, reason, () if seat is None else (seat.role.column,))
+        self._lost.add(worker, reason, self._placement.held(self._current, worker)
+                       if worker in self._current.seat_of else ())
         for group in (self._members, self._ready, self._paused, self._finished, self._leaving):
             group.discard(worker)
         self._holds.pop(worker, None)
         self._joins.lost(worker)
+        self._slow.lost(worker)
         self._going_back.lost(worker)
         if self._phase == "left" or not was_member:
             return False
@@ -218,6 +231,7 @@ class Coordinator:
             self._members.discard(worker)  # of an order that has not been given
             self._ready.discard(worker)
             self._joins.lost(worker)
+            self._slow.lost(worker)
             self._send(worker, Leave())
             self.advance()
 
@@ -226,7 +240,7 @@ class Coordinator:
         if report.order != self.number or report.worker not in self._members:
             return
         self._paused.add(report.worker)
-        self._holds[report.worker] = report.stages
+        self._holds[report.worker] = frozenset(layer for layers in report.layers for layer in range(*layers))
         if report.reason is not None:
             if not self._ended:
                 self._recovery.broke(report.worker, report.reason)
@@ -258,14 +272,26 @@ class Coordinator:
         if self._phase == "gathering" and self._ready >= self._members:
             self._give_next()
         elif self._phase == "training" and self._paused >= self._members:
-            self._recovery.begin()
+            if self._slow.decision is None or self._joins.complete:
+                self._recovery.begin()
             self._give_next()
         elif self._phase == "finishing" and self._outdated:
             self._give_next()
         else:
+            self._look_for_slow()
             self._plan_join()
             self._choose_stop()
             self._choose_save()
+
+    def _look_for_slow(self) -> None:
+        """Where speeds have changed, have a schedule planned for them; those who are worth their place again, join."""
+        if self._phase == "training" and not self._ended:
+            self._ready |= self._slow.look(self._current, self._log.next_iteration)
+
+    def _measure_speed(self, worker: Worker) -> None:
+        slices = tuple((stage, self.grid.layers_of(stage)) for stage in self.grid.stages_of(worker.column))
+        self._send(worker, MeasureSpeed(iteration=self._log.next_iteration, slices=slices,
+                                        split=self._current.backward == "split"))
 
     def _plan_join(self) -> None:
         """Where workers want to join, start a fetch of the layers that this needs, while training goes on.
@@ -279,9 +305,7 @@ class Coordinator:
             schedule = self._schedule_of(sorted(self._members | self._ready))
         if schedule is None:
             return
-        needs = self._needs(schedule)
-        holds = {worker: stages for worker, stages in self._needs(self._current).items() if worker in self._members}
-        self._joins.begin(self.number, schedule, plan_moves(needs, holds, self._ranges), needs, holds,
+        self._joins.begin(self.number, schedule, plan_moves(self._placement.held_by(schedule), self._held_now()),
                           self._addresses, self._log.next_iteration)
 
     def _choose_stop(self) -> None:
@@ -291,7 +315,7 @@ class Coordinator:
         A worker that has reported the furthest iteration has been acknowledged, and runs the one after it. When members
         report that one, the acknowledgement tells them to stop.
         """
-        wanted = self._joins.complete or self._stopping or bool(self._leaving)
+        wanted = self._joins.complete or self._stopping or bool(self._leaving) or self._slow.decision is not None
         if wanted and self._may_stop():
             self._stop_before = self._earliest_stop()
 
@@ -318,7 +342,9 @@ class Coordinator:
         """Give the next order, if there is a schedule for it; else `advance` will be called when there is one."""
         first = self._log.next_iteration
         untouched = first == self._iterations.start
-        missing = [] if untouched else stages_without_holder(self._holds, self._ranges)
+        missing = [] if untouched else layers_without_holder(self._holds, self._placement.layers)
+        if missing or not self._members | self._ready:
+            self._ready |= self._slow.take_back()
         if missing:
             self._go_back(missing[0])
             return
@@ -333,11 +359,11 @@ class Coordinator:
             self._finish()
             return
         join = None if untouched else self._joins.current()
-        schedule = self._next_schedule(untouched) if join is None else join.schedule
+        schedule = join.schedule if join is not None else self._for_speeds() or self._next_schedule(untouched)
         if schedule is None:
             return
         fetch = 0 if join is None else join.fetch
-        moves = () if untouched or fetch else plan_moves(self._needs(schedule), self._holds, self._ranges)
+        moves = () if untouched or fetch else plan_moves(self._placement.held_by(schedule), self._holds)
         self._order(schedule, moves, join)
 
     def _order(self, schedule: Schedule, moves: tuple[LayerMove, ...], join: Join | None = None,
@@ -357,22 +383,24 @@ class Coordinator:
         self._log.begin(self.number, live)
         self._save_before = None
         self._checkpoints.order_begins()
+        self._slow.order_begins(self.number, schedule, first)
         sources = sorted({move.source for move in moves})
         text = codec.encode(schedule)
         self._tell(told, Train(number=self.number, first_iteration=first, moves=moves, fetch=fetch,
                                addresses=tuple((source, self._addresses[source]) for source in sources),
                                schedule=msgspec.Raw(text), factor=self._log.factor,
                                restore=None if restore is None else tuple(
-                                   (worker, tuple(stages)) for worker, stages in restore.items())))
+                                   (worker, tuple(layers)) for worker, layers in restore.items())))
         self._record(schedule, text, joining, join)
 
     def _go_back(self, missing: int) -> None:
-        """Nobody holds a stage: go back to the newest checkpoint that a live worker can read, or to the beginning.
+        """Nobody holds a layer: go back to the newest checkpoint that a live worker can read, or to the beginning.
 
         Raises RunError where the run is to end, or there is no schedule for those that live.
         """
         everyone = self._members | self._ready
-        why = f"stage {missing} has no live worker left: {self._lost.reasons_of(missing, self._members, self._ready)}"
+        reasons = self._lost.reasons_of(missing, self._members, self._ready)
+        why = f"stage {self._placement.stage_of(self.grid, missing)} has no live worker left: {reasons}"
         if not everyone or self._stopping:
             raise RunError(why)
         if not self._going_back.all_have_answered(everyone):
@@ -394,9 +422,9 @@ class Coordinator:
         self._went_back(iteration)
         self._events.write(WentBack(lost=lost, reason=why))
         self._going_back.forget()
-        needs = self._needs(schedule)
+        needs = self._placement.held_by(schedule)
         reads = who_reads_what(needs, readers)
-        self._order(schedule, plan_moves(needs, reads, self._ranges), restore=reads)
+        self._order(schedule, plan_moves(needs, reads), restore=reads)
 
     def _record(self, schedule: Schedule, text: bytes, joining: set[Worker], join: Join | None) -> None:
         """Enter an order that has been given. `joining` are the workers that did not take part before."""
@@ -420,9 +448,10 @@ class Coordinator:
         Whether that is decided: the schedule without them may have to be planned first.
         """
         staying = self._members - self._leaving
-        holds = {worker: stages for worker, stages in self._holds.items() if worker in staying}
+        holds = {worker: layers for worker, layers in self._holds.items() if worker in staying}
         try:
-            if self._stopping or not staying or (not untouched and stages_without_holder(holds, self._ranges)):
+            if self._stopping or not staying or (
+                    not untouched and layers_without_holder(holds, self._placement.layers)):
                 self._stopping = True
                 return True
             if self._schedule_of(sorted(staying)) is None:
@@ -439,6 +468,14 @@ class Coordinator:
             self._send(worker, Leave())
         self._leaving.clear()
         return True
+
+    def _for_speeds(self) -> Schedule | None:
+        """The schedule that was decided on for the members' speeds, if they are still the same."""
+        decision = self._slow.decision
+        if decision is None or decision.schedule is None or \
+                self._members != {*decision.schedule.seat_of, *decision.left_out}:
+            return None
+        return decision.schedule
 
     def _next_schedule(self, untouched: bool) -> Schedule | None:
         """The schedule of the next order, where no layers have been fetched for it.
@@ -459,15 +496,17 @@ class Coordinator:
         except NoScheduleError as error:
             raise RunError(", and ".join(filter(None, (self._lost.reasons(), str(error))))) from None
 
-    def _needs(self, schedule: Schedule) -> dict[Worker, tuple[int, ...]]:
-        """The stages of each worker."""
-        return {seat.worker: self.grid.stages_of(seat.role.column) for seat in schedule.seats}
+    def _held_now(self) -> dict[Worker, frozenset[int]]:
+        """The layers of each member under the present schedule."""
+        return {worker: layers for worker, layers in self._placement.held_by(self._current).items()
+                if worker in self._members}
 
     def _finish(self) -> None:
         """All iterations are committed, or the run is to end here; the first holder of each layer writes it."""
-        writers = {layer: worker for worker, stages in sorted(self._holds.items(), reverse=True)
-                   for stage in stages for layer in range(*self._ranges[stage])}
+        writers = {layer: worker for worker, layers in sorted(self._holds.items(), reverse=True)
+                   for layer in sorted(layers)}
         self._phase, self._outdated = "finishing", False
+        self._slow.over(self._log.next_iteration)
         self._finished.clear()
         self.number += 1
         self._log.begin(self.number, self._members)
@@ -480,7 +519,7 @@ class Coordinator:
         self._phase = "left"
 
     def _tell_all(self, message: Fetch | Leave) -> None:
-        self._tell(self._members | self._ready, message)
+        self._tell(self._members | self._ready | self._slow.left_out, message)
 
     def _tell(self, workers: set[Worker], message: Message) -> None:
         for worker in sorted(workers):

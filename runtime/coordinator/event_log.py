@@ -40,18 +40,21 @@ class EventLog:
         self._folder = folder
         self._iteration = iteration
         self._observer = observer
-        self._began, self._began_wall = time.monotonic(), time.time()
+        self._began, self._began_wall = time.monotonic(), round(time.time(), 3)
         self._kept: set[str] = set()
         self._file = None if folder is None else _opened(folder / EVENTS)
 
     def write(self, event: Event) -> None:
         """Enter an event, which happens now."""
-        seconds = time.monotonic() - self._began
-        stamped = replace(event, time=round(self._began_wall + seconds, 3), seconds=round(seconds, 3),
-                          iteration=self._iteration())
+        now = self.now()
+        stamped = replace(event, time=now, seconds=round(now - self._began_wall, 3), iteration=self._iteration())
         if self._file is not None:
             self._file.write(encode(stamped) + b"\n")
         self._observer(stamped)
+
+    def now(self) -> float:
+        """Seconds since 1970, in milliseconds. It never goes back, whoever sets the clock."""
+        return round(self._began_wall + time.monotonic() - self._began, 3)
 
     def keep(self, schedule: bytes) -> str:
         """Keep a schedule in the folder; its digest, by which events name it."""

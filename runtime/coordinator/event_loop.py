@@ -29,9 +29,10 @@ from runtime.coordinator.plausible import Bounds, printable
 from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.run import Run
 from runtime.coordinator.server import Connection, Server, serve
+from runtime.coordinator.slow_workers import SpeedEvent
 from runtime.coordinator.stall_watch import StallWatch
 from runtime.errors import RunError
-from runtime.events import CheckpointWritten, Noted
+from runtime.events import CheckpointWritten, LeftOut, Noted, Recovered, Slowed
 from runtime.events import Finished as RunFinished
 from runtime.processes.fork_server import ForkServerError
 from runtime.processes.process_manager import ProcessManager
@@ -54,6 +55,7 @@ from runtime.protocol.to_coordinator import (
     Ran,
     Ready,
     Saved,
+    SpeedMeasured,
     Started,
     Status,
     ToCoordinator,
@@ -61,6 +63,7 @@ from runtime.protocol.to_coordinator import (
 )
 from runtime.protocol.to_node_agent import STILL_RUNNING_SECONDS
 from runtime.protocol.to_worker import Leave, ReportStatus
+from runtime.replay.placement import Placement
 from runtime.run_folder import CHECKPOINTS, holder
 from schedules.schedule import Worker
 
@@ -83,10 +86,12 @@ class EventLoop:
         self._monitor = HeartbeatMonitor(run.setup.heartbeat_timeout_seconds)
         self._stall = StallWatch(run.stall_timeout_seconds, lambda worker: self._send(worker, ReportStatus()))
         self._events: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
-        schedules = ScheduleService(run.schedule, run.scheduler, lambda: self._put(lambda: None), event_log)
+        schedules = ScheduleService(run.schedule, run.scheduler, lambda: self._put(lambda: None), event_log,
+                                    run.at_speeds)
         setup = run.setup
         self.checkpoints = CheckpointTimer(automatic=setup.checkpoint_every is None)
-        self._coordinator = Coordinator(schedules, self._send, log, ranges=setup.ranges,
+        self._coordinator = Coordinator(schedules, self._send, log, placement=Placement(setup.cuts),
+                                        tell=self._tell_speed,
                                         checkpoints=self.checkpoints, events=event_log, went_back=losses.go_back,
                                         iterations=range(setup.first_iteration,
                                                          max(setup.first_iteration, setup.iterations)))
@@ -109,6 +114,7 @@ class EventLoop:
         self._checkpointed = 0
         """The newest complete checkpoint of which the event log was told."""
         self.notes: list[str] = []
+        self.speed_events: list[SpeedEvent] = []
         self.out_of_time = False
         """Whether the run was told to end, and could not in time."""
 
@@ -189,6 +195,15 @@ class EventLoop:
 
         asyncio.get_running_loop().call_later(seconds, again)
 
+    def _tell_speed(self, event: SpeedEvent) -> None:
+        self.speed_events.append(event)
+        for change in event.changes:
+            self._event_log.write(Recovered(worker=change.worker) if change.factor == 1.0 else
+                                  Slowed(worker=change.worker, factor=round(change.factor, 3)))
+        for worker in event.left_out:
+            self._event_log.write(LeftOut(worker=worker, reason=str(event)))
+        self._run.notify(event)
+
     def _note(self, text: str) -> None:
         self.notes.append(text)
         self._event_log.write(Noted(text=text))
@@ -208,12 +223,12 @@ class EventLoop:
         for worker, heard in self._monitor.missed():
             self._give_up(worker, f"worker {worker} stopped answering", heard)
             self._processes.kill(worker)
-        columns = self._coordinator.columns
-        stall = self._stall.look(columns, self._monitor.interval_seconds, planning=self._coordinator.planning)
-        if stall is None or not columns:
+        held = self._coordinator.held
+        stall = self._stall.look(held, self._monitor.interval_seconds, planning=self._coordinator.planning)
+        if stall is None or not held:
             return
         self._note(str(stall))
-        for one in stall.culprits(columns):
+        for one in stall.culprits(held):
             self._give_up(one.worker, f"worker {one.worker} hung for {one.seconds:.0f} s in {one.doing}")
             self._processes.kill(one.worker)
 
@@ -248,7 +263,8 @@ class EventLoop:
         self._given_up.discard(worker)
         connection.send(frame(replace(self._run.setup, injections=tuple(
             (index, one) for index, one in enumerate(self._run.injections)
-            if one.worker == worker and index not in self._injected))))
+            if one.worker == worker and index not in self._injected),
+            slowdowns=tuple(one for one in self._run.slowdowns if one.worker == worker))))
 
     def _handle_worker(self, worker: Worker, message: ToCoordinator) -> None:
         coordinator = self._coordinator
@@ -285,6 +301,8 @@ class EventLoop:
                 self._note(message.text)
             case Injected():
                 self._injected[message.index] = message.at
+            case SpeedMeasured():
+                coordinator.speed_measured(message)
             case Status():
                 self._stall.answered(message)
             case Checkpoints():
@@ -370,7 +388,7 @@ class EventLoop:
 
     def _commit(self, committed: Iterator[tuple[int, float]]) -> None:
         for iteration, loss in committed:
-            self._losses.write(iteration, loss)
+            self._losses.write(iteration, loss, self._log.period_seconds, self._event_log.now())
             self._processes.committed(iteration)
             self._coordinator.committed()
             self._stall.progressed()

@@ -51,12 +51,12 @@ class GoingBack:
 
 
 def who_reads_what(needs: Holders, readers: Collection[Worker]) -> Mapping[Worker, tuple[int, ...]]:
-    """The stages that each reader reads: its own, and those that others need who cannot read them."""
-    reads = {reader: list(needs[reader]) for reader in sorted(readers)}
+    """The layers that each reader reads: its own, and those that others need who cannot read them."""
+    reads = {reader: sorted(needs[reader]) for reader in sorted(readers) if reader in needs}
     count = Counter({reader: len(mine) for reader, mine in reads.items()})
-    read = {stage for mine in reads.values() for stage in mine}
-    for stage in sorted({stage for mine in needs.values() for stage in mine} - read):
+    read = {layer for mine in reads.values() for layer in mine}
+    for layer in sorted({layer for mine in needs.values() for layer in mine} - read):
         reader = min(reads, key=lambda worker: (count[worker], worker))
-        reads[reader].append(stage)
+        reads[reader].append(layer)
         count[reader] += 1
     return {reader: tuple(mine) for reader, mine in reads.items()}

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from runtime.coordinator.event_log import EventLog
-from runtime.coordinator.layer_moves import Holders
 from runtime.events import FetchAbandoned, FetchBegun, FetchProgressed
 from runtime.protocol.to_worker import Fetch, LayerMove
 from schedules.schedule import Schedule, Worker
@@ -62,12 +61,12 @@ class JoinPlanner:
         """Whether all have the layers that the join gives them."""
         return self._join is not None and not self._join.waits_for
 
-    def begin(self, order: int, schedule: Schedule, moves: tuple[LayerMove, ...], needs: Holders, holds: Holders,
+    def begin(self, order: int, schedule: Schedule, moves: tuple[LayerMove, ...],
               addresses: Mapping[Worker, tuple[str, int]], iteration: int) -> None:
         """Have the targets of the moves get their layers from the sources.
 
-        `needs` and `holds` are the stages of each worker after and before; `iteration` is the first that is not
-        committed. Where that has failed too often, the join is complete as it is, and nothing is fetched.
+        `iteration` is the first that is not committed. Where that has failed too often, the join is complete as it is,
+        and nothing is fetched.
         """
         if self._failures >= FAILURES:
             self._join = Join(schedule, order, 0, set(), iteration)
@@ -78,8 +77,6 @@ class JoinPlanner:
                                       workers=tuple(sorted(targets))))
         self._give(Fetch(
             number=self._number + 1, order=order, moves=moves,
-            needs=tuple((worker, tuple(stage for stage in needs[worker] if stage not in holds.get(worker, ())))
-                        for worker in sorted(targets)),
             addresses=tuple((worker, addresses[worker]) for worker in sorted(sources))))
 
     def fetch_up_to_date(self, worker: Worker, fetch: int) -> None:

@@ -1,6 +1,5 @@
 """The file of losses: a line for each iteration, written when it is committed."""
 
-import json
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,6 +8,7 @@ from typing import Self, TextIO
 
 import msgspec
 
+from runtime.events import Iteration, encode
 from schedules.files import write_atomically
 
 Progress = Callable[[int, float], None]
@@ -42,9 +42,11 @@ class LossFile:
         self._file.close()
         self._file = self._kept(iteration)
 
-    def write(self, iteration: int, loss: float) -> None:
-        """Enter the next iteration."""
-        self._file.write(json.dumps({"iteration": iteration, "loss": loss if math.isfinite(loss) else None}) + "\n")
+    def write(self, iteration: int, loss: float, period_seconds: float, at: float) -> None:
+        """Enter the next iteration, committed at a time by `EventLog.now`."""
+        line = Iteration(iteration=iteration, loss=loss if math.isfinite(loss) else None,
+                         period=round(period_seconds, 6), time=at)
+        self._file.write(encode(line).decode() + "\n")
         self._file.flush()
         if self._progress is not None:
             self._progress(iteration, loss)

@@ -4,13 +4,26 @@ A worker that says what cannot be is cut off, before anything of it is used.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from msgspec.structs import replace
 
 from runtime.protocol.setup import Setup
-from runtime.protocol.to_coordinator import Failed, Injected, Note, Paused, Ran, Status, ToCoordinator, Validated
+from runtime.protocol.to_coordinator import (
+    Failed,
+    Injected,
+    Note,
+    Paused,
+    Ran,
+    SpeedMeasured,
+    Status,
+    ToCoordinator,
+    Validated,
+)
 from runtime.protocol.to_worker import Factor
+from schedules.layers import LayerRange
 
 AHEAD = 8
 """Iterations after the last committed one of which reports may come: members are one ahead, and two where clipping
@@ -33,10 +46,13 @@ class Bounds:
         match message:
             case Ran() if message.iteration not in iterations or not math.isfinite(message.window_seconds):
                 return f"it says that it has run iteration {message.iteration}, where {next_iteration} is the next"
+            case Ran() | SpeedMeasured() if not all(one.number > 0 and 0 <= one.seconds < math.inf
+                                                    for one in message.times):
+                return "it says that ops take no time that there is"
             case Validated() if not _known(message.factor, iterations):
                 return f"it has a factor of iteration {message.factor.iteration}, where {next_iteration} is the next"
-            case Paused() if not set(message.stages) <= set(range(len(self.setup.ranges))):
-                return "it says that it holds stages that there are not"
+            case Paused() if not _ascending(message.layers, self.setup.cuts[-1]):
+                return "it says that it holds layers that there are not"
             case Paused() if message.validated is not None and not _known(message.validated, iterations):
                 return f"it has a factor of iteration {message.validated.iteration}, where {next_iteration} is the next"
             case Injected() if not 0 <= message.index < self.injections:
@@ -59,6 +75,12 @@ def printable(message: ToCoordinator) -> ToCoordinator:
 
 def _line(text: str) -> str:
     return "".join(one if one.isprintable() else " " for one in text[:TEXT_CHARACTERS])
+
+
+def _ascending(ranges: Sequence[LayerRange], layers: int) -> bool:
+    """Whether these are ranges of layers, one after the other, of a model of so many."""
+    edges = [edge for one in ranges for edge in one]
+    return all(before < after for before, after in pairwise(edges)) and all(0 <= edge <= layers for edge in edges)
 
 
 def _known(factor: Factor, iterations: range) -> bool:

@@ -5,17 +5,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runtime.config import RunConfig
-from runtime.coordinator.planning import Scheduler
+from runtime.coordinator.planning import Scheduler, SchedulerAtSpeeds
 from runtime.coordinator.recovery import Recovery
+from runtime.coordinator.slow_workers import SpeedEvent
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
 from runtime.processes.stop_signals import GRACE_SECONDS
 from runtime.protocol.authentication import Secret
-from runtime.protocol.failure_injection import Injection
+from runtime.protocol.failure_injection import Injection, Slowdown
 from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, Setup
 from schedules.schedule import Schedule, Worker
 
-Notify = Callable[[Recovery | str], None]
-"""Called with a recovery, or with something that went wrong and was survived; `str` of it is one line for people."""
+Notify = Callable[[Recovery | SpeedEvent | str], None]
+"""Called with a recovery, with what was done about slow workers, or with something that went wrong and was survived;
+`str` of it is one line for people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,9 @@ class Run:
     config: RunConfig
     secret: Secret
     """What all who take part know."""
+    slowdowns: Sequence[Slowdown] = ()
+    at_speeds: SchedulerAtSpeeds | None = None
+    """What is asked for schedules where workers are slow."""
     grace_seconds: float = GRACE_SECONDS
     """How long the run may go on once it is told to end."""
     notify: Notify = field(default=lambda _: None)

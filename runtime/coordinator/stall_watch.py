@@ -43,16 +43,16 @@ class Stall:
         told += ["node 0: plans a schedule for the workers that are left"] if self.planning else []
         return f"nothing has been committed for {self.seconds:.0f} s; " + "; ".join(told)
 
-    def culprits(self, columns: Mapping[Worker, int]) -> list[Status]:
+    def culprits(self, held: Mapping[Worker, Collection[int]]) -> list[Status]:
         """Members that have been at one thing of their own for most of the timeout, and can be done without.
 
-        `columns` are those of the roles of all members. Where all of a column compute for so long, it is the work
-        that is long.
+        `held` are the layers of all members. Where all that hold a layer compute for so long, it is the work that is
+        long.
         """
         enough = MOST * self.timeout_seconds
         busy = {worker: one for worker, one in self.statuses.items() if not one.waits and one.seconds >= enough}
-        spared = {column for worker, column in columns.items() if worker not in busy}
-        return [one for worker, one in sorted(busy.items()) if columns.get(worker) in spared]
+        spared = {layer for worker, layers in held.items() if worker not in busy for layer in layers}
+        return [one for worker, one in sorted(busy.items()) if spared.issuperset(held.get(worker, (-1,)))]
 
 
 class StallWatch:

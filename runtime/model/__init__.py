@@ -1,13 +1,14 @@
-"""What a worker holds: layers in stages, their optimizers, the text they train on; and how these are saved.
+"""What a worker holds and runs: layers, their optimizer, the text they train on; and how these are saved.
 
     layers            a model as a list of layers
     gpt               the GPT that comes with the package
     object_reference  a user's own model, data or optimizer, named in the job file
-    stage             the layers of one stage, and its micro-batches in flight
+    slices            the slices that a worker runs, and their micro-batches in flight
     split             the backward in two: I and W
+    holding           the layers that a worker holds, their gradients, their optimizer
     optimizer         steps that can be undone exactly; state by layer
     clipping          how far to scale a step down, or not to make it
-    steps             steps that depend on the gradients of all stages, validated afterwards
+    steps             steps that depend on the gradients of all layers, validated afterwards
     data              text, cut into micro-batches
     seeds             random numbers by iteration, pipeline, micro-batch and layer
     digest            a short text for a set of tensors

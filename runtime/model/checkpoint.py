@@ -33,7 +33,7 @@ _SAVING = re.compile(r"\.saving-(\d{1,18})")
 _TEMPORARY = re.compile(r"\.(layer-\d{4,7}|manifest\.json)[-.]")
 
 LayerState = Mapping[str, Tensor]
-"""What `StageOptimizer.layer_state` gives."""
+"""What `UndoableOptimizer.layer_state` gives."""
 Ended = Callable[["CheckpointError | None"], None]
 
 
@@ -169,7 +169,7 @@ def open_checkpoint(path: Path, identity: Mapping[str, Any] | None = None) -> Ch
 
 
 def load(checkpoint: Checkpoint, layers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
-    """The states of some layers, on the CPU, for `StageOptimizer.load_layer_state`. Raises CheckpointError."""
+    """The states of some layers, on the CPU, for `UndoableOptimizer.load_layer_state`. Raises CheckpointError."""
     return {layer: _load(checkpoint, layer) for layer in layers}
 
 

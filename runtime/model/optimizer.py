@@ -1,7 +1,7 @@
-"""The optimizer of one stage: steps that can be undone bit for bit, and state that moves layer by layer.
+"""The optimizer of one worker: steps that can be undone bit for bit, and state that moves layer by layer.
 
-Elementwise, so that it matters to no parameter which stage it lies in. With a staggered optimizer a stage steps before
-it knows that all others will: until that is known, `StageOptimizer` keeps what it takes to go back. It goes back by
+Elementwise, so that it matters to no parameter who holds it. With a staggered optimizer a worker steps before it knows
+that all others will: until that is known, `UndoableOptimizer` keeps what it takes to go back. It goes back by
 copies, one of the parameters and one of the optimizer's state: computing backwards (as in Zero Bubble, Qi et al., ICLR
 2024) needs no copy but is not exact in floating point, and then a worker that undid a step would drift from its peers.
 """
@@ -34,9 +34,9 @@ OPTIMIZERS: dict[str, Factory] = {"adamw": _adamw, "sgd": _sgd}
 element of a parameter from that element's gradient and state alone, and remember only tensors, in its `state`."""
 
 
-def build_optimizer(layers: Mapping[int, nn.Module], config: TrainingConfig) -> "StageOptimizer":
+def build_optimizer(layers: Mapping[int, nn.Module], config: TrainingConfig) -> "UndoableOptimizer":
     """The configured optimizer over these layers. Raises ConfigError when there is none of that name."""
-    return StageOptimizer(layers, config)
+    return UndoableOptimizer(layers, config)
 
 
 def optimizer_factory(name: str) -> Factory:
@@ -50,15 +50,13 @@ def optimizer_factory(name: str) -> Factory:
     return factory
 
 
-class StageOptimizer:
+class UndoableOptimizer:
     """Steps the parameters of some layers by their `.grad`.
 
     An iteration's step is *open* from `step` until it is committed or undone. At most one is open: stepping the next
     iteration commits the one before, because a worker gets there only after all others have validated that one. So
-    recovery is, on each survivor, when c is the last iteration that all have committed::
-
-        if optimizer.open_iteration is not None and optimizer.open_iteration > c:
-            optimizer.undo()                # parameters and state are bit for bit those after iteration c
+    recovery is, on each survivor, when c is the last iteration that all have committed, `go_back(c)`: parameters and
+    state are bit for bit those after iteration c.
     """
 
     def __init__(self, layers: Mapping[int, nn.Module], config: TrainingConfig) -> None:
@@ -79,7 +77,7 @@ class StageOptimizer:
         """The iteration whose step can be undone."""
 
     def squares(self) -> dict[int, float]:
-        """The sum of squares of each layer's gradients, computed in float64, whichever stage the layer lies in."""
+        """The sum of squares of each layer's gradients, computed in float64, whoever holds the layer."""
         layers = [(layer, [parameter.grad.double().square().sum() for parameter in trained.values()
                            if parameter.grad is not None]) for layer, trained in self._trained.items()]
         sums = [one for _, parts in layers for one in parts]
@@ -109,6 +107,12 @@ class StageOptimizer:
             else:
                 self._state[parameter] = dict(before)
         self.open_iteration = None
+
+    def go_back(self, committed: int) -> None:
+        """Undo the open step where it is of a later iteration than the last committed one; else it is final."""
+        if self.open_iteration is not None and self.open_iteration > committed:
+            self.undo()
+        self.commit()
 
     def commit(self) -> None:
         """Give up the way back: the open step, if there is one, is final. Memory is kept for the next."""
@@ -162,17 +166,22 @@ class StageOptimizer:
         """The gradients of a layer's parameters by their names: the tensors themselves."""
         return {name: parameter.grad for name, parameter in self._trained[layer].items() if parameter.grad is not None}
 
-    def take_over(self, other: "StageOptimizer") -> None:
+    def take_over(self, other: "UndoableOptimizer") -> None:
         """Go on from where another optimizer of some of the same parameters is, which must not be used any more.
 
         No step may be open here; one that is open there is final.
         """
         assert self.open_iteration is None, "a step is open: undo or commit it first"
+        mine = set(self._parameters())
+        live: set[int] = set()
         for parameter in other._parameters():
-            self._state.pop(parameter, None)
-            if parameter in other._state:
-                self._state[parameter] = other._state[parameter]
-        self._saved += other._saved  # their memory, for the next step
+            if parameter in mine:
+                self._state.pop(parameter, None)
+                if parameter in other._state:
+                    self._state[parameter] = other._state[parameter]
+                live.update(map(id, (parameter, *other._state.get(parameter, {}).values())))
+        # Their memory, for the next step.
+        self._saved += [(tensor, copy) for tensor, copy in other._saved if id(tensor) in live]
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for trained in self._trained.values() for parameter in trained.values()]

@@ -1,24 +1,23 @@
-"""The optimizer steps of one worker when a step depends on the gradients of all stages: validated afterwards.
+"""The optimizer steps of one worker when a step depends on the gradients of all layers: validated afterwards.
 
-Clipping by the global norm, and skipping what is not finite, make every stage's step wait for the last stage's
-gradients, which takes back what staggering gains. So a stage steps right away, on the guess that nothing is clipped;
-the sums of squares of all layers travel meanwhile, and when they are there and say otherwise, the step is undone and
-done again. The idea is Zero Bubble's (Qi et al., ICLR 2024, section 4); undoing by copies keeps it exact.
+Clipping by the global norm, and skipping what is not finite, make every worker's step wait for the gradients of all
+layers, which takes back what staggering gains. So a worker steps right away, on the guess that nothing is clipped; the
+sums of squares of all layers travel meanwhile, and when they are there and say otherwise, the step is undone and done
+again. The idea is Zero Bubble's (Qi et al., ICLR 2024, section 4); undoing by copies keeps it exact.
 
 While the sums travel, the worker runs the forwards that begin the next iteration. Those that ran on a wrong guess are
 void: from there on all workers pass empty tensors to each other to the end of the iteration, computing nothing, and
-run it once more. They all know alike, from the same bits, and before any backward (which needs the last stage's step),
+run it once more. They all know alike, from the same bits, and before any backward (which needs the last layer's step),
 so that gradients of two iterations never meet. After an iteration that was clipped, no guess is made for a while: where
 clipping is the rule, timing is that of a synchronous optimizer, and nothing runs twice.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from runtime.config import TrainingConfig
 from runtime.model.clipping import clip_factor, watches_gradients
-from runtime.model.optimizer import StageOptimizer
-from runtime.model.stage import StageModule
+from runtime.model.holding import Holding
 
 UNCLIPPED = 4
 """Iterations without clipping after which guessing pays again: a wrong guess costs less than one iteration."""
@@ -39,12 +38,12 @@ Share = Callable[[Sequence[float]], Sums]
 
 
 class Steps:
-    """Makes the steps of one worker's stages.
+    """Makes the steps of what one worker holds.
 
     Parameters
     ----------
     speaks_for
-        The stages whose sums this worker contributes; each stage has one such worker, its peers hold the same.
+        The layers whose sums this worker contributes; each layer has one such worker, the others hold the same.
     layers
         How many the whole model has.
     share
@@ -56,12 +55,11 @@ class Steps:
         by.
     """
 
-    def __init__(self, stages: Mapping[int, StageModule], optimizers: Mapping[int, StageOptimizer],
-                 config: TrainingConfig, *, speaks_for: Sequence[int], layers: int, share: Share | None,
-                 staggered: bool, stepped: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(self, holding: Holding, config: TrainingConfig, *, speaks_for: Collection[int], layers: int,
+                 share: Share | None, staggered: bool, stepped: Callable[[int], None] = lambda _: None) -> None:
         assert (share is not None) == watches_gradients(config)
-        self._stages = stages
-        self._optimizers = optimizers
+        self._holding = holding
+        self._optimizer = holding.optimizer
         self._config = config
         self._speaks_for = frozenset(speaks_for)
         self._layers = layers
@@ -80,20 +78,19 @@ class Steps:
         """Whether what the workers compute from here to the next step rests on a wrong guess; reset it then."""
 
     def step(self, iteration: int) -> None:
-        """O: step all stages, for good or on a guess. Raises CommunicationError."""
+        """O: step all layers, for good or on a guess. Raises CommunicationError."""
         self._iteration = iteration
         if self._share is None:
-            self._step(iteration, 1.0)
+            self._optimizer.step(iteration)
             self._end(1.0)
             return
-        squares = {index: optimizer.squares() for index, optimizer in self._optimizers.items()}
+        squares = self._optimizer.squares()
         self._sums = self._share(self._contribution(squares))
         self._others_guess = self._staggered and self._unclipped >= UNCLIPPED
-        mine = [square for stage in squares.values() for square in stage.values()]
         # What this worker holds may already be too much: then the guess is known to be wrong.
-        self._guessed = self._others_guess and clip_factor(mine, self._config) == 1.0
+        self._guessed = self._others_guess and clip_factor(squares.values(), self._config) == 1.0
         if self._guessed:
-            self._step(iteration, 1.0)
+            self._optimizer.step(iteration)
         else:
             self.validate()
 
@@ -120,10 +117,7 @@ class Steps:
         self._when_validated.clear()
         if self._sums is not None and self._iteration == committed:
             self._conclude(factor)
-        for optimizer in self._optimizers.values():
-            if optimizer.open_iteration is not None and optimizer.open_iteration > committed:
-                optimizer.undo()
-            optimizer.commit()
+        self._optimizer.go_back(committed)
         self._sums = None
         self.void = False
         self._unclipped = UNCLIPPED  # as with a worker that joins now: all must guess alike
@@ -131,10 +125,9 @@ class Steps:
     def _conclude(self, factor: float | None) -> None:
         right = self._guessed and factor == 1.0
         if self._guessed and not right:
-            for optimizer in self._optimizers.values():
-                optimizer.undo()
+            self._optimizer.undo()
         if not right and factor is not None:
-            self._step(self._iteration, factor)
+            self._optimizer.step(self._iteration, factor)
         self._sums = None
         self.validated = self._iteration, factor
         self._unclipped = self._unclipped + 1 if factor == 1.0 else 0
@@ -148,22 +141,13 @@ class Steps:
         else:
             self._when_validated.append(call)
 
-    def _contribution(self, squares: Mapping[int, Mapping[int, float]]) -> list[float]:
-        values = [0.0] * self._layers
-        for stage in self._speaks_for:
-            for layer, square in squares[stage].items():
-                values[layer] = square
-        return values
-
-    def _step(self, iteration: int, factor: float) -> None:
-        for optimizer in self._optimizers.values():
-            optimizer.step(iteration, factor)
+    def _contribution(self, squares: Mapping[int, float]) -> list[float]:
+        return [squares[layer] if layer in self._speaks_for else 0.0 for layer in range(self._layers)]
 
     def _end(self, factor: float | None) -> None:
         if factor is not None:
             self._stepped(self._iteration)
-        for stage in self._stages.values():
-            stage.zero_gradients()
+        self._holding.zero_gradients()
         calls, self._when_validated = self._when_validated, []
         for call in calls:
             call()

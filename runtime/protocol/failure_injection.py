@@ -1,4 +1,5 @@
-"""Failures on purpose: a worker that kills or stops itself, or raises, at a given place. For tests and rehearsals.
+"""Failures on purpose: a worker that kills or stops itself, or raises, at a given place; or that takes longer for its
+ops, from an iteration on. For tests and rehearsals.
 
 Places are met in this order in every iteration: the ops of the program by their number, `A` and `O` before the first
 op of that kind, `stepped` after the last op, `reported` after the coordinator has acknowledged. When a worker takes an
@@ -28,6 +29,21 @@ class Injection(msgspec.Struct, frozen=True):
     place: Place = 0
     action: Action = "kill"
     """SIGKILL, SIGSTOP, an exception, connections that break, or a process that just ends."""
+
+
+class Slowdown(msgspec.Struct, frozen=True):
+    """A worker takes longer for its compute ops from an iteration on, until the next slowdown of it."""
+
+    worker: Worker
+    iteration: int
+    factor: float
+    """At least 1, which is as long as usual."""
+
+
+def factor_at(slowdowns: Iterable[Slowdown], iteration: int) -> float:
+    """By how much a worker with these slowdowns takes longer in an iteration."""
+    begun = [one for one in slowdowns if one.iteration <= iteration]
+    return max(begun, key=lambda one: one.iteration).factor if begun else 1.0
 
 
 class InjectedError(RuntimeError):

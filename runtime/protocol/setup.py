@@ -5,8 +5,8 @@ from typing import Literal
 import msgspec
 import torch
 
-from runtime.model.stage import Boundary
-from runtime.protocol.failure_injection import Injection
+from runtime.model.slices import TensorForm
+from runtime.protocol.failure_injection import Injection, Slowdown
 from runtime.protocol.rendezvous import Rendezvous
 from runtime.replay.communication import Transport
 
@@ -14,22 +14,20 @@ JOIN_TIMEOUT_SECONDS = 600.0
 """For all workers to be there: on several machines, people start them."""
 
 
-class BoundarySpec(msgspec.Struct, frozen=True, array_like=True):
-    """A `runtime.model.stage.Boundary` as JSON: shape and dtype of what a stage takes, and of what it gives."""
+class FormSpec(msgspec.Struct, frozen=True, array_like=True):
+    """A `runtime.model.slices.TensorForm` as JSON."""
 
-    input_shape: tuple[int, ...]
-    input_dtype: str
-    output_shape: tuple[int, ...]
-    output_dtype: str
+    shape: tuple[int, ...]
+    dtype: str
 
     @classmethod
-    def of(cls, boundary: Boundary) -> "BoundarySpec":
-        """Write a boundary."""
-        return cls(boundary.input_shape, str(boundary.input_dtype), boundary.output_shape, str(boundary.output_dtype))
+    def of(cls, form: TensorForm) -> "FormSpec":
+        """Write a form."""
+        return cls(form.shape, str(form.dtype))
 
-    def boundary(self) -> Boundary:
+    def form(self) -> TensorForm:
         """Read it again."""
-        return Boundary(self.input_shape, _dtype(self.input_dtype), self.output_shape, _dtype(self.output_dtype))
+        return TensorForm(self.shape, _dtype(self.dtype))
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -48,12 +46,12 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     device: Literal["cpu", "cuda"]
     store: Rendezvous
     """torch's key-value store, where process groups find each other."""
-    columns: tuple[int, ...]
-    """Of the worker that holds each stage."""
-    ranges: tuple[tuple[int, int], ...]
-    """Half-open range of layers of each stage."""
-    boundaries: tuple[BoundarySpec, ...]
-    """Of each stage."""
+    cuts: tuple[int, ...]
+    """Where the schedules' layers lie in the model (`runtime.replay.placement.Placement`)."""
+    columns: tuple[tuple[int, ...], ...]
+    """The layers of the model that the stages of each column have."""
+    forms: tuple[FormSpec, ...]
+    """Of what passes at each cut."""
     loss_scale: float
     heartbeat_timeout_seconds: float
     fetch_bytes_per_second: float | None = None
@@ -62,6 +60,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Iterations from one checkpoint to the next; None: the coordinator says when (`Acknowledged`)."""
     injections: tuple[tuple[int, Injection], ...] = ()
     """This worker's failures on purpose that have not happened yet, by their index among all."""
+    slowdowns: tuple[Slowdown, ...] = ()
+    """This worker's."""
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -4,6 +4,8 @@ import msgspec
 
 from runtime.protocol.channel import Decoder
 from runtime.protocol.to_worker import Factor
+from runtime.replay.recorder import OpTime
+from schedules.layers import LayerRange
 from schedules.measured_trace import MeasuredOp
 from schedules.schedule import Worker
 
@@ -59,8 +61,17 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
     """Its part of the mean loss; None when that is not finite, which JSON cannot say."""
     window_seconds: float
     """From the start of its first op to the end of its O."""
+    times: tuple[OpTime, ...] = ()
+    """Of what it computed."""
     ops: tuple[MeasuredOp, ...] = ()
     """When its ops ran, on the shared clock, in the iterations that are traced."""
+
+
+class SpeedMeasured(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `MeasureSpeed`, from a worker that takes no part: what its ops take when it runs them by itself."""
+
+    worker: Worker
+    times: tuple[OpTime, ...]
 
 
 class Validated(msgspec.Struct, frozen=True, tag=True):
@@ -75,8 +86,8 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
 
     worker: Worker
     order: int
-    stages: tuple[int, ...]
-    """Those whose layers it holds."""
+    layers: tuple[LayerRange, ...]
+    """Those of the model that it holds: ascending ranges that do not touch."""
     validated: Factor | None
     """Of the last iteration of which it knows."""
     reason: str | None
@@ -178,7 +189,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 FromWorker = (JoinWorker | Heartbeat | Ready | Started | Ran | Validated | Paused
               | FetchUpToDate | FetchFailed | Finished | Saved | Note | Injected | Leaving | Status | Checkpoints
-              | Failed)
+              | SpeedMeasured | Failed)
 FromNodeAgent = JoinNode | Leaving | Ended
 ToCoordinator = FromWorker | FromNodeAgent
 

@@ -9,6 +9,7 @@ import msgspec
 
 from runtime.protocol.channel import Decoder
 from runtime.protocol.setup import Setup
+from schedules.layers import LayerRange
 from schedules.schedule import Worker
 
 
@@ -48,7 +49,7 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     factor: Factor | None = None
     """Of the last committed iteration, for workers that do not know it."""
     restore: tuple[tuple[Worker, tuple[int, ...]], ...] | None = None
-    """Where layers were lost, and the run goes back: drop all layers, and read these stages, of each member that can
+    """Where layers were lost, and the run goes back: drop all layers, and read these layers, of each member that can
     read them, from the checkpoint of `first_iteration`, or build them as they were before the run began."""
 
 
@@ -88,16 +89,14 @@ class Acknowledged(msgspec.Struct, frozen=True, tag=True):
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """While training goes on: get layers for the next order, and keep them up to date.
 
-    Sent to all members and all workers that want to join, when one does; `needs` names those that fetch. It replaces
-    any earlier fetch of the same order. The next order uses it or drops it.
+    Sent to all members and all workers that want to join; the targets of the moves fetch. It replaces any earlier fetch
+    of the same order. The next order uses it or drops it.
     """
 
     number: int
     order: int
     """The one that is being followed."""
     moves: tuple[LayerMove, ...] = ()
-    needs: tuple[tuple[Worker, tuple[int, ...]], ...] = ()
-    """The stages that are new to each target."""
     addresses: tuple[tuple[Worker, tuple[str, int]], ...] = ()
     """Where each source listens (`runtime.worker.layer_sender`)."""
 
@@ -110,7 +109,19 @@ class ReportCheckpoints(msgspec.Struct, frozen=True, tag=True):
     """Sent when nobody holds some layer any more: say which checkpoints you can read (`Checkpoints`)."""
 
 
+class MeasureSpeed(msgspec.Struct, frozen=True, tag=True):
+    """Sent to a worker that takes no part, as it was too slow: run ops of some slices, and say what they take."""
+
+    iteration: int
+    """The present one."""
+    slices: tuple[tuple[int, LayerRange], ...]
+    """By their numbers, with the schedule's layers."""
+    split: bool
+    """Whether the backward is I and W, else B."""
+
+
 Order = Train | Finish
-ToWorker = Setup | Train | Finish | Leave | EndOrder | Acknowledged | Fetch | ReportStatus | ReportCheckpoints
+ToWorker = (Setup | Train | Finish | Leave | EndOrder | Acknowledged | Fetch | ReportStatus | ReportCheckpoints
+            | MeasureSpeed)
 
 decode: Decoder[ToWorker] = Decoder(ToWorker)

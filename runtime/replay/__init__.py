@@ -4,7 +4,7 @@
     exchange         hands the result of an op to the next one, on the same worker or another
     communication    sends, receives and sums over process groups
     group_store      where the members of a process group leave their addresses
-    placement        which worker holds which stages and layers
+    placement        where the layers of schedules lie in the model, and who holds them
     recorder         when each op ran
     stuck_calls      finds a thread that is stuck in a process group
 """

@@ -1,4 +1,4 @@
-"""Tensors between workers: point to point, and summed over the workers of a stage.
+"""Tensors between workers: point to point, and summed over those that hold the same layers.
 
 A `Communicator` holds the process groups of one generation of workers, and is dropped whole with it.
 """
@@ -20,6 +20,7 @@ from runtime.errors import first_line
 from runtime.replay.group_store import GroupStore
 from runtime.replay.stuck_calls import OPEN_CALLS
 from runtime.torch_private import Group, Store, TCPStore, gloo_group, nccl_group
+from schedules.layers import LayerRange, layers_text
 from schedules.schedule import Worker
 
 Transport = Literal["gloo", "nccl"]
@@ -103,8 +104,8 @@ class Communicator:
 
     Parameters
     ----------
-    reduce_groups
-        For each stage that this worker hosts (copies under the name of their original), all live workers that do.
+    sharers
+        For each range of layers by which this worker reduces gradients, all live workers that do.
     store
         Where the process groups find each other: one that all members share, a TCPStore for NCCL.
     sums
@@ -117,7 +118,7 @@ class Communicator:
     `schedules.graph.transfers`). Raises CommunicationError.
     """
 
-    def __init__(self, membership: Membership, reduce_groups: Mapping[int, Sequence[Worker]], *, transport: Transport,
+    def __init__(self, membership: Membership, sharers: Mapping[LayerRange, Sequence[Worker]], *, transport: Transport,
                  device: torch.device, store: Store, sums: bool = False,
                  require: Callable[[], None] = lambda: None) -> None:
         self.device = device
@@ -138,10 +139,11 @@ class Communicator:
         self._join(_WORLD, everyone, transport)
         if sums:  # numbers of the host: over gloo also where tensors go over NCCL, whose stream they would hold up
             self._join(_SUMS, everyone, "gloo")
-        self._shared = {stage for stage, members in reduce_groups.items() if len(members) > 1}
-        # All members make their groups in the order of the stages: no two wait for each other in different groups.
-        for stage in sorted(self._shared):
-            self._join(_stage_group(stage), sorted(reduce_groups[stage]), transport)
+        self._sharers = {layers: tuple(sorted(members)) for layers, members in sharers.items() if len(members) > 1}
+        # One group for each set of workers, however many ranges they share. All members make their groups in the order
+        # of the sets: no two wait for each other in different groups.
+        for members in sorted(set(self._sharers.values())):
+            self._join(_name_of(members), members, transport)
 
     def send(self, tensor: Tensor, target: Worker, tag: int) -> Outgoing:
         """Start sending; computing goes on."""
@@ -157,13 +159,14 @@ class Communicator:
         with _told_in_one_line(f"receiving from worker {source}"):
             return Arriving(self._group(_WORLD).recv([payload], self._ranks[source], tag), payload, source, self.device)
 
-    def sum_over_stage(self, stage: int, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over the live workers of a stage. Raises CommunicationError."""
-        if stage not in self._shared:
+    def sum_over_sharers(self, layers: LayerRange, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over all live workers that reduce these layers. Raises CommunicationError."""
+        members = self._sharers.get(layers)
+        if members is None:
             return
-        with _told_in_one_line(f"summing the gradients of stage {stage}"):
+        with _told_in_one_line(f"summing the gradients of {layers_text(layers)}"):
             carried = [tensor.cpu() for tensor in tensors] if self._staged else list(tensors)
-            group, buckets = self._group(_stage_group(stage)), _buckets(carried)
+            group, buckets = self._group(_name_of(members)), _buckets(carried)
             joined = [bucket[0] if len(bucket) == 1 else torch.cat([tensor.flatten() for tensor in bucket])
                       for bucket in buckets]
             for work in [group.allreduce([one]) for one in joined]:
@@ -238,7 +241,7 @@ class Communicator:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Neighbours of one dtype together, up to `BUCKET_BYTES`; the same at all workers that hold a stage."""
+    """Neighbours of one dtype together, up to `BUCKET_BYTES`; the same at all workers that reduce them."""
     buckets: list[list[Tensor]] = []
     room = 0
     for tensor in tensors:
@@ -276,8 +279,8 @@ def _plain(told: str) -> str:
     return _GLOO_PLACE.sub("", told).partition(". This is typically")[0]
 
 
-def _stage_group(stage: int) -> str:
-    return f"stage {stage}"
+def _name_of(members: Sequence[Worker]) -> str:
+    return " ".join(map(str, members))
 
 
 def choose_transport(wanted: str, device: str, workers: int, cards: int) -> Transport:

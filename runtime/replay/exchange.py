@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from runtime.model.stage import Boundary
+from runtime.model.slices import TensorForm
 from runtime.replay.communication import Arriving, Communicator, Outgoing
 from schedules.graph import Transfer, programs_of, transfers
 from schedules.schedule import Schedule
@@ -19,10 +19,10 @@ TensorKind = Literal["activation", "gradient"]
 
 
 class TensorName(NamedTuple):
-    """An activation on its way into the F of `stage`, or a gradient into its I or B."""
+    """An activation on its way into the F of `slice`, or a gradient into its I or B."""
 
     kind: TensorKind
-    stage: int
+    slice: int
     pipeline: int
     microbatch: int
 
@@ -35,14 +35,20 @@ class Exchange:
     So there is no cycle of waiting, even where transfers run strictly one after the other, as on one NCCL communicator.
     Where they do not, over gloo, receives are posted ahead of sends: what finds its receive posted travels at once,
     else it takes two more messages.
+
+    Parameters
+    ----------
+    forms
+        Of what goes into each layer of the schedule, and then of what comes out of the last.
     """
 
-    def __init__(self, schedule: Schedule, communicator: Communicator, boundaries: Sequence[Boundary],
+    def __init__(self, schedule: Schedule, communicator: Communicator, forms: Sequence[TensorForm],
                  iterations: range) -> None:
         everyone = transfers(schedule, programs_of(schedule))
         self._worker = worker = communicator.worker
         self._communicator = communicator
-        self._boundaries = boundaries
+        self._schedule = schedule
+        self._forms = forms
         self._iterations = iterations
         self._mine = [(tag, transfer) for tag, transfer in enumerate(everyone)
                       if worker in (transfer.source, transfer.target)]
@@ -84,7 +90,7 @@ class Exchange:
 
     def give_empty(self, iteration: int, name: TensorName) -> None:
         """Pass on an empty tensor, for an op that is not run. Raises CommunicationError."""
-        shape, dtype = self._form(name.kind, name.stage)
+        shape, dtype = self._form(name.kind, name.slice)
         self.give(iteration, name, torch.zeros(shape, dtype=dtype, device=self._communicator.device))
 
     def one_more(self) -> None:
@@ -142,11 +148,10 @@ class Exchange:
         """Its tag, and what it is."""
         return self._mine[number % len(self._mine)]
 
-    def _form(self, kind: TensorKind, stage: int) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of what the ops of a stage take."""
-        boundary = self._boundaries[stage]
-        return (boundary.input_shape, boundary.input_dtype) if kind == "activation" \
-            else (boundary.output_shape, boundary.output_dtype)
+    def _form(self, kind: TensorKind, slice: int) -> TensorForm:
+        """That of what the ops of a slice take."""
+        first, end = self._schedule.layers_of(slice)
+        return self._forms[first if kind == "activation" else end]
 
 
 def _name(transfer: Transfer) -> TensorName:

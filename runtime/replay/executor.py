@@ -1,16 +1,17 @@
 """Executor: runs one worker's program, op by op, in its order. It decides nothing."""
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from runtime.model.data import Microbatch
-from runtime.model.stage import StageModule
+from runtime.model.slices import SliceRunner, Slices
 from runtime.model.steps import Steps
 from runtime.replay.communication import Communicator
-from runtime.replay.exchange import Exchange, TensorKind, TensorName
+from runtime.replay.exchange import Exchange, TensorName
 from runtime.replay.recorder import Recorder
+from schedules.precedence import consumers, op_key, waits
 from schedules.schedule import Op, OpKind, Schedule
 
 
@@ -32,16 +33,27 @@ def _nothing(iteration: int, place: int, kind: OpKind) -> None:
     """Does nothing."""
 
 
-class Executor:
-    """One live worker of a schedule, with the stages it holds and their optimizer steps."""
+class _Step(NamedTuple):
+    """An op of the program with all that its handler needs."""
 
-    def __init__(self, schedule: Schedule, *, stages: Mapping[int, StageModule], steps: Steps,
-                 communicator: Communicator, exchange: Exchange, feed: Feed, recorder: Recorder,
-                 before_op: BeforeOp = _nothing) -> None:
-        self._program = schedule.ops(communicator.worker)
+    op: Op
+    run: "Callable[[Executor, _Step], None]"
+    runner: SliceRunner | None
+    """None for A and O."""
+    takes: TensorName | None
+    """What it waits for from another op."""
+    gives: TensorName | None
+    """What another op waits for."""
+
+
+class Executor:
+    """One live worker of a schedule, with the slices that it runs and its optimizer steps."""
+
+    def __init__(self, schedule: Schedule, *, slices: Slices, steps: Steps, communicator: Communicator,
+                 exchange: Exchange, feed: Feed, recorder: Recorder, before_op: BeforeOp = _nothing) -> None:
+        self._program = [_step(schedule, op, slices) for op in schedule.ops(communicator.worker)]
         self._split = schedule.backward == "split"
-        self._original = schedule.grid.original
-        self._stages = stages
+        self._slices = slices
         self._steps = steps
         self._communicator = communicator
         self._exchange = exchange
@@ -52,7 +64,7 @@ class Executor:
         self._void_rounds = 0
 
     def run(self, iteration: int) -> float:
-        """Run one iteration: this worker's part of the mean loss (0 off the last stage).
+        """Run one iteration: this worker's part of the mean loss (0 where it runs no last layer).
 
         Raises CommunicationError, and whatever `before_op` raises.
         """
@@ -60,19 +72,20 @@ class Executor:
         while not self._run_program():
             self._forget_round()
         self._exchange.end_iteration()
-        return sum(stage.take_loss().item() for stage in self._stages.values() if stage.last)
+        return self._slices.take_loss()
 
     def _run_program(self) -> bool:
         """False when the iteration turned out to rest on a wrong guess of the step before (`runtime.model.steps`)."""
-        for place, op in enumerate(self._program):
-            self._before_op(self._iteration, place, op.kind)
-            if op.kind is OpKind.F:
+        for place, step in enumerate(self._program):
+            kind = step.op.kind
+            self._before_op(self._iteration, place, kind)
+            if kind is OpKind.F:
                 self._steps.poll()
-            elif op.kind is not OpKind.O:
+            elif kind is not OpKind.O:
                 self._steps.validate()
             elif self._steps.void:
                 return False
-            (Executor._pass_empty if self._steps.void else _HANDLERS[op.kind])(self, op)
+            (Executor._pass_empty if self._steps.void else step.run)(self, step)
         return True
 
     def _forget_round(self) -> None:
@@ -80,73 +93,61 @@ class Executor:
         self._exchange.one_more()
         self._exchange.end_iteration()
         self._recorder.begin_again()
-        for stage in self._stages.values():
-            stage.discard()
+        self._slices.discard()
         self._steps.void = False
 
-    def _pass_empty(self, op: Op) -> None:
+    def _pass_empty(self, step: _Step) -> None:
         """An op that is void: take and give what it would, compute nothing."""
-        if op.kind in (OpKind.F, OpKind.I, OpKind.B):
-            stage, forward = self._stage(op), op.kind is OpKind.F
-            source, target, step = (stage.first, stage.last, 1) if forward else (stage.last, stage.first, -1)
-            kind: TensorKind = "activation" if forward else "gradient"
-            if not source:
-                self._take(kind, op)
-            if not target:
-                self._exchange.give_empty(self._round, self._name(kind, op, stage.index + step))
+        if step.takes is not None:
+            self._exchange.take(self._round, step.takes)
+        if step.gives is not None:
+            self._exchange.give_empty(self._round, step.gives)
 
-    def _forward(self, op: Op) -> None:
-        stage, microbatch = self._stage(op), self._microbatch(op)
-        value = None if stage.first else self._take("activation", op)
-        with self._recorder.timing(op):
-            tokens, target = self._feed(microbatch) if stage.first or stage.last else (None, None)
+    def _forward(self, step: _Step) -> None:
+        runner, microbatch = self._runner(step), self._microbatch(step.op)
+        value = None if step.takes is None else self._exchange.take(self._round, step.takes)
+        with self._recorder.timing(step.op):
+            tokens, target = self._feed(microbatch) if runner.first or runner.last else (None, None)
             value = tokens if value is None else value
             assert value is not None
-            output = stage.forward(microbatch, value, target if stage.last else None, split=self._split)
-        if output is not None:
-            self._give("activation", op, stage.index + 1, output)
+            output = runner.forward(microbatch, value, target if runner.last else None, split=self._split)
+        self._give(step, output)
 
-    def _backward(self, op: Op) -> None:
+    def _backward(self, step: _Step) -> None:
         """I or B."""
-        stage, microbatch = self._stage(op), self._microbatch(op)
-        run = stage.backward if op.kind is OpKind.B else stage.backward_input
-        gradient = None if stage.last else self._take("gradient", op)
-        with self._recorder.timing(op):
+        runner, microbatch = self._runner(step), self._microbatch(step.op)
+        run = runner.backward if step.op.kind is OpKind.B else runner.backward_input
+        gradient = None if step.takes is None else self._exchange.take(self._round, step.takes)
+        with self._recorder.timing(step.op):
             result = run(microbatch, gradient)
-        if result is not None:
-            self._give("gradient", op, stage.index - 1, result)
+        self._give(step, result)
 
-    def _backward_weight(self, op: Op) -> None:
-        with self._recorder.timing(op):
-            self._stage(op).backward_weight(self._microbatch(op))
+    def _backward_weight(self, step: _Step) -> None:
+        with self._recorder.timing(step.op):
+            self._runner(step).backward_weight(self._microbatch(step.op))
 
-    def _all_reduce(self, op: Op) -> None:
-        stage = self._stage(op)
-        with self._recorder.timing(op):
-            self._communicator.sum_over_stage(self._original(stage.index), stage.gradients())
+    def _all_reduce(self, step: _Step) -> None:
+        slice = step.op.slice
+        assert slice is not None
+        with self._recorder.timing(step.op):
+            self._communicator.sum_over_sharers(self._slices.layers[slice], self._slices.gradients(slice))
 
-    def _step(self, op: Op) -> None:
-        with self._recorder.timing(op):
+    def _optimize(self, step: _Step) -> None:
+        with self._recorder.timing(step.op):
             self._steps.step(self._iteration)
 
-    def _stage(self, op: Op) -> StageModule:
-        assert op.slice is not None
-        return self._stages[op.slice]
+    def _runner(self, step: _Step) -> SliceRunner:
+        assert step.runner is not None
+        return step.runner
 
     def _microbatch(self, op: Op) -> Microbatch:
         assert op.pipeline is not None and op.microbatch is not None
         return Microbatch(self._iteration, op.pipeline, op.microbatch)
 
-    def _take(self, kind: TensorKind, op: Op) -> Tensor:
-        assert op.slice is not None
-        return self._exchange.take(self._round, self._name(kind, op, op.slice))
-
-    def _give(self, kind: TensorKind, op: Op, stage: int, tensor: Tensor) -> None:
-        self._exchange.give(self._round, self._name(kind, op, stage), tensor)
-
-    def _name(self, kind: TensorKind, op: Op, stage: int) -> TensorName:
-        assert op.pipeline is not None and op.microbatch is not None
-        return TensorName(kind, stage, op.pipeline, op.microbatch)
+    def _give(self, step: _Step, tensor: Tensor | None) -> None:
+        if step.gives is not None:
+            assert tensor is not None
+            self._exchange.give(self._round, step.gives, tensor)
 
     @property
     def _round(self) -> int:
@@ -154,8 +155,19 @@ class Executor:
         return self._iteration + self._void_rounds
 
 
-_HANDLERS: Mapping[OpKind, Callable[[Executor, Op], None]] = {
+def _step(schedule: Schedule, op: Op, slices: Slices) -> _Step:
+    """An op, with what it takes from and gives to the ops of its micro-batch along the route."""
+    if op.slice is None or op.pipeline is None or op.microbatch is None:
+        return _Step(op, _HANDLERS[op.kind], None, None, None)
+    key, path = op_key(op), schedule.path(op.pipeline, op.microbatch)
+    takes = next((TensorName(rule.tensor, *key[1:]) for _, rule in waits(key, path) if rule.tensor), None)
+    gives = next((TensorName(rule.tensor, *other[1:]) for other, rule in consumers(key, path)
+                  if rule.tensor), None)
+    return _Step(op, _HANDLERS[op.kind], slices.runners[op.slice], takes, gives)
+
+
+_HANDLERS: Mapping[OpKind, Callable[[Executor, _Step], None]] = {
     OpKind.F: Executor._forward, OpKind.B: Executor._backward, OpKind.I: Executor._backward,
-    OpKind.W: Executor._backward_weight, OpKind.A: Executor._all_reduce, OpKind.O: Executor._step}
+    OpKind.W: Executor._backward_weight, OpKind.A: Executor._all_reduce, OpKind.O: Executor._optimize}
 """Not bound to an executor, which would then hold itself, and with it tensors and connections of a generation that is
 over, until Python looks for such circles."""

@@ -1,31 +1,95 @@
-"""What each holds under a schedule: layers of stages, stages of workers, workers of nodes."""
+"""What each holds under a schedule: layers of the model, and workers of nodes."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
 from runtime.model.layers import split_layers
-from schedules.schedule import Schedule, Worker
+from schedules.layers import LayerRange
+from schedules.schedule import Grid, OpKind, Schedule, Worker
 
 
 class PlacementError(ValueError):
     """A schedule and a model that do not fit each other. The message is one line."""
 
 
-def layer_ranges(schedule: Schedule, layers: int) -> list[tuple[int, int]]:
-    """The half-open range of layers of each virtual stage: the schedule's where it says so, else an even cut.
+class Placement:
+    """Where the layers of a job's schedules lie in the model.
 
-    Raises PlacementError unless the ranges hold each of the model's `layers` once, in order, or where workers run parts
-    of stages or hold other layers than those of stages, and ConfigError when there are more stages than layers.
+    `cuts`: the layer of the model with which each layer of the schedules begins, and the end of the last one. The two
+    are the same where the job names the layers of its stages; else each stage is one layer of the schedules.
     """
-    grid = schedule.grid
-    if schedule.slices or any(seat.holds is not None for seat in schedule.seats):
-        what = "cuts stages into slices" if all(seat.holds is None for seat in schedule.seats) else "has moved layers"
-        raise PlacementError(f"the schedule {what}, which the runtime cannot run yet; without --schedule, one of "
-                             "whole stages is planned")
+
+    def __init__(self, cuts: Sequence[int]) -> None:
+        self.cuts = tuple(cuts)
+
+    @property
+    def layers(self) -> int:
+        """Of the model."""
+        return self.cuts[-1]
+
+    def range_of(self, layers: LayerRange) -> LayerRange:
+        """Layers of a schedule as layers of the model."""
+        return self.cuts[layers[0]], self.cuts[layers[1]]
+
+    def slices(self, schedule: Schedule, worker: Worker) -> dict[int, LayerRange]:
+        """The layers of each slice in the program of a live worker."""
+        program = schedule.programs[schedule.seat_of[worker].program]
+        numbers = sorted({op.slice for op in program if op.slice is not None})
+        return {number: self.range_of(schedule.layers_of(number)) for number in numbers}
+
+    def held(self, schedule: Schedule, worker: Worker) -> frozenset[int]:
+        """The layers that a live worker must hold."""
+        return self._layers(schedule.holds(worker))
+
+    def held_by(self, schedule: Schedule) -> dict[Worker, frozenset[int]]:
+        """The layers that each live worker must hold."""
+        found: dict[tuple[LayerRange, ...], frozenset[int]] = {}
+        return {seat.worker: found.get(held) or found.setdefault(held, self._layers(held))
+                for seat in schedule.seats for held in [schedule.holds_of(seat)]}
+
+    def held_in_column(self, grid: Grid, column: int) -> frozenset[int]:
+        """The layers of a column's stages."""
+        return self._layers(tuple(grid.layers_of(stage) for stage in grid.stages_of(column)))
+
+    def stage_of(self, grid: Grid, layer: int) -> int:
+        """The first stage that has a layer of the model."""
+        return next(stage for stage, layers in enumerate(grid.layers_by_stage)
+                    if layer in range(*self.range_of(layers)))
+
+    def first_holders(self, schedule: Schedule) -> dict[int, Worker]:
+        """The first live worker that holds each layer: where one of several must do something, it does."""
+        found: dict[int, Worker] = {}
+        for worker, held in sorted(self.held_by(schedule).items()):
+            for layer in held:
+                found.setdefault(layer, worker)
+        return found
+
+    def reduced(self, schedule: Schedule, worker: Worker) -> dict[LayerRange, list[Worker]]:
+        """The ranges by which a live worker reduces gradients, each with all live workers that do; ascending."""
+        sharers: dict[LayerRange, set[Worker]] = defaultdict(set)
+        by_program = [{schedule.layers_of(op.slice) for op in program if op.kind is OpKind.A and op.slice is not None}
+                      for program in schedule.programs]
+        for seat in schedule.seats:
+            for layers in by_program[seat.program]:
+                sharers[layers].add(seat.worker)
+        mine = sorted(by_program[schedule.seat_of[worker].program])
+        return {self.range_of(layers): sorted(sharers[layers]) for layers in mine}
+
+    def _layers(self, held: Sequence[LayerRange]) -> frozenset[int]:
+        return frozenset(layer for layers in held for layer in range(*self.range_of(layers)))
+
+
+def place(grid: Grid, layers: int) -> Placement:
+    """Where a model of so many layers lies in a grid's stages: by the grid's layers where it names some, else evenly.
+
+    Raises PlacementError unless the stages hold each of the model's layers once, in order, and ConfigError when there
+    are more stages than layers.
+    """
     stages = grid.stages[:grid.depth]  # those of other chains are copies
     given = [stage.layers for stage in stages if stage.layers is not None]
     if not given:
-        return split_layers(layers, len(stages)) * grid.chains
+        return _between(split_layers(layers, len(stages)))
     if len(given) < len(stages):
         raise PlacementError(f"the schedule gives layers to {len(given)} of its {len(stages)} stages; expected all "
                              "or none")
@@ -37,14 +101,11 @@ def layer_ranges(schedule: Schedule, layers: int) -> list[tuple[int, int]]:
         expected = end
     if expected != layers:
         raise PlacementError(f"the schedule's stages hold {expected} layers; the model has {layers}")
-    return given * grid.chains
+    return Placement(range(layers + 1)) if grid.layer_count == layers else _between(given)
 
 
-def reduce_group(schedule: Schedule, stage: int) -> list[Worker]:
-    """The live workers that hold a stage or a copy of it, sorted: they have the same parameters and sum gradients."""
-    grid = schedule.grid
-    columns = {other.column for index, other in enumerate(grid.stages) if grid.original(index) == grid.original(stage)}
-    return sorted(seat.worker for seat in schedule.seats if seat.role.column in columns)
+def _between(ranges: Sequence[LayerRange]) -> Placement:
+    return Placement([0, *(end for _, end in ranges)])
 
 
 def assign_to_nodes(workers: Sequence[Worker], nodes: int) -> list[list[Worker]]:

@@ -1,22 +1,37 @@
 """When each op of an iteration really ran, on the clock that all workers share."""
 
+import statistics
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
+import msgspec
 import torch
 
 from schedules.measured_trace import MeasuredOp
-from schedules.schedule import Op, OpKind
+from schedules.schedule import COMPUTE_KINDS, Op, OpKind
 
 Stamp = float | torch.cuda.Event
+
+
+class OpTime(msgspec.Struct, frozen=True, array_like=True):
+    """How long the ops of a kind on a slice took in an iteration."""
+
+    kind: OpKind
+    slice: int
+    number: int
+    """Of ops."""
+    seconds: float
+    """Their median."""
 
 
 class Recorder:
     """Takes the times of ops: by the host's clock on a CPU, by events in the stream on a GPU, which runs behind it.
 
     An iteration must not be reported before its step is done, so the host waits once an iteration, for the end of the
-    last O. Only where ops are traced does it wait once more, to read both clocks at one moment.
+    last O. Only where ops are traced does it wait once more, to read both clocks at one moment. What ops take is
+    measured always, as peers are compared by it.
 
     `offset_seconds` is what this machine's perf_counter lacks to the shared clock.
     """
@@ -24,15 +39,15 @@ class Recorder:
     def __init__(self, device: torch.device, offset_seconds: float = 0.0) -> None:
         self._on_gpu = device.type == "cuda"
         self.offset_seconds = offset_seconds
-        self._traced = False
+        self._iteration, self._traced = 0, False
         self._start: Stamp | None = None
         self._end: Stamp | None = None
         self._ops: list[tuple[Op, Stamp, Stamp]] = []
         self._base: tuple[torch.cuda.Event | None, float] = None, 0.0
 
-    def begin(self, *, traced: bool) -> None:
+    def begin(self, iteration: int, *, traced: bool) -> None:
         """An iteration begins, or begins anew; nothing is known of it. `traced`: whether `ops` will be asked for."""
-        self._traced = traced
+        self._iteration, self._traced = iteration, traced
         self._start = self._end = None
         self._ops = []
         if traced and self._on_gpu:
@@ -43,34 +58,38 @@ class Recorder:
 
     def begin_again(self) -> None:
         """The iteration is run once more."""
-        self.begin(traced=self._traced)
+        self.begin(self._iteration, traced=self._traced)
 
     @contextmanager
     def timing(self, op: Op) -> Iterator[None]:
         """Record what is done in here as the running of `op`."""
-        start = self._stamp() if self._traced or self._start is None else None
+        start = self._stamp()
         self._start = self._start or start
         yield
-        if self._traced or op.kind is OpKind.O:
-            self._end = self._stamp()
-        if self._traced:
-            assert start is not None and self._end is not None
-            self._ops.append((op, start, self._end))
+        self._end = self._stamp()
+        self._ops.append((op, start, self._end))
 
     def window_seconds(self) -> float:
         """From the start of the first op to the end of the last O; waits until a GPU is there."""
         assert self._start is not None and self._end is not None, "an iteration has an op, and ends with an O"
-        if isinstance(self._end, float):
-            assert isinstance(self._start, float)
-            return self._end - self._start
-        self._end.synchronize()
-        assert not isinstance(self._start, float)
-        return float(self._start.elapsed_time(self._end)) / 1e3
+        if not isinstance(self._end, float):
+            self._end.synchronize()
+        return _between(self._start, self._end)
 
     def ops(self) -> tuple[MeasuredOp, ...]:
         """The ops of a traced iteration, in shared seconds; call `window_seconds` before."""
         return tuple(MeasuredOp(op.worker, op.kind, op.slice, op.pipeline, op.microbatch, self._seconds(start),
-                                self._seconds(end)) for op, start, end in self._ops)
+                                self._seconds(end)) for op, start, end in self._ops if self._traced)
+
+    def times(self) -> tuple[OpTime, ...]:
+        """What each kind of computing takes on each slice; call `window_seconds` before."""
+        found: dict[tuple[OpKind, int], list[float]] = defaultdict(list)
+        for op, start, end in self._ops:
+            if op.kind in COMPUTE_KINDS:
+                assert op.slice is not None
+                found[op.kind, op.slice].append(_between(start, end))
+        return tuple(OpTime(kind, slice_, len(seconds), statistics.median(seconds))
+                     for (kind, slice_), seconds in found.items())
 
     def _stamp(self) -> Stamp:
         return _event() if self._on_gpu else perf_counter()
@@ -81,6 +100,15 @@ class Recorder:
         event, seconds = self._base
         assert event is not None
         return seconds + float(event.elapsed_time(stamp)) / 1e3 + self.offset_seconds
+
+
+def _between(start: Stamp, end: Stamp) -> float:
+    """Seconds; on a GPU once it is there."""
+    if isinstance(start, float):
+        assert isinstance(end, float)
+        return end - start
+    assert not isinstance(end, float)
+    return float(start.elapsed_time(end)) / 1e3
 
 
 def _event() -> torch.cuda.Event:

@@ -1,8 +1,8 @@
 """Measures a model's stages on this machine: seconds of each op, bytes of what is held, transfers and all-reduces.
 
 Stages are measured by processes that run at the same time, as many as the machine will run workers (on CPUs: as many
-as have cores of their own), since workers share caches and memory. Ops are the runtime's own (`StageModule`,
-`StageOptimizer`, `Communicator`), timed over a few micro-batches in a row; the median of the rounds counts.
+as have cores of their own), since workers share caches and memory. Ops are the runtime's own (`SliceRunner`,
+`UndoableOptimizer`, `Communicator`), timed over a few micro-batches in a row; the median of the rounds counts.
 """
 
 import os
@@ -18,9 +18,9 @@ from runtime.config import RunConfig
 from runtime.device import choose_device
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import Data, Microbatch, load_corpus
+from runtime.model.holding import Holding, build_holding
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
-from runtime.model.optimizer import StageOptimizer, build_optimizer
-from runtime.model.stage import Boundary, StageModule, boundaries
+from runtime.model.slices import SliceRunner, TensorForm, forms
 from runtime.processes.children import ChildError, Children
 from runtime.protocol.rendezvous import Rendezvous, connect_store, host_store, interface_towards
 from runtime.replay.communication import Communicator, Membership, Transport, choose_transport
@@ -32,6 +32,8 @@ ROW = 4
 TIMEOUT_SECONDS = 600.0
 MAX_REDUCE_GROUP = 4
 """Processes that measure an all-reduce at most; more of one machine would measure its memory."""
+_LAYERS = (0, 1)
+"""The name of what is reduced, whatever it is."""
 
 
 class ProfileError(RuntimeError):
@@ -157,7 +159,7 @@ class _Measurer:
         torch.set_num_threads(training.threads)
         self._model: LayeredModel = model_for(task.config.model, training.seed, parameter_dtype(training.dtype),
                                               self._device)
-        self._boundaries = boundaries(self._model, task.ranges, task.config)
+        self._forms = forms(self._model, task.config)
         self._data = load_corpus(task.config)
 
     def answer(self, store: TCPStore) -> _Answer:
@@ -190,10 +192,10 @@ class _Measurer:
         return _Answer(stages, all_reduce, transfer, waiting)
 
     def _bench(self, index: int) -> "_Bench":
-        ranges = self._task.ranges
-        stage = StageModule(index, ranges[index], self._model, first=index == 0, last=index == len(ranges) - 1,
-                      loss_scale=1 / self._task.microbatches, config=self._task.config)
-        return _Bench(stage, self._boundaries[index], self._task.config, self._data, self._device)
+        task, layers = self._task, self._task.ranges[index]
+        holding = build_holding(self._model, range(*layers), task.config.training)
+        stage = SliceRunner(layers, holding.modules, self._model, loss_scale=1 / task.microbatches, config=task.config)
+        return _Bench(stage, holding, self._forms, task.config, self._data, self._device)
 
     def _communicate(self, store: TCPStore) -> tuple[list[float], float]:
         """Seconds of the all-reduce of each stage, and of a transfer of the largest activation."""
@@ -201,15 +203,16 @@ class _Measurer:
         everyone = [Worker(rank, 0) for rank in range(task.communicating)]
         me, reduce_group = everyone[task.rank], everyone[:task.reduce_group]
         membership = Membership(1, {worker: rank for rank, worker in enumerate(everyone)}, me)
-        communicator = Communicator(membership, {0: reduce_group} if me in reduce_group else {},
+        communicator = Communicator(membership, {_LAYERS: reduce_group} if me in reduce_group else {},
                                     transport=task.transport, device=self._device, store=store)
-        largest = max(self._boundaries[:-1], key=_output_bytes, default=self._boundaries[-1])
+        passed = [self._forms[end] for _, end in task.ranges]
+        largest = max(passed[:-1], key=_bytes_of, default=passed[-1])
         transfer = self._median(lambda: _ping_pong(communicator, task.rank, everyone, largest, self._device) / 2)
         all_reduce = []
         for layers in task.ranges:
             gradients = self._gradients(layers)
             all_reduce.append(self._median(lambda: self._timed(
-                lambda: communicator.sum_over_stage(0, gradients))))  # noqa: B023  # called within the loop
+                lambda: communicator.sum_over_sharers(_LAYERS, gradients))))  # noqa: B023  # called within the loop
         communicator.wait_for_all()
         communicator.drop()
         return all_reduce, transfer
@@ -241,22 +244,21 @@ class _Measurer:
 class _Bench:
     """A stage under test."""
 
-    def __init__(self, stage: StageModule, boundary: Boundary, config: RunConfig, data: Data,
-                 device: torch.device) -> None:
+    def __init__(self, stage: SliceRunner, holding: Holding, at_layer: Sequence[TensorForm], config: RunConfig,
+                 data: Data, device: torch.device) -> None:
         self._stage = stage
-        self._boundary = boundary
+        self._holding = holding
+        self._takes, self._gives = at_layer[stage.layers[0]], at_layer[stage.layers[1]]
         self._config = config
         self._data = data
         self._device = device
-        self._optimizer: StageOptimizer = build_optimizer(stage.modules, config.training)
         self._rounds = 0
 
     def round(self) -> dict[str, float]:
         """Seconds of each op, mean over a row of micro-batches, then of an optimizer step."""
         stage, row = self._stage, [Microbatch(self._rounds, 0, index) for index in range(ROW)]
         self._rounds += 1
-        gradient = None if stage.last else 1e-3 * self._random(self._boundary.output_shape,
-                                                               self._boundary.output_dtype)
+        gradient = None if stage.last else 1e-3 * self._random(self._gives)
         return {
             "forward": self._timed(self._forward, row) / ROW,
             "backward_input": self._timed(lambda one: stage.backward_input(one, gradient), row) / ROW,
@@ -267,8 +269,8 @@ class _Bench:
     def memory(self) -> dict[str, int]:
         """Bytes that a micro-batch takes before and after I, and that the stage takes always."""
         stage, microbatch = self._stage, Microbatch(0, 1, 0)
-        gradient = None if stage.last else self._random(self._boundary.output_shape, self._boundary.output_dtype)
-        living = LivingStorages([*stage.parameters().values(), *stage.gradients()])
+        gradient = None if stage.last else self._random(self._gives)
+        living = LivingStorages([*self._holding.parameters().values(), *self._holding.gradients()])
         with TensorWatch(living):
             self._forward(microbatch, living)
             activation = living.bytes()
@@ -280,9 +282,9 @@ class _Bench:
             stage.backward_weight(microbatch)
         for _ in range(2):  # state appears with the first step, and is first copied by the second
             self._step()
-        undo, state = self._optimizer.undo_bytes(), self._optimizer.layer_state
+        undo, state = self._holding.optimizer.undo_bytes(), self._holding.optimizer.layer_state
         held = sum(tensor.nbytes for layer in range(*stage.layers) for tensor in state(layer).values())
-        gradients = sum(flat.nbytes for flat in stage.gradients())
+        gradients = sum(flat.nbytes for flat in self._holding.gradients())
         return {"activation_bytes": activation, "stash_bytes": stash, "undo_bytes": undo,
                 "static_bytes": held + gradients + undo}
 
@@ -293,7 +295,7 @@ class _Bench:
             value, target = (half.to(self._device)
                              for half in self._data.batch(microbatch, training.batch, self._config.model.context))
         if not stage.first:
-            value = self._random(self._boundary.input_shape, self._boundary.input_dtype)
+            value = self._random(self._takes)
         assert value is not None
         if living is not None:
             living.watch(value)
@@ -301,13 +303,13 @@ class _Bench:
 
     def _step(self) -> None:
         if watches_gradients(self._config.training):
-            self._optimizer.squares()
-        self._optimizer.step(self._rounds)
+            self._holding.optimizer.squares()
+        self._holding.optimizer.step(self._rounds)
         self._rounds += 1
-        self._stage.zero_gradients()
+        self._holding.zero_gradients()
 
-    def _random(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.full(tuple(shape), 0.5, dtype=dtype, device=self._device)
+    def _random(self, form: TensorForm) -> Tensor:
+        return torch.full(form.shape, 0.5, dtype=form.dtype, device=self._device)
 
     def _timed(self, call: Callable[[Microbatch], object], row: Sequence[Microbatch]) -> float:
         def run() -> None:
@@ -328,16 +330,16 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _ping_pong(communicator: Communicator, rank: int, everyone: Sequence[Worker], boundary: Boundary,
+def _ping_pong(communicator: Communicator, rank: int, everyone: Sequence[Worker], form: TensorForm,
                device: torch.device) -> float:
     """Seconds there and back, between the first two."""
     if rank > 1:
         return 0.0
-    tensor = torch.zeros(boundary.output_shape, dtype=boundary.output_dtype, device=device)
+    tensor = torch.zeros(form.shape, dtype=form.dtype, device=device)
     peer = everyone[1 - rank]
 
     def receive() -> None:
-        communicator.receive(boundary.output_shape, boundary.output_dtype, peer, 1).take()
+        communicator.receive(form.shape, form.dtype, peer, 1).take()
 
     def send() -> None:
         communicator.send(tensor, peer, 1).wait()
@@ -349,8 +351,8 @@ def _ping_pong(communicator: Communicator, rank: int, everyone: Sequence[Worker]
     return timed(both, device)
 
 
-def _output_bytes(boundary: Boundary) -> int:
-    return torch.Size(boundary.output_shape).numel() * boundary.output_dtype.itemsize
+def _bytes_of(form: TensorForm) -> int:
+    return torch.Size(form.shape).numel() * form.dtype.itemsize
 
 
 def measure(data: bytes) -> bytes:

@@ -13,6 +13,7 @@ from runtime.replay.communication import Communicator, Membership
 from schedules.schedule import Worker
 
 WORKERS = (Worker(0, 0), Worker(1, 0))
+LAYERS = (0, 1)
 NUMBERS = 2**18
 """Of float32 in the tensor that goes to and fro: 1 MiB."""
 ROUNDS = 8
@@ -69,7 +70,8 @@ def _exchange(task: _Task) -> SelfTestResult:
     began = time.perf_counter()
     store = connect_store(task.rendezvous)
     membership = Membership(1, {worker: rank for rank, worker in enumerate(WORKERS)}, task.worker)
-    communicator = Communicator(membership, {0: WORKERS}, transport="gloo", device=torch.device("cpu"), store=store)
+    communicator = Communicator(membership, {LAYERS: WORKERS}, transport="gloo", device=torch.device("cpu"),
+                                store=store)
     met = time.perf_counter()
     (peer,) = (worker for worker in WORKERS if worker != task.worker)
     tensor = torch.arange(NUMBERS, dtype=torch.float32)
@@ -81,7 +83,7 @@ def _exchange(task: _Task) -> SelfTestResult:
             tensor = communicator.receive((NUMBERS,), torch.float32, peer, 1).take() + 1
             communicator.send(tensor, peer, 1).wait()
     seconds = (time.perf_counter() - met) / (2 * ROUNDS)
-    communicator.sum_over_stage(0, [tensor])
+    communicator.sum_over_sharers(LAYERS, [tensor])
     if not torch.equal(tensor, 2 * (torch.arange(NUMBERS, dtype=torch.float32) + ROUNDS)):
         raise SelfTestError("gloo gave other numbers than were sent")
     communicator.wait_for_all()

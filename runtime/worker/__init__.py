@@ -9,7 +9,7 @@
                      then
     layer sender     one          sends state and gradients to workers that come in, as they can take them, while this
                                   one trains (`layer_sender`, `layer_server`)
-    layer receiver   one a fetch  builds the stages that it will need while it trains in its old role
+    layer receiver   one a fetch  builds the layers that it will need while it trains
                                   (`layer_receiver`)
     layers from D.S  one a        applies what one sender sends, each at its own pace
                      sender

@@ -15,12 +15,12 @@ from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import Note, Saved
 from runtime.protocol.to_worker import Finish
 from runtime.run_folder import CHECKPOINTS
-from runtime.worker.stage_store import StageStore
+from runtime.worker.layer_store import LayerStore
 from schedules.schedule import Worker
 
 
 class Checkpointer:
-    """Saves what is committed, every few iterations and at the end. One worker of each stage does so.
+    """Saves what is committed, every few iterations and at the end. One worker does so for each layer.
 
     A checkpoint that cannot be written ends no training: the coordinator is told the reason, and the earlier ones stay.
     """
@@ -54,10 +54,10 @@ class Checkpointer:
             self._saving = save(self._folder, iteration, states, self._identity,
                                 partial(self._ended, iteration, time.monotonic()))
 
-    def save_last(self, order: Finish, stage_store: StageStore) -> None:
+    def save_last(self, order: Finish, layer_store: LayerStore) -> None:
         """Save, to the end, the layers that an order gives to this worker."""
         layers = [layer for layer, worker in order.writers if worker == self._worker]
-        self.save(order.first_iteration, {layer: stage_store.layer_state(layer) for layer in layers})
+        self.save(order.first_iteration, {layer: layer_store.layer_state(layer) for layer in layers})
         self._wait()
 
     def _wait(self) -> None:

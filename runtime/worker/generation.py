@@ -18,7 +18,8 @@ from runtime.config import RunConfig
 from runtime.model.checkpoint import CheckpointError
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import Data, Microbatch
-from runtime.model.stage import Boundary
+from runtime.model.layers import LayeredModel
+from runtime.model.slices import Slices, TensorForm
 from runtime.model.steps import Steps
 from runtime.protocol.channel import Channel
 from runtime.protocol.failure_injection import Injector
@@ -29,7 +30,7 @@ from runtime.protocol.to_worker import Acknowledged, Factor, Order, ToWorker, Tr
 from runtime.replay.communication import CommunicationError, Communicator, Membership
 from runtime.replay.exchange import Exchange
 from runtime.replay.executor import Executor
-from runtime.replay.placement import reduce_group
+from runtime.replay.placement import Placement
 from runtime.replay.recorder import Recorder
 from runtime.replay.stuck_calls import OPEN_CALLS
 from runtime.torch_private import TCPStore
@@ -37,8 +38,9 @@ from runtime.worker.checkpointer import Checkpointer
 from runtime.worker.connections import Connections
 from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, senders_for
 from runtime.worker.layer_sender import LayerSender
+from runtime.worker.layer_store import LayerStore
+from runtime.worker.slowed_recorder import recorder_for
 from runtime.worker.sockets import Sockets
-from runtime.worker.stage_store import StageStore
 from schedules.schedule import OpKind, Schedule, Worker
 
 STUCK_SECONDS = 1.0
@@ -63,12 +65,12 @@ class WorkerContext:
     config: RunConfig
     """Of this node's own job file."""
     device: torch.device
-    layers: int
-    """Of the whole model."""
+    model: LayeredModel
+    placement: Placement
     corpus: Data
-    boundaries: Sequence[Boundary]
-    """Of all stages."""
-    stage_store: StageStore
+    forms: Sequence[TensorForm]
+    """Of what passes at each of the placement's cuts."""
+    layer_store: LayerStore
     injector: Injector
     checkpointer: Checkpointer
     layer_sender: LayerSender
@@ -190,7 +192,7 @@ class Generation:
             committed, factor = order.first_iteration - 1, order.factor
             assert factor is None or factor.iteration == committed
             self._steps.go_back(committed, None if factor is None else factor.factor)
-        self._context.stage_store.discard()
+        self._context.layer_store.holding.zero_gradients()
 
     def _does(self, what: str | tuple[int, int]) -> None:
         self._doing = what, time.monotonic()
@@ -198,7 +200,7 @@ class Generation:
     def _say_paused(self, reason: str | None) -> None:
         self._paused = True
         validated = None if self._steps is None or self._steps.validated is None else Factor(*self._steps.validated)
-        self._context.channel.send(Paused(self._worker, self.number, tuple(sorted(self._context.stage_store.stages)),
+        self._context.channel.send(Paused(self._worker, self.number, self._context.layer_store.holding.ranges,
                                           validated, reason))
 
     def _meet(self) -> Communicator:
@@ -206,59 +208,59 @@ class Generation:
         members = sorted(seat.worker for seat in self._schedule.seats)
         return Communicator(
             Membership(order.number, {worker: rank for rank, worker in enumerate(members)}, self._worker),
-            {self._schedule.grid.original(index): reduce_group(self._schedule, index) for index in self._needed()},
+            context.placement.reduced(self._schedule, self._worker),
             transport=context.setup.transport, device=context.device, store=context.store,
             sums=watches_gradients(context.config.training), require=self._connections.require)
-
-    def _needed(self) -> tuple[int, ...]:
-        return self._schedule.grid.stages_of(self._schedule.seat_of[self._worker].role.column)
 
     def _take_layers(self) -> None:
         order, context = self._order, self._context
         context.injector.at(order.first_iteration, "met")
+        needed = context.placement.held(self._schedule, self._worker)
         if order.restore is not None:
-            self._restore(next((stages for worker, stages in order.restore if worker == self._worker), ()))
+            self._restore(next((layers for worker, layers in order.restore if worker == self._worker), ()))
         elif order.first_iteration == context.setup.first_iteration:
-            context.stage_store.restore(self._needed(), order.first_iteration)
-        self._move_layers()
+            context.layer_store.restore(needed, order.first_iteration)
+        self._move_layers(needed)
+        context.layer_store.holding.reduce_by(context.placement.reduced(self._schedule, self._worker))
         context.injector.at(order.first_iteration, "moved")
 
-    def _restore(self, stages: tuple[int, ...]) -> None:
-        """Read stages from a checkpoint. One that is damaged ends the order: the coordinator finds another one."""
+    def _restore(self, layers: tuple[int, ...]) -> None:
+        """Read layers from a checkpoint. One that is damaged ends the order: the coordinator finds another one."""
         self._does("reads a checkpoint")
         try:
-            self._context.stage_store.restore(stages, self._order.first_iteration)
+            self._context.layer_store.restore(layers, self._order.first_iteration)
         except CheckpointError as error:
             self._context.channel.send(Note(self._worker, str(error)))
             raise CommunicationError(f"going back to iteration {self._order.first_iteration} failed: {error}") from None
 
-    def _move_layers(self) -> None:
+    def _move_layers(self, needed: frozenset[int]) -> None:
         """Take over layers that were fetched for this order, or move now while all wait; drop those not needed now."""
         order, context, require = self._order, self._context, self._connections.require
-        stages = tuple(index for index in self._needed() if index not in context.stage_store.stages)
         senders = senders_for(self._worker, order.moves, order.addresses)
         self._does(f"{_WAITS} for layers to move")
-        context.layer_receiver.begin(LayerFetch(0, order.number, stages, senders, follow=False))
+        context.layer_receiver.begin(LayerFetch(0, order.number, senders, follow=False))
         receivers = {move.target for move in order.moves if move.source == self._worker}
-        context.layer_sender.give(order.number, order.first_iteration - 1, len(receivers), context.stage_store, require)
-        context.stage_store.adopt(context.layer_receiver.take(order.number, order.fetch, require))
-        context.stage_store.keep(self._needed())
+        context.layer_sender.give(order.number, order.first_iteration - 1, len(receivers), context.layer_store, require)
+        context.layer_store.keep(needed, context.layer_receiver.take(order.number, order.fetch, require))
 
     def _iterate(self, communicator: Communicator) -> None:
         order, context, setup = self._order, self._context, self._context.setup
         self._take_layers()
         self._does("prepares its program")
-        recorder = Recorder(context.device)
-        stages, training = context.stage_store.stages, context.config.training
+        recorder = recorder_for(setup.slowdowns, context.device)
+        training, holding = context.config.training, context.layer_store.holding
         iterations = range(order.first_iteration, setup.iterations)
-        exchange = Exchange(self._schedule, communicator, context.boundaries, iterations)
-        first_of_group = [index for index in stages if reduce_group(self._schedule, index)[0] == self._worker]
+        exchange = Exchange(self._schedule, communicator, context.forms, iterations)
+        speaks_for = frozenset(layer for layer, worker in context.placement.first_holders(self._schedule).items()
+                               if worker == self._worker)
         self._steps = steps = Steps(
-            stages, context.stage_store.optimizers, training, layers=context.layers, speaks_for=first_of_group,
+            holding, training, layers=context.model.layers, speaks_for=speaks_for,
             share=communicator.sum_over_all if watches_gradients(training) else None,
             staggered=self._schedule.optimizer == "staggered", stepped=self._pass_on)
-        executor = Executor(self._schedule, stages=stages, steps=steps, communicator=communicator, exchange=exchange,
-                            feed=self._read, recorder=recorder, before_op=partial(self._before_op, first_of_group))
+        slices = Slices(holding, context.placement.slices(self._schedule, self._worker), context.model,
+                        loss_scale=setup.loss_scale, config=context.config)
+        executor = Executor(self._schedule, slices=slices, steps=steps, communicator=communicator, exchange=exchange,
+                            feed=self._read, recorder=recorder, before_op=partial(self._before_op, speaks_for))
         context.channel.send(Started(self._worker, order.number))
         first_traced = max(order.first_iteration, setup.iterations - setup.traced)
         for iteration in iterations:
@@ -267,7 +269,7 @@ class Generation:
                 self._does("compares clocks")
                 with self._connections.more():
                     recorder.offset_seconds = communicator.clock_offset()
-            recorder.begin(traced=iteration >= first_traced)
+            recorder.begin(iteration, traced=iteration >= first_traced)
             loss = executor.run(iteration)
             context.injector.at(iteration, "stepped")
             if self._report(iteration, loss, recorder):
@@ -276,7 +278,7 @@ class Generation:
         steps.validate()
         exchange.flush()
 
-    def _before_op(self, first_of_group: Sequence[int], iteration: int, place: int, kind: OpKind) -> None:
+    def _before_op(self, speaks_for: frozenset[int], iteration: int, place: int, kind: OpKind) -> None:
         """Before each op: stop when the order is over. Before O: copy the state that the step overwrites, where a
         checkpoint or another worker needs it."""
         context = self._context
@@ -290,15 +292,14 @@ class Generation:
             if context.checkpointer.due(iteration):
                 # A worker that is about to step an iteration knows that all have stepped the one before.
                 context.checkpointer.save(iteration, {
-                    layer: context.stage_store.layer_state(layer) for index in first_of_group
-                    for layer in range(*context.stage_store.stages[index].layers)})
+                    layer: context.layer_store.layer_state(layer) for layer in sorted(speaks_for)})
             context.layer_sender.wait_for_room(self._connections.require)
             if context.layer_sender.asked:
                 context.injector.at(iteration, "asked")
-                context.layer_sender.before_step(iteration, context.stage_store)
+                context.layer_sender.before_step(iteration, context.layer_store)
 
     def _pass_on(self, iteration: int) -> None:
-        self._context.layer_sender.stepped(iteration, self._context.stage_store)
+        self._context.layer_sender.stepped(iteration, self._context.layer_store)
 
     def _report(self, iteration: int, loss: float, recorder: Recorder) -> bool:
         """Report an iteration; whether to stop before the next one.
@@ -309,7 +310,7 @@ class Generation:
         context, number = self._context, self.number
         assert self._steps is not None
         context.channel.send(Ran(self._worker, number, iteration, loss if abs(loss) < float("inf") else None,
-                                 recorder.window_seconds(), recorder.ops()))
+                                 recorder.window_seconds(), recorder.times(), recorder.ops()))
         if self._worker == self._schedule.seats[0].worker and watches_gradients(context.config.training):
             self._steps.when_validated(self._report_validated)
         self._does(f"{_WAITS} for node 0 to acknowledge iteration {iteration}")

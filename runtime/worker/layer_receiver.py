@@ -18,9 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from runtime.config import TrainingConfig
-from runtime.model.optimizer import StageOptimizer, build_optimizer
-from runtime.model.stage import StageModule
+from runtime.model.holding import Holding
+from runtime.model.optimizer import UndoableOptimizer
 from runtime.protocol.authentication import Secret, introduce
 from runtime.protocol.to_worker import LayerMove
 from runtime.replay.communication import TIMEOUT, CommunicationError
@@ -40,7 +39,7 @@ from schedules.schedule import Worker
 
 CONNECT_SECONDS = 10.0
 POLL_SECONDS = 0.002
-Build = Callable[[int], tuple[StageModule, StageOptimizer]]
+Build = Callable[[int], Holding]
 Address = tuple[str, int]
 
 
@@ -58,8 +57,6 @@ class LayerFetch(NamedTuple):
     """The coordinator's number of a fetch while training goes on; 0 where all wait."""
     generation: int
     """Where all wait, the one that begins with these layers; else the one that trains while they are fetched."""
-    stages: tuple[int, ...]
-    """Those to be built; a layer of several of them is fetched once."""
     senders: Mapping[Worker, Sender]
     follow: bool
     """Whether the senders train meanwhile."""
@@ -74,14 +71,6 @@ def senders_for(worker: Worker, moves: Iterable[LayerMove], addresses: Iterable[
         if move.target == worker:
             layers[move.source].append(move.layer)
     return {source: Sender(at[source], tuple(mine)) for source, mine in layers.items()}
-
-
-class Fetched(NamedTuple):
-    """A stage whose layers have come, all or those that were lacked."""
-
-    stage: StageModule
-    optimizer: StageOptimizer
-    layers: frozenset[int]
 
 
 class ReceiverEvents:
@@ -103,16 +92,15 @@ class LayerReceiver:
     Parameters
     ----------
     build
-        Makes a stage, while training goes on.
+        Makes a layer, while training goes on.
     secret
         What those who may give layers know.
     """
 
-    def __init__(self, build: Build, training: TrainingConfig, device: torch.device, secret: Secret,
+    def __init__(self, build: Build, device: torch.device, secret: Secret,
                  events: ReceiverEvents | None = None) -> None:
         self._build = build
         self._secret = secret
-        self._training = training
         self._device = device
         self._events = events or ReceiverEvents()
         self._lock = threading.Lock()
@@ -126,16 +114,15 @@ class LayerReceiver:
             if key in self._transfers:
                 self._transfers.pop(key).close()
             if fetch.senders:
-                self._transfers[key] = _Transfer(fetch, self._build, self._training, self._device, self._secret,
-                                                 self._events)
+                self._transfers[key] = _Transfer(fetch, self._build, self._device, self._secret, self._events)
 
-    def take(self, generation: int, fetch: int, require: Callable[[], None]) -> dict[int, Fetched]:
-        """The stages that were fetched for a generation, as they are when it begins; nothing where none were.
+    def take(self, generation: int, fetch: int, require: Callable[[], None]) -> dict[int, Holding]:
+        """The layers that were fetched for a generation, as they are when it begins; nothing where none were.
 
         Waits until all senders are in the generation, too; `require` is called meanwhile and may raise. Raises
         CommunicationError when a sender is gone. What was fetched under any number but `fetch` is dropped.
         """
-        fetched: dict[int, Fetched] = {}
+        fetched: dict[int, Holding] = {}
         for transfer in self._until(generation):
             try:
                 if transfer.fetch.number == fetch:
@@ -162,19 +149,17 @@ class LayerReceiver:
 
 
 class _Transfer:
-    """One fetch: a thread builds the stages, then one for each sender applies its messages."""
+    """One fetch: a thread builds the layers, then one for each sender applies its messages."""
 
-    def __init__(self, fetch: LayerFetch, build: Build, training: TrainingConfig, device: torch.device,
-                 secret: Secret, events: ReceiverEvents) -> None:
+    def __init__(self, fetch: LayerFetch, build: Build, device: torch.device, secret: Secret,
+                 events: ReceiverEvents) -> None:
         self.fetch = fetch
         self._secret = secret
         self._build = build
-        self._training = training
         self._device = device
         self._events = events
-        self._stages: dict[int, tuple[StageModule, StageOptimizer]] = {}
-        self._own: dict[int, StageOptimizer] = {}
-        """Of each layer."""
+        self._layers: dict[int, Holding] = {}
+        """Each layer with an optimizer of its own."""
         self._changed = threading.Condition()
         self._connections: list[socket.socket] = []
         self._up_to_date: set[Worker] = set()
@@ -184,7 +169,7 @@ class _Transfer:
         self._over = False
         threading.Thread(target=self._start, daemon=True, name="layer receiver").start()
 
-    def take(self, generation: int, require: Callable[[], None]) -> dict[int, Fetched]:
+    def take(self, generation: int, require: Callable[[], None]) -> dict[int, Holding]:
         """See `LayerReceiver.take`."""
         with self._changed:
             while any(self._generations.get(sender) != generation for sender in self.fetch.senders):
@@ -193,15 +178,7 @@ class _Transfer:
                 require()
                 self._changed.wait(POLL_SECONDS)
             self._over = True
-        fetched = {}
-        for index, (stage, optimizer) in self._stages.items():
-            layers = frozenset(layer for layer in stage.modules
-                               if layer in self._own and self._stage_of(layer) is stage)
-            for layer in layers:
-                optimizer.take_over(self._own[layer])
-            stage.discard()
-            fetched[index] = Fetched(stage, optimizer, layers)
-        return fetched
+        return self._layers
 
     def close(self) -> None:
         """End the connections to the senders."""
@@ -218,14 +195,12 @@ class _Transfer:
 
     def _start(self) -> None:
         try:
-            for index in self.fetch.stages:
+            for layer in (layer for sender in self.fetch.senders.values() for layer in sender.layers):
                 if self._over:
                     return
-                self._stages[index] = self._build(index)
-            for layer in (layer for sender in self.fetch.senders.values() for layer in sender.layers):
-                self._own[layer] = build_optimizer({layer: self._stage_of(layer).modules[layer]}, self._training)
+                self._layers[layer] = self._build(layer)
         except Exception as error:
-            self._break(f"building its stages failed: {type(error).__name__}: {error}")
+            self._break(f"building its layers failed: {type(error).__name__}: {error}")
             return
         for worker, sender in self.fetch.senders.items():
             threading.Thread(target=self._receive, args=(worker, sender), daemon=True,
@@ -273,12 +248,12 @@ class _Transfer:
             case LayerRequest():
                 raise MessageError("it asks, where it was asked")
 
-    def _mine(self, sender: Worker, layer: int) -> StageOptimizer:
+    def _mine(self, sender: Worker, layer: int) -> UndoableOptimizer:
         if layer not in self.fetch.senders[sender].layers:
             raise MessageError(f"it sent layer {layer}, for which it was not asked")
-        return self._own[layer]
+        return self._layers[layer].optimizer
 
-    def _step(self, optimizer: StageOptimizer, step: LayerGradients, gradients: Mapping[str, Tensor]) -> None:
+    def _step(self, optimizer: UndoableOptimizer, step: LayerGradients, gradients: Mapping[str, Tensor]) -> None:
         mine = optimizer.layer_gradients(step.layer)
         if {name: one.shape for name, one in mine.items()} != {name: one.shape for name, one in gradients.items()}:
             raise MessageError(f"it sent gradients of layer {step.layer} that do not fit")
@@ -288,10 +263,7 @@ class _Transfer:
 
     def _go_back(self, sender: Worker, begins: GenerationBegins) -> None:
         for layer in self.fetch.senders[sender].layers:
-            optimizer = self._own[layer]
-            if optimizer.open_iteration is not None and optimizer.open_iteration > begins.iteration:
-                optimizer.undo()
-            optimizer.commit()
+            self._layers[layer].optimizer.go_back(begins.iteration)
         with self._changed:
             self._generations[sender] = begins.generation
             self._changed.notify_all()
@@ -312,7 +284,3 @@ class _Transfer:
         if first and self.fetch.follow:
             print(f"generation {self.fetch.generation}: {reason}", file=sys.stderr, flush=True)
             self._events.failed(self.fetch)
-
-    def _stage_of(self, layer: int) -> StageModule:
-        """Where copies of a stage are needed, one is fetched, and the others are copied from it."""
-        return next(stage for stage, _ in self._stages.values() if layer in stage.modules)

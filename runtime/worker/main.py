@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -19,10 +19,10 @@ from runtime.config import ModelConfig, RunConfig
 from runtime.errors import first_line
 from runtime.model.data import load_corpus
 from runtime.model.digest import tensor_digest
+from runtime.model.holding import Holding, build_holding
 from runtime.model.layers import model_for, parameter_dtype
-from runtime.model.optimizer import StageOptimizer, build_optimizer
 from runtime.model.parameters import save_layer
-from runtime.model.stage import StageModule
+from runtime.model.slices import SliceRunner
 from runtime.processes.worker_start import WorkerSpec
 from runtime.protocol import to_worker
 from runtime.protocol.channel import Channel
@@ -40,6 +40,7 @@ from runtime.protocol.to_coordinator import (
     JoinWorker,
     Leaving,
     Ready,
+    SpeedMeasured,
     Status,
 )
 from runtime.protocol.to_worker import (
@@ -48,12 +49,15 @@ from runtime.protocol.to_worker import (
     Fetch,
     Finish,
     Leave,
+    MeasureSpeed,
     Order,
     ReportCheckpoints,
     ReportStatus,
     ToWorker,
     Train,
 )
+from runtime.replay.placement import Placement
+from runtime.replay.recorder import OpTime
 from runtime.replay.stuck_calls import AbandonedError
 from runtime.run_folder import holder
 from runtime.worker.checkpoint_reader import CheckpointReader
@@ -61,7 +65,8 @@ from runtime.worker.checkpointer import Checkpointer
 from runtime.worker.generation import Generation, WorkerContext
 from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents, senders_for
 from runtime.worker.layer_sender import LayerSender
-from runtime.worker.stage_store import StageStore
+from runtime.worker.layer_store import LayerStore
+from runtime.worker.speed_test import measure_slice
 from schedules.codec import decode
 from schedules.schedule import Worker
 
@@ -101,8 +106,8 @@ def warm_up() -> None:
     """Spend once, before workers are forked, the time that each would: torch imports much when first used."""
     config = RunConfig(model=ModelConfig(blocks=1, width=2, heads=1, context=2))
     model = model_for(config.model, 0, torch.float32, torch.device("cpu"))
-    stage = StageModule(0, (0, model.layers), model, first=True, last=True, loss_scale=1.0, config=config)
-    build_optimizer(stage.modules, config.training)
+    holding = build_holding(model, range(model.layers), config.training)
+    SliceRunner((0, model.layers), holding.modules, model, loss_scale=1.0, config=config)
 
 
 class _Worker:
@@ -118,16 +123,16 @@ class _Worker:
         torch.set_num_threads(training.threads)
         model = model_for(config.model, training.seed, parameter_dtype(training.dtype), device)
         self._model = model
-        self._stage_store = StageStore(self._build, self._restore)
         self._checkpoints = CheckpointReader(setup.first_iteration, spec.settings, model.layers)
+        self._layer_store = LayerStore(self._build, self._checkpoints.load)
         injector = Injector(setup.injections,
                             lambda index: channel.send(Injected(spec.worker, index, time.monotonic())))
         self._context = WorkerContext(
             worker=spec.worker, channel=channel, store=connect_store(setup.store), setup=setup, config=config,
-            device=device, layers=model.layers, corpus=load_corpus(config), stage_store=self._stage_store,
-            boundaries=[spec.boundary() for spec in setup.boundaries], injector=injector,
+            device=device, model=model, placement=Placement(setup.cuts), corpus=load_corpus(config),
+            forms=[spec.form() for spec in setup.forms], layer_store=self._layer_store, injector=injector,
             checkpointer=Checkpointer(setup, spec.settings, model.layers, spec.worker, channel.send),
-            layer_receiver=LayerReceiver(self._stage_store.fresh, training, device, spec.settings.secret,
+            layer_receiver=LayerReceiver(self._layer_store.fresh, device, spec.settings.secret,
                                          _FetchReports(spec.worker, channel, injector)),
             layer_sender=LayerSender(address_towards(spec.coordinator), spec.settings.secret,
                                      setup.fetch_bytes_per_second))
@@ -152,8 +157,7 @@ class _Worker:
         """
         if self._spec.restarted:
             # It will most likely play its own role: what takes time is done while the others train.
-            self._stage_store.prepare(index for index, column in enumerate(self._setup.columns)
-                                      if column == self._worker.column)
+            self._layer_store.prepare(self._setup.columns[self._worker.column])
         interval = self._setup.heartbeat_timeout_seconds / HEARTBEATS_PER_TIMEOUT
         self._channel.send(Ready(self._worker, self._context.corpus.digest, self._context.layer_sender.address,
                                  holder(Path(self._spec.settings.out))))
@@ -191,6 +195,8 @@ class _Worker:
                     self._begin(f"generation {message.number}", lambda: self._train(message, next_one, generation))
                 else:
                     self._context.layer_receiver.drop(message.number)
+                    self._generation = None
+                    self._begin("leaving the order", lambda: self._stand_aside(message, generation))
             case Finish():
                 self._generation = None
                 self._begin("finish", lambda: self._finish(message, generation))
@@ -200,6 +206,8 @@ class _Worker:
                 generation.acknowledged(message)
             case Fetch():
                 self._context.layer_receiver.begin(_fetch_for(self._worker, message))
+            case MeasureSpeed():
+                self._begin("speed test", lambda: self._measure_speed(message))
             case ReportStatus():
                 self._channel.send(self._status())
             case ReportCheckpoints():
@@ -233,8 +241,24 @@ class _Worker:
         with self._finishing:  # the order to finish may have ended early
             self._leave(previous, order)
             if order.restore is not None:
-                self._stage_store.clear()
+                self._layer_store.clear()
         generation.run()
+
+    def _stand_aside(self, order: Train, previous: Generation | None) -> None:
+        """Take no part in an order. What it held is out of date from now on."""
+        self._leave(previous, order)
+        self._layer_store.clear()
+
+    def _measure_speed(self, request: MeasureSpeed) -> None:
+        """Run ops of slices that nobody waits for."""
+        context, times = self._context, list[OpTime]()
+        for number, layers in request.slices:
+            found = context.placement.range_of(layers)
+            runner = SliceRunner(found, self._build(range(*found)).modules, context.model,
+                                 loss_scale=self._setup.loss_scale, config=self._config)
+            times += measure_slice(number, runner, (context.forms[layers[0]], context.forms[layers[1]]), context,
+                                   request)
+        self._channel.send(SpeedMeasured(self._worker, tuple(times)))
 
     def _leave(self, previous: Generation | None, order: Order) -> None:
         """Close the last generation's connections, which peers may have used until now; undo what is not committed."""
@@ -246,27 +270,17 @@ class _Worker:
         """Write some layers, and report the digests of all, which must agree between peers."""
         with self._finishing:
             self._leave(previous, order)
-            stages = self._stage_store.stages.values()
+            holding = self._layer_store.holding
             for layer, worker in order.writers:
                 if worker == self._worker and order.parameters:
-                    stage = next(stage for stage in stages if layer in range(*stage.layers))
-                    save_layer(Path(self._spec.settings.out), layer, stage.layer_state(layer))
-            self._context.checkpointer.save_last(order, self._stage_store)
-            digests = {name: tensor_digest(name, parameter) for stage in stages
-                       for name, parameter in stage.parameters().items()}
+                    save_layer(Path(self._spec.settings.out), layer, holding.modules[layer].state_dict())
+            self._context.checkpointer.save_last(order, self._layer_store)
+            digests = {name: tensor_digest(name, parameter) for name, parameter in holding.parameters().items()}
             self._channel.send(Finished(self._worker, order.number, digests))
 
-    def _build(self, index: int) -> tuple[StageModule, StageOptimizer]:
-        setup = self._setup
-        start, end = setup.ranges[index]
-        stage = StageModule(index, (start, end), self._model, first=start == 0, last=end == self._model.layers,
-                      loss_scale=setup.loss_scale, config=self._config)
-        return stage, build_optimizer(stage.modules, self._config.training)
+    def _build(self, layers: Iterable[int]) -> Holding:
+        return build_holding(self._model, layers, self._config.training)
 
-    def _restore(self, stage: StageModule, optimizer: StageOptimizer, iteration: int) -> None:
-        """A stage is built as it is before iteration 0; as it is before a later one, a checkpoint has it."""
-        for layer, state in self._checkpoints.load(iteration, range(*stage.layers)).items():
-            optimizer.load_layer_state(layer, state)
 
 
 class _FetchReports(ReceiverEvents):
@@ -292,8 +306,7 @@ class _FetchReports(ReceiverEvents):
 
 def _fetch_for(worker: Worker, fetch: Fetch) -> LayerFetch:
     """One worker's part; where it has none, this ends what was fetched in the same order."""
-    stages = next((stages for one, stages in fetch.needs if one == worker), ())
-    return LayerFetch(fetch.number, fetch.order, stages, senders_for(worker, fetch.moves, fetch.addresses), follow=True)
+    return LayerFetch(fetch.number, fetch.order, senders_for(worker, fetch.moves, fetch.addresses), follow=True)
 
 
 def _claim_device(kind: str, card: int | None) -> torch.device:

@@ -39,7 +39,8 @@ batch = 1
 device = "cpu"
 """
 KEYS = {"iterations", "first_iteration", "losses", "parameter_digest", "recoveries", "measured_period",
-        "planned_period"}
+        "planned_period",
+        "slow_workers"}
 
 
 @pytest.fixture

@@ -148,7 +148,7 @@ def named_files(heading: str) -> set[str]:
 def written_files(folder: Path) -> set[str]:
     """Files below a folder, numbers and digests as docs/formats.md names them."""
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    for pattern, word in ((r"-[0-9a-f]{16}\.", "-DIGEST."), (r"layer-\d{4}", "layer-NNNN"),
+    for pattern, word in ((r"([-/])[0-9a-f]{16}\.", r"\1DIGEST."), (r"layer-\d{4}", "layer-NNNN"),
                           (r"worker-\d+\.\d+", "worker-D.S"), (r"iteration-\d+", "iteration-N"),
                           (r"(entries|parts)/[^/.]+", r"\1/KEY")):
         names = {re.sub(pattern, word, name) for name in names}

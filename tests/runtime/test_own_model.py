@@ -12,8 +12,9 @@ from planner.job.file import parse_job
 from runtime.config import ConfigError, parse_run_config
 from runtime.launch import run
 from runtime.model.data import Microbatch, load_corpus
+from runtime.model.holding import build_holding
 from runtime.model.layers import model_for
-from runtime.model.stage import StageModule
+from runtime.model.slices import SliceRunner
 from runtime.processes.fork_server import ForkServer
 from tests.runtime.running import assert_same_numbers, judge, schedule_for
 
@@ -66,17 +67,18 @@ def test_w_gets_every_linear_layer(kind, here, transformers) -> None:
     if kind == "gpt2":
         build = model.build
         model.build = lambda layer: gpt2_block() if layer == 1 else build(layer)
-    stage = StageModule(1, (1, 2), model, first=False, last=False, loss_scale=1.0, config=config)
+    holding = build_holding(model, [1], config.training)
+    stage = SliceRunner((1, 2), holding.modules, model, loss_scale=1.0, config=config)
     value, gradient = (torch.randn(2, 8, 32, dtype=torch.float64) for _ in range(2))
     microbatch = Microbatch(0, 0, 0)
     stage.forward(microbatch, value, split=True)
     stage.backward_input(microbatch, gradient)
-    early = {name for name, parameter in stage.parameters().items() if parameter.grad.any()}
-    matrices = {name for name, parameter in stage.parameters().items() if parameter.dim() > 1}
+    early = {name for name, parameter in holding.parameters().items() if parameter.grad.any()}
+    matrices = {name for name, parameter in holding.parameters().items() if parameter.dim() > 1}
     assert len(matrices) >= 4 and not early & matrices
     assert early and all("norm" in name or "ln_" in name for name in early)
     stage.backward_weight(microbatch)
-    assert all(parameter.grad.any() for name, parameter in stage.parameters().items() if name in matrices)
+    assert all(parameter.grad.any() for name, parameter in holding.parameters().items() if name in matrices)
 
 
 def gpt2_block() -> nn.Module:

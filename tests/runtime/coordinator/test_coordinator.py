@@ -12,6 +12,7 @@ from runtime.coordinator.planning import NoScheduleError, ScheduleService
 from runtime.errors import RunError
 from runtime.protocol.to_coordinator import Checkpoints, FetchFailed, FetchUpToDate, Paused, Ran, Ready, Started
 from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, LayerMove, ReportCheckpoints, Train
+from runtime.replay.placement import Placement
 from schedules.codec import decode
 from schedules.schedule import Worker
 from tests.jobs import grid
@@ -62,7 +63,7 @@ class Run:
         self.back: list[int] = []
         self.coordinator = Coordinator(self.planner,
                                        lambda worker, message: self.sent[worker].append(message), self.log,
-                                       iterations=range(100), ranges=[(0, 2), (2, 4)],
+                                       iterations=range(100), placement=Placement([0, 2, 4]),
                                        went_back=lambda iteration: self.back.append(iteration))
         for worker in MEMBERS if job is JOB else WIDE_MEMBERS:
             self.ready(worker)
@@ -90,7 +91,8 @@ class Run:
 
     def paused(self, workers=MEMBERS):
         for worker in workers:
-            self.coordinator.paused(Paused(worker, self.coordinator.number, (worker.column,), None, None))
+            held = (2 * worker.column, 2 * worker.column + 2)
+            self.coordinator.paused(Paused(worker, self.coordinator.number, (held,), None, None))
             self.coordinator.advance()
 
     def can_read(self, worker, *iterations):
@@ -115,7 +117,7 @@ def test_one_that_comes_back_fetches_its_layers_and_is_taken_in_at_a_turn(run):
     run.ran(0)
     run.ready(BACK)
     told = run.last(Fetch)
-    assert told == run.last(Fetch, BACK) and told.order == 1 and told.needs == ((BACK, (1,)),)
+    assert told == run.last(Fetch, BACK) and told.order == 1 and {move.target for move in told.moves} == {BACK}
     assert told.moves == (LayerMove(BACK, Worker(0, 1), 2), LayerMove(BACK, Worker(0, 1), 3))
     assert told.addresses == ((Worker(0, 1), ("127.0.0.1", 2)),)
     assert run.ran(1) == [False] * 3
@@ -295,7 +297,7 @@ def test_where_nobody_holds_a_stage_all_that_live_go_back_to_the_newest_checkpoi
     run.can_read(Worker(1, 0), 0, 99)
     order = run.last(Train)
     assert order == run.last(Train, BACK) and order.number == 2 and order.first_iteration == 2
-    assert order.restore == ((Worker(0, 0), (0, 1)),)
+    assert order.restore == ((Worker(0, 0), (0, 1, 2, 3)),)
     assert sorted(order.moves) == [LayerMove(Worker(1, 0), Worker(0, 0), 0), LayerMove(Worker(1, 0), Worker(0, 0), 1),
                                    LayerMove(BACK, Worker(0, 0), 2), LayerMove(BACK, Worker(0, 0), 3)]
     assert run.log.next_iteration == 2 and run.back == [2]
@@ -308,7 +310,7 @@ def test_one_that_dies_before_it_has_said_what_it_can_read_is_not_waited_for(run
     run.can_read(Worker(0, 0), 0)
     run.can_read(BACK, 0)
     run.lost(Worker(1, 0), "killed, too")
-    assert run.last(Train).restore == ((Worker(0, 0), (0,)), (BACK, (1,))) and run.last(Train).first_iteration == 0
+    assert run.last(Train).restore == ((Worker(0, 0), (0, 1)), (BACK, (2, 3))) and run.last(Train).first_iteration == 0
 
 
 def test_they_go_back_once_more_where_what_they_have_read_is_lost_again(run):
@@ -318,7 +320,7 @@ def test_they_go_back_once_more_where_what_they_have_read_is_lost_again(run):
         run.can_read(worker, 0, 1, 2)
     assert run.last(Train).first_iteration == 2
     for worker in (Worker(0, 0), Worker(1, 0), BACK):
-        run.coordinator.paused(Paused(worker, 2, () if worker == BACK else (0,), None, "it is damaged"))
+        run.coordinator.paused(Paused(worker, 2, () if worker == BACK else ((0, 2),), None, "it is damaged"))
     run.coordinator.advance()
     for worker in (Worker(0, 0), Worker(1, 0), BACK):
         run.can_read(worker, 0, 1)

@@ -44,7 +44,7 @@ JOB = grid(3, 1, 2)
 WORKERS = [Worker(0, 0), Worker(1, 0), Worker(2, 0)]
 SOON = 20.0
 SETUP = Setup(first_iteration=0, iterations=4, traced=0, nodes=1, transport="gloo", device="cpu",
-              store=Rendezvous("127.0.0.1", 1), columns=(0,), ranges=((0, 4),), boundaries=(), loss_scale=1.0,
+              store=Rendezvous("127.0.0.1", 1), cuts=(0, 4), columns=((0, 1, 2, 3),), forms=(), loss_scale=1.0,
               heartbeat_timeout_seconds=0.5)
 
 
@@ -132,7 +132,7 @@ class Talker:
             case Acknowledged():
                 self._run(message.order, message.iteration + 1)
             case EndOrder():
-                self.say(Paused(self.worker, message.order, (0,), None, None))
+                self.say(Paused(self.worker, message.order, ((0, 4),), None, None))
             case ReportStatus():
                 self.say(self.status)
             case Finish():
@@ -145,7 +145,7 @@ class Talker:
         elif iteration < SETUP.iterations:
             self.say(Ran(self.worker, order, iteration, 1.0, 0.1))
         else:
-            self.say(Paused(self.worker, order, (0,), None, None))
+            self.say(Paused(self.worker, order, ((0, 4),), None, None))
 
 
 class World:
@@ -394,7 +394,7 @@ def test_what_a_worker_says_is_shown_in_one_line_whatever_it_holds(tmp_path):
         first.status = Status(first.worker, wild, 1.0, waits=True)
         while not any("nothing has been committed" in line for line in world.told):
             await asyncio.sleep(0.01)
-        second.say(Paused(second.worker, 1, (0,), None, wild))
+        second.say(Paused(second.worker, 1, ((0, 4),), None, wild))
 
     world = World(tmp_path, lambda _: schedule_for(JOB), stall_timeout_seconds=0.3)
     world.play(script, stops_before=2)

@@ -6,7 +6,7 @@ from runtime.protocol.to_coordinator import Status
 from schedules.schedule import Worker
 
 A, B, C = Worker(0, 0), Worker(1, 0), Worker(0, 1)
-COLUMNS = {A: 0, B: 0, C: 1}
+HELD = {A: {0, 1}, B: {0, 1}, C: {2}}
 INTERVAL = 1.0
 
 
@@ -25,7 +25,7 @@ class World:
         said = []
         for _ in range(round(seconds / INTERVAL)):
             self.now += INTERVAL
-            stall = self.watch.look(COLUMNS, INTERVAL, planning=planning)
+            stall = self.watch.look(HELD, INTERVAL, planning=planning)
             said += [] if stall is None else [stall]
         return said
 
@@ -48,17 +48,17 @@ def test_who_has_hung_is_told_and_named_before_those_who_wait(world):
     (stall,) = world.look(1)
     assert str(stall) == ("nothing has been committed for 12 s; worker 1.0: iteration 3, W (10 s); worker 0.1: "
                           "iteration 3, F; worker 0.0: iteration 3, F: receiving from worker 1.0 (9 s)")
-    assert [one.worker for one in stall.culprits(COLUMNS)] == [B]
+    assert [one.worker for one in stall.culprits(HELD)] == [B]
     assert world.look(10) == [] and world.look(3), "said again after the next timeout"
 
 
-def test_nobody_is_given_up_where_all_of_a_stage_are_busy_for_so_long(world):
+def test_nobody_is_given_up_where_all_of_some_layers_are_busy_for_so_long(world):
     world.look(11)
     for worker in (A, B):
         world.watch.answered(Status(worker, "iteration 0, F", 10.5, waits=False))
     world.watch.answered(Status(C, "waits", 10.5, waits=True))
     (stall,) = world.look(1)
-    assert stall.culprits(COLUMNS) == []
+    assert stall.culprits(HELD) == []
 
 
 def test_who_does_not_answer_is_waited_for_only_a_moment(world):

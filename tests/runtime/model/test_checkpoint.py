@@ -18,10 +18,10 @@ from torch import Tensor
 from runtime.config import RunConfig
 from runtime.model.checkpoint import KEEP, CheckpointError, identity_of, latest, load, save
 from runtime.model.data import Microbatch, load_corpus
+from runtime.model.holding import Holding, build_holding
 from runtime.model.layers import model_for
-from runtime.model.optimizer import StageOptimizer, build_optimizer
 from runtime.model.parameters import layer_path, load_layer, load_parameters, save_layer
-from runtime.model.stage import StageModule
+from runtime.model.slices import SliceRunner
 from runtime.model.tensor_codec import TensorError, decode, encode, read_tensors, write_tensors
 from runtime.tools.reference import reference_run
 from tests.runtime.running import tiny
@@ -207,37 +207,37 @@ def test_training_goes_on_from_it_on_another_grid(tmp_path) -> None:
     model = model_for(config.model, 0, torch.float64, torch.device("cpu"))
     identity = identity_of(config, model.layers)
 
-    def stages(*ranges: tuple[int, int]) -> list[tuple[StageModule, StageOptimizer]]:
-        made = [StageModule(index, layers, model, first=index == 0, last=index == len(ranges) - 1, loss_scale=1.0,
-                      config=config) for index, layers in enumerate(ranges)]
-        return [(stage, build_optimizer(stage.modules, config.training)) for stage in made]
+    def stages(*ranges: tuple[int, int]) -> list[tuple[SliceRunner, Holding]]:
+        held = [build_holding(model, range(*layers), config.training) for layers in ranges]
+        return [(SliceRunner(layers, holding.modules, model, loss_scale=1.0, config=config), holding)
+                for layers, holding in zip(ranges, held, strict=True)]
 
     before = stages((0, 2), (2, 4))
     for iteration in range(3):
         iterate(config, before, iteration)
-    for stage, optimizer in before:
-        save(tmp_path, 3, {layer: optimizer.layer_state(layer) for layer in range(*stage.layers)}, identity).wait()
+    for _, holding in before:
+        save(tmp_path, 3, {layer: holding.optimizer.layer_state(layer) for layer in holding.modules}, identity).wait()
     found = latest(tmp_path, identity)
     assert found is not None and found.iteration == 3
-    [(stage, optimizer)] = after = stages((0, 4))
+    [(_, whole)] = after = stages((0, 4))
     for layer, state in load(found, range(4)).items():
-        optimizer.load_layer_state(layer, state)
+        whole.optimizer.load_layer_state(layer, state)
     for iteration in range(3, 6):
         iterate(config, after, iteration)
     for name, expected in reference_run(config, [1], 6).parameters.items():
-        torch.testing.assert_close(stage.parameters()[name].detach(), expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(whole.parameters()[name].detach(), expected, rtol=0, atol=1e-12)
 
 
-def iterate(config: RunConfig, stages: list[tuple[StageModule, StageOptimizer]], iteration: int) -> None:
+def iterate(config: RunConfig, stages: list[tuple[SliceRunner, Holding]], iteration: int) -> None:
     microbatch = Microbatch(iteration, 0, 0)
     value, target = load_corpus(config).batch(microbatch, config.training.batch, config.model.context)
     for stage, _ in stages:
         value = stage.forward(microbatch, value, target if stage.last else None, split=True)
     gradient = None
-    for stage, optimizer in reversed(stages):
+    for stage, holding in reversed(stages):
         gradient = stage.backward(microbatch, gradient)
-        optimizer.step(iteration)
-        stage.zero_gradients()
+        holding.optimizer.step(iteration)
+        holding.zero_gradients()
 
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,

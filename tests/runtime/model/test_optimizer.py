@@ -8,7 +8,7 @@ from torch import nn
 
 from runtime.config import ConfigError, TrainingConfig
 from runtime.model.clipping import clip_factor
-from runtime.model.optimizer import StageOptimizer, build_optimizer
+from runtime.model.optimizer import UndoableOptimizer, build_optimizer
 
 OWN = """
 import torch
@@ -51,7 +51,7 @@ class Rig:
         everything = {layer: nn.Sequential(nn.Linear(3, 5, dtype=dtype), nn.LayerNorm(5, dtype=dtype))
                       for layer in (3, 4)}
         self.layers = {layer: everything[layer] for layer in layers}
-        self.optimizer: StageOptimizer = build_optimizer(self.layers, config)
+        self.optimizer: UndoableOptimizer = build_optimizer(self.layers, config)
 
     def backward(self, iteration: int) -> None:
         for layer, module in self.layers.items():

@@ -14,7 +14,7 @@ from torch import nn
 from runtime.config import TrainingConfig
 from runtime.launch import run
 from runtime.model.clipping import clip_factor
-from runtime.model.optimizer import StageOptimizer
+from runtime.model.holding import Holding
 from runtime.model.steps import UNCLIPPED, Steps
 from runtime.processes.fork_server import ForkServer
 from runtime.tools.reference import reference_run
@@ -46,21 +46,13 @@ class Wires:
         return [sum(column) for column in zip(*self.given[-2:], strict=True)]
 
 
-class FakeStage:
-    def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
-
-    def zero_gradients(self) -> None:
-        self.layer.zero_grad(set_to_none=False)
-
-
 class Pair:
     """Two workers of one layer each, stepping once by given gradients."""
 
     def __init__(self, config: TrainingConfig, *, staggered: bool = True) -> None:
         self.wires = Wires()
         self.layers = [nn.Linear(1, 1, bias=False, dtype=torch.float64) for _ in range(2)]
-        self.workers = [Steps({index: FakeStage(layer)}, {index: StageOptimizer({index: layer}, config)}, config,
+        self.workers = [Steps(Holding({index: layer}, config), config,
                               speaks_for=[index], layers=2, share=self.wires.share, staggered=staggered)
                         for index, layer in enumerate(self.layers)]
         self.validated: list[int] = []
@@ -69,7 +61,7 @@ class Pair:
 
     def step(self, iteration: int, gradients: Sequence[float]) -> None:
         for index, (steps, layer, gradient) in enumerate(zip(self.workers, self.layers, gradients, strict=True)):
-            layer.weight.grad = torch.full((1, 1), gradient, dtype=torch.float64)
+            layer.weight.grad.fill_(gradient)
             steps.step(iteration)
             steps.when_validated(lambda index=index: self.validated.append(index))
 

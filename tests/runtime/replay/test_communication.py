@@ -13,17 +13,18 @@ from runtime.replay.communication import CommunicationError, Communicator, Membe
 from schedules.schedule import Worker
 
 WORKERS = [Worker(0, 0), Worker(0, 1), Worker(1, 1)]
+LAYERS = [(0, 2), (2, 4)]
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def communicators():
-    """Those of three workers, in one process; the last two hold stage 1 together."""
+    """Those of three workers, in one process; the last two hold layers 2 and 3 together."""
     store, _ = host_store()
     ranks = {worker: rank for rank, worker in enumerate(WORKERS)}
 
     def make(worker: Worker) -> Communicator:
-        groups = {0: [WORKERS[0]]} if worker.column == 0 else {1: WORKERS[1:]}
+        groups = {LAYERS[0]: WORKERS[:1]} if worker.column == 0 else {LAYERS[1]: WORKERS[1:]}
         return Communicator(Membership(1, ranks, worker), groups, transport="gloo", device=CPU, store=store)
 
     with ThreadPoolExecutor(3) as pool:
@@ -59,11 +60,11 @@ def test_what_is_sent_may_be_a_view_and_any_dtype(communicators):
     assert torch.equal(arriving.take(), tensor)
 
 
-def test_gradients_are_summed_over_the_stage_only(communicators):
+def test_gradients_are_summed_over_those_who_hold_the_layers_only(communicators):
     tensors = [[torch.full((3,), rank + 1.0), torch.full((2,), rank + 1.0, dtype=torch.float64)] for rank in range(3)]
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda one, worker, mine: one.sum_over_stage(worker.column, mine), communicators, WORKERS,
-                      tensors, timeout=20))
+        list(pool.map(lambda one, worker, mine: one.sum_over_sharers(LAYERS[worker.column], mine), communicators,
+                      WORKERS, tensors, timeout=20))
     assert [mine[0][0].item() for mine in tensors] == [1, 5, 5]
     assert [mine[1][0].item() for mine in tensors] == [1, 5, 5]
 
@@ -73,7 +74,7 @@ def test_small_gradients_are_summed_together_and_large_ones_alone(communicators,
     monkeypatch.setattr(communication, "BUCKET_BYTES", 64)
     summed = []
     for one in communicators[1:]:
-        group = one._group("stage 1")
+        group = one._group("0.1 1.1")
         allreduce = group.allreduce
         monkeypatch.setattr(one, "_group", lambda _, allreduce=allreduce: SimpleNamespace(
             allreduce=lambda tensors: (summed.append(tensors[0].numel()), allreduce(tensors))[1]))
@@ -84,7 +85,8 @@ def test_small_gradients_are_summed_together_and_large_ones_alone(communicators,
 
     mine = [gradients(1.0), gradients(2.0)]
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda one, tensors: one.sum_over_stage(1, tensors), communicators[1:], mine, timeout=20))
+        list(pool.map(lambda one, tensors: one.sum_over_sharers(LAYERS[1], tensors), communicators[1:], mine,
+                      timeout=20))
     assert sorted(summed) == sorted(2 * [6 + 1, 20, 2 + 1])
     for one in mine:
         assert all(torch.equal(found, expected) for found, expected in zip(one, gradients(3.0), strict=True))

@@ -9,18 +9,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from planner.options import PlanOptions
-from planner.plan import plan_only
 from runtime.model.data import load_corpus
+from runtime.model.holding import build_holding
 from runtime.model.layers import model_for, parameter_dtype
-from runtime.model.optimizer import build_optimizer
-from runtime.model.stage import Boundary, StageModule
+from runtime.model.slices import Slices, TensorForm, forms
 from runtime.model.steps import Steps
 from runtime.protocol.rendezvous import host_store
 from runtime.replay.communication import Communicator, Membership
 from runtime.replay.exchange import LOOKAHEAD, Exchange, TensorName
 from runtime.replay.executor import Executor
-from runtime.replay.placement import PlacementError, assign_to_nodes, layer_ranges, reduce_group
+from runtime.replay.placement import Placement, PlacementError, assign_to_nodes, place
 from runtime.replay.recorder import Recorder
 from schedules.precedence import op_key, producers
 from schedules.schedule import OpKind, Schedule, Worker
@@ -36,24 +34,27 @@ def test_a_lone_worker_runs_its_program_as_it_stands(backward):
     job, config, worker = grid(1, 1, 3), tiny(), Worker(0, 0)
     schedule = schedule_for(job, backward=backward)
     store, _ = host_store()
-    communicator = Communicator(Membership(1, {worker: 0}, worker), {0: [worker]}, transport="gloo", device=CPU,
+    communicator = Communicator(Membership(1, {worker: 0}, worker), {(0, 4): [worker]}, transport="gloo", device=CPU,
                                 store=store)
     model = model_for(config.model, config.training.seed, parameter_dtype("float64"), CPU)
-    stage = StageModule(0, (0, model.layers), model, first=True, last=True, loss_scale=1 / 3, config=config)
+    placement = place(schedule.grid, model.layers)
+    holding = build_holding(model, placement.held(schedule, worker), config.training)
+    slices = Slices(holding, placement.slices(schedule, worker), model, loss_scale=1 / 3, config=config)
     recorder = Recorder(CPU, 0.0)
-    executor = Executor(schedule, stages={0: stage}, communicator=communicator, recorder=recorder,
-                        steps=Steps({0: stage}, {0: build_optimizer(stage.modules, config.training)}, config.training,
-                                    speaks_for=[0], layers=stage.layers[1], share=None, staggered=True),
-                        exchange=Exchange(schedule, communicator, [stage.boundary()], range(3)),
+    executor = Executor(schedule, slices=slices, communicator=communicator, recorder=recorder,
+                        steps=Steps(holding, config.training, speaks_for=range(model.layers), layers=model.layers,
+                                    share=None, staggered=True),
+                        exchange=Exchange(schedule, communicator,
+                                          [forms(model, config)[cut] for cut in placement.cuts], range(3)),
                         feed=partial(load_corpus(config).batch, batch=1, context=16))
     losses = []
     for iteration in range(3):
-        recorder.begin(traced=True)
+        recorder.begin(0, traced=True)
         losses.append(executor.run(iteration))
     assert losses == pytest.approx(judge(config, (3,), 3).losses, abs=1e-12)
     program = [(op.kind, op.slice, op.pipeline, op.microbatch) for op in schedule.ops(worker)]
     assert [(op.kind, op.slice, op.pipeline, op.microbatch) for op in recorder.ops()] == program
-    assert stage.in_flight() == 0
+    assert slices.runners[0].in_flight() == 0
     communicator.drop()
     del store
 
@@ -62,7 +63,8 @@ def test_an_executor_is_gone_with_its_last_reference():
     """It has what belongs to a generation: tensors, transfers, connections. None waits for the garbage collector."""
     schedule = schedule_for(grid(1, 1, 3))
     one = SimpleNamespace(worker=Worker(0, 0))
-    executor = Executor(schedule, stages={}, steps=one, communicator=one, exchange=one, feed=one, recorder=one)
+    slices = SimpleNamespace(runners={0: None})
+    executor = Executor(schedule, slices=slices, steps=one, communicator=one, exchange=one, feed=one, recorder=one)
     there = weakref.ref(executor)
     gc.disable()
     try:
@@ -100,18 +102,19 @@ def run_program(schedule: Schedule, worker: Worker, iterations: int, *,
                 ordered: bool = True) -> list[tuple[Worker, str, Worker, int]]:
     """The transfers of a worker, in the order in which it issues them."""
     log: list[tuple[Worker, str, Worker, int]] = []
-    boundaries = [Boundary((1,), torch.float32, (1,), torch.float32)] * len(schedule.grid.stages)
+    passed = [TensorForm((1,), torch.float32)] * (schedule.grid.layer_count + 1)
     wire = Wire(worker, log, ordered=ordered)
-    exchange = Exchange(schedule, wire, boundaries, range(iterations))  # type: ignore[arg-type]
-    grid = schedule.grid
+    exchange = Exchange(schedule, wire, passed, range(iterations))  # type: ignore[arg-type]
     for iteration in range(iterations):
         for op in schedule.ops(worker):
-            if op.kind is OpKind.F:
-                pass_on(exchange, iteration, op, "activation", not grid.is_first(op.slice),
-                        None if grid.is_last(op.slice) else op.slice + 1)
-            elif op.kind in (OpKind.I, OpKind.B):
-                pass_on(exchange, iteration, op, "gradient", not grid.is_last(op.slice),
-                        None if grid.is_first(op.slice) else op.slice - 1)
+            if op.kind in (OpKind.F, OpKind.I, OpKind.B):
+                path = list(schedule.path(op.pipeline, op.microbatch))
+                forth, back = [None, *path], [*path[1:], None]
+                before, after = forth[path.index(op.slice)], back[path.index(op.slice)]
+                if op.kind is OpKind.F:
+                    pass_on(exchange, iteration, op, "activation", before is not None, after)
+                else:
+                    pass_on(exchange, iteration, op, "gradient", after is not None, before)
         exchange.end_iteration()
     exchange.flush()
     return log
@@ -161,36 +164,53 @@ def test_receives_are_posted_ahead_but_not_without_bound(ordered):
     log: list[tuple[Worker, str, Worker, int]] = []
     worker = Worker(0, 1)
     schedule = schedule_for(grid(1, 2, 12))
-    boundaries = [Boundary((1,), torch.float32, (1,), torch.float32)] * 2
+    passed = [TensorForm((1,), torch.float32)] * 3
     wire = Wire(worker, log, ordered=ordered)
-    exchange = Exchange(schedule, wire, boundaries, range(1))  # type: ignore[arg-type]
+    exchange = Exchange(schedule, wire, passed, range(1))  # type: ignore[arg-type]
     exchange.take(0, TensorName("activation", 1, 0, 0))
     assert 1 <= len(log) <= 1 + LOOKAHEAD
     assert ordered or len(log) == 1 + LOOKAHEAD
 
 
+def ranges(schedule: Schedule, layers: int) -> list[tuple[int, int]]:
+    placement = place(schedule.grid, layers)
+    return [placement.range_of(one) for one in schedule.layers_by_slice]
+
+
 def test_layers_of_stages():
-    assert layer_ranges(schedule_for(grid(1, 2, 1)), 6) == [(0, 3), (3, 6)]
+    assert ranges(schedule_for(grid(1, 2, 1)), 6) == [(0, 3), (3, 6)]
     own = schedule_for(grid(1, 2, 1, more="[placement]\nlayers = [1, 5]"))
-    assert layer_ranges(own, 6) == [(0, 1), (1, 6)]
+    assert ranges(own, 6) == [(0, 1), (1, 6)]
     with pytest.raises(PlacementError, match="the schedule's stages hold 6 layers; the model has 7"):
-        layer_ranges(own, 7)
+        place(own.grid, 7)
     with pytest.raises(PlacementError, match="gives layers 1 to 1 to stage 1; expected some layers"):
-        layer_ranges(schedule_for(grid(1, 2, 1, more="[placement]\nlayers = [1, 0]")), 1)
+        place(schedule_for(grid(1, 2, 1, more="[placement]\nlayers = [1, 0]")).grid, 1)
 
 
-def test_slices_and_moved_layers_are_refused():
-    job = grid(3, 2, 3, more="[placement]\nlayers = [4, 4]")
-    for layers, what in (("fixed", "cuts stages into slices"), ("move", "has moved layers")):
-        schedule = plan_only(PlanOptions(layers=layers, method="greedy", time_limit=2), job, [Worker(1, 1)]).schedule
-        with pytest.raises(PlacementError, match=what):
-            layer_ranges(schedule, 8)
+@settings(max_examples=40)
+@given(schedules())
+def test_what_is_held_is_what_is_run_and_reduced(schedule):
+    """Of the model, where each of the schedule's layers is two."""
+    placement = Placement([2 * layer for layer in range(schedule.grid.layer_count + 1)])
+    held = placement.held_by(schedule)
+    firsts = placement.first_holders(schedule)
+    assert sorted(firsts) == list(range(placement.layers))
+    for worker, layers in held.items():
+        assert placement.held(schedule, worker) == layers
+        for start, end in placement.slices(schedule, worker).values():
+            assert layers.issuperset(range(start, end))
+        reduced = placement.reduced(schedule, worker)
+        assert sorted(layers) == [layer for start, end in reduced for layer in range(start, end)]
+        for (start, end), sharers in reduced.items():
+            assert sharers == sorted(other for other in held if held[other].issuperset(range(start, end)))
+        assert all(worker in held and layer in held[firsts[layer]] and firsts[layer] <= worker for layer in layers)
 
 
-def test_reduce_groups_are_the_live_workers_of_a_stage():
+def test_those_who_reduce_a_stage_are_the_live_workers_that_hold_it():
     schedule = schedule_for(grid(3, 2, 2), ["1.1"])
-    assert reduce_group(schedule, 0) == [Worker(0, 0), Worker(1, 0), Worker(2, 0)]
-    assert reduce_group(schedule, 1) == [Worker(0, 1), Worker(2, 1)]
+    placement = place(schedule.grid, 4)
+    assert placement.reduced(schedule, Worker(1, 0)) == {(0, 2): [Worker(0, 0), Worker(1, 0), Worker(2, 0)]}
+    assert placement.reduced(schedule, Worker(2, 1)) == {(2, 4): [Worker(0, 1), Worker(2, 1)]}
 
 
 def test_workers_are_assigned_to_nodes_in_order():

@@ -44,7 +44,7 @@ class FakeGpu:
 
 
 def run(recorder: Recorder, *, traced: bool) -> None:
-    recorder.begin(traced=traced)
+    recorder.begin(0, traced=traced)
     for op in OPS:
         with recorder.timing(op):
             pass
@@ -55,9 +55,11 @@ def test_an_iteration_that_is_not_traced_waits_for_its_step_and_for_nothing_else
     recorder = Recorder(torch.device("cuda", 0), 0.0)
     for _ in range(5):
         run(recorder, traced=False)
-        assert recorder.window_seconds() == pytest.approx(0.001) and recorder.ops() == ()
+        assert recorder.window_seconds() == pytest.approx(0.005) and recorder.ops() == ()
+        assert [(one.kind, one.slice, one.number, one.seconds) for one in recorder.times()] == [
+            (OpKind.F, 0, 1, pytest.approx(0.001)), (OpKind.W, 0, 1, pytest.approx(0.001))]
     assert gpu.waits == 5, "the end of its O: before that the iteration may not be reported"
-    assert gpu.events == 10
+    assert gpu.events == 5 * 2 * len(OPS)
 
 
 def test_a_traced_iteration_tells_when_each_op_ran(monkeypatch):

@@ -8,15 +8,15 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 
 from runtime.config import TrainingConfig
+from runtime.model.holding import Holding, build_holding
 from runtime.model.layers import model_for, parameter_dtype
-from runtime.model.optimizer import StageOptimizer, build_optimizer
-from runtime.model.stage import StageModule
+from runtime.model.optimizer import UndoableOptimizer
 from runtime.protocol.authentication import Keys, Tags
 from runtime.protocol.to_worker import LayerMove
 from runtime.replay.communication import CommunicationError
@@ -51,18 +51,16 @@ def keys() -> Keys:
 CONFIGS = {"adamw": {}, "sgd": {"optimizer": "sgd"}, "momentum": {"optimizer": "sgd", "momentum": 0.9}}
 
 
-def build(training: TrainingConfig, seed: int = 0) -> tuple[StageModule, StageOptimizer]:
-    config = tiny()
-    model = model_for(config.model, seed, parameter_dtype("float64"), CPU)
-    stage = StageModule(0, LAYERS, model, first=True, last=False, loss_scale=1.0, config=config)
-    return stage, build_optimizer(stage.modules, training)
+def build(training: TrainingConfig, layers: Iterable[int] = range(*LAYERS), seed: int = 0) -> Holding:
+    return build_holding(model_for(tiny().model, seed, parameter_dtype("float64"), CPU), layers, training)
 
 
 class Member:
-    """A worker that holds the stage, with its sender."""
+    """A worker that holds the layers, with its sender."""
 
     def __init__(self, training: TrainingConfig, bytes_per_second: float | None = None) -> None:
-        self.stage, self.optimizer = build(training)
+        self.training, self.holding = training, build(training)
+        self.optimizer = self.holding.optimizer
         self.sender = LayerSender("127.0.0.1", SECRET, bytes_per_second)
         self.layer_state, self.layer_gradients = self.optimizer.layer_state, self.optimizer.layer_gradients
 
@@ -72,7 +70,7 @@ class Member:
     def run(self, iteration: int, take: int = 0) -> None:
         """An iteration, of which nothing is known but its gradients; they differ with each `take`."""
         draw = torch.Generator().manual_seed(1000 * take + iteration)
-        for gradient in self.stage.gradients():
+        for gradient in self.holding.gradients():
             gradient.copy_(torch.randn(gradient.shape, dtype=gradient.dtype, generator=draw))
         self.sender.before_step(iteration, self)
         self.optimizer.step(iteration)
@@ -91,7 +89,8 @@ class Team:
     def __init__(self, training: TrainingConfig, bytes_per_second: float | None = None) -> None:
         self.members = {LEFT: Member(training, bytes_per_second), RIGHT: Member(training, bytes_per_second)}
         self.told: queue.Queue[str] = queue.Queue()
-        self.receiver = LayerReceiver(lambda _: build(training, seed=1), training, CPU, SECRET, Told(self.told))
+        self.receiver = LayerReceiver(lambda layer: build(training, [layer], seed=1), CPU, SECRET,
+                                      Told(self.told))
 
     def fetch(self, number: int = 1, generation: int = 1, right: tuple[str, int] | None = None, *,
               follow: bool = True) -> None:
@@ -99,7 +98,7 @@ class Team:
         addresses = (LEFT, self.members[LEFT].sender.address), (RIGHT, right or self.members[RIGHT].sender.address)
         moves = (LayerMove(TARGET, LEFT, 0), LayerMove(TARGET, RIGHT, 1), LayerMove(TARGET, LEFT, 2),
                  LayerMove(LEFT, RIGHT, 1))
-        self.receiver.begin(LayerFetch(number, generation, (0,), senders_for(TARGET, moves, addresses), follow))
+        self.receiver.begin(LayerFetch(number, generation, senders_for(TARGET, moves, addresses), follow))
 
     def until_asked(self) -> None:
         waiter = threading.Event()
@@ -141,7 +140,7 @@ class Told(ReceiverEvents):
 def team(request):
     team = Team(tiny(**getattr(request, "param", {})).training)
     yield team
-    team.receiver.begin(LayerFetch(99, 1, (), {}, True))
+    team.receiver.begin(LayerFetch(99, 1, {}, True))
     for member in team.members.values():
         member.sender.close()
 
@@ -177,13 +176,15 @@ def while_all_train(team: Team, committed: int) -> None:
 def test_layers_that_have_moved_are_the_same_bits_and_stay_so(team, move, committed):
     """What every way of moving layers promises."""
     move(team, committed)
-    ((index, fetched),) = team.take(3, fetch=0).items()
-    assert index == 0 and fetched.layers == {0, 1, 2} and team.told.empty()
+    layers = team.take(3, fetch=0)
+    assert layers.keys() == {0, 1, 2} and team.told.empty()
+    fetched = build(team.members[LEFT].training, ())
+    fetched.change(layers, layers.values())
     member = team.members[LEFT]
     for iteration in range(committed + 1, committed + 3):
         compare(fetched.optimizer, member.optimizer)
         member.run(iteration, take=2)
-        for mine, theirs in zip(fetched.stage.gradients(), member.stage.gradients(), strict=True):
+        for mine, theirs in zip(fetched.gradients(), member.holding.gradients(), strict=True):
             assert not mine.any() or iteration > committed + 1
             mine.copy_(theirs)
         fetched.optimizer.step(iteration)
@@ -191,7 +192,7 @@ def test_layers_that_have_moved_are_the_same_bits_and_stay_so(team, move, commit
     fetched.optimizer.undo()
 
 
-def compare(one: StageOptimizer, other: StageOptimizer) -> None:
+def compare(one: UndoableOptimizer, other: UndoableOptimizer) -> None:
     for layer in range(*LAYERS):
         mine, theirs = one.layer_state(layer), other.layer_state(layer)
         assert mine.keys() == theirs.keys()
@@ -207,7 +208,7 @@ def test_what_is_fetched_for_one_generation_is_not_taken_in_another(team):
     assert team.take(1, fetch=0) == {}  # the generation during which it is fetched
     team.fetch(number=2, generation=2)  # heard before generation 2 begins
     team.go_back(0, generation=2)
-    assert team.take(2, fetch=1).keys() == {0}
+    assert team.take(2, fetch=1).keys() == {0, 1, 2}
     assert team.take(3, fetch=0) == {}
 
 

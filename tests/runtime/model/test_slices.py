@@ -1,4 +1,4 @@
-"""Stages run op by op, in any legal order and on any hosts, against the plain single-process run."""
+"""Slices run op by op, in any legal order and on any hosts, against the plain single-process run."""
 
 import random
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from runtime.config import RunConfig, parse_run_config
 from runtime.model.data import Corpus, Microbatch, load_corpus
 from runtime.model.digest import parameter_digest
-from runtime.model.layers import model_for, parameter_dtype, split_layers
-from runtime.model.optimizer import build_optimizer
-from runtime.model.stage import Boundary, StageModule, boundaries
+from runtime.model.holding import Holding, build_holding
+from runtime.model.layers import LayeredModel, model_for, parameter_dtype, split_layers
+from runtime.model.slices import SliceRunner, Slices, TensorForm, forms
 from runtime.tools.reference import reference_run
 
 CPU = torch.device("cpu")
@@ -25,13 +25,19 @@ CONFIG = parse_run_config(MODEL, {"batch": 2, "dtype": "float64", "learning_rate
 PARTITIONS = [[(0, 4)], [(0, 1), (1, 4)], [(0, 2), (2, 3), (3, 4)], split_layers(4, 4)]
 
 
-def build_stages(config: RunConfig, partition: list[tuple[int, int]], total: int,
-                 device: torch.device = CPU) -> list[StageModule]:
+class Part(SliceRunner):
+    """Runs layers that it holds alone."""
+
+    def __init__(self, layers: tuple[int, int], model: LayeredModel, total: int, config: RunConfig) -> None:
+        self.holding = build_holding(model, range(*layers), config.training)
+        super().__init__(layers, self.holding.modules, model, loss_scale=1 / total, config=config)
+
+
+def build_parts(config: RunConfig, partition: list[tuple[int, int]], total: int,
+                device: torch.device = CPU) -> list[Part]:
     training = config.training
     model = model_for(config.model, training.seed, parameter_dtype(training.dtype), device)
-    last = len(partition) - 1
-    return [StageModule(index, layers, model, first=index == 0, last=index == last, loss_scale=1 / total, config=config)
-            for index, layers in enumerate(partition)]
+    return [Part(layers, model, total, config) for layers in partition]
 
 
 class Cluster:
@@ -42,9 +48,7 @@ class Cluster:
         self.config, self.counts, self.split, self.device = config, counts, split, device
         self.random = random.Random(seed)
         self.stages = len(partition)
-        self.workers = [build_stages(config, partition, sum(counts), device) for _ in counts]
-        self.optimizers = [[build_optimizer(stage.modules, config.training) for stage in row]
-                           for row in self.workers]
+        self.workers = [build_parts(config, partition, sum(counts), device) for _ in counts]
         self.corpus: Corpus = load_corpus(config)
 
     def iterate(self, iteration: int) -> float:
@@ -70,7 +74,7 @@ class Cluster:
                 waiting += [("W", microbatch, stage)] * self.split
                 waiting += [("I", microbatch, stage - 1)] * (stage > 0)
 
-    def run(self, kind: str, microbatch: Microbatch, index: int, stage: StageModule,
+    def run(self, kind: str, microbatch: Microbatch, index: int, stage: Part,
             tensors: dict[tuple[str, Microbatch, int], Tensor | None]) -> None:
         if kind == "F":
             tokens, targets = (half.to(self.device) for half in self.corpus.batch(
@@ -87,18 +91,19 @@ class Cluster:
 
     def finish(self, iteration: int) -> float:
         """A and O of every stage; the iteration's loss."""
-        for peers, optimizers in zip(zip(*self.workers, strict=True), zip(*self.optimizers, strict=True), strict=True):
-            for flats in zip(*(peer.gradients() for peer in peers), strict=True):
+        for peers in zip(*self.workers, strict=True):
+            for flats in zip(*(peer.holding.gradients() for peer in peers), strict=True):
                 total = torch.stack(flats).sum(0)
                 for flat in flats:
                     flat.copy_(total)
-            for peer, optimizer in zip(peers, optimizers, strict=True):
-                optimizer.step(iteration)
-                peer.zero_gradients()
+            for peer in peers:
+                peer.holding.optimizer.step(iteration)
+                peer.holding.zero_gradients()
         return sum(row[-1].take_loss().item() for row in self.workers)
 
     def parameters(self, pipeline: int) -> dict[str, Tensor]:
-        return {name: parameter for stage in self.workers[pipeline] for name, parameter in stage.parameters().items()}
+        return {name: parameter for stage in self.workers[pipeline]
+                for name, parameter in stage.holding.parameters().items()}
 
 
 def assert_reproduces(config: RunConfig, cluster: Cluster, iterations: int = 3, tolerance: float = 1e-9) -> None:
@@ -133,17 +138,16 @@ def test_on_a_gpu(split: bool) -> None:
 
 @pytest.mark.parametrize("split", [False, True])
 def test_in_order_it_is_the_reference_bit_for_bit(split: bool) -> None:
-    [only] = build_stages(CONFIG, [(0, 4)], 3)
-    optimizer = build_optimizer(only.modules, CONFIG.training)
+    [only] = build_parts(CONFIG, [(0, 4)], 3)
     corpus = load_corpus(CONFIG)
     for iteration in range(3):
         for microbatch in (Microbatch(iteration, pipeline, 0) for pipeline in range(3)):
             tokens, targets = corpus.batch(microbatch, 2, 8)
             assert only.forward(microbatch, tokens, targets, split=split) is None
             assert only.backward(microbatch, None) is None
-        optimizer.step(iteration)
-        only.zero_gradients()
-    assert only.digest() == reference_run(CONFIG, [1, 1, 1], 3).digest
+        only.holding.optimizer.step(iteration)
+        only.holding.zero_gradients()
+    assert only.holding.digest() == reference_run(CONFIG, [1, 1, 1], 3).digest
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -157,9 +161,9 @@ def test_bf16_stays_close_to_float32(split: bool) -> None:
     assert rounded == pytest.approx(plain, rel=0.01)
 
 
-def middle(config: RunConfig = CONFIG) -> tuple[StageModule, Tensor, Tensor]:
+def middle(config: RunConfig = CONFIG) -> tuple[Part, Tensor, Tensor]:
     """A stage of one block, an activation for it and a gradient."""
-    stage = build_stages(config, PARTITIONS[2], 4)[1]
+    stage = build_parts(config, PARTITIONS[2], 4)[1]
     generator = torch.Generator().manual_seed(0)
     value, gradient = (torch.randn(2, 8, 16, dtype=torch.float64, generator=generator) for _ in range(2))
     return stage, value, gradient
@@ -170,13 +174,13 @@ def test_i_leaves_every_linear_weight_to_w() -> None:
     microbatch = Microbatch(0, 0, 0)
     stage.forward(microbatch, value, split=True)
     stage.backward_input(microbatch, gradient)
-    linears = [module for module in stage.modules[2].modules() if isinstance(module, nn.Linear)]
+    linears = [module for module in stage.holding.modules[2].modules() if isinstance(module, nn.Linear)]
     assert len(linears) == 4
     for linear in linears:
         for parameter in (linear.weight, linear.bias):
             assert parameter.grad is not None and not parameter.grad.any()
     deferred = sum(parameter.numel() for linear in linears for parameter in linear.parameters())
-    assert deferred > 0.95 * sum(flat.numel() for flat in stage.gradients())
+    assert deferred > 0.95 * sum(flat.numel() for flat in stage.holding.gradients())
     stage.backward_weight(microbatch)
     assert all(linear.weight.grad is not None and linear.weight.grad.any() for linear in linears)
 
@@ -189,7 +193,7 @@ def test_i_frees_what_w_does_not_need() -> None:
     def watch(name: str, tensor: Tensor) -> None:
         stored.setdefault(name, []).append(StorageWeakRef(tensor.untyped_storage()))
 
-    for name, module in stage.modules[2].named_modules():
+    for name, module in stage.holding.modules[2].named_modules():
         module.register_forward_hook(lambda module, args, output, name=name: watch(name, output))
     microbatch = Microbatch(0, 0, 0)
     stage.forward(microbatch, value, split=True)
@@ -202,14 +206,14 @@ def test_i_frees_what_w_does_not_need() -> None:
 
 
 def test_stage_0_leaves_the_whole_backward_to_w() -> None:
-    stage = build_stages(CONFIG, PARTITIONS[2], 4)[0]
+    stage = build_parts(CONFIG, PARTITIONS[2], 4)[0]
     microbatch = Microbatch(0, 0, 0)
     output = stage.forward(microbatch, torch.zeros(2, 8, dtype=torch.int64), split=True)
     assert output is not None and not output.requires_grad
     assert stage.backward_input(microbatch, torch.ones_like(output)) is None
-    assert not stage.gradients()[0].any()
+    assert not stage.holding.gradients()[0].any()
     stage.backward_weight(microbatch)
-    assert stage.gradients()[0].any()
+    assert stage.holding.gradients()[0].any()
 
 
 def test_in_flight_counts_from_f_to_w() -> None:
@@ -225,19 +229,19 @@ def test_in_flight_counts_from_f_to_w() -> None:
 
 
 def test_discard_forgets_an_iteration() -> None:
-    *_, stage = build_stages(CONFIG, PARTITIONS[1], 2)
+    *_, stage = build_parts(CONFIG, PARTITIONS[1], 2)
     value, target = torch.ones(2, 8, 16, dtype=torch.float64), torch.zeros(2, 8, dtype=torch.int64)
     for index in range(3):
         stage.forward(Microbatch(0, 0, index), value, target, split=True)
     stage.backward_input(Microbatch(0, 0, 0), None)
     stage.backward(Microbatch(0, 0, 1), None)
     stage.discard()
-    assert stage.in_flight() == 0 and not stage.gradients()[0].any() and stage.take_loss() == 0
+    assert stage.in_flight() == 0 and stage.take_loss() == 0
     stage.forward(Microbatch(0, 0, 0), value, target, split=True)
 
 
 def test_losses_are_taken_once() -> None:
-    *_, stage = build_stages(CONFIG, PARTITIONS[1], 2)
+    *_, stage = build_parts(CONFIG, PARTITIONS[1], 2)
     value, target = torch.ones(2, 8, 16, dtype=torch.float64), torch.zeros(2, 8, dtype=torch.int64)
     for index in range(2):
         stage.forward(Microbatch(0, 0, index), value, target, split=False)
@@ -250,8 +254,8 @@ def test_gradients_are_one_flat_tensor() -> None:
     stage, value, gradient = middle()
     stage.forward(Microbatch(0, 0, 0), value, split=True)
     stage.backward(Microbatch(0, 0, 0), gradient)
-    [flat] = stage.gradients()
-    grads = [parameter.grad for parameter in stage.parameters().values()]
+    [flat] = stage.holding.gradients()
+    grads = [parameter.grad for parameter in stage.holding.parameters().values()]
     assert torch.equal(flat, torch.cat([grad.flatten() for grad in grads if grad is not None]))
     flat.zero_()
     assert not any(grad is None or grad.any() for grad in grads)
@@ -271,26 +275,81 @@ def test_who_runs_a_microbatch_does_not_matter() -> None:
 
 @pytest.mark.parametrize(("dtype", "expected"), [("float64", torch.float64), ("float32", torch.float32),
                                                  ("bf16", torch.float32)])
-def test_boundaries_are_what_stages_give(dtype: str, expected: torch.dtype) -> None:
+def test_forms_are_what_layers_give(dtype: str, expected: torch.dtype) -> None:
     config = parse_run_config(MODEL, {"batch": 2, "dtype": dtype})
-    stages = build_stages(config, PARTITIONS[2], 1)
-    found = boundaries(model_for(config.model, 0, parameter_dtype(config.training.dtype), CPU), PARTITIONS[2], config)
-    assert found == [stage.boundary() for stage in stages]
-    assert found[0] == Boundary((2, 8), torch.int64, (2, 8, 16), expected)
-    assert found[2].output_shape == (2, 8, 256)
+    stages = build_parts(config, PARTITIONS[2], 1)
+    found = forms(model_for(config.model, 0, parameter_dtype(config.training.dtype), CPU), config)
+    assert found[0] == TensorForm((2, 8), torch.int64)
+    assert found[1] == TensorForm((2, 8, 16), expected)
+    assert found[4].shape == (2, 8, 256)
     value: Tensor | None = torch.zeros(2, 8, dtype=torch.int64)
-    for stage, boundary in zip(stages[:-1], found, strict=False):
-        assert value is not None and (value.shape, value.dtype) == (boundary.input_shape, boundary.input_dtype)
+    for stage in stages[:-1]:
+        assert value is not None and (value.shape, value.dtype) == found[stage.layers[0]]
         value = stage.forward(Microbatch(0, 0, 0), value, split=True)
-        assert value is not None and (value.shape, value.dtype) == (boundary.output_shape, boundary.output_dtype)
+        assert value is not None and (value.shape, value.dtype) == found[stage.layers[1]]
 
 
-def test_layers_move_between_workers() -> None:
-    stages, others = build_stages(CONFIG, PARTITIONS[2], 1), build_stages(CONFIG, PARTITIONS[0], 1)
-    for parameter in others[0].parameters().values():
-        nn.init.zeros_(parameter)
-    for stage in stages:
-        for layer in range(*stage.layers):
-            others[0].load_layer_state(layer, stage.layer_state(layer))
-    merged = {name: parameter for stage in stages for name, parameter in stage.parameters().items()}
-    assert others[0].digest() == parameter_digest(merged)
+def test_a_slice_in_the_middle_of_a_holding_adds_to_its_gradients() -> None:
+    """Two slices of the same layers, cut elsewhere, sum into the same gradients, which are laid out as it is said."""
+    model = model_for(CONFIG.model, CONFIG.training.seed, torch.float64, CPU)
+    holding = build_holding(model, range(4), CONFIG.training)
+    holding.reduce_by([(2, 4), (0, 2)])
+    layers = {0: (0, 2), 1: (2, 4), 2: (0, 1), 3: (1, 4), 4: (0, 4)}
+    slices = Slices(holding, layers, model, loss_scale=1.0, config=CONFIG)
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+
+    def run(microbatch: Microbatch, *route: int) -> list[Tensor]:
+        value: Tensor | None = tokens
+        for number in route:
+            assert value is not None
+            value = slices.runners[number].forward(microbatch, value, tokens, split=True)
+        gradient = None
+        for number in reversed(route):
+            gradient = slices.runners[number].backward(microbatch, gradient)
+        sums = [flat.clone() for number in (0, 1) for flat in slices.gradients(number)]
+        slices.discard()
+        return sums
+
+    expected = run(Microbatch(0, 0, 0), 0, 1)
+    for route in ((2, 3), (4,)):
+        for ours, theirs in zip(run(Microbatch(0, 0, 0), *route), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    assert all(flat.any() for flat in expected) and not any(flat.any() for flat in holding.gradients())
+    assert slices.take_loss() == 0
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_holdings_exchange_layers_and_go_on_as_before(optimizer: str) -> None:
+    """Whoever holds a layer makes the same steps; one that is open can be undone where the layers have stayed."""
+    config = parse_run_config(MODEL, {"batch": 2, "dtype": "float64", "optimizer": optimizer, "momentum": 0.5})
+    model = model_for(config.model, 3, torch.float64, CPU)
+    whole, left, right = (build_holding(model, layers, config.training) for layers in (range(4), (0, 1), (2, 3)))
+
+    def step(iteration: int, *holdings: Holding) -> None:
+        for holding in holdings:
+            for layer in holding.modules:
+                draw = torch.Generator().manual_seed(10 * iteration + layer)
+                for gradient in holding.optimizer.layer_gradients(layer).values():
+                    gradient.copy_(torch.randn(gradient.shape, dtype=gradient.dtype, generator=draw))
+            holding.optimizer.step(iteration)
+
+    for iteration in range(3):
+        step(iteration, whole, left, right)
+    for holding in (whole, left, right):
+        holding.optimizer.commit()
+    moved = build_holding(model, [1], config.training)
+    moved.optimizer.load_layer_state(1, left.optimizer.layer_state(1))
+    left.change([0])
+    right.change([1, 2, 3], [moved])
+    right.reduce_by([(1, 2), (2, 4)])
+    assert left.ranges == ((0, 1),) and right.ranges == ((1, 4),) and len(right.gradients((2, 4))) == 1
+    assert not any(flat.any() for flat in right.gradients())
+    step(3, whole, left, right)
+    before = {name: tensor.clone() for name, tensor in right.optimizer.layer_state(3).items()}
+    step(4, right)
+    right.optimizer.undo()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in right.optimizer.layer_state(3).items())
+    for holding in (left, right):
+        for layer in holding.modules:
+            for name, tensor in whole.optimizer.layer_state(layer).items():
+                assert torch.equal(holding.optimizer.layer_state(layer)[name], tensor), (layer, name)

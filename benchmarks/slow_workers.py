@@ -1,0 +1,131 @@
+"""What slow workers cost, and what is left of that when their work is shed. Ops are sleeps.
+
+    python -m benchmarks.slow_workers [--factor 2] [--grid 4x4x16] [--milliseconds 20] [--json]
+
+One worker takes `factor` times as long for its ops from some iteration on, and is as fast as the others again later.
+Prints for each phase of the run the planned period, the measured one (the longest busy window of any worker) and the
+throughput by the plan's, and after how many iterations the change was found. Exit status 1 when that is more than 5, or
+the throughput with shed work below 0.93 of the plan's.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.replay import sleeping_job
+from benchmarks.sleeping import MODEL, TRAINING, sleeping
+from cli.shared.failure_schedules import scheduler, scheduler_at_speeds
+from planner.plan import plan_job
+from runtime.config import parse_run_config
+from runtime.coordinator.slow_workers import SpeedEvent
+from runtime.coordinator.speed_planning import period_at
+from runtime.launch import Resilience, RunOptions, RunResult, run
+from runtime.protocol.failure_injection import Slowdown
+from schedules.schedule import Schedule, Worker
+
+LEAST_SHARE, MOST_ITERATIONS = 0.93, 5
+WARM_UP = 2
+"""Iterations of a phase that do not count."""
+
+
+class Phase(NamedTuple):
+    """A part of a run; seconds."""
+
+    name: str
+    iterations: int
+    planned: float
+    measured: float
+    """Median time from one committed iteration to the next."""
+
+    @property
+    def share(self) -> float:
+        """Of the planned throughput."""
+        return self.planned / self.measured
+
+
+def phase(name: str, ends: list[float], first: int, end: int, planned: float) -> Phase:
+    """The iterations from `first` to before `end`, of which the first ones do not count."""
+    between = [later - earlier for earlier, later in pairwise(ends[first + WARM_UP - 1:end])]
+    return Phase(name, end - first, planned, statistics.median(between))
+
+
+def train(schedule: Schedule, options: argparse.Namespace, unit: float, slow: Worker) -> tuple[RunResult, list[float]]:
+    """Run with one slow worker; and when iterations were committed."""
+    job = sleeping_job(*map(int, options.grid.split("x")), unit)
+    config = parse_run_config({**MODEL, "blocks": schedule.grid.depth}, TRAINING)
+    ends: list[float] = []
+    slowdowns = Slowdown(slow, options.slow_at, options.factor), Slowdown(slow, options.usual_at, 1.0)
+    with tempfile.TemporaryDirectory() as folder, sleeping(unit, unit, unit, 3 * unit):
+        result = run(schedule, config, out=Path(folder), iterations=options.iterations,
+                     options=RunOptions(traced=0, notify=lambda news: print(news, file=sys.stderr)),
+                     resilience=Resilience(scheduler=scheduler(job, schedule, None), slowdowns=slowdowns,
+                                           at_speeds=scheduler_at_speeds(job, schedule, None)),
+                     progress=lambda *_: ends.append(time.perf_counter()))
+    return result, ends
+
+
+def phases(schedule: Schedule, result: RunResult, ends: list[float], options: argparse.Namespace,
+           slow: Worker) -> list[Phase]:
+    """What was measured from change to change. Where one was not found, those after it are missing."""
+    usual = schedule.seconds(schedule.period_ticks)
+    found = [phase("as fast as its peers", ends, 0, options.slow_at, usual)]
+    shed = next((event for event in result.speed_events if event.changed), None)
+    if shed is None:
+        return found
+    at_half = period_at(schedule, {slow: options.factor})
+    found.append(Phase("slow, not known", shed.iteration - options.slow_at, at_half, statistics.median(
+        later - earlier for earlier, later in pairwise(ends[options.slow_at:shed.iteration]))))
+    found.append(phase("slow, work shed", ends, shed.iteration, options.usual_at, shed.planned_seconds or 0.0))
+    back = next((event for event in result.speed_events if event.changed and event.iteration > options.usual_at), None)
+    if back is not None:
+        found.append(phase("as fast again, work given back", ends, back.iteration, options.iterations,
+                           back.planned_seconds or 0.0))
+    return found
+
+
+def iterations_until(event: SpeedEvent, change: int) -> int:
+    """From a change of speed until it was found: the last iteration that it was measured over counts."""
+    return max(one.since + one.iterations for one in event.changes) - change
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--factor", type=float, default=2.0)
+    parser.add_argument("--grid", default="4x4x16", help="pipelines x stages x micro-batches")
+    parser.add_argument("--milliseconds", type=float, default=20)
+    parser.add_argument("--slow-at", type=int, default=10)
+    parser.add_argument("--usual-at", type=int, default=28)
+    parser.add_argument("--iterations", type=int, default=44)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    unit = options.milliseconds / 1e3
+    schedule = plan_job(sleeping_job(*map(int, options.grid.split("x")), unit), method="greedy").schedule
+    slow = Worker(1, schedule.grid.columns // 2)
+    result, ends = train(schedule, options, unit, slow)
+    found = phases(schedule, result, ends, options, slow)
+    until = [iterations_until(event, at) for event, at in zip(
+        (event for event in result.speed_events if event.changed), (options.slow_at, options.usual_at), strict=False)]
+    if options.json:
+        print(json.dumps({"phases": [{**one._asdict(), "share": one.share} for one in found], "found_after": until}))
+    else:
+        table = Table("worker", "iterations", "planned ms", "measured ms", "throughput / plan's")
+        for one in found:
+            table.add_row(one.name, str(one.iterations), f"{one.planned * 1e3:.0f}", f"{one.measured * 1e3:.0f}",
+                          f"{one.share:.3f}")
+        Console().print(table)
+        print("found after " + ", ".join(map(str, until)) + " iterations")
+    shares = [one.share for one in found if one.name == "slow, work shed"]
+    sys.exit(not shares or min(shares) < LEAST_SHARE or until[0] > MOST_ITERATIONS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""A page of a run: one file, which works offline and loads nothing; without scripts it shows all but the zoom.
+
+Charts, tables and events are written here. `page/run.js` zooms, marks events and opens the schedules' timelines, which
+are in the page, too.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple
+from html import escape
+from pathlib import Path
+
+from cli.drawing.page_file import as_data, filled
+from cli.drawing.run_charts import MOST_POINTS, TIME_STEPS, Point, charts, described, points, settling, ticks
+from cli.shared.console import duration
+from cli.shared.event_words import Group, group, sentence
+from cli.shared.run_summary import clock, percent, rate, schedule_file, state, throughput, told
+from cli.timeline_page import MAX_OPS, Shown, timeline_data, timeline_shell
+from runtime.events import Failed, Resumed
+from runtime.run_record import Happened, RunRecord, Stretch
+from schedules.check import check
+from schedules.codec import ScheduleError, read
+from schedules.schedule import Schedule
+
+SIGNS: dict[Group, tuple[str, str]] = {
+    "failure": ("✕", "failure"), "order": ("▲", "schedule"), "join": ("●", "worker joins"),
+    "slow": ("▼", "slow worker"), "layers": ("◆", "layers move"), "checkpoint": ("■", "checkpoint"),
+    "other": ("•", "other"),
+}
+MOST_EVENTS = 3000
+"""On the page. Of more, whole groups are left out, the last ones of `_LEAST` first."""
+_LEAST: tuple[Group, ...] = ("order", "layers", "slow", "join", "other", "checkpoint")
+
+
+def run_page(run: RunRecord, page: Path) -> bytes:
+    """The page, as UTF-8; `page` is where it will be, for links to the files of the run."""
+    found, (events, left_out) = points(run), _most_telling(told(run))
+    schedules = _schedules(run)
+    title = f"{run.starts[-1].job}: run"
+    data = {
+        "total": run.seconds, "steps": TIME_STEPS, "points": [_rounded(astuple(point)) for point in found],
+        "stretches": [[one.begin, one.end, described(one)] for one in run.stretches],
+        "events": [[one.at, group(one.event), sentence(one.event)] for one in events],
+        "shell": timeline_shell("TITLE", "{{DATA}}") if schedules else "",
+        "schedules": {digest: timeline_data([Shown(name, schedule, _violation(schedule))])
+                      for digest, (name, schedule) in schedules.items()},
+    }
+    parts = {"NAME": escape(run.starts[-1].job), "CARDS": _cards(run), "LEGEND": _legend(run, events),
+             "MARKS": _marks(run, events), "CHARTS": charts(run, found), "TICKS": _ticks(run),
+             "NOTES": _notes(found, left_out), "ORDERS": _orders(run, page), "EVENTS": _events(events)}
+    return filled("run.html", title=title, styles=("theme.css", "run.css"), scripts=("run.js",), data=as_data(data),
+                  parts=parts).encode()
+
+
+def _rounded(values: Iterable[float | None]) -> list[float | None]:
+    return [None if value is None else round(value, 4) for value in values]
+
+
+def _most_telling(events: list[Happened]) -> tuple[list[Happened], int]:
+    """The events that the page has room for, and how many others there are."""
+    kept, groups = events, list(_LEAST)
+    while len(kept) > MOST_EVENTS and groups:
+        least = groups.pop()
+        kept = [one for one in kept if group(one.event) != least]
+    return kept[-MOST_EVENTS:], len(events) - len(kept[-MOST_EVENTS:])
+
+
+def _schedules(run: RunRecord) -> dict[str, tuple[str, Schedule]]:
+    """The schedules that can be read, by digest, as far as there is room for their timelines."""
+    found, room = dict[str, tuple[str, Schedule]](), MAX_OPS
+    for stretch in run.stretches:
+        digest = stretch.order.schedule
+        if digest in found:
+            continue
+        try:
+            schedule = read(schedule_file(run, stretch))
+        except ScheduleError:  # its row says that it is not there
+            continue
+        room -= sum(len(program) for program in schedule.programs)
+        if room >= 0:
+            found[digest] = f"{stretch.order.phase}, {stretch.order.live} workers", schedule
+    return found
+
+
+def _violation(schedule: Schedule) -> str | None:
+    violations = check(schedule)
+    return str(violations[0]) if violations else None
+
+
+def _cards(run: RunRecord) -> str:
+    newest, mean = run.starts[-1], throughput(run)
+    pauses = [one.event.pause for one in run.events if isinstance(one.event, Resumed)]
+    numbers = {
+        "state": state(run), "iterations": f"{len(run.committed)} of {newest.iterations}",
+        "time": clock(run.seconds) + (f", {len(run.starts)} starts" if len(run.starts) > 1 else ""),
+        "samples/s": "" if mean is None else f"{mean:.4g}", "workers": str(newest.workers),
+        "failures": str(sum(isinstance(one.event, Failed) for one in run.events)),
+        "longest pause": duration(max(pauses)) if pauses else "",
+    }
+    return "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in numbers.items() if value)
+
+
+def _legend(run: RunRecord, events: Sequence[Happened]) -> str:
+    there = {group(one.event) for one in events}
+    signs = [f'<span><i class="sign {name}">{sign}</i>{words}</span>'
+             for name, (sign, words) in SIGNS.items() if name in there]
+    lines = [f'<span><i class="swatch {name}"></i>{words}</span>'
+             for name, words in (("measured", "measured"), ("planned", "as planned"))]
+    phases = {one.order.phase for one in run.stretches} | ({"settling"} if settling(run) else set())
+    return "".join([*signs, *lines, *(
+        f'<span><i class="swatch {name.replace(" ", "-")}"></i>{name}</span>'
+        for name in ("whole", "at once", "settling", "settled") if name in phases)])
+
+
+def _marks(run: RunRecord, events: Sequence[Happened]) -> str:
+    return "".join(
+        f'<a class="mark {group(one.event)}" data-event="{number}" tabindex="-1" href="#event-{number}" '
+        f'style="left:{100 * one.at / (run.seconds or 1):.3f}%" '
+        f'title="{clock(one.at)}: {escape(sentence(one.event))}">{_sign(one)}</a>' for number, one in enumerate(events))
+
+
+def _sign(event: Happened) -> str:
+    return SIGNS[group(event.event) or "other"][0]
+
+
+def _ticks(run: RunRecord) -> str:
+    return "".join(f'<span style="left:{100 * at / (run.seconds or 1):.3f}%">{clock(at)}</span>'
+                   for at in ticks(run.seconds))
+
+
+def _notes(found: Sequence[Point], left_out: int) -> str:
+    most = max((point.count for point in found), default=1)
+    notes = [f"Each point of the charts is up to {most} iterations: the line is their mean, the band goes from the "
+             f"slowest to the fastest of them (a page has about {MOST_POINTS} points)."] if most > 1 else []
+    if left_out:
+        notes.append(f"{left_out} events are left out; events.jsonl has them all.")
+    return "".join(f"<p>{one}</p>" for one in notes)
+
+
+def _orders(run: RunRecord, page: Path) -> str:
+    return "".join(
+        f'<tr><td><a href="#chart" data-from="{one.begin}" data-to="{one.end}">{clock(one.begin)}</a></td>'
+        f'<td>{one.order.iteration}</td><td class="word"><i class="swatch {one.order.phase.replace(" ", "-")}"></i>'
+        f"{one.order.phase}</td><td>{one.order.live}</td><td>{len(one.committed)}</td>"
+        f"<td>{duration(one.order.planned_period)}</td><td>{_or_none(one.measured_period)}</td>"
+        f"<td>{percent(one.planned_share)}</td><td>{percent(run.measured_share(one))}</td>"
+        f"<td>{'' if (speed := rate(run, one)) is None else f'{speed:.4g}'}</td>"
+        f'<td class="word">{_link(run, one, page)}</td></tr>' for one in run.stretches)
+
+
+def _or_none(seconds: float | None) -> str:
+    return "" if seconds is None else duration(seconds)
+
+
+def _link(run: RunRecord, stretch: Stretch, page: Path) -> str:
+    """A link to the schedule's file; the script opens its timeline instead, where the page has it."""
+    path, digest = schedule_file(run, stretch), escape(stretch.order.schedule)
+    if not path.is_file():
+        return f"<code>{digest}</code> (not there)"
+    target = escape(Path(os.path.relpath(path, page.resolve().parent)).as_posix())
+    return f'<a href="{target}" data-schedule="{digest}"><code>{digest}</code></a>'
+
+
+def _events(events: Sequence[Happened]) -> str:
+    return "".join(
+        f'<tr id="event-{number}"><td><a href="#chart" data-event="{number}">{clock(one.at)}</a></td>'
+        f'<td>{one.event.iteration}</td><td class="word"><i class="sign {group(one.event)}">{_sign(one)}</i></td>'
+        f'<td class="word">{escape(sentence(one.event))}</td></tr>' for number, one in enumerate(events))

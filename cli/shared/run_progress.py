@@ -1,0 +1,75 @@
+"""What `slipstream train` shows while it runs: phase, live workers and throughput, from the events of the run."""
+
+import time
+from collections import deque
+
+from runtime.events import (
+    Event,
+    FetchAbandoned,
+    FetchBegun,
+    FetchProgressed,
+    HandedOver,
+    OrderGiven,
+    Phase,
+    Started,
+)
+
+RECENT = 10
+"""Iterations over which the throughput is taken."""
+
+
+class RunProgress:
+    """Is told of each event and each committed iteration."""
+
+    def __init__(self) -> None:
+        self._workers = self._samples = self._live = 0
+        self._fault_free: float | None = None
+        self._planned: float | None = None
+        self._phase: Phase | None = None
+        self._fetched: float | None = None
+        """The share of a fetch that settles; None: there is none."""
+        self._fetch = 0
+        self._committed: deque[float] = deque(maxlen=RECENT + 1)
+        """When the last iterations were, of this order."""
+
+    def observe(self, event: Event) -> None:
+        """Something has happened."""
+        match event:
+            case Started():
+                self._workers, self._samples, self._fault_free = event.workers, event.samples, event.fault_free_period
+            case OrderGiven():
+                self._live, self._planned, self._phase, self._fetched = (event.live, event.planned_period, event.phase,
+                                                                         None)
+                self._committed.clear()
+            case FetchBegun() if event.purpose == "settle":
+                self._fetch, self._fetched = event.fetch, 0.0
+            case FetchProgressed() if event.fetch == self._fetch and self._fetched is not None:
+                self._fetched = event.share
+            case FetchAbandoned() | HandedOver() if event.fetch == self._fetch:
+                self._fetched = None
+
+    def committed(self) -> None:
+        """An iteration was committed."""
+        self._committed.append(time.monotonic())
+
+    @property
+    def phase(self) -> str:
+        """In words, with how much of the layers has come; empty before the first order."""
+        return f"settling {self._fetched:.0%}".replace("%", " %") if self._fetched is not None else self._phase or ""
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Over the last iterations; None: two have not been committed yet by the present workers."""
+        if len(self._committed) < 2 or self._committed[-1] <= self._committed[0]:
+            return None
+        return self._samples * (len(self._committed) - 1) / (self._committed[-1] - self._committed[0])
+
+    def __str__(self) -> str:
+        if self._phase is None:
+            return ""
+        told = [self.phase, f"{self._live} of {self._workers} workers"]
+        rate = self.samples_per_second
+        told += [] if rate is None else [f"{rate:.4g} samples/s"]
+        if self._fault_free and self._planned:
+            told.append(f"planned {100 * self._fault_free / self._planned:.0f} % of fault-free")
+        return ", ".join(told)

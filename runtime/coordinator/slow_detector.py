@@ -1,0 +1,296 @@
+"""Slow-worker detector: which workers take longer than their peers, by what factor, and since when. Pure: no clock.
+
+A worker is compared with the others that ran ops of the same kind on the same layers in the same iteration, so that an
+iteration in which everybody is slow, or a stage whose times the job file has wrong, says nothing about anybody. Its
+*ratio* in an iteration is the time that its ops took, by what they take on its peers:
+
+    ratio = sum n_c t_c / sum n_c r_c          over its cells c: a kind of op on a range of layers
+
+t_c is the median of its n_c ops of the cell, r_c that of those of all others that are believed to be as fast as usual;
+where none is, of all others, each by the factor that is believed of it. Medians bear single ops that were held up, and
+a peer that is slow, too. Layers that nobody else runs, as in plans that move some, have the r_c that they would have by
+the plan, times what was measured by what was planned of the same layers while somebody else ran them; as long as that
+is not known, they are left out.
+
+Iterations are put together until they took `OBSERVATION_SECONDS`: what holds up a process for a moment holds up many
+short iterations. An *observation* of a worker is the median over these of y = log(ratio / believed factor). Two sums
+wait for it to leave zero, one for each side: Page's CUSUM (Biometrika 41, 1954), which finds a lasting change in the
+fewest observations for its rate of false alarms (Lorden, Ann. Math. Statist. 42, 1971):
+
+    S <- max(0, S + min(y, 3 k) - k)           alarm where S reaches 7.9 k
+
+k, the allowance, is the spread of y by the deviation from the median that `WITHIN` of them have at most, which bears
+outliers (Huber, Robust Statistics, 1981), the greater of the worker's own and the median one, and at least
+`LEAST_SPREAD`. Noise that lasts for several observations has sums that spread more: k is that of the means of `BATCH`
+successive ones, times the root of `BATCH`, where this is more (batch means; Law and Kelton, Simulation Modeling and
+Analysis). Observations that may belong to a change do not count until it is clear that they do not. For normal noise a
+worker has a false alarm every exp(15.8) / 2 = 3.6 million observations (Siegmund, Sequential Analysis, 1985). Noise of
+processes has heavy tails: what is above 3 k counts as 3 k, so that no fewer than 4 observations raise an alarm, however
+large they are. The change began after S was 0 last, where that leaves the least deviations: from 0 before, and after it
+from their median, which is the new factor.
+
+A change of less than `LEAST_CHANGE` is none. A worker that has recovered before has to show twice as many observations
+that it has recovered again each time, so that one that flaps keeps its lighter load.
+"""
+
+import math
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from schedules.schedule import LayerRange, OpKind, Worker
+
+OBSERVATION_SECONDS = 0.25
+"""Iterations are put together until they took so long."""
+LEAST_SPREAD = 0.04
+"""Of log ratios: below that, nothing depends on it."""
+ALLOWANCE, CAP, ALARM = 1.0, 3.0, 7.9
+"""In spreads: what is taken off each observation, what it counts at most, the sum that raises an alarm."""
+LEAST_CHANGE = 0.15
+"""Of a factor, by the factor before."""
+HISTORY = 64
+"""Observations that tell the spread, but for those that may be a change."""
+WITHIN = 0.8
+"""Share of the observations by which the spread is told: as many outliers as that leaves do not count."""
+_NORMAL = statistics.NormalDist().inv_cdf((1 + WITHIN) / 2)
+BATCH = 4
+"""Observations whose mean shows noise that lasts."""
+FIRST = 5
+"""Observations of a worker before which nobody knows the spread."""
+FEWEST = 3
+"""Observations that a change is measured over."""
+MOST_DOUBLINGS = 5
+"""Of what a worker has to show that it has recovered."""
+
+
+class CellTime(NamedTuple):
+    """The ops of one kind on the same layers that a worker ran in an iteration."""
+
+    kind: OpKind
+    layers: LayerRange
+    number: int
+    seconds: float
+    """Median of the ops."""
+    planned_seconds: float
+    """Of one op on a worker of usual speed."""
+
+
+class SpeedChange(NamedTuple):
+    """A worker that takes longer, or less long, than was believed."""
+
+    worker: Worker
+    factor: float
+    """By which its ops take longer than those of its peers; 1 is usual."""
+    before: float
+    """What was believed."""
+    since: int
+    """The first iteration of it."""
+    iterations: int
+    """How many it was measured over."""
+
+
+Measured = Mapping[Worker, Sequence[CellTime]]
+"""One iteration."""
+
+
+@dataclass(slots=True)
+class _Sum:
+    """A one-sided CUSUM, and the observations since it was zero: their first iterations and their values."""
+
+    value: float = 0.0
+    since: list[tuple[int, float]] = field(default_factory=list)
+
+    def add(self, iteration: int, y: float, spread: float) -> None:
+        self.value = max(0.0, self.value + min(y, CAP * spread) - ALLOWANCE * spread)
+        self.since.append((iteration, y))
+        if not self.value:
+            self.since.clear()
+
+    def clear(self) -> None:
+        self.value = 0.0
+        self.since.clear()
+
+
+@dataclass(slots=True)
+class _Watched:
+    """What is known of one worker."""
+
+    factor: float = 1.0
+    slower: _Sum = field(default_factory=_Sum)
+    faster: _Sum = field(default_factory=_Sum)
+    history: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
+    """Observations, without those of the sums."""
+    pending: list[float] = field(default_factory=list)
+    """Observations that may be part of a change."""
+    recoveries: int = 0
+
+    spread: float = 0.0
+    """Of the history."""
+    added: int = 0
+    """Observations since that was found."""
+
+    def settle(self) -> None:
+        """What is not a change is noise."""
+        possible = max(len(self.slower.since), len(self.faster.since))
+        while len(self.pending) > possible:
+            self.history.append(self.pending.pop(0))
+            self.added += 1
+        if self.added >= min(BATCH, len(self.history) / BATCH):
+            self.spread, self.added = _spread(list(self.history)), 0
+
+
+class SlowDetector:
+    """Takes the times of iterations, one after the other.
+
+    Parameters
+    ----------
+    factors
+        What is known of workers that are slow from the start.
+    """
+
+    def __init__(self, factors: Mapping[Worker, float] | None = None) -> None:
+        self._watched: defaultdict[Worker, _Watched] = defaultdict(_Watched)
+        for worker, factor in (factors or {}).items():
+            self._watched[worker].factor = factor
+        self._rates: dict[tuple[OpKind, int], float] = {}
+        """What was measured by what was planned, of a kind of op on a layer that several workers ran."""
+        self._open: dict[Worker, list[float]] = defaultdict(list)
+        self._first = self._last = 0
+        self._seconds = 0.0
+
+    def factor(self, worker: Worker) -> float:
+        """What is believed of a worker."""
+        return self._watched[worker].factor if worker in self._watched else 1.0
+
+    def believe(self, worker: Worker, factor: float) -> None:
+        """A worker's factor is known otherwise, such as from a test of its own. What was measured of it is dropped."""
+        watched = self._watched[worker]
+        watched.factor = factor
+        watched.slower.clear()
+        watched.faster.clear()
+        watched.pending.clear()
+
+    def interrupt(self) -> None:
+        """Iterations do not go on from those before: what has not become an observation is dropped."""
+        self._open.clear()
+        self._seconds = 0.0
+
+    def lost(self, worker: Worker) -> None:
+        """A worker is gone. One that is started again may be on another machine."""
+        self._watched.pop(worker, None)
+        self._open.pop(worker, None)
+
+    def observe(self, iteration: int, seconds: float, measured: Measured) -> list[SpeedChange]:
+        """Enter an iteration that took so many seconds; the workers whose speed has changed."""
+        if not self._seconds:
+            self._first = iteration
+        self._last = iteration
+        self._seconds += seconds
+        for worker, ratio in self.ratios(measured).items():
+            self._open[worker].append(math.log(ratio / self.factor(worker)))
+        if self._seconds < OBSERVATION_SECONDS:
+            return []
+        observed = {worker: statistics.median(logs) for worker, logs in self._open.items()}
+        self.interrupt()
+        return self._conclude(observed)
+
+    def ratios(self, measured: Measured) -> dict[Worker, float]:
+        """Of each worker that can be compared with others: the time of its ops by what they take on those."""
+        times: dict[tuple[OpKind, LayerRange], dict[Worker, float]] = defaultdict(dict)
+        for worker, cells in measured.items():
+            for cell in cells:
+                times[cell.kind, cell.layers][worker] = cell.seconds / self.factor(worker)
+        ratios = {}
+        for worker, cells in measured.items():
+            known = [(cell, usual) for cell in cells if (usual := self._usual(worker, cell, times)) is not None]
+            expected = sum(cell.number * usual for cell, usual in known)
+            took = sum(cell.number * cell.seconds for cell, _ in known)
+            if expected > 0 and took > 0:
+                ratios[worker] = took / expected
+        self._learn(measured, times)
+        return ratios
+
+    def usual_seconds(self, cell: CellTime) -> float | None:
+        """What ops of a cell take by what was measured before, on a worker of usual speed; None: it is not known."""
+        rates = [self._rates.get((cell.kind, layer)) for layer in range(*cell.layers)]
+        known = [rate for rate in rates if rate is not None]
+        return cell.planned_seconds * statistics.fmean(known) if rates and len(known) == len(rates) else None
+
+    def _usual(self, worker: Worker, cell: CellTime,
+               times: Mapping[tuple[OpKind, LayerRange], Mapping[Worker, float]]) -> float | None:
+        others = {other: seconds for other, seconds in times[cell.kind, cell.layers].items() if other != worker}
+        usual = [seconds for other, seconds in others.items() if self.factor(other) == 1.0]
+        return _middle(usual or list(others.values())) if others else self.usual_seconds(cell)
+
+    def _learn(self, measured: Measured, times: Mapping[tuple[OpKind, LayerRange], Mapping[Worker, float]]) -> None:
+        for cell in {(cell.kind, cell.layers): cell for cells in measured.values() for cell in cells}.values():
+            seconds = times[cell.kind, cell.layers].values()
+            if len(seconds) > 1 and cell.planned_seconds > 0:
+                rate = _middle(list(seconds)) / cell.planned_seconds
+                self._rates |= {(cell.kind, layer): rate for layer in range(*cell.layers)}
+
+    def _conclude(self, observed: Mapping[Worker, float]) -> list[SpeedChange]:
+        """Enter one observation of each worker."""
+        spreads = [one.spread for one in self._watched.values() if len(one.history) >= FIRST]
+        common = statistics.median(spreads) if spreads else 0.0
+        changes: list[SpeedChange] = []
+        for worker, y in observed.items():
+            watched = self._watched[worker]
+            spread = max(LEAST_SPREAD, common, watched.spread)
+            watched.pending.append(y)
+            if len(watched.history) >= FIRST or len(watched.pending) > FIRST:
+                watched.slower.add(self._first, y, spread)
+                watched.faster.add(self._first, -y, spread)
+                changes += self._changes(worker, watched, spread)
+            watched.settle()
+        return changes
+
+    def _changes(self, worker: Worker, watched: _Watched, spread: float) -> Iterator[SpeedChange]:
+        patience = 2 ** min(watched.recoveries, MOST_DOUBLINGS)
+        for total, sign, alarm in ((watched.slower, 1, ALARM), (watched.faster, -1, ALARM * patience)):
+            if total.value < alarm * spread:
+                continue
+            before, (since, level) = watched.factor, _change_in(total.since)
+            factor = before * math.exp(sign * level)
+            factor = 1.0 if factor < 1.0 + LEAST_CHANGE else factor
+            if abs(factor / before - 1.0) < LEAST_CHANGE:
+                total.clear()
+                continue
+            watched.recoveries += factor == 1.0
+            self.believe(worker, factor)
+            yield SpeedChange(worker, factor, before, since, self._last + 1 - since)
+            return
+
+
+def _change_in(values: Sequence[tuple[int, float]]) -> tuple[int, float]:
+    """Where a change from 0 to another level began, of values with their iterations, and that level."""
+    def cost(begin: int) -> float:
+        before, after = values[:begin], [value for _, value in values[begin:]]
+        level = statistics.median(after)
+        return sum(abs(value) for _, value in before) + sum(abs(value - level) for value in after)
+
+    begin = min(range(max(1, len(values) - FEWEST + 1)), key=cost)
+    return values[begin][0], statistics.median([value for _, value in values[begin:]])
+
+
+def _spread(values: Sequence[float]) -> float:
+    """The standard deviation of one of them, or that which the means of `BATCH` successive ones tell of."""
+    means = [statistics.fmean(values[at:at + BATCH]) for at in range(len(values) - BATCH + 1)]
+    return max(_deviation(values), math.sqrt(BATCH) * _deviation(means))
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """The standard deviation of normal values of which as many are as near to the median."""
+    if not values:
+        return 0.0
+    middle = statistics.median(values)
+    return sorted(abs(value - middle) for value in values)[int(WITHIN * len(values))] / _NORMAL
+
+
+def _middle(seconds: Sequence[float]) -> float:
+    """The median; between two, the geometric mean, so that noise makes a ratio to it neither greater nor less."""
+    ordered = sorted(seconds)
+    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+    return math.sqrt(low * high)

@@ -1,0 +1,97 @@
+"""Speed planning: what to do about workers that are slow, or slow no more. Pure; takes as long as planning does.
+
+Compared are the period of the present schedule at the speeds that were measured, that of one that is planned for them,
+and those of schedules without one of the slow workers. A change of schedule takes place between two iterations.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from runtime.coordinator.planning import NoScheduleError, SchedulerAtSpeeds, Speeds
+from schedules.schedule import Schedule, Worker
+from schedules.timing import Noise, replay
+
+LEAST_GAIN = 0.02
+"""Of the period, for which a schedule is changed."""
+LEAST_WORTH = 0.01
+"""Of the period, that a slow worker must gain to keep its place."""
+LEAVE_OUT_FROM = 2.0
+"""Factor from which it is asked whether the others are better off alone."""
+STEP = 20
+"""Factors are planned for in steps of 1 / 20: nothing depends on less, and fewer schedules are planned."""
+
+
+class Decision(NamedTuple):
+    """What is planned for speeds."""
+
+    schedule: Schedule | None
+    """To change to; None: to stay."""
+    present_seconds: float
+    """The period of the present schedule at these speeds."""
+    seconds: float
+    """The period from now on."""
+    left_out: tuple[Worker, ...] = ()
+    with_them_seconds: float = 0.0
+    """The period with those who are left out."""
+
+
+def rounded(factor: float) -> float:
+    """A factor that is planned for."""
+    return round(factor * STEP) / STEP
+
+
+def period_at(schedule: Schedule, speeds: Mapping[Worker, float]) -> float:
+    """Seconds from one iteration to the next when workers take `speeds` times as long as usual.
+
+    The order of each worker's ops stays; ops wait for each other as in the runtime.
+    """
+    known = schedule.times.per_mille_of
+    slow = {worker: speeds.get(worker, 1.0) / (known.get(worker, 1000) / 1000) for worker in schedule.seat_of}
+    if all(abs(factor - 1.0) < 1e-3 for factor in slow.values()):
+        return schedule.seconds(schedule.period_ticks)
+    return float(replay(schedule, Noise(slow=slow), replays=1)[0])
+
+
+def decide(present: Schedule, speeds: Speeds, plan: SchedulerAtSpeeds) -> Decision:
+    """What the workers of a schedule should run at these speeds. Raises what `plan` raises."""
+    factors = dict(speeds)
+    before = period_at(present, factors)
+    live, every = present.seat_of.keys(), tuple(present.grid.workers())
+
+    def planned(workers: Iterable[Worker]) -> Schedule:
+        there = set(workers)
+        schedule = plan(tuple(worker for worker in every if worker not in there), speeds)
+        if schedule.grid != present.grid or schedule.seat_of.keys() != there:
+            raise NoScheduleError("the schedule for workers of other speeds is one of another job")
+        return schedule
+
+    best = planned(live)
+    together = seconds = period_at(best, factors)
+    left_out: tuple[Worker, ...] = ()
+    for worker in sorted(live, key=lambda one: -factors.get(one, 1.0)):
+        if factors.get(worker, 1.0) < LEAVE_OUT_FROM:
+            break
+        without = next(_attempt(planned, set(live) - {worker, *left_out}), None)
+        if without is None or period_at(without, factors) > seconds * (1 + LEAST_WORTH):
+            break
+        best, seconds, left_out = without, period_at(without, factors), (*left_out, worker)
+    if seconds > before * (1 - LEAST_GAIN) and not left_out:
+        return Decision(None, before, before)
+    return Decision(best, before, seconds, left_out, together)
+
+
+def worth_back(present: Schedule, worker: Worker, speeds: Speeds, plan: SchedulerAtSpeeds) -> bool:
+    """Whether a worker that is left out gains something at its speed now. Raises what `plan` raises."""
+    live = {worker, *present.seat_of}
+    together = plan(tuple(one for one in present.grid.workers() if one not in live), speeds)
+    return period_at(together, dict(speeds)) < period_at(present, dict(speeds)) * (1 - LEAST_GAIN)
+
+
+def _attempt(planned: Callable[[Iterable[Worker]], Schedule], live: set[Worker]) -> Iterator[Schedule]:
+    """The schedule for these workers, if there is one in which nobody has to take over another role."""
+    try:
+        schedule = planned(live)
+    except NoScheduleError:
+        return
+    if not schedule.moves:
+        yield schedule

@@ -1,0 +1,109 @@
+"""What a worker holds: layers, their gradients, and one optimizer over all of them.
+
+Nothing here knows of stages: the layers are whichever a schedule gives to the worker, and they change with it.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from runtime.config import TrainingConfig
+from runtime.model.digest import parameter_digest
+from runtime.model.layers import LayeredModel
+from runtime.model.optimizer import UndoableOptimizer, build_optimizer
+from runtime.model.seeds import GENERATORS
+from schedules.layers import LayerRange, joined
+
+
+class Holding:
+    """Layers of a model with gradients and optimizer. Parameters' `.grad` are views of flat tensors: sum in place."""
+
+    def __init__(self, modules: Mapping[int, nn.Module], config: TrainingConfig) -> None:
+        self._config = config
+        self.modules: dict[int, nn.Module] = dict(sorted(modules.items()))
+        self.optimizer: UndoableOptimizer = build_optimizer(self.modules, config)
+        self._gradients: dict[LayerRange, list[Tensor]] = {}
+        self.reduce_by(self.ranges)
+
+    @property
+    def ranges(self) -> tuple[LayerRange, ...]:
+        """The layers, as ascending ranges that do not touch."""
+        return joined((layer, layer + 1) for layer in self.modules)
+
+    def change(self, layers: Collection[int], others: Iterable["Holding"] = ()) -> None:
+        """Hold exactly these layers: some that are held already, and some of others, which must not be used any more.
+
+        No step may be open here; one that is open in another holding is final. Gradients are zero afterwards.
+        """
+        others = list(others)
+        if not others and self.modules.keys() == set(layers):
+            return
+        found = {layer: module for one in (self, *others) for layer, module in one.modules.items()}
+        modules = {layer: found[layer] for layer in sorted(layers)}
+        optimizer = build_optimizer(modules, self._config)
+        for one in (self, *others):
+            optimizer.take_over(one.optimizer)
+        self.modules, self.optimizer = modules, optimizer
+        self._gradients = {}
+        self.reduce_by(self.ranges)
+
+    def reduce_by(self, ranges: Iterable[LayerRange]) -> None:
+        """From now on, gradients are summed by these ranges, which tile the layers. They are zero where this is new."""
+        ranges = sorted(ranges)
+        if ranges == list(self._gradients):
+            return
+        assert [layer for one in ranges for layer in range(*one)] == list(self.modules), "ranges tile the layers"
+        self._gradients = {}
+        for parameter in self.parameters().values():
+            parameter.grad = None  # the memory goes before it is taken anew
+        self._gradients = {one: _flatten_gradients([parameter for layer in range(*one)
+                                                    for parameter in self.modules[layer].parameters()])
+                           for one in ranges}
+
+    def gradients(self, layers: LayerRange | None = None) -> list[Tensor]:
+        """The gradients of a range that `reduce_by` was given, one flat tensor a dtype; by default of all ranges."""
+        if layers is not None:
+            return self._gradients[layers]
+        return [flat for flats in self._gradients.values() for flat in flats]
+
+    def zero_gradients(self) -> None:
+        """Start the next sum of gradients; after the optimizer's step."""
+        for flat in self.gradients():
+            flat.zero_()
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters by "layer.name"."""
+        return {f"{layer}.{name}": parameter for layer, module in self.modules.items()
+                for name, parameter in module.named_parameters()}
+
+    def digest(self) -> str:
+        """Digest of the parameters; see `runtime.model.digest`."""
+        return parameter_digest(self.parameters())
+
+
+def built(model: LayeredModel, layer: int) -> nn.Module:
+    """A layer on the model's device; another thread may compute meanwhile, whose random numbers are not disturbed."""
+    with GENERATORS:
+        return model.build(layer).to(model.device)
+
+
+def build_holding(model: LayeredModel, layers: Iterable[int], config: TrainingConfig) -> Holding:
+    """Layers as they are before the first iteration."""
+    return Holding({layer: built(model, layer) for layer in layers}, config)
+
+
+def _flatten_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Give the parameters zero gradients that lie one after the other in one flat tensor a dtype."""
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    flats = []
+    for dtype, group in by_dtype.items():
+        flat = torch.zeros(sum(parameter.numel() for parameter in group), dtype=dtype, device=group[0].device)
+        views = torch.split(flat, [parameter.numel() for parameter in group])
+        for parameter, view in zip(group, views, strict=True):
+            parameter.grad = view.view_as(parameter)
+        flats.append(flat)
+    return flats

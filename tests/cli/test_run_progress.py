@@ -1,0 +1,73 @@
+"""The progress line of `slipstream train`."""
+
+import pytest
+
+from cli.shared import run_progress
+from cli.shared.run_progress import RunProgress
+from runtime.events import (
+    FetchAbandoned,
+    FetchBegun,
+    FetchProgressed,
+    HandedOver,
+    OrderGiven,
+    Started,
+)
+
+
+@pytest.fixture
+def progress(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(run_progress.time, "monotonic", lambda: clock[0])
+    shown = RunProgress()
+    shown.clock = clock
+    shown.observe(Started(job="job", workers=16, iterations=9, samples=64, fault_free_period=1.0))
+    assert str(shown) == ""
+    shown.observe(order("whole", 16, 1.0))
+    return shown
+
+
+def order(phase, live, period):
+    return OrderGiven(order=1, schedule="0" * 16, live=live, planned_period=period, phase=phase)
+
+
+def commit(progress, *seconds):
+    for second in seconds:
+        progress.clock[0] += second
+        progress.committed()
+
+
+def test_throughput_is_of_the_last_iterations_of_the_present_order(progress):
+    commit(progress, 1)
+    assert str(progress) == "whole, 16 of 16 workers, planned 100 % of fault-free"
+    commit(progress, 2, 2)
+    assert str(progress) == "whole, 16 of 16 workers, 32 samples/s, planned 100 % of fault-free"
+    commit(progress, *[4] * run_progress.RECENT)
+    assert progress.samples_per_second == 16
+    progress.observe(order("at once", 15, 1.25))
+    commit(progress, 9)
+    assert str(progress) == "at once, 15 of 16 workers, planned 80 % of fault-free"
+    commit(progress, 5)
+    assert progress.samples_per_second == 12.8
+
+
+def test_the_phase_while_layers_move(progress):
+    progress.observe(order("at once", 15, 1.25))
+    progress.observe(FetchBegun(fetch=1, purpose="join", layers=2, workers=()))
+    progress.observe(FetchProgressed(fetch=1, share=0.5))
+    assert progress.phase == "at once"
+    progress.observe(FetchBegun(fetch=2, purpose="settle", layers=2, workers=()))
+    assert progress.phase == "settling 0 %"
+    progress.observe(FetchProgressed(fetch=2, share=0.42))
+    progress.observe(FetchProgressed(fetch=1, share=0.9))
+    assert str(progress).startswith("settling 42 %, 15 of 16 workers")
+    progress.observe(FetchAbandoned(fetch=2, reason="its source died"))
+    assert progress.phase == "at once"
+    progress.observe(FetchBegun(fetch=3, purpose="settle", layers=2, workers=()))
+    progress.observe(HandedOver(fetch=3, order=2))
+    progress.observe(order("settled", 15, 1.1))
+    assert str(progress) == "settled, 15 of 16 workers, planned 91 % of fault-free"
+
+
+def test_without_a_fault_free_plan_there_is_no_share(progress):
+    progress.observe(Started(job="job", workers=16, iterations=9, samples=64, fault_free_period=None))
+    assert str(progress) == "whole, 16 of 16 workers"

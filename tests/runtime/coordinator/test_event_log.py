@@ -1,0 +1,77 @@
+"""The file of events: whole lines, whoever was killed before, and each schedule once."""
+
+import hashlib
+import json
+
+from runtime.coordinator import event_log
+from runtime.coordinator.event_log import EventLog
+from runtime.events import Failed, Finished, Noted, decode
+from schedules.schedule import Worker
+
+
+def lines(folder):
+    return (folder / "events.jsonl").read_bytes().splitlines()
+
+
+def test_each_event_has_its_time_and_its_iteration(tmp_path):
+    iteration, seen = [3], []
+    with EventLog(tmp_path, lambda: iteration[0], seen.append) as log:
+        log.write(Failed(worker=Worker(1, 2), reason="a reason\nof two lines"))
+        iteration[0] = 4
+        log.write(Finished())
+    assert [decode(line) for line in lines(tmp_path)] == seen
+    first, last = map(json.loads, lines(tmp_path))
+    assert first["event"] == "failed" and first["worker"] == [1, 2] and first["iteration"] == 3
+    assert last.pop("time") > 1.6e9 and last.pop("seconds") >= 0
+    assert last == {"event": "finished", "iteration": 4, "error": None}
+
+
+def test_a_line_is_there_as_soon_as_it_is_written(tmp_path):
+    log = EventLog(tmp_path)
+    log.write(Noted(text="one"))
+    assert len(lines(tmp_path)) == 1  # whoever is killed now leaves it
+    log.close()
+
+
+def test_the_next_start_appends_and_removes_half_a_line(tmp_path):
+    with EventLog(tmp_path) as log:
+        log.write(Noted(text="x" * 100_000))
+        log.write(Noted(text="two"))
+    whole = (tmp_path / "events.jsonl").read_bytes()
+    for half in (b'{"event":"noted","ti', b'{"event":"noted","text":"' + b"y" * 200_000, b""):
+        (tmp_path / "events.jsonl").write_bytes(whole + half)
+        with EventLog(tmp_path) as log:
+            log.write(Noted(text="three"))
+        assert (tmp_path / "events.jsonl").read_bytes().startswith(whole)
+        assert [decode(line).text[:5] for line in lines(tmp_path)] == ["xxxxx", "two", "three"]
+    (tmp_path / "events.jsonl").write_bytes(b"only half a line")
+    EventLog(tmp_path).close()
+    assert lines(tmp_path) == []
+
+
+def test_times_do_not_go_back_with_the_clock(tmp_path, monkeypatch):
+    with EventLog(tmp_path) as log:
+        log.write(Noted(text="before"))
+        monkeypatch.setattr(event_log.time, "time", lambda: 0.0)
+        log.write(Noted(text="after"))
+    before, after = (decode(line).time for line in lines(tmp_path))
+    assert 1.6e9 < before <= after < before + 60
+
+
+def test_a_schedule_is_kept_once_by_its_digest(tmp_path):
+    with EventLog(tmp_path) as log:
+        digests = [log.keep(text) for text in (b"{}", b"[]", b"{}")]
+    assert digests[0] == digests[2] != digests[1]
+    assert sorted(path.name for path in (tmp_path / "schedules").iterdir()) == sorted(
+        f"{digest}.json" for digest in set(digests))
+    for digest, text in zip(digests, (b"{}", b"[]"), strict=False):
+        assert (tmp_path / "schedules" / f"{digest}.json").read_bytes() == text
+        assert hashlib.sha256(text).hexdigest().startswith(digest)
+
+
+def test_without_a_folder_only_the_observer_is_told():
+    seen = []
+    log = EventLog(None, observer=seen.append)
+    log.write(Noted(text="x"))
+    assert log.keep(b"{}") and [one.text for one in seen] == ["x"]
+    log.close()

@@ -1,0 +1,65 @@
+"""What is planned for workers that are slow: by the planner, for a job of four pipelines."""
+
+import pytest
+
+from cli.shared.failure_schedules import scheduler_at_speeds
+from runtime.coordinator.planning import NoScheduleError
+from runtime.coordinator.speed_planning import decide, period_at, worth_back
+from schedules.schedule import Worker
+from tests.jobs import grid
+from tests.runtime.running import schedule_for
+
+JOB = grid(4, 2, 8)
+SLOW = Worker(1, 1)
+FIRST = schedule_for(JOB)
+PLAN = scheduler_at_speeds(JOB, FIRST, None)
+
+
+def test_work_is_shed_from_a_slow_worker_and_given_back():
+    decision = decide(FIRST, ((SLOW, 2.0),), PLAN)
+    assert decision.schedule is not None and decision.schedule.shed > 0 and decision.left_out == ()
+    assert decision.seconds == decision.schedule.seconds(decision.schedule.period_ticks)
+    assert decision.seconds < 0.7 * decision.present_seconds
+    back = decide(decision.schedule, (), PLAN)
+    assert back.schedule is FIRST and back.seconds < back.present_seconds < decision.seconds
+
+
+def test_what_gains_nothing_changes_nothing():
+    decision = decide(FIRST, ((SLOW, 1.01),), PLAN)
+    assert decision.schedule is None and decision.seconds == decision.present_seconds
+
+
+def test_one_that_is_too_slow_to_be_worth_its_place_is_left_out_and_taken_back_when_it_is_faster():
+    decision = decide(FIRST, ((SLOW, 100.0),), PLAN)
+    assert decision.left_out == (SLOW,) and decision.schedule is not None
+    assert SLOW not in decision.schedule.seat_of and len(decision.schedule.seats) == 7
+    assert decision.seconds <= 1.01 * decision.with_them_seconds
+    assert not worth_back(decision.schedule, SLOW, ((SLOW, 100.0),), PLAN)
+    assert worth_back(decision.schedule, SLOW, ((SLOW, 1.5),), PLAN)
+
+
+def test_the_last_that_holds_a_stage_is_never_left_out():
+    job = grid(1, 2, 4)
+    first = schedule_for(job)
+    decision = decide(first, ((Worker(0, 1), 100.0),), scheduler_at_speeds(job, first, None))
+    assert decision.left_out == () and decision.schedule is None
+
+
+def test_the_present_order_of_ops_is_timed_at_the_speeds_that_were_measured():
+    usual = FIRST.seconds(FIRST.period_ticks)
+    assert period_at(FIRST, {}) == usual and 1.8 * usual < period_at(FIRST, {SLOW: 2.0}) < 2.1 * usual
+    slowed = PLAN((), ((SLOW, 2.0),))
+    assert period_at(slowed, {SLOW: 2.0}) == slowed.seconds(slowed.period_ticks) > period_at(slowed, {}) > usual
+
+
+def test_a_schedule_of_another_job_is_refused():
+    other = schedule_for(grid(4, 2, 6))
+    with pytest.raises(NoScheduleError, match="another job"):
+        decide(FIRST, ((SLOW, 2.0),), lambda down, speeds: other)
+
+
+def test_what_is_known_and_knows_no_speeds_is_used_only_where_it_is_better():
+    """The first schedule, or a table's, in which the slow worker has as much to do as all others."""
+    assert PLAN((), ()) is FIRST
+    shed = PLAN((), ((SLOW, 2.0),))
+    assert shed is not FIRST and period_at(shed, {SLOW: 2.0}) < period_at(FIRST, {SLOW: 2.0})

@@ -1,0 +1,123 @@
+"""Any schedule that the checker passes trains alike: any holdings, any routes, with everything that a step can do.
+
+Workers are threads of this process, over real process groups; `tests.runtime.test_routes` has processes.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.config import RunConfig, parse_run_config
+from runtime.model.clipping import watches_gradients
+from runtime.model.data import load_corpus
+from runtime.model.holding import Holding, build_holding
+from runtime.model.layers import model_for
+from runtime.model.slices import Slices, forms
+from runtime.model.steps import Steps
+from runtime.protocol.rendezvous import host_store
+from runtime.replay.communication import Communicator, Membership
+from runtime.replay.exchange import Exchange
+from runtime.replay.executor import Executor
+from runtime.replay.placement import Placement
+from runtime.replay.recorder import Recorder
+from runtime.torch_private import TCPStore
+from schedules.check import check
+from schedules.schedule import Schedule, Worker
+from tests.general import floating_layer, general_schedules, layers_moved
+from tests.runtime.running import judge
+
+CPU = torch.device("cpu")
+ITERATIONS = 4
+NUMBERS = count(1)
+SECONDS = 60
+
+
+class Team:
+    """The live workers of a schedule."""
+
+    def __init__(self, schedule: Schedule, config: RunConfig, placement: Placement, store: TCPStore) -> None:
+        self.schedule, self.config, self.placement, self.store = schedule, config, placement, store
+        self.number = next(NUMBERS)
+        self.model = model_for(config.model, config.training.seed, torch.float64, CPU)
+        self.corpus = load_corpus(config)
+
+    def train(self) -> tuple[list[float], dict[Worker, Holding]]:
+        """Losses of all iterations, and what each worker holds then."""
+        workers = [seat.worker for seat in self.schedule.seats]
+        with ThreadPoolExecutor(len(workers)) as pool:
+            done = list(pool.map(self.run, workers, timeout=SECONDS))
+        return [sum(parts) for parts in zip(*(losses for losses, _ in done), strict=True)], \
+            dict(zip(workers, (holding for _, holding in done), strict=True))
+
+    def run(self, worker: Worker) -> tuple[list[float], Holding]:
+        schedule, config, placement = self.schedule, self.config, self.placement
+        training, watches = config.training, watches_gradients(config.training)
+        ranks = {seat.worker: rank for rank, seat in enumerate(schedule.seats)}
+        communicator = Communicator(Membership(self.number, ranks, worker), placement.reduced(schedule, worker),
+                                    transport="gloo", device=CPU, store=self.store, sums=watches)
+        holding = build_holding(self.model, placement.held(schedule, worker), training)
+        holding.reduce_by(placement.reduced(schedule, worker))
+        slices = Slices(holding, placement.slices(schedule, worker), self.model,
+                        loss_scale=1 / schedule.grid.total_microbatches, config=config)
+        firsts = placement.first_holders(schedule)
+        steps = Steps(holding, training, speaks_for=[layer for layer, first in firsts.items() if first == worker],
+                      layers=self.model.layers, share=communicator.sum_over_all if watches else None,
+                      staggered=schedule.optimizer == "staggered")
+        passed = forms(self.model, config)
+        exchange = Exchange(schedule, communicator, [passed[cut] for cut in placement.cuts], range(ITERATIONS))
+        recorder = Recorder(CPU)
+        executor = Executor(schedule, slices=slices, steps=steps, communicator=communicator, exchange=exchange,
+                            feed=lambda one: self.corpus.batch(one, training.batch, config.model.context),
+                            recorder=recorder)
+        losses = []
+        for iteration in range(ITERATIONS):
+            recorder.begin(traced=False)
+            losses.append(executor.run(iteration))
+        steps.validate()
+        exchange.flush()
+        communicator.wait_for_all()
+        communicator.drop()
+        return losses, holding
+
+
+def compare(schedule: Schedule, clip_norm: float | None, skip: bool) -> None:
+    """Train by a schedule, whose layers are one or more of the model each, and in one process."""
+    assert check(schedule) == []
+    layers = max(3, schedule.grid.layer_count)
+    cuts = [*range(schedule.grid.layer_count), layers]
+    config = parse_run_config(
+        {"blocks": layers - 2, "width": 8, "heads": 1, "context": 4, "dropout": 0.2},
+        {"batch": 1, "dtype": "float64", "device": "cpu", "learning_rate": 0.01, "iterations": ITERATIONS},
+        clip_norm=clip_norm, skip_nonfinite=skip)
+    store, _ = host_store()
+    losses, held = Team(schedule, config, Placement(cuts), store).train()
+    expected = judge(config, schedule.grid.microbatches, ITERATIONS)
+    assert losses == pytest.approx(expected.losses, rel=0, abs=1e-9)
+    seen = {}
+    for holding in held.values():
+        for name, parameter in holding.parameters().items():
+            torch.testing.assert_close(parameter.detach(), expected.parameters[name], rtol=0, atol=1e-9)
+            assert torch.equal(parameter, seen.setdefault(name, parameter)), f"peers disagree about {name}"
+    assert seen.keys() == expected.parameters.keys()
+    del store
+
+
+@settings(max_examples=30, deadline=None)
+@given(general_schedules(max_pipelines=3, max_columns=3, max_layers=6).filter(
+           lambda schedule: schedule.grid.total_microbatches), st.sampled_from([None, 0.5, 1.6, 1e3]),
+       st.booleans())
+def test_any_schedule_gives_the_numbers_of_one_process(schedule, clip_norm, skip):
+    compare(schedule, clip_norm, skip)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5, 1.6])
+@pytest.mark.parametrize("make", [layers_moved, floating_layer])
+def test_layers_that_moved_or_float(make, clip_norm):
+    schedule = make()
+    held = [schedule.holds(seat.worker) for seat in schedule.seats]
+    assert any(before[-1][1] > after[0][0] for before, after in pairwise(held)), "nobody holds what a neighbour holds"
+    compare(schedule, clip_norm, skip=True)

@@ -1,0 +1,116 @@
+"""What real runs leave in events.jsonl and losses.jsonl, and whether docs/formats.md describes it."""
+
+import json
+import re
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import pytest
+
+from runtime.events import Event, Iteration, Kind, decode, decode_iteration
+from runtime.launch import Resilience, run
+from runtime.model.checkpoint import latest
+from runtime.processes.fork_server import ForkServer
+from runtime.processes.process_manager import Return
+from runtime.protocol.failure_injection import Injection
+from schedules.codec import read
+from schedules.schedule import Worker
+from tests.jobs import grid
+from tests.runtime.running import schedule_for, tiny
+
+JOB = grid(2, 2, 2)
+LOST = Worker(0, 1)
+COMMON = [field.name for field in msgspec.structs.fields(Event)]
+
+
+def described():
+    """The fields of each kind, as docs/formats.md has them."""
+    text = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", text.partition("## Events")[2].partition("\n## ")[0], re.MULTILINE)
+    return {kind: re.findall(r"`(\w+)`", fields) for kind, fields in rows if kind != "event"}
+
+
+def fields(kind):
+    return [field.name for field in msgspec.structs.fields(kind) if field.name not in COMMON]
+
+
+def lines(out, name="events.jsonl"):
+    return [json.loads(line) for line in (out / name).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of a run that loses a worker and gets it back, and is then started again from its checkpoint."""
+    out = tmp_path_factory.mktemp("run")
+    with ForkServer() as fork_server:
+        result = run(schedule_for(JOB), tiny(), out=out, iterations=40, fork_server=fork_server, resilience=Resilience(
+            scheduler=lambda down: schedule_for(JOB, list(map(str, down))), checkpoint_every=20,
+            injections=(Injection(LOST, 5, 2),), returns=(Return(LOST, 7),)))
+        assert [one.live for one in result.recoveries] == [3, 4]
+        run(schedule_for(JOB), tiny(), out=out, iterations=43, fork_server=fork_server,
+            resilience=Resilience(resume=latest(out / "checkpoints")))
+    return out
+
+
+def test_the_documentation_describes_every_kind_with_its_fields():
+    kinds = {kind.__struct_config__.tag: fields(kind) for kind in get_args(Kind)}
+    assert described() == kinds
+    text = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+    line = re.search(r"`losses.jsonl` \|.*?`(\{.*?\})`", text)
+    assert line and list(json.loads(line[1])) == [field.name for field in msgspec.structs.fields(Iteration)]
+
+
+def test_every_line_of_a_run_is_as_described(folder):
+    kinds = described()
+    for line in lines(folder):
+        assert list(line) == ["event", *COMMON, *kinds[line["event"]]], line
+    for line in (folder / "events.jsonl").read_bytes().splitlines():
+        decode(line)
+    for line in (folder / "losses.jsonl").read_bytes().splitlines():
+        decode_iteration(line)
+
+
+def test_what_happened_is_told_in_its_order(folder):
+    told = [line for line in lines(folder) if line["event"] not in ("plan_asked", "plan_answered", "fetch_progressed")]
+    kinds = [line["event"] for line in told]
+    back = ["fetch_begun", "handed_over", "joined", "order_given", "resumed"]
+    checkpoints = [line["checkpoint"] for line in told if line["event"] == "checkpoint_written"]
+    assert checkpoints == [20, 40]
+    assert [kind for kind in kinds if kind != "checkpoint_written"] == [
+        "started", "order_given", "failed", "order_given", "resumed", *back, "finished",
+        "started", "order_given", "finished"]
+    orders = [line for line in told if line["event"] == "order_given"]
+    assert [(line["phase"], line["live"]) for line in orders] == [("whole", 4), ("at once", 3), ("whole", 4),
+                                                                 ("whole", 4)]
+    failed = told[kinds.index("failed")]
+    assert failed["worker"] == list(LOST) and failed["iteration"] == 5 and "SIGKILL" in failed["reason"]
+    assert [line["iteration"] for line in told if line["event"] == "started"] == [0, 40]
+    assert [line["iteration"] for line in told if line["event"] == "finished"] == [40, 43]
+    answers = [line for line in lines(folder) if line["event"] == "plan_answered"]
+    assert answers[0]["down"] == [list(LOST)] and answers[0]["error"] is None
+
+
+def test_times_grow_and_agree_with_those_of_the_iterations(folder):
+    events, iterations = lines(folder), lines(folder, "losses.jsonl")
+    assert [line["iteration"] for line in iterations] == list(range(43))
+    for told in (events, iterations):
+        times = [line["time"] for line in told]
+        assert times == sorted(times)
+    starts = [index for index, line in enumerate(events) if line["event"] == "started"]
+    for index, line in enumerate(events):
+        start = events[max(one for one in starts if one <= index)]
+        assert abs(line["time"] - start["time"] - line["seconds"]) < 0.002
+    failed = next(line for line in events if line["event"] == "failed")
+    assert iterations[4]["time"] <= failed["time"] <= iterations[5]["time"]
+    assert all(0 < line["period"] < 60 for line in iterations)
+
+
+def test_each_schedule_is_there_once_by_the_digest_that_orders_name(folder):
+    orders = [line for line in lines(folder) if line["event"] == "order_given"]
+    digests = {line["schedule"] for line in orders}
+    assert {path.stem for path in (folder / "schedules").iterdir()} == digests and len(digests) == 2
+    for line in orders:
+        schedule = read(folder / "schedules" / f"{line['schedule']}.json")
+        assert len(schedule.seats) == line["live"]
+        assert schedule.seconds(schedule.period_ticks) == pytest.approx(line["planned_period"])

@@ -1,0 +1,107 @@
+"""Shared, shed, re-cut and floating plans in processes of their own: float64 training equals one process to 1e-9."""
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import pytest
+
+from planner.job.file import Job
+from planner.layout.candidates import candidates
+from planner.model.assemble import build_schedule
+from planner.model.for_layout import layout_problem
+from planner.model.from_layout import problem_of_layout
+from planner.options import Layers, PlanOptions
+from planner.plan import plan_only
+from planner.search.budget import Budget
+from planner.search.solve import solve
+from runtime.config import RunConfig, parse_run_config
+from runtime.launch import Resilience, run
+from runtime.processes.process_manager import Return
+from schedules.schedule import BackwardMode, OpKind, OptimizerMode, Schedule, Worker
+from tests.jobs import grid
+from tests.runtime.failing import at, dead, returned
+from tests.runtime.running import assert_same_numbers, judge
+
+LINEAR = grid(2, 4, 4, more="optimizer = 1\n[placement]\nlayers = [2, 2, 2, 2]")
+V = grid(3, 2, 4, more="[placement]\norder = 'v'\nchunks = 2\nlayers = [2, 2, 2, 2]")
+SLOW = grid(4, 2, 4, times="forward = 4\nbackward_input = 4\nbackward_weight = 4",
+            more="slow = {'1.0' = 3}\n[placement]\nlayers = [4, 4]")
+SECONDS = 1.0
+
+
+def eight_layers(iterations: int = 6, **training: object) -> RunConfig:
+    return parse_run_config({"blocks": 6, "width": 8, "heads": 2, "context": 8, "dropout": 0.1},
+                            {"batch": 1, "dtype": "float64", "device": "cpu", "iterations": iterations}, **training)
+
+
+def layouts(job: Job, failed: list[Worker], layers: Layers = "move", backward: BackwardMode = "split",
+            optimizer: OptimizerMode = "staggered") -> Iterator[Schedule]:
+    """A schedule for each way to answer these failures."""
+    for layout in candidates(layout_problem(job, failed, backward=backward, layers=layers), seconds=SECONDS / 2):
+        problem = problem_of_layout(job, failed, layout, backward=backward, optimizer=optimizer)
+        solved = solve(problem, "greedy", Budget(deadline=time.monotonic() + SECONDS))
+        yield build_schedule(problem, solved.pieces, lower_bound=1, method="greedy", deadlines=solved.deadlines)
+
+
+def floats(schedule: Schedule) -> bool:
+    """Whether neighbours of a pipeline hold the same layer, beside those with stages of their own."""
+    held = [schedule.holds(seat.worker) for seat in schedule.seats if schedule.holds_others(seat)]
+    return any(before[-1][1] > after[0][0] > before[0][0] for before, after in pairwise(held))
+
+
+def reduces_early(schedule: Schedule) -> bool:
+    """Whether somebody reduces gradients between ops that compute."""
+    kinds = [[op.kind for op in program] for program in schedule.programs]
+    return any(OpKind.A in ops and set(ops[ops.index(OpKind.A):]) - {OpKind.A, OpKind.O} for ops in kinds)
+
+
+def first(job: Job, failed: list[Worker], what: Callable[[Schedule], bool], **modes) -> Schedule:
+    return next(schedule for schedule in layouts(job, failed, **modes) if what(schedule))
+
+
+@pytest.mark.parametrize(("job", "failed", "what", "modes"), [
+    (LINEAR, [Worker(1, 2)], floats, {}),
+    (LINEAR, [Worker(1, 2)], floats, {"backward": "fused", "optimizer": "synchronous"}),
+    (LINEAR, [Worker(1, 0)], reduces_early, {}),
+    (LINEAR, [Worker(0, 1), Worker(1, 3)], lambda one: one.slices and sum(map(one.holds_others, one.seats)) >= 4,
+     {"backward": "fused"}),
+    (LINEAR, [Worker(1, 2)], lambda one: sum(map(one.holds_others, one.seats)) == 7, {"optimizer": "synchronous"}),
+    (V, [Worker(0, 1)], lambda one: one.slices and any(map(one.holds_others, one.seats)), {}),
+    (V, [Worker(0, 1)], lambda one: any(map(one.holds_others, one.seats)), {"backward": "fused"}),
+], ids=["floating", "floating-fused-synchronous", "reduced early", "two down-fused", "one cut for all", "v", "v-fused"])
+@pytest.mark.parametrize("training", [{}, {"clip_norm": 1.6, "skip_nonfinite": True}], ids=["plain", "clipped"])
+def test_layers_that_have_moved(job, failed, what, modes, training, fork_server, tmp_path):
+    config = eight_layers(**training)
+    result = run(first(job, failed, what, **modes), config, out=tmp_path, fork_server=fork_server)
+    assert_same_numbers(result, judge(config, job.microbatches, config.training.iterations))
+
+
+@pytest.mark.parametrize("backward", ["split", "fused"])
+def test_slices_and_work_that_is_shed(backward, fork_server, tmp_path):
+    """One worker is slow and one is down: the others share their micro-batches, some of them in slices."""
+    schedule = first(SLOW, [Worker(2, 1)], lambda one: one.slices and one.shed and one.rerouted, layers="fixed",
+                     backward=backward)
+    config = eight_layers()
+    result = run(schedule, config, out=tmp_path, fork_server=fork_server)
+    assert_same_numbers(result, judge(config, SLOW.microbatches, config.training.iterations))
+
+
+@pytest.mark.parametrize("kills", [
+    [("1.2", 1, 3), ("0.0", 3, "A")], [("0.1", 1, "O"), ("1.3", 3, "stepped")],
+    [("1.0", 1, "reported"), ("0.3", 3, 9)]])
+def test_from_one_cut_to_another_and_back(kills, fork_server, tmp_path):
+    """Each schedule cuts the layers anew; whoever comes back takes its own from those who have them then."""
+    config = eight_layers(iterations=150, clip_norm=1.6)
+    options, used = PlanOptions(layers="move", method="greedy", time_limit=SECONDS), {}
+
+    def moved(down):
+        return used.setdefault(down, plan_only(options, LINEAR, down).schedule)
+
+    result = run(moved(()), config, out=tmp_path, fork_server=fork_server, resilience=Resilience(
+        scheduler=moved, heartbeat_timeout_seconds=5.0, injections=tuple(at(*kill) for kill in kills),
+        returns=tuple(Return(Worker.parse(kill[0]), 6) for kill in kills)))
+    assert_same_numbers(result, judge(config, LINEAR.microbatches, config.training.iterations))
+    names = [kill[0] for kill in kills]
+    assert dead(result) == names and sorted(returned(result)) == sorted(names)
+    assert sum(any(map(one.holds_others, one.seats)) for one in used.values()) >= 2, "nothing has moved"
