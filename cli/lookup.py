@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from cli.shared.console import answer_no, completing, duration, err, near, out, print_json, refuse
-from cli.shared.inputs import is_there, parse_workers, write_or_refuse
+from cli.shared.inputs import is_there, parse_workers, require_writable, write_or_refuse
 from cli.shared.options import Failed, Json, OutFile
 from cli.shared.planning import compile_planner
 from cli.shared.role_changes import role_change_lines
@@ -21,6 +21,7 @@ from schedules.check import check
 from schedules.codec import encode
 from schedules.schedule import Schedule, Worker
 from schedules.tables.file import TableError
+from schedules.tables.pattern import dead_column
 from schedules.tables.table import Table, library, library_names
 
 PLAN_SECONDS = 10.0
@@ -47,6 +48,7 @@ def lookup(folder: Folder, failed: Failed = None, settled: Settled = False, out_
     Failures that the table does not cover are planned on the spot, by the list schedulers.
     """
     down = parse_workers(failed or [])
+    require_writable(out_file)
     try:
         table = Table.load(folder if is_there(folder) else library(str(folder)) or _missing(folder))
         answer = _look_up(table, down, settled=settled) or _plan(table, down, settled=settled)
@@ -87,6 +89,7 @@ def _look_up(table: Table, down: tuple[Worker, ...], *, settled: bool) -> _Answe
 def _plan(table: Table, down: tuple[Worker, ...], *, settled: bool) -> _Answer:
     names = ", ".join(map(str, down)) or "no worker"
     covered = f"up to {table.index.max_failures} failures" + (" and their patterns" if table.index.exact else "")
+    covered += " that leave every stage a live worker" if dead_column(down, table.basis.grid) is not None else ""
     err.print(f"{names} down: not in the table, which covers {covered}; planning on the spot", style="yellow",
               markup=False, highlight=False, soft_wrap=True)
     began = time.monotonic()

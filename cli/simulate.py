@@ -76,8 +76,7 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
     """
     wanted = read_job_or_refuse(job)
     kinds = _policies(policy)
-    if trace is not None and fail_slow:
-        refuse("--fail-slow: only where failures are drawn; a trace says itself which workers are slow")
+    _require_consistent(trace, mtbf, html, seeds, fail_slow=fail_slow)
     make = _trace_maker(wanted, trace, preset, mtbf, days, gpus, fail_slow)
     target = html if html is not None or json else Path(f"{job.stem}-simulation.html")
     require_writable(target if seeds == 1 else None)
@@ -122,6 +121,17 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
 
 
 # --- Input ------------------------------------------------------------------------------------------------------------
+
+
+def _require_consistent(trace: Path | None, mtbf: float | None, html: Path | None, seeds: int, *,
+                        fail_slow: bool) -> None:
+    """Refuse options that others leave without a meaning."""
+    if trace is not None and fail_slow:
+        refuse("--fail-slow: only where failures are drawn; a trace says itself which workers are slow")
+    if trace is not None and mtbf is not None:
+        refuse("--mtbf: only where failures are drawn; a trace says itself when workers fail")
+    if html is not None and seeds > 1:
+        refuse("--html: the report is of one trace; leave out --seeds")
 
 
 def _policies(names: list[str] | None) -> list[type[Policy]]:

@@ -28,8 +28,8 @@ def index_markdown(index: Index) -> str:
              "workers that are left; the gap is how far the period\ncan at most be from the best possible for these "
              "roles.")
     if index.settled:
-        about += (" Settled: with layers moved, which runs when they have\ncome; what moves is for these roles, and s "
-                  "to move at 12.5 GB/s a worker.")
+        about += (" Settled: with layers moved, which runs when they have\ncome; what moves is where the roles of that "
+                  "entry, in index.json, are down; s to move at 12.5 GB/s a\nworker.")
     return "\n".join([title, "", about, "", text[0], rule, *text[1:]]) + "\n"
 
 

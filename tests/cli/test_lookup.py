@@ -59,6 +59,14 @@ def test_a_dead_stage_exits_1(table):
     failed = [option for worker in ("0.0", "1.0", "2.0") for option in ("--failed", worker)]
     result = slipstream("lookup", table, *failed)
     assert result.exit_code == 1 and "stage 0 has no live worker" in result.stderr
+    assert "up to 2 failures that leave every stage a live worker" in result.stderr.replace("\n", " ")
+
+
+def test_out_is_tried_before_anything_is_planned(table, tmp_path):
+    failed = [option for worker in ("0.0", "1.1", "2.2") for option in ("--failed", worker)]
+    (tmp_path / "file").write_text("x")
+    result = slipstream("lookup", table, *failed, "--out", tmp_path / "file" / "x.json")
+    assert result.exit_code == 2 and "planning" not in result.stderr and "cannot be written" in result.stderr
 
 
 def test_bad_input_exits_2_in_one_line(table, tmp_path):

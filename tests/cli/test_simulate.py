@@ -195,6 +195,8 @@ def test_periods_are_taken_from_a_table(job, tmp_path):
     (["--mtbf", "0.001", "--days", "30000"], "expected at most 5 million"),
     (["--table", "none"], "--table: none"),
     (["--trace", "trace.txt", "--fail-slow"], "a trace says itself which workers are slow"),
+    (["--trace", "trace.txt", "--mtbf", 5], "a trace says itself when workers fail"),
+    (["--seeds", 2, "--html", "page.html"], "--html: the report is of one trace; leave out --seeds"),
     (["--trace", "trace.txt", "--html", "/dev/null/page.html"], "cannot be written"),
 ])
 def test_bad_input_exits_2_with_one_line(job, arguments, says):
