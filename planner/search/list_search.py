@@ -217,8 +217,8 @@ def _step_at_random(best: _Best, random: random.Random) -> None:
 
 
 def _can_exchange(problem: Problem) -> bool:
-    """Whether a choice of hosts is left to the search."""
-    return bool(problem.failed) and problem.routes is None
+    """Whether other assignments are worth a try: with one broken pipeline they are much the same."""
+    return problem.routes is None and len({worker.pipeline for worker in problem.failed}) > 1
 
 
 def _exchanged(problem: Problem, hosts: Mapping[Unit, Worker], random: random.Random) -> Mapping[Unit, Worker]:
