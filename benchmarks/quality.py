@@ -1,7 +1,7 @@
 """How near to the proven bound the plans are.
 
-    python -m benchmarks.quality [--suite fault-free|failures|uneven|shared|moved ...] [--every N] [--time-limit 10]
-                                 [--method cp-sat] [--json FILE] [--compare FILE]
+    python -m benchmarks.quality [--suite fault-free|generated|failures|uneven|shared|moved ...] [--every N]
+                                 [--time-limit 10] [--method cp-sat] [--json FILE] [--compare FILE]
 
 `--every N` takes each N-th instance. `--json` keeps the gaps, `--compare` prints the change against kept ones. Every
 plan passes the checker before it is counted. How fast the machine is matters only through the time limit.
@@ -10,6 +10,7 @@ plan passes the checker before it is counted. How fast the machine is matters on
 import argparse
 import itertools
 import json
+import random
 import statistics
 import time
 from collections import defaultdict
@@ -43,7 +44,7 @@ class Published(NamedTuple):
     transfer: float
     activation: int
     stash: int
-    zb_1p: float
+    zb_1p: float | None
     zb_2p: float
 
 
@@ -52,6 +53,8 @@ PUBLISHED = (
     Published("6.2B", 8, 32, 29.802, 29.428, 19.53, 0.577, 303104, 131072, 0.1045, 0.0022),
     Published("14.6B", 16, 48, 11.347, 11.248, 8.132, 0.377, 378880, 163840, 0.1397, 0.0066),
     Published("28.3B", 32, 96, 10.419, 10.207, 7.715, 0.408, 454656, 196608, 0.1421, 0.0038),
+    Published("28.3B", 32, 128, 10.419, 10.207, 7.715, 0.408, 454656, 196608, None, 0.0029),
+    Published("28.3B", 32, 256, 10.419, 10.207, 7.715, 0.408, 454656, 196608, None, 0.0018),
     Published("1.5B", 8, 32, 18.513, 18.086, 9.331, 0.626, 201216, 73728, 0.1242, 0.0039),
     Published("14.6B", 16, 64, 11.307, 11.254, 8.101, 0.379, 378880, 163840, 0.1088, 0.0054),
 )
@@ -81,8 +84,28 @@ def fault_free() -> Iterator[Instance]:
             name = f"{row.model} {row.stages}x{row.microbatches} zb_{factor}p"
             job = parse_job(f"pipelines = 1\nstages = {row.stages}\nmicrobatches = {row.microbatches}\n"
                             f"[time]\n{times}\n[memory]\n{memory}\n")
+            if target is None:
+                continue
             # Published with four digits.
             yield Instance(name, f"zb_{factor}p", job, [], target + 0.00005, bubble=True)
+
+
+def generated() -> Iterator[Instance]:
+    """One pipeline at random settings of the same kind."""
+    draw = random.Random(0)
+    for _ in range(40):
+        stages = draw.choice((4, 8, 12, 16, 24, 32))
+        microbatches, factor = draw.choice((2, 3, 4, 8)) * stages, draw.choice((1.0, 1.25, 1.5, 2.0, 3.0))
+        forward = round(draw.uniform(8, 30), 3)
+        gradient, weight, transfer = (round(forward * draw.uniform(low, high), 3)
+                                      for low, high in ((0.85, 1.15), (0.4, 1.0), (0.0, 0.06)))
+        activation, stash = draw.randint(20, 50), draw.randint(5, 25)
+        job = parse_job(f"pipelines = 1\nstages = {stages}\nmicrobatches = {microbatches}\n[time]\n"
+                        f"forward = {forward}\nbackward_input = {gradient}\nbackward_weight = {weight}\n"
+                        f"transfer = {transfer}\n[memory]\ncapacity = {int(factor * stages * activation)}\n"
+                        f"activation = {activation}\nweight_stash = {stash}\n")
+        name = f"{stages}x{microbatches} {forward} {gradient} {weight} {transfer} {activation} {stash}"
+        yield Instance(name, f"{factor:g}p", job, [], LIMITS[2.0])
 
 
 def failures() -> Iterator[Instance]:
@@ -140,7 +163,8 @@ def _layered(pipelines: int, stages: int, microbatches: int, layers: int, failed
     return Instance(name, mode, job, failed, MOVED_LIMIT if mode == "move" else LIMITS[2.0], layers=mode)
 
 
-SUITES = {"fault-free": fault_free, "failures": failures, "uneven": uneven, "shared": shared, "moved": moved}
+SUITES = {"fault-free": fault_free, "generated": generated, "failures": failures, "uneven": uneven, "shared": shared,
+          "moved": moved}
 
 
 def measure(instance: Instance, method: str, time_limit: float) -> tuple[float, float, float, str]:

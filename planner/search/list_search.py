@@ -1,10 +1,14 @@
-"""Many list schedules, the best kept: first a grid of dispatch rules, then random steps from the best one."""
+"""Many list schedules, the best kept: first a grid of dispatch rules, then random steps from the best one.
+
+A step changes the dispatch rule, or who of its peers runs which micro-batches of a dead worker.
+"""
 
 import itertools
+import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import NamedTuple, get_args
 
@@ -12,18 +16,23 @@ import msgspec
 
 from planner.model.arrays import ProblemArrays
 from planner.model.bounds import whole_fill
-from planner.model.problem import Problem
+from planner.model.problem import Problem, Unit
 from planner.model.solution import Solution
 from planner.model.start_times import solution_period
 from planner.search.assignment import ASSIGNMENT_RULES, assign
 from planner.search.baselines import BASELINES
 from planner.search.list_scheduler import DispatchRule, ForwardOrder, ListScheduler, Rerouted, StuckError, in_flight
+from schedules.schedule import OpKind, Worker
 
 OPS_PER_SEARCH = 20_000_000
 """Ops that all random steps together may schedule; counted, not timed, so that the same seed gives the same plan."""
 QUICK = 20_000
 """Compute ops up to which baselines are tried when the time is over, too."""
 FEWEST_STEPS, MOST_STEPS = 8, 1000
+GRID_SHARE = 0.4
+"""Share of the time for the grid, where the steps after it may change the assignment."""
+ASSIGNMENT_STEPS = 0.5
+"""Share of the steps that change the assignment."""
 
 
 class Choice(NamedTuple):
@@ -53,7 +62,7 @@ class _Best:
     def __init__(self, problem: Problem, bound: int, deadline: float, tell: Tell,
                  stop: threading.Event) -> None:
         self.problem = problem
-        self._deadline = deadline
+        self._began, self._deadline = time.monotonic(), max(deadline, time.monotonic() + 1e-9)
         self._stop = stop
         self._bound = bound
         self._tell = tell
@@ -86,6 +95,11 @@ class _Best:
             self._tell(period)
 
     @property
+    def spent(self) -> float:
+        """Share of the time that is over, once there is a plan."""
+        return 0.0 if self.period is None else (time.monotonic() - self._began) / (self._deadline - self._began)
+
+    @property
     def closed(self) -> bool:
         """Nothing left to gain."""
         return self.period is not None and self.period <= self._bound
@@ -116,14 +130,14 @@ def search(problem: Problem, bound: int, deadline: float, seed: int, tell: Tell,
 def _try_grid(best: _Best) -> None:
     """Every dispatch rule of the grid under every assignment, as long as there is time; and what others run."""
     problem = best.problem
-    schedulers = _Schedulers(problem)
+    schedulers, exchanging, over = _Schedulers(problem), _can_exchange(problem), False
     grid = ((index, rule) for rule in _grid(problem) for index in range(len(ASSIGNMENT_RULES)))
     for index, rule in itertools.chain(_shortlist(problem), grid):
         if scheduler := schedulers.get(index):
             best.offer(scheduler, rule)
-        if best.over:
+        if over := best.over or (exchanging and best.spent > GRID_SHARE):
             break
-    if not best.over or (not best.closed and problem.operations <= QUICK):
+    if not over or (not best.closed and problem.operations <= QUICK):
         for baseline in BASELINES.values():
             with suppress(StuckError):
                 best.offer_solution(baseline(problem))
@@ -188,14 +202,54 @@ def _grid(problem: Problem) -> Iterator[DispatchRule]:
 
 
 def _step_at_random(best: _Best, random: random.Random) -> None:
-    """Change the best dispatch rule a little, again and again; keep what is no worse."""
+    """Change the best dispatch rule or assignment a little, again and again; keep what is no worse."""
     if best.scheduler is None:  # what others run does not get stuck, ours does
         return
     ops = best.problem.operations
     for _ in range(min(MOST_STEPS, max(FEWEST_STEPS, OPS_PER_SEARCH // ops))):
         if best.over:
             return
-        best.offer(best.scheduler, _changed(best.problem, best.rule, random))
+        if _can_exchange(best.problem) and random.random() < ASSIGNMENT_STEPS:
+            hosts = _exchanged(best.problem, best.scheduler.arrays.hosts, random)
+            best.offer(ListScheduler(ProblemArrays(best.problem, hosts)), best.rule)
+        else:
+            best.offer(best.scheduler, _changed(best.problem, best.rule, random))
+
+
+def _can_exchange(problem: Problem) -> bool:
+    """Whether other assignments are worth a try: with one broken pipeline they are much the same."""
+    return problem.routes is None and len({worker.pipeline for worker in problem.failed}) > 1
+
+
+def _exchanged(problem: Problem, hosts: Mapping[Unit, Worker], random: random.Random) -> Mapping[Unit, Worker]:
+    """The re-routed micro-batches of a stage, or of all, exchange their workers, so that all keep their loads.
+
+    Over all of the iteration, or neighbours only: the one finds other pairs of pipelines, the other a better order.
+    """
+    rerouted: dict[int, list[Unit]] = {}
+    for unit, worker in hosts.items():
+        if worker != problem.worker(unit.slice, unit.pipeline):
+            rerouted.setdefault(unit.slice, []).append(unit)
+    if not rerouted:
+        return hosts
+    chosen = list(rerouted.values()) if random.random() < 0.5 else [random.choice(list(rerouted.values()))]
+    neighbours = random.random() < 0.5
+    changed = dict(hosts)
+    for units in chosen:
+        units.sort(key=lambda unit: (unit.pipeline, unit.microbatch))
+        workers = [hosts[unit] for unit in units]
+        if not neighbours:
+            random.shuffle(workers)
+        for place in range(len(workers) - 1 if neighbours else 0):
+            if random.random() < 0.5:
+                workers[place:place + 2] = reversed(workers[place:place + 2])
+        changed |= zip(units, workers, strict=True)
+    return changed
+
+
+def _shares_of_forward(problem: Problem, share: float) -> tuple[int, ...]:
+    """[slice] a share of its F, in ticks."""
+    return tuple(math.ceil(share * problem.fastest(OpKind.F, number)) for number in range(len(problem.layers_of)))
 
 
 def _changed(problem: Problem, rule: DispatchRule, random: random.Random) -> DispatchRule:
@@ -207,7 +261,10 @@ def _changed(problem: Problem, rule: DispatchRule, random: random.Random) -> Dis
     if what < 0.25:
         return msgspec.structs.replace(rule, ignore_transfers=not rule.ignore_transfers)
     if what < 0.35:
-        return msgspec.structs.replace(rule, forward_lookahead=random.choice((0.0, 0.25, 0.5, 0.75, 1.0)))
+        share = random.choice((0.0, 0.25, 0.5, 0.75, 1.0))
+        if random.random() < 0.5:
+            return msgspec.structs.replace(rule, forward_lookahead=share)
+        return msgspec.structs.replace(rule, fill_wait=_shares_of_forward(problem, share))
     if what < 0.4:
         return msgspec.structs.replace(rule, make_room=not rule.make_room)
     if what < 0.43 and problem.failed:
