@@ -25,9 +25,10 @@ FORWARD, BACKWARD, WEIGHT, ARRIVAL, GRADIENT, HEAPS = 0, 1, 2, 3, 4, 5
 """The heaps of a worker; the first three are also the kinds of op: F, I or B, W."""
 READY, END, EVENTS = (0, 1, 3), 2, 4
 """What happens at a time, in this order: an F is ready, an I or B, some op ends, a W is ready."""
-BUSY, TOUCHED, USED, CAPACITY, BASE, SIZE, SLOTS = 0, 1, 2, 3, 4, 4 + HEAPS, 4 + 2 * HEAPS
-"""Columns of the state of a worker: whether it runs an op, whether something happened to it just now, its memory, where
-its heaps begin and how many keys they hold, and how many more micro-batches it may have in flight at each slice."""
+BUSY, TOUCHED, USED, CAPACITY, GRADIENTS, BASE, SIZE, SLOTS = 0, 1, 2, 3, 4, 5, 5 + HEAPS, 5 + 2 * HEAPS
+"""Columns of the state of a worker: whether it runs an op, whether something happened to it just now, its memory, how
+many gradients it has begun, where its heaps begin and how many keys they hold, and how many more micro-batches it may
+have in flight at each slice."""
 AT_START, STASH, NEEDED = 0, 1, 2
 
 
@@ -50,6 +51,7 @@ class Dispatch(NamedTuple):
     """[worker, slice] most micro-batches between F and the end of I"""
     lookahead: float
     forward_lookahead: float
+    patience: int
     deepest_first: bool
     eager_weights: bool
     make_room: bool
@@ -65,6 +67,7 @@ class Choices(NamedTuple):
     """Whether workers hold several slices, so that a less urgent op may have room where the first has none."""
     lookahead: float
     forward_lookahead: float
+    patience: int
     eager_weights: bool
     make_room: bool
 
@@ -170,12 +173,14 @@ def _pick(heap: Ints, state: Ints, room: Ints, slice_of: Ints, duration: Ints, c
     if state[worker, SIZE + BACKWARD]:
         unit = _take_with_room(heap, state, room, slice_of, worker, BACKWARD, choices.mixed)
         if unit >= 0:
+            state[worker, GRADIENTS] += 1
             return unit * kinds + BACKWARD
         if state[worker, SIZE + WEIGHT]:
             return _take(heap, state, worker, WEIGHT) % units * kinds + WEIGHT
     if state[worker, SIZE + FORWARD]:
         op = _first(heap, state, worker, FORWARD) % units * kinds
-        if _soon(heap, state, worker, GRADIENT, clock, choices.forward_lookahead * duration[op]):
+        if state[worker, GRADIENTS] < choices.patience and _soon(
+                heap, state, worker, GRADIENT, clock, choices.forward_lookahead * duration[op]):
             return -1
         unit = _take_with_room(heap, state, room, slice_of, worker, FORWARD, choices.mixed)
         if unit >= 0:
@@ -219,7 +224,7 @@ def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints
     arc_start, arc_op, arc_hop = ops.successors.start, ops.successors.op, ops.successors.hop
     rank, deepest_first, transfers = dispatch.rank, dispatch.deepest_first, dispatch.transfers
     count, units, kinds, depth, span = duration.shape[0], slice_of.shape[0], ops.kinds, ops.depth, rank.max() + 1
-    choices = Choices(kinds, ops.mixed, dispatch.lookahead, dispatch.forward_lookahead,
+    choices = Choices(kinds, ops.mixed, dispatch.lookahead, dispatch.forward_lookahead, dispatch.patience,
                       dispatch.eager_weights, dispatch.make_room)
     awaited = ops.predecessors.start[1:] - ops.predecessors.start[:-1]
     arrived = np.zeros(count, np.int64)
