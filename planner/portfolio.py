@@ -168,6 +168,11 @@ class _Portfolio:
         best = min(self._entries, key=lambda entry: entry.rank)
         fixed = min((entry.seconds for entry in self._entries if not entry.moved), default=None)
         solved = solved_by(best.known, time.monotonic() - began)
+        least = self._least_of(best.known)
+        if least > best.known.bound:
+            seconds = least * best.known.problem.tick_seconds
+            solved = msgspec.structs.replace(solved, evidence=f"{solved.evidence}; with who runs what as it is here, no "
+                                                              f"order is shorter than {seconds:g} s")
         return Answer(best.known.problem, solved, fixed if best.moved else None)
 
     def _add(self, known: Incumbent, budget: Budget, *, moved: int) -> None:
@@ -182,7 +187,8 @@ class _Portfolio:
         small = sum(piece.problem.operations for piece in known.pieces) <= LARGEST_BOUNDED
         if not small or not known.problem.interleaved or not known.open:
             return 0
-        return LayoutBound([piece.problem for piece in known.pieces]).period(known.bound, known.period)
+        bound = LayoutBound([piece.problem for piece in known.pieces], [solution.hosts for solution in known.solutions])
+        return bound.period(known.bound, known.period)
 
     def _add_layouts(self, budget: Budget) -> None:
         options = self._options

@@ -22,10 +22,10 @@ least values of all others follow. Where they put it off beyond 0, no schedule h
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from planner.model.problem import Leg, Problem
+from planner.model.problem import Leg, Problem, Unit
 from schedules.schedule import Worker
 
 Place = tuple[int, Worker]
@@ -63,8 +63,10 @@ class _Class(NamedTuple):
 class LayoutBound:
     """The bound of the pieces of a problem with a layout, staggered, with reductions that take no time."""
 
-    def __init__(self, pieces: Sequence[Problem]) -> None:
-        """`pieces`: one of each kind, as `planner.model.decompose` makes them."""
+    def __init__(self, pieces: Sequence[Problem], hosts: Sequence[Mapping[Unit, Worker]] = ()) -> None:
+        """`pieces`: one of each kind, as `planner.model.decompose` makes them. `hosts`: of each, who runs what; else it
+        is as the layout has it.
+        """
         self._problem = pieces[0]
         self._routes: list[tuple[_Stop, ...]] = []
         self._work: dict[Place, int] = defaultdict(int)
@@ -74,7 +76,7 @@ class LayoutBound:
         self._awaited: dict[tuple[int, Place], tuple[int, int]] = {}
         """[reduction, worker] ticks of F, I and W of its layers, and of their F."""
         for number, piece in enumerate(pieces):
-            self._read(number, piece)
+            self._read(number, piece, hosts[number] if hosts else None)
         self._sharers = [[place for place in self._work if self._group(pieces, place) in groups]
                          for _, groups in self._problem.reductions]
         self._step = {place: (pieces[place[0]].holdings or {})[place[1]].step for place in self._work}
@@ -157,11 +159,13 @@ class LayoutBound:
             for place in sharers:
                 last[place] = max(last[place], begin)
 
-    def _read(self, number: int, piece: Problem) -> None:
+    def _read(self, number: int, piece: Problem, hosts: Mapping[Unit, Worker] | None) -> None:
         """The routes of a piece, equal ones once, and what its workers run."""
         kept: dict[Place, list[tuple[float, int]]] = defaultdict(list)
         seen: set[tuple[Leg, ...]] = set()
-        for legs in (piece.routes or {}).values():
+        for batch, planned in (piece.routes or {}).items():
+            legs = planned if hosts is None else tuple(
+                Leg(leg.slice, hosts[Unit(leg.slice, *batch)]) for leg in planned)
             route = tuple(self._stops(number, piece, legs))
             for stop, leg in zip(route, legs, strict=True):
                 self._work[stop.place] += stop.forward + stop.gradient + stop.weight

@@ -54,6 +54,36 @@ def test_an_order_that_is_no_better_is_no_news():
     assert not composition.offer(scheduler.made[0])
 
 
+def test_forwards_wait_for_as_many_gradients_as_the_rule_has_patience():
+    problem = recut(2, 4, 8, [Worker(1, 2)])
+    scheduler = ListScheduler(ProblemArrays(problem, assign(problem, "least-loaded")))
+
+    def order(patience: int) -> list[int]:
+        return scheduler.order(DispatchRule(forward_lookahead=1.0, patience=patience)).tolist()
+
+    assert order(0) == scheduler.order(DispatchRule()).tolist()
+    assert order(1) != order(0) != order(100) == scheduler.order(DispatchRule(forward_lookahead=1.0)).tolist()
+
+
+def test_longer_routes_go_first_where_the_rule_says_so():
+    problem = recut(2, 4, 8, [Worker(1, 2)])
+    scheduler = ListScheduler(ProblemArrays(problem, assign(problem, "least-loaded")))
+    length = {batch: len(route) for batch, route in problem.routes.items()}
+    assert len(set(length.values())) > 1
+    order = scheduler.order(DispatchRule(advance=100.0)).tolist()
+    kinds, units = scheduler.arrays.ops.kinds, scheduler.arrays.units
+    first = {}
+    for place, op in enumerate(order):
+        unit = units[op // kinds]
+        row = scheduler.arrays.ops.worker[op // kinds]
+        if op % kinds == 0:
+            first.setdefault(row, length[unit.pipeline, unit.microbatch])
+    mixed = [row for row in first if len({length[unit[1:]] for number, unit in enumerate(units)
+                                          if scheduler.arrays.ops.worker[number] == row}) > 1]
+    assert all(first[row] == max(length[unit[1:]] for number, unit in enumerate(units)
+                                 if scheduler.arrays.ops.worker[number] == row) for row in mixed)
+
+
 def test_micro_batches_that_cross_tie_pipelines_together():
     problem = recut(2, 4, 8, [Worker(1, 2)])
     arrays = ProblemArrays(problem, assign(problem, "least-loaded"))
