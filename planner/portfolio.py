@@ -167,13 +167,16 @@ class _Portfolio:
             self._improve(budget)
         best = min(self._entries, key=lambda entry: entry.rank)
         fixed = min((entry.seconds for entry in self._entries if not entry.moved), default=None)
-        solved = solved_by(best.known, time.monotonic() - began)
-        least = self._least_of(best.known)
-        if least > best.known.bound:
-            seconds = least * best.known.problem.tick_seconds
-            solved = msgspec.structs.replace(solved, evidence=f"{solved.evidence}; with who runs what as it is here, no "
-                                                              f"order is shorter than {seconds:g} s")
+        solved = self._explained(best.known, solved_by(best.known, time.monotonic() - began))
         return Answer(best.known.problem, solved, fixed if best.moved else None)
+
+    def _explained(self, known: Incumbent, solved: Solved) -> Solved:
+        """With what the choice of who runs what alone makes of a gap."""
+        least = self._least_of(known)
+        if least <= known.bound:
+            return solved
+        why = f"with who runs what as it is here, no order is shorter than {least * known.problem.tick_seconds:g} s"
+        return msgspec.structs.replace(solved, evidence=f"{solved.evidence}; {why}")
 
     def _add(self, known: Incumbent, budget: Budget, *, moved: int) -> None:
         """List schedules of a candidate. It is dropped where they get stuck for lack of memory."""
@@ -187,8 +190,8 @@ class _Portfolio:
         small = sum(piece.problem.operations for piece in known.pieces) <= LARGEST_BOUNDED
         if not small or not known.problem.interleaved or not known.open:
             return 0
-        bound = LayoutBound([piece.problem for piece in known.pieces], [solution.hosts for solution in known.solutions])
-        return bound.period(known.bound, known.period)
+        hosts = [solution.hosts for solution in known.solutions]
+        return LayoutBound([piece.problem for piece in known.pieces], hosts).period(known.bound, known.period)
 
     def _add_layouts(self, budget: Budget) -> None:
         options = self._options

@@ -73,7 +73,7 @@ def test_longer_routes_go_first_where_the_rule_says_so():
     order = scheduler.order(DispatchRule(advance=100.0)).tolist()
     kinds, units = scheduler.arrays.ops.kinds, scheduler.arrays.units
     first = {}
-    for place, op in enumerate(order):
+    for op in order:
         unit = units[op // kinds]
         row = scheduler.arrays.ops.worker[op // kinds]
         if op % kinds == 0:
