@@ -22,6 +22,7 @@ from planner.layout.types import Layout
 from planner.model.bounds import exact_bound
 from planner.model.for_layout import layout_problem
 from planner.model.from_layout import problem_of_layout
+from planner.model.layout_bound import LayoutBound
 from planner.model.problem import NoPlanError, Problem
 from planner.model.ticks import tick_of
 from planner.options import PlanOptions
@@ -44,8 +45,12 @@ HEATS = ((5, 0.2), (2, 0.3))
 """
 PROMISE = 3.0
 """How often a candidate is expected to gain again what annealing gained in its last turn."""
-MOST_LAYOUTS = 8
+MOST_LAYOUTS = 9
 """Layouts that are looked at."""
+ASSIGNMENT_SECONDS, ASSIGNMENT_SHARE = 2.0, 0.2
+"""For the exact assignment of layers: at most, and of the time for list schedules."""
+LARGEST_BOUNDED = 20_000
+"""Compute ops of the pieces of a layout up to which a bound of its own is sought."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -102,6 +107,8 @@ class _Entry(msgspec.Struct, frozen=True, eq=False):
     known: Incumbent
     moved: int
     """Memory of the layers that workers receive; where the job gives no weights, their number."""
+    least: int = 0
+    """No order of its routes has a shorter period, in ticks: `planner.model.layout_bound`."""
     gained: float = 0.0
     """Seconds, by annealing in its last turn."""
 
@@ -112,8 +119,9 @@ class _Entry(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def promise(self) -> tuple[float, int]:
-        """As `rank`, of the period that is expected of more annealing."""
-        return self.seconds - PROMISE * self.gained, self.moved
+        """As `rank`, of the period that is expected of more annealing: no less than its own bound."""
+        least = min(self.seconds, self.least * self.known.problem.tick_seconds)
+        return max(least, self.seconds - PROMISE * self.gained), self.moved
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -159,17 +167,36 @@ class _Portfolio:
             self._improve(budget)
         best = min(self._entries, key=lambda entry: entry.rank)
         fixed = min((entry.seconds for entry in self._entries if not entry.moved), default=None)
-        solved = solved_by(best.known, time.monotonic() - began)
+        solved = self._explained(best.known, solved_by(best.known, time.monotonic() - began))
         return Answer(best.known.problem, solved, fixed if best.moved else None)
+
+    def _explained(self, known: Incumbent, solved: Solved) -> Solved:
+        """With what the choice of who runs what alone makes of a gap."""
+        least = self._least_of(known)
+        if least <= known.bound:
+            return solved
+        why = f"with who runs what as it is here, no order is shorter than {least * known.problem.tick_seconds:g} s"
+        return msgspec.structs.replace(solved, evidence=f"{solved.evidence}; {why}")
 
     def _add(self, known: Incumbent, budget: Budget, *, moved: int) -> None:
         """List schedules of a candidate. It is dropped where they get stuck for lack of memory."""
         with contextlib.suppress(StuckError):
-            self._entries.append(_Entry(list_schedules(known, budget), moved))
+            known = list_schedules(known, budget)
+            self._entries.append(_Entry(known, moved, self._least_of(known)))
+
+    @staticmethod
+    def _least_of(known: Incumbent) -> int:
+        """A bound for the layout of a candidate; 0 where none is sought."""
+        small = sum(piece.problem.operations for piece in known.pieces) <= LARGEST_BOUNDED
+        if not small or not known.problem.interleaved or not known.open:
+            return 0
+        hosts = [solution.hosts for solution in known.solutions]
+        return LayoutBound([piece.problem for piece in known.pieces], hosts).period(known.bound, known.period)
 
     def _add_layouts(self, budget: Budget) -> None:
         options = self._options
-        made = candidates(self._given)
+        made = candidates(self._given, seconds=max(0.0, min(ASSIGNMENT_SECONDS, ASSIGNMENT_SHARE * budget.seconds)),
+                          seed=budget.seed)
         left = MOST_LAYOUTS
         # With no time at all, still the first one where layers may move: most often it is the best.
         least = MOST_LAYOUTS - 1 if options.layers == "move" else MOST_LAYOUTS
@@ -213,4 +240,4 @@ class _Portfolio:
     def _replace(self, entry: _Entry, known: Incumbent) -> None:
         better = known if known.period <= entry.known.period else entry.known
         gained = entry.seconds - better.period * better.problem.tick_seconds
-        self._entries[self._entries.index(entry)] = _Entry(better, entry.moved, gained)
+        self._entries[self._entries.index(entry)] = _Entry(better, entry.moved, entry.least, gained)

@@ -65,6 +65,8 @@ def _moved(problem: LayoutProblem, seconds: float, seed: int) -> Iterator[Callab
     makes: list[Callable[[LayoutProblem], Layout | None]] = [
         partial(_recut, aligned=True),
         partial(_recut, spread=False, aligned=True),
+        partial(_recut, spread=False, staggered=True, aligned=True),
+        partial(_recut, spread=False, staggered=True),
         partial(_recut, staggered=True),
         partial(_recut, spread=False, floating=False)]
     grouped = _Grouped(problem)

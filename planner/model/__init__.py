@@ -8,6 +8,7 @@
     solution       what is decided: the host of every unit, the start of every op
     bounds         proven lower bounds on the period
     shared_bounds  the same where live holders share all micro-batches
+    layout_bound   the same for one layout
     decompose      divides a problem into pieces that can be solved apart
     components     the pieces where a layout says who runs what
     arrays         a problem with an assignment as arrays of integers

@@ -50,7 +50,8 @@ def _between(problem: Problem, ends: Sequence[int], begins: Sequence[int]) -> li
     for begin, (layers, groups) in sorted(zip(begins, problem.reductions, strict=True)):
         for group in groups:
             bodies[group].append(ProgramOp(OpKind.A, number[layers], None, begin))
-    return [(*body, _step(problem, end, ends)) for body, end in zip(bodies, ends, strict=True)]
+    last = max(begins)  # of workers that hold nothing
+    return [(*body, _step(problem, end if body else last, ends)) for body, end in zip(bodies, ends, strict=True)]
 
 
 def _by_group(problem: Problem, ends: Sequence[int]) -> list[Program]:

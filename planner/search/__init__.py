@@ -8,6 +8,7 @@
     set_aside         memory that a list scheduler keeps free, so that it never gets stuck
     list_scheduler    one list schedule, by one dispatch rule
     list_search       many of them, the best kept
+    composition       pipelines that share no worker, each with the order that is best for it
     baselines         what others run: 1F1B, ReCycle
     annealing/        simulated annealing of orders and hosts
     cpsat/            the exact model in CP-SAT

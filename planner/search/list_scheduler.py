@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.model.arrays import Ints, ProblemArrays, ints
 from planner.model.problem import UNLIMITED, Problem
@@ -15,6 +16,11 @@ from schedules.schedule import OpKind, Worker
 
 ForwardOrder = Literal["deepest", "oldest"]
 Rerouted = Literal["in turn", "first", "last"]
+
+
+STEPS = 64
+"""In which places in the turn of micro-batches are told apart, to one of a micro-batch."""
+Floats = NDArray[np.float64]
 
 
 class StuckError(Exception):
@@ -36,6 +42,11 @@ class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
 
     An F that delays the first gradient delays it at all earlier stages.
     """
+    patience: int = UNLIMITED
+    """For so many gradients of a worker it does so: while workers fill, what delays one delays the first of all workers
+    before, where other ops will have to fill the time; later on, there are ops enough."""
+    advance: float = 0.0
+    """Micro-batches on longer routes than others go before these: by this many times what their way takes longer."""
     forward_order: ForwardOrder = "deepest"
     """Which F first: the lowest micro-batch, or the one furthest along its chain."""
     in_flight: tuple[int, ...] | None = None
@@ -84,16 +95,15 @@ class ListScheduler:
         nobody = Worker(-1, -1)
         self._forward = ints([problem.times.duration_ticks(OpKind.F, number, nobody)
                               for number in range(len(problem.layers_of))])
-        self._ranks: dict[Rerouted, Ints] = {}
+        self._ranks: dict[tuple[Rerouted, float], Ints] = {}
         self._made: tuple[Ints, Ints] | None = None
 
     def order(self, rule: DispatchRule) -> Ints:
         """All ops in the order in which they start under a rule. Raises StuckError; see `set_aside`."""
-        if rule.rerouted not in self._ranks:
-            self._ranks[rule.rerouted] = _ranks(self.arrays, rule.rerouted)
         dispatch = self._kernel.Dispatch(
-            rank=self._ranks[rule.rerouted], slots=self._slots(rule), lookahead=rule.lookahead,
-            forward_wait=self._forward_wait(rule), deepest_first=rule.forward_order == "deepest",
+            rank=self._rank(rule), slots=self._slots(rule), lookahead=rule.lookahead,
+            forward_wait=self._forward_wait(rule), patience=rule.patience,
+            deepest_first=rule.forward_order == "deepest",
             eager_weights=rule.eager_weights, make_room=rule.make_room, transfers=not rule.ignore_transfers)
         order, done = np.zeros(len(self.arrays.ops.unit), dtype=np.int64), 0
         for first in self._first:
@@ -111,6 +121,13 @@ class ListScheduler:
         usual = rule.forward_lookahead * self._forward
         return np.ceil([usual if rule.fill_wait is None else ints(rule.fill_wait), usual]).astype(np.int64)
 
+    def _rank(self, rule: DispatchRule) -> Ints:
+        """[unit] how urgent it is; see `_ranks`."""
+        key = rule.rerouted, rule.advance
+        if key not in self._ranks:
+            self._ranks[key] = _ranks(self.arrays, *key)
+        return self._ranks[key]
+
     def period(self, rule: DispatchRule) -> int:
         """The period in ticks that a rule gives. `solution` is then that of this rule."""
         order = self.order(rule)
@@ -120,8 +137,13 @@ class ListScheduler:
 
     def solution(self) -> Solution:
         """The last plan that `period` made."""
+        return self.arrays.solution(*self.made)
+
+    @property
+    def made(self) -> tuple[Ints, Ints]:
+        """Its order and [op] start ticks."""
         assert self._made is not None
-        return self.arrays.solution(*self._made)
+        return self._made
 
     def _slots(self, rule: DispatchRule) -> Ints:
         """[worker, slice] most micro-batches in flight."""
@@ -134,13 +156,31 @@ class ListScheduler:
         return slots
 
 
-def _ranks(arrays: ProblemArrays, rerouted: Rerouted) -> Ints:
-    """[unit] by micro-batch, then pipeline: older micro-batches go first, those of several pipelines in turn."""
-    pipelines = arrays.problem.grid.pipelines
-    found = ints([unit.microbatch * pipelines + unit.pipeline for unit in arrays.units])
+def _ranks(arrays: ProblemArrays, rerouted: Rerouted, advance: float) -> Ints:
+    """[unit] by micro-batch, then pipeline: older micro-batches go first, those of several pipelines in turn.
+
+    Those on longer routes count as older: `DispatchRule.advance`.
+    """
+    number, pipeline = ints([unit[1:] for unit in arrays.units]).T[::-1]
+    older = advance * _longer(arrays) if advance and arrays.problem.routes is not None else 0.0
+    _, found = np.unique(np.round((number - older) * STEPS) * arrays.problem.grid.pipelines + pipeline,
+                         return_inverse=True)
     if rerouted == "in turn":
         return found
-    home = ints([worker.pipeline for worker in arrays.workers])[arrays.ops.worker] == ints(
-        [unit.pipeline for unit in arrays.units])
+    home = ints([worker.pipeline for worker in arrays.workers])[arrays.ops.worker] == pipeline
     later: Ints = (home if rerouted == "first" else ~home).astype(np.int64)
     return found + later * int(found.max() + 1)
+
+
+def _longer(arrays: ProblemArrays) -> Floats:
+    """[unit] how much longer than the shortest way, there and back, that of its micro-batch is.
+
+    In times that the busiest worker needs for a micro-batch. An op waits on average for half of another one to end.
+    """
+    ops, kinds = arrays.ops, arrays.ops.kinds
+    both = ops.duration[::kinds] + ops.duration[1::kinds] + 2 * ops.transfer + ops.duration.mean()
+    begins = np.flatnonzero(np.diff(ints([unit[1:] for unit in arrays.units]), axis=0, prepend=-1).any(axis=1))
+    ways = np.add.reduceat(both, begins)
+    busiest = np.bincount(ops.worker[ops.unit], weights=ops.duration).max()
+    longer: Floats = (ways - ways.min()) * max(arrays.problem.grid.microbatches) / busiest
+    return np.repeat(longer, np.diff([*begins, len(both)]))

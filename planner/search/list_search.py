@@ -16,11 +16,12 @@ import msgspec
 
 from planner.model.arrays import ProblemArrays
 from planner.model.bounds import whole_fill
-from planner.model.problem import Problem, Unit
+from planner.model.problem import UNLIMITED, Problem, Unit
 from planner.model.solution import Solution
 from planner.model.start_times import solution_period
 from planner.search.assignment import ASSIGNMENT_RULES, assign
 from planner.search.baselines import BASELINES
+from planner.search.composition import Composition
 from planner.search.list_scheduler import DispatchRule, ForwardOrder, ListScheduler, Rerouted, StuckError, in_flight
 from schedules.schedule import OpKind, Worker
 
@@ -53,6 +54,15 @@ SHORTLIST = tuple(itertools.starmap(Choice, (
     (1, (2.0, 0), 0.0, False), (1, (1.0, 1), 1.0, False))))
 """Of all choices, the fewest whose best was the best of all on 31 jobs with failures and little, more and much memory.
 The first is for much memory."""
+PATIENT: tuple[tuple[ForwardOrder, float, float, int, float], ...] = (
+    ("oldest", 0.5, 0.5, UNLIMITED, 0.0), ("deepest", 0.0, 1.0, 1, 0.0), ("oldest", 0.25, 0.5, 4, 2.0),
+    ("deepest", 0.0, 0.25, 1, 0.0), ("oldest", 0.5, 0.5, 1, 2.0), ("deepest", 0.25, 0.5, UNLIMITED, 0.0),
+    ("oldest", 0.25, 0.5, 4, 0.0), ("deepest", 0.0, 0.5, 8, 0.0), ("oldest", 0.5, 0.5, 4, 2.0),
+    ("oldest", 0.0, 0.5, 1, 2.0), ("deepest", 0.0, 1.0, 8, 0.0), ("oldest", 0.5, 0.5, 1, 0.0),
+    ("oldest", 0.5, 0.5, 8, 0.0), ("deepest", 0.5, 0.5, 2, 0.0), ("oldest", 0.0, 0.5, UNLIMITED, 2.0))
+"""Of layouts: `forward_order`, `lookahead`, `forward_lookahead`, `patience` and `advance` of the best rules of a grid
+on 12 instances of benchmarks.layers, those that most often were the best first."""
+PATIENCES, ADVANCES = (1, 2, 4, 8, UNLIMITED), (0.0, 0.5, 1.0, 2.0, 4.0)
 Tell = Callable[[int], None]
 
 
@@ -67,8 +77,11 @@ class _Best:
         self._bound = bound
         self._tell = tell
         self._slowest = 0.0
+        self._composition: Composition | None = None
         self.rule = DispatchRule()
         self.scheduler: ListScheduler | None = None
+        self.rule_period: int | None = None
+        """The period that the rule alone gives."""
         self.period: int | None = None
         self.found: Solution | None = None
 
@@ -79,13 +92,26 @@ class _Best:
             period = scheduler.period(rule)
         except StuckError:
             return
+        self._compose(scheduler)
         self._slowest = max(self._slowest, time.monotonic() - began)
-        if self.period is not None and period > self.period:
+        if self.rule_period is not None and period > self.rule_period:
             return
         if self.period is None or period < self.period:
-            self.found = scheduler.solution()
+            self.found, self.period = scheduler.solution(), period
             self._tell(period)
-        self.rule, self.scheduler, self.period = rule, scheduler, period
+        self.rule, self.scheduler, self.rule_period = rule, scheduler, period
+
+    def _compose(self, scheduler: ListScheduler) -> None:
+        """Where sets of pipelines are independent, each may have its own best rule."""
+        if self.problem.routes is None or self.problem.optimizer == "synchronous":
+            return
+        if self._composition is None:
+            self._composition = Composition(scheduler.arrays)
+        if self._composition.worthwhile and self._composition.offer(scheduler.made[0]):
+            period, order, start = self._composition.best()
+            if self.period is None or period < self.period:
+                self.found, self.period = scheduler.arrays.solution(order, start), period
+                self._tell(period)
 
     def offer_solution(self, solution: Solution) -> None:
         """Take a plan made elsewhere if it is better."""
@@ -174,6 +200,10 @@ def _shortlist(problem: Problem) -> Iterator[tuple[int, DispatchRule]]:
         wait = tuple(ticks + 1 for ticks in fill.idle)
         for lookahead in (0.0, 1.0, 0.5):
             yield 0, DispatchRule(fill_wait=wait, lookahead=lookahead)
+    if problem.routes is not None:
+        for order, before, forward_wait, patience, advance in PATIENT:
+            yield 0, DispatchRule(forward_order=order, lookahead=before, forward_lookahead=forward_wait,
+                                  patience=patience, advance=advance)
     for assignment, limits, lookahead, make_room in SHORTLIST:
         rule = DispatchRule(ignore_transfers=True)
         if limits is not None:
@@ -267,6 +297,10 @@ def _changed(problem: Problem, rule: DispatchRule, random: random.Random) -> Dis
         return msgspec.structs.replace(rule, fill_wait=_shares_of_forward(problem, share))
     if what < 0.4:
         return msgspec.structs.replace(rule, make_room=not rule.make_room)
+    if what < 0.6 and problem.routes is not None:
+        if random.random() < 0.5:
+            return msgspec.structs.replace(rule, patience=random.choice(PATIENCES))
+        return msgspec.structs.replace(rule, advance=random.choice(ADVANCES))
     if what < 0.43 and problem.failed:
         return msgspec.structs.replace(rule, rerouted=random.choice(get_args(Rerouted)))
     if what < 0.5 and problem.failed:

@@ -3,6 +3,7 @@
 import time
 from itertools import pairwise
 
+import msgspec
 import pytest
 
 from planner.layout.candidates import aligned_slices
@@ -69,6 +70,22 @@ def test_layers_that_are_done_early_are_reduced_between_the_ops_of_the_others():
     assert any(OpKind.W in ops[ops.index(OpKind.A):] for ops in kinds)
     costly = problem_of_layout(layered(2, 4, 8, times="all_reduce = 1"), failed, recut(job, 1, 2))
     assert not costly.interleaved, "what takes time is left to the end"
+
+
+def test_a_worker_that_holds_nothing_has_a_place_in_the_schedule():
+    """It came out with a step far before the iteration."""
+    job, failed = layered(2, 4, 4), [Worker(1, 2)]
+    layout = recut(job, 1, 2)
+    first, second, third = layout.routes[MicroBatch(1, 0)]
+    whole = (Stop(first.layers, first.worker), Stop((second.layers[0], third.layers[1]), second.worker))
+    holds = {**layout.holds, second.worker: (whole[1].layers,), third.worker: ()}
+    layout = msgspec.structs.replace(layout, holds=holds,
+                                     routes={batch: whole if batch.pipeline == 1 else route
+                                             for batch, route in layout.routes.items()})
+    problem = problem_of_layout(job, failed, layout)
+    assert problem.interleaved
+    solved = solve(problem, "greedy", Budget(deadline=time.monotonic()))
+    assert check(build_schedule(problem, solved.pieces, lower_bound=1, method="greedy")) == []
 
 
 def test_layers_that_move_keep_most_of_the_throughput_of_two_pipelines():

@@ -25,10 +25,10 @@ FORWARD, BACKWARD, WEIGHT, ARRIVAL, GRADIENT, HEAPS = 0, 1, 2, 3, 4, 5
 """The heaps of a worker; the first three are also the kinds of op: F, I or B, W."""
 READY, END, EVENTS = (0, 1, 3), 2, 4
 """What happens at a time, in this order: an F is ready, an I or B, some op ends, a W is ready."""
-BUSY, TOUCHED, USED, CAPACITY, FILLED, BASE, SIZE, SLOTS = 0, 1, 2, 3, 4, 5, 5 + HEAPS, 5 + 2 * HEAPS
-"""Columns of the state of a worker: whether it runs an op, whether something happened to it just now, its memory,
-whether it has begun its first gradient, where its heaps begin and how many keys they hold, and how many more
-micro-batches it may have in flight at each slice."""
+BUSY, TOUCHED, USED, CAPACITY, GRADIENTS, BASE, SIZE, SLOTS = 0, 1, 2, 3, 4, 5, 5 + HEAPS, 5 + 2 * HEAPS
+"""Columns of the state of a worker: whether it runs an op, whether something happened to it just now, its memory, how
+many gradients it has begun, where its heaps begin and how many keys they hold, and how many more micro-batches it may
+have in flight at each slice."""
 AT_START, STASH, NEEDED = 0, 1, 2
 
 
@@ -51,7 +51,10 @@ class Dispatch(NamedTuple):
     """[worker, slice] most micro-batches between F and the end of I"""
     lookahead: float
     forward_wait: Ints
-    """[FILLED, slice] ticks within which a gradient is waited for rather than an F started"""
+    """[before or after its worker's first gradient, slice] ticks within which a gradient is waited for rather than an F
+    started"""
+    patience: int
+    """For so many gradients of a worker."""
     deepest_first: bool
     eager_weights: bool
     make_room: bool
@@ -66,6 +69,7 @@ class Choices(NamedTuple):
     mixed: bool
     """Whether workers hold several slices, so that a less urgent op may have room where the first has none."""
     lookahead: float
+    patience: int
     eager_weights: bool
     make_room: bool
 
@@ -171,12 +175,14 @@ def _pick(heap: Ints, state: Ints, room: Ints, slice_of: Ints, duration: Ints, f
     if state[worker, SIZE + BACKWARD]:
         unit = _take_with_room(heap, state, room, slice_of, worker, BACKWARD, choices.mixed)
         if unit >= 0:
+            state[worker, GRADIENTS] += 1
             return unit * kinds + BACKWARD
         if state[worker, SIZE + WEIGHT]:
             return _take(heap, state, worker, WEIGHT) % units * kinds + WEIGHT
     if state[worker, SIZE + FORWARD]:
-        number = slice_of[_first(heap, state, worker, FORWARD) % units]
-        if _soon(heap, state, worker, GRADIENT, clock, forward_wait[state[worker, FILLED], number]):
+        number, gradients = slice_of[_first(heap, state, worker, FORWARD) % units], state[worker, GRADIENTS]
+        if gradients < choices.patience and _soon(
+                heap, state, worker, GRADIENT, clock, forward_wait[min(gradients, 1), number]):
             return -1
         unit = _take_with_room(heap, state, room, slice_of, worker, FORWARD, choices.mixed)
         if unit >= 0:
@@ -221,7 +227,8 @@ def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints
     rank, deepest_first, transfers = dispatch.rank, dispatch.deepest_first, dispatch.transfers
     count, units, kinds, depth, span = duration.shape[0], slice_of.shape[0], ops.kinds, ops.depth, rank.max() + 1
     forward_wait = dispatch.forward_wait
-    choices = Choices(kinds, ops.mixed, dispatch.lookahead, dispatch.eager_weights, dispatch.make_room)
+    choices = Choices(kinds, ops.mixed, dispatch.lookahead, dispatch.patience, dispatch.eager_weights,
+                      dispatch.make_room)
     awaited = ops.predecessors.start[1:] - ops.predecessors.start[:-1]
     arrived = np.zeros(count, np.int64)
     events, waiting = np.zeros(2 * count, np.int64), 0  # an op is about to be ready, or to end
@@ -272,9 +279,7 @@ def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints
                 state[worker, BUSY] = 1
                 _push(events, 0, waiting, (end * EVENTS + END) * count + op)
                 waiting += 1
-                if op % kinds == BACKWARD:
-                    state[worker, FILLED] = 1
-                elif op % kinds == FORWARD:
+                if op % kinds == FORWARD:
                     number = slice_of[unit_of[op]]
                     state[worker, USED] += room[number, AT_START]
                     state[worker, SLOTS + number] -= 1

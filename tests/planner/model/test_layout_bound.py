@@ -1,0 +1,77 @@
+"""The bound of a given layout: below every plan of it, above its longest load where workers must wait."""
+
+import random
+import time
+
+import pytest
+
+from planner.layout.candidates import candidates
+from planner.model.decompose import decompose
+from planner.model.for_layout import layout_problem
+from planner.model.from_layout import problem_of_layout
+from planner.model.layout_bound import LayoutBound
+from planner.search.budget import Budget
+from planner.search.list_scheduler import StuckError
+from planner.search.solve import solve, solved_by
+from planner.search.steps.bound import divided
+from planner.search.steps.list_schedules import list_schedules
+from schedules.schedule import Worker
+from tests.jobs import grid
+
+
+def layered(pipelines, stages, microbatches, *, more=""):
+    layers = f"[placement]\nlayers = {[4] * stages}\n"
+    return grid(pipelines, stages, microbatches, more=layers + more,
+                times="forward = 4\nbackward_input = 4\nbackward_weight = 4\ntransfer = 1\noptimizer = 2\n")
+
+
+def problems(job, failed):
+    given = layout_problem(job, failed, layers="move")
+    return [problem_of_layout(job, failed, layout) for layout in candidates(given, seconds=0.2)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_list_schedule_of_a_layout_undercuts_its_bound(seed):
+    chosen = random.Random(seed)
+    pipelines, stages = chosen.choice([2, 3, 4]), chosen.choice([2, 3, 4])
+    memory = f"[memory]\ncapacity = {2 * stages}\nactivation = 1\nweight_stash = 1\nweights = {stages}\n"
+    job = layered(pipelines, stages, chosen.choice([stages, 2 * stages, 7]), more=chosen.choice(["", memory]))
+    failed = chosen.sample([Worker(*divmod(number, stages)) for number in range(pipelines * stages)], 1)
+    for problem in problems(job, failed):
+        try:
+            known = list_schedules(divided(problem, 1, "nothing"), Budget(deadline=time.monotonic() + 0.3))
+        except StuckError:  # too little memory for that layout
+            continue
+        bound = LayoutBound([piece.problem for piece in known.pieces])
+        assert not bound.excludes(known.period)
+        assert bound.period(1, known.period) <= known.period
+
+
+def test_micro_batches_that_are_too_few_to_fill_are_counted():
+    """The first worker runs 4 F of 4 ticks while its first micro-batch makes a round trip of 3 x (4 + 1 + 4 + 1)."""
+    job = layered(1, 4, 4)
+    problem = next(problem for problem in problems(job, []) if problem.interleaved)
+    work = 4 * 12 + 2
+    bound = LayoutBound([piece.problem for piece in decompose(problem)])
+    ticks = problem.tick_seconds
+    assert bound.period(1, 10_000) * ticks == pytest.approx(work + 3 * 10 - 3 * 4, rel=0.01)
+
+
+def test_memory_makes_workers_wait():
+    def least(capacity: int) -> float:
+        job = layered(1, 4, 16, more=f"[memory]\ncapacity = {capacity}\nactivation = 1\n")
+        problem = problems(job, [])[0]
+        bound = LayoutBound([piece.problem for piece in decompose(problem)])
+        return bound.period(1, 10_000) * problem.tick_seconds
+
+    assert least(8) < least(4) < least(2)
+    assert least(4) == pytest.approx(16 * 12 + 2 + 3 * 10 - 3 * 4, rel=0.01)
+
+
+def test_a_plan_of_the_layout_can_be_as_short():
+    problem = problems(layered(2, 2, 6), [])[0]
+    solved = solve(problem, "cp-sat", Budget(deadline=time.monotonic() + 2))
+    known = list_schedules(divided(problem, 1, "nothing"), Budget(deadline=time.monotonic() + 1))
+    bound = LayoutBound([piece.problem for piece, _ in solved.pieces]).period(1, known.period)
+    assert bound == pytest.approx(known.period, rel=0.05)
+    assert solved_by(known, 1.0).lower_bound_ticks == 1

@@ -1,0 +1,95 @@
+"""Pipelines that share no worker are ordered each by its own best rule."""
+
+import numpy as np
+
+from planner.layout.candidates import candidates
+from planner.model.arrays import ProblemArrays
+from planner.model.assemble import build_schedule
+from planner.model.decompose import undivided
+from planner.model.for_layout import layout_problem
+from planner.model.from_layout import problem_of_layout
+from planner.model.start_times import solution_period
+from planner.search.assignment import assign
+from planner.search.composition import Composition
+from planner.search.list_scheduler import DispatchRule, ListScheduler
+from schedules.check import check
+from schedules.schedule import Worker
+from tests.jobs import grid
+
+RULES = [DispatchRule(forward_order=order, lookahead=wait, forward_lookahead=wait, patience=patience)
+         for order in ("deepest", "oldest") for wait in (0.0, 0.5, 1.0) for patience in (1, 8)]
+
+
+def recut(pipelines, stages, microbatches, failed):
+    job = grid(pipelines, stages, microbatches, more=f"[placement]\nlayers = {[4] * stages}\n",
+               times="forward = 40\nbackward_input = 40\nbackward_weight = 40\ntransfer = 4\noptimizer = 20\n")
+    given = layout_problem(job, failed, layers="move")
+    layout = next(layout for layout in candidates(given) if "whole micro-batches" in layout.kind)
+    return problem_of_layout(job, failed, layout)
+
+
+def test_each_set_of_workers_runs_its_own_best_order():
+    problem = recut(3, 4, 8, [Worker(1, 2)])
+    scheduler = ListScheduler(ProblemArrays(problem, assign(problem, "least-loaded")))
+    composition = Composition(scheduler.arrays)
+    assert composition.worthwhile
+    periods = []
+    for rule in RULES:
+        periods.append(scheduler.period(rule))
+        composition.offer(scheduler.made[0])
+    period, order, start = composition.best()
+    solution = scheduler.arrays.solution(order, start)
+    assert sorted(order.tolist()) == list(range(len(order)))
+    assert solution_period(problem, solution) <= period <= 1.01 * min(periods)
+    solved = [(undivided(problem), solution)]
+    assert check(build_schedule(problem, solved, lower_bound=1, method="greedy")) == []
+
+
+def test_an_order_that_is_no_better_is_no_news():
+    problem = recut(2, 4, 8, [Worker(1, 2)])
+    scheduler = ListScheduler(ProblemArrays(problem, assign(problem, "least-loaded")))
+    composition = Composition(scheduler.arrays)
+    scheduler.period(DispatchRule())
+    assert composition.offer(scheduler.made[0])
+    assert not composition.offer(scheduler.made[0])
+
+
+def test_forwards_wait_for_as_many_gradients_as_the_rule_has_patience():
+    problem = recut(2, 4, 8, [Worker(1, 2)])
+    scheduler = ListScheduler(ProblemArrays(problem, assign(problem, "least-loaded")))
+
+    def order(patience: int) -> list[int]:
+        return scheduler.order(DispatchRule(forward_lookahead=1.0, patience=patience)).tolist()
+
+    assert order(0) == scheduler.order(DispatchRule()).tolist()
+    assert order(1) != order(0) != order(100) == scheduler.order(DispatchRule(forward_lookahead=1.0)).tolist()
+
+
+def test_longer_routes_go_first_where_the_rule_says_so():
+    problem = recut(2, 4, 8, [Worker(1, 2)])
+    scheduler = ListScheduler(ProblemArrays(problem, assign(problem, "least-loaded")))
+    length = {batch: len(route) for batch, route in problem.routes.items()}
+    assert len(set(length.values())) > 1
+    order = scheduler.order(DispatchRule(advance=100.0)).tolist()
+    kinds, units = scheduler.arrays.ops.kinds, scheduler.arrays.units
+    first = {}
+    for op in order:
+        unit = units[op // kinds]
+        row = scheduler.arrays.ops.worker[op // kinds]
+        if op % kinds == 0:
+            first.setdefault(row, length[unit.pipeline, unit.microbatch])
+    mixed = [row for row in first if len({length[unit[1:]] for number, unit in enumerate(units)
+                                          if scheduler.arrays.ops.worker[number] == row}) > 1]
+    assert all(first[row] == max(length[unit[1:]] for number, unit in enumerate(units)
+                                 if scheduler.arrays.ops.worker[number] == row) for row in mixed)
+
+
+def test_micro_batches_that_cross_tie_pipelines_together():
+    problem = recut(2, 4, 8, [Worker(1, 2)])
+    arrays = ProblemArrays(problem, assign(problem, "least-loaded"))
+    worker = arrays.ops.worker.copy()
+    first = np.flatnonzero(worker == worker[0])[0]
+    other = next(row for row in range(len(arrays.workers)) if arrays.workers[row].pipeline == 1)
+    worker[first] = other
+    arrays.ops = arrays.ops._replace(worker=worker)
+    assert not Composition(arrays).worthwhile
