@@ -278,8 +278,9 @@ def _exchanged(problem: Problem, hosts: Mapping[Unit, Worker], random: random.Ra
 
 
 def _shares_of_forward(problem: Problem, share: float) -> tuple[int, ...]:
-    """[slice] a share of its F, in ticks."""
-    return tuple(math.ceil(share * problem.fastest(OpKind.F, number)) for number in range(len(problem.layers_of)))
+    """[slice] a share of its F's usual time, in ticks."""
+    usual = (problem.times.duration_ticks(OpKind.F, number, Worker(-1, -1)) for number in range(len(problem.layers_of)))
+    return tuple(math.ceil(share * ticks) for ticks in usual)
 
 
 def _changed(problem: Problem, rule: DispatchRule, random: random.Random) -> DispatchRule:
