@@ -63,8 +63,8 @@ def left_by(folder: Path, resume: Checkpoint, iterations: int) -> dict[str, obje
         digests = {name: tensor_digest(name, tensor) for layer in layers
                    for name, tensor in _named(layer, folder).items()}
         return {"iterations": 0, "losses": [], "parameter_digest": combined_digest(digests),
-                "first_iteration": resume.iteration, "recoveries": [], "measured_period": None,
-                "planned_period": schedule.seconds(schedule.period_ticks)}
+                "first_iteration": resume.iteration, "recoveries": [], "slow_workers": [],
+                "measured_period": None, "planned_period": schedule.seconds(schedule.period_ticks)}
     return None
 
 

@@ -189,7 +189,7 @@ class SlowDetector:
         self._last = iteration
         self._seconds += seconds
         for worker, ratio in self.ratios(measured).items():
-            self._open[worker].append(math.log(ratio / self.factor(worker)))
+            self._open[worker].append(math.log(ratio) - math.log(self.factor(worker)))
         if self._seconds < OBSERVATION_SECONDS:
             return []
         observed = {worker: statistics.median(logs) for worker, logs in self._open.items()}
@@ -207,7 +207,7 @@ class SlowDetector:
             known = [(cell, usual) for cell in cells if (usual := self._usual(worker, cell, times)) is not None]
             expected = sum(cell.number * usual for cell, usual in known)
             took = sum(cell.number * cell.seconds for cell, _ in known)
-            if expected > 0 and took > 0:
+            if expected > 0 and took / expected > 0:
                 ratios[worker] = took / expected
         self._learn(measured, times)
         return ratios

@@ -16,7 +16,7 @@ from tests.runtime.running import assert_same_numbers, judge
 from tests.runtime.test_routes import LINEAR, eight_layers
 
 GREEDY = PlanOptions(method="greedy", time_limit=0.3)
-CONFIG = eight_layers(iterations=250, clip_norm=1.6)
+CONFIG, SHORT = (eight_layers(iterations=number, clip_norm=1.6) for number in (250, 40))
 
 
 class Planning:
@@ -35,15 +35,15 @@ class Planning:
         return plan_only(msgspec.structs.replace(GREEDY, layers="move", holds=held), LINEAR, down).schedule
 
 
-def train(injections, fork_server, out, *, returns=(), mtbf=None, rate=None):
+def train(injections, fork_server, out, *, returns=(), mtbf=None, rate=None, config=CONFIG):
     events = []
     scheduler, planning = planned(LINEAR), Planning()
     given = Resilience(scheduler=scheduler, heartbeat_timeout_seconds=10.0, injections=tuple(injections),
                        returns=tuple(returns), fetch_bytes_per_second=rate,
                        settling=Settling(rebalancer=planning, mtbf_seconds=mtbf))
-    result = run(scheduler(()), CONFIG, out=out, fork_server=fork_server, options=RunOptions(observe=events.append),
+    result = run(scheduler(()), config, out=out, fork_server=fork_server, options=RunOptions(observe=events.append),
                  resilience=given)
-    assert_same_numbers(result, judge(CONFIG, LINEAR.microbatches, CONFIG.training.iterations))
+    assert_same_numbers(result, judge(config, LINEAR.microbatches, config.training.iterations))
     return result, events, planning
 
 
@@ -51,7 +51,7 @@ def phases(events):
     return [event.phase for event in events if isinstance(event, OrderGiven)]
 
 
-@pytest.mark.parametrize("place", [3, "O"])
+@pytest.mark.parametrize("place", ["O"])
 def test_at_once_then_settled(place, fork_server, tmp_path):
     result, events, _ = train([at("1.2", 2, place)], fork_server, tmp_path)
     assert dead(result) == ["1.2"] and phases(events) == ["whole", "at once", "settled"]
@@ -62,7 +62,7 @@ def test_at_once_then_settled(place, fork_server, tmp_path):
 
 
 def test_it_does_not_settle_where_the_next_failure_comes_sooner(fork_server, tmp_path):
-    result, events, _ = train([at("1.2", 2)], fork_server, tmp_path, mtbf=0.01)
+    result, events, _ = train([at("1.2", 2)], fork_server, tmp_path, mtbf=0.01, config=SHORT)
     assert phases(events) == ["whole", "at once"] and len(result.recoveries) == 1
     assert [event.settles for event in events if isinstance(event, SettlingChosen)] == [False]
 

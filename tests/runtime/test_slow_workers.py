@@ -19,7 +19,8 @@ from tests.runtime.running import judge, schedule_for
 
 JOB = grid(3, 2, 4, more="optimizer = 1")
 SLOW = Worker(1, 1)
-CONFIG = parse_run_config({**MODEL, "blocks": 2}, {**TRAINING, "iterations": 70, "dtype": "float64"})
+CONFIG, SHORT = (parse_run_config({**MODEL, "blocks": 2}, {**TRAINING, "iterations": number, "dtype": "float64"})
+                 for number in (70, 35))
 OP_SECONDS = 0.006
 """Ops that sleep: other processes on this machine make none of them much longer than another."""
 CPU = torch.device("cpu")
@@ -31,12 +32,12 @@ def _short(monkeypatch):
     monkeypatch.setattr(slow_detector, "OBSERVATION_SECONDS", 0.0)
 
 
-def slowed(slowdowns, out, injections=(), **resilience):
+def slowed(slowdowns, out, injections=(), config=CONFIG, **resilience):
     """Train with workers that are slow, and compare with one process. A fork server of its own knows of the sleeps."""
     with sleeping(0, 0, 0, 0):
-        judge(CONFIG, JOB.microbatches, CONFIG.training.iterations)
+        judge(config, JOB.microbatches, config.training.iterations)
     with sleeping(OP_SECONDS, OP_SECONDS, OP_SECONDS, OP_SECONDS):
-        return train(injections, None, out, job=JOB, config=CONFIG,
+        return train(injections, None, out, job=JOB, config=config,
                      slowdowns=tuple(Slowdown(SLOW, iteration, factor) for iteration, factor in slowdowns),
                      **{"heartbeat_timeout_seconds": 4 * TIMEOUT_SECONDS,
                         "at_speeds": scheduler_at_speeds(JOB, schedule_for(JOB), None), **resilience})
@@ -84,7 +85,7 @@ def test_a_death_meanwhile_is_planned_for_with_the_speeds_that_are_known(tmp_pat
 
 
 def test_without_a_scheduler_for_speeds_they_are_told_of(tmp_path):
-    result = slowed([(15, 4.0)], tmp_path, at_speeds=None)
+    result = slowed([(15, 4.0)], tmp_path, config=SHORT, at_speeds=None)
     event, change = changes_of(result)[0]
     assert change.factor > 1 and not event.changed and "goes on by the same schedule" in str(event)
 
