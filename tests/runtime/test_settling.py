@@ -51,9 +51,8 @@ def phases(events):
     return [event.phase for event in events if isinstance(event, OrderGiven)]
 
 
-@pytest.mark.parametrize("place", ["O"])
-def test_at_once_then_settled(place, fork_server, tmp_path):
-    result, events, _ = train([at("1.2", 2, place)], fork_server, tmp_path)
+def test_at_once_then_settled(fork_server, tmp_path):
+    result, events, _ = train([at("1.2", 2, "O")], fork_server, tmp_path)
     assert dead(result) == ["1.2"] and phases(events) == ["whole", "at once", "settled"]
     settled = result.recoveries[-1]
     assert settled.settled and settled.meanwhile and str(settled).startswith("layers have moved: iteration ")
