@@ -34,6 +34,7 @@ from planner.search.solve import Solved, improve, in_time, solve, solved_by
 from planner.search.steps.anneal import anneal
 from planner.search.steps.bound import divided
 from planner.search.steps.list_schedules import list_schedules
+from schedules.layers import layers_in
 from schedules.schedule import Worker
 
 LIST_SHARE = 0.3
@@ -97,8 +98,7 @@ def _moved(given: LayoutProblem, layout: Layout) -> int:
     """Memory of the layers that workers hold in a layout and did not hold before; without weights, their number."""
     weights = given.weights if any(given.weights) else (1,) * given.layer_count
     return sum(weights[layer] for worker, ranges in layout.holds.items() if ranges != given.holds[worker]
-               for layer in {layer for first, end in ranges for layer in range(first, end)}.difference(
-                   given.layers_held(worker)))
+               for layer in layers_in(ranges).difference(given.layers_held(worker)))
 
 
 class _Entry(msgspec.Struct, frozen=True, eq=False):

@@ -29,6 +29,11 @@ def joined(ranges: Iterable[LayerRange]) -> tuple[LayerRange, ...]:
     return tuple(found)
 
 
+def layers_in(ranges: Iterable[LayerRange]) -> frozenset[int]:
+    """All layers of some ranges."""
+    return frozenset(layer for layers in ranges for layer in range(*layers))
+
+
 def totals(values: Sequence[int]) -> tuple[int, ...]:
     """The sums of the first 0, 1, 2 ... values."""
     return tuple(accumulate(values, initial=0))

@@ -20,6 +20,7 @@ from planner.layout.groups import UNDIVIDED, by_groups, groups_of
 from planner.layout.problem import LayoutProblem
 from planner.layout.routes import layout_of
 from planner.layout.types import Layout, Route, Stop
+from schedules.layers import layers_in
 
 LARGEST_SHARED = 100_000
 """Micro-batches times stages up to which layouts are made that are not divided into groups."""
@@ -95,7 +96,7 @@ class _Grouped:
 
 def _require_layers(problem: LayoutProblem) -> None:
     """Raise LookupError where a layer would have to come from nowhere."""
-    held = {layer for ranges in problem.holds.values() for first, end in ranges for layer in range(first, end)}
+    held = layers_in(itertools.chain.from_iterable(problem.holds.values()))
     missing = sorted(set(range(problem.layer_count)) - held)
     if missing and not (problem.layers == "move" and problem.from_checkpoint):
         raise LookupError(f"no live worker holds layer {missing[0]}")

@@ -52,6 +52,7 @@ from runtime.protocol.to_worker import (
 )
 from runtime.replay.placement import Placement
 from schedules import codec
+from schedules.layers import layers_in
 from schedules.schedule import Grid, Schedule, Worker
 
 Message = Train | Finish | Leave | EndOrder | Acknowledged | Fetch | ReportCheckpoints | MeasureSpeed
@@ -268,7 +269,7 @@ class Coordinator:
         if report.order != self.number or report.worker not in self._members:
             return
         self._paused.add(report.worker)
-        self._holds[report.worker] = frozenset(layer for layers in report.layers for layer in range(*layers))
+        self._holds[report.worker] = layers_in(report.layers)
         if report.reason is not None:
             if not self._ended:
                 self._recovery.broke(report.worker, report.reason)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from runtime.protocol.to_coordinator import Known
 from runtime.protocol.to_worker import Factor
+from schedules.layers import layers_in
 from schedules.schedule import Worker
 
 FIND_SECONDS = 10.0
@@ -105,13 +106,9 @@ class TakeOver:
             committed -= 1  # nobody knows how it was stepped: all undo it
         return Found(number=self._number, committed=committed, factor=factors.get(committed),
                      missing=tuple(sorted(self.missing)) if self._number else (),
-                     holds={worker: _layers(known) if _fits(known, committed) else frozenset()
+                     holds={worker: layers_in(known.layers) if _fits(known, committed) else frozenset()
                             for worker, known in self._known.items() if known.order or not self._number})
 
 
 def _fits(known: Known, committed: int) -> bool:
     return known.begun <= committed <= known.iteration <= committed + 1
-
-
-def _layers(known: Known) -> frozenset[int]:
-    return frozenset(layer for layers in known.layers for layer in range(*layers))

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 from runtime.model.layers import split_layers
-from schedules.layers import LayerRange, joined
+from schedules.layers import LayerRange, joined, layers_in
 from schedules.schedule import Grid, OpKind, Schedule, Worker
 
 
@@ -82,7 +82,7 @@ class Placement:
         return {self.range_of(layers): sorted(sharers[layers]) for layers in mine}
 
     def _layers(self, held: Sequence[LayerRange]) -> frozenset[int]:
-        return frozenset(layer for layers in held for layer in range(*self.range_of(layers)))
+        return layers_in(map(self.range_of, held))
 
 
 def place(grid: Grid, layers: int) -> Placement:

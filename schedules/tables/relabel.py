@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import msgspec
 
-from schedules.layers import total
+from schedules.layers import layers_in, total
 from schedules.schedule import Grid, LayerRange, OpKind, Program, Schedule, Seat, Worker
 from schedules.tables.pattern import Columns, columns_by_pipeline, pipeline_classes
 
@@ -45,8 +45,7 @@ def layers_lacked(schedule: Schedule, seat: Seat) -> frozenset[int]:
     """The layers that a worker must load for its seat: those beside the layers of its own column's stages."""
     if seat.holds is None and seat.worker.column == seat.role.column:
         return frozenset()
-    own = {layer for layers in schedule.holds_of_column(seat.worker.column) for layer in range(*layers)}
-    return frozenset(layer for layers in schedule.holds_of(seat) for layer in range(*layers)) - own
+    return layers_in(schedule.holds_of(seat)) - layers_in(schedule.holds_of_column(seat.worker.column))
 
 
 def _layers(grid: Grid, column: int) -> set[int]:
