@@ -169,10 +169,14 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def cost(self, kind: OpKind, slice_: int, worker: Worker) -> int:
         """Ticks of a compute op or A of this slice on a worker."""
-        return self._cost[kind, slice_] if not self.times.slow else self.times.duration_ticks(kind, slice_, worker)
+        return self.usual(kind, slice_) if not self.times.slow else self.times.duration_ticks(kind, slice_, worker)
+
+    def usual(self, kind: OpKind, slice_: int) -> int:
+        """Ticks of a compute op or A of this slice on a worker that takes the usual time."""
+        return self._usual[kind, slice_]
 
     @cached_property
-    def _cost(self) -> dict[tuple[OpKind, int], int]:
+    def _usual(self) -> dict[tuple[OpKind, int], int]:
         nobody = Worker(-1, -1)
         return {(kind, number): self.times.duration_ticks(kind, number, nobody)
                 for kind in OpKind if kind is not OpKind.O for number in range(len(self.layers_of))}

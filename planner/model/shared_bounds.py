@@ -101,8 +101,7 @@ def _single(problem: Problem) -> Sequence[int]:
 def _group_work(problem: Problem, columns: Sequence[int]) -> Fraction:
     """All work of some columns at the rates of all their live workers, with the shortest of their tails."""
     grid = problem.grid
-    nobody = Worker(-1, -1)
-    work = sum(sum(problem.times.duration_ticks(kind, stage, nobody) for kind in problem.kinds) * _along(problem, stage)
+    work = sum(sum(problem.usual(kind, stage) for kind in problem.kinds) * _along(problem, stage)
                for column in columns for stage in grid.stages_of(column))
     per_mille = problem.times.per_mille_of
     slowness = (per_mille.get(Worker(pipeline, column), 1000) for column in columns

@@ -12,7 +12,7 @@ from planner.model.problem import UNLIMITED, Problem
 from planner.model.solution import Solution
 from planner.model.start_times import timed
 from planner.search.set_aside import set_aside
-from schedules.schedule import OpKind, Worker
+from schedules.schedule import OpKind
 
 ForwardOrder = Literal["deepest", "oldest"]
 Rerouted = Literal["in turn", "first", "last"]
@@ -92,9 +92,8 @@ class ListScheduler:
         chain = ops.slice[ops.unit[first]] // problem.grid.depth
         self._first = [first[chain == number] for number in range(problem.grid.chains)] if aside.chains_in_turn else \
             [first]
-        nobody = Worker(-1, -1)
-        self._forward = ints([problem.times.duration_ticks(OpKind.F, number, nobody)
-                              for number in range(len(problem.layers_of))])
+        self._forward = ints([problem.usual(OpKind.F, number) for number in range(len(problem.layers_of))])
+        self._waits: dict[tuple[float, tuple[int, ...] | None], Ints] = {}
         self._ranks: dict[tuple[Rerouted, float], Ints] = {}
         self._made: tuple[Ints, Ints] | None = None
 
@@ -118,8 +117,12 @@ class ListScheduler:
 
         By the usual time of an F: a slow worker's slice may take longer.
         """
-        usual = rule.forward_lookahead * self._forward
-        return np.ceil([usual if rule.fill_wait is None else ints(rule.fill_wait), usual]).astype(np.int64)
+        key = rule.forward_lookahead, rule.fill_wait
+        if key not in self._waits:
+            usual = rule.forward_lookahead * self._forward
+            first = usual if rule.fill_wait is None else ints(rule.fill_wait)
+            self._waits[key] = np.ceil([first, usual]).astype(np.int64)
+        return self._waits[key]
 
     def _rank(self, rule: DispatchRule) -> Ints:
         """[unit] how urgent it is; see `_ranks`."""

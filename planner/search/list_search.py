@@ -279,8 +279,7 @@ def _exchanged(problem: Problem, hosts: Mapping[Unit, Worker], random: random.Ra
 
 def _shares_of_forward(problem: Problem, share: float) -> tuple[int, ...]:
     """[slice] a share of its F's usual time, in ticks."""
-    usual = (problem.times.duration_ticks(OpKind.F, number, Worker(-1, -1)) for number in range(len(problem.layers_of)))
-    return tuple(math.ceil(share * ticks) for ticks in usual)
+    return tuple(math.ceil(share * problem.usual(OpKind.F, number)) for number in range(len(problem.layers_of)))
 
 
 def _changed(problem: Problem, rule: DispatchRule, random: random.Random) -> DispatchRule:
