@@ -217,6 +217,7 @@ Kind = (Started | Failed | OrderGiven | PlanAsked | PlanAnswered | SettlingChose
         | FetchAbandoned | HandedOver | Joined | Resumed | Slowed | Recovered | LeftOut | WentBack
         | CoordinatorRestarted | CheckpointWritten | Noted | Finished)
 
+
 class Iteration(msgspec.Struct, frozen=True, kw_only=True):
     """A line of `losses.jsonl`: a committed iteration."""
 

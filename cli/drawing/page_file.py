@@ -20,13 +20,13 @@ def as_data(value: object) -> str:
 
 def filled(template: str, *, title: str, styles: Sequence[str], scripts: Sequence[str], data: str,
            parts: Mapping[str, str] | None = None) -> str:
-    """A template with `{{TITLE}}`, `{{STYLE}}`, `{{SCRIPT}}`, `{{DATA}}` and further parts in their places.
+    """`head.html` and a template, with `{{TITLE}}`, `{{STYLE}}`, `{{SCRIPT}}`, `{{DATA}}` and further parts in place.
 
     `title` is text; `data` and the further parts are put in as they are.
     """
     whole = {"TITLE": escape(title), "STYLE": text_of(*styles), "SCRIPT": text_of(*scripts), "DATA": data,
              **(parts or {})}
-    head, *rest = text_of(template).split("{{")
+    head, *rest = text_of("head.html", template).split("{{")
     text = head
     for piece in rest:
         name, _, following = piece.partition("}}")

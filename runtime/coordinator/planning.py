@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from runtime.coordinator.event_log import EventLog
 from runtime.errors import RunError
-from runtime.events import PlanAnswered, PlanAsked
+from runtime.events import Phase, PlanAnswered, PlanAsked
 from schedules.layers import LayerRange
 from schedules.schedule import Schedule, Worker
 
@@ -59,6 +59,11 @@ class Question(NamedTuple):
     held: Held | None = None
     """None: the layers of the grid's stages."""
     settled: bool = False
+
+    @property
+    def phase(self) -> Phase:
+        """Of the order that the schedule is for."""
+        return "settled" if self.settled else "at once"
 
 
 AT_ONCE = 2
@@ -160,7 +165,7 @@ class ScheduleService:
         if answer is None and question not in self._asked and beside < (1 if question.settled else AT_ONCE):
             find = self._finder(question)
             self._asked[question] = time.monotonic()
-            self._events.write(PlanAsked(down=question.down, phase="settled" if question.settled else "at once"))
+            self._events.write(PlanAsked(down=question.down, phase=question.phase))
             in_background(find, partial(self._take, question))
         return answer
 
@@ -184,8 +189,7 @@ class ScheduleService:
     def _take(self, question: Question, answer: Schedule | BaseException) -> None:
         self._answers[question] = answer
         took = time.monotonic() - self._asked.pop(question)
-        self._events.write(PlanAnswered(down=question.down, phase="settled" if question.settled else "at once",
-                                        took=round(took, 3),
+        self._events.write(PlanAnswered(down=question.down, phase=question.phase, took=round(took, 3),
                                         error=str(answer) if isinstance(answer, BaseException) else None))
         self.answered()
 

@@ -360,7 +360,6 @@ class _Worker:
         return build_holding(self._model, layers, self._config.training)
 
 
-
 class CoordinatorGoneError(Exception):
     """The connection to the coordinator has ended. The message is one line."""
 

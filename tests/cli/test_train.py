@@ -17,7 +17,7 @@ from runtime.protocol.rendezvous import host_store
 from schedules import codec
 from schedules.schedule import Worker
 from tests.jobs import grid
-from tests.runtime.running import judge_of_text, schedule_for, wait_until_gone
+from tests.runtime.running import below, judge_of_text, schedule_for, wait_until_gone
 
 JOB = """
 pipelines = 2
@@ -264,10 +264,3 @@ def wait_for(condition, seconds: float = 30) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.05)
-
-
-def below(pid: int) -> list[int]:
-    """The process's children, and theirs."""
-    children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir()
-                for child in (task / "children").read_text().split()]
-    return [*children, *(grandchild for child in children for grandchild in below(child))]

@@ -1,5 +1,6 @@
 """Runs small enough for tests, and the judge of their numbers."""
 
+import contextlib
 import functools
 import json
 import os
@@ -118,6 +119,19 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between opening and reading
         return False
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started; none where it has ended."""
+    with contextlib.suppress(OSError):
+        return [int(child) for task in Path(f"/proc/{pid}/task").iterdir()
+                for child in (task / "children").read_text().split()]
+    return []
+
+
+def below(pid: int) -> list[int]:
+    """A process's children, and theirs."""
+    return [one for child in children(pid) for one in (child, *below(child))]
 
 
 def log_of(out: Path) -> str:

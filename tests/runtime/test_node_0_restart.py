@@ -19,6 +19,7 @@ from runtime.run_folder import left_behind
 from schedules.schedule import Worker
 from tests.runtime.failing import JOB, TIMEOUT_SECONDS
 from tests.runtime.running import (
+    below,
     command_environment,
     free_port,
     judge,
@@ -27,7 +28,6 @@ from tests.runtime.running import (
     wait_until_gone,
 )
 from tests.runtime.speaking import SECRET, own_job
-from tests.runtime.test_node_restart import below
 
 pytestmark = pytest.mark.timeout(900)
 ITERATIONS = 40

@@ -19,6 +19,7 @@ from schedules.schedule import Worker
 from tests.runtime.failing import JOB, TIMEOUT_SECONDS, dead, planned, returned, train
 from tests.runtime.running import (
     assert_same_numbers,
+    below,
     command_environment,
     free_port,
     judge,
@@ -133,12 +134,6 @@ def test_a_second_launcher_of_a_node_waits_until_the_first_is_missed(node, fork_
                 os.kill(pid, signal.SIGCONT)
     assert sorted(dead(result)) == sorted(returned(result)) == ["1.0", "1.1"]
     wait_until_gone(stopped)
-
-
-def below(pid: int) -> list[int]:
-    children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir()
-                for child in (task / "children").read_text().split()]
-    return [*children, *(grandchild for child in children for grandchild in below(child))]
 
 
 def test_a_worker_comes_back_as_often_as_it_is_told_to(fork_server, tmp_path):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.runtime.running import alive, command_environment, free_port
+from tests.runtime.running import alive, below, children, command_environment, free_port
 
 START_SECONDS = 240.0
 """Each process imports torch, and a busy machine has few cores."""
@@ -93,14 +93,3 @@ def environment_of(pid: int) -> dict[str, str]:
         pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         return dict(pair.decode(errors="replace").split("=", 1) for pair in pairs if b"=" in pair)
     return {}
-
-
-def children(pid: int) -> list[int]:
-    with contextlib.suppress(OSError):
-        return [int(child) for task in Path(f"/proc/{pid}/task").iterdir()
-                for child in (task / "children").read_text().split()]
-    return []
-
-
-def below(pid: int) -> list[int]:
-    return [one for child in children(pid) for one in (child, *below(child))]
