@@ -43,8 +43,12 @@ follow(*sys.argv[1:])
 """
 
 
-def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "240") -> None:
-    """Node 0. It is killed before, or right after, the losses of some iteration are written, as `dies` says."""
+def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "240",
+         secret: str = "") -> None:
+    """Node 0. It is killed before, or right after, the losses of some iteration are written, as `dies` says.
+
+    With `secret`, and where there are other nodes, it is given one.
+    """
     from tests.runtime.test_going_back import on_the_spot
 
     place, _, at = dies.partition("@")
@@ -66,7 +70,8 @@ def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "
         injections, returns = [Injection(Worker(1, 0), 2, 0)], [Return(Worker(1, 0), 3)]
     result = run(scheduler(()), config, out=Path(out), progress=progress, options=RunOptions(
         nodes=int(nodes), rendezvous=Rendezvous("127.0.0.1", int(port)) if int(port) else None,
-        secret=SECRET if int(nodes) > 1 else None, notify=lambda news: print(news, file=sys.stderr, flush=True)),
+        secret=SECRET if int(nodes) > 1 or secret else None,
+        notify=lambda news: print(news, file=sys.stderr, flush=True)),
         resilience=Resilience(scheduler=scheduler, heartbeat_timeout_seconds=TIMEOUT_SECONDS,
                               injections=tuple(injections), returns=tuple(returns), fetch_bytes_per_second=50e3,
                               coordinator_timeout_seconds=float(timeout)))
