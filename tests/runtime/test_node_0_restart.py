@@ -47,9 +47,12 @@ follow(*sys.argv[1:])
 """
 
 
-def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "240") -> None:
+def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "240",
+         secret: str = "") -> None:
     """Node 0. It is killed right before, right after, or some time after the losses of some iteration are written, as
     `dies` says; or while it does not know yet how all have stepped that one, and they have stepped the next.
+
+    With `secret`, and where there are other nodes, it is given one.
     """
     from tests.runtime.test_going_back import on_the_spot
 
@@ -86,7 +89,8 @@ def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "
         injections, returns = [Injection(Worker(1, 0), 2, 0)], [Return(Worker(1, 0), 3)]
     result = run(scheduler(()), config, out=Path(out), progress=progress, options=RunOptions(
         nodes=int(nodes), rendezvous=Rendezvous("127.0.0.1", int(port)) if int(port) else None,
-        secret=SECRET if int(nodes) > 1 else None, notify=lambda news: print(news, file=sys.stderr, flush=True)),
+        secret=SECRET if int(nodes) > 1 or secret else None,
+        notify=lambda news: print(news, file=sys.stderr, flush=True)),
         resilience=Resilience(scheduler=scheduler, heartbeat_timeout_seconds=TIMEOUT_SECONDS,
                               injections=tuple(injections), returns=tuple(returns), fetch_bytes_per_second=50e3,
                               coordinator_timeout_seconds=float(timeout)))
