@@ -201,6 +201,8 @@ def test_periods_are_taken_from_a_table(job, tmp_path):
     (["--table", "none"], "--table: none"),
     (["--trace", "trace.txt", "--fail-slow"], "a trace says itself which workers are slow"),
     (["--trace", "trace.txt", "--mtbf", 5], "a trace says itself when workers fail"),
+    (["--trace", "trace.txt", "--preset", "llama-3"], "--preset: only where failures are drawn"),
+    (["--trace", "trace.txt", "--days", 5], "--days: only where failures are drawn"),
     (["--seeds", 2, "--html", "page.html"], "--html: the report is of one trace; leave out --seeds"),
     (["--trace", "trace.txt", "--html", "/dev/null/page.html"], "cannot be written"),
 ])

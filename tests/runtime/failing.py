@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 
+from cli.shared.rebalancing import Rebalancing
 from planner.job.file import Job
-from runtime.coordinator.planning import Scheduler
+from planner.options import PlanOptions
+from runtime.coordinator.planning import Held, Scheduler, Speeds
 from runtime.launch import Resilience, RunOptions, RunResult, run
 from runtime.protocol.failure_injection import Action, Injection, Place
-from schedules.schedule import BackwardMode, OptimizerMode, Worker
+from schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
 from tests.jobs import grid
 from tests.runtime.pacing import UntilBack
 from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
@@ -23,6 +25,25 @@ TIMEOUT_SECONDS = 2.5
 def planned(job: Job, backward: BackwardMode = "split", optimizer: OptimizerMode = "staggered") -> Scheduler:
     """Schedules for whatever failures."""
     return lambda down: schedule_for(job, [str(worker) for worker in down], backward=backward, optimizer=optimizer)
+
+
+class Planning(Rebalancing):
+    """Plans settled schedules in the run's own process, so that it takes no longer than it must."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job, schedule_for(job))
+        self.asked: list[tuple[tuple[Worker, ...], Speeds]] = []
+        """For settled schedules."""
+
+    def at_once(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
+        schedule = super().at_once(down, held, speeds)
+        assert all(schedule.holds(worker) == layers for worker, layers in held), "nobody needs what it does not hold"
+        return schedule
+
+    def settled(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
+        self.asked.append((down, speeds))
+        options = PlanOptions(method="greedy", time_limit=0.3, layers="move", holds=held)
+        return self._on_the_spot(options, down, speeds)
 
 
 def train(injections, fork_server, out, *, job=JOB, config=CONFIG, modes=(),

@@ -18,6 +18,7 @@ from runtime.protocol.rendezvous import Rendezvous
 from tests.runtime.failing import JOB, TIMEOUT_SECONDS, dead, planned
 from tests.runtime.running import assert_same_numbers, free_port, judge, log_of, schedule_for, tiny
 from tests.runtime.speaking import SECRET, own_job
+from tests.runtime.test_going_back import saved
 
 ENDLESS = 100_000
 CONFIG = tiny(iterations=30)
@@ -34,20 +35,20 @@ def newest(out: Path) -> int | None:
 
 
 def stopped(out: Path, fork_server: ForkServer, progress, *, every: int | None = None, grace: float = 20.0,
-            **resilience) -> RunStopped:
+            notify=lambda _: None, **resilience) -> RunStopped:
     with pytest.raises(RunStopped) as caught:
         run(schedule_for(JOB), tiny(iterations=ENDLESS), out=out, fork_server=fork_server, progress=progress,
-            options=RunOptions(grace_seconds=grace), resilience=Resilience(
+            options=RunOptions(grace_seconds=grace, notify=notify), resilience=Resilience(
                 scheduler=planned(JOB), checkpoint_every=every, heartbeat_timeout_seconds=TIMEOUT_SECONDS,
                 **resilience))
     assert fork_server.pids == {}
     return caught.value
 
 
-def assert_goes_on(out: Path, fork_server: ForkServer) -> None:
+def assert_goes_on(out: Path, fork_server: ForkServer, lost: int = 0) -> None:
     """From the checkpoint, to the numbers of a run that nothing has happened to."""
     checkpoint = latest(out / "checkpoints")
-    assert checkpoint is not None and checkpoint.iteration == committed(out) < 30
+    assert checkpoint is not None and checkpoint.iteration + lost == committed(out) < 30
     run(schedule_for(JOB), CONFIG, out=out, fork_server=fork_server, resilience=Resilience(resume=checkpoint))
     losses = [json.loads(line)["loss"] for line in (out / "losses.jsonl").read_text().splitlines()]
     reference = judge(CONFIG, JOB.microbatches, 30)
@@ -136,6 +137,23 @@ def test_a_death_while_the_run_ends_loses_no_checkpoint(fork_server, tmp_path):
 
     stopped(tmp_path, fork_server, tell)
     assert_goes_on(tmp_path, fork_server)
+
+
+def test_a_layer_that_is_lost_while_the_run_ends_leaves_the_newest_checkpoint_to_go_on_from(fork_server, tmp_path):
+    """No time is spent on going back: that would write what is written already."""
+    def tell(iteration, loss):
+        saved(tmp_path, 4)(iteration, loss)
+        if iteration == 5:
+            for name in ("0.0", "1.0"):
+                os.kill(fork_server.pids[name], signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    said: list[str] = []
+    stopped(tmp_path, fork_server, tell, every=4, notify=lambda news: said.append(str(news)))
+    assert committed(tmp_path) == 6 and newest(tmp_path) == 4
+    (line,) = [one for one in said if "has no live worker left" in one]
+    assert line.startswith("stage 0 has no live worker left: worker ") and line.endswith("without another checkpoint")
+    assert_goes_on(tmp_path, fork_server, lost=2)
 
 
 def trained(out: Path, fork_server: ForkServer, progress, options: RunOptions = ONE_NODE) -> RunResult:

@@ -4,16 +4,20 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from runtime.coordinator.commit_log import CommitLog
 from runtime.launch import Resilience, RunOptions, run
 from runtime.node_agent import join
 from runtime.processes.process_manager import Return
 from runtime.protocol.failure_injection import Injection
 from runtime.protocol.rendezvous import Rendezvous
+from runtime.protocol.to_coordinator import Ran
+from runtime.protocol.to_worker import Factor
 from runtime.run_folder import left_behind
 from schedules.schedule import Worker
 from tests.runtime.failing import JOB, TIMEOUT_SECONDS
@@ -33,8 +37,13 @@ ITERATIONS = 40
 LEAD, FOLLOW = (f"tests.runtime.test_node_0_restart:{function}" for function in ("lead", "follow"))
 
 
-def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "240") -> None:
-    """Node 0. It is killed before, or right after, the losses of some iteration are written, as `dies` says."""
+def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "240",
+         secret: str = "") -> None:
+    """Node 0. It is killed right before, right after, or some time after the losses of some iteration are written, as
+    `dies` says; or while it does not know yet how all have stepped that one, and they have stepped the next.
+
+    With `secret`, and where there are other nodes, it is given one.
+    """
     from tests.runtime.test_going_back import on_the_spot
 
     place, _, at = dies.partition("@")
@@ -50,13 +59,28 @@ def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "
             import threading
             threading.Timer(0.03, die).start()
 
+    def validated(log: CommitLog, order: int, factor: Factor) -> Iterator[tuple[int, float]]:
+        return iter(()) if place == "stepped" and factor.iteration == int(at) else heard(log, order, factor)
+
+    def ran(log: CommitLog, report: Ran) -> Iterator[tuple[int, float]]:
+        if place == "stepped" and report.iteration > int(at) and report.worker != Worker(0, 0):
+            time.sleep(1.0)  # the others step it, too
+            die()
+        for iteration, loss in entered(log, report):
+            if place == "committing" and iteration == int(at):
+                die()
+            yield iteration, loss
+
+    heard, CommitLog.validated = CommitLog.validated, validated  # type: ignore[method-assign]
+    entered, CommitLog.ran = CommitLog.ran, ran  # type: ignore[method-assign]
     scheduler = on_the_spot(JOB)
     injections, returns = [], []
     if place == "joining":
         injections, returns = [Injection(Worker(1, 0), 2, 0)], [Return(Worker(1, 0), 3)]
     result = run(scheduler(()), config, out=Path(out), progress=progress, options=RunOptions(
         nodes=int(nodes), rendezvous=Rendezvous("127.0.0.1", int(port)) if int(port) else None,
-        secret=SECRET if int(nodes) > 1 else None, notify=lambda news: print(news, file=sys.stderr, flush=True)),
+        secret=SECRET if int(nodes) > 1 or secret else None,
+        notify=lambda news: print(news, file=sys.stderr, flush=True)),
         resilience=Resilience(scheduler=scheduler, heartbeat_timeout_seconds=TIMEOUT_SECONDS,
                               injections=tuple(injections), returns=tuple(returns), fetch_bytes_per_second=50e3,
                               coordinator_timeout_seconds=float(timeout)))
@@ -89,9 +113,11 @@ def assert_right(out: Path, clip: float | None = None) -> None:
     assert max(abs(ours - theirs) for ours, theirs in zip(losses, reference.losses, strict=True)) <= 1e-9
 
 
-@pytest.mark.parametrize(("dies", "clip"), [("committed@7", "1.8"), ("training@9", "1e-3"), ("joining@6", "")])
+@pytest.mark.parametrize(("dies", "clip"), [("committed@7", "1.8"), ("training@9", "1e-3"), ("joining@6", ""),
+                                          ("stepped@7", "1.8"), ("committing@7", "")])
 def test_on_one_node_its_workers_are_adopted(dies, clip, tmp_path):
-    """Killed in the middle of an iteration, between a commit and its acknowledgement, while layers are fetched."""
+    """Killed in the middle of an iteration, between a commit and its acknowledgement, while layers are fetched, between
+    a commit and the line that tells of it, and where the workers have stepped on before the commit."""
     out, log = tmp_path / "out", tmp_path / "log"
     first = Launcher(LEAD, out, 0, 1, dies, clip, log=log)
     started(out, first, log)

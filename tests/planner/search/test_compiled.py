@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.jobs import uniform_job
+from planner.options import PlanOptions
+from planner.plan import plan_only
 from planner.search import compiled
+from schedules.schedule import Worker
 
 ROOT = Path(compiled.__file__).parents[2]
 LINE = "compiling the planner's inner loops"
@@ -109,3 +113,16 @@ def test_where_nothing_can_be_written_every_process_compiles_for_itself(tmp_path
     lines = run(folder, HOME=nowhere, XDG_CACHE_HOME=nowhere)
     assert len(said(lines)) == 1 and "no folder can be written" in said(lines)[0]
     assert "children []" in lines
+
+
+def test_no_plan_waits_for_the_compiler_within_its_time_limit():
+    """Arrays of other types, or with gaps, would have the kernel compiled once more: five seconds."""
+    from planner.search.kernel import list_scheduler, start_times
+    from planner.search.kernel.annealing import loop
+
+    compiled.ready()
+    job = uniform_job(2, 4, 4, capacity=8)
+    for layers in ("fixed", "move"):
+        plan_only(PlanOptions(layers=layers, time_limit=0.5), job, [Worker(1, 2)])
+    for entry in (list_scheduler.list_order, start_times.earliest, start_times.latest, loop.anneal):
+        assert len(entry.signatures) == 1, entry.signatures

@@ -225,7 +225,7 @@ def test_one_line_tells_that_nodes_do_not_share_their_folder(tmp_path):
         world.play(script)
     (line,) = [line for line in world.told if "folder" in line]
     assert line.startswith("node 1 writes to another folder than node 0: checkpoints and parameters of which both ")
-    assert world.events.notes == [line]
+    assert world.events.news.notes == [line]
 
 
 def test_what_a_worker_says_is_shown_in_one_line_whatever_it_holds(tmp_path):

@@ -39,7 +39,8 @@ class Stuck(GPT):
                 threading.Event().wait()
             return original(group, tensors)
 
-        if path is not None and sys.argv[0].endswith("fork_server.py") and "allreduce" not in vars(ProcessGroupGloo):
+        forked = sys.argv[0].endswith("fork_server_process.py")
+        if path is not None and forked and "allreduce" not in vars(ProcessGroupGloo):
             ProcessGroupGloo.allreduce = allreduce
         return GPT.build(self, layer)
 
