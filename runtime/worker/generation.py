@@ -22,10 +22,11 @@ from runtime.model.data import Data, Microbatch
 from runtime.model.layers import LayeredModel
 from runtime.model.slices import Slices, TensorForm
 from runtime.model.steps import Steps
+from runtime.protocol.coordinator_link import CoordinatorLink
 from runtime.protocol.failure_injection import Injector
 from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import Known, Note, Paused, Ran, Started, Status, Validated
-from runtime.protocol.to_worker import Acknowledged, Factor, Order, Train
+from runtime.protocol.to_worker import Acknowledged, Factor, Order, ToWorker, Train
 from runtime.replay.communication import CommunicationError, Communicator, Membership
 from runtime.replay.exchange import Exchange
 from runtime.replay.executor import Executor
@@ -35,7 +36,6 @@ from runtime.replay.stuck_calls import OPEN_CALLS
 from runtime.torch_private import TCPStore
 from runtime.worker.checkpointer import Checkpointer
 from runtime.worker.connections import Connections, OrderEndedError
-from runtime.worker.coordinator_link import CoordinatorLink
 from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, senders_for
 from runtime.worker.layer_sender import LayerSender
 from runtime.worker.layer_store import LayerStore
@@ -47,8 +47,11 @@ STUCK_SECONDS = 1.0
 """Once connections are cut, calls into a process group return in milliseconds, or never."""
 MEETING_SECONDS = 0.1
 """Making a process group can block where nothing can be cut yet: on a peer that died before it connected."""
+LET_GO_SECONDS = 3600.0
+"""An iteration takes minutes; schedules are planned in seconds."""
 ANSWER_SECONDS = 600.0
 """The coordinator acknowledges an iteration in a millisecond."""
+WorkerLink = CoordinatorLink[ToWorker, Setup]
 _WAITS = "waits"
 """What a generation that waits for others says that it does begins so."""
 
@@ -58,7 +61,7 @@ class WorkerContext:
     """What a worker keeps from order to order."""
 
     worker: Worker
-    channel: CoordinatorLink
+    channel: WorkerLink
     store: TCPStore
     """Where process groups find each other."""
     setup: Setup
@@ -214,7 +217,9 @@ class Generation:
             reason = str(error)
         self._say_paused(reason)
         if reason is None:
-            self._over.wait()  # for as long as the others take; when the coordinator is gone, the process ends
+            # Others may still take from these connections what they need for the end of the iteration. Who has not
+            # after so long loses them as in a failure.
+            self._over.wait(LET_GO_SECONDS)
         self._connections.release()
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
