@@ -226,12 +226,16 @@ class EventLoop:
         found, self._take_over = self._take_over.found(), None
         first, count = self._run.setup.first_iteration, found.committed + 1
         losses = list(self._run.losses or ())[:count - first]
-        unknown = count - first - len(losses)
-        if unknown:
+        unwritten = range(first + len(losses), count)
+        unknown = len(unwritten) - (found.loss is not None)
+        if unknown > 0:
             self.news.note(f"the losses of {unknown} iterations before {count} are not known: node 0 has been started "
                            "anew without the folder that holds them")
-        self._losses.go_back(first + len(losses))
-        self._log.take_over([*losses, *[math.nan] * unknown], found.factor)
+        self._losses.go_back(unwritten.start)
+        for iteration in unwritten:  # each has a line, for another coordinator that may come
+            losses.append(found.loss if iteration == found.committed and found.loss is not None else math.nan)
+            self._losses.write(iteration, losses[-1], None, self._event_log.now())
+        self._log.take_over(losses, found.factor)
         self._run.notify(f"node 0 goes on with the {len(found.holds)} workers that it has found; {count} iterations "
                          "are committed")
         self._coordinator.take_over(found)

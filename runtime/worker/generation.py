@@ -4,6 +4,7 @@ It ends when the order does: because all iterations are done, because it was tol
 because of an error. In all cases, `leave` goes back to the last committed iteration.
 """
 
+import math
 import queue
 import threading
 import time
@@ -137,14 +138,21 @@ class Generation:
     def known(self) -> Known:
         """What another coordinator must know of this order, once it has paused."""
         assert self._paused
-        steps = self._steps
-        validated = None if steps is None or steps.validated is None else Factor(*steps.validated)
-        watched = steps is not None and watches_gradients(self._context.config.training)
+        validated = self._validated or self._order.factor
+        watched = self._steps is not None and watches_gradients(self._context.config.training)
         pending = watched and self._reached >= self._order.first_iteration and (
             validated is None or validated.iteration < self._reached)
         return Known(self.number, tuple(seat.worker for seat in self._schedule.seats), self._reached,
                      self._context.layer_store.holding.ranges, validated, pending,
-                     self._order.first_iteration - 1)
+                     self._order.first_iteration - 1,
+                     {iteration: loss for iteration, loss in (self._steps.losses if self._steps is not None else ())
+                      if math.isfinite(loss)})
+
+    @property
+    def _validated(self) -> Factor | None:
+        """Of the last iteration of which it is known how to step."""
+        last = None if self._steps is None else self._steps.validated
+        return None if last is None else Factor(*last)
 
     def fits(self, order: Order) -> bool:
         """Whether what this worker holds can be brought to where an order begins."""
@@ -236,9 +244,8 @@ class Generation:
 
     def _say_paused(self, reason: str | None) -> None:
         self._paused = True
-        validated = None if self._steps is None or self._steps.validated is None else Factor(*self._steps.validated)
         self._context.channel.send(Paused(self._worker, self.number, self._context.layer_store.holding.ranges,
-                                          validated, reason))
+                                          self._validated, reason))
 
     def _meet(self) -> Communicator:
         order, context = self._order, self._context
@@ -365,8 +372,8 @@ class Generation:
         return answer.stop
 
     def _report_validated(self) -> None:
-        assert self._steps is not None and self._steps.validated is not None
-        self._context.channel.send(Validated(self.number, Factor(*self._steps.validated)))
+        assert self._validated is not None
+        self._context.channel.send(Validated(self.number, self._validated))
 
     def _read(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         config, device = self._context.config, self._context.device

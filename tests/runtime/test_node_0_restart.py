@@ -5,16 +5,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from runtime.coordinator.commit_log import CommitLog
 from runtime.launch import Resilience, RunOptions, run
 from runtime.node_agent import join
 from runtime.processes.process_manager import Return
 from runtime.protocol.failure_injection import Injection
 from runtime.protocol.rendezvous import Rendezvous
+from runtime.protocol.to_coordinator import Ran
+from runtime.protocol.to_worker import Factor
 from runtime.run_folder import left_behind
 from schedules.schedule import Worker
 from tests.runtime.failing import JOB, TIMEOUT_SECONDS
@@ -45,7 +49,8 @@ follow(*sys.argv[1:])
 
 def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "240",
          secret: str = "") -> None:
-    """Node 0. It is killed before, or right after, the losses of some iteration are written, as `dies` says.
+    """Node 0. It is killed right before, right after, or some time after the losses of some iteration are written, as
+    `dies` says; or while it does not know yet how all have stepped that one, and they have stepped the next.
 
     With `secret`, and where there are other nodes, it is given one.
     """
@@ -64,6 +69,20 @@ def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "
             import threading
             threading.Timer(0.03, die).start()
 
+    def validated(log: CommitLog, order: int, factor: Factor) -> Iterator[tuple[int, float]]:
+        return iter(()) if place == "stepped" and factor.iteration == int(at) else heard(log, order, factor)
+
+    def ran(log: CommitLog, report: Ran) -> Iterator[tuple[int, float]]:
+        if place == "stepped" and report.iteration > int(at) and report.worker != Worker(0, 0):
+            time.sleep(1.0)  # the others step it, too
+            die()
+        for iteration, loss in entered(log, report):
+            if place == "committing" and iteration == int(at):
+                die()
+            yield iteration, loss
+
+    heard, CommitLog.validated = CommitLog.validated, validated  # type: ignore[method-assign]
+    entered, CommitLog.ran = CommitLog.ran, ran  # type: ignore[method-assign]
     scheduler = on_the_spot(JOB)
     injections, returns = [], []
     if place == "joining":
@@ -110,9 +129,11 @@ def assert_right(out: Path, clip: float | None = None) -> None:
     assert max(abs(ours - theirs) for ours, theirs in zip(losses, reference.losses, strict=True)) <= 1e-9
 
 
-@pytest.mark.parametrize(("dies", "clip"), [("committed@7", "1.8"), ("training@9", "1e-3"), ("joining@6", "")])
+@pytest.mark.parametrize(("dies", "clip"), [("committed@7", "1.8"), ("training@9", "1e-3"), ("joining@6", ""),
+                                          ("stepped@7", "1.8"), ("committing@7", "")])
 def test_on_one_node_its_workers_are_adopted(dies, clip, tmp_path):
-    """Killed in the middle of an iteration, between a commit and its acknowledgement, while layers are fetched."""
+    """Killed in the middle of an iteration, between a commit and its acknowledgement, while layers are fetched, between
+    a commit and the line that tells of it, and where the workers have stepped on before the commit."""
     out, log = tmp_path / "out", tmp_path / "log"
     first = start(LEAD, out, 0, 1, dies, clip, log=log)
     started(out, first, log)
