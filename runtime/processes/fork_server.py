@@ -60,6 +60,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, tag=True):
     """Where the process's standard output and error go."""
     append: bool = False
     """Whether what the log holds already stays."""
+    imports: tuple[str, ...] = ()
+    """Modules of this program that take long to import: the server does so once for all."""
 
 
 class _Kill(msgspec.Struct, frozen=True, tag=True):
@@ -432,6 +434,9 @@ class _Server:
                 os.kill(pid, signal.SIGKILL)
 
     def _fork(self, spec: ProcessSpec) -> None:
+        for module in spec.imports:
+            with contextlib.suppress(ImportError):  # which the process will say
+                importlib.import_module(module)
         ours, theirs = os.pipe()
         parent = os.getpid()
         pid = os.fork()
