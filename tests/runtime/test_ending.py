@@ -201,25 +201,25 @@ def test_a_worker_without_whom_layers_would_be_lost_saves_them_first_and_the_oth
     assert last.live == 2 and last.went_back_to in range(9, 14) and last.repeated == 0
 
 
-def test_a_node_whose_workers_leave(fork_server, tmp_path):
+def test_a_node_whose_workers_leave(fork_server, other_fork_server, tmp_path):
     """The signal itself reaches the launcher of a node in `tests/cli/test_ending.py`; here each worker gets one."""
     rendezvous, errors = Rendezvous("127.0.0.1", free_port()), []
 
-    def follow(other: ForkServer) -> None:
+    def follow() -> None:
         try:
-            join(rendezvous, own_job(JOB, CONFIG), node=1, nodes=2, out=tmp_path / "other", fork_server=other)
+            join(rendezvous, own_job(JOB, CONFIG), node=1, nodes=2, out=tmp_path / "other",
+                 fork_server=other_fork_server)
         except Exception as error:
             errors.append(error)
 
     def tell(iteration, _):
         if iteration == 5:
-            for pid in other.pids.values():
+            for pid in other_fork_server.pids.values():
                 os.kill(pid, signal.SIGTERM)
 
-    with ForkServer() as other:
-        thread = threading.Thread(target=follow, args=(other,), daemon=True)
-        thread.start()
-        options = RunOptions(nodes=2, rendezvous=rendezvous, secret=SECRET)
-        result = trained(tmp_path / "lead", fork_server, tell, options)
-        thread.join(20)
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    options = RunOptions(nodes=2, rendezvous=rendezvous, secret=SECRET)
+    result = trained(tmp_path / "lead", fork_server, tell, options)
+    thread.join(20)
     assert sorted(dead(result)) == ["1.0", "1.1"] and len(result.recoveries) == 1 and not errors

@@ -118,11 +118,10 @@ def test_no_guess_for_a_while_after_a_wrong_one() -> None:
     assert guessed == [True, *[False] * (UNCLIPPED + 1), *[True] * (UNCLIPPED - 2)]
 
 
-@pytest.mark.parametrize("mode", ["staggered", "synchronous"])
-@pytest.mark.parametrize("failed", [[], ["1.1"]])
+@pytest.mark.parametrize(("failed", "mode"), [([], "staggered"), (["1.1"], "staggered"), (["1.1"], "synchronous")])
 @pytest.mark.parametrize("clip_norm", [1e-3, OFTEN, RARELY, 1e3])
 def test_clipping_equals_the_reference(mode, failed, clip_norm, fork_server: ForkServer, tmp_path) -> None:
-    job = grid(3, 3, 2, more="optimizer = 1")
+    job = grid(3, 2, 2, more="optimizer = 1")
     config = tiny(clip_norm=clip_norm, **SAME)
     result = run(schedule_for(job, failed, optimizer=mode), config, out=tmp_path, fork_server=fork_server)
     assert_same_numbers(result, judge(config, job.microbatches))
