@@ -6,6 +6,8 @@ A `RunConfig` travels to worker processes as JSON (`to_json`, `from_json`).
 import difflib
 import re
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
@@ -146,12 +148,27 @@ def parse_run_config(model: Mapping[str, object], training: Mapping[str, object]
     ConfigError naming the key, its value and what was expected.
     """
     beside = {"hugging_face", "context", "options"}
+    if "hugging_face" in model and not model.keys() - beside:
+        model = _with_vocabulary(model)
+        beside.add("vocabulary")
     if "hugging_face" in model and model.keys() - beside:
         raise ConfigError(f"model.{min(model.keys() - beside)} is given beside model.hugging_face, whose config says "
                           "what the model is; [model.options] can change keys of that")
     given = {key: value for key, value in overrides.items() if value is not None}
     return RunConfig(model=_table("model", model, ModelConfig),
                      training=_table("training", {**training, **given}, TrainingConfig))
+
+
+def _with_vocabulary(model: Mapping[str, Any]) -> Mapping[str, object]:
+    """What data must know of a model of transformers. One that cannot be read is refused when it is made."""
+    path = Path(str(model["hugging_face"]))
+    with suppress(OSError, msgspec.DecodeError):
+        found = msgspec.json.decode((path / "config.json" if path.is_dir() else path).read_bytes(), type=dict[str, Any])
+        options = model.get("options")
+        size = {**found, **(options if isinstance(options, dict) else {})}.get("vocab_size")
+        if size is not None:
+            return {**model, "vocabulary": size}
+    return model
 
 
 def _table(name: str, values: Mapping[str, object], kind: type[_Table]) -> _Table:

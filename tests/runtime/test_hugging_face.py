@@ -222,15 +222,19 @@ def test_refusals(tmp_path, pretrained):
     assert "cannot be read: No such file" in told(path=tmp_path / "nowhere")
     assert "model.context is 128; the model of model.hugging_face has 32 positions" in told()
     assert "its weights cannot be read" in told({"context": 8}, path=tmp_path)
+    assert "unknown key model.options.rms_norm_epsilon" in told({"options": {"rms_norm_epsilon": 1e-6}, "context": 8})
 
 
 def test_a_checkpoint_knows_its_model_wherever_that_lies(tmp_path):
     def identity(name: str, **more: object) -> dict[str, object]:
         path = tmp_path / name
         path.write_text(json.dumps({"model_type": "llama", **SHAPE, **more}))
-        return identity_of(parse_run_config({"hugging_face": str(path)}, {}), 5)
+        config = parse_run_config({"hugging_face": str(path)}, {})
+        assert config.model.vocabulary == more.get("vocab_size", 256)
+        return identity_of(config, 5)
 
     assert difference(identity("here.json"), identity("there.json")) is None
     assert difference(identity("here.json"), identity("other.json", rms_norm_eps=0.1)) == \
         "its model.hugging_face.rms_norm_eps is None, here it is 0.1"
+    identity("large.json", vocab_size=300)
     assert not {"model.options", "model.hugging_face"} & identity_of(RunConfig(), 5).keys()
