@@ -369,6 +369,8 @@ class EventLoop:
                 coordinator.can_read(message)
             case Leaving():
                 coordinator.leaving(worker)
+            case Failed(everywhere=True):
+                raise RunError(message.reason)
             case Failed():
                 self._give_up(worker, f"worker {worker} failed: {message.reason} "
                                       f"(see {self._log_of(worker)})")
@@ -449,7 +451,10 @@ class EventLoop:
 
     def _commit(self, committed: Iterator[tuple[int, float]]) -> None:
         for iteration, loss in committed:
-            self._losses.write(iteration, loss, self._log.period_seconds, self._event_log.now())
+            self._losses.write(iteration, loss, self._log.period_seconds, self._event_log.now(),
+                               self._log.gradient_norm, self._log.evaluation)
+            if self._log.evaluation is not None:
+                self._run.notify(f"validation loss {self._log.evaluation:.6f} after {iteration + 1} iterations")
             self.processes.committed(iteration)
             self._coordinator.committed()
             self._stall.progressed()

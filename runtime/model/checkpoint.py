@@ -87,7 +87,8 @@ def identity_of(config: RunConfig, layers: int) -> dict[str, Any]:
     training = config.training
     return {"layers": layers, **{f"model.{name}": value for name, value in msgspec.to_builtins(config.model).items()},
             "training.optimizer": training.optimizer, "training.seed": training.seed,
-            "parameters": "float64" if training.dtype == "float64" else "float32"}
+            "parameters": "float64" if training.dtype == "float64" else "float32",
+            **({"training.amsgrad": True} if training.amsgrad else {})}  # earlier versions did not name it
 
 
 def difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:

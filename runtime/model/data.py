@@ -2,31 +2,31 @@
 
 import hashlib
 import os
+import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
-from runtime.config import ConfigError, RunConfig
+from runtime.config import ConfigError, RunConfig, TrainingConfig
+from runtime.model.microbatch import Microbatch as Microbatch
 from runtime.model.object_reference import load_reference
 from runtime.model.seeds import derive_seed
+from runtime.model.token_data import TokenData
+from runtime.model.token_file import map_tokens
+from runtime.model.tokenized_text import tokenized
 
 LIBRARY_BYTES = 4 * 2**20
 """How much of the standard library's sources is read."""
+_KEY = re.compile(r"training\.(text|tokens|data)\b")
+"""What data are called in errors."""
 _NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-
-
-class Microbatch(NamedTuple):
-    """The identity of a micro-batch: the `index`-th that `pipeline` reads in `iteration`."""
-
-    iteration: int
-    pipeline: int
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +61,16 @@ class Data(Protocol):
         """What layer 0 takes and what the loss compares with, on the CPU; all micro-batches have the same shapes."""
 
 
-def load_corpus(config: RunConfig) -> Data:
-    """The data that a configuration names.
+def load_corpus(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data:
+    """The data that a configuration names, for so many micro-batches of each pipeline in an iteration.
 
     Raises ConfigError when the text cannot be read or is shorter than a sequence, or the user's function not imported.
     """
     if config.training.data is not None:
         data: Data = load_reference("training.data", config.training.data)(config)
         return data
+    if config.training.tokens is not None or config.training.tokenizer is not None:
+        return _tokens(config, microbatches)
     path = config.training.text
     text = _library() if path is None else _file(Path(path))
     needed = config.model.context + 1
@@ -77,6 +79,38 @@ def load_corpus(config: RunConfig) -> Data:
         raise ConfigError(f"training.text is {source} of {text.size} bytes; expected at least {needed}, "
                           "one more than model.context")
     return Corpus(torch.from_numpy(text), config.training.seed)
+
+
+def load_validation(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data | None:
+    """The data to evaluate on; None where nothing is evaluated. Raises ConfigError as `load_corpus`."""
+    training = config.training
+    if training.evaluate_every is None:
+        return None
+    asked = replace(training, text=training.validation_text, tokens=training.validation_tokens,
+                    data=training.validation_data, tokenizer=training.tokenizer if training.validation_text else None,
+                    shuffle=False)
+    try:
+        return load_corpus(replace(config, training=asked), microbatches)
+    except ConfigError as error:
+        raise ConfigError(_KEY.sub(r"training.validation_\1", str(error))) from None
+
+
+def is_evaluated(training: TrainingConfig, iteration: int) -> bool:
+    """Whether the parameters are evaluated after this iteration's step."""
+    return training.evaluate_every is not None and (iteration + 1) % training.evaluate_every == 0
+
+
+def _tokens(config: RunConfig, microbatches: Sequence[int]) -> TokenData:
+    training, vocabulary = config.training, config.model.vocabulary
+    if training.tokens is not None:
+        source = f"training.tokens is {training.tokens!r}"
+        tokens = map_tokens("training.tokens", Path(training.tokens), training.token_dtype)
+    else:
+        assert training.text is not None and training.tokenizer is not None
+        source = f"training.text is {training.text!r}"
+        tokens = tokenized("training.text", Path(training.text), Path(training.tokenizer), vocabulary)
+    return TokenData(source, tokens, vocabulary=vocabulary, context=config.model.context, microbatches=microbatches,
+                     seed=training.seed, shuffle=training.shuffle)
 
 
 def input_form(config: RunConfig) -> tuple[tuple[int, ...], torch.dtype]:

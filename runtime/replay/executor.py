@@ -47,12 +47,16 @@ class _Step(NamedTuple):
 
 
 class Executor:
-    """One live worker of a schedule, with the slices that it runs and its optimizer steps."""
+    """One live worker of a schedule, with the slices that it runs and its optimizer steps.
+
+    A program of forwards alone (`schedules.forwards`) keeps no micro-batch for a backward.
+    """
 
     def __init__(self, schedule: Schedule, *, slices: Slices, steps: Steps, communicator: Communicator,
                  exchange: Exchange, feed: Feed, recorder: Recorder, before_op: BeforeOp = _nothing) -> None:
         self._program = [_step(schedule, op, slices) for op in schedule.ops(communicator.worker)]
         self._split = schedule.backward == "split"
+        self._trains = any(step.op.kind is not OpKind.F for step in self._program)
         self._slices = slices
         self._steps = steps
         self._communicator = communicator
@@ -74,6 +78,13 @@ class Executor:
         self._exchange.end_iteration()
         return self._slices.take_loss()
 
+    def evaluate(self, iteration: int) -> float:
+        """Run a program of forwards alone: this worker's part of the mean loss. Raises as `run`."""
+        self._iteration = iteration
+        self._run_program()
+        self._exchange.end_iteration()
+        return self._slices.take_loss()
+
     def _run_program(self) -> bool:
         """False when the iteration turned out to rest on a wrong guess of the step before (`runtime.model.steps`)."""
         for place, step in enumerate(self._program):
@@ -90,7 +101,7 @@ class Executor:
 
     def _forget_round(self) -> None:
         self._void_rounds += 1
-        self._exchange.one_more()
+        self._exchange.more()
         self._exchange.end_iteration()
         self._recorder.begin_again()
         self._slices.discard()
@@ -111,6 +122,8 @@ class Executor:
             value = tokens if value is None else value
             assert value is not None
             output = runner.forward(microbatch, value, target if runner.last else None, split=self._split)
+        if not self._trains:
+            runner.forget(microbatch)
         self._give(step, output)
 
     def _backward(self, step: _Step) -> None:
