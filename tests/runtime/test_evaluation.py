@@ -1,16 +1,14 @@
-"""Validation losses are those of one process, whoever fails in which moment, and wherever layers are."""
+"""Validation losses are those of one process, whoever fails in which moment; test_settling has layers that move."""
 
 import numpy as np
 import pytest
 
-from runtime.config import ConfigError, RunConfig, parse_run_config
+from runtime.config import ConfigError, parse_run_config
 from runtime.launch import Resilience, run
 from runtime.model.checkpoint import latest
 from runtime.model.data import load_validation
-from schedules.schedule import Worker
 from tests.runtime.failing import JOB, TIMEOUT_SECONDS, at, dead, planned
-from tests.runtime.running import assert_same_numbers, judge, metrics_in, tiny
-from tests.runtime.test_routes import LINEAR, eight_layers, first, floats
+from tests.runtime.running import assert_same_evaluations, judge, tiny
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +19,6 @@ def files(tmp_path_factory) -> dict[str, object]:
         random.integers(0, 256, count).astype("<u2").tofile(folder / f"{name}.bin")
     return {"tokens": str(folder / "train.bin"), "validation_tokens": str(folder / "validation.bin"),
             "evaluate_every": 2, "evaluation_iterations": 2}
-
-
-def assert_evaluated(out, config: RunConfig, microbatches: tuple[int, ...]) -> None:
-    iterations = config.training.iterations
-    theirs = judge(config, microbatches, iterations).evaluations
-    ours = {one.iteration: one.validation_loss for one in metrics_in(out) if one.validation_loss is not None}
-    assert list(ours) == list(theirs) == list(range(1, iterations, 2))
-    assert ours == pytest.approx(theirs, rel=0, abs=1e-9)
 
 
 @pytest.mark.parametrize(("modes", "clip"), [(("split", "staggered"), 1.8), (("fused", "synchronous"), None)])
@@ -45,15 +35,8 @@ def test_failures_before_in_and_after_evaluations(modes, clip, files, fork_serve
     assert dead(resumed) == ["0.0"]
     reference = judge(config, JOB.microbatches, 10)
     assert [*result.losses, *resumed.losses] == pytest.approx(reference.losses, rel=0, abs=1e-9)
-    assert_evaluated(tmp_path, config, JOB.microbatches)
-
-
-def test_wherever_layers_are(files, fork_server, tmp_path):
-    config = eight_layers(iterations=4, **files)
-    schedule = first(LINEAR, [Worker(1, 2)], floats)
-    assert_same_numbers(run(schedule, config, out=tmp_path, fork_server=fork_server),
-                        judge(config, LINEAR.microbatches, 4))
-    assert_evaluated(tmp_path, config, LINEAR.microbatches)
+    assert list(reference.evaluations) == [1, 3, 5, 7, 9]
+    assert_same_evaluations(tmp_path, reference)
 
 
 @pytest.mark.parametrize(("training", "said"), [
