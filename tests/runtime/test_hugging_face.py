@@ -14,6 +14,7 @@ from runtime.config import ConfigError, RunConfig, parse_run_config
 from runtime.launch import HUGGING_FACE, Resilience, run
 from runtime.model.checkpoint import difference, identity_of
 from runtime.model.data import Microbatch, load_corpus
+from runtime.model.flops import counted
 from runtime.model.forms import forms
 from runtime.model.holding import build_holding
 from runtime.model.layers import model_for
@@ -206,6 +207,21 @@ def test_the_weights_of_experts_get_their_gradients_in_w(pretrained):
     assert sum("experts" in name for name in gradients) == 2 and not any(one.any() for one in gradients.values())
     runner.backward_weight(Microbatch(0, 0, 0))
     assert all(one.any() for one in gradients.values())
+
+
+def test_the_work_of_experts_is_counted(pretrained):
+    """Of what is chosen: two experts of four are as much as a mixture of two."""
+    def flops(**options: object) -> float:
+        path = pretrained("mixtral") / "config.json"
+        config = parse_run_config({"hugging_face": str(path), "context": 8, "options": options}, {"dtype": "float64"})
+        model = model_for(config.model, 0, torch.float64, CPU)
+        with counted() as found:
+            forms(model, config)
+        return found.training(1)
+
+    four, two, one = flops(), flops(num_local_experts=2), flops(num_experts_per_tok=1)
+    routers = 3 * 3 * 2 * 4 * 8 * 16 * 2
+    assert four - two == routers and four - one == 3 * 3 * 2 * 4 * 8 * (16 * 48 + 24 * 16)
 
 
 def test_refusals(tmp_path, pretrained):

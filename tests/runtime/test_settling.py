@@ -8,10 +8,11 @@ from runtime.launch import Resilience, RunOptions, run
 from runtime.processes.process_manager import Return
 from schedules.schedule import Worker
 from tests.runtime.failing import Planning, at, dead, planned, returned
-from tests.runtime.running import assert_same_numbers, judge
+from tests.runtime.running import assert_same_evaluations, assert_same_numbers, judge
 from tests.runtime.test_routes import LINEAR, eight_layers
 
-CONFIG, SHORT = (eight_layers(iterations=number, clip_norm=1.6) for number in (250, 40))
+CONFIG, SHORT = (eight_layers(iterations=number, clip_norm=1.6, evaluate_every=10, validation_text=__file__)
+                 for number in (250, 40))
 
 
 def train(injections, fork_server, out, *, returns=(), mtbf=None, rate=None, config=CONFIG):
@@ -22,7 +23,9 @@ def train(injections, fork_server, out, *, returns=(), mtbf=None, rate=None, con
                        rebalancer=planning, settling=Settling(mtbf_seconds=mtbf))
     result = run(scheduler(()), config, out=out, fork_server=fork_server, options=RunOptions(observe=events.append),
                  resilience=given)
-    assert_same_numbers(result, judge(config, LINEAR.microbatches, config.training.iterations))
+    reference = judge(config, LINEAR.microbatches, config.training.iterations)
+    assert_same_numbers(result, reference)
+    assert_same_evaluations(out, reference)
     return result, events, planning
 
 
