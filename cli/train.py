@@ -22,7 +22,15 @@ from cli.shared.options import Backward, Failed, JobFile, MethodName, Optimizer,
 from cli.shared.planning import make_plan, plan_options
 from cli.shared.rebalancing import Rebalancing
 from cli.shared.run_progress import RunProgress
-from cli.shared.train_inputs import events, find_checkpoint, look_up, read_table, require_fit, slowdowns
+from cli.shared.train_inputs import (
+    checkpoint_or_refuse,
+    events,
+    find_checkpoint,
+    look_up,
+    read_table,
+    require_fit,
+    slowdowns,
+)
 from planner.job.file import Job
 from planner.options import LAYERS
 from runtime.config import ConfigError, RunConfig, TrainingConfig, parse_run_config
@@ -150,8 +158,8 @@ def train(ctx: typer.Context, job: JobFile,
         refuse("--schedule says which workers are down and how to run: leave out --failed, --backward and --optimizer")
     if loaded is not None and (backward or optimizer):
         refuse("--table says how to run: leave out --backward and --optimizer")
-    resume_from = None if resume is None else _find_checkpoint(resume, folder)
     goes_on = left_behind(folder) is not None  # of a node 0 that has died: its workers may live
+    resume_from = None if resume is None else _find_checkpoint(resume, folder, needed=not goes_on)
     if resume_from is not None and not goes_on and _nothing_left(folder, resume_from, config.training.iterations, json):
         return
     require_choice("--layers", layers, LAYERS)
@@ -282,13 +290,18 @@ def _refusals(goes_on: Callable[[], str] = str) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _find_checkpoint(resume: Path, folder: Path) -> Checkpoint | None:
+def _find_checkpoint(resume: Path, folder: Path, *, needed: bool) -> Checkpoint | None:
     """Where to go on from; None where a run goes on in its own folder, which is empty: schedulers repeat commands."""
     if resume.resolve() == folder.resolve() and not results(folder):
         err.print(f"{folder}: nothing is there to go on from; starts with iteration 0", style="yellow", markup=False,
                   highlight=False, soft_wrap=True)
         return None
-    return find_checkpoint(resume)
+    if needed:
+        return checkpoint_or_refuse(resume, "--resume ")
+    try:
+        return find_checkpoint(resume)
+    except CheckpointError:
+        return None
 
 
 def _require_free(folder: Path, resume: Checkpoint | None, config: RunConfig, force: bool) -> None:
