@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from cli.shared.console import answer_no, completing, duration, err, out, print_json, refuse
+from cli.shared.device_peak import peak_flops
 from cli.shared.failure_schedules import scheduler, scheduler_at_speeds
 from cli.shared.going_on import how_to_resume, left_by
 from cli.shared.inputs import parse_workers, read_job_or_refuse, read_schedule_or_refuse, require_choice
@@ -32,9 +33,10 @@ from cli.shared.train_inputs import (
 )
 from planner.job.file import Job
 from planner.options import LAYERS
-from runtime.config import ConfigError, RunConfig, parse_run_config
+from runtime.config import ConfigError, RunConfig, TrainingConfig, parse_run_config
 from runtime.coordinator.settling import Settling
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
+from runtime.coordinator.tensorboard import require_package
 from runtime.events import Event
 from runtime.launch import Resilience, RunError, RunOptions, RunResult, run
 from runtime.model.checkpoint import Checkpoint, CheckpointError, identity_of, open_checkpoint
@@ -118,11 +120,14 @@ def train(ctx: typer.Context, job: JobFile,
           mtbf: Annotated[float | None, typer.Option("--mtbf", metavar="SEC", min=1.0, max=1e9, help=(
               "With --layers move: from one failure in the whole cluster to the next. Default: as observed, and one an "
               "hour besides."))] = None,
+          tensorboard: Annotated[Path | None, typer.Option("--tensorboard", metavar="DIR", help=(
+              "Write the metrics of each iteration there for TensorBoard, too (pip install "
+              "'slipstream-train[tensorboard]')."))] = None,
           json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Train a job's model, one process a live worker, replaying a schedule; workers may die and come back.
 
-    Writes schedule.json, losses.jsonl, events.jsonl, schedules/, trace.json, checkpoints/, parameters/ and logs/ into
-    --out; `slipstream show --run` makes a page of them.
+    Writes schedule.json, losses.jsonl, metrics.jsonl, events.jsonl, schedules/, trace.json, checkpoints/, parameters/
+    and logs/ into --out; `slipstream show --run` makes a page of them.
 
     On several machines, run the same command on each, with --nodes, --node and --rendezvous, or by torchrun, srun or
     mpirun; all need the same secret, and --out on a file system that they share.
@@ -145,6 +150,9 @@ def train(ctx: typer.Context, job: JobFile,
         if json:
             print_json({"node": here.node})
         return
+    if tensorboard is not None:
+        with _refusals():
+            require_package()
     loaded = None if table is None else read_table(table, wanted)
     if schedule is not None and (failed or backward or optimizer):
         refuse("--schedule says which workers are down and how to run: leave out --failed, --backward and --optimizer")
@@ -190,11 +198,11 @@ def train(ctx: typer.Context, job: JobFile,
         rebalancer=Rebalancing(wanted, chosen, loaded),
         settling=Settling(mtbf_seconds=mtbf) if layers == "move" else None)
     with _refusals(lambda: how_to_resume(ctx, folder, resume_from)), \
-            _shown(config.training.iterations) as shown:
+            _shown(config.training, config.model.context) as shown:
         result = run(chosen, config, out=folder, progress=shown.committed, resilience=resilience, options=RunOptions(
             nodes=here.nodes, rendezvous=to_open(here), announce=partial(announce, here), local=here.local,
             notify=shown.say, observe=shown.observe, fault_free_seconds=fault_free, secret=secret, force=force,
-            grace_seconds=grace))
+            grace_seconds=grace, tensorboard=tensorboard, peak_flops=peak_flops(config.training)))
     if json:
         print_json(report(result))
     else:
@@ -328,8 +336,8 @@ class _Shown:
 
     def committed(self, iteration: int, loss: float) -> None:
         """Show an iteration. Where there is no bar, its line says what the bar would."""
-        self.progress.committed()
-        self.bar.update(self.task, completed=iteration + 1, description=str(self.progress))
+        self.progress.committed(iteration)
+        self.bar.update(self.task, completed=iteration + 1, description=f"loss {loss:.4f}, {self.progress}")
         state = f"  {self.progress}" if self.bar.disable else ""
         self.bar.console.print(f"iteration {iteration:>6}  loss {loss:.6f}{state}", markup=False, highlight=False,
                                soft_wrap=True)
@@ -345,8 +353,7 @@ class _Shown:
 
 
 @contextmanager
-def _shown(iterations: int) -> Iterator[_Shown]:
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn(),
-               TimeRemainingColumn())
+def _shown(training: TrainingConfig, tokens: int) -> Iterator[_Shown]:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        yield _Shown(bar, bar.add_task("starting the workers", total=iterations), RunProgress())
+        yield _Shown(bar, bar.add_task("starting the workers", total=training.iterations), RunProgress(tokens))

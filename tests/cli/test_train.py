@@ -76,8 +76,10 @@ def test_plans_and_trains_and_says_how_it_went(job, tmp_path):
         f"layer-000{layer}.safetensors" for layer in range(4)}
 
     again = train(job, "--schedule", tmp_path / "out" / "schedule.json", "--dtype", "float64", "--iterations", 2,
-                  "--out", tmp_path / "again")
+                  "--out", tmp_path / "again", "--tensorboard", tmp_path / "board")
     assert again.exit_code == 0, again.output
+    assert re.search(r"iteration      1  loss .* tokens/s", again.stderr), again.stderr
+    assert len(list((tmp_path / "board").glob("events.out.tfevents.*"))) == 1
     assert "2 iterations, loss" in again.stdout and "measured" in again.stdout
     losses = [json.loads(line)["loss"] for line in (tmp_path / "again" / "losses.jsonl").read_text().splitlines()]
     assert losses == pytest.approx(answer["losses"][:2], abs=1e-12)
