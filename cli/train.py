@@ -111,7 +111,7 @@ def train(ctx: typer.Context, job: JobFile,
               "With --layers move: from one failure in the whole cluster to the next. Default: as observed, and one an "
               "hour besides."))] = None,
           json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """Train a job's model, one process a live worker, replaying a schedule; workers may die and come back.
+    """Train a job's model, one process per live worker, replaying a schedule; workers may die and come back.
 
     Writes schedule.json, losses.jsonl, events.jsonl, schedules/, trace.json, checkpoints/, parameters/ and logs/ into
     --out; `slipstream show --run` makes a page of them.

@@ -91,7 +91,7 @@ def input_form(config: RunConfig) -> tuple[tuple[int, ...], torch.dtype]:
 def _file(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """A user's text. Mapped copy-on-write: torch wants writable memory, and workers of a machine share its pages."""
     if not path.is_file():
-        reason = "which is no file" if path.exists() else "which does not exist"
+        reason = "which is not a file" if path.exists() else "which does not exist"
         raise ConfigError(f"training.text is {str(path)!r}, {reason}; expected the path of a text file")
     try:
         if path.stat().st_size == 0:
