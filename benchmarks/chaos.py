@@ -306,8 +306,11 @@ def judge(config: RunConfig, microbatches: tuple[int, ...], iterations: int) -> 
 def _compare_losses(out: Path, reference: ReferenceResult, tally: Tally) -> int:
     """How many iterations are on disk."""
     lines = [json.loads(line) for line in (out / "losses.jsonl").read_text().splitlines()]
-    if [line["iteration"] for line in lines] != list(range(len(lines))):
-        raise ChaosError(f"{out}: losses are not those of all iterations, in order")
+    found = [line["iteration"] for line in lines]
+    place = next((place for place, iteration in enumerate(found) if place != iteration), None)
+    if place is not None:
+        raise ChaosError(f"{out}: losses are not those of all iterations, in order: line {place + 1} is of iteration "
+                         f"{found[place]}, after {found[max(0, place - 3):place]}")
     for line in lines:
         tally.deviation = max(tally.deviation, abs(line["loss"] - reference.losses[line["iteration"]]))
     return len(lines)

@@ -31,7 +31,7 @@ from planner.model.problem import NoPlanError
 from schedules.tables.file import TableError
 from schedules.tables.table import Table, library
 
-DEFAULT_PRESET = "llama-3"
+DEFAULT_PRESET, DEFAULT_DAYS = "llama-3", 30.0
 FAILURES, FOLLOWED = "The failures", "The policies"
 """Groups of options in the help."""
 
@@ -45,13 +45,14 @@ HtmlFile = Annotated[Path | None, typer.Option("--html", rich_help_panel=ANSWER,
     "The report. Default: the job file's name with -simulation.html, here; none with --json."))]
 TableFolder = Annotated[Path | None, typer.Option("--table", rich_help_panel=FOLLOWED, metavar="DIR", help=(
     "A table of schedules to take this planner's periods from; what is not in it is planned on the spot."))]
-Preset = Annotated[str, typer.Option("--preset", rich_help_panel=FAILURES, metavar="NAME", help=(
-    f"Failure rates to draw from where there is no trace: {', '.join(PRESETS)}."))]
+Preset = Annotated[str | None, typer.Option("--preset", rich_help_panel=FAILURES, metavar="NAME", help=(
+    f"Failure rates to draw from where there is no trace: {', '.join(PRESETS)}. Default: {DEFAULT_PRESET}."))]
 Mtbf = Annotated[float | None, typer.Option("--mtbf", rich_help_panel=FAILURES,
                                             metavar="HOURS", min=1e-3, max=1e9, help=(
     "Mean time between failures of one worker, in place of the preset's."))]
-Days = Annotated[float, typer.Option("--days", rich_help_panel=FAILURES, metavar="DAYS", min=1e-3, max=36500, help=(
-    "Length of a drawn trace."))]
+Days = Annotated[float | None, typer.Option("--days", rich_help_panel=FAILURES,
+                                            metavar="DAYS", min=1e-3, max=36500, help=(
+    f"Length of a drawn trace. Default: {DEFAULT_DAYS:g}."))]
 Seed = Annotated[int, typer.Option("--seed", rich_help_panel=FAILURES, metavar="N", min=0, max=2**31 - 1, help=(
     "Seed of every random choice."))]
 Seeds = Annotated[int, typer.Option("--seeds", rich_help_panel=FAILURES, metavar="N", min=1, max=100_000, help=(
@@ -75,7 +76,7 @@ Switch = Annotated[float | None, typer.Option("--switch", rich_help_panel=FOLLOW
 
 
 def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, html: HtmlFile = None,
-             table: TableFolder = None, preset: Preset = DEFAULT_PRESET, mtbf: Mtbf = None, days: Days = 30.0,
+             table: TableFolder = None, preset: Preset = None, mtbf: Mtbf = None, days: Days = None,
              seed: Seed = 0, seeds: Seeds = 1, gpus: Gpus = 1, fail_slow: FailSlow = False, tokens: Tokens = None,
              parameters: Parameters = 6.7e9, batch: Batch = None, switch: Switch = None, json: Json = False) -> None:
     """Simulate policies over a failure trace: throughput over time, averages and lost time by cause.
@@ -84,8 +85,8 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
     """
     wanted = read_job_or_refuse(job)
     kinds = _policies(policy)
-    _require_consistent(trace, mtbf, html, seeds, fail_slow=fail_slow)
-    make = _trace_maker(wanted, trace, preset, mtbf, days, gpus, fail_slow)
+    _require_consistent(trace, {"--preset": preset, "--mtbf": mtbf, "--days": days}, html, seeds, fail_slow=fail_slow)
+    make = _trace_maker(wanted, trace, preset or DEFAULT_PRESET, mtbf, days or DEFAULT_DAYS, gpus, fail_slow)
     target = html if html is not None or json else Path(f"{job.stem}-simulation.html")
     require_writable(target if seeds == 1 else None)
     if wanted.time.slow:
@@ -131,13 +132,14 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
 # --- Input ------------------------------------------------------------------------------------------------------------
 
 
-def _require_consistent(trace: Path | None, mtbf: float | None, html: Path | None, seeds: int, *,
+def _require_consistent(trace: Path | None, drawing: Mapping[str, float | str | None], html: Path | None, seeds: int, *,
                         fail_slow: bool) -> None:
-    """Refuse options that others leave without a meaning."""
+    """Refuse options that others leave without a meaning. `drawing`: those of failures that are drawn."""
     if trace is not None and fail_slow:
         refuse("--fail-slow: only where failures are drawn; a trace says itself which workers are slow")
-    if trace is not None and mtbf is not None:
-        refuse("--mtbf: only where failures are drawn; a trace says itself when workers fail")
+    given = [name for name, value in drawing.items() if value is not None]
+    if trace is not None and given:
+        refuse(f"{given[0]}: only where failures are drawn; a trace says itself when workers fail, and how long it is")
     if html is not None and seeds > 1:
         refuse("--html: the report is of one trace; leave out --seeds")
 

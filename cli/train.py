@@ -31,8 +31,8 @@ from runtime.events import Event
 from runtime.launch import Resilience, RunError, RunOptions, RunResult, run
 from runtime.model.checkpoint import Checkpoint, CheckpointError, identity_of, open_checkpoint
 from runtime.node_agent import NodeJob, join
-from runtime.processes.fork_server import signal_at_death_of_parent
 from runtime.processes.launchers import announce, find, to_open
+from runtime.processes.parent_death import signal_at_death_of_parent
 from runtime.processes.process_manager import Return
 from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped
 from runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS
@@ -179,8 +179,8 @@ def train(ctx: typer.Context, job: JobFile,
         injections=tuple(Injection(worker, at, KILL_BEFORE_OP) for worker, at in kills),
         returns=tuple(Return(worker, at) for worker, at in returns), join_timeout_seconds=join_timeout,
         stall_timeout_seconds=stall_timeout, coordinator_timeout_seconds=coordinator_timeout,
-        settling=Settling(rebalancer=Rebalancing(wanted, chosen, loaded), mtbf_seconds=mtbf) if layers == "move"
-        else None)
+        rebalancer=Rebalancing(wanted, chosen, loaded),
+        settling=Settling(mtbf_seconds=mtbf) if layers == "move" else None)
     with _refusals(lambda: how_to_resume(ctx, folder, resume_from)), \
             _shown(config.training.iterations) as shown:
         result = run(chosen, config, out=folder, progress=shown.committed, resilience=resilience, options=RunOptions(

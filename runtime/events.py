@@ -121,10 +121,11 @@ class FetchBegun(Event, frozen=True, kw_only=True):
 
 
 class FetchProgressed(Event, frozen=True, kw_only=True):
-    """How much of a fetch has come. Told now and then."""
+    """How much of a fetch has come. Told whenever a worker has all of its layers."""
 
     fetch: Count
     share: Share
+    """Of the copies of layers that are fetched: those of workers that have all of theirs."""
 
 
 class FetchAbandoned(Event, frozen=True, kw_only=True):

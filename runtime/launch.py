@@ -24,7 +24,7 @@ from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.event_log import EventLog, Observer
 from runtime.coordinator.event_loop import EventLoop, NobodyLeftError
 from runtime.coordinator.loss_file import LossFile, Progress, read_losses
-from runtime.coordinator.planning import Scheduler, SchedulerAtSpeeds
+from runtime.coordinator.planning import Rebalancer, Scheduler, SchedulerAtSpeeds
 from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.run import Notify, Run
 from runtime.coordinator.settling import Settling
@@ -116,8 +116,11 @@ class Resilience:
     """Iterations from one checkpoint to the next; 0: none; None: such that they cost less than 1 % of the time."""
     resume: Checkpoint | None = None
     """Where to go on from."""
+    rebalancer: Rebalancer | None = None
+    """Gives the schedule where layers must move, since fewer workers live than there are stages, or may move; None:
+    then the run ends."""
     settling: Settling | None = None
-    """Whether and how layers move to better schedules after failures; None: they stay."""
+    """Whether and how layers move to better schedules after failures; None: they stay as long as they can."""
     injections: tuple[Injection, ...] = ()
     """Failures on purpose."""
     slowdowns: tuple[Slowdown, ...] = ()
@@ -305,7 +308,8 @@ class _Launch:
         options, resilience = self.options, self.resilience
         return Run(schedule=self.schedule, scheduler=resilience.scheduler, shares=self.fit.shares,
                    injections=resilience.injections, slowdowns=resilience.slowdowns, at_speeds=resilience.at_speeds,
-                   setup=setup, out=self.out, config=self.config, settling=resilience.settling,
+                   setup=setup, out=self.out, config=self.config, rebalancer=resilience.rebalancer,
+                   settling=resilience.settling,
                    layer_bytes=() if resilience.settling is None else state_bytes(self.fit.model, self.config.training),
                    secret=settings.secret, notify=options.notify, grace_seconds=options.grace_seconds,
                    join_timeout_seconds=resilience.join_timeout_seconds,
@@ -336,11 +340,11 @@ def _result(schedule: Schedule, first: int, log: CommitLog, events: EventLoop, o
     return RunResult(first_iteration=first, losses=tuple(log.losses), parameter_digest=combined_digest(log.digests),
                      trace=log.trace(), out=out, measured_period_seconds=log.measured_period_seconds(),
                      planned_period_seconds=schedule.seconds(schedule.period_ticks),
-                     recoveries=tuple(events.recoveries), notes=tuple(events.notes),
-                     speed_events=tuple(events.speed_events), speed_periods_seconds=tuple(
+                     recoveries=tuple(events.recoveries), notes=tuple(events.news.notes),
+                     speed_events=tuple(events.news.speed_events), speed_periods_seconds=tuple(
                          log.measured_period_seconds(event.iteration, end.iteration if end else None)
-                         for event, end in zip_longest(events.speed_events, events.speed_events[1:])),
-                     checkpoints=events.checkpoints.costs)
+                         for event, end in zip_longest(events.news.speed_events, events.news.speed_events[1:])),
+                     checkpoints=events.news.checkpoints.costs)
 
 
 def _setup(schedule: Schedule, config: RunConfig, fit: _Fit, store: Rendezvous, options: RunOptions,

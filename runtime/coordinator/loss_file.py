@@ -63,10 +63,10 @@ class LossFile:
         self._file.close()
         self._file = self._kept(iteration)
 
-    def write(self, iteration: int, loss: float, period_seconds: float, at: float) -> None:
-        """Enter the next iteration, committed at a time by `EventLog.now`."""
+    def write(self, iteration: int, loss: float, period_seconds: float | None, at: float) -> None:
+        """Enter the next iteration, committed at a time by `EventLog.now`; the period where that is known."""
         line = Iteration(iteration=iteration, loss=loss if math.isfinite(loss) else None,
-                         period=round(period_seconds, 6), time=at)
+                         period=None if period_seconds is None else round(period_seconds, 6), time=at)
         self._file.write(encode(line).decode() + "\n")
         self._file.flush()
         if self._progress is not None:

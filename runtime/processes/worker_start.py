@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from runtime.config import RunConfig
-from runtime.processes.fork_server import ProcessSpec
+from runtime.processes.fork_server_messages import ProcessSpec
 from runtime.protocol.authentication import Secret
 from runtime.protocol.rendezvous import Rendezvous
 from schedules.schedule import Worker

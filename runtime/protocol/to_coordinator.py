@@ -49,6 +49,8 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
     """Whether it does not know the factor of `iteration` yet."""
     begun: int = -1
     """The last iteration before the order."""
+    losses: dict[int, float] = {}
+    """Where steps depend on all gradients: of the last iterations, where they are finite."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

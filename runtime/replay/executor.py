@@ -62,17 +62,18 @@ class Executor:
         self._before_op = before_op
         self._iteration = 0
         self._void_rounds = 0
+        self._loss = 0.0
 
     def run(self, iteration: int) -> float:
         """Run one iteration: this worker's part of the mean loss (0 where it runs no last layer).
 
         Raises CommunicationError, and whatever `before_op` raises.
         """
-        self._iteration = iteration
+        self._iteration, self._loss = iteration, 0.0
         while not self._run_program():
             self._forget_round()
         self._exchange.end_iteration()
-        return self._slices.take_loss()
+        return self._loss
 
     def _run_program(self) -> bool:
         """False when the iteration turned out to rest on a wrong guess of the step before (`runtime.model.steps`)."""
@@ -133,8 +134,9 @@ class Executor:
             self._communicator.sum_over_sharers(self._slices.layers[slice], self._slices.gradients(slice))
 
     def _optimize(self, step: _Step) -> None:
+        self._loss = self._slices.take_loss()
         with self._recorder.timing(step.op):
-            self._steps.step(self._iteration)
+            self._steps.step(self._iteration, self._loss)
 
     def _runner(self, step: _Step) -> SliceRunner:
         assert step.runner is not None

@@ -35,6 +35,10 @@ class CheckpointReader:
         found |= {iteration for iteration in complete(self._folder) if iteration >= self._first}
         return tuple(sorted(found - self._damaged))
 
+    def go_back(self, iteration: int) -> None:
+        """All go back to an iteration: checkpoints of later ones are written anew."""
+        self._damaged = {one for one in self._damaged if one <= iteration}
+
     def load(self, iteration: int, layers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
         """The states of some layers before an iteration; nothing where layers are as they are built.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from runtime.model.checkpoint import CheckpointError, Saving, identity_of, save
+from runtime.model.checkpoint import CheckpointError, Saving, drop_newer, identity_of, save
 from runtime.processes.worker_start import NodeSettings
 from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import Note, Saved
@@ -52,6 +52,11 @@ class Checkpointer:
         if self._folder is not None and states:
             self._saving = save(self._folder, iteration, states, self._identity,
                                 partial(self._ended, iteration, time.monotonic()))
+
+    def go_back(self, iteration: int) -> None:
+        """All go back to an iteration, as nobody could read what was saved of later ones: that is saved anew."""
+        if self._folder is not None:
+            drop_newer(self._folder, iteration)
 
     def save_last(self, order: Finish, layer_store: LayerStore) -> None:
         """Save, to the end, the layers that an order gives to this worker."""

@@ -4,6 +4,7 @@ It ends when the order does: because all iterations are done, because it was tol
 because of an error. In all cases, `leave` goes back to the last committed iteration.
 """
 
+import math
 import queue
 import threading
 import time
@@ -21,10 +22,11 @@ from runtime.model.data import Data, Microbatch
 from runtime.model.layers import LayeredModel
 from runtime.model.slices import Slices, TensorForm
 from runtime.model.steps import Steps
+from runtime.protocol.coordinator_link import CoordinatorLink
 from runtime.protocol.failure_injection import Injector
 from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import Known, Note, Paused, Ran, Started, Status, Validated
-from runtime.protocol.to_worker import Acknowledged, Factor, Order, Train
+from runtime.protocol.to_worker import Acknowledged, Factor, Order, ToWorker, Train
 from runtime.replay.communication import CommunicationError, Communicator, Membership
 from runtime.replay.exchange import Exchange
 from runtime.replay.executor import Executor
@@ -34,7 +36,6 @@ from runtime.replay.stuck_calls import OPEN_CALLS
 from runtime.torch_private import TCPStore
 from runtime.worker.checkpointer import Checkpointer
 from runtime.worker.connections import Connections, OrderEndedError
-from runtime.worker.coordinator_link import CoordinatorLink
 from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, senders_for
 from runtime.worker.layer_sender import LayerSender
 from runtime.worker.layer_store import LayerStore
@@ -46,8 +47,11 @@ STUCK_SECONDS = 1.0
 """Once connections are cut, calls into a process group return in milliseconds, or never."""
 MEETING_SECONDS = 0.1
 """Making a process group can block where nothing can be cut yet: on a peer that died before it connected."""
+LET_GO_SECONDS = 3600.0
+"""An iteration takes minutes; schedules are planned in seconds."""
 ANSWER_SECONDS = 600.0
 """The coordinator acknowledges an iteration in a millisecond."""
+WorkerLink = CoordinatorLink[ToWorker, Setup]
 _WAITS = "waits"
 """What a generation that waits for others says that it does begins so."""
 
@@ -57,7 +61,7 @@ class WorkerContext:
     """What a worker keeps from order to order."""
 
     worker: Worker
-    channel: CoordinatorLink
+    channel: WorkerLink
     store: TCPStore
     """Where process groups find each other."""
     setup: Setup
@@ -134,14 +138,21 @@ class Generation:
     def known(self) -> Known:
         """What another coordinator must know of this order, once it has paused."""
         assert self._paused
-        steps = self._steps
-        validated = None if steps is None or steps.validated is None else Factor(*steps.validated)
-        watched = steps is not None and watches_gradients(self._context.config.training)
+        validated = self._validated or self._order.factor
+        watched = self._steps is not None and watches_gradients(self._context.config.training)
         pending = watched and self._reached >= self._order.first_iteration and (
             validated is None or validated.iteration < self._reached)
         return Known(self.number, tuple(seat.worker for seat in self._schedule.seats), self._reached,
                      self._context.layer_store.holding.ranges, validated, pending,
-                     self._order.first_iteration - 1)
+                     self._order.first_iteration - 1,
+                     {iteration: loss for iteration, loss in (self._steps.losses if self._steps is not None else ())
+                      if math.isfinite(loss)})
+
+    @property
+    def _validated(self) -> Factor | None:
+        """Of the last iteration of which it is known how to step."""
+        last = None if self._steps is None else self._steps.validated
+        return None if last is None else Factor(*last)
 
     def fits(self, order: Order) -> bool:
         """Whether what this worker holds can be brought to where an order begins."""
@@ -206,7 +217,9 @@ class Generation:
             reason = str(error)
         self._say_paused(reason)
         if reason is None:
-            self._over.wait()  # for as long as the others take; when the coordinator is gone, the process ends
+            # Others may still take from these connections what they need for the end of the iteration. Who has not
+            # after so long loses them as in a failure.
+            self._over.wait(LET_GO_SECONDS)
         self._connections.release()
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
@@ -231,9 +244,8 @@ class Generation:
 
     def _say_paused(self, reason: str | None) -> None:
         self._paused = True
-        validated = None if self._steps is None or self._steps.validated is None else Factor(*self._steps.validated)
         self._context.channel.send(Paused(self._worker, self.number, self._context.layer_store.holding.ranges,
-                                          validated, reason))
+                                          self._validated, reason))
 
     def _meet(self) -> Communicator:
         order, context = self._order, self._context
@@ -360,8 +372,8 @@ class Generation:
         return answer.stop
 
     def _report_validated(self) -> None:
-        assert self._steps is not None and self._steps.validated is not None
-        self._context.channel.send(Validated(self.number, Factor(*self._steps.validated)))
+        assert self._validated is not None
+        self._context.channel.send(Validated(self.number, self._validated))
 
     def _read(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         config, device = self._context.config, self._context.device

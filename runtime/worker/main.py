@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import msgspec
@@ -27,8 +28,10 @@ from runtime.model.slices import SliceRunner
 from runtime.processes.worker_start import WorkerSpec
 from runtime.protocol import to_worker
 from runtime.protocol.channel import Channel
+from runtime.protocol.coordinator_link import CoordinatorLink
 from runtime.protocol.failure_injection import Injector
 from runtime.protocol.rendezvous import RendezvousError, address_towards, connect_store, interface_towards
+from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import (
     Checkpoints,
     Failed,
@@ -37,6 +40,7 @@ from runtime.protocol.to_coordinator import (
     Finished,
     Heartbeat,
     Injected,
+    JoinWorker,
     Known,
     Leaving,
     Ready,
@@ -62,8 +66,7 @@ from runtime.replay.stuck_calls import AbandonedError
 from runtime.run_folder import holder
 from runtime.worker.checkpoint_reader import CheckpointReader
 from runtime.worker.checkpointer import Checkpointer
-from runtime.worker.coordinator_link import CoordinatorLink
-from runtime.worker.generation import Generation, WorkerContext
+from runtime.worker.generation import Generation, WorkerContext, WorkerLink
 from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents, senders_for
 from runtime.worker.layer_sender import LayerSender
 from runtime.worker.layer_store import LayerStore
@@ -75,6 +78,8 @@ CONNECT_SECONDS = 60.0
 HEARTBEATS_PER_TIMEOUT = 5
 LOOK_SECONDS = 0.02
 """While a generation should come to its end."""
+STORE_TIMEOUT = timedelta(seconds=10)
+"""Of another coordinator, which listens."""
 RETRY_SECONDS = 0.2
 """From one attempt to reach another coordinator to the next."""
 _SPEC = msgspec.json.Decoder(WorkerSpec)
@@ -88,18 +93,20 @@ def main(task: bytes) -> int:
     if interface is not None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # else it takes the first that matches
     try:
-        channel = CoordinatorLink(
-            spec.worker, lambda hello, seconds: Channel(spec.coordinator, spec.settings.secret, hello,
-                                                        to_worker.decode, seconds), CONNECT_SECONDS)
+        def connect(hello: msgspec.Struct, seconds: float) -> Channel[ToWorker]:
+            return Channel(spec.coordinator, spec.settings.secret, hello, to_worker.decode, seconds)
+
+        channel = connect(JoinWorker(spec.worker), CONNECT_SECONDS)
+        link = CoordinatorLink(channel, channel.wait_for(Setup), connect)
         try:
-            return _Worker(spec, channel).serve()
+            return _Worker(spec, link).serve()
         except RendezvousError:
             raise
         except Exception as error:
             traceback.print_exc()
-            channel.send(Failed(spec.worker, f"{type(error).__name__}: {first_line(error)}"))
+            link.send(Failed(spec.worker, f"{type(error).__name__}: {first_line(error)}"))
         finally:
-            channel.close()
+            link.close()
     except RendezvousError as error:
         # Without node 0 there is no coordinator to report to.
         print(first_line(error), file=sys.stderr)
@@ -117,7 +124,7 @@ def warm_up() -> None:
 class _Worker:
     """One worker's part in one run. Its main thread reads the channel, sends heartbeats, and never computes."""
 
-    def __init__(self, spec: WorkerSpec, channel: CoordinatorLink) -> None:
+    def __init__(self, spec: WorkerSpec, channel: WorkerLink) -> None:
         self._spec = spec
         self._worker = spec.worker
         self._channel = channel
@@ -232,8 +239,10 @@ class _Worker:
                 time.sleep(LOOK_SECONDS)
                 continue
             with contextlib.suppress(RendezvousError):
-                store = self._channel.follow_another()
-                if store is None:
+                store = self._channel.follow_another(
+                    JoinWorker(self._worker, self._channel.setup.epoch), Leave,
+                    lambda setup: connect_store(setup.store, STORE_TIMEOUT))
+                if isinstance(store, Leave):
                     return False
                 self._context = replace(self._context, store=store, setup=self._channel.setup)
                 return True
@@ -318,6 +327,8 @@ class _Worker:
             self._leave(previous, order)
             if order.restore is not None:
                 self._layer_store.clear()
+                self._checkpoints.go_back(order.first_iteration)
+                self._context.checkpointer.go_back(order.first_iteration)
         generation.run()
 
     def _stand_aside(self, order: Train, previous: Generation | None) -> None:
@@ -367,7 +378,7 @@ class CoordinatorGoneError(Exception):
 class _FetchReports(ReceiverEvents):
     """Reports to the coordinator how fetches go."""
 
-    def __init__(self, worker: Worker, channel: CoordinatorLink, injector: Injector) -> None:
+    def __init__(self, worker: Worker, channel: WorkerLink, injector: Injector) -> None:
         self._worker = worker
         self._channel = channel
         self._injector = injector

@@ -87,7 +87,7 @@ def test_kills_returns_checkpoints_and_resuming_on_another_grid(job, tmp_path):
     common = ("--dtype", "float64", "--method", "greedy", "--json")
     whole = judge_of_text(JOB.replace("iterations = 4", "iterations = 120\ndtype = 'float64'"))
     done = train(job, *common, "--iterations", 120, "--kill", "1.0@2", "--return", "1.0@3", "--kill", "0.1@115",
-                 "--checkpoint-every", 8, "--heartbeat-timeout", 2, "--out", tmp_path / "out")
+                 "--checkpoint-every", 8, "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
     answer = json.loads(done.stdout)
     assert [one["dead"] for one in answer["recoveries"] if one["dead"]] == [["1.0"], ["0.1"]]

@@ -1,46 +1,25 @@
 """After a failure layers move while training goes on; whatever fails meanwhile, numbers stay those of one process."""
 
-import msgspec
 import pytest
 
-from planner.options import PlanOptions
-from planner.plan import plan_only
-from runtime.coordinator.planning import Held, Speeds
 from runtime.coordinator.settling import Settling
 from runtime.events import FetchAbandoned, HandedOver, OrderGiven, SettlingChosen
 from runtime.launch import Resilience, RunOptions, run
 from runtime.processes.process_manager import Return
-from schedules.schedule import Schedule, Worker
-from tests.runtime.failing import at, dead, planned, returned
+from schedules.schedule import Worker
+from tests.runtime.failing import Planning, at, dead, planned, returned
 from tests.runtime.running import assert_same_numbers, judge
 from tests.runtime.test_routes import LINEAR, eight_layers
 
-GREEDY = PlanOptions(method="greedy", time_limit=0.3)
 CONFIG, SHORT = (eight_layers(iterations=number, clip_norm=1.6) for number in (250, 40))
-
-
-class Planning:
-    """Plans in the run's own process, so that it takes no longer than it must."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[Worker, ...]] = []
-
-    def at_once(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
-        schedule = plan_only(msgspec.structs.replace(GREEDY, holds=held), LINEAR, down).schedule
-        assert all(schedule.holds(worker) == layers for worker, layers in held), "nobody needs what it does not hold"
-        return schedule
-
-    def settled(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
-        self.asked.append(down)
-        return plan_only(msgspec.structs.replace(GREEDY, layers="move", holds=held), LINEAR, down).schedule
 
 
 def train(injections, fork_server, out, *, returns=(), mtbf=None, rate=None, config=CONFIG):
     events = []
-    scheduler, planning = planned(LINEAR), Planning()
+    scheduler, planning = planned(LINEAR), Planning(LINEAR)
     given = Resilience(scheduler=scheduler, heartbeat_timeout_seconds=10.0, injections=tuple(injections),
                        returns=tuple(returns), fetch_bytes_per_second=rate,
-                       settling=Settling(rebalancer=planning, mtbf_seconds=mtbf))
+                       rebalancer=planning, settling=Settling(mtbf_seconds=mtbf))
     result = run(scheduler(()), config, out=out, fork_server=fork_server, options=RunOptions(observe=events.append),
                  resilience=given)
     assert_same_numbers(result, judge(config, LINEAR.microbatches, config.training.iterations))

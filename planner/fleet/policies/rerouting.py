@@ -16,28 +16,34 @@ class Stages:
         self.of: dict[int, int] = {}
         """The stage of each machine."""
         self._lacking = list(lacking)
+        self._down: DownByStage | None = None
+        """The same as a tuple, where it is known."""
 
     @property
     def down(self) -> DownByStage:
         """How many workers of each stage are down."""
-        return tuple(self._lacking)
+        if self._down is None:
+            self._down = tuple(self._lacking)
+        return self._down
 
     def put(self, machine: int, stage: int) -> None:
         """The machine, which may have had another stage, has this one."""
         self.remove(machine)
         self.of[machine] = stage
         self._lacking[stage] -= 1
+        self._down = None
 
     def remove(self, machine: int) -> None:
         """The machine has no stage, if it had one."""
         stage = self.of.pop(machine, None)
         if stage is not None:
             self._lacking[stage] += 1
+            self._down = None
 
     def copy(self) -> "Stages":
         """The same, to be changed apart."""
         other = Stages(self._lacking)
-        other.of = dict(self.of)
+        other.of, other._down = dict(self.of), self._down
         return other
 
 

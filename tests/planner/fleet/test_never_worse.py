@@ -21,9 +21,13 @@ LARGE = ("gpt-14.6b", "gpt-28.3b", "llama-3-70b")
 FOLLOWED = ("recycle", "torchft", "checkpoint-restart", "hot-spares")
 
 
+SECONDS = 0.1
+"""For a plan: what is compared may be far from the best."""
+
+
 @cache
 def throughputs(name):
-    return Throughputs(parse_job(preset(name)))
+    return Throughputs(parse_job(preset(name)), plan_seconds=SECONDS, settle_seconds=SECONDS)
 
 
 def spot_trace(seed, workers, hours=4):

@@ -13,6 +13,7 @@ import pytest
 
 from planner.job.file import parse_job
 from planner.options import PlanOptions
+from planner.plan import plan_only
 from planner.tables.build import EntryPlanner, all_tasks, basis_of, build_table
 from planner.tables.folder import PARTS, decode_part, encode_part
 from schedules.check import check
@@ -206,3 +207,30 @@ def test_index_is_json_that_anything_can_read(exact):
     index = json.loads((exact[0] / "index.json").read_text())
     assert index["format"] == "slipstream.table" and index["entries"][1]["key"] == "count-1"
     assert (exact[0] / "job.toml").read_bytes() == JOB
+
+
+def test_entries_that_run_at_once_cut_micro_batches_where_that_is_faster(tmp_path):
+    """15 micro-batches on the two workers left of a stage: whole, one runs 8; cut by layers, each runs 7 and a half.
+
+    No layer moves for it, and whoever really failed, the entry fits.
+    """
+    text = b"""
+pipelines = 3
+stages = 2
+microbatches = 5
+[placement]
+layers = [4, 4]
+[time]
+forward = 2
+backward_input = 2
+backward_weight = 2
+optimizer = 1
+transfer = 1
+"""
+    build(tmp_path / "table", text=text, max_failures=1, settled=False)
+    table = Table.load(tmp_path / "table")
+    whole = plan_only(msgspec.structs.replace(OPTIONS, slices=False), parse_job(text.decode()), [Worker(0, 1)]).schedule
+    for failed in table.basis.grid.workers():
+        schedule = table.lookup([failed]).schedule
+        assert check(schedule) == [] and schedule.slices and all(seat.holds is None for seat in schedule.seats)
+        assert schedule.seconds(schedule.period_ticks) < whole.seconds(whole.period_ticks)

@@ -6,12 +6,14 @@ import subprocess
 import sys
 
 from runtime.processes import fork_server
-from runtime.processes.fork_server import ForkServer, ProcessSpec
+from runtime.processes.fork_server import ForkServer
+from runtime.processes.fork_server_messages import ProcessSpec
 from tests.runtime.running import command_environment, wait_until_gone
 
 KILLED = """
 import os, signal, sys
-from runtime.processes.fork_server import ForkServer, ProcessSpec
+from runtime.processes.fork_server import ForkServer
+from runtime.processes.fork_server_messages import ProcessSpec
 server = ForkServer()
 for name in "abc":
     server.start(ProcessSpec(name, "time:sleep", "", os.devnull))

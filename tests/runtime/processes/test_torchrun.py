@@ -43,27 +43,23 @@ def assert_all_end(run: Agents, processes: list[int]) -> None:
     assert all(run.wait(END_SECONDS)), run.said()
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_a_launcher_and_then_an_agent_are_killed_and_the_others_go_on_until_node_0_is(count, tmp_path):
-    """One after the other: a launcher of another node; with three agents, the agent of another node; node 0."""
-    with agents(tmp_path, job(tmp_path, count), count) as run:
+def test_a_launcher_and_then_an_agent_are_killed_and_the_others_go_on_until_node_0_is(tmp_path):
+    """One after the other: a launcher of another node; the agent of another node; node 0."""
+    with agents(tmp_path, job(tmp_path, 3), 3) as run:
         processes = started(run)
-        others = [node for node in range(count) if node != 0 and run.agent_of(node) != 0]
+        others = [node for node in range(3) if node != 0 and run.agent_of(node) != 0]
         os.kill(run.launcher(others[-1]), signal.SIGKILL)
         assert_trains_on(run)
-        if count == 3:
-            agent = run.processes[run.agent_of(others[0])]
-            agent.kill()
-            assert_trains_on(run)
-            assert f"worker {others[0]}.0 has left, as it was told to" in run.said()
+        run.processes[run.agent_of(others[0])].kill()
+        assert_trains_on(run)
+        assert f"worker {others[0]}.0 has left, as it was told to" in run.said()
         os.kill(run.launcher(0), signal.SIGKILL)
         assert_all_end(run, processes)
     assert latest(run.out / "checkpoints") is None  # a minute has not passed
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_the_agent_of_node_0_is_killed_and_the_run_ends_with_a_checkpoint(count, tmp_path):
-    with agents(tmp_path, job(tmp_path, count), count) as run:
+def test_the_agent_of_node_0_is_killed_and_the_run_ends_with_a_checkpoint(tmp_path):
+    with agents(tmp_path, job(tmp_path, 2), 2) as run:
         processes = started(run)
         run.processes[run.agent_of(0)].kill()
         assert_all_end(run, processes)
@@ -80,3 +76,18 @@ def test_sigterm_at_all_agents_ends_the_run_with_a_checkpoint(tmp_path):
         assert_all_end(run, processes)
         newest = latest(run.out / "checkpoints")
         assert newest is not None and newest.iteration == len(losses_in_lines(run.out)), run.said()
+
+
+def _test_with_restarts_torchrun_starts_all_launchers_again_when_node_0_dies(tmp_path):
+    """The new node 0 adopts the workers of its machine; the others were ended by torchrun, and come in anew."""
+    with agents(tmp_path, job(tmp_path, 2), 2, restarts=1) as run:
+        started(run)
+        before = losses_in_lines(run.out)
+        os.kill(run.launcher(0), signal.SIGKILL)
+        deadline = time.monotonic() + 120
+        while "goes on with" not in run.said() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        time.sleep(20)
+        print(run.said())
+        print(len(before), len(losses_in_lines(run.out)))
+        assert 0
