@@ -23,6 +23,9 @@ Text = Annotated[str, Meta(min_length=1, max_length=4096, description="a text of
 
 Reference = Annotated[str, Meta(pattern=r"^[\w.]+:[\w.]+$", max_length=4096, description=(
     "the name of a function, as 'module:function'"))]
+Recompute = Annotated[Literal["none", "full"] | tuple[Annotated[int, Meta(ge=0, le=2**20)], ...], Meta(
+    description="'none', 'full', or a list of layers' numbers")]
+Options = Annotated[dict[str, Any], Meta(description="a table")]
 
 _PLACE = re.compile(r" - at `\$\.(\w+)")
 """Where msgspec says which key is wrong."""
@@ -52,6 +55,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Width of the MLP's hidden layer, in multiples of `width`."""
     dropout: Fraction = 0.0
     """Probability with which an activation is dropped."""
+    hugging_face: Text | None = None
+    """A decoder model of transformers instead: a folder with its config.json and its weights, or a config.json alone,
+    for random weights. Of the other keys only `context` and `options` count; the latter replace keys of its config."""
+    options: Options = msgspec.field(default_factory=dict)
+    """The free table `[model.options]`: whatever a model of the user's own wants to be told."""
+
+    def __hash__(self) -> int:
+        return hash(msgspec.json.encode(self))
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -94,8 +105,16 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     data: Reference | None = None
     """Data of the user's own instead of a text: `module:function`, called with the RunConfig and giving a
     `runtime.model.data.Data`."""
+    recompute: Recompute = "none"
+    """Layers whose activations are not kept but computed again before their backward: "none", "full" (all), or a list
+    of layers' numbers. It takes less memory, and another forward."""
     threads: Annotated[int, Meta(ge=1, le=1024, description="a whole number from 1 to 1024")] = 1
     """CPU threads a worker computes with."""
+    options: Options = msgspec.field(default_factory=dict)
+    """The free table `[training.options]`: whatever data or an optimizer of the user's own want to be told."""
+
+    def __hash__(self) -> int:
+        return hash(msgspec.json.encode(self))
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,6 +145,10 @@ def parse_run_config(model: Mapping[str, object], training: Mapping[str, object]
     `overrides` replace keys of `[training]`, as command line options do; those that are None are ignored. Raises
     ConfigError naming the key, its value and what was expected.
     """
+    beside = {"hugging_face", "context", "options"}
+    if "hugging_face" in model and model.keys() - beside:
+        raise ConfigError(f"model.{min(model.keys() - beside)} is given beside model.hugging_face, whose config says "
+                          "what the model is; [model.options] can change keys of that")
     given = {key: value for key, value in overrides.items() if value is not None}
     return RunConfig(model=_table("model", model, ModelConfig),
                      training=_table("training", {**training, **given}, TrainingConfig))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from runtime.config import ConfigError, TrainingConfig
 from runtime.model.object_reference import is_reference, load_reference
+from runtime.model.sharing import NOTHING_SHARED, Sharing
 from runtime.torch_private import copy_all
 
 Groups = list[dict[str, Any]]
@@ -34,9 +35,10 @@ OPTIMIZERS: dict[str, Factory] = {"adamw": _adamw, "sgd": _sgd}
 element of a parameter from that element's gradient and state alone, and remember only tensors, in its `state`."""
 
 
-def build_optimizer(layers: Mapping[int, nn.Module], config: TrainingConfig) -> "UndoableOptimizer":
+def build_optimizer(layers: Mapping[int, nn.Module], config: TrainingConfig,
+                    sharing: Sharing = NOTHING_SHARED) -> "UndoableOptimizer":
     """The configured optimizer over these layers. Raises ConfigError when there is none of that name."""
-    return UndoableOptimizer(layers, config)
+    return UndoableOptimizer(layers, config, sharing)
 
 
 def optimizer_factory(name: str) -> Factory:
@@ -59,8 +61,10 @@ class UndoableOptimizer:
     state are bit for bit those after iteration c.
     """
 
-    def __init__(self, layers: Mapping[int, nn.Module], config: TrainingConfig) -> None:
+    def __init__(self, layers: Mapping[int, nn.Module], config: TrainingConfig,
+                 sharing: Sharing = NOTHING_SHARED) -> None:
         self._layers = layers
+        self._sharing = sharing
         self._trained = {layer: {name: parameter for name, parameter in module.named_parameters()
                                  if parameter.requires_grad} for layer, module in layers.items()}
         parameters = self._parameters()
@@ -77,9 +81,13 @@ class UndoableOptimizer:
         """The iteration whose step can be undone."""
 
     def squares(self) -> dict[int, float]:
-        """The sum of squares of each layer's gradients, computed in float64, whoever holds the layer."""
-        layers = [(layer, [parameter.grad.double().square().sum() for parameter in trained.values()
-                           if parameter.grad is not None]) for layer, trained in self._trained.items()]
+        """The sum of squares of each layer's gradients, computed in float64, whoever holds the layer.
+
+        What several layers share counts as the first one's.
+        """
+        layers = [(layer, [parameter.grad.double().square().sum() for name, parameter in trained.items()
+                           if parameter.grad is not None and self._sharing.first(layer, name) == (layer, name)])
+                  for layer, trained in self._trained.items()]
         sums = [one for _, parts in layers for one in parts]
         values = iter(torch.stack(sums).tolist() if sums else ())
         return {layer: sum(next(values) for _ in parts) for layer, parts in layers}
@@ -184,7 +192,8 @@ class UndoableOptimizer:
         self._saved += [(tensor, copy) for tensor, copy in other._saved if id(tensor) in live]
 
     def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for trained in self._trained.values() for parameter in trained.values()]
+        """Each once."""
+        return list(dict.fromkeys(parameter for trained in self._trained.values() for parameter in trained.values()))
 
     def _device_of(self, slot: str, parameter: nn.Parameter) -> torch.device:
         """Where torch.optim keeps a slot: counters of steps on the CPU, unless they are part of one fused kernel."""
