@@ -21,7 +21,15 @@ from cli.shared.options import Backward, Failed, JobFile, MethodName, Optimizer,
 from cli.shared.planning import make_plan, plan_options
 from cli.shared.rebalancing import Rebalancing
 from cli.shared.run_progress import RunProgress
-from cli.shared.train_inputs import events, find_checkpoint, look_up, read_table, require_fit, slowdowns
+from cli.shared.train_inputs import (
+    checkpoint_or_refuse,
+    events,
+    find_checkpoint,
+    look_up,
+    read_table,
+    require_fit,
+    slowdowns,
+)
 from planner.job.file import Job
 from planner.options import LAYERS
 from runtime.config import ConfigError, RunConfig, parse_run_config
@@ -280,7 +288,12 @@ def _find_checkpoint(resume: Path, folder: Path, *, needed: bool) -> Checkpoint 
         err.print(f"{folder}: nothing is there to go on from; starts with iteration 0", style="yellow", markup=False,
                   highlight=False, soft_wrap=True)
         return None
-    return find_checkpoint(resume, needed=needed)
+    if needed:
+        return checkpoint_or_refuse(resume, "--resume ")
+    try:
+        return find_checkpoint(resume)
+    except CheckpointError:
+        return None
 
 
 def _require_free(folder: Path, resume: Checkpoint | None, config: RunConfig, force: bool) -> None:
