@@ -124,7 +124,7 @@ def train(ctx: typer.Context, job: JobFile,
               "Write the metrics of each iteration there for TensorBoard, too (pip install "
               "'slipstream-train[tensorboard]')."))] = None,
           json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """Train a job's model, one process a live worker, replaying a schedule; workers may die and come back.
+    """Train a job's model, one process per live worker, replaying a schedule; workers may die and come back.
 
     Writes schedule.json, losses.jsonl, metrics.jsonl, events.jsonl, schedules/, trace.json, checkpoints/, parameters/
     and logs/ into --out; `slipstream show --run` makes a page of them.
