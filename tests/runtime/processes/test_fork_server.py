@@ -30,7 +30,8 @@ def test_a_launcher_that_dies_while_processes_are_started_leaves_neither_them_no
 
 ADOPTS = """
 import os, signal, sys
-from runtime.processes.fork_server import ForkServer, ProcessSpec, adopt
+from runtime.processes.fork_server import ForkServer, adopt
+from runtime.processes.fork_server_messages import ProcessSpec
 if len(sys.argv) == 1:
     server = ForkServer()
     server.start(ProcessSpec("a", "tests.runtime.processes.child:sleep", "300", os.devnull))
