@@ -150,8 +150,8 @@ def train(ctx: typer.Context, job: JobFile,
         refuse("--schedule says which workers are down and how to run: leave out --failed, --backward and --optimizer")
     if loaded is not None and (backward or optimizer):
         refuse("--table says how to run: leave out --backward and --optimizer")
-    resume_from = None if resume is None else _find_checkpoint(resume, folder)
     goes_on = left_behind(folder) is not None  # of a node 0 that has died: its workers may live
+    resume_from = None if resume is None else _find_checkpoint(resume, folder, needed=not goes_on)
     if resume_from is not None and not goes_on and _nothing_left(folder, resume_from, config.training.iterations, json):
         return
     require_choice("--layers", layers, LAYERS)
@@ -282,13 +282,13 @@ def _refusals(goes_on: Callable[[], str] = str) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _find_checkpoint(resume: Path, folder: Path) -> Checkpoint | None:
+def _find_checkpoint(resume: Path, folder: Path, *, needed: bool) -> Checkpoint | None:
     """Where to go on from; None where a run goes on in its own folder, which is empty: schedulers repeat commands."""
     if resume.resolve() == folder.resolve() and not results(folder):
         err.print(f"{folder}: nothing is there to go on from; starts with iteration 0", style="yellow", markup=False,
                   highlight=False, soft_wrap=True)
         return None
-    return find_checkpoint(resume)
+    return find_checkpoint(resume, needed=needed)
 
 
 def _require_free(folder: Path, resume: Checkpoint | None, config: RunConfig, force: bool) -> None:

@@ -27,6 +27,9 @@ Text = Annotated[str, Meta(min_length=1, max_length=4096, description="a text of
 
 Reference = Annotated[str, Meta(pattern=r"^[\w.]+:[\w.]+$", max_length=4096, description=(
     "the name of a function, as 'module:function'"))]
+Recompute = Annotated[Literal["none", "full"] | tuple[Annotated[int, Meta(ge=0, le=2**20)], ...], Meta(
+    description="'none', 'full', or a list of layers' numbers")]
+Options = Annotated[dict[str, Any], Meta(description="a table")]
 
 MANY = 16
 """Keys that are not listed in a line."""
@@ -59,6 +62,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Width of the MLP's hidden layer, in multiples of `width`."""
     dropout: Fraction = 0.0
     """Probability with which an activation is dropped."""
+    hugging_face: Text | None = None
+    """A decoder model of transformers instead: a folder with its config.json and its weights, or a config.json alone,
+    for random weights. Of the other keys only `context` and `options` count; the latter replace keys of its config."""
+    options: Options = msgspec.field(default_factory=dict)
+    """The free table `[model.options]`: whatever a model of the user's own wants to be told."""
+
+    def __hash__(self) -> int:
+        return hash(msgspec.json.encode(self))
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -161,16 +172,19 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Path of a file of tokens to evaluate on, read as `tokens` is, but in order."""
     validation_data: Reference | None = None
     """Data of the user's own to evaluate on, as `data`."""
-    options: dict[str, Any] = {}
-    """`[training.options]`: a table for data and optimizers of the user's own, of whatever keys they want."""
     peak_flops: Annotated[float, Meta(gt=0, le=1e18, description="a number above 0, at most 1e18")] | None = None
     """Operations per second that a worker's device does at its best in this `dtype`, by its data sheet: what MFU is a
     share of. Default: known for some GPUs with "bf16", else there is no MFU."""
+    recompute: Recompute = "none"
+    """Layers whose activations are not kept but computed again before their backward: "none", "full" (all), or a list
+    of layers' numbers. It takes less memory, and another forward."""
     threads: Annotated[int, Meta(ge=1, le=1024, description="a whole number from 1 to 1024")] = 1
     """CPU threads a worker computes with."""
+    options: Options = msgspec.field(default_factory=dict)
+    """The free table `[training.options]`: whatever data or an optimizer of the user's own want to be told."""
 
     def __hash__(self) -> int:
-        return hash(msgspec.json.encode(self))  # a table has no hash of its own
+        return hash(msgspec.json.encode(self))
 
     def __post_init__(self) -> None:
         schedule, end = self.learning_rate_schedule, self.schedule_iterations or self.iterations
@@ -235,6 +249,10 @@ def parse_run_config(model: Mapping[str, object], training: Mapping[str, object]
     `overrides` replace keys of `[training]`, as command line options do; those that are None are ignored. Raises
     ConfigError naming the key, its value and what was expected.
     """
+    beside = {"hugging_face", "context", "options"}
+    if "hugging_face" in model and model.keys() - beside:
+        raise ConfigError(f"model.{min(model.keys() - beside)} is given beside model.hugging_face, whose config says "
+                          "what the model is; [model.options] can change keys of that")
     given = {key: value for key, value in overrides.items() if value is not None}
     return RunConfig(model=_table("model", model, ModelConfig),
                      training=_table("training", {**training, **given}, TrainingConfig))
@@ -284,8 +302,6 @@ def _expected(kind: Any) -> str:
         return str(meta.description)
     if kind is bool:
         return "true or false"
-    if kind == dict[str, Any]:
-        return "a table"
     if kind == tuple[ParameterGroup, ...]:
         return "a list of tables, [[training.parameter_groups]]"
     options = get_args(kind)

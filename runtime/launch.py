@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
@@ -33,16 +34,19 @@ from runtime.coordinator.slow_workers import SpeedEvent
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
 from runtime.device import choose_device, gpu_count
 from runtime.errors import RunError as RunError
+from runtime.errors import first_line
 from runtime.events import LOSSES, Started
 from runtime.model.checkpoint import Checkpoint, identity_of, open_checkpoint
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import load_corpus, load_validation
 from runtime.model.digest import combined_digest
 from runtime.model.flops import counted
+from runtime.model.forms import forms
 from runtime.model.holding import state_bytes
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
 from runtime.model.parameter_groups import require_matches
-from runtime.model.slices import forms
+from runtime.model.parameters import load_layer
+from runtime.model.tensor_codec import TensorError
 from runtime.processes.fork_server import AdoptedForkServer, ForkServer, adopt
 from runtime.processes.launchers import ALONE, GpuShare, LocalProcess, gpu_share
 from runtime.processes.process_manager import NodeProcesses, ProcessManager, Return
@@ -67,6 +71,9 @@ from schedules import codec
 from schedules.check import check
 from schedules.measured_trace import MeasuredTrace, write_measured_trace
 from schedules.schedule import Schedule, Worker
+
+HUGGING_FACE = "hugging-face"
+"""The folder of a run for its model as transformers reads it, where it is one of transformers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +286,22 @@ class _Launch:
                 raise RunStopped(number, f"interrupted by {number.name}" + (
                     f", and not ended within {options.grace_seconds:g} s" if events.out_of_time else ""))
             write_measured_trace(log.trace(), out / "trace.json")
+            if config.model.hugging_face is not None:
+                self._export()
         return _result(self.schedule, first, log, events, out)
+
+    def _export(self) -> None:
+        """Write the model as transformers reads it. Where that fails, the layers' own files are there."""
+        from runtime.model.hugging_face.configuration import folder_of, read_config
+        from runtime.model.hugging_face.export import export
+
+        model = self.config.model
+        assert model.hugging_face is not None
+        try:
+            export(read_config(model), partial(load_layer, self.out), self.out / HUGGING_FACE,
+                   folder_of(model.hugging_face))
+        except (ConfigError, TensorError, OSError) as error:
+            self.options.notify(f"{self.out / HUGGING_FACE} cannot be written: {first_line(error)}")
 
     def _adopt(self, stack: ExitStack, behind: LeftBehind | None) -> AdoptedForkServer | None:
         """The workers of this machine that live. Raises NobodyLeftError where no others may."""

@@ -52,15 +52,17 @@ def look_up(table: Table | None, down: tuple[Worker, ...], *, settled: bool = Fa
     return None if found is None else found.schedule
 
 
-def find_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in a folder, or the newest of several. Exits 2 where there is none."""
+def find_checkpoint(folder: Path, *, needed: bool) -> Checkpoint | None:
+    """The checkpoint in a folder, or the newest of several. Where one is needed, exits 2 where there is none."""
     try:
         if is_there(folder / MANIFEST):
             return open_checkpoint(folder)
         found = latest(folder / "checkpoints") or latest(folder)
     except CheckpointError as error:
-        refuse(error)
-    return found or refuse(f"--resume {folder}: no checkpoint is there, nor in its folder checkpoints")
+        return refuse(error) if needed else None
+    if found is None and needed:
+        refuse(f"--resume {folder}: no checkpoint is there, nor in its folder checkpoints")
+    return found
 
 
 def slowdowns(texts: list[str] | None, job: Job) -> tuple[Slowdown, ...]:

@@ -204,11 +204,11 @@ class Coordinator:
             self._orders.end()
 
     def leaving(self, worker: Worker) -> None:
-        """A worker was told to end by somebody else. The others go on without it from the next iteration; where they
-        cannot, the run ends there, with a checkpoint. Raises RunError.
+        """A worker was told to end by somebody else. The others go on without it from the next iteration; where nobody
+        would be left, the run ends there, with a checkpoint. Raises RunError.
         """
         state = self._state
-        if state.phase == "training" and worker in state.members:
+        if state.phase in ("training", "finishing") and worker in state.members:
             state.leaving.add(worker)
             self.advance()
         elif state.phase in ("rejoining", "gathering", "training"):
@@ -243,7 +243,7 @@ class Coordinator:
         if report.order == self.number and report.worker in self._state.members:
             self._log.finished(report)
             self._state.finished.add(report.worker)
-            if self._state.finished == self._state.members:
+            if self._state.finished == self._state.members and not self._next_order.saved_for_leaving():
                 self._orders.leave()
 
     def can_read(self, report: Checkpoints) -> None:

@@ -70,30 +70,51 @@ class NextOrder:
         moves = () if untouched or fetched else plan_moves(context.placement.held_by(schedule), context.state.holds)
         self._orders.train(schedule, moves, join)
 
-    def _release(self, untouched: bool) -> bool:
-        """Let members go that are to end. Where the others cannot go on without them, end the run instead.
+    def saved_for_leaving(self) -> bool:
+        """The last order was to save layers that would be lost with members that are to end: let these go.
 
-        Whether that is decided: the schedule without them may have to be planned first.
+        The others go back to what was saved. Whether it was that; else the run is over.
+        """
+        context, state = self._context, self._context.state
+        if not state.leaving or state.stopping or context.log.next_iteration >= context.iterations.stop:
+            return False
+        state.phase, state.ended, state.paused = "training", True, set(state.members)
+        self._let_go()
+        return True
+
+    def _release(self, untouched: bool) -> bool:
+        """Let members go that are to end. Where nobody would be left, end the run instead.
+
+        Whether that is done: a schedule without them may have to be planned first, or layers to be saved that only they
+        hold.
         """
         context, state = self._context, self._context.state
         staying = state.members - state.leaving
         holds = {worker: layers for worker, layers in state.holds.items() if worker in staying}
+        if state.stopping or not (state.everyone | context.slow.left_out) - state.leaving:
+            state.stopping = True
+            return True
+        if not untouched and layers_without_holder(holds, context.placement.layers):
+            self._orders.finish()
+            return False
         try:
-            if state.stopping or not staying or (
-                    not untouched and layers_without_holder(holds, context.placement.layers)):
-                state.stopping = True
-                return True
             if self._schedule_of(staying, untouched) is None:
                 return False
         except (NoScheduleError, RunError):
             state.stopping = True
             return True
+        self._let_go()
+        return True
+
+    def _let_go(self) -> None:
+        context, state = self._context, self._context.state
         for worker in sorted(state.leaving):
-            self.enter_loss(worker, f"worker {worker} has left, as it was told to", time.monotonic())
+            reason = f"worker {worker} has left, as it was told to"
+            context.lost.add(worker, reason, state.holds.get(worker, ()))
+            self.enter_loss(worker, reason, time.monotonic())
             state.forget(worker)
             context.joins.lost(worker)
             context.send(worker, Leave())
-        return True
 
     def _for_speeds(self) -> Schedule | None:
         """The schedule that was decided on for the members' speeds, if they are still the same."""

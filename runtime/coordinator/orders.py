@@ -53,12 +53,13 @@ class Orders:
             self._context.tell(state.members, EndOrder(state.number))
 
     def finish(self) -> None:
-        """All iterations are committed, or the run is to end here; the first holder of each layer writes it."""
+        """All iterations are committed, or all or some are to end here; the first holder of each layer writes it."""
         context, state = self._context, self._context.state
         writers = {layer: worker for worker, layers in sorted(state.holds.items(), reverse=True)
                    for layer in sorted(layers)}
         state.phase, state.outdated = "finishing", False
-        context.slow.over(context.log.next_iteration)
+        if not state.leaving:
+            context.slow.over(context.log.next_iteration)
         state.finished.clear()
         state.number += 1
         context.log.begin(state.number, state.members)

@@ -3,6 +3,11 @@
     layers            a model as a list of layers
     gpt               the GPT that comes with the package
     object_reference  a user's own model, data or optimizer, named in the job file
+    passed            what passes from layer to layer: a tensor, or a tuple of tensors
+    calling           what a layer is given, and what it may add to the loss
+    forms             the shapes of what passes, found once; whether a model keeps its contract
+    sharing           parameters that several layers share
+    hugging_face      decoder models of transformers, by name
     slices            the slices that a worker runs, and their micro-batches in flight
     split             the backward in two: I and W
     holding           the layers that a worker holds, their gradients, their optimizer

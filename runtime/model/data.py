@@ -15,8 +15,11 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from runtime.config import ConfigError, RunConfig, TrainingConfig
+from runtime.errors import first_line
+from runtime.model.hugging_face.configuration import vocabulary_of
 from runtime.model.microbatch import Microbatch as Microbatch
 from runtime.model.object_reference import load_reference
+from runtime.model.passed import TensorForm, TupleForm, form_of
 from runtime.model.seeds import derive_seed
 from runtime.model.token_data import TokenData
 from runtime.model.token_file import map_tokens
@@ -57,8 +60,11 @@ class Data(Protocol):
     def digest(self) -> str:
         """A text that differs where the data do: workers that train together must agree on it."""
 
-    def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, Tensor]:
-        """What layer 0 takes and what the loss compares with, on the CPU; all micro-batches have the same shapes."""
+    def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:
+        """What layer 0 takes, what the loss compares with, and what else layers may read, on the CPU.
+
+        All micro-batches have the same shapes. A named tuple lets layers read by name.
+        """
 
 
 def load_corpus(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data:
@@ -67,8 +73,7 @@ def load_corpus(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data:
     Raises ConfigError when the text cannot be read or is shorter than a sequence, or the user's function not imported.
     """
     if config.training.data is not None:
-        data: Data = load_reference("training.data", config.training.data)(config)
-        return data
+        return _own(config, config.training.data)
     if config.training.tokens is not None or config.training.tokenizer is not None:
         return _tokens(config, microbatches)
     path = config.training.text
@@ -101,7 +106,7 @@ def is_evaluated(training: TrainingConfig, iteration: int) -> bool:
 
 
 def _tokens(config: RunConfig, microbatches: Sequence[int]) -> TokenData:
-    training, vocabulary = config.training, config.model.vocabulary
+    training, vocabulary = config.training, vocabulary_of(config.model)
     if training.tokens is not None:
         source = f"training.tokens is {training.tokens!r}"
         tokens = map_tokens("training.tokens", Path(training.tokens), training.token_dtype)
@@ -113,13 +118,36 @@ def _tokens(config: RunConfig, microbatches: Sequence[int]) -> TokenData:
                      seed=training.seed, shuffle=training.shuffle)
 
 
-def input_form(config: RunConfig) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype of what layer 0 takes."""
+def _own(config: RunConfig, name: str) -> Data:
+    """Data of the user's own. Raises ConfigError unless they are what `Data` says."""
+    make = load_reference("training.data", name)
+    try:
+        data: Data = make(config)
+        digest: object = data.digest
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        raise ConfigError(f"training.data is {name!r}, which fails: {type(error).__name__}: {first_line(error)}"
+                          ) from error
+    if not isinstance(digest, str):
+        raise ConfigError(f"training.data is {name!r}: its digest is a {type(digest).__name__}; expected a text")
+    return data
+
+
+def batch_form(config: RunConfig) -> TupleForm:
+    """The forms of what data give for a micro-batch. Raises ConfigError where that is no tuple of tensors."""
     training, context = config.training, config.model.context
     if training.data is None:
-        return (training.batch, context), torch.int64
-    tokens, _ = load_corpus(config).batch(Microbatch(0, 0, 0), training.batch, context)
-    return tuple(tokens.shape), tokens.dtype
+        return TupleForm((TensorForm((training.batch, context), torch.int64),) * 2)
+    given = load_corpus(config).batch(Microbatch(0, 0, 0), training.batch, context)
+    if not isinstance(given, tuple) or len(given) < 2 or not all(isinstance(one, Tensor) for one in given):
+        kinds = f" of {[type(one).__name__ for one in given]}" if isinstance(given, tuple | list) else ""
+        raise ConfigError(f"training.data is {training.data!r}: its batch is a {type(given).__name__}{kinds}; expected "
+                          "a tuple of tensors: what layer 0 takes, what the loss compares with, what layers read "
+                          "besides")
+    form = form_of(given)
+    assert isinstance(form, TupleForm)
+    return form
 
 
 def _file(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

@@ -16,6 +16,7 @@ from runtime.config import ConfigError, TrainingConfig
 from runtime.model.learning_rate import is_scheduled, scale
 from runtime.model.object_reference import is_reference, load_reference
 from runtime.model.parameter_groups import Groups, grouped
+from runtime.model.sharing import NOTHING_SHARED, Sharing
 from runtime.torch_private import copy_all
 
 Factory = Callable[[Groups, TrainingConfig], torch.optim.Optimizer]
@@ -36,9 +37,10 @@ OPTIMIZERS: dict[str, Factory] = {"adamw": _adamw, "sgd": _sgd}
 element of a parameter from that element's gradient and state alone, and remember only tensors, in its `state`."""
 
 
-def build_optimizer(layers: Mapping[int, nn.Module], config: TrainingConfig) -> "UndoableOptimizer":
+def build_optimizer(layers: Mapping[int, nn.Module], config: TrainingConfig,
+                    sharing: Sharing = NOTHING_SHARED) -> "UndoableOptimizer":
     """The configured optimizer over these layers. Raises ConfigError when there is none of that name."""
-    return UndoableOptimizer(layers, config)
+    return UndoableOptimizer(layers, config, sharing)
 
 
 def optimizer_factory(name: str) -> Factory:
@@ -61,13 +63,15 @@ class UndoableOptimizer:
     state are bit for bit those after iteration c.
     """
 
-    def __init__(self, layers: Mapping[int, nn.Module], config: TrainingConfig) -> None:
+    def __init__(self, layers: Mapping[int, nn.Module], config: TrainingConfig,
+                 sharing: Sharing = NOTHING_SHARED) -> None:
         self._layers = layers
+        self._sharing = sharing
         self._trained = {layer: {name: parameter for name, parameter in module.named_parameters()
                                  if parameter.requires_grad} for layer, module in layers.items()}
         self._config = config
         self._optimizer = optimizer_factory(config.optimizer)(grouped(
-            {f"{layer}.{name}": parameter for layer, trained in self._trained.items()
+            {str(sharing.first(layer, name)): parameter for layer, trained in self._trained.items()
              for name, parameter in trained.items()}, config), config)
         self._rates = self._scheduled_rates()
         self._state: Any = self._optimizer.state
@@ -79,9 +83,13 @@ class UndoableOptimizer:
         """The iteration whose step can be undone."""
 
     def squares(self) -> dict[int, float]:
-        """The sum of squares of each layer's gradients, computed in float64, whoever holds the layer."""
-        layers = [(layer, [parameter.grad.double().square().sum() for parameter in trained.values()
-                           if parameter.grad is not None]) for layer, trained in self._trained.items()]
+        """The sum of squares of each layer's gradients, computed in float64, whoever holds the layer.
+
+        What several layers share counts as the first one's.
+        """
+        layers = [(layer, [parameter.grad.double().square().sum() for name, parameter in trained.items()
+                           if parameter.grad is not None and self._sharing.first(layer, name) == (layer, name)])
+                  for layer, trained in self._trained.items()]
         sums = [one for _, parts in layers for one in parts]
         values = iter(torch.stack(sums).tolist() if sums else ())
         return {layer: sum(next(values) for _ in parts) for layer, parts in layers}
@@ -201,7 +209,8 @@ class UndoableOptimizer:
         return [(group, group["lr"]) for group in groups]
 
     def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for trained in self._trained.values() for parameter in trained.values()]
+        """Each once."""
+        return list(dict.fromkeys(parameter for trained in self._trained.values() for parameter in trained.values()))
 
     def _device_of(self, slot: str, parameter: nn.Parameter) -> torch.device:
         """Where torch.optim keeps a slot: counters of steps on the CPU, unless they are part of one fused kernel."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from runtime.config import ConfigError, ParameterGroup, TrainingConfig
 from runtime.model.layers import LayeredModel
+from runtime.model.sharing import sharing_of
 
 Groups = list[dict[str, Any]]
 """Parameter groups as torch.optim takes them."""
@@ -48,10 +49,13 @@ def require_matches(model: LayeredModel, config: TrainingConfig) -> None:
 
 
 def _names(model: LayeredModel) -> Iterable[str]:
+    """Of all parameters; what layers share has the first of its names."""
+    sharing = sharing_of(model)
     for layer in range(model.layers):
         with torch.device("meta"):
             module = model.build(layer)
-        yield from (f"{layer}.{name}" for name, parameter in module.named_parameters() if parameter.requires_grad)
+        yield from (str(sharing.first(layer, name)) for name, parameter in module.named_parameters()
+                    if parameter.requires_grad)
 
 
 def _group_of(name: str, groups: Iterable[ParameterGroup]) -> int:

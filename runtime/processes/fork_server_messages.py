@@ -21,6 +21,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, tag=True):
     """Where the process's standard output and error go."""
     append: bool = False
     """Whether what the log holds already stays."""
+    imports: tuple[str, ...] = ()
+    """Modules of this program that take long to import: the server does so once for all."""
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True):

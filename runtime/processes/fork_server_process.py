@@ -5,6 +5,7 @@
 
 import contextlib
 import gc
+import importlib
 import os
 import selectors
 import signal
@@ -141,6 +142,9 @@ class _Server:
                 os.kill(pid, signal.SIGKILL)
 
     def _fork(self, spec: ProcessSpec) -> None:
+        for module in spec.imports:
+            with contextlib.suppress(ImportError):  # which the process will say
+                importlib.import_module(module)
         ours, theirs = os.pipe()
         parent = os.getpid()
         pid = os.fork()

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
-from torch import Tensor
-
+from runtime.model.calling import Batch
 from runtime.model.data import Microbatch
+from runtime.model.passed import Value
 from runtime.model.slices import SliceRunner, Slices
 from runtime.model.steps import Steps
 from runtime.replay.communication import Communicator
@@ -18,8 +18,8 @@ from schedules.schedule import Op, OpKind, Schedule
 class Feed(Protocol):
     """Where micro-batches come from."""
 
-    def __call__(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """Tokens and targets, each [B, T], on the device that computes."""
+    def __call__(self, microbatch: Microbatch) -> Batch:
+        """Tokens and targets, each [B, T], and what else belongs to the micro-batch, on the device that computes."""
 
 
 class BeforeOp(Protocol):
@@ -69,7 +69,7 @@ class Executor:
         self._loss = 0.0
 
     def run(self, iteration: int) -> float:
-        """Run one iteration: this worker's part of the mean loss (0 where it runs no last layer).
+        """Run one iteration: this worker's part of the mean loss (0 where none of its layers adds to it).
 
         Raises CommunicationError, and whatever `before_op` raises.
         """
@@ -119,10 +119,12 @@ class Executor:
         runner, microbatch = self._runner(step), self._microbatch(step.op)
         value = None if step.takes is None else self._exchange.take(self._round, step.takes)
         with self._recorder.timing(step.op):
-            tokens, target = self._feed(microbatch) if runner.first or runner.last else (None, None)
-            value = tokens if value is None else value
-            assert value is not None
-            output = runner.forward(microbatch, value, target if runner.last else None, split=self._split)
+            batch = self._feed(microbatch) if runner.reads_batch else None
+            if value is None:
+                assert batch is not None
+                value = batch[0]
+            target = batch[1] if batch is not None and runner.last else None
+            output = runner.forward(microbatch, value, target, batch, split=self._split)
         if not self._trains:
             runner.forget(microbatch)
         self._give(step, output)
@@ -147,8 +149,11 @@ class Executor:
             self._communicator.sum_over_sharers(self._slices.layers[slice], self._slices.gradients(slice))
 
     def _optimize(self, step: _Step) -> None:
+        """What layers share is summed first: all that hold a copy are at their O, with nothing left to give before."""
         self._loss = self._slices.take_loss()
         with self._recorder.timing(step.op):
+            for name, gradients in self._slices.shared_gradients().items():
+                self._communicator.sum_over_sharers(name, gradients)
             self._steps.step(self._iteration, self._loss)
 
     def _runner(self, step: _Step) -> SliceRunner:
@@ -159,10 +164,10 @@ class Executor:
         assert op.pipeline is not None and op.microbatch is not None
         return Microbatch(self._iteration, op.pipeline, op.microbatch)
 
-    def _give(self, step: _Step, tensor: Tensor | None) -> None:
+    def _give(self, step: _Step, value: Value | None) -> None:
         if step.gives is not None:
-            assert tensor is not None
-            self._exchange.give(self._round, step.gives, tensor)
+            assert value is not None
+            self._exchange.give(self._round, step.gives, value)
 
     @property
     def _round(self) -> int:

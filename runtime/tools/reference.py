@@ -11,11 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from runtime.config import RunConfig
+from runtime.model.calling import LayerCall, adding_losses, loss_call, on_device
 from runtime.model.clipping import clip_factor
 from runtime.model.data import Data, Microbatch, is_evaluated, load_corpus, load_validation
 from runtime.model.digest import parameter_digest
 from runtime.model.layers import LayeredModel, autocast, layer_randomness, model_for, parameter_dtype
 from runtime.model.optimizer import build_optimizer
+from runtime.model.passed import Value
+from runtime.model.sharing import sharing_of
 
 CPU = torch.device("cpu")
 
@@ -44,7 +47,9 @@ def reference_run(config: RunConfig, microbatches: Sequence[int], iterations: in
     model = model_for(config.model, training.seed, parameter_dtype(training.dtype), device)
     corpus = load_corpus(config, microbatches)
     layers = nn.ModuleList(model.build(layer).to(device) for layer in range(model.layers))
-    optimizer = build_optimizer(dict(enumerate(layers)), training)
+    sharing = sharing_of(model)
+    sharing.tie(dict(enumerate(layers)))
+    optimizer = build_optimizer(dict(enumerate(layers)), training, sharing)
     validation = load_validation(config, microbatches)
     losses, evaluations = [], {}
     for iteration in range(iterations):
@@ -75,10 +80,10 @@ def reference_run(config: RunConfig, microbatches: Sequence[int], iterations: in
 def _loss(config: RunConfig, model: LayeredModel, layers: nn.ModuleList, corpus: Data,
           microbatch: Microbatch) -> Tensor:
     training = config.training
-    value, target = (tokens.to(model.device)
-                     for tokens in corpus.batch(microbatch, training.batch, config.model.context))
-    with autocast(training.dtype, model.device):
+    batch = on_device(corpus.batch(microbatch, training.batch, config.model.context), model.device)
+    value: Value = batch[0]
+    with autocast(training.dtype, model.device), adding_losses() as added:
         for index, layer in enumerate(layers):
             with layer_randomness(training.seed, *microbatch, index, model.device):
-                value = layer(value)
-        return model.loss(value, target)
+                value = LayerCall(layer)(value, batch)
+        return sum(added, loss_call(model.loss)(value, batch[1], batch))

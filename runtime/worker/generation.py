@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from runtime.config import RunConfig
+from runtime.model.calling import Batch, on_device
 from runtime.model.checkpoint import CheckpointError
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import Data, Microbatch, is_evaluated
 from runtime.model.layers import LayeredModel
-from runtime.model.slices import Slices, TensorForm
+from runtime.model.passed import Form
+from runtime.model.sharing import sharing_of
+from runtime.model.slices import Slices
 from runtime.model.steps import Steps
 from runtime.protocol.coordinator_link import CoordinatorLink
 from runtime.protocol.failure_injection import Injector
@@ -73,7 +75,7 @@ class WorkerContext:
     placement: Placement
     corpus: Data
     validation: Data | None
-    forms: Sequence[TensorForm]
+    forms: Sequence[Form]
     """Of what passes at each of the placement's cuts."""
     layer_store: LayerStore
     injector: Injector
@@ -254,7 +256,7 @@ class Generation:
         members = sorted(seat.worker for seat in self._schedule.seats)
         return Communicator(
             Membership(order.number, {worker: rank for rank, worker in enumerate(members)}, self._worker),
-            context.placement.reduced(self._schedule, self._worker),
+            context.placement.sharers(self._schedule, self._worker, sharing_of(context.model)),
             transport=context.setup.transport, device=context.device, store=context.store,
             sums=watches_gradients(context.config.training), require=self._connections.require)
 
@@ -414,10 +416,9 @@ class Generation:
         assert self._validated is not None
         self._context.channel.send(Validated(self.number, self._validated))
 
-    def _read(self, data: Data, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+    def _read(self, data: Data, microbatch: Microbatch) -> Batch:
         config, device = self._context.config, self._context.device
-        tokens, targets = data.batch(microbatch, config.training.batch, config.model.context)
-        return tokens.to(device), targets.to(device)
+        return on_device(data.batch(microbatch, config.training.batch, config.model.context), device)
 
 
 def finite(number: float) -> float | None:

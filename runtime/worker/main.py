@@ -24,6 +24,7 @@ from runtime.model.digest import tensor_digest
 from runtime.model.holding import Holding, build_holding
 from runtime.model.layers import model_for, parameter_dtype
 from runtime.model.parameters import save_layer
+from runtime.model.sharing import sharing_of
 from runtime.model.slices import SliceRunner
 from runtime.model.token_data import BadTokenError
 from runtime.processes.worker_start import WorkerSpec
@@ -136,7 +137,8 @@ class _Worker:
         torch.set_num_threads(training.threads)
         model = model_for(config.model, training.seed, parameter_dtype(training.dtype), device)
         self._model = model
-        self._checkpoints = CheckpointReader(setup.first_iteration, spec.settings, model.layers)
+        self._sharing = sharing = sharing_of(model)
+        self._checkpoints = CheckpointReader(setup.first_iteration, spec.settings, model.layers, sharing)
         self._layer_store = LayerStore(self._build, self._checkpoints.load)
         injector = Injector(setup.injections,
                             lambda index: channel.send(Injected(spec.worker, index, time.monotonic())))
@@ -145,7 +147,7 @@ class _Worker:
             device=device, model=model, placement=Placement(setup.cuts), corpus=load_corpus(config, setup.microbatches),
             validation=load_validation(config, setup.microbatches),
             forms=[spec.form() for spec in setup.forms], layer_store=self._layer_store, injector=injector,
-            checkpointer=Checkpointer(setup, spec.settings, model.layers, spec.worker, channel.send),
+            checkpointer=Checkpointer(setup, spec.settings, model.layers, spec.worker, channel.send, sharing),
             layer_receiver=LayerReceiver(self._layer_store.fresh, device, spec.settings.secret,
                                          _FetchReports(spec.worker, channel, injector)),
             layer_sender=LayerSender(address_towards(spec.coordinator), spec.settings.secret,
@@ -370,7 +372,10 @@ class _Worker:
             holding = self._layer_store.holding
             for layer, worker in order.writers:
                 if worker == self._worker and order.parameters:
-                    save_layer(Path(self._spec.settings.out), layer, holding.modules[layer].state_dict())
+                    copies = self._sharing.copies(layer)
+                    save_layer(Path(self._spec.settings.out), layer, {
+                        name: tensor for name, tensor in holding.modules[layer].state_dict().items()
+                        if name not in copies})
             self._context.checkpointer.save_last(order, self._layer_store)
             digests = {name: tensor_digest(name, parameter) for name, parameter in holding.parameters().items()}
             self._channel.send(Finished(self._worker, order.number, digests))

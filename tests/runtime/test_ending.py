@@ -18,7 +18,7 @@ from runtime.protocol.rendezvous import Rendezvous
 from tests.runtime.failing import JOB, TIMEOUT_SECONDS, dead, planned
 from tests.runtime.running import assert_same_numbers, free_port, judge, log_of, schedule_for, tiny
 from tests.runtime.speaking import SECRET, own_job
-from tests.runtime.test_going_back import saved
+from tests.runtime.test_going_back import on_the_spot, saved
 
 ENDLESS = 100_000
 CONFIG = tiny(iterations=30)
@@ -156,9 +156,11 @@ def test_a_layer_that_is_lost_while_the_run_ends_leaves_the_newest_checkpoint_to
     assert_goes_on(tmp_path, fork_server, lost=2)
 
 
-def trained(out: Path, fork_server: ForkServer, progress, options: RunOptions = ONE_NODE) -> RunResult:
+def trained(out: Path, fork_server: ForkServer, progress, options: RunOptions = ONE_NODE,
+            every: int | None = 0) -> RunResult:
     result = run(schedule_for(JOB), CONFIG, out=out, fork_server=fork_server, progress=progress, options=options,
-                 resilience=Resilience(scheduler=planned(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS))
+                 resilience=Resilience(scheduler=on_the_spot(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS,
+                                       checkpoint_every=every))
     assert_same_numbers(result, judge(CONFIG, JOB.microbatches, 30))
     return result
 
@@ -185,15 +187,18 @@ def test_all_workers_told_to_end_end_the_run_with_a_checkpoint(fork_server, tmp_
     assert_goes_on(tmp_path, fork_server)
 
 
-def test_a_worker_without_whom_layers_would_be_lost_ends_the_run_with_a_checkpoint(fork_server, tmp_path):
+def test_a_worker_without_whom_layers_would_be_lost_saves_them_first_and_the_others_go_on_from_there(
+        fork_server, tmp_path):
     def tell(iteration, _):
         if iteration == 5:
             os.kill(fork_server.pids["1.0"], signal.SIGKILL)
         elif iteration == 8:
             os.kill(fork_server.pids["0.0"], signal.SIGTERM)
 
-    stopped(tmp_path, fork_server, tell)
-    assert_goes_on(tmp_path, fork_server)
+    result = trained(tmp_path, fork_server, tell, every=None)
+    assert dead(result) == ["1.0", "0.0"]
+    last = result.recoveries[-1]
+    assert last.live == 2 and last.went_back_to in range(9, 14) and last.repeated == 0
 
 
 def test_a_node_whose_workers_leave(fork_server, other_fork_server, tmp_path):

@@ -8,11 +8,12 @@ from runtime.launch import Resilience, RunOptions, run
 from runtime.processes.process_manager import Return
 from schedules.schedule import Worker
 from tests.runtime.failing import Planning, at, dead, planned, returned
+from tests.runtime.pacing import UntilBack, slowly_until
 from tests.runtime.running import assert_same_evaluations, assert_same_numbers, judge
 from tests.runtime.test_routes import LINEAR, eight_layers
 
 CONFIG, SHORT = (eight_layers(iterations=number, clip_norm=1.6, evaluate_every=10, validation_text=__file__)
-                 for number in (250, 40))
+                 for number in (100, 20))
 
 
 def train(injections, fork_server, out, *, returns=(), mtbf=None, rate=None, config=CONFIG):
@@ -21,8 +22,11 @@ def train(injections, fork_server, out, *, returns=(), mtbf=None, rate=None, con
     given = Resilience(scheduler=scheduler, heartbeat_timeout_seconds=10.0, injections=tuple(injections),
                        returns=tuple(returns), fetch_bytes_per_second=rate,
                        rebalancer=planning, settling=Settling(mtbf_seconds=mtbf))
-    result = run(scheduler(()), config, out=out, fork_server=fork_server, options=RunOptions(observe=events.append),
-                 resilience=given)
+    back = UntilBack(returns)
+    settled = slowly_until(lambda: phases(events)[-1] != "at once")
+    result = run(scheduler(()), config, out=out, fork_server=fork_server, resilience=given,
+                 options=RunOptions(observe=events.append, notify=back.notify),
+                 progress=lambda iteration, loss: (settled(iteration, loss), back.progress(iteration, loss)))
     reference = judge(config, LINEAR.microbatches, config.training.iterations)
     assert_same_numbers(result, reference)
     assert_same_evaluations(out, reference)
@@ -61,7 +65,7 @@ def test_another_dies_while_layers_move(worker, fork_server, tmp_path):
 
 def test_one_dies_after_layers_have_moved_and_both_come_back(fork_server, tmp_path):
     """The first answer leaves layers where they are then; those that come back take theirs from whoever has them."""
-    kills, back = [at("1.2", 2), at("1.0", 120)], [Return(Worker(1, 0), 180), Return(Worker(1, 2), 181)]
+    kills, back = [at("1.2", 2), at("1.0", 50)], [Return(Worker(1, 0), 60), Return(Worker(1, 2), 61)]
     result, events, _ = train(kills, fork_server, tmp_path, returns=back)
     assert dead(result) == ["1.2", "1.0"] and sorted(returned(result)) == ["1.0", "1.2"]
     assert phases(events)[:3] == ["whole", "at once", "settled"] and phases(events)[-1] == "whole"

@@ -19,7 +19,7 @@ import hashlib, os
 from pathlib import Path
 from planner.job.file import parse_job
 from planner.plan import plan_job
-from planner.search.kernel.annealing.loop import drawn
+from planner.search.kernel.annealing.loop import anneal
 from schedules.codec import encode
 from schedules.schedule import Worker
 import numpy as np
@@ -29,7 +29,7 @@ job = parse_job("pipelines = 3\\nstages = 4\\nmicrobatches = 4\\n[time]\\nforwar
 plan = plan_job(job, [Worker(1, 2)], method="greedy", time_limit=60, seed=3, progress=lambda line: print("#", line))
 print(hashlib.sha256(encode(plan.schedule)).hexdigest())
 print("children", Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
-print("random", [int(drawn(np.array([seed], dtype=np.uint64), 1000)) for seed in (1, 2, 3)])
+print("random", [int(anneal(np.array([seed], dtype=np.uint64), 1000)) for seed in (1, 2, 3)])
 """
 LOOP = """
 from planner.search.kernel.annealing.random import below
@@ -37,14 +37,12 @@ from planner.search.kernel.jit import jit
 
 
 @jit
-def anneal(chain, cycle, begin, end):
-    below(chain.random, 1000)
-
-
-@jit
-def drawn(random, bound):
+def anneal(random, bound):
     return below(random, bound)
 """
+CALL = "AnnealingChain(problem, scheduler.solution(), 0, 0).run()"
+CALL_OF_LOOP = """import numpy as np
+    _entry(ENTRIES[-1])(np.zeros(1, dtype=np.uint64), 1000)"""
 
 
 def copy_of_the_installation(folder: Path, *, with_code: bool) -> Path:
@@ -55,9 +53,12 @@ def copy_of_the_installation(folder: Path, *, with_code: bool) -> Path:
 
 
 def small_installation(folder: Path) -> Path:
-    """Without machine code, and without the steps of annealing, which would take half a minute to compile."""
-    copy_of_the_installation(folder, with_code=False)
-    (folder / "planner" / "search" / "kernel" / "annealing" / "loop.py").write_text(LOOP)
+    """Without machine code, and with little to compile: of annealing nothing is left but that it calls another file."""
+    search = copy_of_the_installation(folder, with_code=False) / "planner" / "search"
+    (search / "kernel" / "annealing" / "loop.py").write_text(LOOP)
+    compiles = (search / "compiled.py").read_text()
+    assert CALL in compiles
+    (search / "compiled.py").write_text(compiles.replace(CALL, CALL_OF_LOOP))
     return folder
 
 
@@ -94,7 +95,7 @@ def test_compiled_before_the_first_plan_and_again_when_a_source_differs(tmp_path
     assert len(said(first)) == 1 and said(second) == []
     assert answer(first) == answer(second)  # one seed, one plan: before and after
     assert "children []" in first
-    # `drawn`, which prints, is in another file: numba would take what it has kept of that.
+    # `anneal` is in another file: numba would take what it has kept of that.
     source = tmp_path / "planner" / "search" / "kernel" / "annealing" / "random.py"
     code = source.read_text()
     source.write_text(code.replace("return np.int64(_bits(random) % np.uint64(bound))", "return bound - 1"))

@@ -29,7 +29,7 @@ from runtime.protocol.to_coordinator import (
     Ready,
     Started,
 )
-from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, ReportCheckpoints, Train
+from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, Leave, ReportCheckpoints, Train
 from runtime.replay.placement import Placement
 from schedules.codec import decode
 from schedules.schedule import Worker
@@ -107,7 +107,10 @@ class Counting:
                 self.said.append(Checkpoints(self.worker, tuple(self.world.checkpoints)))
             case Finish():
                 self.go_back(message.first_iteration - 1)
+                self.world.saving = message.first_iteration
                 self.said.append(Finished(self.worker, message.number, {}))
+            case Leave():
+                self.world.workers.pop(self.worker)
 
     def train(self, order) -> None:
         schedule = decode(bytes(order.schedule))
@@ -159,13 +162,13 @@ class Counting:
 
 
 class World:
-    """One run; `out` holds what a new coordinator can read."""
+    """One run; `out` holds what a new coordinator can read. `deadly` is how often a worker dies."""
 
-    def __init__(self, rng, out) -> None:
-        self.rng, self.out = rng, out
+    def __init__(self, rng, out, deadly) -> None:
+        self.rng, self.out, self.deadly = rng, out, deadly
         self.workers = {worker: Counting(worker, self) for worker in WORKERS}
         self.checkpoints = [0]
-        self.restarts = self.went_back = self.deaths = 0
+        self.restarts = self.went_back = self.deaths = self.told_to_leave = self.saving = 0
         self.taking_over, self.fewest = None, len(WORKERS)
         self.losses = LossFile(out, 0, None)
         self.coordinator, self.log = self.started([])
@@ -208,6 +211,9 @@ class World:
             case Checkpoints():
                 coordinator.can_read(message)
             case Finished():
+                state = coordinator._context.state
+                if message.order == state.number and state.members - state.finished == {worker}:
+                    self.checkpoints.append(self.saving)
                 coordinator.finished(message)
 
     def kill(self, worker) -> None:
@@ -249,8 +255,11 @@ class World:
         if one is None:
             if rng.random() < 0.05:
                 self.workers[worker] = Counting(worker, self)
-        elif rng.random() < 0.004:
+        elif rng.random() < self.deadly:
             self.kill(worker)
+        elif rng.random() < 0.001 and self.taking_over is None:
+            self.told_to_leave += 1
+            self.coordinator.leaving(worker)
         elif one.said and rng.random() < 0.6:
             self.handle(one.said.popleft())
         elif one.inbox:
@@ -268,10 +277,10 @@ class World:
 
 def test_whoever_dies_the_numbers_are_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(join_planning, "PAUSE_SECONDS", 0.0)
-    restarts = back = deaths = ended = 0
+    restarts = back = deaths = ended = told = 0
     fewest = set()
     for seed in range(50):
-        world = World(random.Random(seed), tmp_path / f"{seed}.jsonl")
+        world = World(random.Random(seed), tmp_path / f"{seed}.jsonl", deadly=0.004 if seed % 5 else 0.016)
         try:
             for _ in range(100_000):
                 world.act()
@@ -283,9 +292,15 @@ def test_whoever_dies_the_numbers_are_whole(tmp_path, monkeypatch):
             ended += 1
             assert not world.workers and "no worker is left" in str(error), (seed, error)
             continue
+        fewest.add(world.fewest)
+        if world.coordinator.stopped:
+            ended += 1
+            assert world.told_to_leave, (seed, "it has ended early")
+            continue
         lines = [json.loads(line) for line in world.out.read_text().splitlines()]
         assert [(line["iteration"], line["loss"]) for line in lines] == [(one, one) for one in range(ITERATIONS)], seed
-        fewest.add(world.fewest)
+        told += world.told_to_leave
         restarts, back, deaths = restarts + world.restarts, back + world.went_back, deaths + world.deaths
-    assert restarts > 30 and back > 1 and deaths > 60 and ended < 25, (restarts, back, deaths, ended)
+    assert restarts > 30 and back > 1 and deaths > 60 and told > 20 and ended < 25, (
+        restarts, back, deaths, told, ended)
     assert min(fewest) == 1

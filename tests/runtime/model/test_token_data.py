@@ -104,7 +104,7 @@ def test_megatrons_index_says_the_dtype(dtype: str, code: int, name: str, tmp_pa
     (lambda folder: flat(folder / "a.bin", range(4)), {}, "of 4 tokens; expected at least 5, one more than"),
     (lambda folder: flat(folder / "a.bin", range(9), "u1"), {}, "of 9 bytes; expected a multiple of 2, as tokens"),
     (lambda folder: flat(folder / "a.bin", [1, 2, 3, 1000, 5, 6]), {},
-     "token 3 is 1000; expected 0 to 999, as model.vocabulary is 1000"),
+     "token 3 is 1000; expected 0 to 999, as the model's vocabulary is 1000"),
     (lambda folder: flat(folder / "a.bin", [1, 2, -3, 4, 5, 6], "<i4"), {"token_dtype": "int32"}, "token 2 is -3;"),
     (lambda folder: megatron(folder, range(30), "<u2", 8, [10, 13, 6]), {},
      "data.idx: speaks of 3 sequences of 58 bytes; its .bin has 60 bytes: they do not belong together"),

@@ -78,7 +78,7 @@ def test_sigterm_at_all_agents_ends_the_run_with_a_checkpoint(tmp_path):
         assert newest is not None and newest.iteration == len(losses_in_lines(run.out)), run.said()
 
 
-def _test_with_restarts_torchrun_starts_all_launchers_again_when_node_0_dies(tmp_path):
+def test_with_restarts_torchrun_starts_all_launchers_again_when_node_0_dies(tmp_path):
     """The new node 0 adopts the workers of its machine; the others were ended by torchrun, and come in anew."""
     with agents(tmp_path, job(tmp_path, 2), 2, restarts=1) as run:
         started(run)
