@@ -61,10 +61,10 @@ def _to_hugging_face(source: Path, folder: Path | None, json: bool) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         refuse(f"{folder}: something is there already; name a folder that is new, or empty")
     with importing():
-        from cli.shared.train_inputs import find_checkpoint
+        from cli.shared.train_inputs import checkpoint_or_refuse
         from runtime.config import ConfigError
         from runtime.model.checkpoint import CheckpointError
-    checkpoint = find_checkpoint(source)
+    checkpoint = checkpoint_or_refuse(source)
     try:
         with importing():
             from runtime.model.hugging_face.export import export_checkpoint

@@ -22,7 +22,15 @@ from cli.shared.options import Backward, Failed, JobFile, MethodName, Optimizer,
 from cli.shared.planning import make_plan, plan_options
 from cli.shared.rebalancing import Rebalancing
 from cli.shared.run_progress import RunProgress
-from cli.shared.train_inputs import events, find_checkpoint, look_up, read_table, require_fit, slowdowns
+from cli.shared.train_inputs import (
+    checkpoint_or_refuse,
+    events,
+    find_checkpoint,
+    look_up,
+    read_table,
+    require_fit,
+    slowdowns,
+)
 from planner.job.file import Job
 from planner.options import LAYERS
 from runtime.config import ConfigError, RunConfig, TrainingConfig, parse_run_config
@@ -116,7 +124,7 @@ def train(ctx: typer.Context, job: JobFile,
               "Write the metrics of each iteration there for TensorBoard, too (pip install "
               "'slipstream-train[tensorboard]')."))] = None,
           json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """Train a job's model, one process a live worker, replaying a schedule; workers may die and come back.
+    """Train a job's model, one process per live worker, replaying a schedule; workers may die and come back.
 
     Writes schedule.json, losses.jsonl, metrics.jsonl, events.jsonl, schedules/, trace.json, checkpoints/, parameters/
     and logs/ into --out; `slipstream show --run` makes a page of them.
@@ -288,7 +296,12 @@ def _find_checkpoint(resume: Path, folder: Path, *, needed: bool) -> Checkpoint 
         err.print(f"{folder}: nothing is there to go on from; starts with iteration 0", style="yellow", markup=False,
                   highlight=False, soft_wrap=True)
         return None
-    return find_checkpoint(resume, needed=needed)
+    if needed:
+        return checkpoint_or_refuse(resume, "--resume ")
+    try:
+        return find_checkpoint(resume)
+    except CheckpointError:
+        return None
 
 
 def _require_free(folder: Path, resume: Checkpoint | None, config: RunConfig, force: bool) -> None:

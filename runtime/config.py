@@ -6,6 +6,8 @@ A `RunConfig` travels to worker processes as JSON (`to_json`, `from_json`).
 import difflib
 import re
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
@@ -39,6 +41,12 @@ _MISSING = re.compile(r"missing required field `(\w+)`")
 _Table = TypeVar("_Table", bound=msgspec.Struct)
 
 
+def _require_json(name: str, options: Mapping[str, Any]) -> None:
+    if msgspec.json.decode(msgspec.json.encode(options)) != options:
+        raise ValueError(f"{name} has a date, or a number that is not finite; expected texts, numbers, true, false, "
+                         "lists and tables")
+
+
 class ConfigError(ValueError):
     """A configuration that cannot be used. The message is one line."""
 
@@ -65,13 +73,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     hugging_face: Text | None = None
     """A decoder model of transformers instead: a folder with its config.json and its weights, or a config.json alone,
     for random weights. Of the other keys only `context` and `options` count; the latter replace keys of its config."""
-    options: Options = msgspec.field(default_factory=dict)
+    options: Options = {}
     """The free table `[model.options]`: whatever a model of the user's own wants to be told."""
 
     def __hash__(self) -> int:
         return hash(msgspec.json.encode(self))
 
     def __post_init__(self) -> None:
+        _require_json("model.options", self.options)
         if self.width % self.heads:
             raise ValueError(f"model.width is {self.width}; expected a multiple of model.heads, {self.heads}")
 
@@ -162,6 +171,9 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     data: Reference | None = None
     """Data of the user's own instead of a text: `module:function`, called with the RunConfig and giving a
     `runtime.model.data.Data`."""
+    recompute: Recompute = "none"
+    """Layers whose activations are not kept but computed again before their backward: "none", "full" (all), or a list
+    of layers' numbers. It takes less memory, and another forward."""
     evaluate_every: Some | None = None
     """After every so many iterations, the loss of validation data is computed, with the parameters as they then are."""
     evaluation_iterations: Count = 1
@@ -172,19 +184,16 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Path of a file of tokens to evaluate on, read as `tokens` is, but in order."""
     validation_data: Reference | None = None
     """Data of the user's own to evaluate on, as `data`."""
+    options: Options = {}
+    """`[training.options]`: a table for data and optimizers of the user's own, of whatever keys they want."""
     peak_flops: Annotated[float, Meta(gt=0, le=1e18, description="a number above 0, at most 1e18")] | None = None
     """Operations per second that a worker's device does at its best in this `dtype`, by its data sheet: what MFU is a
     share of. Default: known for some GPUs with "bf16", else there is no MFU."""
-    recompute: Recompute = "none"
-    """Layers whose activations are not kept but computed again before their backward: "none", "full" (all), or a list
-    of layers' numbers. It takes less memory, and another forward."""
     threads: Annotated[int, Meta(ge=1, le=1024, description="a whole number from 1 to 1024")] = 1
     """CPU threads a worker computes with."""
-    options: Options = msgspec.field(default_factory=dict)
-    """The free table `[training.options]`: whatever data or an optimizer of the user's own want to be told."""
 
     def __hash__(self) -> int:
-        return hash(msgspec.json.encode(self))
+        return hash(msgspec.json.encode(self))  # a table has no hash of its own
 
     def __post_init__(self) -> None:
         schedule, end = self.learning_rate_schedule, self.schedule_iterations or self.iterations
@@ -201,9 +210,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.final_learning_rate is not None and schedule == "constant":
             raise ValueError(f"training.final_learning_rate is {self.final_learning_rate}, and learning_rate_schedule "
                              "'constant'; expected another schedule")
-        if msgspec.json.decode(msgspec.json.encode(self.options)) != self.options:
-            raise ValueError("training.options has a date, or a number that is not finite; expected texts, numbers, "
-                             "true, false, lists and tables")
+        _require_json("training.options", self.options)
         if self.tokens is not None and self.text is not None and self.data is None:
             raise ValueError("training.tokens and training.text are both given; expected one of them")
         if self.tokenizer is not None and self.text is None:
@@ -250,12 +257,27 @@ def parse_run_config(model: Mapping[str, object], training: Mapping[str, object]
     ConfigError naming the key, its value and what was expected.
     """
     beside = {"hugging_face", "context", "options"}
+    if "hugging_face" in model and not model.keys() - beside:
+        model = _with_vocabulary(model)
+        beside.add("vocabulary")
     if "hugging_face" in model and model.keys() - beside:
         raise ConfigError(f"model.{min(model.keys() - beside)} is given beside model.hugging_face, whose config says "
                           "what the model is; [model.options] can change keys of that")
     given = {key: value for key, value in overrides.items() if value is not None}
     return RunConfig(model=_table("model", model, ModelConfig),
                      training=_table("training", {**training, **given}, TrainingConfig))
+
+
+def _with_vocabulary(model: Mapping[str, Any]) -> Mapping[str, object]:
+    """What data must know of a model of transformers. One that cannot be read is refused when it is made."""
+    path = Path(str(model["hugging_face"]))
+    with suppress(OSError, msgspec.DecodeError):
+        found = msgspec.json.decode((path / "config.json" if path.is_dir() else path).read_bytes(), type=dict[str, Any])
+        options = model.get("options")
+        size = {**found, **(options if isinstance(options, dict) else {})}.get("vocab_size")
+        if size is not None:
+            return {**model, "vocabulary": size}
+    return model
 
 
 def _table(name: str, values: Mapping[str, object], kind: type[_Table]) -> _Table:

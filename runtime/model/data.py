@@ -86,6 +86,22 @@ def load_corpus(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data:
     return Corpus(torch.from_numpy(text), config.training.seed)
 
 
+def _own(config: RunConfig, name: str) -> Data:
+    """Data of the user's own. Raises ConfigError unless they are what `Data` says."""
+    make = load_reference("training.data", name)
+    try:
+        data: Data = make(config)
+        digest: object = data.digest
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        raise ConfigError(f"training.data is {name!r}, which fails: {type(error).__name__}: {first_line(error)}"
+                          ) from error
+    if not isinstance(digest, str):
+        raise ConfigError(f"training.data is {name!r}: its digest is a {type(digest).__name__}; expected a text")
+    return data
+
+
 def load_validation(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data | None:
     """The data to evaluate on; None where nothing is evaluated. Raises ConfigError as `load_corpus`."""
     training = config.training
@@ -118,22 +134,6 @@ def _tokens(config: RunConfig, microbatches: Sequence[int]) -> TokenData:
                      seed=training.seed, shuffle=training.shuffle)
 
 
-def _own(config: RunConfig, name: str) -> Data:
-    """Data of the user's own. Raises ConfigError unless they are what `Data` says."""
-    make = load_reference("training.data", name)
-    try:
-        data: Data = make(config)
-        digest: object = data.digest
-    except ConfigError:
-        raise
-    except Exception as error:  # whatever the user's code raises
-        raise ConfigError(f"training.data is {name!r}, which fails: {type(error).__name__}: {first_line(error)}"
-                          ) from error
-    if not isinstance(digest, str):
-        raise ConfigError(f"training.data is {name!r}: its digest is a {type(digest).__name__}; expected a text")
-    return data
-
-
 def batch_form(config: RunConfig) -> TupleForm:
     """The forms of what data give for a micro-batch. Raises ConfigError where that is no tuple of tensors."""
     training, context = config.training, config.model.context
@@ -153,7 +153,7 @@ def batch_form(config: RunConfig) -> TupleForm:
 def _file(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """A user's text. Mapped copy-on-write: torch wants writable memory, and workers of a machine share its pages."""
     if not path.is_file():
-        reason = "which is no file" if path.exists() else "which does not exist"
+        reason = "which is not a file" if path.exists() else "which does not exist"
         raise ConfigError(f"training.text is {str(path)!r}, {reason}; expected the path of a text file")
     try:
         if path.stat().st_size == 0:

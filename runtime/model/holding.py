@@ -83,9 +83,10 @@ class Holding:
 
         For people to look at; `UndoableOptimizer.squares` gives the same bits wherever a layer is.
         """
-        found = [flats for one, flats in self._gradients.items() if one[0] in layers]
-        found += [flats for first, flats in self.shared_gradients.items() if int(first.partition(".")[0]) in layers]
-        norms = [torch.linalg.vector_norm(flat, dtype=torch.float64) for flats in found for flat in flats]
+        found = [flat for one, flats in self._gradients.items() if one[0] in layers for flat in flats]
+        found += [flat for first, _ in self._sharing.held(self.modules) if first.layer in layers
+                  for flat in self.shared_gradients[str(first)]]
+        norms = [torch.linalg.vector_norm(flat, dtype=torch.float64) for flat in found]
         return float(torch.stack(norms).square().sum().item()) if norms else 0.0
 
     def zero_gradients(self) -> None:

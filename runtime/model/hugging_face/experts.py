@@ -4,6 +4,7 @@ Other than torch's grouped_mm it takes any dtype, and leaves the gradients of ex
 it for `experts_implementation = "slipstream"`, which is what a model has unless it names another.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.flop_counter import register_flop_formula
 from transformers.integrations.moe import ExpertsInterface
 
 from runtime.model.split import weight_work
@@ -32,6 +34,12 @@ def grouped_product(value: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 @grouped_product.register_fake
 def _(value: Tensor, weight: Tensor, ends: Tensor) -> Tensor:  # noqa: ARG001  # as the op itself
     return value.new_empty(value.shape[0], weight.shape[2])
+
+
+@register_flop_formula(torch.ops.slipstream.grouped_product)
+def _flops(value: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
+    """For MFU (`runtime.model.flops`): two for each product of a number with a weight."""
+    return 2 * value[0] * value[1] * weight[2]
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -18,6 +18,9 @@ from runtime.model.hugging_face.layers import router_of as router_of
 from runtime.model.hugging_face.weights import Weights
 from runtime.model.seeds import derive_seed, seeded
 
+_RUNNING = ("attn_implementation", "experts_implementation")
+"""Keys that say how a model is run."""
+
 
 class HuggingFace:
     """What `[model] hugging_face` names; see `runtime.model.layers.LayeredModel`.
@@ -34,6 +37,10 @@ class HuggingFace:
         document = read_config(config)
         self._config = transformers_config(document, self._name)
         self._family = FAMILIES[document["model_type"]]
+        for key in config.options:
+            if key not in _RUNNING and not hasattr(AutoConfig.for_model(document["model_type"]), key):
+                raise ConfigError(f"unknown key model.options.{key}; expected keys of the model's config.json, "
+                                  f"{' or '.join(_RUNNING)}")
         self.layers = self._config.num_hidden_layers + 2
         places = self._config.max_position_embeddings
         if config.context > places:

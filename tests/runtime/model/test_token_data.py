@@ -128,6 +128,22 @@ def test_a_token_beyond_the_vocabulary_is_found_when_it_is_read(monkeypatch, tmp
         first_tokens(data, microbatches(range(1)))
 
 
+def test_a_model_of_transformers_says_its_vocabulary(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 300}')
+    model = {"hugging_face": str(tmp_path / "config.json"), "context": CONTEXT}
+    for last in (299, 300):
+        path = flat(tmp_path / f"{last}.bin", [*range(9), last])
+        config = parse_run_config(model, {"tokens": str(path)})
+        if last == 299:
+            assert load_corpus(config).samples == 2
+            continue
+        with pytest.raises(ConfigError, match="token 9 is 300; expected 0 to 299, as the model's vocabulary is 300"):
+            load_corpus(config)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match=r"its vocab_size is None; expected a whole number"):
+        load_corpus(config)
+
+
 @pytest.mark.parametrize(("training", "said"), [
     ({"tokens": "a", "text": "b"}, "training.tokens and training.text are both given"),
     ({"tokenizer": "a"}, "training.tokenizer is 'a', and training.text is not given"),
