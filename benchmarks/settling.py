@@ -91,7 +91,7 @@ def measure(options: argparse.Namespace, job: Job, fork_server: ForkServer, out:
         resilience=Resilience(
             scheduler=scheduler(job, first, None), injections=(Injection(lost, HEALTHY, 3),),
             fetch_bytes_per_second=options.megabytes_per_second * 1e6, heartbeat_timeout_seconds=30.0,
-            settling=Settling(rebalancer=Rebalancing(job, first))))
+            rebalancer=Rebalancing(job, first), settling=Settling()))
     return report(watch, first.seconds(first.period_ticks))
 
 

@@ -207,7 +207,8 @@ class _Portfolio:
                 layout = next(made, None)
             except LookupError as error:
                 if not self._entries:
-                    raise NoPlanError(f"{error}; `slipstream plan --layers move --from-checkpoint` takes it from a "
+                    raise NoPlanError(str(error) if options.from_checkpoint else
+                                      f"{error}; `slipstream plan --layers move --from-checkpoint` takes it from a "
                                       "checkpoint") from None
                 return
             if layout is None:
