@@ -191,6 +191,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     share of. Default: known for some GPUs with "bf16", else there is no MFU."""
     threads: Annotated[int, Meta(ge=1, le=1024, description="a whole number from 1 to 1024")] = 1
     """CPU threads a worker computes with."""
+
     def __hash__(self) -> int:
         return hash(msgspec.json.encode(self))  # a table has no hash of its own
 
@@ -323,8 +324,6 @@ def _expected(kind: Any) -> str:
         return str(meta.description)
     if kind is bool:
         return "true or false"
-    if kind == dict[str, Any]:
-        return "a table"
     if kind == tuple[ParameterGroup, ...]:
         return "a list of tables, [[training.parameter_groups]]"
     options = get_args(kind)

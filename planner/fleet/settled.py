@@ -92,7 +92,6 @@ class SettledPlans:
         layers = max(map(len, layers_received(best).values()), default=0)
         return Settled(best.seconds(best.period_ticks), layers / self._layers_per_stage)
 
-
     def _schedule(self, job: Job, failed: Sequence[Worker]) -> Schedule:
         """The best schedule found. So that it does not depend on what else the machine does, processor time counts."""
         ops = 3 * job.depth * sum(job.microbatches)

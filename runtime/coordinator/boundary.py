@@ -67,7 +67,7 @@ class BoundaryPlanner:
         except (NoScheduleError, RunError):
             settler.close(state.number, speeds)
             return
-        old = context.log.period_since(max(state.began, context.slow.since))
+        old = context.log.period_after(max(state.began, context.slow.since))
         if schedule is None or old is None:  # what is planned says how much longer one takes than the other, no more
             return
         moves = plan_moves(context.placement.held_by(schedule), context.held_now())

@@ -132,9 +132,12 @@ class CommitLog:
         windows = windows[1:] or windows
         return statistics.median(windows) if windows else None
 
-    def period_since(self, iteration: int) -> float | None:
-        """Median of the longest busy window of any worker, in seconds, over the iterations committed from one on."""
-        windows = self._windows_between(iteration, None)
+    def period_after(self, iteration: int) -> float | None:
+        """Median of the longest busy window of any worker, in seconds, over the iterations committed after one.
+
+        With that one an order begins, in empty pipelines. None: no other has been committed.
+        """
+        windows = self._windows_between(iteration + 1, None)
         return statistics.median(windows) if windows else None
 
     def trace(self) -> MeasuredTrace:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from runtime.config import ConfigError, RunConfig, TrainingConfig
 from runtime.errors import first_line
+from runtime.model.hugging_face.configuration import vocabulary_of
 from runtime.model.microbatch import Microbatch as Microbatch
 from runtime.model.object_reference import load_reference
 from runtime.model.passed import TensorForm, TupleForm, form_of
@@ -121,7 +122,7 @@ def is_evaluated(training: TrainingConfig, iteration: int) -> bool:
 
 
 def _tokens(config: RunConfig, microbatches: Sequence[int]) -> TokenData:
-    training, vocabulary = config.training, config.model.vocabulary
+    training, vocabulary = config.training, vocabulary_of(config.model)
     if training.tokens is not None:
         source = f"training.tokens is {training.tokens!r}"
         tokens = map_tokens("training.tokens", Path(training.tokens), training.token_dtype)

@@ -225,7 +225,8 @@ class UndoableOptimizer:
             self._slots[parameter] = dict(slots)
             live += [value for value in slots.values() if isinstance(value, Tensor)]
         copies = {id(tensor): copy for tensor, copy in self._saved}
-        self._saved = [(tensor, copies.get(id(tensor), torch.empty_like(tensor))) for tensor in live]
+        self._saved = [(tensor, copies[id(tensor)] if id(tensor) in copies else torch.empty_like(tensor))
+                       for tensor in live]
         with torch.no_grad():
             copy_all(live, [copy for _, copy in self._saved])
 

@@ -49,6 +49,7 @@ def require_matches(model: LayeredModel, config: TrainingConfig) -> None:
 
 
 def _names(model: LayeredModel) -> Iterable[str]:
+    """Of all parameters; what layers share has the first of its names."""
     sharing = sharing_of(model)
     for layer in range(model.layers):
         with torch.device("meta"):

@@ -20,6 +20,7 @@ from runtime.model.passed import TensorForm as TensorForm
 from runtime.model.passed import Value, changed, form_of, has_gradient, of_form, tensors_of
 from runtime.model.seeds import seeding
 from runtime.model.split import WeightWork, backward_input, backward_weight, deferring
+from runtime.torch_private import run_backward
 from schedules.layers import LayerRange
 
 
@@ -67,7 +68,7 @@ class SliceRunner:
         self._config = config
         self._held: dict[Microbatch, _Held] = {}
         self._deferred: dict[Microbatch, WeightWork] = {}
-        self._loss = torch.zeros((), dtype=torch.float64, device=model.device)
+        self._losses: list[Tensor] = []
         self.has_loss = self.last
         """Whether it has added anything to the loss, ever."""
 
@@ -86,13 +87,13 @@ class SliceRunner:
         work: WeightWork | None = deque() if split and not self.first else None
         with nullcontext() if work is None else deferring(work), adding_losses() as losses:
             output = self._run_layers(microbatch, value, target, batch)
-        added = sum(losses[1:], losses[0]) * self._loss_scale if losses else None
+        added = sum(losses[1:], losses[0]) if losses else None
         if self.last:
             assert isinstance(output, Tensor)
             output, added = output if added is None else output + added, None
-            self._loss += output.detach()
+            self._losses.append(output.detach())
         elif added is not None:
-            self._loss += added.detach()
+            self._losses.append(added.detach())
             self.has_loss = True
         self._held[microbatch] = _Held(value, output, added, work)
         return None if self.last else changed(output, lambda tensor: tensor.detach().contiguous())
@@ -112,9 +113,9 @@ class SliceRunner:
         """
         held = self._held.pop(microbatch)
         if self.first:
-            self._deferred[microbatch] = deque([partial(_backward, held, gradient)])
+            self._deferred[microbatch] = deque([partial(_backward, held, gradient, self._loss_scale)])
             return None
-        _backward(held, gradient)
+        _backward(held, gradient, self._loss_scale)
         self._deferred[microbatch] = deque() if held.work is None else held.work
         if isinstance(held.value, Tensor):
             return _gradient(held.value)
@@ -126,14 +127,16 @@ class SliceRunner:
 
     def take_loss(self) -> Tensor:
         """The scaled losses summed over the micro-batches run since the last call: float64 scalar."""
-        loss, self._loss = self._loss, torch.zeros_like(self._loss)
-        return loss
+        losses, self._losses = self._losses, []
+        if not losses:
+            return torch.zeros((), dtype=torch.float64, device=self._model.device)
+        return torch.stack(losses).double().sum() * self._loss_scale
 
     def discard(self) -> None:
         """Forget all micro-batches in flight and the losses: the iteration did not happen."""
         self._held.clear()
         self._deferred.clear()
-        self._loss.zero_()
+        self._losses.clear()
 
     def forget(self, microbatch: Microbatch) -> None:
         """There will be no backward of a micro-batch whose F has been run."""
@@ -156,8 +159,7 @@ class SliceRunner:
             if not self.last:
                 return value
             assert target is not None, "the last slice needs the target tokens"
-            return self._loss_of(value, target, batch) * self._loss_scale
-
+            return self._loss_of(value, target, batch)
 
     def _run_recomputed(self, microbatch: Microbatch, layer: int, value: Value, batch: Batch | None) -> Value:
         """Run a layer of which nothing is kept but what it takes: its forward is run again before its backward."""
@@ -215,18 +217,18 @@ def _gradient(tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.contiguous()
 
 
-def _backward(held: _Held, gradient: Value | None) -> None:
-    """The backward from what a slice gave and what it added to the loss."""
+def _backward(held: _Held, gradient: Value | None, loss_scale: float) -> None:
+    """The backward from what a slice gave and what it added to the loss, whose gradient is its scale."""
     outputs = [tensor for tensor in tensors_of(held.output) if has_gradient(tensor)]
-    gradients = [torch.ones_like(outputs[0])] if gradient is None else list(tensors_of(gradient))
+    gradients = [torch.full_like(outputs[0], loss_scale)] if gradient is None else list(tensors_of(gradient))
     if held.added is not None:
-        outputs, gradients = [*outputs, held.added], [*gradients, torch.ones_like(held.added)]
+        outputs, gradients = [*outputs, held.added], [*gradients, torch.full_like(held.added, loss_scale)]
     # What needs no gradient comes from layers without anything to train that pass nothing on.
     found = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
     if not found:
         return
     outputs, gradients = map(list, zip(*found, strict=True))
     if held.work is None:
-        torch.autograd.backward(outputs, gradients)
+        run_backward(outputs, gradients)
     else:
         backward_input(outputs, gradients, held.work)

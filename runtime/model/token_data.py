@@ -111,4 +111,4 @@ class TokenData:
             return
         at = int(np.argmax((tokens >= self._vocabulary) | (tokens < 0)))
         raise BadTokenError(f"{self._source}: token {start + at} is {tokens[at]}; expected 0 to "
-                            f"{self._vocabulary - 1}, as model.vocabulary is {self._vocabulary}")
+                            f"{self._vocabulary - 1}, as the model's vocabulary is {self._vocabulary}")

@@ -58,7 +58,7 @@ def _loaded(path: Path, vocabulary: int) -> tuple[Any, int]:
         raise ConfigError(f"{wrong}, which cannot be read as a tokenizer: {first_line(error)}") from None
     count = max(encoder.get_vocab().values(), default=-1) + 1
     if count > vocabulary:
-        raise ConfigError(f"{wrong}, of {count} tokens; expected at most {vocabulary}, as model.vocabulary says")
+        raise ConfigError(f"{wrong}, of {count} tokens; expected at most {vocabulary}, the model's vocabulary")
     return encoder, count
 
 

@@ -84,8 +84,7 @@ class Exchange:
         if number is None:
             return self._local.pop(name)
         self._issue_through(number)
-        carrier = self._arriving.pop(number).take()
-        self._look_ahead()
+        carrier = self._arriving.pop(number).take()  # the op runs at once: more are posted before the next wait
         return unpacked(carrier, self._form(name.kind, name.slice))
 
     def give_empty(self, iteration: int, name: TensorName) -> None:

@@ -50,10 +50,14 @@ class Executor:
     """One live worker of a schedule, with the slices that it runs and its optimizer steps.
 
     A program of forwards alone (`schedules.forwards`) keeps no micro-batch for a backward.
+
+    `before_exchange` is called before anything is taken from other ops or given to them, is reduced or stepped. What it
+    raises ends the iteration.
     """
 
     def __init__(self, schedule: Schedule, *, slices: Slices, steps: Steps, communicator: Communicator,
-                 exchange: Exchange, feed: Feed, recorder: Recorder, before_op: BeforeOp = _nothing) -> None:
+                 exchange: Exchange, feed: Feed, recorder: Recorder, before_op: BeforeOp = _nothing,
+                 before_exchange: Callable[[], None] = lambda: None) -> None:
         self._program = [_step(schedule, op, slices) for op in schedule.ops(communicator.worker)]
         self._split = schedule.backward == "split"
         self._trains = any(step.op.kind is not OpKind.F for step in self._program)
@@ -64,6 +68,7 @@ class Executor:
         self._feed = feed
         self._recorder = recorder
         self._before_op = before_op
+        self._before_exchange = before_exchange
         self._iteration = 0
         self._void_rounds = 0
         self._loss = 0.0
@@ -110,18 +115,19 @@ class Executor:
 
     def _pass_empty(self, step: _Step) -> None:
         """An op that is void: take and give what it would, compute nothing."""
-        if step.takes is not None:
-            self._exchange.take(self._round, step.takes)
+        self._take(step)
         if step.gives is not None:
+            self._before_exchange()
             self._exchange.give_empty(self._round, step.gives)
 
     def _forward(self, step: _Step) -> None:
         runner, microbatch = self._runner(step), self._microbatch(step.op)
-        value = None if step.takes is None else self._exchange.take(self._round, step.takes)
+        # Read while the activation is under way.
+        batch = self._feed(microbatch) if runner.reads_batch and not runner.first else None
+        value = self._take(step)
         with self._recorder.timing(step.op):
-            batch = self._feed(microbatch) if runner.reads_batch else None
             if value is None:
-                assert batch is not None
+                batch = self._feed(microbatch)
                 value = batch[0]
             target = batch[1] if batch is not None and runner.last else None
             output = runner.forward(microbatch, value, target, batch, split=self._split)
@@ -133,7 +139,7 @@ class Executor:
         """I or B."""
         runner, microbatch = self._runner(step), self._microbatch(step.op)
         run = runner.backward if step.op.kind is OpKind.B else runner.backward_input
-        gradient = None if step.takes is None else self._exchange.take(self._round, step.takes)
+        gradient = self._take(step)
         with self._recorder.timing(step.op):
             result = run(microbatch, gradient)
         self._give(step, result)
@@ -145,11 +151,13 @@ class Executor:
     def _all_reduce(self, step: _Step) -> None:
         slice = step.op.slice
         assert slice is not None
+        self._before_exchange()
         with self._recorder.timing(step.op):
             self._communicator.sum_over_sharers(self._slices.layers[slice], self._slices.gradients(slice))
 
     def _optimize(self, step: _Step) -> None:
         """What layers share is summed first: all that hold a copy are at their O, with nothing left to give before."""
+        self._before_exchange()
         self._loss = self._slices.take_loss()
         with self._recorder.timing(step.op):
             for name, gradients in self._slices.shared_gradients().items():
@@ -164,9 +172,17 @@ class Executor:
         assert op.pipeline is not None and op.microbatch is not None
         return Microbatch(self._iteration, op.pipeline, op.microbatch)
 
+    def _take(self, step: _Step) -> Value | None:
+        """What the op waits for; None where it waits for nothing."""
+        if step.takes is None:
+            return None
+        self._before_exchange()
+        return self._exchange.take(self._round, step.takes)
+
     def _give(self, step: _Step, value: Value | None) -> None:
         if step.gives is not None:
             assert value is not None
+            self._before_exchange()
             self._exchange.give(self._round, step.gives, value)
 
     @property

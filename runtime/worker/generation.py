@@ -4,6 +4,7 @@ It ends when the order does: because all iterations are done, because it was tol
 because of an error. In all cases, `leave` goes back to the last committed iteration.
 """
 
+import contextlib
 import math
 import queue
 import threading
@@ -59,6 +60,10 @@ _WAITS = "waits"
 """What a generation that waits for others says that it does begins so."""
 
 
+class _StoppedError(Exception):
+    """The order ends before an iteration that nothing has been passed on of."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerContext:
     """What a worker keeps from order to order."""
@@ -102,6 +107,8 @@ class Generation:
         self._worker = context.worker
         self._connections = Connections(context.lasting_sockets)
         self._acknowledged: queue.SimpleQueue[Acknowledged | None] = queue.SimpleQueue()
+        self._reported: int | None = None
+        """The iteration whose report is to be acknowledged."""
         self._reached = order.first_iteration - 1
         """The last iteration that it may have stepped: it is being evaluated, or reported, or was."""
         self._communicator: Communicator | None = None
@@ -309,25 +316,28 @@ class Generation:
                         loss_scale=setup.loss_scale, config=context.config)
         executor = Executor(self._schedule, slices=slices, steps=steps, communicator=communicator, exchange=exchange,
                             feed=partial(self._read, context.corpus), recorder=recorder,
-                            before_op=partial(self._before_op, speaks_for))
+                            before_op=partial(self._before_op, speaks_for),
+                            before_exchange=self._require_acknowledged)
         evaluate = self._evaluation(communicator, slices, steps)
         context.channel.send(Started(self._worker, order.number))
         first_traced = max(order.first_iteration, setup.iterations - setup.traced)
-        for iteration in iterations:
-            if iteration == first_traced and setup.nodes > 1:
-                # Not before: it takes many trips between the nodes, and no recovery should wait for them.
-                self._does("compares clocks")
-                with self._connections.more():
-                    recorder.offset_seconds = communicator.clock_offset()
-            recorder.begin(iteration, traced=iteration >= first_traced)
-            loss = executor.run(iteration)
-            context.injector.at(iteration, "stepped")
-            evaluation = None
-            if is_evaluated(training, iteration):
-                evaluation = evaluate(iteration)
-                exchange.more(len(self._stretch(iteration + 1)))
-            if self._report(iteration, loss, recorder, evaluation):
-                break
+        with contextlib.suppress(_StoppedError):
+            for iteration in iterations:
+                if iteration == first_traced and setup.nodes > 1:
+                    # Not before: it takes many trips between the nodes, and no recovery should wait for them.
+                    self._require_acknowledged()
+                    self._does("compares clocks")
+                    with self._connections.more():
+                        recorder.offset_seconds = communicator.clock_offset()
+                recorder.begin(iteration, traced=iteration >= first_traced)
+                loss = executor.run(iteration)
+                context.injector.at(iteration, "stepped")
+                evaluation = None
+                if is_evaluated(training, iteration):
+                    evaluation = evaluate(iteration)
+                    exchange.more(len(self._stretch(iteration + 1)))
+                self._report(iteration, loss, recorder, evaluation)
+            self._require_acknowledged()
         self._does("ends its last iteration")
         steps.validate()
         exchange.flush()
@@ -385,20 +395,28 @@ class Generation:
     def _pass_on(self, iteration: int) -> None:
         self._context.layer_sender.stepped(iteration, self._context.layer_store)
 
-    def _report(self, iteration: int, loss: float, recorder: Recorder, evaluation: float | None) -> bool:
-        """Report an iteration; whether to stop before the next one.
-
-        When this returns, the report has arrived. A worker can step the next iteration only after all others have begun
-        it. It then knows that their reports of this one have arrived, even of those that have died since.
-        """
+    def _report(self, iteration: int, loss: float, recorder: Recorder, evaluation: float | None) -> None:
+        """Report an iteration."""
         context, number = self._context, self.number
         assert self._steps is not None
-        self._reached = iteration
+        self._reached = self._reported = iteration
         context.channel.send(Ran(self._worker, number, iteration, finite(loss), recorder.window_seconds(),
                                  recorder.times(), recorder.ops(), finite(self._steps.squares),
                                  None if evaluation is None else finite(evaluation)))
         if self._worker == self._schedule.seats[0].worker and watches_gradients(context.config.training):
             self._steps.when_validated(self._report_validated)
+
+    def _require_acknowledged(self) -> None:
+        """Wait until the last report has arrived, before anything of the next iteration is passed on.
+
+        A worker can step an iteration only after all others have passed on something of it. It then knows that their
+        reports of the one before have arrived, even of those that have died since. Raises _StoppedError where the order
+        ends before the next iteration.
+        """
+        if self._reported is None:
+            return
+        iteration, self._reported = self._reported, None
+        doing, _ = self._doing
         self._does(f"{_WAITS} for node 0 to acknowledge iteration {iteration}")
         try:
             answer = self._acknowledged.get(timeout=ANSWER_SECONDS)
@@ -408,9 +426,11 @@ class Generation:
             raise OrderEndedError("node 0 is gone")
         assert answer.iteration == iteration
         if answer.save:
-            context.checkpointer.ask(iteration + 1)
-        context.injector.at(iteration, "reported")
-        return answer.stop
+            self._context.checkpointer.ask(iteration + 1)
+        self._context.injector.at(iteration, "reported")
+        if answer.stop:
+            raise _StoppedError
+        self._does(doing)
 
     def _report_validated(self) -> None:
         assert self._validated is not None

@@ -29,7 +29,7 @@ def test_help_is_readable_at_80_columns(name):
     assert all(len(line) <= 80 for line in said.splitlines())
     assert not re.search(r"<\w+>|<\w+ range>|<=", said)
     options = [line for line in said.splitlines() if line.startswith("  -")]
-    assert len(options) <= 8 or len(re.findall(r"^\S.*:$", said, re.MULTILINE)) >= 3, said
+    assert len(options) <= 6 or len(re.findall(r"^\S.*:$", said, re.MULTILINE)) >= 3, said
 
 
 def test_an_unknown_command_exits_2():

@@ -104,7 +104,7 @@ def test_megatrons_index_says_the_dtype(dtype: str, code: int, name: str, tmp_pa
     (lambda folder: flat(folder / "a.bin", range(4)), {}, "of 4 tokens; expected at least 5, one more than"),
     (lambda folder: flat(folder / "a.bin", range(9), "u1"), {}, "of 9 bytes; expected a multiple of 2, as tokens"),
     (lambda folder: flat(folder / "a.bin", [1, 2, 3, 1000, 5, 6]), {},
-     "token 3 is 1000; expected 0 to 999, as model.vocabulary is 1000"),
+     "token 3 is 1000; expected 0 to 999, as the model's vocabulary is 1000"),
     (lambda folder: flat(folder / "a.bin", [1, 2, -3, 4, 5, 6], "<i4"), {"token_dtype": "int32"}, "token 2 is -3;"),
     (lambda folder: megatron(folder, range(30), "<u2", 8, [10, 13, 6]), {},
      "data.idx: speaks of 3 sequences of 58 bytes; its .bin has 60 bytes: they do not belong together"),
@@ -126,6 +126,22 @@ def test_a_token_beyond_the_vocabulary_is_found_when_it_is_read(monkeypatch, tmp
     data = load_corpus(config_for(flat(tmp_path / "a.bin", tokens), shuffle=False), COUNTS)
     with pytest.raises(BadTokenError, match=r"token 21 is 1000; expected 0 to 999"):
         first_tokens(data, microbatches(range(1)))
+
+
+def test_a_model_of_transformers_says_its_vocabulary(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 300}')
+    model = {"hugging_face": str(tmp_path / "config.json"), "context": CONTEXT}
+    for last in (299, 300):
+        path = flat(tmp_path / f"{last}.bin", [*range(9), last])
+        config = parse_run_config(model, {"tokens": str(path)})
+        if last == 299:
+            assert load_corpus(config).samples == 2
+            continue
+        with pytest.raises(ConfigError, match="token 9 is 300; expected 0 to 299, as the model's vocabulary is 300"):
+            load_corpus(config)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match=r"its vocab_size is None; expected a whole number"):
+        load_corpus(config)
 
 
 @pytest.mark.parametrize(("training", "said"), [

@@ -59,5 +59,5 @@ def test_what_cannot_be_used_is_refused(change, said: str, config: RunConfig, tm
 def test_the_model_must_have_the_tokens(config: RunConfig) -> None:
     small = parse_run_config({"context": 8, "vocabulary": 256}, {
         "text": config.training.text, "tokenizer": config.training.tokenizer})
-    with pytest.raises(ConfigError, match=r"of \d+ tokens; expected at most 256, as model.vocabulary says"):
+    with pytest.raises(ConfigError, match=r"of \d+ tokens; expected at most 256, the model's vocabulary"):
         load_corpus(small)
