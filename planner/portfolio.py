@@ -124,15 +124,15 @@ class _Entry(msgspec.Struct, frozen=True, eq=False):
         return self.known.open and self.known.period > 1.001 * self.least
 
     @property
-    def promise(self) -> tuple[float, int]:
+    def promise(self) -> tuple[float, int, int]:
         """As `rank`, of the period that is expected of more annealing: no less than its own bound."""
         least = min(self.seconds, self.least * self.known.problem.tick_seconds)
-        return max(least, self.seconds - PROMISE * self.gained), self.moved
+        return max(least, self.seconds - PROMISE * self.gained), *self.rank[1:]
 
     @property
-    def rank(self) -> tuple[float, int]:
-        """The less the better: of equal periods, the one for which less is moved."""
-        return self.seconds, self.moved
+    def rank(self) -> tuple[float, int, int]:
+        """The less the better: of equal periods, the one for which less is moved, and then that with fewer ops."""
+        return self.seconds, self.moved, self.known.problem.operations
 
 
 class _Portfolio:

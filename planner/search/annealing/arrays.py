@@ -37,15 +37,14 @@ def make_chain(arrays: ProblemArrays, order: Ints, seed: int) -> Chain:
                     counters=_zeros(4)),
         log=Log(op=_zeros(4 * ops), late=_zeros(4 * ops), pipeline=_zeros(pipelines), longest=_zeros(pipelines),
                 excess=_zeros(pipelines), marked=_zeros(pipelines), counters=_zeros(2)),
-        run=_zeros(LARGEST_RUN), places=_zeros(arrays.ops.kinds),
-        shifted=np.zeros((np.diff(_routes(arrays)).max(), 4), dtype=np.int64), random=_random(seed))
+        run=_zeros(LARGEST_RUN), places=_zeros(arrays.ops.kinds), random=_random(seed))
 
 
 def _instance(arrays: ProblemArrays) -> Instance:
     problem, workers = arrays.problem, arrays.workers
     movable = [number for number, unit in enumerate(arrays.units) if len(problem.hosts(unit.slice, unit.pipeline)) > 1]
     return Instance(
-        kinds=arrays.ops.kinds, unit=arrays.ops.unit, slice=arrays.ops.slice, route=_routes(arrays),
+        kinds=arrays.ops.kinds, unit=arrays.ops.unit, slice=arrays.ops.slice,
         predecessors=_arcs(arrays.ops.predecessors, arrays.ops.transfer),
         successors=_arcs(arrays.ops.successors, arrays.ops.transfer),
         group=arrays.group, linked=padded(problem.linked), interleaved=int(problem.interleaved),
@@ -56,13 +55,6 @@ def _instance(arrays: ProblemArrays) -> Instance:
         holds=ints([_holds(problem, number) for number in range(len(problem.layers_of))])[arrays.ops.slice].ravel(),
         movable=ints(movable),
         hosts=_hosts(arrays), cost=_costs(arrays))
-
-
-def _routes(arrays: ProblemArrays) -> Ints:
-    """[unit, 2] the first unit of its micro-batch, and the one behind the last."""
-    begins = np.flatnonzero(np.diff(ints([unit[1:] for unit in arrays.units]), axis=0, prepend=-1).any(axis=1))
-    ends = np.append(begins[1:], len(arrays.units))
-    return np.repeat(np.stack([begins, ends], axis=1), ends - begins, axis=0)
 
 
 def _arcs(arcs: model.Arcs, transfer: int) -> TransferArcs:

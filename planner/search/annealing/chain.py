@@ -16,8 +16,6 @@ from planner.search.kernel.annealing.timing import end_with_deadlines, keep_ends
 
 SHIFTS = 60
 """One in so many steps, times the pipelines of a piece, shifts a deadline."""
-ALONG = 8
-"""One in so many of the others shifts ops along a route."""
 
 
 class AnnealingChain:
@@ -113,7 +111,7 @@ class AnnealingChain:
         cooling = CYCLES[self.cycles % len(CYCLES)]
         base, span = (int(self._chain.queue.counters[which]) for which in (BASE, SPAN))
         return Cycle(steps=self._cycle_steps, hot=cooling.hot * self._scale, cold=cooling.cold * self._scale,
-                     pull=cooling.pull, goal=self._goal, scale=self._scale, shifts=self._shifts, along=ALONG,
+                     pull=cooling.pull, goal=self._goal, scale=self._scale, shifts=self._shifts,
                      low=int(base + cooling.begin * span) if cooling.begin > 0 else -FOREVER,
                      high=int(base + cooling.end * span) if cooling.end < 1 else FOREVER)
 

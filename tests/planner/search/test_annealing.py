@@ -2,7 +2,6 @@
 
 import time
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,10 +16,6 @@ from planner.search.annealing.pieces import anneal_pieces
 from planner.search.assignment import assign
 from planner.search.budget import Budget
 from planner.search.compiled import ready
-from planner.search.kernel.annealing.along import propose_along
-from planner.search.kernel.annealing.arrays import ALONG, NONE
-from planner.search.kernel.annealing.moves import undo
-from planner.search.kernel.annealing.timing import time as time_all
 from planner.search.list_scheduler import DispatchRule, ListScheduler
 from schedules.check import check
 from schedules.schedule import Worker
@@ -80,28 +75,3 @@ def test_it_closes_a_gap_that_list_schedules_leave():
     after, = done.solutions
     assert done.steps > 1000 and 0 <= done.stale <= 1
     assert solution_period(problem, before) > 1.12 * bound and solution_period(problem, after) < 1.08 * bound
-
-
-@settings(max_examples=20, deadline=None)
-@given(jobs(), st.integers(0, 99))
-def test_what_shifts_along_a_route_can_be_taken_back(job, seed):
-    problem = build_problem(job, [])
-    annealer = AnnealingChain(problem, listed(problem), goal=0, seed=seed)
-    chain = annealer._chain
-    time_all(chain.instance, chain.state, chain.sorting, chain.timing, 0)
-    counts = []
-    for _ in range(30):
-        before = chain.state.sequence.copy(), chain.state.place.copy()
-        move = propose_along(chain.random, chain.instance, chain.state, chain.timing, annealer._cycle, chain.run,
-                             chain.shifted)
-        counts.append(move.other)
-        shifted = chain.shifted[:max(0, move.other)]
-        workers = chain.state.worker[chain.instance.unit[chain.state.sequence[shifted[:, 0], shifted[:, 1]]]]
-        assert move.kind == (ALONG if move.other > 0 else NONE) and (workers == shifted[:, 0]).all()
-        if move.kind == ALONG:
-            assert not np.array_equal(chain.state.sequence, before[0])
-            assert (chain.state.sequence[chain.state.worker[chain.instance.unit], chain.state.place]
-                    == np.arange(len(chain.state.place))).all()
-            undo(chain.instance, chain.state, chain.run, chain.places, chain.shifted, move)
-        assert np.array_equal(chain.state.sequence, before[0]) and np.array_equal(chain.state.place, before[1])
-    assert max(counts) <= problem.grid.depth

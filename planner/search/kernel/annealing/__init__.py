@@ -12,8 +12,6 @@ timing      a state timed from scratch: topological order, latest starts
 retiming    a changed state timed where it changed
 cost        windows, and what annealing minimises
 critical    critical workers and paths
-runs        runs of ops in a worker's order that change places
-along       a change of a whole route
-moves       the other changes: exchange, trade, move to another worker
+moves       the changes: exchange, trade, move to another worker
 loop        the steps of a cooling cycle
 """

@@ -38,8 +38,6 @@ class Instance(NamedTuple):
     """[op]"""
     slice: Ints
     """[unit]"""
-    route: Ints
-    """[unit, 2] the first unit of its micro-batch, and the one behind the last"""
     predecessors: TransferArcs
     """What each op waits for."""
     successors: TransferArcs
@@ -182,8 +180,6 @@ class Chain(NamedTuple):
     """[LARGEST_RUN] room for the ops of a run"""
     places: Ints
     """[kind] where a unit's ops are put, or were"""
-    shifted: Ints
-    """[number, 4] worker, begin, middle and end of each of the runs that change places along a route"""
     random: NDArray[np.uint64]
     """[1] state of the random numbers"""
 
@@ -207,8 +203,6 @@ class Cycle(NamedTuple):
     """Mean ticks of an op."""
     shifts: int
     """One in so many steps shifts a deadline; 0: none."""
-    along: int
-    """One in so many of the other steps shifts ops along a route; 0: none."""
     low: int
     """Only ops that start at this tick or later"""
     high: int
@@ -222,7 +216,7 @@ class Move(NamedTuple):
     unit: int
     """That trades or moves."""
     other: int
-    """The unit it trades with; the worker it leaves; how many runs change places along a route."""
+    """The unit it trades with; the worker it leaves."""
     worker: int
     """Whose runs [begin, middle) and [middle, end) exchange places."""
     begin: int
@@ -230,5 +224,4 @@ class Move(NamedTuple):
     end: int
 
 
-NONE, EXCHANGE, TRADE, MOVE, ALONG = range(5)
-NEVER = Move(NONE, -1, -1, -1, 0, 0, 0)
+NONE, EXCHANGE, TRADE, MOVE = range(4)

@@ -2,7 +2,6 @@
 
 import math
 
-from planner.search.kernel.annealing.along import propose_along
 from planner.search.kernel.annealing.arrays import CHANGED, COST, NONE, PERIOD, TOUCHED, Chain, Cycle
 from planner.search.kernel.annealing.cost import cost, cost_after
 from planner.search.kernel.annealing.moves import (
@@ -27,9 +26,9 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> None:
     A step that makes the cost greater by d is accepted with probability exp(-d / T) (Metropolis et al. 1953), drawn
     first: where d is at most the allowance -T ln(1 - u), u uniform. Over the cycle T falls by a constant factor a step.
     """
-    instance, state, timing, queue, log, record, random, run, places, shifted = \
+    instance, state, timing, queue, log, record, random, run, places = \
         chain.instance, chain.state, chain.timing, chain.queue, chain.log, chain.record, chain.random, chain.run, \
-        chain.places, chain.shifted
+        chain.places
     time(instance, state, chain.sorting, timing, cycle.goal)
     now = cost(instance, timing, cycle)
     dice_sides = 24 if instance.movable.shape[0] else 0
@@ -49,22 +48,19 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> None:
             move = propose_trade(random, instance, state, timing.late, cycle)
         elif dice < 3:
             move = propose_move(random, instance, state, timing.late, cycle, places)
-        elif cycle.along and below(random, cycle.along) == 0:
-            move = propose_along(random, instance, state, timing, cycle, run, shifted)
         else:
             move = propose_exchange(random, instance, state, timing, cycle, run)
         if move.kind == NONE:
             continue
         limits = (cycle.goal, allowance + cycle.scale)
         after, accepted = now, False
-        if fits(instance, state, move, shifted) and retime_after(
-                instance, state, timing, queue, log, limits, move, places, shifted):
+        if fits(instance, state, move) and retime_after(instance, state, timing, queue, log, limits, move, places):
             after = cost_after(instance, state, timing, log, cycle, now)
             accepted = after <= now + allowance
         unmark(log)
         if not accepted:
             revert(timing, queue, log)
-            undo(instance, state, run, places, shifted, move)
+            undo(instance, state, run, places, move)
             continue
         now = after
         if _is_better(timing, record, now, cycle.scale):

@@ -2,49 +2,42 @@
 
 exchange    two neighbouring runs of ops of a worker change places, mostly at an arc of a critical path, as in job-shop
             search (van Laarhoven et al. 1992, Nowicki and Smutnicki 1996)
-along       the F, I or W of a micro-batch, or of a part of its route, are shifted all at once (`along`)
 trade       two units of one slice trade workers and places
 move        a unit moves to another worker, to where its ops fit by time
 shift       a deadline shifts
 
-All but the last are drawn by their `propose` functions, which also make the change; `undo` takes it back. A shift moves
+The first three are drawn by their `propose` functions, which also make the change; `undo` takes it back. A shift moves
 the starts of a whole group, and so is timed from scratch and undone at once where it is refused.
 """
 
-from planner.search.kernel.annealing.along import keep_capacity_along
-from planner.search.kernel.annealing.arrays import ALONG, EXCHANGE, MOVE, NEVER, TRADE, Move
+from planner.search.kernel.annealing.arrays import EXCHANGE, LARGEST_RUN, MOVE, NONE, TRADE, Move
 from planner.search.kernel.annealing.cost import cost
 from planner.search.kernel.annealing.critical import critical_path, critical_worker
 from planner.search.kernel.annealing.random import below
 from planner.search.kernel.annealing.retiming import call, retime, touch
-from planner.search.kernel.annealing.runs import exchange_runs, keeps_capacity, run_length
 from planner.search.kernel.annealing.timing import keep_ends, time
 from planner.search.kernel.jit import inlined, jit
 
+NEVER = Move(NONE, -1, -1, -1, 0, 0, 0)
+
 
 @inlined
-def fits(instance, state, move, shifted):
+def fits(instance, state, move):
     """Whether the workers that got other ops, or another order, keep their capacity."""
     if move.kind == EXCHANGE:
-        return keeps_capacity(instance, state, move.worker, move.end)
-    if move.kind == ALONG:
-        return keep_capacity_along(instance, state, move, shifted)
+        return _keeps_capacity(instance, state, move.worker, move.end)
     if move.kind == MOVE:
         worker = state.worker[move.unit]
-        return keeps_capacity(instance, state, worker, state.size[worker])
+        return _keeps_capacity(instance, state, worker, state.size[worker])
     return True  # a trade puts ops of one slice in each other's places
 
 
 @inlined
-def retime_after(instance, state, timing, queue, log, limits, move, places, shifted):
+def retime_after(instance, state, timing, queue, log, limits, move, places):
     """Time a change; False where some window becomes too long to be accepted, by `retiming.retime`."""
     if move.kind == EXCHANGE:
         if move.begin:
             call(queue, timing.late, state.sequence[move.worker, move.begin - 1])
-    elif move.kind == ALONG:
-        for number in range(move.other):
-            for place in range(max(0, shifted[number, 1] - 1), shifted[number, 3]):
-                call(queue, timing.late, state.sequence[shifted[number, 0], place])
     else:
         _call_unit(instance, state, timing, queue, log, move.unit)
         if move.kind == TRADE:
@@ -55,14 +48,10 @@ def retime_after(instance, state, timing, queue, log, limits, move, places, shif
 
 
 @inlined
-def undo(instance, state, run, places, shifted, move):
+def undo(instance, state, run, places, move):
     """Take a change back. Its timing is undone by `retiming.revert`."""
     if move.kind == EXCHANGE:
-        exchange_runs(state, run, move.worker, move.begin, move.begin + move.end - move.middle, move.end)
-    elif move.kind == ALONG:
-        for number in range(move.other - 1, -1, -1):
-            begin, middle, end = shifted[number, 1], shifted[number, 2], shifted[number, 3]
-            exchange_runs(state, run, shifted[number, 0], begin, begin + end - middle, end)
+        _exchange(state, run, move.worker, move.begin, move.begin + move.end - move.middle, move.end)
     elif move.kind == TRADE:
         _trade(instance, state, move.unit, move.other)
     else:
@@ -90,7 +79,7 @@ def propose_exchange(random, instance, state, timing, cycle, run):
             return NEVER
         middle = state.place[op]
     worker = state.worker[instance.unit[op]]
-    begin, end = middle - run_length(random), middle + run_length(random)
+    begin, end = middle - _run_length(random), middle + _run_length(random)
     if begin < 0 or end > state.size[worker]:
         return NEVER
     unit, row = instance.unit, state.sequence[worker]
@@ -98,8 +87,45 @@ def propose_exchange(random, instance, state, timing, cycle, run):
         for other in range(middle, end):
             if unit[row[place]] == unit[row[other]]:
                 return NEVER  # a unit's own ops keep their order
-    exchange_runs(state, run, worker, begin, middle, end)
+    _exchange(state, run, worker, begin, middle, end)
     return Move(EXCHANGE, -1, -1, worker, begin, middle, end)
+
+
+@inlined
+def _run_length(random):
+    """Ops in a run, few ones more often."""
+    size = 1
+    while size < LARGEST_RUN and below(random, 3) == 0:
+        size += 1
+    return size
+
+
+@inlined
+def _exchange(state, run, worker, begin, middle, end):
+    """Let the runs [begin, middle) and [middle, end) of a worker change places."""
+    row, size = state.sequence[worker], middle - begin
+    for index in range(size):
+        run[index] = row[begin + index]
+    for index in range(middle, end):
+        row[index - size] = row[index]
+    for index in range(size):
+        row[end - size + index] = run[index]
+    for index in range(begin, end):
+        state.place[row[index]] = index
+
+
+@inlined
+def _keeps_capacity(instance, state, worker, end):
+    """Whether the ops of a worker before place `end` keep its capacity."""
+    capacity = instance.capacity[worker]
+    if capacity < 0:
+        return True
+    sequence, holds, used = state.sequence, instance.holds, 0
+    for place in range(end):
+        used += holds[sequence[worker, place]]
+        if used > capacity:
+            return False
+    return True
 
 
 # --- Trade ------------------------------------------------------------------------------------------------------------
