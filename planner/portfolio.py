@@ -182,7 +182,8 @@ class _Portfolio:
         """List schedules of a candidate. It is dropped where they get stuck for lack of memory."""
         with contextlib.suppress(StuckError):
             known = list_schedules(known, budget)
-            self._entries.append(_Entry(known, moved, self._least_of(known)))
+            annealed = self._options.method != "greedy"
+            self._entries.append(_Entry(known, moved, self._least_of(known) if annealed else 0))
 
     @staticmethod
     def _least_of(known: Incumbent) -> int:

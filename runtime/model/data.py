@@ -152,7 +152,7 @@ def batch_form(config: RunConfig) -> TupleForm:
 def _file(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """A user's text. Mapped copy-on-write: torch wants writable memory, and workers of a machine share its pages."""
     if not path.is_file():
-        reason = "which is no file" if path.exists() else "which does not exist"
+        reason = "which is not a file" if path.exists() else "which does not exist"
         raise ConfigError(f"training.text is {str(path)!r}, {reason}; expected the path of a text file")
     try:
         if path.stat().st_size == 0:

@@ -36,7 +36,7 @@ def _(value: Tensor, weight: Tensor, ends: Tensor) -> Tensor:  # noqa: ARG001  #
     return value.new_empty(value.shape[0], weight.shape[2])
 
 
-@register_flop_formula(torch.ops.slipstream.grouped_product)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.slipstream.grouped_product)
 def _flops(value: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
     """For MFU (`runtime.model.flops`): two for each product of a number with a weight."""
     return 2 * value[0] * value[1] * weight[2]
