@@ -131,7 +131,7 @@ def test_a_checkpoint_is_exported_by_the_command(pretrained, fork_server, tmp_pa
     checkpoint = tmp_path / "run" / "checkpoints" / "iteration-2"
     command = [sys.executable, "-m", "cli", "export", str(checkpoint), "--to", "hugging-face", str(tmp_path / "two")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and done.stderr.splitlines() == [f"iteration 2 written to {tmp_path / 'two'}"]
     tokens = load_corpus(config).batch(Microbatch(9, 0, 0), 1, 16)[0]
     alone = train_alone(folder, config, 2)[1]
     with torch.no_grad():

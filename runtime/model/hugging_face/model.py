@@ -32,8 +32,6 @@ class HuggingFace:
     def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         assert config.hugging_face is not None
         self._name, self._seed, self._dtype, self.device = config.hugging_face, seed, dtype, device
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
         document = read_config(config)
         self._config = transformers_config(document, self._name)
         self._family = FAMILIES[document["model_type"]]
@@ -108,9 +106,12 @@ class HuggingFace:
 
 
 def transformers_config(document: Mapping[str, Any], name: str) -> PreTrainedConfig:
-    """The config of transformers that a config.json describes. Raises ConfigError."""
+    """The config of transformers that a config.json describes. transformers is quiet from then on. Raises ConfigError.
+    """
     chosen = {"experts_implementation": experts.NAME} if FAMILIES[document["model_type"]].experts else {}
     experts.register()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         return AutoConfig.for_model(**{"attn_implementation": "sdpa", **chosen, **document, "use_cache": False})
     except Exception as error:  # each class checks its own
