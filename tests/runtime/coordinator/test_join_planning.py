@@ -15,7 +15,7 @@ def test_the_share_that_has_come_is_one_of_layers_and_counts_each_worker_once():
     told = []
     joins = JoinPlanner(lambda _: None, EventLog(None, observer=told.append))
     moves = (*(LayerMove(ONE, SOURCE, layer) for layer in range(3)), LayerMove(OTHER, SOURCE, 3))
-    assert joins.begin(1, schedule_for(grid(2, 2, 2)), moves, {SOURCE: ("", 1)}, 5)
+    assert joins.begin(1, schedule_for(grid(2, 2, 2)), moves, {SOURCE: ("", 1)}, 5, None)
     for worker in (OTHER, OTHER, SOURCE):
         joins.fetch_up_to_date(worker, 1)
     assert not joins.complete
