@@ -155,9 +155,10 @@ def _live(setting: ChaosScenario, rng: random.Random, fork_server: ForkServer, o
         survivors.look(fork_server.pids)
 
     how = resilience(setting, rng, latest(out / "checkpoints"))
+    whole = plan_job(setting.job, method="greedy").schedule  # before the storm: the planner may have to be compiled
     with storming(fork_server, rng, storm_seconds) as storm:
-        run(plan_job(setting.job, method="greedy").schedule, setting.config, out=out, fork_server=fork_server,
-            resilience=how, options=RunOptions(notify=tell, force=True, observe=survivors.observe), progress=progress)
+        run(whole, setting.config, out=out, fork_server=fork_server, resilience=how, progress=progress,
+            options=RunOptions(notify=tell, force=True, observe=survivors.observe))
     tally.slowdowns += sum(one.iteration < setting.iterations for one in how.slowdowns)
     survivors.require()
 

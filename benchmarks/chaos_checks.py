@@ -19,7 +19,7 @@ from runtime.tools.reference import ReferenceResult
 
 REASONS = ("SIGKILL", "stopped answering", "InjectedError", "exit status 3", "was not found by the new node 0")
 """What is said of a worker that was lost on purpose."""
-KEPT = re.compile(r"losses\.jsonl|events\.jsonl|schedule\.json|trace\.json|schedules/[0-9a-f]{16}\.json"
+KEPT = re.compile(r"losses\.jsonl|metrics\.jsonl|events\.jsonl|schedule\.json|trace\.json|schedules/[0-9a-f]{16}\.json"
                   r"|parameters/layer-\d+\.safetensors|logs/worker-\d+\.\d+\.log|checkpoints/iteration-\d+/[^.][^/]*")
 """What a run leaves in its folder."""
 NOTICED_SECONDS = 10.0
