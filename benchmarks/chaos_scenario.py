@@ -121,7 +121,7 @@ def resilience(setting: ChaosScenario, rng: random.Random, resume: Checkpoint | 
         checkpoint_every=CHECKPOINT_EVERY, resume=resume, injections=tuple(injections), returns=tuple(returns),
         slowdowns=tuple(_slowdowns(setting, rng)) if setting.slows else (),
         at_speeds=_SchedulerAtSpeeds(setting) if setting.slows else None,
-        settling=Settling(rebalancer=_Rebalancer(setting.job)) if setting.settles else None,
+        rebalancer=_Rebalancer(setting.job), settling=Settling() if setting.settles else None,
         fetch_bytes_per_second=rng.choice(FETCH_BYTES_PER_SECOND))
 
 
@@ -211,6 +211,9 @@ class _Rebalancer:
 
     def settled(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
         return self._planned(msgspec.structs.replace(GREEDY, layers="move", holds=held), down, speeds)
+
+    def from_checkpoint(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
+        return self._planned(msgspec.structs.replace(GREEDY, layers="move", from_checkpoint=True), down, speeds)
 
     def _planned(self, options: PlanOptions, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
         try:

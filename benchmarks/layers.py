@@ -1,10 +1,12 @@
 """How near to the work bound plans with moved layers are.
 
-    python -m benchmarks.layers [--every N] [--offset N] [--time-limit 10] [--room tight|roomy] [--loads] [--json FILE]
+    python -m benchmarks.layers [--group NAME ...] [--every N] [--offset N] [--time-limit 10] [--room tight|roomy]
+                                [--loads] [--json FILE]
 
 A grid of D pipelines x S stages x M micro-batches (D in 2, 3, 4, 6, 8, 16; S in 4, 8, 16; M in 2 S, 4 S), 4 or 8 layers
 a stage, F = I = W, transfer F / 10, optimizer F / 2, and workers that failed or are slow, placed at random: one, two or
-four down; one or two slow, 1.2 to 3 times; one of each. `--every N` takes each N-th instance from `--offset` on.
+four down; one or two slow, 1.2 to 3 times; one of each. `--group "1 down"` takes only those of that row of the table,
+and `--every N` each N-th instance of what is left, from `--offset` on.
 
 Room for 2 S micro-batches beside the own stage, whose weights take as much as S micro-batches (`tight`: who holds half
 a stage more has room for 1.5 S); or the same and half a stage's weights beside (`roomy`). `--loads` makes no plans.
@@ -92,6 +94,7 @@ def longest_load(given: LayoutProblem, layout: Layout) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--group", action="append")
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--offset", type=int, default=0)
     parser.add_argument("--time-limit", type=float, default=10.0)
@@ -102,7 +105,8 @@ def main() -> None:
     console = Console()
     rows: dict[str, dict[str, float]] = {}
     groups: dict[str, list[float]] = defaultdict(list)
-    for instance in itertools.islice(instances(options.room), options.offset, None, options.every):
+    chosen = (one for one in instances(options.room) if not options.group or one.group in options.group)
+    for instance in itertools.islice(chosen, options.offset, None, options.every):
         given = layout_problem(instance.job, instance.failed, layers="move")
         bound = work_bound(given)
         try:

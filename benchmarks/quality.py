@@ -1,10 +1,11 @@
 """How near to the proven bound the plans are.
 
-    python -m benchmarks.quality [--suite fault-free|generated|failures|uneven|shared|moved ...] [--every N]
-                                 [--time-limit 10] [--method cp-sat] [--json FILE] [--compare FILE]
+    python -m benchmarks.quality [--suite fault-free|generated|failures|grids|uneven|shared|moved ...] [--every N]
+                                 [--offset N] [--time-limit 10] [--method cp-sat] [--json FILE] [--compare FILE]
 
-`--every N` takes each N-th instance. `--json` keeps the gaps, `--compare` prints the change against kept ones. Every
-plan passes the checker before it is counted. How fast the machine is matters only through the time limit.
+`--every N` takes each N-th instance from `--offset` on. `--json` keeps the gaps, `--compare` prints the change against
+kept ones. Every plan passes the checker before it is counted. How fast the machine is matters only through the time
+limit.
 """
 
 import argparse
@@ -117,6 +118,22 @@ def failures() -> Iterator[Instance]:
                       times, factor, count)
 
 
+def grids() -> Iterator[Instance]:
+    """Random grids with one to four random failures; uniform stages, capacity 2S."""
+    draw = random.Random(0)
+    times = "forward = 10\nbackward_input = 10\nbackward_weight = 10\ntransfer = 1\noptimizer = 5"
+    for _ in range(60):
+        pipelines, stages = draw.choice((3, 4, 6, 8, 12, 16)), draw.choice((4, 5, 8, 12, 16))
+        microbatches = draw.choice((1, 2, 4)) * stages
+        workers = [Worker(pipeline, stage) for pipeline in range(pipelines) for stage in range(stages)]
+        failed = sorted(draw.sample(workers, draw.randint(1, 4)))
+        who = ", ".join(map(str, failed))
+        job = _uniform(pipelines, stages, microbatches, times, 2.0)
+        if all(sum(worker.column == stage for worker in failed) < pipelines for stage in range(stages)):
+            yield Instance(f"{pipelines}x{stages}x{microbatches}: {who}", f"{len(failed)} down", job, failed,
+                           LIMITS[2.0])
+
+
 def uneven() -> Iterator[Instance]:
     """Heavier embedding and head, stage 0 without input gradient, one slow worker; capacity 2S."""
     for pipelines, stages, microbatches, count in itertools.product((3, 4, 8, 16), (4, 8, 16), (8, 16, 32), (1, 3)):
@@ -130,10 +147,15 @@ def uneven() -> Iterator[Instance]:
 
 def _failed(name: str, pipelines: int, stages: int, microbatches: int, times: str, factor: float,
             count: int) -> Instance:
-    job = parse_job(f"pipelines = {pipelines}\nstages = {stages}\nmicrobatches = {microbatches}\n[time]\n{times}\n"
-                    f"[memory]\ncapacity = {int(factor * stages)}\nactivation = 1\nweight_stash = 1\n")
     failed = [Worker(index % pipelines, (stages // 2 + index * (stages // 4)) % stages) for index in range(count)]
+    job = _uniform(pipelines, stages, microbatches, times, factor)
     return Instance(name, f"{factor:g}S", job, failed, LIMITS[factor])
+
+
+def _uniform(pipelines: int, stages: int, microbatches: int, times: str, factor: float) -> Job:
+    """With room for `factor` times as many micro-batches as there are stages."""
+    return parse_job(f"pipelines = {pipelines}\nstages = {stages}\nmicrobatches = {microbatches}\n[time]\n{times}\n"
+                     f"[memory]\ncapacity = {int(factor * stages)}\nactivation = 1\nweight_stash = 1\n")
 
 
 def shared() -> Iterator[Instance]:
@@ -163,8 +185,8 @@ def _layered(pipelines: int, stages: int, microbatches: int, layers: int, failed
     return Instance(name, mode, job, failed, MOVED_LIMIT if mode == "move" else LIMITS[2.0], layers=mode)
 
 
-SUITES = {"fault-free": fault_free, "generated": generated, "failures": failures, "uneven": uneven, "shared": shared,
-          "moved": moved}
+SUITES = {"fault-free": fault_free, "generated": generated, "failures": failures, "grids": grids, "uneven": uneven,
+          "shared": shared, "moved": moved}
 
 
 def measure(instance: Instance, method: str, time_limit: float) -> tuple[float, float, float, str]:
@@ -186,6 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=SUITES, action="append")
     parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--offset", type=int, default=0)
     parser.add_argument("--time-limit", type=float, default=10.0)
     parser.add_argument("--method", default="cp-sat")
     parser.add_argument("--json", type=Path)
@@ -196,7 +219,7 @@ def main() -> None:
     results: dict[str, float] = {}
     for suite in options.suite or SUITES:
         groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        for instance in itertools.islice(SUITES[suite](), 0, None, options.every):
+        for instance in itertools.islice(SUITES[suite](), options.offset, None, options.every):
             value, bound, seconds, evidence = measure(instance, options.method, options.time_limit)
             results[instance.name] = value
             groups[instance.group].append((value, instance.limit))

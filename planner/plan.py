@@ -76,7 +76,8 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
     ready(progress)
     began = time.monotonic()
     with _garbage_collection_off(), interruptible() as stop:
-        budget, speed = Budget(deadline=began + options.time_limit, seed=options.seed, stop=stop), Speed()
+        budget = Budget(deadline=began + options.time_limit, seed=options.seed, stop=stop)
+        speed = Speed(options.time_limit)
         told = msgspec.structs.replace(budget, progress=progress)
         aside = msgspec.structs.replace(budget.share(FAULT_FREE_SHARE),
                                         progress=lambda line: progress(f"with no worker down, to compare with: {line}"))
@@ -135,7 +136,7 @@ def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker]) -> Plann
     began = time.monotonic()
     with _garbage_collection_off(), interruptible() as stop:
         budget = Budget(deadline=began + max(0.01, options.time_limit), seed=options.seed, stop=stop)
-        found = _search(options, job, failed, budget, Speed())
+        found = _search(options, job, failed, budget, Speed(options.time_limit))
         return Planned(found.schedule, stop.is_set(), time.monotonic() - began)
 
 

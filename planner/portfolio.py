@@ -46,8 +46,9 @@ HEATS = ((5, 0.2), (2, 0.3))
 """
 PROMISE = 3.0
 """How often a candidate is expected to gain again what annealing gained in its last turn."""
-MOST_LAYOUTS = 9
-"""Layouts that are looked at."""
+MOST_LAYOUTS, FIRST = 12, 2.0
+"""Layouts that are looked at, and how many times its equal share of the time the first one has: many a later one cannot
+be the best."""
 ASSIGNMENT_SECONDS, ASSIGNMENT_SHARE = 2.0, 0.2
 """For the exact assignment of layers: at most, and of the time for list schedules."""
 LARGEST_BOUNDED = 20_000
@@ -118,15 +119,20 @@ class _Entry(msgspec.Struct, frozen=True, eq=False):
         return self.known.period * self.known.problem.tick_seconds
 
     @property
-    def promise(self) -> tuple[float, int]:
-        """As `rank`, of the period that is expected of more annealing: no less than its own bound."""
-        least = min(self.seconds, self.least * self.known.problem.tick_seconds)
-        return max(least, self.seconds - PROMISE * self.gained), self.moved
+    def open(self) -> bool:
+        """Whether a better order of its routes may exist. Its bound is known to a thousandth."""
+        return self.known.open and self.known.period > 1.001 * self.least
 
     @property
-    def rank(self) -> tuple[float, int]:
-        """The less the better: of equal periods, the one for which less is moved."""
-        return self.seconds, self.moved
+    def promise(self) -> tuple[float, int, int]:
+        """As `rank`, of the period that is expected of more annealing: no less than its own bound."""
+        least = min(self.seconds, self.least * self.known.problem.tick_seconds)
+        return max(least, self.seconds - PROMISE * self.gained), *self.rank[1:]
+
+    @property
+    def rank(self) -> tuple[float, int, int]:
+        """The less the better: of equal periods, the one for which less is moved, and then that with fewer ops."""
+        return self.seconds, self.moved, self.known.problem.operations
 
 
 class _Portfolio:
@@ -165,7 +171,7 @@ class _Portfolio:
             raise NoPlanError("no layout of the layers over the live workers has room for the micro-batches in flight")
         if self._options.method != "greedy":
             self._improve(budget)
-        best = min(self._entries, key=lambda entry: entry.rank)
+        best = self._best
         fixed = min((entry.seconds for entry in self._entries if not entry.moved), default=None)
         solved = self._explained(best.known, solved_by(best.known, time.monotonic() - began))
         return Answer(best.known.problem, solved, fixed if best.moved else None)
@@ -179,19 +185,29 @@ class _Portfolio:
         return msgspec.structs.replace(solved, evidence=f"{solved.evidence}; {why}")
 
     def _add(self, known: Incumbent, budget: Budget, *, moved: int) -> None:
-        """List schedules of a candidate. It is dropped where they get stuck for lack of memory."""
+        """List schedules of a candidate. It is dropped where they get stuck for lack of memory, or cannot be the best.
+        """
+        least = self._least_of(known) if self._options.method != "greedy" else 0
+        if moved and self._entries and least * known.problem.tick_seconds > self._best.seconds:
+            return
+        enough = msgspec.structs.replace(known, bound=max(known.bound, least))
         with contextlib.suppress(StuckError):
-            known = list_schedules(known, budget)
-            self._entries.append(_Entry(known, moved, self._least_of(known)))
+            found = msgspec.structs.replace(list_schedules(enough, budget), bound=known.bound)
+            self._entries.append(_Entry(found, moved, least))
+
+    @property
+    def _best(self) -> _Entry:
+        return min(self._entries, key=lambda entry: entry.rank)
 
     @staticmethod
     def _least_of(known: Incumbent) -> int:
-        """A bound for the layout of a candidate; 0 where none is sought."""
+        """A bound for the layout of a candidate, to a thousandth; 0 where none is sought."""
         small = sum(piece.problem.operations for piece in known.pieces) <= LARGEST_BOUNDED
-        if not small or not known.problem.interleaved or not known.open:
+        if not small or not known.problem.interleaved:
             return 0
         hosts = [solution.hosts for solution in known.solutions]
-        return LayoutBound([piece.problem for piece in known.pieces], hosts).period(known.bound, known.period)
+        high = known.period if known.solutions else 2 * known.bound
+        return LayoutBound([piece.problem for piece in known.pieces], hosts).period(known.bound, high)
 
     def _add_layouts(self, budget: Budget) -> None:
         options = self._options
@@ -214,7 +230,7 @@ class _Portfolio:
                 return
             problem = problem_of_layout(self._job, self._failed, layout, backward=options.backward or "split",
                                         optimizer=options.optimizer or "staggered", least=self._least)
-            self._add(divided(problem, self._least, self._counts), budget.share(1 / left),
+            self._add(divided(problem, self._least, self._counts), budget.share(min(1.0, FIRST / left)),
                       moved=_moved(self._given, layout))
             left -= 1
 
@@ -226,7 +242,7 @@ class _Portfolio:
     def _improve(self, budget: Budget) -> None:
         """Anneal the most promising few in turns, fewer each time, then one."""
         for count, share in HEATS:
-            ranked = sorted(self._entries, key=lambda entry: entry.promise)[:count]
+            ranked = sorted(filter(self._may_win, self._entries), key=lambda entry: entry.promise)[:count]
             if len(ranked) < 2:
                 break
             end = budget.share(share)
@@ -234,9 +250,13 @@ class _Portfolio:
                 if not self._done and not budget.stopped:
                     known = anneal(entry.known, end.share(1 / (len(ranked) - number)))
                     self._replace(entry, known)
-        last = min(self._entries, key=lambda entry: entry.promise)
-        if not self._done and not budget.stopped:
+        last = min(filter(self._may_win, self._entries), key=lambda entry: entry.promise, default=None)
+        if last is not None and not self._done and not budget.stopped:
             self._replace(last, improve(last.known, budget))
+
+    def _may_win(self, entry: _Entry) -> bool:
+        """Whether more time may make a candidate the best of all."""
+        return entry.open and entry.least * entry.known.problem.tick_seconds < self._best.seconds
 
     def _replace(self, entry: _Entry, known: Incumbent) -> None:
         better = known if known.period <= entry.known.period else entry.known

@@ -52,10 +52,16 @@ class Pace(NamedTuple):
 
 
 class Speed:
-    """The pace of this machine, measured when it is first asked for."""
+    """The pace of this machine, measured when it is first asked for, and how much processor time a plan has left."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
         self._pace: Pace | None = None
+        self._end = time.process_time() + seconds
+
+    @property
+    def seconds(self) -> float:
+        """Of a processor, until the time limit; negative after it."""
+        return self._end - time.process_time()
 
     def pace(self, job: Job, ops: int, plan_block: PlanBlock) -> Pace:
         """By a part of this job, or of the first one that was asked about."""
@@ -87,10 +93,12 @@ def blocks_within(job: Job, ops: int, seconds: float, plan_block: PlanBlock, spe
     if pace.plan * ops * MARGIN < left:
         return None
     joining = pace.join * ops
-    allowed = left + grace * max(GRACE_SECONDS, GRACE_SHARE * seconds) - pace.plan * SAMPLE
+    allowed = left - pace.plan * SAMPLE
+    if grace:
+        allowed += max(GRACE_SECONDS, GRACE_SHARE * seconds) + max(0.0, speed.seconds - left)
     planning = max(0.0, left - joining)
     size = max(SAMPLE, BLOCK_SHARE * planning / pace.plan / 2)  # nearly equal blocks are of two sizes
-    number = max(2, min(round(ops / size), min(job.microbatches) // job.chains))
+    number = _even(max(2, min(round(ops / size), min(job.microbatches) // job.chains)), job)
     if min(job.microbatches) // number < 2 * job.depth:  # the pipelines would hardly be full before they drain
         if pace.plan * ops < allowed:
             return None
@@ -98,6 +106,13 @@ def blocks_within(job: Job, ops: int, seconds: float, plan_block: PlanBlock, spe
     if joining * MARGIN > allowed:
         raise TooLargeError(_too_large(job, ops, ops * allowed / (joining * MARGIN), joining * MARGIN))
     return Blocks(number, planning)
+
+
+def _even(number: int, job: Job) -> int:
+    """About so many blocks: where the micro-batches can be divided evenly, one plan does for all blocks."""
+    common = math.gcd(*(total // job.chains for total in job.microbatches))
+    near = range(max(2, math.ceil(0.8 * number)), math.floor(1.25 * number) + 1)
+    return min((count for count in near if common % count == 0), key=lambda count: abs(count - number), default=number)
 
 
 def measured(job: Job, ops: int, plan_block: PlanBlock) -> Pace:

@@ -22,9 +22,10 @@ from msgspec.structs import replace
 from runtime.config import ConfigError, RunConfig
 from runtime.coordinator.checkpoint_timer import CheckpointCost
 from runtime.coordinator.commit_log import CommitLog
-from runtime.coordinator.event_log import EventLog, Observer
+from runtime.coordinator.event_log import EventLog, Observer, both
 from runtime.coordinator.event_loop import EventLoop, NobodyLeftError
 from runtime.coordinator.loss_file import LossFile, Progress, read_losses
+from runtime.coordinator.metrics import Work, record_metrics
 from runtime.coordinator.planning import Rebalancer, Scheduler, SchedulerAtSpeeds
 from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.run import Notify, Run
@@ -37,11 +38,13 @@ from runtime.errors import first_line
 from runtime.events import LOSSES, Started
 from runtime.model.checkpoint import Checkpoint, identity_of, open_checkpoint
 from runtime.model.clipping import watches_gradients
-from runtime.model.data import load_corpus
+from runtime.model.data import load_corpus, load_validation
 from runtime.model.digest import combined_digest
+from runtime.model.flops import counted
 from runtime.model.forms import forms
 from runtime.model.holding import state_bytes
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
+from runtime.model.parameter_groups import require_matches
 from runtime.model.parameters import load_layer
 from runtime.model.tensor_codec import TensorError
 from runtime.processes.fork_server import AdoptedForkServer, ForkServer, adopt
@@ -160,6 +163,10 @@ class RunOptions:
     """Called with each event of the run (`runtime.events`)."""
     fault_free_seconds: float | None = None
     """Planned period with all workers, where the first schedule is not of all of them; None: nobody has planned it."""
+    tensorboard: Path | None = None
+    """Folder for TensorBoard's files; None: there are none."""
+    peak_flops: float | None = None
+    """What a worker's device does at its best where `[training] peak_flops` is silent; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +182,8 @@ class _Fit:
     transport: Transport
     forms: tuple[FormSpec, ...]
     """What passes each cut. Found out once, for all workers, and before node 0 listens: it takes seconds."""
+    work: Work
+    """What an iteration is."""
 
 
 def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | None = None,
@@ -182,8 +191,8 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         resilience: Resilience = Resilience()) -> RunResult:
     """Train by a schedule, from the first iteration or a checkpoint; on node 0 when there are several.
 
-    Writes `schedule.json`, `losses.jsonl` and `events.jsonl` (line by line as iterations are committed and events
-    happen), `schedules/`, `trace.json`, `parameters/` and `logs/` into `out`. `iterations` replaces those of
+    Writes `schedule.json`, `losses.jsonl`, `metrics.jsonl` and `events.jsonl` (line by line as iterations are committed
+    and events happen), `schedules/`, `trace.json`, `parameters/` and `logs/` into `out`. `iterations` replaces those of
     `config`. A `fork_server` may serve several runs, one after the other.
 
     Where a node 0 has died that wrote to `out`, and workers of its run live, this goes on with them.
@@ -195,7 +204,10 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
     losses of the committed iterations are on disk.
     """
     if iterations is not None:
-        config = replace(config, training=replace(config.training, iterations=iterations))
+        try:
+            config = replace(config, training=replace(config.training, iterations=iterations))
+        except ValueError as error:  # a schedule that takes longer
+            raise ConfigError(str(error)) from None
     if options.nodes > 1 and options.secret is None:
         raise ConfigError(f"a run on {options.nodes} nodes needs a secret that all of them have: {HOW} on each")
     fit = _prepare(schedule, config, options)
@@ -249,7 +261,11 @@ class _Launch:
             log = CommitLog(self.schedule.job, first_iteration=first, skips=config.training.skip_nonfinite,
                             validates=watches_gradients(config.training))
             losses = None if behind is None else read_losses(out / LOSSES, first)
-            event_log = stack.enter_context(EventLog(out, lambda: log.next_iteration, options.observe))
+            begins = first + len(losses or ())
+            metrics = stack.enter_context(record_metrics(out, begins, config.training, self.fit.work,
+                                                         options.tensorboard))
+            event_log = stack.enter_context(EventLog(out, lambda: log.next_iteration,
+                                                     both(metrics.observe, options.observe)))
             event_log.write(_started(self.schedule, config, options))
             settings = self._settings(behind, adopted)
             left = self._left(opened, first, settings, fork_server, behind)
@@ -258,7 +274,7 @@ class _Launch:
             alive = [] if adopted is None else [Worker.parse(name) for name in adopted.names()]
             events = EventLoop(
                 self._run(setup, settings, behind, losses, alive), log,
-                stack.enter_context(LossFile(out / LOSSES, first + len(losses or ()), self.progress)),
+                stack.enter_context(LossFile(out / LOSSES, begins, self.progress, metrics)),
                 self._processes(fork_server, opened, settings, alive if behind is not None else None), event_log)
             leave_behind(out, left)
             stack.callback(forget_left_behind, out)
@@ -379,7 +395,7 @@ def _setup(schedule: Schedule, config: RunConfig, fit: _Fit, store: Rendezvous, 
         device=fit.device, store=store, cuts=fit.placement.cuts,
         columns=tuple(tuple(sorted(fit.placement.held_in_column(grid, column))) for column in range(grid.columns)),
         forms=fit.forms,
-        loss_scale=1 / grid.total_microbatches,
+        microbatches=grid.microbatches, loss_scale=1 / grid.total_microbatches,
         heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,
         checkpoint_every=resilience.checkpoint_every, fetch_bytes_per_second=resilience.fetch_bytes_per_second)
 
@@ -393,10 +409,16 @@ def _prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> _Fit
     device = choose_device(training.device)
     model = model_for(config.model, training.seed, parameter_dtype(training.dtype), torch.device(device))
     placement = place(schedule.grid, model.layers)
-    load_corpus(config)
+    require_matches(model, training)
+    load_corpus(config, schedule.grid.microbatches)
+    load_validation(config, schedule.grid.microbatches)
     shares = assign_to_nodes([seat.worker for seat in schedule.seats], options.nodes)
     gpus = gpu_share([len(share) for share in shares], 0, options.local)
-    at_layer = forms(model, config)
+    with counted() as flops:
+        at_layer = forms(model, config)
+    microbatches = schedule.grid.total_microbatches
     return _Fit(device, model, placement, shares, gpus,
                 choose_transport(training.backend, device, gpus.workers, gpu_count(device)),
-                tuple(FormSpec.of(at_layer[cut]) for cut in placement.cuts))
+                tuple(FormSpec.of(at_layer[cut]) for cut in placement.cuts),
+                Work(tokens=training.batch * config.model.context * microbatches, flops=flops.training(microbatches),
+                     peak_flops=training.peak_flops or options.peak_flops))

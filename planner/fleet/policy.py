@@ -181,7 +181,7 @@ class Policy(ABC):
     def training(self, rate: float) -> Phase:
         """Training without end. Where the policy pauses for checkpoints, the rate is the mean over the pauses."""
         if not self.pauses:
-            return Phase(Cause.RUN, rate=rate)
+            return Phase(Cause.RUN, math.inf, rate)
         interval = self.scenario.checkpoint_interval
         useful = rate * interval / (interval + self.costs.checkpoint_seconds)
         return Phase(Cause.RUN, rate=useful, checkpoints=rate - useful)

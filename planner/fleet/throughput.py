@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from planner.fleet.settled import SECONDS, SettledPlans
+from planner.fleet.settled import SettledPlans
 from planner.job.file import Job
 from planner.model import assemble
 from planner.model.arrays import ProblemArrays
@@ -54,10 +54,11 @@ class Throughputs:
     """Throughputs of one job by schedule, in samples per second; 0.0 where no plan exists."""
 
     def __init__(self, job: Job, *, samples_per_microbatch: float = 1.0, table: Table | None = None,
-                 plan_seconds: float = PLAN_SECONDS, settle_seconds: float = SECONDS,
+                 plan_seconds: float = PLAN_SECONDS, settle_seconds: float | None = None,
                  announce: Callable[[str], None] = lambda _: None) -> None:
         """All workers count as equally fast. `plan_seconds` and `settle_seconds` limit the time for one plan, with
-        layers in place and with layers that move. `announce` is called with one line before each plan.
+        layers in place and with layers that move (None: by the size of the job). `announce` is called with one line
+        before each plan.
 
         Raises NoPlanError when no schedule can run the job, ValueError when the table is of another one.
         """

@@ -4,17 +4,25 @@ Every line takes as many whole micro-batches as its longest load allows. The cel
 after micro-batch, layers ascending. Each line that is cut anew takes one segment of it; the workers of the lines that
 keep their stages take what is left, stage by stage (the wrap-around rule of McNaughton 1959). As every worker takes
 consecutive cells, in one order of workers, no two routes pass two workers in opposite order.
+
+Not so `anywhere`: there a line that is cut anew first takes what the workers of each stage have no time for, so that
+loads are more even by up to a layer; with little memory, such a layout may have no order.
 """
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 from planner.layout.bisection import least_limit
 from planner.layout.bounds import work_bound
 from planner.layout.lines import Chunk, Line, chunk_ticks, cut, fill_idle
 from planner.layout.problem import LayoutProblem
+from planner.layout.types import LayerRange
 from schedules.schedule import Worker
+
+Cell = tuple[int, int]
+"""A layer of one of the micro-batches that run on no line whole: (item, layer)."""
 
 
 class Piece(NamedTuple):
@@ -43,9 +51,10 @@ class Divider:
     """Divides the work of a problem over given lines, for a given longest load."""
 
     def __init__(self, problem: LayoutProblem, lines: Sequence[Line], *, floating: bool = True,
-                 spread: bool = True, staggered: bool = False) -> None:
-        """`floating`: two neighbours of a line may hold one layer; `spread`: a micro-batch may visit several lines."""
-        self._problem, self._lines, self._spread = problem, tuple(lines), spread
+                 spread: bool = True, staggered: bool = False, anywhere: bool = False) -> None:
+        """`floating`: two neighbours of a line may hold one layer; `spread`: a micro-batch may visit several lines;
+        `anywhere`: and come back to one."""
+        self._problem, self._lines, self._spread, self._anywhere = problem, tuple(lines), spread, anywhere
         self._cut = partial(cut, floating=floating, staggered=staggered)
         self._kinds = [self._kind(line) for line in lines]
         self._known: dict[tuple[object, int], int] = {}
@@ -82,10 +91,8 @@ class Divider:
         The workers that keep their stages take the rest; None if it does not fit.
         """
         items = self._problem.total_microbatches - sum(whole)
-        begins = [0] * items
-        for piece in segments:
-            begins[piece.item] = max(begins[piece.item], piece.end)
-        pieces = self._over_workers(whole, begins, limit)
+        taken = {(piece.item, layer) for piece in segments for layer in range(piece.first, piece.end)}
+        pieces = self._over_workers(whole, items, taken, limit)
         if pieces is None:
             return None
         return Division(tuple(whole), tuple(map(tuple, chunks)), (*segments, *pieces), items)
@@ -135,35 +142,51 @@ class Divider:
 
     def _segments(self, whole: Sequence[int], items: int, limit: int) -> list[Piece]:
         """What each line that is cut anew takes of the tape."""
-        pieces: list[Piece] = []
-        item, layer = 0, 0
         count = self._problem.layer_count
+        tape = ((item, layer) for item in range(items) for layer in range(count))
+        if self._anywhere:
+            free = self._free(whole, limit)
+            short = {cell for stage in self._problem.paths[0] for cell in self._short(items, *stage, free)}
+            left = sorted(tape, key=lambda cell: cell not in short)
+        else:
+            left = list(islice(tape, (count - 1) * len(self._lines)))
+        pieces: list[Piece] = []
         for index, line in enumerate(self._lines):
-            if not line.cut or item == items:
+            if not line.cut:
                 continue
-            low, high = 0, min(count - 1, (items - item) * count - layer)
+            low, high = 0, min(count - 1, len(left))
             while low < high:
                 middle = (low + high + 1) // 2
-                if self._fits(line, _profile(count, whole[index], layer, middle), limit):
+                if self._fits(line, _profile(count, whole[index], left[:middle]), limit):
                     low = middle
                 else:
                     high = middle - 1
-            while low:
-                end = min(count, layer + low)
-                pieces.append(Piece(item, layer, end, index, None))
-                low -= end - layer
-                item, layer = (item + 1, 0) if end == count else (item, end)
+            pieces += _pieces(sorted(left[:low]), index, None)
+            left = left[low:]
         return pieces
 
-    def _over_workers(self, whole: Sequence[int], begins: Sequence[int], limit: int) -> list[Piece] | None:
-        """Layers begins[item] to L of each item over the workers that keep their stages; None if they do not fit."""
+    def _free(self, whole: Sequence[int], limit: int) -> dict[Worker, int]:
+        """Ticks that the workers of lines that are not cut have beside their whole micro-batches."""
+        return {worker: limit - self._kept_ticks(line, position, whole[index])
+                for index, line in enumerate(self._lines) if not line.cut
+                for position, worker in enumerate(line.workers)}
+
+    def _short(self, items: int, layers: LayerRange, column: int, free: dict[Worker, int]) -> list[Cell]:
+        """The first so many cells of a stage as its workers have no time for."""
+        cells = [(item, layer) for item in range(items) for layer in range(*layers)]
+        longest = max(self._problem.work[layer] for layer in range(*layers))
+        room = sum(max(0, ticks) * 1000 // max(1, longest * self._problem.slowness(worker))
+                   for worker, ticks in free.items() if worker.column == column)
+        return cells[:max(0, len(cells) - room)]
+
+    def _over_workers(self, whole: Sequence[int], items: int, taken: set[Cell], limit: int) -> list[Piece] | None:
+        """What is not taken of the items, over the workers that keep their stages; None if it does not fit."""
         problem = self._problem
         pieces: list[Piece] = []
-        free = {worker: limit - self._kept_ticks(line, position, whole[index])
-                for index, line in enumerate(self._lines) if not line.cut
-                for position, worker in enumerate(line.workers)} if begins else {}
+        free = self._free(whole, limit) if items else {}
         for (first, end), column in problem.paths[0]:
-            cells = [(item, layer) for item, begin in enumerate(begins) for layer in range(max(begin, first), end)]
+            cells = [(item, layer) for item in range(items) for layer in range(first, end)
+                     if (item, layer) not in taken]
             placed = 0
             for index, line in enumerate(self._lines):
                 for worker in line.workers:
@@ -207,16 +230,16 @@ class Divider:
         return chunks
 
 
-def _profile(count: int, whole: int, first: int, more: int) -> list[int]:
-    """Cells of each layer: `whole`, and one more of `more` layers from `first` on, going round."""
+def _profile(count: int, whole: int, more: Sequence[Cell]) -> list[int]:
+    """Cells of each layer: `whole`, and these."""
     counts = [whole] * count
-    for step in range(more):
-        counts[(first + step) % count] += 1
+    for _, layer in more:
+        counts[layer] += 1
     return counts
 
 
-def _pieces(cells: Sequence[tuple[int, int]], line: int, worker: Worker) -> list[Piece]:
-    """Consecutive cells of one worker as pieces, one a micro-batch."""
+def _pieces(cells: Sequence[Cell], line: int, worker: Worker | None) -> list[Piece]:
+    """Cells in order of items and layers as pieces of consecutive layers."""
     pieces: list[Piece] = []
     for item, layer in cells:
         if pieces and pieces[-1].item == item and pieces[-1].end == layer:

@@ -9,6 +9,7 @@
     bounds         proven lower bounds on the period
     shared_bounds  the same where live holders share all micro-batches
     layout_bound   the same for one layout
+    whole_lines    and for workers that run the same whole micro-batches
     decompose      divides a problem into pieces that can be solved apart
     components     the pieces where a layout says who runs what
     arrays         a problem with an assignment as arrays of integers

@@ -178,7 +178,7 @@ def _in_flight(problem: Problem, stage: int, count: int) -> int:
     return min(count, problem.memory.capacity[problem.column_of[stage]] // activation)
 
 
-class _Fill(NamedTuple):
+class Fill(NamedTuple):
     """A stage before its first I."""
 
     forward: int
@@ -218,11 +218,11 @@ def whole_fill(problem: Problem) -> WholeFill | None:
     count, stages = max(grid.microbatches), range(grid.columns)
     beside = [_beside_fill(problem, stage, count) for stage in stages]
     back = [problem.fastest(problem.gradient_kind, stage + 1) + 2 * problem.least_hop(stage) for stage in stages[:-1]]
-    fills = [_Fill(problem.fastest(OpKind.F, stage), _in_flight(problem, stage, count), after)
+    fills = [Fill(problem.fastest(OpKind.F, stage), _in_flight(problem, stage, count), after)
              for stage, after in zip(stages, [*back, 0], strict=True)]
     least = max(beside)
     enough = sum(2 * fill.forward + fill.back for fill in fills)
-    period = least + bisect_left(range(enough), True, key=lambda more: _possible(
+    period = least + bisect_left(range(enough), True, key=lambda more: can_fill(
         fills, [least + more - ticks for ticks in beside]))
     return WholeFill(period, tuple(period - ticks for ticks in beside))
 
@@ -237,7 +237,7 @@ def _beside_fill(problem: Problem, stage: int, count: int) -> int:
     return max(window, _chain(problem, stage, count) - _fill_idle(problem, stage, count))
 
 
-def _possible(fills: Sequence[_Fill], idle: Sequence[int]) -> bool:
+def can_fill(fills: Sequence[Fill], idle: Sequence[int]) -> bool:
     """Whether all stages can fill with so much idle time."""
     wait = 0
     for (forward, most, back), allowed in zip(reversed(fills), reversed(idle), strict=True):

@@ -15,6 +15,7 @@ In a period of P ticks, for every worker w, with times on one clock:
 - Of micro-batches that pass the same workers, the last I of each worker comes after all their F and I there, but for
   the F before the first I; it is followed by an I on the worker before, and there by a W.
 - The window is no longer than the period: first[w] >= last[w] + optimizer step - P.
+- Lines of whole micro-batches fill with whole forwards (`planner.model.whole_lines`).
 
 Each says that some time is at least a sum, or the least of some sums, of others, so that from one that is set to 0 the
 least values of all others follow. Where they put it off beyond 0, no schedule has a period of P.
@@ -26,6 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from planner.model.problem import Leg, Problem, Unit
+from planner.model.whole_lines import WholeLine, whole_lines
 from schedules.schedule import Worker
 
 Place = tuple[int, Worker]
@@ -60,6 +62,19 @@ class _Class(NamedTuple):
     """of one W."""
 
 
+def _by_worker(route: Sequence[_Stop]) -> tuple[_Stop, ...]:
+    """Consecutive slices of one worker as one: its first F and its first I are as early."""
+    found: list[_Stop] = []
+    for stop in route:
+        if found and found[-1].place == stop.place:
+            same = found[-1]
+            found[-1] = stop._replace(forward=same.forward + stop.forward, gradient=same.gradient + stop.gradient,
+                                      weight=same.weight + stop.weight)
+        else:
+            found.append(stop)
+    return tuple(found)
+
+
 class LayoutBound:
     """The bound of the pieces of a problem with a layout, staggered, with reductions that take no time."""
 
@@ -73,6 +88,7 @@ class LayoutBound:
         self._room: dict[Place, int] = {}
         """Ticks of F before the first I."""
         self._classes: dict[tuple[Place, tuple[Place, ...]], _Class] = {}
+        self._lines: list[WholeLine] = []
         self._awaited: dict[tuple[int, Place], tuple[int, int]] = {}
         """[reduction, worker] ticks of F, I and W of its layers, and of their F."""
         for number, piece in enumerate(pieces):
@@ -95,6 +111,8 @@ class LayoutBound:
     def excludes(self, period: int) -> bool:
         """Whether no schedule of the layout has a period of so many ticks."""
         if any(work + self._step[place] > period for place, work in self._work.items()):
+            return True
+        if any(line.excludes(period) for line in self._lines):
             return True
         return any(self._put_off(start, period) for start in sorted(self._starts))
 
@@ -163,9 +181,11 @@ class LayoutBound:
         """The routes of a piece, equal ones once, and what its workers run."""
         kept: dict[Place, list[tuple[float, int]]] = defaultdict(list)
         seen: set[tuple[Leg, ...]] = set()
-        for batch, planned in (piece.routes or {}).items():
-            legs = planned if hosts is None else tuple(
-                Leg(leg.slice, hosts[Unit(leg.slice, *batch)]) for leg in planned)
+        routes = {batch: planned if hosts is None else tuple(
+            Leg(leg.slice, hosts[Unit(leg.slice, *batch)]) for leg in planned)
+            for batch, planned in (piece.routes or {}).items()}
+        self._lines += whole_lines(piece, routes)
+        for legs in routes.values():
             route = tuple(self._stops(number, piece, legs))
             for stop, leg in zip(route, legs, strict=True):
                 self._work[stop.place] += stop.forward + stop.gradient + stop.weight
@@ -175,7 +195,7 @@ class LayoutBound:
             self._classify(route)
             if legs not in seen:
                 seen.add(legs)
-                self._routes.append(route)
+                self._routes.append(_by_worker(route))
         for place, forwards in kept.items():
             everything = sum(ticks for _, ticks in forwards)
             rate = max(rate for rate, _ in forwards)

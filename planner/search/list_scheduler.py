@@ -1,5 +1,6 @@
 """List schedules of one problem under one assignment: what is chosen, and the call of the compiled scheduler."""
 
+import math
 import statistics
 from typing import Any, Literal
 
@@ -40,13 +41,13 @@ class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
     fill_wait: tuple[int, ...] | None = None
     """The same before a worker's first gradient, in ticks by slice; None: as later.
 
-    An F that delays the first gradient delays it at all earlier stages.
+    An F that delays the first gradient delays it at all earlier stages, where other ops will have to fill the time;
+    later on, there are ops enough.
     """
-    patience: int = UNLIMITED
-    """For so many gradients of a worker it does so: while workers fill, what delays one delays the first of all workers
-    before, where other ops will have to fill the time; later on, there are ops enough."""
     advance: float = 0.0
     """Micro-batches on longer routes than others go before these: by this many times what their way takes longer."""
+    gradient_advance: float = 0.0
+    """The same of their gradients."""
     forward_order: ForwardOrder = "deepest"
     """Which F first: the lowest micro-batch, or the one furthest along its chain."""
     in_flight: tuple[int, ...] | None = None
@@ -75,6 +76,11 @@ def in_flight(problem: Problem, slope: float = 1.0, extra: int = 0) -> tuple[int
     return tuple(max(1, int(slope * ahead) + extra) for ahead in problem.ahead)
 
 
+def shares_of_forward(problem: Problem, share: float) -> tuple[int, ...]:
+    """[slice] a share of its F's usual time, in ticks."""
+    return tuple(math.ceil(share * problem.usual(OpKind.F, number)) for number in range(len(problem.layers_of)))
+
+
 class ListScheduler:
     """Makes list schedules of a problem with an assignment."""
 
@@ -100,9 +106,9 @@ class ListScheduler:
     def order(self, rule: DispatchRule) -> Ints:
         """All ops in the order in which they start under a rule. Raises StuckError; see `set_aside`."""
         dispatch = self._kernel.Dispatch(
-            rank=self._rank(rule), slots=self._slots(rule), lookahead=rule.lookahead,
-            forward_wait=self._forward_wait(rule), patience=rule.patience,
-            deepest_first=rule.forward_order == "deepest",
+            rank=self._rank(rule, rule.advance), gradient_rank=self._rank(rule, rule.gradient_advance),
+            slots=self._slots(rule), lookahead=rule.lookahead,
+            forward_wait=self._forward_wait(rule), deepest_first=rule.forward_order == "deepest",
             eager_weights=rule.eager_weights, make_room=rule.make_room, transfers=not rule.ignore_transfers)
         order, done = np.zeros(len(self.arrays.ops.unit), dtype=np.int64), 0
         for first in self._first:
@@ -124,9 +130,9 @@ class ListScheduler:
             self._waits[key] = np.ceil([first, usual]).astype(np.int64)
         return self._waits[key]
 
-    def _rank(self, rule: DispatchRule) -> Ints:
+    def _rank(self, rule: DispatchRule, advance: float) -> Ints:
         """[unit] how urgent it is; see `_ranks`."""
-        key = rule.rerouted, rule.advance
+        key = rule.rerouted, advance
         if key not in self._ranks:
             self._ranks[key] = _ranks(self.arrays, *key)
         return self._ranks[key]

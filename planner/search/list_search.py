@@ -4,7 +4,6 @@ A step changes the dispatch rule, or who of its peers runs which micro-batches o
 """
 
 import itertools
-import math
 import random
 import threading
 import time
@@ -17,14 +16,21 @@ import numpy as np
 
 from planner.model.arrays import ProblemArrays
 from planner.model.bounds import whole_fill
-from planner.model.problem import UNLIMITED, Problem
+from planner.model.problem import Problem
 from planner.model.solution import Solution
 from planner.model.start_times import solution_period
 from planner.search.assignment import ASSIGNMENT_RULES, assign
 from planner.search.baselines import BASELINES
 from planner.search.composition import Composition
-from planner.search.list_scheduler import DispatchRule, ForwardOrder, ListScheduler, Rerouted, StuckError, in_flight
-from schedules.schedule import OpKind
+from planner.search.list_scheduler import (
+    DispatchRule,
+    ForwardOrder,
+    ListScheduler,
+    Rerouted,
+    StuckError,
+    in_flight,
+    shares_of_forward,
+)
 
 OPS_PER_SEARCH = 20_000_000
 """Ops that all random steps together may schedule; counted, not timed, so that the same seed gives the same plan."""
@@ -55,15 +61,15 @@ SHORTLIST = tuple(itertools.starmap(Choice, (
     (1, (2.0, 0), 0.0, False), (1, (1.0, 1), 1.0, False))))
 """Of all choices, the fewest whose best was the best of all on 31 jobs with failures and little, more and much memory.
 The first is for much memory."""
-PATIENT: tuple[tuple[ForwardOrder, float, float, int, float], ...] = (
-    ("oldest", 0.5, 0.5, UNLIMITED, 0.0), ("deepest", 0.0, 1.0, 1, 0.0), ("oldest", 0.25, 0.5, 4, 2.0),
-    ("deepest", 0.0, 0.25, 1, 0.0), ("oldest", 0.5, 0.5, 1, 2.0), ("deepest", 0.25, 0.5, UNLIMITED, 0.0),
-    ("oldest", 0.25, 0.5, 4, 0.0), ("deepest", 0.0, 0.5, 8, 0.0), ("oldest", 0.5, 0.5, 4, 2.0),
-    ("oldest", 0.0, 0.5, 1, 2.0), ("deepest", 0.0, 1.0, 8, 0.0), ("oldest", 0.5, 0.5, 1, 0.0),
-    ("oldest", 0.5, 0.5, 8, 0.0), ("deepest", 0.5, 0.5, 2, 0.0), ("oldest", 0.0, 0.5, UNLIMITED, 2.0))
-"""Of layouts: `forward_order`, `lookahead`, `forward_lookahead`, `patience` and `advance` of the best rules of a grid
-on 12 instances of benchmarks.layers, those that most often were the best first."""
-PATIENCES, ADVANCES = (1, 2, 4, 8, UNLIMITED), (0.0, 0.5, 1.0, 2.0, 4.0)
+PATIENT: tuple[tuple[ForwardOrder, float, float, float, float, float], ...] = (
+    ("oldest", 0.5, 0.5, 0.5, 0.0, 0.0), ("deepest", 0.0, 1.0, 0.0, 0.0, 0.0), ("oldest", 0.25, 0.5, 0.5, 2.0, 2.0),
+    ("deepest", 0.0, 0.25, 0.0, 0.0, 0.0), ("oldest", 0.5, 0.5, 0.0, 2.0, 2.0), ("deepest", 0.25, 0.5, 0.5, 0.0, 0.0),
+    ("oldest", 0.25, 0.5, 0.5, 0.0, 0.0), ("deepest", 0.0, 0.5, 0.5, 0.0, 0.0), ("oldest", 0.5, 0.5, 0.5, 2.0, 2.0),
+    ("oldest", 0.0, 0.5, 0.0, 2.0, 2.0), ("oldest", 0.5, 0.5, 0.0, 0.0, 0.0), ("deepest", 0.5, 0.5, 0.0, 0.0, 0.0))
+"""Of layouts: `forward_order`, `lookahead`, `fill_wait` as a share of an F, `forward_lookahead`, `advance` and
+`gradient_advance` of the best rules of a grid on instances of benchmarks.layers, those that were best most often first.
+"""
+ADVANCES = (-4.0, -2.0, 0.0, 1.0, 2.0, 4.0)
 Tell = Callable[[int], None]
 
 
@@ -202,9 +208,9 @@ def _shortlist(problem: Problem) -> Iterator[tuple[int, DispatchRule]]:
         for lookahead in (0.0, 1.0, 0.5):
             yield 0, DispatchRule(fill_wait=wait, lookahead=lookahead)
     if problem.routes is not None:
-        for order, before, forward_wait, patience, advance in PATIENT:
-            yield 0, DispatchRule(forward_order=order, lookahead=before, forward_lookahead=forward_wait,
-                                  patience=patience, advance=advance)
+        for order, before, first, after, advance, gradient_advance in PATIENT:
+            yield 0, DispatchRule(forward_order=order, lookahead=before, fill_wait=shares_of_forward(problem, first),
+                                  forward_lookahead=after, advance=advance, gradient_advance=gradient_advance)
     for assignment, limits, lookahead, make_room in SHORTLIST:
         rule = DispatchRule(ignore_transfers=True)
         if limits is not None:
@@ -276,11 +282,6 @@ def _exchanged(arrays: ProblemArrays, random: random.Random) -> ProblemArrays:
     return arrays.assigned(changed)
 
 
-def _shares_of_forward(problem: Problem, share: float) -> tuple[int, ...]:
-    """[slice] a share of its F's usual time, in ticks."""
-    return tuple(math.ceil(share * problem.usual(OpKind.F, number)) for number in range(len(problem.layers_of)))
-
-
 def _changed(problem: Problem, rule: DispatchRule, random: random.Random) -> DispatchRule:
     """A neighbour: other limits on some stages, or another lookahead, or blind to transfers or not."""
     stages = len(problem.grid.stages)
@@ -293,13 +294,13 @@ def _changed(problem: Problem, rule: DispatchRule, random: random.Random) -> Dis
         share = random.choice((0.0, 0.25, 0.5, 0.75, 1.0))
         if random.random() < 0.5:
             return msgspec.structs.replace(rule, forward_lookahead=share)
-        return msgspec.structs.replace(rule, fill_wait=_shares_of_forward(problem, share))
+        return msgspec.structs.replace(rule, fill_wait=shares_of_forward(problem, share))
     if what < 0.4:
         return msgspec.structs.replace(rule, make_room=not rule.make_room)
     if what < 0.6 and problem.routes is not None:
         if random.random() < 0.5:
-            return msgspec.structs.replace(rule, patience=random.choice(PATIENCES))
-        return msgspec.structs.replace(rule, advance=random.choice(ADVANCES))
+            return msgspec.structs.replace(rule, advance=random.choice(ADVANCES))
+        return msgspec.structs.replace(rule, gradient_advance=random.choice(ADVANCES))
     if what < 0.43 and problem.failed:
         return msgspec.structs.replace(rule, rerouted=random.choice(get_args(Rerouted)))
     if what < 0.5 and problem.failed:

@@ -34,5 +34,8 @@
     recovery             how long each change of members took
     checkpoint_timer     when the next checkpoint is due
     loss_file            losses.jsonl
+    metrics              metrics.jsonl: loss, gradient norm, learning rate, speed, of each iteration
+    tensorboard          the same for TensorBoard
+    iteration_lines      a file with a line for each committed iteration
     event_log            events.jsonl
 """

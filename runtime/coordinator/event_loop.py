@@ -308,6 +308,8 @@ class EventLoop:
                 coordinator.can_read(message)
             case Leaving():
                 coordinator.leaving(worker)
+            case Failed(everywhere=True):
+                raise RunError(message.reason)
             case Failed():
                 self._workers.fail(worker, message.reason)
 
@@ -344,7 +346,10 @@ class EventLoop:
 
     def _commit(self, committed: Iterator[tuple[int, float]]) -> None:
         for iteration, loss in committed:
-            self._losses.write(iteration, loss, self._log.period_seconds, self._event_log.now())
+            self._losses.write(iteration, loss, self._log.period_seconds, self._event_log.now(),
+                               self._log.gradient_norm, self._log.evaluation)
+            if self._log.evaluation is not None:
+                self._run.notify(f"validation loss {self._log.evaluation:.6f} after {iteration + 1} iterations")
             self.processes.committed(iteration)
             self._coordinator.committed()
             self._stall.progressed()

@@ -12,10 +12,18 @@
     split             the backward in two: I and W
     holding           the layers that a worker holds, their gradients, their optimizer
     optimizer         steps that can be undone exactly; state by layer
+    learning_rate     the learning rate of an iteration
+    parameter_groups  which options of the optimizer each parameter has
     clipping          how far to scale a step down, or not to make it
     steps             steps that depend on the gradients of all layers, validated afterwards
-    data              text, cut into micro-batches
+    microbatch        the name of a micro-batch
+    data              text, cut into micro-batches; whose data they are
+    token_data        tokens, read epoch by epoch
+    token_file        files of tokens, mapped
+    tokenized_text    text as tokens
+    sample_order      the order of an epoch, computed and not kept
     seeds             random numbers by iteration, pipeline, micro-batch and layer
+    flops             operations of a model's training, counted
     digest            a short text for a set of tensors
     tensor_codec      tensors as safetensors
     parameters        the final parameters, one file a layer

@@ -93,7 +93,8 @@ def identity_of(config: RunConfig, layers: int) -> dict[str, Any]:
     return {"layers": layers,
             **{f"model.{name}": value for name, value in model.items() if value or name not in _LATER},
             "training.optimizer": training.optimizer, "training.seed": training.seed,
-            "parameters": "float64" if training.dtype == "float64" else "float32"}
+            "parameters": "float64" if training.dtype == "float64" else "float32",
+            **({"training.amsgrad": True} if training.amsgrad else {})}  # earlier versions did not name it
 
 
 def difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:

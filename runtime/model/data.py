@@ -2,33 +2,34 @@
 
 import hashlib
 import os
+import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
-from runtime.config import ConfigError, RunConfig
+from runtime.config import ConfigError, RunConfig, TrainingConfig
 from runtime.errors import first_line
+from runtime.model.hugging_face.configuration import vocabulary_of
+from runtime.model.microbatch import Microbatch as Microbatch
 from runtime.model.object_reference import load_reference
 from runtime.model.passed import TensorForm, TupleForm, form_of
 from runtime.model.seeds import derive_seed
+from runtime.model.token_data import TokenData
+from runtime.model.token_file import map_tokens
+from runtime.model.tokenized_text import tokenized
 
 LIBRARY_BYTES = 4 * 2**20
 """How much of the standard library's sources is read."""
+_KEY = re.compile(r"training\.(text|tokens|data)\b")
+"""What data are called in errors."""
 _NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-
-
-class Microbatch(NamedTuple):
-    """The identity of a micro-batch: the `index`-th that `pipeline` reads in `iteration`."""
-
-    iteration: int
-    pipeline: int
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +67,15 @@ class Data(Protocol):
         """
 
 
-def load_corpus(config: RunConfig) -> Data:
-    """The data that a configuration names.
+def load_corpus(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data:
+    """The data that a configuration names, for so many micro-batches of each pipeline in an iteration.
 
     Raises ConfigError when the text cannot be read or is shorter than a sequence, or the user's function not imported.
     """
     if config.training.data is not None:
         return _own(config, config.training.data)
+    if config.training.tokens is not None or config.training.tokenizer is not None:
+        return _tokens(config, microbatches)
     path = config.training.text
     text = _library() if path is None else _file(Path(path))
     needed = config.model.context + 1
@@ -99,6 +102,38 @@ def _own(config: RunConfig, name: str) -> Data:
     return data
 
 
+def load_validation(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data | None:
+    """The data to evaluate on; None where nothing is evaluated. Raises ConfigError as `load_corpus`."""
+    training = config.training
+    if training.evaluate_every is None:
+        return None
+    asked = replace(training, text=training.validation_text, tokens=training.validation_tokens,
+                    data=training.validation_data, tokenizer=training.tokenizer if training.validation_text else None,
+                    shuffle=False)
+    try:
+        return load_corpus(replace(config, training=asked), microbatches)
+    except ConfigError as error:
+        raise ConfigError(_KEY.sub(r"training.validation_\1", str(error))) from None
+
+
+def is_evaluated(training: TrainingConfig, iteration: int) -> bool:
+    """Whether the parameters are evaluated after this iteration's step."""
+    return training.evaluate_every is not None and (iteration + 1) % training.evaluate_every == 0
+
+
+def _tokens(config: RunConfig, microbatches: Sequence[int]) -> TokenData:
+    training, vocabulary = config.training, vocabulary_of(config.model)
+    if training.tokens is not None:
+        source = f"training.tokens is {training.tokens!r}"
+        tokens = map_tokens("training.tokens", Path(training.tokens), training.token_dtype)
+    else:
+        assert training.text is not None and training.tokenizer is not None
+        source = f"training.text is {training.text!r}"
+        tokens = tokenized("training.text", Path(training.text), Path(training.tokenizer), vocabulary)
+    return TokenData(source, tokens, vocabulary=vocabulary, context=config.model.context, microbatches=microbatches,
+                     seed=training.seed, shuffle=training.shuffle)
+
+
 def batch_form(config: RunConfig) -> TupleForm:
     """The forms of what data give for a micro-batch. Raises ConfigError where that is no tuple of tensors."""
     training, context = config.training, config.model.context
@@ -118,7 +153,7 @@ def batch_form(config: RunConfig) -> TupleForm:
 def _file(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """A user's text. Mapped copy-on-write: torch wants writable memory, and workers of a machine share its pages."""
     if not path.is_file():
-        reason = "which is no file" if path.exists() else "which does not exist"
+        reason = "which is not a file" if path.exists() else "which does not exist"
         raise ConfigError(f"training.text is {str(path)!r}, {reason}; expected the path of a text file")
     try:
         if path.stat().st_size == 0:

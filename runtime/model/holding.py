@@ -78,6 +78,17 @@ class Holding:
             return self._gradients[layers]
         return [flat for flats in (*self._gradients.values(), *self.shared_gradients.values()) for flat in flats]
 
+    def squares(self, layers: Collection[int]) -> float:
+        """The sum of squares of the gradients of some layers: of each range that begins with one of them.
+
+        For people to look at; `UndoableOptimizer.squares` gives the same bits wherever a layer is.
+        """
+        found = [flat for one, flats in self._gradients.items() if one[0] in layers for flat in flats]
+        found += [flat for first, _ in self._sharing.held(self.modules) if first.layer in layers
+                  for flat in self.shared_gradients[str(first)]]
+        norms = [torch.linalg.vector_norm(flat, dtype=torch.float64) for flat in found]
+        return float(torch.stack(norms).square().sum().item()) if norms else 0.0
+
     def zero_gradients(self) -> None:
         """Start the next sum of gradients; after the optimizer's step."""
         for flat in self.gradients():
@@ -112,7 +123,7 @@ def state_bytes(model: LayeredModel, config: TrainingConfig) -> list[int]:
 
     Optimizers of one's own are taken to remember as much as AdamW does.
     """
-    slots = 2 if config.optimizer != "sgd" else 1 if config.momentum else 0
+    slots = 2 + config.amsgrad if config.optimizer != "sgd" else 1 if config.momentum else 0
     found = []
     for layer in range(model.layers):
         with torch.device("meta"):

@@ -1,7 +1,7 @@
 """What a worker runs: slices of a model's layers, and the micro-batches that it has in flight in each of them."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -138,6 +138,10 @@ class SliceRunner:
         self._deferred.clear()
         self._losses.clear()
 
+    def forget(self, microbatch: Microbatch) -> None:
+        """There will be no backward of a micro-batch whose F has been run."""
+        del self._held[microbatch]
+
     def in_flight(self) -> int:
         """Micro-batches whose tensors are held: those with an F and without a W or B."""
         return len(self._held) + len(self._deferred)
@@ -179,6 +183,11 @@ class Slices:
         """The half-open range of each slice."""
         self.runners = {number: SliceRunner(one, holding.modules, model, loss_scale=loss_scale, config=config)
                         for number, one in layers.items()}
+
+    @property
+    def modules(self) -> Iterable[nn.Module]:
+        """All layers that are held."""
+        return self._holding.modules.values()
 
     def gradients(self, slice: int) -> list[Tensor]:
         """The gradients of a slice that the holding reduces by: one flat tensor a dtype, to be summed in place."""

@@ -12,6 +12,7 @@ so that gradients of two iterations never meet. After an iteration that was clip
 clipping is the rule, timing is that of a synchronous optimizer, and nothing runs twice.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
@@ -68,6 +69,8 @@ class Steps:
         self._staggered = staggered
         self._stepped = stepped
         self._unclipped = UNCLIPPED
+        self.squares = 0.0
+        """The sum of squares of the gradients of the last iteration, before clipping, of the layers it speaks for."""
         self._sums: Sums | None = None
         self._iteration = 0
         self._others_guess = False
@@ -84,11 +87,14 @@ class Steps:
         """O: step all layers, for good or on a guess. `loss` is this worker's part. Raises CommunicationError."""
         self._iteration = iteration
         if self._share is None:
+            self.squares = self._holding.squares(self._speaks_for)
             self._optimizer.step(iteration)
             self._end(1.0)
             return
         squares = self._optimizer.squares()
-        self._sums = self._share([*self._contribution(squares), loss])
+        contribution = self._contribution(squares)
+        self.squares = math.fsum(contribution)
+        self._sums = self._share([*contribution, loss])
         self._others_guess = self._staggered and self._unclipped >= UNCLIPPED
         # What this worker holds may already be too much: then the guess is known to be wrong.
         self._guessed = self._others_guess and clip_factor(squares.values(), self._config) == 1.0

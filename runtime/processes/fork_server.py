@@ -76,11 +76,12 @@ class ForkServer:
             stdout=subprocess.PIPE, bufsize=0, env=environment(**ONE_THREAD), start_new_session=True)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._attach(self._process.stdin.fileno(), self._process.stdout.fileno())
+        self._attach(self._process.stdin.fileno(), self._process.stdout.fileno(),
+                     f"slipstream-{secrets.token_hex(16)}")
 
-    def _attach(self, requests: int, news: int) -> None:
-        """Talk to the server over these descriptors."""
-        self._requests, self._news = requests, news
+    def _attach(self, requests: int, news: int, name: str) -> None:
+        """Talk to the server over these descriptors. `name` is the one by which it is found again."""
+        self._requests, self._news, self._name = requests, news, name
         self._lines = Lines(news)
         self._selector = selectors.DefaultSelector()
         self._selector.register(news, selectors.EVENT_READ)
@@ -91,14 +92,13 @@ class ForkServer:
     def hold(self, seconds: float, note: str) -> str | None:
         """Should this process die, have those that are forked live on for so long, until another process adopts them.
 
-        The name by which `adopt` finds them, and then gives the note; None where the system cannot do that (only Linux
-        can). Raises ForkServerError.
+        The name by which `adopt` finds them, and then gives the note: the same each time, also where others have held
+        them before. None where the system cannot do that (only Linux can). Raises ForkServerError.
         """
         if not sys.platform.startswith("linux"):
             return None
-        name = f"slipstream-{secrets.token_hex(16)}"
-        self._ask(Hold(name, seconds, note))
-        return name
+        self._ask(Hold(self._name, seconds, note))
+        return self._name
 
     def start(self, spec: ProcessSpec) -> None:
         """Start a process. Raises ForkServerError."""
@@ -186,9 +186,9 @@ class ForkServer:
 class AdoptedForkServer(ForkServer):
     """One that another process has started, which has died; made by `adopt`."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, name: str) -> None:
         self._connection = connection
-        self._attach(connection.fileno(), connection.fileno())
+        self._attach(connection.fileno(), connection.fileno(), name)
         deadline = time.monotonic() + ADOPT_SECONDS
         first: list[bytes] = []
         while not first:
@@ -238,7 +238,7 @@ def adopt(name: str) -> AdoptedForkServer | None:
         connection.connect(f"\0{name}")
         if user_of(connection) == os.getuid():
             connection.settimeout(None)
-            return AdoptedForkServer(connection)
+            return AdoptedForkServer(connection, name)
     except (OSError, ForkServerError):
         pass
     connection.close()

@@ -107,9 +107,12 @@ class _Server:
         return True
 
     def _held(self, hold: Hold) -> None:
+        before, self._hold = self._hold, hold
+        if before is not None and before.name == hold.name:  # it can be found at any time
+            return
         if self._listener is not None:
             self._listener.close()
-        self._hold, self._listener = hold, socket.socket(socket.AF_UNIX)
+        self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(f"\0{hold.name}")
         self._listener.listen()
 

@@ -103,7 +103,7 @@ class Answer:
 
     def __init__(self, secret: Secret, purpose: Purpose, greeting: bytes) -> None:
         if not greeting.startswith(SPOKEN):
-            raise AuthenticationError("what listens there is no Slipstream of this version")
+            raise AuthenticationError("what listens there is not Slipstream of this version")
         theirs, ours = greeting[len(SPOKEN):], secrets.token_bytes(NONCE_BYTES)
 
         def derive(what: str) -> bytes:

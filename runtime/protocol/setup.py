@@ -62,6 +62,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     forms: tuple[FormSpec, ...]
     """Of what passes at each cut."""
     loss_scale: float
+    microbatches: tuple[int, ...] = (1,)
+    """Of each pipeline in an iteration."""
     heartbeat_timeout_seconds: float
     fetch_bytes_per_second: float | None = None
     """How fast a layer goes to each worker that fetches it while all train, at most."""

@@ -93,9 +93,9 @@ class Exchange:
         self.give(iteration, name, made(self._form(name.kind, name.slice), lambda shape, dtype: torch.zeros(
             shape, dtype=dtype, device=device)))
 
-    def one_more(self) -> None:
-        """There will be one more iteration than was said."""
-        self._iterations = range(self._iterations.start, self._iterations.stop + 1)
+    def more(self, iterations: int = 1) -> None:
+        """There will be more iterations than was said."""
+        self._iterations = range(self._iterations.start, self._iterations.stop + iterations)
 
     def end_iteration(self) -> None:
         """Let go of what the iteration before this one sent. Raises CommunicationError.

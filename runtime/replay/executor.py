@@ -49,6 +49,8 @@ class _Step(NamedTuple):
 class Executor:
     """One live worker of a schedule, with the slices that it runs and its optimizer steps.
 
+    A program of forwards alone (`schedules.forwards`) keeps no micro-batch for a backward.
+
     `before_exchange` is called before anything is taken from other ops or given to them, is reduced or stepped. What it
     raises ends the iteration.
     """
@@ -58,6 +60,7 @@ class Executor:
                  before_exchange: Callable[[], None] = lambda: None) -> None:
         self._program = [_step(schedule, op, slices) for op in schedule.ops(communicator.worker)]
         self._split = schedule.backward == "split"
+        self._trains = any(step.op.kind is not OpKind.F for step in self._program)
         self._slices = slices
         self._steps = steps
         self._communicator = communicator
@@ -81,6 +84,13 @@ class Executor:
         self._exchange.end_iteration()
         return self._loss
 
+    def evaluate(self, iteration: int) -> float:
+        """Run a program of forwards alone: this worker's part of the mean loss. Raises as `run`."""
+        self._iteration = iteration
+        self._run_program()
+        self._exchange.end_iteration()
+        return self._slices.take_loss()
+
     def _run_program(self) -> bool:
         """False when the iteration turned out to rest on a wrong guess of the step before (`runtime.model.steps`)."""
         for place, step in enumerate(self._program):
@@ -97,7 +107,7 @@ class Executor:
 
     def _forget_round(self) -> None:
         self._void_rounds += 1
-        self._exchange.one_more()
+        self._exchange.more()
         self._exchange.end_iteration()
         self._recorder.begin_again()
         self._slices.discard()
@@ -121,6 +131,8 @@ class Executor:
                 value = batch[0]
             target = batch[1] if batch is not None and runner.last else None
             output = runner.forward(microbatch, value, target, batch, split=self._split)
+        if not self._trains:
+            runner.forget(microbatch)
         self._give(step, output)
 
     def _backward(self, step: _Step) -> None:

@@ -3,6 +3,7 @@
 It shares the model, the text and the optimizer with the runtime, and nothing of how stages are run.
 """
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from runtime.config import RunConfig
 from runtime.model.calling import LayerCall, adding_losses, loss_call, on_device
 from runtime.model.clipping import clip_factor
-from runtime.model.data import Data, Microbatch, load_corpus
+from runtime.model.data import Data, Microbatch, is_evaluated, load_corpus, load_validation
 from runtime.model.digest import parameter_digest
 from runtime.model.layers import LayeredModel, autocast, layer_randomness, model_for, parameter_dtype
 from runtime.model.optimizer import build_optimizer
@@ -32,6 +33,8 @@ class ReferenceResult:
     """By "layer.name", on the CPU."""
     digest: str
     """`parameter_digest` of the parameters."""
+    evaluations: dict[int, float]
+    """The loss of validation data after iterations, by the number of each."""
 
 
 def reference_run(config: RunConfig, microbatches: Sequence[int], iterations: int,
@@ -42,12 +45,13 @@ def reference_run(config: RunConfig, microbatches: Sequence[int], iterations: in
     """
     training = config.training
     model = model_for(config.model, training.seed, parameter_dtype(training.dtype), device)
-    corpus = load_corpus(config)
+    corpus = load_corpus(config, microbatches)
     layers = nn.ModuleList(model.build(layer).to(device) for layer in range(model.layers))
     sharing = sharing_of(model)
     sharing.tie(dict(enumerate(layers)))
     optimizer = build_optimizer(dict(enumerate(layers)), training, sharing)
-    losses = []
+    validation = load_validation(config, microbatches)
+    losses, evaluations = [], {}
     for iteration in range(iterations):
         total = 0.0
         for pipeline, count in enumerate(microbatches):
@@ -61,8 +65,16 @@ def reference_run(config: RunConfig, microbatches: Sequence[int], iterations: in
             optimizer.step(iteration, factor)
         layers.zero_grad()
         losses.append(total)
+        if validation is not None and is_evaluated(training, iteration):
+            layers.eval()
+            with torch.no_grad():
+                evaluations[iteration] = statistics.fmean(
+                    _loss(config, model, layers, validation, Microbatch(one, pipeline, index)).item()
+                    for one in range(training.evaluation_iterations)
+                    for pipeline, count in enumerate(microbatches) for index in range(count))
+            layers.train()
     parameters = {name: parameter.detach().cpu() for name, parameter in layers.named_parameters()}
-    return ReferenceResult(losses, parameters, parameter_digest(parameters))
+    return ReferenceResult(losses, parameters, parameter_digest(parameters), evaluations)
 
 
 def _loss(config: RunConfig, model: LayeredModel, layers: nn.ModuleList, corpus: Data,

@@ -9,7 +9,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,7 @@ from runtime.config import RunConfig
 from runtime.model.calling import Batch, on_device
 from runtime.model.checkpoint import CheckpointError
 from runtime.model.clipping import watches_gradients
-from runtime.model.data import Data, Microbatch
+from runtime.model.data import Data, Microbatch, is_evaluated
 from runtime.model.layers import LayeredModel
 from runtime.model.passed import Form
 from runtime.model.sharing import sharing_of
@@ -31,6 +31,7 @@ from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import Known, Note, Paused, Ran, Started, Status, Validated
 from runtime.protocol.to_worker import Acknowledged, Factor, Order, ToWorker, Train
 from runtime.replay.communication import CommunicationError, Communicator, Membership
+from runtime.replay.evaluation import Evaluation
 from runtime.replay.exchange import Exchange
 from runtime.replay.executor import Executor
 from runtime.replay.placement import Placement
@@ -78,6 +79,7 @@ class WorkerContext:
     model: LayeredModel
     placement: Placement
     corpus: Data
+    validation: Data | None
     forms: Sequence[Form]
     """Of what passes at each of the placement's cuts."""
     layer_store: LayerStore
@@ -108,7 +110,7 @@ class Generation:
         self._reported: int | None = None
         """The iteration whose report is to be acknowledged."""
         self._reached = order.first_iteration - 1
-        """The last iteration whose step has been reported, or is being."""
+        """The last iteration that it may have stepped: it is being evaluated, or reported, or was."""
         self._communicator: Communicator | None = None
         self._steps: Steps | None = None
         self._thread: threading.Thread | None = None
@@ -303,7 +305,7 @@ class Generation:
         recorder = recorder_for(setup.slowdowns, context.device)
         training, holding = context.config.training, context.layer_store.holding
         iterations = range(order.first_iteration, setup.iterations)
-        exchange = Exchange(self._schedule, communicator, context.forms, iterations)
+        exchange = Exchange(self._schedule, communicator, context.forms, self._stretch(order.first_iteration))
         speaks_for = frozenset(layer for layer, worker in context.placement.first_holders(self._schedule).items()
                                if worker == self._worker)
         self._steps = steps = Steps(
@@ -313,8 +315,10 @@ class Generation:
         slices = Slices(holding, context.placement.slices(self._schedule, self._worker), context.model,
                         loss_scale=setup.loss_scale, config=context.config)
         executor = Executor(self._schedule, slices=slices, steps=steps, communicator=communicator, exchange=exchange,
-                            feed=self._read, recorder=recorder, before_op=partial(self._before_op, speaks_for),
+                            feed=partial(self._read, context.corpus), recorder=recorder,
+                            before_op=partial(self._before_op, speaks_for),
                             before_exchange=self._require_acknowledged)
+        evaluate = self._evaluation(communicator, slices, steps)
         context.channel.send(Started(self._worker, order.number))
         first_traced = max(order.first_iteration, setup.iterations - setup.traced)
         with contextlib.suppress(_StoppedError):
@@ -328,11 +332,45 @@ class Generation:
                 recorder.begin(iteration, traced=iteration >= first_traced)
                 loss = executor.run(iteration)
                 context.injector.at(iteration, "stepped")
-                self._report(iteration, loss, recorder)
+                evaluation = None
+                if is_evaluated(training, iteration):
+                    evaluation = evaluate(iteration)
+                    exchange.more(len(self._stretch(iteration + 1)))
+                self._report(iteration, loss, recorder, evaluation)
             self._require_acknowledged()
         self._does("ends its last iteration")
         steps.validate()
         exchange.flush()
+
+    def _stretch(self, first: int) -> range:
+        """Iterations from one on, up to the next evaluation: tensors of what follows that are not asked for before."""
+        training, end = self._context.config.training, self._context.setup.iterations
+        every = training.evaluate_every
+        return range(first, end if every is None else min(end, (first // every + 1) * every))
+
+    def _evaluation(self, communicator: Communicator, slices: Slices, steps: Steps) -> Callable[[int], float]:
+        """What evaluates after an iteration. It is made when it is first used: no recovery waits for it."""
+        context, made = self._context, list[Evaluation]()
+
+        def before_op(iteration: int, place: int, kind: OpKind) -> None:
+            self._does(f"evaluates after iteration {self._reached}: {kind} {place} of round {iteration}")
+            self._connections.require()
+            context.injector.at(self._reached, "evaluating")
+
+        def evaluate(iteration: int) -> float:
+            steps.validate()
+            steps.void = False  # on all alike: nobody has run a forward of the next iteration
+            self._reached = iteration
+            assert context.validation is not None
+            if not made:
+                made.append(Evaluation(
+                    self._schedule, communicator=communicator, slices=slices, steps=steps,
+                    exchange=lambda schedule, iterations: Exchange(schedule, communicator, context.forms, iterations),
+                    feed=partial(self._read, context.validation), before_op=before_op,
+                    iterations=context.config.training.evaluation_iterations))
+            return made[0].run()
+
+        return evaluate
 
     def _before_op(self, speaks_for: frozenset[int], iteration: int, place: int, kind: OpKind) -> None:
         """Before each op: stop when the order is over. Before O: copy the state that the step overwrites, where a
@@ -357,13 +395,14 @@ class Generation:
     def _pass_on(self, iteration: int) -> None:
         self._context.layer_sender.stepped(iteration, self._context.layer_store)
 
-    def _report(self, iteration: int, loss: float, recorder: Recorder) -> None:
+    def _report(self, iteration: int, loss: float, recorder: Recorder, evaluation: float | None) -> None:
         """Report an iteration."""
         context, number = self._context, self.number
         assert self._steps is not None
         self._reached = self._reported = iteration
-        context.channel.send(Ran(self._worker, number, iteration, loss if abs(loss) < float("inf") else None,
-                                 recorder.window_seconds(), recorder.times(), recorder.ops()))
+        context.channel.send(Ran(self._worker, number, iteration, finite(loss), recorder.window_seconds(),
+                                 recorder.times(), recorder.ops(), finite(self._steps.squares),
+                                 None if evaluation is None else finite(evaluation)))
         if self._worker == self._schedule.seats[0].worker and watches_gradients(context.config.training):
             self._steps.when_validated(self._report_validated)
 
@@ -397,6 +436,11 @@ class Generation:
         assert self._validated is not None
         self._context.channel.send(Validated(self.number, self._validated))
 
-    def _read(self, microbatch: Microbatch) -> Batch:
+    def _read(self, data: Data, microbatch: Microbatch) -> Batch:
         config, device = self._context.config, self._context.device
-        return on_device(self._context.corpus.batch(microbatch, config.training.batch, config.model.context), device)
+        return on_device(data.batch(microbatch, config.training.batch, config.model.context), device)
+
+
+def finite(number: float) -> float | None:
+    """A number as JSON can say it."""
+    return number if math.isfinite(number) else None

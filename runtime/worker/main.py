@@ -19,13 +19,14 @@ import torch
 
 from runtime.config import ModelConfig, RunConfig
 from runtime.errors import first_line
-from runtime.model.data import load_corpus
+from runtime.model.data import load_corpus, load_validation
 from runtime.model.digest import tensor_digest
 from runtime.model.holding import Holding, build_holding
 from runtime.model.layers import model_for, parameter_dtype
 from runtime.model.parameters import save_layer
 from runtime.model.sharing import sharing_of
 from runtime.model.slices import SliceRunner
+from runtime.model.token_data import BadTokenError
 from runtime.processes.worker_start import WorkerSpec
 from runtime.protocol import to_worker
 from runtime.protocol.channel import Channel
@@ -105,7 +106,8 @@ def main(task: bytes) -> int:
             raise
         except Exception as error:
             traceback.print_exc()
-            link.send(Failed(spec.worker, f"{type(error).__name__}: {first_line(error)}"))
+            link.send(Failed(spec.worker, f"{type(error).__name__}: {first_line(error)}",
+                             everywhere=isinstance(error, BadTokenError)))
         finally:
             link.close()
     except RendezvousError as error:
@@ -142,7 +144,8 @@ class _Worker:
                             lambda index: channel.send(Injected(spec.worker, index, time.monotonic())))
         self._context = WorkerContext(
             worker=spec.worker, channel=channel, store=connect_store(setup.store), setup=setup, config=config,
-            device=device, model=model, placement=Placement(setup.cuts), corpus=load_corpus(config),
+            device=device, model=model, placement=Placement(setup.cuts), corpus=load_corpus(config, setup.microbatches),
+            validation=load_validation(config, setup.microbatches),
             forms=[spec.form() for spec in setup.forms], layer_store=self._layer_store, injector=injector,
             checkpointer=Checkpointer(setup, spec.settings, model.layers, spec.worker, channel.send, sharing),
             layer_receiver=LayerReceiver(self._layer_store.fresh, device, spec.settings.secret,
@@ -177,7 +180,7 @@ class _Worker:
             self._layer_store.prepare(self._setup.columns[self._worker.column])
         known = None
         while True:
-            self._channel.send(Ready(self._worker, self._context.corpus.digest, self._context.layer_sender.address,
+            self._channel.send(Ready(self._worker, self._data_digest(), self._context.layer_sender.address,
                                      holder(Path(self._spec.settings.out)), known))
             try:
                 return self._follow()
@@ -185,6 +188,11 @@ class _Worker:
                 if not self._find_another(str(gone)):
                     return 0
                 known = self._known()
+
+    def _data_digest(self) -> str:
+        """Of all data that this worker reads."""
+        validation = self._context.validation
+        return self._context.corpus.digest + ("" if validation is None else f" {validation.digest}")
 
     def _follow(self) -> int:
         """Do as the coordinator says; the exit status. Raises CoordinatorGoneError."""

@@ -63,7 +63,7 @@ def test_what_torch_cannot_run_is_answered_no(files):
     (["export", "job.toml"], "job.toml: no readable schedule"),
     (["plan", "job.toml", "--from", "csv", "order.csv"], "--from csv: expected torch-csv"),
     (["plan", "job.toml", "--from", "torch-csv", "order.csv"], "order.csv: cannot be read"),
-    (["plan", "job.toml", "--from", "torch-csv", "job.toml"], "job.toml: line 1: 'pipelines = 2' is no action"),
+    (["plan", "job.toml", "--from", "torch-csv", "job.toml"], "job.toml: line 1: 'pipelines = 2' is not an action"),
     (["plan", "job.toml", "--from", "torch-csv", "x.csv", "--failed", "0.0"], "leave out --failed"),
 ])
 def test_bad_input_is_refused_in_one_line(arguments, says, files, monkeypatch):

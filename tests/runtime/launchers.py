@@ -11,7 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from runtime.processes.fork_server import ForkServer, ProcessSpec, load_target
+from runtime.processes.fork_server import ForkServer
+from runtime.processes.fork_server_messages import ProcessSpec, load_target
 
 NUMBERS = itertools.count()
 START_SECONDS = 60.0

@@ -14,7 +14,7 @@ from runtime.processes.process_manager import Return
 from schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import JOB, TIMEOUT_SECONDS, WIDE, Planning, at, dead, planned, returned, train
-from tests.runtime.running import assert_same_numbers, judge, losses_in, schedule_for, tiny
+from tests.runtime.running import assert_same_numbers, judge, losses_in, metrics_in, schedule_for, tiny
 
 TEN = tiny(iterations=10)
 
@@ -47,6 +47,7 @@ def test_without_a_checkpoint_they_begin_anew(fork_server, tmp_path):
     assert back.went_back_to == 0 and back.repeated in (4, 5) and back.live == 2
     assert f"went back to iteration 0, and {back.repeated} iterations are run again, with the same numbers" in str(back)
     assert losses_in(tmp_path) == list(result.losses) and len(result.trace.iterations) == 3
+    assert [one.recoveries for one in metrics_in(tmp_path)] == [2] * 10, "all were run again"
     assert len(set(pids.values())) == 4, "a process was started again"
 
 

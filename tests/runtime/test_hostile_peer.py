@@ -46,9 +46,10 @@ from runtime.run_folder import left_behind
 from runtime.worker.layer_messages import LayerRequest, pack
 from schedules.schedule import Worker
 from tests.jobs import grid
+from tests.runtime.launchers import Launcher
 from tests.runtime.running import assert_same_numbers, judge, log_of, losses_in, schedule_for, tiny
 from tests.runtime.speaking import SECRET, be_asked, framed
-from tests.runtime.test_node_0_restart import LEAD, assert_right, killed, start
+from tests.runtime.test_node_0_restart import LEAD, assert_right, killed
 
 JOB = grid(2, 2, 2, more="optimizer = 1")
 CONFIG = tiny(iterations=60)
@@ -326,7 +327,7 @@ def test_who_answers_in_the_place_of_a_dead_node_0_is_not_followed_and_the_next_
     """And who repeats to that one what a worker has said to the one before, is not heard."""
     out, log = tmp_path / "out", tmp_path / "log"
     words = (out, 0, 1, "training@5", "", 240, "with the secret")
-    first = start(LEAD, *words, log=log)
+    first = Launcher(LEAD, *words, log=log)
     killed(first, log)
     behind = left_behind(out)
     assert behind is not None
@@ -335,14 +336,14 @@ def test_who_answers_in_the_place_of_a_dead_node_0_is_not_followed_and_the_next_
         said = Challenge(SECRET, "control").greeting
         impostor.play()
         before = losses_in(out)
-    second, heard = start(LEAD, *words[:3], "", *words[4:], log=log), []
+    second, heard = Launcher(LEAD, *words[:3], "", *words[4:], log=log), []
     hello = Answer(SECRET, "control", said)
     while second.poll() is None:
         with contextlib.suppress(OSError):
             heard.append(answer_to(address, hello.hello + frame(JoinWorker(Worker(0, 0))).tagged(hello.keys.sending)))
         time.sleep(0.05)
     told = log.read_text()
-    assert second.returncode == 0 and "node 0 goes on with the 4 workers" in told and "Traceback" not in told, told
+    assert second.poll() == 0 and "node 0 goes on with the 4 workers" in told and "Traceback" not in told, told
     assert heard and all(map(is_greeting, heard)) and "it does not know the secret of this run" in told
     assert losses_in(out)[:len(before)] == before and "Traceback" not in log_of(out)
     assert_right(out)

@@ -14,6 +14,7 @@ from runtime.config import ConfigError, RunConfig, parse_run_config
 from runtime.launch import HUGGING_FACE, Resilience, run
 from runtime.model.checkpoint import difference, identity_of
 from runtime.model.data import Microbatch, load_corpus
+from runtime.model.flops import counted
 from runtime.model.forms import forms
 from runtime.model.holding import build_holding
 from runtime.model.layers import model_for
@@ -130,7 +131,7 @@ def test_a_checkpoint_is_exported_by_the_command(pretrained, fork_server, tmp_pa
     checkpoint = tmp_path / "run" / "checkpoints" / "iteration-2"
     command = [sys.executable, "-m", "cli", "export", str(checkpoint), "--to", "hugging-face", str(tmp_path / "two")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and done.stderr.splitlines() == [f"iteration 2 written to {tmp_path / 'two'}"]
     tokens = load_corpus(config).batch(Microbatch(9, 0, 0), 1, 16)[0]
     alone = train_alone(folder, config, 2)[1]
     with torch.no_grad():
@@ -208,6 +209,21 @@ def test_the_weights_of_experts_get_their_gradients_in_w(pretrained):
     assert all(one.any() for one in gradients.values())
 
 
+def test_the_work_of_experts_is_counted(pretrained):
+    """Of what is chosen: two experts of four are as much as a mixture of two."""
+    def flops(**options: object) -> float:
+        path = pretrained("mixtral") / "config.json"
+        config = parse_run_config({"hugging_face": str(path), "context": 8, "options": options}, {"dtype": "float64"})
+        model = model_for(config.model, 0, torch.float64, CPU)
+        with counted() as found:
+            forms(model, config)
+        return found.training(1)
+
+    four, two, one = flops(), flops(num_local_experts=2), flops(num_experts_per_tok=1)
+    routers = 3 * 3 * 2 * 4 * 8 * 16 * 2
+    assert four - two == routers and four - one == 3 * 3 * 2 * 4 * 8 * (16 * 48 + 24 * 16)
+
+
 def test_refusals(tmp_path, pretrained):
     def told(more: dict[str, object] | None = None, path: Path | None = None, document: object = None) -> str:
         (tmp_path / "config.json").write_text(json.dumps(document or {"model_type": "llama", **SHAPE}))
@@ -222,15 +238,19 @@ def test_refusals(tmp_path, pretrained):
     assert "cannot be read: No such file" in told(path=tmp_path / "nowhere")
     assert "model.context is 128; the model of model.hugging_face has 32 positions" in told()
     assert "its weights cannot be read" in told({"context": 8}, path=tmp_path)
+    assert "unknown key model.options.rms_norm_epsilon" in told({"options": {"rms_norm_epsilon": 1e-6}, "context": 8})
 
 
 def test_a_checkpoint_knows_its_model_wherever_that_lies(tmp_path):
     def identity(name: str, **more: object) -> dict[str, object]:
         path = tmp_path / name
         path.write_text(json.dumps({"model_type": "llama", **SHAPE, **more}))
-        return identity_of(parse_run_config({"hugging_face": str(path)}, {}), 5)
+        config = parse_run_config({"hugging_face": str(path)}, {})
+        assert config.model.vocabulary == more.get("vocab_size", 256)
+        return identity_of(config, 5)
 
     assert difference(identity("here.json"), identity("there.json")) is None
     assert difference(identity("here.json"), identity("other.json", rms_norm_eps=0.1)) == \
         "its model.hugging_face.rms_norm_eps is None, here it is 0.1"
+    identity("large.json", vocab_size=300)
     assert not {"model.options", "model.hugging_face"} & identity_of(RunConfig(), 5).keys()

@@ -27,6 +27,7 @@ from tests.runtime.running import (
     free_port,
     judge,
     losses_in,
+    metrics_in,
     tiny,
     wait_until_gone,
 )
@@ -109,7 +110,7 @@ def assert_right(out: Path, clip: float | None = None) -> None:
     """The losses of all iterations, each once and in order, are those of one process."""
     reference = judge(tiny(iterations=ITERATIONS, clip_norm=clip), JOB.microbatches, ITERATIONS)
     losses = losses_in(out)
-    assert len(losses) == ITERATIONS
+    assert len(losses) == len(metrics_in(out)) == ITERATIONS
     assert max(abs(ours - theirs) for ours, theirs in zip(losses, reference.losses, strict=True)) <= 1e-9
 
 

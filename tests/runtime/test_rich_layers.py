@@ -32,7 +32,7 @@ from schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import at, dead, returned
 from tests.runtime.rich_model import Data, Model
-from tests.runtime.running import assert_same_numbers, judge, schedule_for
+from tests.runtime.running import assert_same_evaluations, assert_same_numbers, judge, schedule_for
 
 LINEAR = grid(2, 4, 4, more="optimizer = 1\n[placement]\nlayers = [2, 2, 2, 2]")
 V = grid(2, 2, 3, more="[placement]\norder = 'v'\nchunks = 2\nlayers = [2, 2, 2, 2]")
@@ -85,14 +85,21 @@ def test_the_reference_run_is_the_plain_one() -> None:
     assert all(torch.allclose(one, parameters[name], rtol=0, atol=1e-12) for name, one in expected.parameters.items())
 
 
+EVALUATED = {"evaluate_every": 2, "validation_data": "tests.runtime.rich_model:Data",
+             "parameter_groups": [{"parameters": "0.tokens.weight", "weight_decay": 0.0}]}
+
+
 @pytest.mark.parametrize(("job", "failed", "backward", "training"), [
-    (LINEAR, [], "split", {}), (LINEAR, ["1.0"], "fused", {"clip_norm": 1.6}),
+    (LINEAR, [], "split", EVALUATED), (LINEAR, ["1.0"], "fused", {"clip_norm": 1.6}),
     (LINEAR, ["0.3"], "split", {"clip_norm": 1.6, "skip_nonfinite": True}), (V, ["0.1"], "split", {}),
     (V, [], "fused", {})], ids=["linear", "first lost", "last lost", "v", "v-fused"])
 def test_layers_of_all_kinds(job, failed, backward, training, fork_server, tmp_path):
     config = rich(**training)
     result = run(schedule_for(job, failed, backward=backward), config, out=tmp_path, fork_server=fork_server)
-    assert_same_numbers(result, judge(config, job.microbatches, config.training.iterations))
+    expected = judge(config, job.microbatches, config.training.iterations)
+    assert_same_numbers(result, expected)
+    if "evaluate_every" in training:
+        assert_same_evaluations(tmp_path, expected)
 
 
 def test_deaths_moves_and_returns(fork_server, tmp_path):

@@ -9,10 +9,11 @@ from runtime.processes.process_manager import Return
 from schedules.schedule import Worker
 from tests.runtime.failing import Planning, at, dead, planned, returned
 from tests.runtime.pacing import UntilBack, slowly_until
-from tests.runtime.running import assert_same_numbers, judge
+from tests.runtime.running import assert_same_evaluations, assert_same_numbers, judge
 from tests.runtime.test_routes import LINEAR, eight_layers
 
-CONFIG, SHORT = (eight_layers(iterations=number, clip_norm=1.6) for number in (100, 20))
+CONFIG, SHORT = (eight_layers(iterations=number, clip_norm=1.6, evaluate_every=10, validation_text=__file__)
+                 for number in (100, 20))
 
 
 def train(injections, fork_server, out, *, returns=(), mtbf=None, rate=None, config=CONFIG):
@@ -26,7 +27,9 @@ def train(injections, fork_server, out, *, returns=(), mtbf=None, rate=None, con
     result = run(scheduler(()), config, out=out, fork_server=fork_server, resilience=given,
                  options=RunOptions(observe=events.append, notify=back.notify),
                  progress=lambda iteration, loss: (settled(iteration, loss), back.progress(iteration, loss)))
-    assert_same_numbers(result, judge(config, LINEAR.microbatches, config.training.iterations))
+    reference = judge(config, LINEAR.microbatches, config.training.iterations)
+    assert_same_numbers(result, reference)
+    assert_same_evaluations(out, reference)
     return result, events, planning
 
 

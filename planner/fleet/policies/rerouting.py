@@ -65,6 +65,8 @@ class Rerouting(Policy):
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
+        self._pipelines = scenario.pipelines
+        self._switch = Phase(Cause.SWITCH, self.costs.switch_seconds)
         self._stages = Stages([scenario.pipelines] * scenario.stages)
         """The stage of each live machine."""
         self._held = self._stages.copy()
@@ -114,13 +116,10 @@ class Rerouting(Policy):
             self._move_workers()
         stalls: list[Phase] = []
         if change.removed:
-            stalls = [self._switch()]
+            stalls = [self._switch]
         elif remaining[0].cause in (Cause.RESTART, Cause.SWITCH):
             stalls = [remaining[0]]
         return self._reconfigure(change.seconds, stalls, lost)
-
-    def _switch(self) -> Phase:
-        return Phase(Cause.SWITCH, self.costs.switch_seconds)
 
     @abstractmethod
     def _reconfigure(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
@@ -133,7 +132,7 @@ class Rerouting(Policy):
     # --- Which machine holds which stage ------------------------------------------------------------------------------
 
     def _stage_lost(self, stages: Stages) -> bool:
-        return max(stages.down) >= self.scenario.pipelines
+        return max(stages.down) >= self._pipelines
 
     def _reassign_all(self, machines: Sequence[int]) -> None:
         """Assign stages to all live machines anew; where there are too few of them, newcomers get the first."""

@@ -99,7 +99,7 @@ class Slipstream(Rerouting):
             return phases
         before, self._left_out = self._left_out, self._choice(self._held, self.rate).left_out
         same = before == self._left_out & self._held.of.keys()
-        return phases if change.removed or remaining[0].cause is not Cause.RUN or same else [self._switch(), *phases]
+        return phases if change.removed or remaining[0].cause is not Cause.RUN or same else [self._switch, *phases]
 
     def _rate_of(self, stages: Stages) -> float:
         """Samples per second of machines that hold these stages, the slowest left out where that pays."""
@@ -121,7 +121,7 @@ class Slipstream(Rerouting):
                       reverse=True)
         best, left_out = Choice(0.0, frozenset()), list[int]()
         for factor, machines in groupby([*slow, (1.0, -1)], key=lambda pair: pair[0]):
-            if max(down) >= self.scenario.pipelines:
+            if max(down) >= self._pipelines:
                 break
             best = max(best, Choice(rate(tuple(down)) / factor, frozenset(left_out)), key=lambda one: one.rate)
             for _, machine in machines:
@@ -134,7 +134,7 @@ class Slipstream(Rerouting):
         """At once with those who hold a stage, or as settled before, if none of those has left; then with all."""
         settled = self._settled / max(self.slow.values(), default=1.0)
         at_once, then = max(settled, self._rate_of(self._held)), max(settled, self._rate_of(self._stages))
-        loads, load, switch = self._held.of != self._stages.of, self.costs.load_seconds, self._switch()
+        loads, load, switch = self._held.of != self._stages.of, self.costs.load_seconds, self._switch
         self._loaded_at = now + sum(stall.seconds for stall in stalls) + loads * load
         if stalls and loads and load * at_once < switch.seconds * then:
             # Another switch would cost more than what is trained until then.
@@ -159,7 +159,7 @@ class Slipstream(Rerouting):
         if seconds + move + made_up > self.scenario.seconds_between_failures:
             return phases
         self._settled_at, self._settled = now + seconds + move, self._settled_rate_now()
-        return self.change_rate(phases, seconds + move, self._switch(), settled)
+        return self.change_rate(phases, seconds + move, self._switch, settled)
 
 
 class SlipstreamFixed(Slipstream):

@@ -25,10 +25,10 @@ FORWARD, BACKWARD, WEIGHT, ARRIVAL, GRADIENT, HEAPS = 0, 1, 2, 3, 4, 5
 """The heaps of a worker; the first three are also the kinds of op: F, I or B, W."""
 READY, END, EVENTS = (0, 1, 3), 2, 4
 """What happens at a time, in this order: an F is ready, an I or B, some op ends, a W is ready."""
-BUSY, TOUCHED, USED, CAPACITY, GRADIENTS, BASE, SIZE, SLOTS = 0, 1, 2, 3, 4, 5, 5 + HEAPS, 5 + 2 * HEAPS
-"""Columns of the state of a worker: whether it runs an op, whether something happened to it just now, its memory, how
-many gradients it has begun, where its heaps begin and how many keys they hold, and how many more micro-batches it may
-have in flight at each slice."""
+BUSY, TOUCHED, USED, CAPACITY, FILLED, BASE, SIZE, SLOTS = 0, 1, 2, 3, 4, 5, 5 + HEAPS, 5 + 2 * HEAPS
+"""Columns of the state of a worker: whether it runs an op, whether something happened to it just now, its memory,
+whether it has begun a gradient, where its heaps begin and how many keys they hold, and how many more micro-batches it
+may have in flight at each slice."""
 AT_START, STASH, NEEDED = 0, 1, 2
 
 
@@ -46,15 +46,15 @@ class Dispatch(NamedTuple):
     """A dispatch rule as numbers; the meanings are those of `planner.search.list_scheduler.DispatchRule`."""
 
     rank: Ints
-    """[unit] the lower the more urgent; all different among the units of a slice"""
+    """[unit] the lower the more urgent its F; all different among the units of a slice"""
+    gradient_rank: Ints
+    """[unit] the same of its I, B and W"""
     slots: Ints
     """[worker, slice] most micro-batches between F and the end of I"""
     lookahead: float
     forward_wait: Ints
     """[before or after its worker's first gradient, slice] ticks within which a gradient is waited for rather than an F
     started"""
-    patience: int
-    """For so many gradients of a worker."""
     deepest_first: bool
     eager_weights: bool
     make_room: bool
@@ -69,7 +69,6 @@ class Choices(NamedTuple):
     mixed: bool
     """Whether workers hold several slices, so that a less urgent op may have room where the first has none."""
     lookahead: float
-    patience: int
     eager_weights: bool
     make_room: bool
 
@@ -175,14 +174,13 @@ def _pick(heap: Ints, state: Ints, room: Ints, slice_of: Ints, duration: Ints, f
     if state[worker, SIZE + BACKWARD]:
         unit = _take_with_room(heap, state, room, slice_of, worker, BACKWARD, choices.mixed)
         if unit >= 0:
-            state[worker, GRADIENTS] += 1
+            state[worker, FILLED] = 1
             return unit * kinds + BACKWARD
         if state[worker, SIZE + WEIGHT]:
             return _take(heap, state, worker, WEIGHT) % units * kinds + WEIGHT
     if state[worker, SIZE + FORWARD]:
-        number, gradients = slice_of[_first(heap, state, worker, FORWARD) % units], state[worker, GRADIENTS]
-        if gradients < choices.patience and _soon(
-                heap, state, worker, GRADIENT, clock, forward_wait[min(gradients, 1), number]):
+        number = slice_of[_first(heap, state, worker, FORWARD) % units]
+        if _soon(heap, state, worker, GRADIENT, clock, forward_wait[state[worker, FILLED], number]):
             return -1
         unit = _take_with_room(heap, state, room, slice_of, worker, FORWARD, choices.mixed)
         if unit >= 0:
@@ -224,11 +222,12 @@ def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints
     unit_of, slice_of, worker_of, duration = ops.unit, ops.slice, ops.worker, ops.duration
     position_of, back_of = ops.position, ops.back
     arc_start, arc_op, arc_hop = ops.successors.start, ops.successors.op, ops.successors.hop
-    rank, deepest_first, transfers = dispatch.rank, dispatch.deepest_first, dispatch.transfers
+    rank, gradient_rank = dispatch.rank, dispatch.gradient_rank
+    deepest_first, transfers = dispatch.deepest_first, dispatch.transfers
     count, units, kinds, depth, span = duration.shape[0], slice_of.shape[0], ops.kinds, ops.depth, rank.max() + 1
     forward_wait = dispatch.forward_wait
-    choices = Choices(kinds, ops.mixed, dispatch.lookahead, dispatch.patience, dispatch.eager_weights,
-                      dispatch.make_room)
+    waits = forward_wait.max() > 0
+    choices = Choices(kinds, ops.mixed, dispatch.lookahead, dispatch.eager_weights, dispatch.make_room)
     awaited = ops.predecessors.start[1:] - ops.predecessors.start[:-1]
     arrived = np.zeros(count, np.int64)
     events, waiting = np.zeros(2 * count, np.int64), 0  # an op is about to be ready, or to end
@@ -257,14 +256,14 @@ def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints
                     state[worker, USED] += room[number, STASH] - room[number, AT_START]
                     state[worker, SLOTS + number] += 1
                 continue
-            urgency = rank[unit] * depth + position_of[unit]
+            urgency = gradient_rank[unit] * depth + position_of[unit]
             if kind == FORWARD:
                 back = back_of[unit]
                 urgency = back * span + rank[unit] if deepest_first else rank[unit] * depth + back
             _add(heap, state, worker, kind, urgency * units + unit)
             if kind != WEIGHT and state[worker, SIZE + ARRIVAL] and _first(heap, state, worker, ARRIVAL) <= clock:
                 _take(heap, state, worker, ARRIVAL)
-            if kind == BACKWARD:
+            if waits and kind == BACKWARD:
                 _take(heap, state, worker, GRADIENT)
         for index in range(some):
             worker = touched[index]
@@ -295,6 +294,6 @@ def list_order(ops: "Ops", memory: MemoryLimits, dispatch: Dispatch, first: Ints
                     waiting += 1
                     if kind != WEIGHT:
                         _add(heap, state, target, ARRIVAL, when)
-                    if kind == BACKWARD:
+                    if waits and kind == BACKWARD:
                         _add(heap, state, target, GRADIENT, when)
     return done

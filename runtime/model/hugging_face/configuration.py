@@ -54,3 +54,14 @@ def read_config(config: ModelConfig) -> dict[str, Any]:
     if kind not in FAMILIES:
         raise ConfigError(f"{wrong}: its model_type is {kind!r}; expected one of {', '.join(map(repr, FAMILIES))}")
     return {**document, **config.options}
+
+
+def vocabulary_of(config: ModelConfig) -> int:
+    """How many different tokens a model of either kind has. Raises ConfigError."""
+    if config.hugging_face is None:
+        return config.vocabulary
+    size = read_config(config).get("vocab_size")
+    if not isinstance(size, int):
+        raise ConfigError(f"{KEY} is {config.hugging_face!r}: its vocab_size is {size!r}; expected a whole number, as "
+                          "tokens are compared with it")
+    return size

@@ -4,6 +4,7 @@ Other than torch's grouped_mm it takes any dtype, and leaves the gradients of ex
 it for `experts_implementation = "slipstream"`, which is what a model has unless it names another.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.flop_counter import register_flop_formula
 from transformers.integrations.moe import ExpertsInterface
 
 from runtime.model.split import weight_work
@@ -21,7 +23,7 @@ NAME = "slipstream"
 @torch.library.custom_op("slipstream::grouped_product", mutates_args=())
 def grouped_product(value: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Rows [S, n] times the matrix of their group [E, n, m]: [S, m]. Group e ends at row `ends[e]`, int32 [E]."""
-    if value.is_cuda and value.dtype == torch.bfloat16:  # without asking the GPU where the groups end
+    if _is_native(value, weight.shape[2]):
         return functional.grouped_mm(value, weight, offs=ends)
     result = value.new_zeros(value.shape[0], weight.shape[2])
     for group, (begin, end) in enumerate(_ranges(ends)):
@@ -32,6 +34,12 @@ def grouped_product(value: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 @grouped_product.register_fake
 def _(value: Tensor, weight: Tensor, ends: Tensor) -> Tensor:  # noqa: ARG001  # as the op itself
     return value.new_empty(value.shape[0], weight.shape[2])
+
+
+@register_flop_formula(torch.ops.slipstream.grouped_product)
+def _flops(value: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
+    """For MFU (`runtime.model.flops`): two for each product of a number with a weight."""
+    return 2 * value[0] * value[1] * weight[2]
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -48,7 +56,8 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         value, used, ends = ctx.saved_tensors
-        of_value = grouped_product(gradient.contiguous(), used, ends) if ctx.needs_input_grad[0] else None
+        gradient = gradient.contiguous()
+        of_value = grouped_product(gradient, used, ends) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return of_value, None, None
         find = partial(_weight_gradient, value, gradient, ends, ctx.weight)
@@ -87,7 +96,7 @@ def _linear(value: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _weight_gradient(value: Tensor, gradient: Tensor, ends: Tensor, weight: Tensor) -> Tensor:
-    if value.is_cuda and value.dtype == torch.bfloat16:
+    if _is_native(value, gradient.shape[1]):
         return functional.grouped_mm(gradient.t(), value, offs=ends).to(weight.dtype)
     result = torch.zeros_like(weight)
     for group, (begin, end) in enumerate(_ranges(ends)):
@@ -100,6 +109,11 @@ def _add(weight: Tensor, find: Any) -> None:
         weight.grad = find()
     else:
         weight.grad.add_(find())
+
+
+def _is_native(value: Tensor, width: int) -> bool:
+    """Whether torch has one kernel for all groups, which does not ask the GPU where they end."""
+    return value.is_cuda and value.dtype == torch.bfloat16 and value.shape[1] % 8 == 0 and width % 8 == 0
 
 
 def _ranges(ends: Tensor) -> list[tuple[int, int]]:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.utils import logging
 
 from runtime.model.checkpoint import Checkpoint, CheckpointError, load
 from runtime.model.hugging_face.configuration import CONFIG, FAMILIES
@@ -47,7 +46,6 @@ def export(document: Mapping[str, Any], state: State, folder: Path, source: Path
 
     `document` is its config.json, `source` the folder that it began with, whose tokenizer it keeps.
     """
-    logging.set_verbosity_error()
     config = transformers_config(document, str(folder))
     draft = folder.with_name(f".{folder.name}-{os.getpid()}")
     draft.mkdir(parents=True)

@@ -18,6 +18,9 @@ from runtime.model.hugging_face.layers import router_of as router_of
 from runtime.model.hugging_face.weights import Weights
 from runtime.model.seeds import derive_seed, seeded
 
+_RUNNING = ("attn_implementation", "experts_implementation")
+"""Keys that say how a model is run."""
+
 
 class HuggingFace:
     """What `[model] hugging_face` names; see `runtime.model.layers.LayeredModel`.
@@ -29,11 +32,13 @@ class HuggingFace:
     def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         assert config.hugging_face is not None
         self._name, self._seed, self._dtype, self.device = config.hugging_face, seed, dtype, device
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
         document = read_config(config)
         self._config = transformers_config(document, self._name)
         self._family = FAMILIES[document["model_type"]]
+        for key in config.options:
+            if key not in _RUNNING and not hasattr(AutoConfig.for_model(document["model_type"]), key):
+                raise ConfigError(f"unknown key model.options.{key}; expected keys of the model's config.json, "
+                                  f"{' or '.join(_RUNNING)}")
         self.layers = self._config.num_hidden_layers + 2
         places = self._config.max_position_embeddings
         if config.context > places:
@@ -101,9 +106,12 @@ class HuggingFace:
 
 
 def transformers_config(document: Mapping[str, Any], name: str) -> PreTrainedConfig:
-    """The config of transformers that a config.json describes. Raises ConfigError."""
+    """The config of transformers that a config.json describes. transformers is quiet from then on. Raises ConfigError.
+    """
     chosen = {"experts_implementation": experts.NAME} if FAMILIES[document["model_type"]].experts else {}
     experts.register()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         return AutoConfig.for_model(**{"attn_implementation": "sdpa", **chosen, **document, "use_cache": False})
     except Exception as error:  # each class checks its own

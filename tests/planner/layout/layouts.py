@@ -39,7 +39,8 @@ def loads(given: LayoutProblem, layout: Layout) -> dict[Worker, int]:
 
 
 def assert_valid(given: LayoutProblem, layout: Layout, *, once: bool = True) -> None:
-    """Rules of a layout, each stated by itself. `once`: routes pass a worker once, as without virtual stages."""
+    """Rules of a layout, each stated by itself. `once`: routes pass a worker once, as without virtual stages and
+    where what is spread does not run anywhere."""
     assert set(layout.holds) == set(given.live)
     for ranges in layout.holds.values():
         assert all(low < high for low, high in ranges)

@@ -49,6 +49,17 @@ def test_one_dead_worker_of_two_pipelines():
     assert sum(division.whole) + division.items == 32
 
 
+def test_what_the_workers_of_a_stage_have_no_time_for_runs_on_the_line_that_is_cut_anew():
+    """4 x 4, 8 micro-batches of 4 x 4 layers, 2 of 16 down: 512 cells over 14 workers are 36.6 a worker. With 37, three
+    pipelines run 9 each and a cell a worker, the broken one 4 and a layer of each stage: all of one more."""
+    given = problem(4, 4, 8, 4, failed=["3.0", "3.2"], transfer=1, optimizer=0)
+    least, division = Divider(given, lines_of(given), anywhere=True).least()
+    assert least == 37 * 30 < Divider(given, lines_of(given)).least()[0] and division.items == 1
+    layout = layout_of(given, lines_of(given), division, "")
+    assert_valid(given, layout, once=False)
+    assert max(loads(given, layout).values()) == least
+
+
 def test_a_slow_worker_gets_less():
     given = problem(2, 4, 16, 4, slow={"0.1": 2000}, optimizer=0)
     least, division = Divider(given, lines_of(given)).least()

@@ -21,7 +21,7 @@ def test_layers_that_nobody_holds_are_loaded_from_a_checkpoint():
     found = list(candidates(given))
     assert found
     for layout in found:
-        assert_valid(given, layout)
+        assert_valid(given, layout, once="anywhere" not in layout.kind)
 
 
 def test_a_moved_holder_keeps_a_lost_stage_alive():
@@ -39,7 +39,7 @@ def test_pipelines_too_weak_to_hold_all_layers_join():
     found = list(candidates(given))
     assert found
     for layout in found:
-        assert_valid(given, layout)
+        assert_valid(given, layout, once="anywhere" not in layout.kind)
     assert min(max(loads(given, layout).values()) for layout in found) < 1.15 * 8 * 3 * 160 * 3 / 8
 
 
@@ -60,7 +60,7 @@ def test_virtual_stages():
 def test_live_holders_share_where_no_line_has_room_for_all_layers():
     given = problem(2, 4, 4, 4, failed=["0.0", "0.1", "1.2", "1.3"], room=4 * 8 + 16)
     for layout in (found := list(candidates(given))):
-        assert_valid(given, layout)
+        assert_valid(given, layout, once="anywhere" not in layout.kind)
     assert found
 
 

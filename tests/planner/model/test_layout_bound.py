@@ -6,8 +6,11 @@ import time
 import pytest
 
 from planner.layout.candidates import candidates
+from planner.layout.types import Layout, MicroBatch, Stop
+from planner.model.bounds import whole_fill
 from planner.model.decompose import decompose
 from planner.model.for_layout import layout_problem
+from planner.model.from_job import build_problem
 from planner.model.from_layout import problem_of_layout
 from planner.model.layout_bound import LayoutBound
 from planner.search.budget import Budget
@@ -55,6 +58,26 @@ def test_micro_batches_that_are_too_few_to_fill_are_counted():
     bound = LayoutBound([piece.problem for piece in decompose(problem)])
     ticks = problem.tick_seconds
     assert bound.period(1, 10_000) * ticks == pytest.approx(work + 3 * 10 - 3 * 4, rel=0.01)
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "least"), [(4, 9, 2216), (8, 17, 4152), (4, 16, 3880)])
+def test_lines_fill_with_whole_forwards(stages, microbatches, least):
+    """As `planner.model.bounds.whole_fill`; micro-batches that are cut in two let workers run half of one."""
+    job = grid(1, stages, microbatches, more=f"[placement]\nlayers = {[4] * stages}\n",
+               times="forward = 80\nbackward_input = 80\nbackward_weight = 80\ntransfer = 8\noptimizer = 40\n")
+
+    def bound(parts: int) -> float:
+        ends = [(layer, layer + 4 // parts) for layer in range(0, 4 * stages, 4 // parts)]
+        route = tuple(Stop(layers, Worker(0, layers[0] // 4)) for layers in ends)
+        layout = Layout(kind="", holds={Worker(0, stage): ((4 * stage, 4 * stage + 4),) for stage in range(stages)},
+                        routes={MicroBatch(0, number): route for number in range(microbatches)})
+        problem = problem_of_layout(job, [], layout)
+        return LayoutBound([problem]).period(1, 10_000) * problem.tick_seconds
+
+    assert bound(1) == pytest.approx(least, rel=0.0011)
+    whole = build_problem(job, [])
+    assert bound(1) == pytest.approx(whole_fill(whole).period * whole.tick_seconds, rel=0.0011)
+    assert bound(2) <= bound(1)
 
 
 def test_memory_makes_workers_wait():

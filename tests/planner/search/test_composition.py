@@ -11,20 +11,24 @@ from planner.model.from_layout import problem_of_layout
 from planner.model.start_times import solution_period
 from planner.search.assignment import assign
 from planner.search.composition import Composition
-from planner.search.list_scheduler import DispatchRule, ListScheduler
+from planner.search.list_scheduler import DispatchRule, ListScheduler, shares_of_forward
 from schedules.check import check
 from schedules.schedule import Worker
 from tests.jobs import grid
 
-RULES = [DispatchRule(forward_order=order, lookahead=wait, forward_lookahead=wait, patience=patience)
-         for order in ("deepest", "oldest") for wait in (0.0, 0.5, 1.0) for patience in (1, 8)]
+
+def rules(problem):
+    """Forwards wait before a worker's first gradient, or always."""
+    return [DispatchRule(forward_order=order, lookahead=wait, fill_wait=shares_of_forward(problem, wait),
+                         forward_lookahead=after * wait)
+            for order in ("deepest", "oldest") for wait in (0.0, 0.5, 1.0) for after in (0.0, 1.0)]
 
 
-def recut(pipelines, stages, microbatches, failed):
+def recut(pipelines, stages, microbatches, failed, kind="whole micro-batches"):
     job = grid(pipelines, stages, microbatches, more=f"[placement]\nlayers = {[4] * stages}\n",
                times="forward = 40\nbackward_input = 40\nbackward_weight = 40\ntransfer = 4\noptimizer = 20\n")
     given = layout_problem(job, failed, layers="move")
-    layout = next(layout for layout in candidates(given) if "whole micro-batches" in layout.kind)
+    layout = next(layout for layout in candidates(given) if kind in layout.kind and "short" not in layout.kind)
     return problem_of_layout(job, failed, layout)
 
 
@@ -34,7 +38,7 @@ def test_each_set_of_workers_runs_its_own_best_order():
     composition = Composition(scheduler.arrays)
     assert composition.worthwhile
     periods = []
-    for rule in RULES:
+    for rule in rules(problem):
         periods.append(scheduler.period(rule))
         composition.offer(scheduler.made[0])
     period, order, start = composition.best()
@@ -54,15 +58,34 @@ def test_an_order_that_is_no_better_is_no_news():
     assert not composition.offer(scheduler.made[0])
 
 
-def test_forwards_wait_for_as_many_gradients_as_the_rule_has_patience():
-    problem = recut(2, 4, 8, [Worker(1, 2)])
+def test_forwards_wait_for_the_first_gradient_or_for_all():
+    problem = recut(3, 4, 16, [Worker(1, 2)])
     scheduler = ListScheduler(ProblemArrays(problem, assign(problem, "least-loaded")))
+    whole, none = shares_of_forward(problem, 1.0), shares_of_forward(problem, 0.0)
 
-    def order(patience: int) -> list[int]:
-        return scheduler.order(DispatchRule(forward_lookahead=1.0, patience=patience)).tolist()
+    def order(**waits) -> list[int]:
+        return scheduler.order(DispatchRule(**waits)).tolist()
 
-    assert order(0) == scheduler.order(DispatchRule()).tolist()
-    assert order(1) != order(0) != order(100) == scheduler.order(DispatchRule(forward_lookahead=1.0)).tolist()
+    assert order(fill_wait=none) == order()
+    assert order(fill_wait=whole) != order()
+    assert order(fill_wait=whole, forward_lookahead=1.0) == order(forward_lookahead=1.0) != order(fill_wait=whole)
+    assert order(fill_wait=none, forward_lookahead=1.0) != order(forward_lookahead=1.0)
+
+
+def test_gradients_of_longer_routes_may_go_last_where_their_forwards_go_first():
+    problem = recut(3, 4, 16, [Worker(1, 2)], "spread")
+    scheduler = ListScheduler(ProblemArrays(problem, assign(problem, "least-loaded")))
+    kinds, units = scheduler.arrays.ops.kinds, scheduler.arrays.units
+    longest = max(len(route) for route in problem.routes.values())
+
+    def mean_place(kind: int, advance: float, gradient_advance: float) -> float:
+        rule = DispatchRule(forward_order="oldest", advance=advance, gradient_advance=gradient_advance)
+        ops = [op for op in scheduler.order(rule).tolist() if op % kinds == kind]
+        return float(np.mean([place for place, op in enumerate(ops)
+                              if len(problem.routes[units[op // kinds][1:]]) == longest]))
+
+    assert mean_place(0, 9.0, -9.0) < mean_place(0, -9.0, -9.0)
+    assert mean_place(1, 9.0, 9.0) < mean_place(1, 9.0, -9.0)
 
 
 def test_longer_routes_go_first_where_the_rule_says_so():
@@ -70,7 +93,7 @@ def test_longer_routes_go_first_where_the_rule_says_so():
     scheduler = ListScheduler(ProblemArrays(problem, assign(problem, "least-loaded")))
     length = {batch: len(route) for batch, route in problem.routes.items()}
     assert len(set(length.values())) > 1
-    order = scheduler.order(DispatchRule(advance=100.0)).tolist()
+    order = scheduler.order(DispatchRule(advance=100.0, gradient_advance=100.0)).tolist()
     kinds, units = scheduler.arrays.ops.kinds, scheduler.arrays.units
     first = {}
     for op in order:

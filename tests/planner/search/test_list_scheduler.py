@@ -11,7 +11,7 @@ from planner.job.file import parse_job
 from planner.model.arrays import ProblemArrays
 from planner.model.assemble import build_schedule
 from planner.model.from_job import build_problem
-from planner.model.problem import UNLIMITED, NoPlanError, Problem
+from planner.model.problem import NoPlanError, Problem
 from planner.model.start_times import solution_period
 from planner.search.assignment import ASSIGNMENT_RULES, assign
 from planner.search.list_scheduler import DispatchRule, ListScheduler, Rerouted
@@ -30,7 +30,6 @@ def rules(problem: Problem):
     """Any dispatch rule for a problem."""
     return st.builds(
         DispatchRule, lookahead=SHARES, forward_lookahead=SHARES, load_share=SHARES,
-        patience=st.integers(0, 3) | st.just(UNLIMITED),
         forward_order=st.sampled_from(["deepest", "oldest"]),
         in_flight=st.none() | st.tuples(*[st.integers(1, 4)] * len(problem.grid.stages)),
         fill_wait=st.none() | st.tuples(*[st.integers(0, 9)] * len(problem.grid.stages)),

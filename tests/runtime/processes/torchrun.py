@@ -22,7 +22,7 @@ class Agents:
         self._folder = folder
         port = free_port()
         train = ["-m", "cli", "train", str(job), "--out", str(self.out), "--resume", str(self.out), "--method",
-                 "greedy", "--coordinator-timeout", "5"]
+                 "greedy", "--coordinator-timeout", "60" if restarts else "5"]
         self.processes = [subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(count), "--nproc-per-node", "1",
              "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test",
@@ -43,6 +43,13 @@ class Agents:
         """Until so many iterations are committed; raises AssertionError when the run ends before."""
         deadline = time.monotonic() + seconds
         while len(losses_in_lines(self.out)) < count:
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.2)
+
+    def wait_for(self, text: str, seconds: float = START_SECONDS) -> None:
+        """Until some agent or launcher has said this."""
+        deadline = time.monotonic() + seconds
+        while text not in self.said():
             assert time.monotonic() < deadline, self.said()
             time.sleep(0.2)
 

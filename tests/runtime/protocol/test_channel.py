@@ -150,7 +150,7 @@ def test_a_coordinator_that_says_nothing_or_does_not_go_on_is_left(coordinator, 
 
 
 @pytest.mark.parametrize(("greeting", "then", "reason"), [
-    (b"HTTP/1.1 400 Bad Request" + bytes(40), b"", "what listens there is no Slipstream of this version"),
+    (b"HTTP/1.1 400 Bad Request" + bytes(40), b"", "what listens there is not Slipstream of this version"),
     (SPOKEN + bytes(32), b"", "it closed the connection: its secret is another one"),
     (SPOKEN + bytes(32), bytes(32), "it does not know the secret of this run"),
     (b"", b"", "it closed the connection$")])
