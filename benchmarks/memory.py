@@ -1,11 +1,12 @@
 """What stashes of weight work and copies for undoing a step cost in memory, against what `slipstream profile` writes.
 
-    python -m benchmarks.memory [--width 256] [--blocks 4] [--context 256] [--batch 4] [--json]
+    python -m benchmarks.memory [--width 256] [--blocks 4] [--context 256] [--batch 4] [--device cpu] [--json]
 
 Profiles a small GPT in two stages, takes the job file's numbers, and then measures each stage in a process of its own,
-by what the system says that the process holds (Linux): a few micro-batches between F and I, between I and W, and the
-stage itself with the optimizer, with and without the copies. Exit status 1 when the profile is more than 10 % below
-what is measured, or 25 % above: a plan by too small numbers runs out of memory.
+by what the system says that the process holds (Linux), or what torch has allocated on its GPU: a few micro-batches
+between F and I, between I and W, and the stage itself with the optimizer, with and without the copies. Exit status 1
+when the profile is more than 10 % below what is measured, or 25 % above: a plan by too small numbers runs out of
+memory.
 """
 
 import argparse
@@ -15,21 +16,23 @@ import os
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from benchmarks.jobs import gpt_job
 from cli.profile import job_tables
 from runtime.config import RunConfig, parse_run_config
+from runtime.device import choose_device
 from runtime.model.data import Microbatch, load_corpus
 from runtime.model.holding import build_holding
 from runtime.model.layers import model_for, parameter_dtype, split_layers
-from runtime.model.slices import SliceRunner, forms
+from runtime.model.slices import SliceRunner, TensorForm, forms
 from runtime.tools.profile import profile
 
 STAGES = 2
@@ -54,48 +57,57 @@ class Line(NamedTuple):
         return self.profiled / self.measured
 
 
-def resident_bytes() -> int:
-    """Memory that this process holds."""
+def held_bytes(device: torch.device) -> int:
+    """Memory that this process holds, on a GPU or on its machine."""
     gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return torch.cuda.memory_allocated(device)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def measure(config: RunConfig, index: int) -> dict[str, int]:
     """Bytes of a stage in this process: for a micro-batch after F and after I; always; and of the copies."""
     torch.set_num_threads(1)
-    model = model_for(config.model, 0, parameter_dtype(config.training.dtype), torch.device("cpu"))
+    device = torch.device(choose_device(config.training.device))
+    model = model_for(config.model, 0, parameter_dtype(config.training.dtype), device)
     ranges = split_layers(model.layers, STAGES)
-    takes, gives = (forms(model, config)[layer].shape for layer in ranges[index])
+    takes, gives = (forms(model, config)[layer] for layer in ranges[index])
     corpus = load_corpus(config)
     _warm_up(config)
-    before = resident_bytes()
+    before = held_bytes(device)
     holding = build_holding(model, range(*ranges[index]), config.training)
     stage = SliceRunner(ranges[index], holding.modules, model, loss_scale=1.0, config=config)
 
     def forward(microbatch: Microbatch) -> None:
-        tokens, target = corpus.batch(microbatch, config.training.batch, config.model.context)
-        value = tokens if stage.first else torch.randn(takes)
+        tokens, target = (half.to(device) for half in corpus.batch(microbatch, config.training.batch,
+                                                                   config.model.context))
+        value = tokens if stage.first else _noise(takes, device)
         sent.append(stage.forward(microbatch, value, target if stage.last else None, split=True))
 
     def backward_input(microbatch: Microbatch) -> None:
-        sent.append(stage.backward_input(microbatch, None if stage.last else torch.randn(gives)))
+        sent.append(stage.backward_input(microbatch, None if stage.last else _noise(gives, device)))
 
     sent: deque[object] = deque(maxlen=0)  # what a stage returns has left when the next op runs
     row = [Microbatch(0, 0, number) for number in range(ROW)]
     _each(row[:1], forward, backward_input, stage.backward_weight)
     optimizer = holding.optimizer
     optimizer._optimizer.step()  # makes the state, and no copies
-    plain = resident_bytes()
+    plain = held_bytes(device)
     for iteration in range(2):
         optimizer.step(iteration)
-    always = resident_bytes()
+    always = held_bytes(device)
     _each(row, forward)
-    after_forward = resident_bytes()
+    after_forward = held_bytes(device)
     _each(row, backward_input)
-    after_input = resident_bytes()
+    after_input = held_bytes(device)
     _each(row, stage.backward_weight)
     return {"activation": (after_forward - always) // ROW, "stash": (after_input - always) // ROW,
             "undo copies": always - plain, "always": always - before}
+
+
+def _noise(form: TensorForm, device: torch.device) -> Tensor:
+    return torch.randn(form.shape, dtype=form.dtype, device=device)
 
 
 def _warm_up(config: RunConfig) -> None:
@@ -118,18 +130,21 @@ def _each(row: list[Microbatch], *calls: Callable[[Microbatch], object]) -> None
             call(microbatch)
 
 
-def compare(config: RunConfig, tables: dict[str, dict[str, list[int]]], static: list[int],
-            undo: list[int]) -> list[Line]:
-    """The job file's numbers against those of processes."""
+def job_bytes(tables: Mapping[str, Any]) -> dict[str, list[int]]:
+    """What a job file says that a stage holds: for a micro-batch after F and after I, and always."""
+    unit, memory = tables["memory"]["unit_bytes"], tables["memory"]
+    return {what: [unit * size for size in memory[name]]
+            for what, name in (("activation", "activation"), ("stash", "weight_stash"), ("always", "weights"))}
+
+
+def compare(config: RunConfig, profiled: Mapping[str, Sequence[int]]) -> list[Line]:
+    """Profiled bytes of each stage, by what they are of, against those of processes."""
     lines = []
     for index in range(STAGES):
         answer = subprocess.run([sys.executable, "-m", "benchmarks.memory", "--measure", str(index), config.to_json()],
                                 check=True, capture_output=True, timeout=300, env={**os.environ, **MMAP_THRESHOLD})
         measured = json.loads(answer.stdout)
-        profiled = {"activation": 1024 * tables["memory"]["activation"][index],
-                    "stash": 1024 * tables["memory"]["weight_stash"][index],
-                    "undo copies": undo[index], "always": static[index]}
-        lines += [Line(index, what, profiled[what], size) for what, size in measured.items()]
+        lines += [Line(index, what, sizes[index], measured[what]) for what, sizes in profiled.items()]
     return lines
 
 
@@ -137,18 +152,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("width", 256), ("blocks", 4), ("context", 256), ("batch", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
         print(json.dumps(measure(RunConfig.from_json(options.measure[1]), int(options.measure[0]))))
         return
-    job = gpt_job(STAGES, ROW, options, device="cpu")
+    job = gpt_job(STAGES, ROW, options, device=options.device)
     config = parse_run_config(job.model, job.training)
     profiled = profile(config, split_layers(options.blocks + 2, STAGES), copies=1, workers=STAGES,
                        microbatches=ROW, rounds=1)
-    lines = compare(config, job_tables(job, profiled), [stage.static_bytes for stage in profiled.stages],
-                    [stage.undo_bytes for stage in profiled.stages])
+    lines = compare(config, {**job_bytes(job_tables(job, profiled)),
+                             "undo copies": [stage.undo_bytes for stage in profiled.stages]})
     if options.json:
         print(json.dumps([{**line._asdict(), "ratio": line.ratio} for line in lines]))
     else:
