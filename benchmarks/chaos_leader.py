@@ -1,54 +1,68 @@
 """Leads a training of `benchmarks.chaos`, with failures, until it is killed by itself.
 
-    python -m benchmarks.chaos_leader GRID:INDEX ITERATIONS SEED OUT NEWS DIES committed|later
+    python -m benchmarks.chaos_leader NAME ITERATIONS SEED OUT NEWS DIES committed|later
 
-Iteration DIES is where: right after its loss is written, or some milliseconds later. Recoveries go to the file NEWS.
+NAME is a scenario's. Iteration DIES is where: right after its loss is written, or some milliseconds later. Recoveries
+go to the file NEWS, and before it dies, the pids of its fork server and of its workers, by their names.
 """
 
+import json
 import os
 import random
 import signal
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 import torch
 
-from benchmarks.chaos import failures, scheduler, settings
+from benchmarks.chaos_checks import ChaosError, Survivors, below
+from benchmarks.chaos_scenario import resilience, scenario, watching_closely
 from planner.plan import plan_job
 from runtime.coordinator.recovery import Recovery
+from runtime.coordinator.slow_workers import SpeedEvent
 from runtime.errors import RunError
-from runtime.launch import Resilience, RunOptions, run
+from runtime.launch import RunOptions, run
+from runtime.processes.fork_server import ForkServer
 
 
 def main(name: str, iterations: str, seed: str, out: str, news: str, dies: str, when: str) -> None:
     torch.set_num_threads(1)
-    grid, _, index = name.partition(":")
-    setting, rng = settings(grid, int(iterations))[int(index)], random.Random(seed)
-    injections, returns = failures(setting, rng, 0)
+    setting, rng = scenario(name, int(iterations)), random.Random(seed)
+    survivors = Survivors({})
+
+    def enter(line: bytes) -> None:
+        with Path(news).open("ab") as file:
+            file.write(line + b"\n")
 
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def progress(iteration: int, _: float) -> None:
+        survivors.look(fork_server.pids)
         if iteration == int(dies):
+            enter(json.dumps({"fork server": below(os.getpid())[0], **fork_server.pids}).encode())
             if when == "committed":
                 die()
             threading.Timer(rng.uniform(0.001, 0.1), die).start()
 
-    def tell(one: Recovery | str) -> None:
+    def tell(one: Recovery | SpeedEvent | str) -> None:
         if isinstance(one, Recovery):
-            with Path(news).open("ab") as file:
-                file.write(msgspec.json.encode(one) + b"\n")
+            enter(msgspec.json.encode(one))
 
-    resilience = Resilience(scheduler=scheduler(setting), heartbeat_timeout_seconds=setting.heartbeat_timeout_seconds,
-                            checkpoint_every=7, injections=tuple(injections), returns=tuple(returns))
-    try:
-        run(plan_job(setting.job, method="greedy").schedule, setting.config, out=Path(out), progress=progress,
-            resilience=resilience, options=RunOptions(notify=tell))
-    except RunError as error:  # too few were left
-        sys.exit(str(error))
+    with ExitStack() as stack:
+        fork_server = stack.enter_context(ForkServer())
+        stack.enter_context(watching_closely())
+        try:
+            run(plan_job(setting.job, method="greedy").schedule, setting.config, out=Path(out), progress=progress,
+                resilience=resilience(setting, rng), fork_server=fork_server,
+                options=RunOptions(notify=tell, observe=survivors.observe))
+            survivors.require()
+        except (RunError, ChaosError) as error:  # too few were left, or a survivor was started again
+            print(error, file=sys.stderr)
+            sys.exit(1 if isinstance(error, RunError) else 3)
 
 
 if __name__ == "__main__":

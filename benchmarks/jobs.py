@@ -1,6 +1,7 @@
 """Jobs to measure with."""
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 from planner.job.file import Job, parse_job
@@ -8,8 +9,12 @@ from planner.job.writer import job_text
 
 
 def uniform_text(pipelines: int, stages: int, microbatches: int, *, op: float = 10, optimizer: float = 5,
-                 transfer: float = 1, capacity: float | None = None) -> str:
-    """A job file of equal stages: F, I and W take `op` seconds; memory, if limited, counts micro-batches until W."""
+                 transfer: float = 1, capacity: float | None = None,
+                 layers: Sequence[int] | None = None) -> str:
+    """A job file of equal stages: F, I and W take `op` seconds; memory, if limited, counts micro-batches until W.
+
+    `layers` are those of each stage.
+    """
     tables: dict[str, Any] = {
         "name": f"{pipelines}x{stages}x{microbatches}", "pipelines": pipelines, "stages": stages,
         "microbatches": microbatches,
@@ -17,14 +22,17 @@ def uniform_text(pipelines: int, stages: int, microbatches: int, *, op: float = 
                  "transfer": transfer}}
     if capacity is not None:
         tables["memory"] = {"capacity": capacity, "activation": 1, "weight_stash": 1}
+    if layers is not None:
+        tables["placement"] = {"layers": list(layers)}
     return job_text(tables, {})
 
 
 def uniform_job(pipelines: int, stages: int, microbatches: int, *, op: float = 10, optimizer: float = 5,
-                transfer: float = 1, capacity: float | None = None) -> Job:
+                transfer: float = 1, capacity: float | None = None,
+                layers: Sequence[int] | None = None) -> Job:
     """The job of `uniform_text`."""
     return parse_job(uniform_text(pipelines, stages, microbatches, op=op, optimizer=optimizer, transfer=transfer,
-                                  capacity=capacity))
+                                  capacity=capacity, layers=layers))
 
 
 def gpt_job(stages: int, microbatches: int, options: argparse.Namespace, **training: object) -> Job:

@@ -1,18 +1,24 @@
-"""Descriptors and threads of workers that live through many recoveries: what an order opens is closed when it ends.
+"""Descriptors, threads and memory over many recoveries: what an order opens is closed when it ends, and what it holds
+is given back.
 
-    python -m benchmarks.resources [--recoveries 100] [--seed 1]
+    python -m benchmarks.resources [--recoveries 100] [--gap 10] [--seed 1]
 
 Trains layers that sleep for 2 ms in an op, in 3 pipelines of 2 stages, with clipping. The workers of one pipeline live,
-or lose their connections; the others are killed again and again, and come back. At every commit, the open descriptors
-and the threads of the living are counted. A worker holds more for a moment, while orders change, so that minima are
-compared: those of each fifth of the recoveries. Exit status 1 when the last fifth's is higher than the first's by more
-than one process group, which a worker has or has not, by who lives when it is counted.
+or lose their connections; the others are killed again and again, every `gap` iterations, and come back. At every
+commit, the open descriptors and the threads of the living are counted; at every fifth, the memory that no other process
+shares, and that of the coordinator, which is this process. A worker holds more for a moment, while orders change, so
+that minima are compared: those of each fifth of the recoveries. Exit status 1 when the last fifth's is higher than the
+first's by more than one process group, which a worker has or has not, by who lives when it is counted; for memory, when
+it is more than 2 % and 1 MiB above the second's: in the first, what is made when first used is made.
 """
 
 import argparse
+import os
 import random
 import sys
 import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,8 +36,6 @@ from schedules.schedule import Schedule, Worker
 OP_SECONDS = 0.002
 WIDTH = 256
 """Activations of 256 KiB: more than a socket takes at once, so that some are cut off in the middle."""
-GAP = 5
-"""Iterations from one kill to the next."""
 AWAY = 1
 """Iterations after which a worker is started again."""
 PLACES: tuple[Place, ...] = (0, 2, 4, "A", "O", "stepped", "ordered", "met")
@@ -39,44 +43,66 @@ CUTS = 0.2
 """Share of the failures that are broken connections of a worker that lives."""
 STABLE = (Worker(0, 0), Worker(0, 1))
 PARTS = 5
+MEMORY_EVERY = 5
+"""Commits: reading it takes milliseconds."""
+MOST_GROWTH = 1.02
 A_GROUP = {"descriptors": 8, "threads": 3}
 """What a process group of six workers holds: a connection to each other one, and three of its own."""
 
 
 @dataclass(slots=True)
 class Samples:
-    """Descriptors and threads of the workers that live, by the recoveries before."""
+    """What the workers that live hold, and the coordinator, by the recoveries before."""
 
     fork_server: ForkServer
     recoveries: int = 0
     counts: dict[Worker, list[tuple[int, int, int]]] = field(default_factory=lambda: {one: [] for one in STABLE})
+    """Recoveries, descriptors, threads."""
+    memory: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    """Recoveries, and KiB."""
 
     def notify(self, news: Recovery | str) -> None:
         """Something has changed."""
         self.recoveries += isinstance(news, Recovery)
 
-    def progress(self, *_: object) -> None:
+    def progress(self, iteration: int, _: float) -> None:
         """An iteration was committed."""
         for worker in STABLE:
             process = Path(f"/proc/{self.fork_server.pids[str(worker)]}")
             counted = [len(list((process / what).iterdir())) for what in ("fd", "task")]
             self.counts[worker].append((self.recoveries, *counted))
+        if iteration % MEMORY_EVERY == 0:
+            pids = {f"worker {worker}": self.fork_server.pids[str(worker)] for worker in STABLE}
+            for name, pid in {"coordinator": os.getpid(), **pids}.items():
+                self.memory[name].append((self.recoveries, private_kib(pid)))
 
     def minima(self, worker: Worker, what: int) -> list[int]:
-        """Of each part of the recoveries, the first commits apart, when layers are still being built."""
-        mine = self.counts[worker]
-        return [min(one[what] for one in mine
-                    if part * self.recoveries <= PARTS * one[0] <= (part + 1) * self.recoveries)
+        """Of descriptors (1) or threads (2) in each part of the recoveries."""
+        return self._parts([(one[0], one[what]) for one in self.counts[worker]])
+
+    def memory_minima(self) -> dict[str, list[int]]:
+        """In KiB, in each part of the recoveries."""
+        return {name: self._parts(mine) for name, mine in self.memory.items()}
+
+    def _parts(self, mine: Sequence[tuple[int, int]]) -> list[int]:
+        return [min(found for recoveries, found in mine
+                    if part * self.recoveries <= PARTS * recoveries <= (part + 1) * self.recoveries)
                 for part in range(PARTS)]
 
 
-def kills(count: int, seed: int, fork_server: ForkServer, out: Path) -> Samples:
+def private_kib(pid: int) -> int:
+    """Memory of a process that no other one shares."""
+    lines = (line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines())
+    return sum(int(words[1]) for words in lines if words[0] in ("Private_Clean:", "Private_Dirty:"))
+
+
+def kills(count: int, gap: int, seed: int, fork_server: ForkServer, out: Path) -> Samples:
     """One run with so many kills."""
     job, rng = uniform_job(3, 2, 2, op=1, optimizer=0, transfer=0), random.Random(seed)
     victims = [Worker(pipeline, column) for pipeline in (1, 2) for column in (0, 1)]
-    killed = [(rng.choice(STABLE if rng.random() < CUTS else victims), GAP * (number + 1)) for number in range(count)]
+    killed = [(rng.choice(STABLE if rng.random() < CUTS else victims), gap * (number + 1)) for number in range(count)]
     config = parse_run_config({**MODEL, "blocks": 2, "width": WIDTH, "context": 256},
-                              {**TRAINING, "iterations": GAP * (count + 2), "clip_norm": 1e-3})
+                              {**TRAINING, "iterations": gap * (count + 1), "clip_norm": 1e-3})
     samples = Samples(fork_server)
 
     def schedule(down: tuple[Worker, ...]) -> Schedule:
@@ -95,18 +121,23 @@ def kills(count: int, seed: int, fork_server: ForkServer, out: Path) -> Samples:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recoveries", type=int, default=100)
+    parser.add_argument("--gap", type=int, default=5, help="iterations from one kill to the next")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     rose = False
     with tempfile.TemporaryDirectory() as folder, sleeping(OP_SECONDS, OP_SECONDS, OP_SECONDS, 0.0), \
             ForkServer() as fork_server:
-        samples = kills(options.recoveries, options.seed, fork_server, Path(folder))
-    print(f"{samples.recoveries} recoveries; minima of each fifth of them")
+        samples = kills(options.recoveries, options.gap, options.seed, fork_server, Path(folder))
+    iterations = len(samples.counts[STABLE[0]])
+    print(f"{samples.recoveries} recoveries in {iterations} iterations; minima of each fifth of them")
     for worker in STABLE:
         for number, (what, slack) in enumerate(A_GROUP.items(), start=1):
             minima = samples.minima(worker, number)
             rose |= minima[-1] > minima[0] + slack
             print(f"worker {worker}: {what} {' '.join(map(str, minima))}")
+    for name, minima in samples.memory_minima().items():
+        rose |= minima[-1] > max(MOST_GROWTH * minima[1], minima[1] + 1024)
+        print(f"{name}: private memory {' '.join(f'{kib / 1024:.1f}' for kib in minima)} MiB")
     sys.exit(rose)
 
 

@@ -1,13 +1,15 @@
 """What a run keeps of its throughput after a failure: at once, and when layers have moved.
 
     python -m benchmarks.settling [--pipelines 4] [--stages 4] [--microbatches 16] [--layers-a-stage 4]
-        [--width 1024] [--op-ms 10] [--megabytes-per-second 15] [--json]
+        [--layer-megabytes 50] [--width 256] [--op-ms 10] [--megabytes-per-second 15] [--json]
 
-Layers sleep through their ops, so that two cores are enough for all workers, and are as large as real ones: with AdamW,
-a layer of width 2048 has 50 MB. A worker is killed; the run settles, as `train --layers move` does. Prints the share of
-the fault-free throughput before the failure, at once, and settled; planned and measured; what moved, and the longest
-time between two commits from when layers began to move until the run has settled. Exit status 1 when less than 0.88 is
-left, the measured iterations are 5 % off the planned ones, or that time is above 1.3 iterations.
+Layers sleep through their ops, so that two cores are enough for all workers, and are as large as real ones: what a
+layer of the width lacks to its bytes is parameters that are not trained, which move, but are neither stepped nor
+reduced. A worker is killed; the run settles, as `train --layers move` does. Prints the share of the fault-free
+throughput before the failure, at once, and settled; the iterations that were planned, those that the run predicted
+when it chose to settle, and those measured; what moved, and the longest time between two commits from when layers began
+to move until the run has settled. Exit status 1 when less than 0.88 is left, settled iterations are 5 % off those
+predicted, or that time is above 1.3 iterations.
 """
 
 import argparse
@@ -39,6 +41,8 @@ AFTER = 8
 """Iterations after the run has settled."""
 LEAST_LEFT, MOST_OFF, LONGEST_GAP = 0.88, 0.05, 1.3
 TRANSFER_SECONDS = 0.0005
+ADAM_COPIES, TRAINED_BYTES = 3, 4
+"""What moves of a trained parameter: itself and AdamW's two moments, in float32."""
 
 
 class Watch:
@@ -73,9 +77,10 @@ class Watch:
 def job_of(options: argparse.Namespace) -> Job:
     """A job whose stages take as long as their layers sleep."""
     op = options.op_ms / 1e3 * options.layers_a_stage
+    inputs, weights = [0.0] + [op] * (options.stages - 1), [2 * op] + [op] * (options.stages - 1)
     return parse_job(f"pipelines = {options.pipelines}\nstages = {options.stages}\n"
-                     f"microbatches = {options.microbatches}\n[time]\nforward = {op}\nbackward_input = {op}\n"
-                     f"backward_weight = {op}\noptimizer = 0\ntransfer = {TRANSFER_SECONDS}\n"
+                     f"microbatches = {options.microbatches}\n[time]\nforward = {op}\nbackward_input = {inputs}\n"
+                     f"backward_weight = {weights}\noptimizer = 0\ntransfer = {TRANSFER_SECONDS}\n"
                      f"[placement]\nlayers = {[options.layers_a_stage] * options.stages}\n")
 
 
@@ -91,7 +96,7 @@ def measure(options: argparse.Namespace, job: Job, fork_server: ForkServer, out:
         resilience=Resilience(
             scheduler=scheduler(job, first, None), injections=(Injection(lost, HEALTHY, 3),),
             fetch_bytes_per_second=options.megabytes_per_second * 1e6, heartbeat_timeout_seconds=30.0,
-            settling=Settling(rebalancer=Rebalancing(job, first))))
+            rebalancer=Rebalancing(job, first), settling=Settling()))
     return report(watch, first.seconds(first.period_ticks))
 
 
@@ -102,14 +107,15 @@ def report(watch: Watch, planned: float) -> dict[str, object]:
     _, chosen = watch.at(SettlingChosen)
     assert isinstance(at_once, OrderGiven) and isinstance(settled, OrderGiven) and isinstance(chosen, SettlingChosen)
     lost = next(at for at, event in watch.events if event.__class__.__name__ == "Failed")
-    periods = {"before": (watch.period(began, lost), planned),
-               "at once": (watch.period(failed, handed), at_once.planned_period),
-               "settled": (watch.period(handed, watch.commits[-1]), settled.planned_period)}
+    periods = {"before": (watch.period(began, lost), planned, None),
+               "at once": (watch.period(failed, handed), at_once.planned_period, chosen.present_period),
+               "settled": (watch.period(handed, watch.commits[-1]), settled.planned_period, chosen.settled_period)}
     healthy = periods["before"][0]
     after = next(index for index, at in enumerate(watch.commits) if at > handed)
     return {
-        "periods": {name: {"measured": measured, "planned": wanted, "share": healthy / measured,
-                           "off": measured / wanted - 1} for name, (measured, wanted) in periods.items()},
+        "periods": {name: {"planned": wanted, "predicted": predicted, "measured": measured,
+                           "share": healthy / measured, "off": measured / (predicted or wanted) - 1}
+                    for name, (measured, wanted, predicted) in periods.items()},
         "moved_bytes": chosen.moves_bytes, "expected_move_seconds": chosen.move_seconds,
         "move_seconds": handed - fetched,
         "longest_gap": watch.longest(fetched, watch.commits[min(after + 2, len(watch.commits) - 1)]),
@@ -120,20 +126,23 @@ def report(watch: Watch, planned: float) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("pipelines", 4), ("stages", 4), ("microbatches", 16), ("layers-a-stage", 4),
-                          ("width", 2048), ("op-ms", 10), ("iterations", 60)):
+                          ("layer-megabytes", 50), ("width", 256), ("op-ms", 10), ("iterations", 36)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--megabytes-per-second", type=float, default=15.0, help="from each source to each target")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     op = options.op_ms / 1e3
-    with tempfile.TemporaryDirectory() as folder, sleeping(op, op, op, 0.0), ForkServer() as fork_server:
+    trained = ADAM_COPIES * TRAINED_BYTES * options.width**2
+    frozen = max(0, options.layer_megabytes * 1_000_000 - trained)
+    with (tempfile.TemporaryDirectory() as folder, sleeping(op, op, op, 0.0, frozen), ForkServer() as fork_server):
         found = measure(options, job_of(options), fork_server, Path(folder))
     if options.json:
         print(json.dumps(found))
     periods = found["periods"]
     assert isinstance(periods, dict)
     for name, one in periods.items():
-        print(f"{name:>8}: {one['measured'] * 1e3:7.0f} ms measured, {one['planned'] * 1e3:7.0f} ms planned "
+        expected = "" if one["predicted"] is None else f"{one['predicted'] * 1e3:.0f} ms predicted, "
+        print(f"{name:>8}: {one['planned'] * 1e3:.0f} ms planned, {expected}{one['measured'] * 1e3:.0f} ms measured "
               f"({one['off']:+.1%}), {one['share']:.3f} of the throughput before", file=sys.stderr)
     print(f"{found['moved_bytes'] / 1e6:.0f} MB moved in {found['move_seconds']:.1f} s "  # type: ignore[operator]
           f"({found['expected_move_seconds']:.1f} s expected); longest time between two commits meanwhile and "

@@ -17,19 +17,25 @@ from torch.nn import functional
 from runtime.api import ModelConfig, TrainingConfig, derive_seed, seeded, weight_work
 
 _SECONDS = "SLEEPING_SECONDS"
+_FROZEN = "SLEEPING_FROZEN_BYTES"
 _PR_SET_TIMERSLACK = 29
 MODEL = {"name": "benchmarks.sleeping:Sleepers", "width": 8, "heads": 1, "context": 4}
 TRAINING = {"optimizer": "benchmarks.sleeping:sleeping_optimizer", "batch": 1, "device": "cpu"}
 
 
 @contextmanager
-def sleeping(forward: float, backward_input: float, backward_weight: float, optimizer: float) -> Iterator[None]:
-    """Workers started in here sleep so many seconds in an op. The first stage, which has no I, sleeps in W for both."""
+def sleeping(forward: float, backward_input: float, backward_weight: float, optimizer: float,
+             frozen_bytes: int = 0) -> Iterator[None]:
+    """Workers started in here sleep so many seconds in an op. The first stage, which has no I, sleeps in W for both.
+
+    Each layer has so many bytes of parameters that are not trained: they move with it, and cost no computing.
+    """
     os.environ[_SECONDS] = json.dumps({"F": forward, "I": backward_input, "W": backward_weight, "O": optimizer})
+    os.environ[_FROZEN] = str(frozen_bytes)
     try:
         yield
     finally:
-        del os.environ[_SECONDS]
+        del os.environ[_SECONDS], os.environ[_FROZEN]
 
 
 def _seconds() -> Mapping[str, float]:
@@ -85,6 +91,7 @@ class Sleeper(nn.Module):
     def __init__(self, width: int, dtype: torch.dtype, *, takes_tokens: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(width, width, dtype=dtype) / width**0.5)
+        self.frozen = nn.Parameter(torch.zeros(int(os.environ[_FROZEN]), dtype=torch.uint8), requires_grad=False)
         self.takes_tokens = takes_tokens
         self.seconds = _seconds()
         _wake_in_time()

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from cli.help import Command, write_options, write_section
 from cli.shared.console import complain, near
 from cli.shared.interrupts import importing
 from cli.shared.version import version
@@ -26,7 +27,7 @@ COMMANDS = {
     "show": "Show a schedule: a row for each worker, time from left to right; or the course of a run.",
     "export": "Write a schedule in the format of another runtime.",
     "profile": "Measure the stages of a job's model on this machine: times, memory, transfers and all-reduces.",
-    "train": "Train a job's model, one process a live worker, replaying a schedule.",
+    "train": "Train a job's model, one process per live worker, replaying a schedule.",
     "simulate": "Simulate policies over a failure trace: throughput over time, averages and lost time by cause.",
     "reproduce": "Reproduce a published figure: a table, JSON and a picture, with the published points drawn in.",
     "jitter": "Replay a schedule thousands of times with noise in its op times, or with a straggler.",
@@ -69,6 +70,20 @@ class _Commands(TyperGroup):
         name, found, rest = super().resolve_command(ctx, args)
         return name, load(args[0]) if found else None, rest
 
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Without a command, the help."""
+        if not args:
+            sys.stdout.write(ctx.get_help() + "\n")
+            raise typer.Exit(2)
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """What the program does, its commands, then its options."""
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
+        write_section("Commands", COMMANDS, formatter)
+        write_options(self.get_params(ctx), formatter)
+
     def make_context(self, *args: Any, **extra: Any) -> Any:
         """Read the options before the command."""
         with _keeping_interrupts():
@@ -91,11 +106,9 @@ class _Commands(TyperGroup):
         except Exception as error:
             if not hasattr(error, "format_message"):  # an error of click's, of whichever copy
                 raise
-            message = _as_clause(error.format_message())
             ctx = getattr(error, "ctx", None)
-            hint = f" (see {ctx.command_path} --help)" if message and ctx is not None else ""
-            if message:  # without one, as where no command is given, the help has been printed
-                complain(message + hint)
+            hint = f" (see {ctx.command_path} --help)" if ctx is not None else ""
+            complain(_as_clause(error.format_message()) + hint)
             sys.exit(2)
 
 
@@ -113,7 +126,7 @@ def load(name: str) -> Any:
     single = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
     with importing():
         module = importlib.import_module(f"cli.{name}")
-    single.command(name)(getattr(module, name))
+    single.command(name, cls=Command)(getattr(module, name))
     return typer.main.get_command(single)
 
 
@@ -121,7 +134,6 @@ app = typer.Typer(
     name="slipstream",
     help="Plan and replay pipeline-parallel training that keeps its speed when workers die.",
     cls=_Commands,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

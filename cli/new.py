@@ -8,7 +8,7 @@ import typer
 
 from cli.shared.console import duration, err, near, out, print_json, refuse
 from cli.shared.inputs import is_there, require_writable, write_or_refuse
-from cli.shared.options import Json
+from cli.shared.options import ANSWER, Json
 from planner.job.estimate import GPUS, GpuSpec, Layout, ModelShape, estimate
 from planner.job.file import JobError, parse_job
 from planner.job.presets import preset, preset_names
@@ -17,40 +17,57 @@ from planner.job.writer import job_text
 
 T = TypeVar("T")
 MOST = 2**31
+BEGIN, OF_TRACE, EITHER = "Three ways to begin", "With --trace", "With --trace or --layers"
+MODEL, CLUSTER = "With --layers: the model", "With --layers: the cluster"
+"""Groups of options in the help."""
 
-Preset = Annotated[str | None, typer.Option("--preset", metavar="NAME", help=(
+Preset = Annotated[str | None, typer.Option("--preset", rich_help_panel=BEGIN, metavar="NAME", help=(
     f"Start from one of {', '.join(preset_names())}."))]
-Traces = Annotated[list[Path] | None, typer.Option("--trace", metavar="FILE", help=(
+Traces = Annotated[list[Path] | None, typer.Option("--trace", rich_help_panel=BEGIN, metavar="FILE", help=(
     "Take stage times from a Chrome trace (.json, .json.gz) with ranges of F, B, I and W, such as torch's pipelines "
-    "leave in the PyTorch profiler (PP:2F0) and Slipstream writes. One a rank: may be repeated."))]
-Pattern = Annotated[str | None, typer.Option("--pattern", metavar="REGEX", help=(
+    "leave in the PyTorch profiler (PP:2F0) and Slipstream writes. One per rank: may be repeated."))]
+Pattern = Annotated[str | None, typer.Option("--pattern", rich_help_panel=OF_TRACE, metavar="REGEX", help=(
     "Names of the ranges in a trace of another tool, with groups kind (F, I, W, B), stage and microbatch."))]
-Layers = Annotated[int | None, typer.Option("--layers", min=1, max=100_000, help=(
+Layers = Annotated[int | None, typer.Option("--layers", rich_help_panel=BEGIN, metavar="N", min=1, max=100_000, help=(
     "Estimate a transformer with so many layers."))]
-Hidden = Annotated[int | None, typer.Option("--hidden", min=1, max=2**20, help="Its hidden size.")]
-Heads = Annotated[int | None, typer.Option("--heads", min=1, max=2**20, help="Its attention heads.")]
-KvHeads = Annotated[int | None, typer.Option("--kv-heads", min=1, max=2**20, help=(
+Hidden = Annotated[int | None, typer.Option("--hidden", rich_help_panel=MODEL, metavar="N", min=1, max=2**20, help=(
+    "Its hidden size."))]
+Heads = Annotated[int | None, typer.Option("--heads", rich_help_panel=MODEL, metavar="N", min=1, max=2**20, help=(
+    "Its attention heads."))]
+KvHeads = Annotated[int | None, typer.Option("--kv-heads", rich_help_panel=MODEL, metavar="N", min=1, max=2**20, help=(
     "Its heads of keys and values. Default: as many as attention heads."))]
-Ffn = Annotated[int | None, typer.Option("--ffn", min=1, max=2**24, help=(
+Ffn = Annotated[int | None, typer.Option("--ffn", rich_help_panel=MODEL, metavar="N", min=1, max=2**24, help=(
     "Width of its feed-forward part. Default: 4 x hidden size."))]
-Gated = Annotated[bool, typer.Option("--gated", help="Three feed-forward matrices (SwiGLU), not two.")]
-Sequence = Annotated[int | None, typer.Option("--sequence", min=1, max=2**24, help="Tokens in a sequence.")]
-Vocabulary = Annotated[int | None, typer.Option("--vocabulary", min=1, max=2**24, help="Size of its vocabulary.")]
-Gpu = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help=f"The GPU: one of {', '.join(GPUS)}.")]
-Peak = Annotated[float | None, typer.Option("--peak-tflops", min=0.001, max=1e6, help="Peak of another GPU, bf16.")]
-Efficiency = Annotated[float, typer.Option("--efficiency", min=0.01, max=1.0, help=(
+Gated = Annotated[bool, typer.Option("--gated", rich_help_panel=MODEL, help=(
+    "Three feed-forward matrices (SwiGLU), not two."))]
+Sequence = Annotated[int | None, typer.Option("--sequence", rich_help_panel=MODEL,
+                                              metavar="N", min=1, max=2**24, help="Tokens in a sequence.")]
+Vocabulary = Annotated[int | None, typer.Option("--vocabulary", rich_help_panel=MODEL,
+                                                metavar="N", min=1, max=2**24, help="Size of its vocabulary.")]
+Gpu = Annotated[str | None, typer.Option("--gpu", rich_help_panel=CLUSTER, metavar="NAME", help=(
+    f"The GPU: one of {', '.join(GPUS)}."))]
+Peak = Annotated[float | None, typer.Option("--peak-tflops", rich_help_panel=CLUSTER,
+                                            metavar="N", min=0.001, max=1e6, help="Peak of another GPU, bf16.")]
+Efficiency = Annotated[float, typer.Option("--efficiency", rich_help_panel=CLUSTER,
+                                           metavar="N", min=0.01, max=1.0, help=(
     "Share of the peak that matrix products reach."))]
-TensorParallel = Annotated[int, typer.Option("--tensor-parallel", min=1, max=1024, help="GPUs that are one worker.")]
-MicrobatchSize = Annotated[int, typer.Option("--microbatch-size", min=1, max=2**20, help="Sequences in a micro-batch.")]
-Pipelines = Annotated[int | None, typer.Option("--pipelines", min=1, max=2**17, help="Data-parallel replicas.")]
-Stages = Annotated[int | None, typer.Option("--stages", min=1, max=2**17, help="Workers in a pipeline.")]
-Microbatches = Annotated[int | None, typer.Option("--microbatches", min=1, max=2**16, help=(
+TensorParallel = Annotated[int, typer.Option("--tensor-parallel", rich_help_panel=CLUSTER,
+                                             metavar="N", min=1, max=1024, help="GPUs that are one worker.")]
+MicrobatchSize = Annotated[int, typer.Option("--microbatch-size", rich_help_panel=CLUSTER,
+                                             metavar="N", min=1, max=2**20, help="Sequences in a micro-batch.")]
+Pipelines = Annotated[int | None, typer.Option("--pipelines", rich_help_panel=EITHER,
+                                               metavar="N", min=1, max=2**17, help="Data-parallel replicas.")]
+Stages = Annotated[int | None, typer.Option("--stages", rich_help_panel=CLUSTER, metavar="N", min=1, max=2**17, help=(
+    "Workers in a pipeline."))]
+Microbatches = Annotated[int | None, typer.Option("--microbatches", rich_help_panel=EITHER,
+                                                  metavar="N", min=1, max=2**16, help=(
     "Micro-batches of each pipeline in an iteration."))]
-Transfer = Annotated[float, typer.Option("--transfer", metavar="SEC", min=0.0, max=3600.0, help=(
+Transfer = Annotated[float, typer.Option("--transfer", rich_help_panel=OF_TRACE,
+                                         metavar="SEC", min=0.0, max=3600.0, help=(
     "With --trace: seconds that one activation takes from worker to worker, which traces do not tell."))]
-Name = Annotated[str | None, typer.Option("--name", help="The job's name.")]
-OutFile = Annotated[Path, typer.Option("--out", metavar="FILE", help="The job file to write.")]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite it if it is there.")]
+Name = Annotated[str | None, typer.Option("--name", rich_help_panel=EITHER, metavar="NAME", help="The job's name.")]
+OutFile = Annotated[Path, typer.Option("--out", rich_help_panel=ANSWER, metavar="FILE", help="The job file to write.")]
+Force = Annotated[bool, typer.Option("--force", rich_help_panel=ANSWER, help="Overwrite it if it is there.")]
 
 
 _OF_ALL = {"out_file", "force", "json"}
@@ -88,12 +105,12 @@ def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None
     else:
         shape = ModelShape(
             layers=layers or _count("Layers?", 32), hidden=hidden or _count("Width (hidden size)?", 4096),
-            heads=heads or _count("Heads?", 32), sequence=sequence or _count("Tokens a sequence?", 4096),
+            heads=heads or _count("Heads?", 32), sequence=sequence or _count("Tokens per sequence?", 4096),
             vocabulary=vocabulary or _count("Vocabulary?", 128_000), kv_heads=kv_heads, ffn=ffn, gated=gated)
         layout = Layout(
             gpu=_gpu_spec(gpu, peak_tflops), pipelines=pipelines or _count("Pipelines (replicas)?", 4),
-            stages=stages or _count("Stages (workers a pipeline)?", 8), efficiency=efficiency,
-            microbatches=microbatches or _count("Micro-batches a pipeline, an iteration?", 32),
+            stages=stages or _count("Stages (workers per pipeline)?", 8), efficiency=efficiency,
+            microbatches=microbatches or _count("Micro-batches per pipeline in an iteration?", 32),
             microbatch_size=microbatch_size, tensor_parallel=tensor_parallel)
         try:
             text = job_text(*estimate(name or "my-model", shape, layout))
@@ -144,8 +161,8 @@ def _from_trace(files: list[Path], pattern: str | None, name: str | None, pipeli
         refuse(error)
     tables = job_tables(name or files[0].name.split(".")[0], times, transfer=transfer,
                         pipelines=pipelines or _count("Pipelines (replicas)?", 1),
-                        microbatches=microbatches or seen or _count("Micro-batches a pipeline, an iteration?", 32))
-    remarks = ["Seconds, one value a stage: medians over the micro-batches in the trace, without the first."]
+                        microbatches=microbatches or seen or _count("Micro-batches per pipeline in an iteration?", 32))
+    remarks = ["Seconds, one value per stage: medians over the micro-batches in the trace, without the first."]
     if whole:
         remarks.append("The trace has whole backwards only: half of each is taken for I, half for W.")
     if not transfer:
@@ -194,4 +211,4 @@ def _ask(question: str, default: str | None, read: Callable[[str], T]) -> T:
         try:
             return read(str(answer))
         except ValueError:
-            err.print(f"  {answer!r} is no answer to that", style="yellow", markup=False, highlight=False)
+            err.print(f"  {answer!r} is not an answer to that", style="yellow", markup=False, highlight=False)

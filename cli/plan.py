@@ -7,7 +7,7 @@ from typing import Annotated, cast
 import typer
 
 from cli.drawing.text_timeline import timeline
-from cli.shared.console import answer_no, completing, err, out, print_json, refuse
+from cli.shared.console import answer_no, completing, err, out, print_json, refuse, screen
 from cli.shared.inputs import (
     parse_workers,
     read_job_or_refuse,
@@ -16,8 +16,20 @@ from cli.shared.inputs import (
     require_writable,
     write_or_refuse,
 )
-from cli.shared.options import Backward, Failed, JobFile, Json, MethodName, Optimizer, OutFile, Seed, TimeLimit
-from cli.shared.plan_summary import comparison, summary
+from cli.shared.options import (
+    ANSWER,
+    PLANNED,
+    Backward,
+    Failed,
+    JobFile,
+    Json,
+    MethodName,
+    Optimizer,
+    OutFile,
+    Seed,
+    TimeLimit,
+)
+from cli.shared.plan_summary import answer, details
 from cli.shared.planning import compile_planner, make_plan, plan_options
 from planner.alternatives import Alternative, alternatives
 from planner.job.file import Job, JobError
@@ -31,24 +43,27 @@ from schedules.codec import encode
 from schedules.schedule import OptimizerMode
 from schedules.torchcsv import MAX_BYTES, TorchCsvError, read_order
 
-Normalise = Annotated[bool, typer.Option("--normalise", help=(
+Normalise = Annotated[bool, typer.Option("--normalise", rich_help_panel=PLANNED, help=(
     "Let live workers take over other roles where that shortens the period; the schedule says who moves."))]
-Given = Annotated[tuple[str, Path] | None, typer.Option("--from", metavar="FORMAT FILE", help=(
+Given = Annotated[tuple[str, Path] | None, typer.Option("--from", rich_help_panel=PLANNED, metavar="FORMAT FILE", help=(
     "Time and check an existing order instead of planning one. FORMAT is torch-csv: what torch.distributed.pipelining "
     "writes and loads, one row for each rank."))]
 
 
-LayersMode = Annotated[str, typer.Option("--layers", metavar="fixed|move",
+LayersMode = Annotated[str, typer.Option("--layers", rich_help_panel=PLANNED, metavar="fixed|move",
                                          autocompletion=completing("fixed", "move"), help=(
     "fixed: layers stay with the workers that hold them, as right after a failure, and a micro-batch may be cut within "
     "a stage into slices (ranges of its layers), each run by another holder; move: layers may change hands, and the "
     "answer says what that takes."))]
-FromCheckpoint = Annotated[bool, typer.Option("--from-checkpoint", help=(
+FromCheckpoint = Annotated[bool, typer.Option("--from-checkpoint", rich_help_panel=PLANNED, help=(
     "With --layers move: layers that no live worker holds come from a checkpoint."))]
-Bandwidth = Annotated[float, typer.Option("--bandwidth", metavar="BYTES", min=1.0, max=1e15, help=(
+Bandwidth = Annotated[float, typer.Option("--bandwidth", rich_help_panel=ANSWER,
+                                          metavar="BYTES", min=1.0, max=1e15, help=(
     "Bytes a second that a worker sends or receives while layers move."))]
 COMPARE_SHARE, COMPARE_SECONDS = 0.25, 4.0
-"""With failures, what may be spent on what else could be done: a share of the time limit, and seconds at most."""
+"""What may be spent on what else could be done: a share of the time limit, and seconds at most."""
+ALONE = 0.2
+"""The part of it with no failures, where there is less to compare with."""
 
 
 def plan(job: JobFile, failed: Failed = None, backward: Backward = None, optimizer: Optimizer = None,
@@ -72,7 +87,7 @@ def plan(job: JobFile, failed: Failed = None, backward: Backward = None, optimiz
         _require_one_way(normalise=normalise, layers=layers, from_checkpoint=from_checkpoint)
         options = plan_options(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit, seed=seed,
                                layers=layers, from_checkpoint=from_checkpoint)
-        comparing = min(COMPARE_SECONDS, COMPARE_SHARE * time_limit) if down and not json else 0.0
+        comparing = 0.0 if json else min(COMPARE_SECONDS, COMPARE_SHARE * time_limit) * (1.0 if down else ALONE)
         made = make_plan(wanted, down, options.within(time_limit - comparing), normalise=normalise)
         if comparing:
             others = list(alternatives(wanted, down, made, options, normalise=normalise,
@@ -82,10 +97,12 @@ def plan(job: JobFile, failed: Failed = None, backward: Backward = None, optimiz
     if json:
         print_json(plan_report(made, wanted, bandwidth))
         return
-    out.print(timeline(made.schedule, out.width))
     chosen = [*(["--normalise"] if normalise else []), *(["--layers move"] if layers == "move" else [])]
-    lines = [summary(made, transition(made.schedule, wanted, bandwidth)), *comparison(made, others, chosen)]
-    out.print("\n".join(lines), highlight=False)
+    first = answer(made, others, chosen)
+    rest = details(made, others, transition(made.schedule, wanted, bandwidth))
+    out.print("\n".join(first), highlight=False)
+    out.print(timeline(made.schedule, out.width, screen(len(first) + len(rest))))
+    out.print("\n".join(rest), highlight=False)
     if out_file is not None:
         err.print(f"written to {out_file}", highlight=False)
 

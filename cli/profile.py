@@ -130,7 +130,7 @@ def comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
     copies = f"{job.pipelines} pipelines" if job.chains == 1 else f"{job.pipelines * job.chains} copies of a stage"
     return {
         "": [f"Measured by `slipstream profile` on {measured.device}, {measured.processes} processes at a time."],
-        "time": ["Seconds, one value a stage: medians, for one micro-batch.",
+        "time": ["Seconds, one value per stage: medians, for one micro-batch.",
                  f"transfer: one activation; all_reduce: {measured.reduce_group} of {copies}; both {talk}.",
                  "Between machines, put in what your network takes."],
         "memory": [f"KiB. capacity: what {where}, has beyond what is held always.",

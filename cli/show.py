@@ -23,19 +23,22 @@ from schedules.check import check
 from schedules.measured_trace import MeasuredIteration, MeasuredTrace, MeasuredTraceError, read_measured_trace
 from schedules.schedule import Schedule
 
+DRAWN, WRITTEN = "What is shown", "Files to write"
+"""Groups of options in the help."""
+
 Files = Annotated[list[Path] | None, typer.Argument(metavar="FILE...", help="Schedule files.")]
 Run = Annotated[Path | None, typer.Option("--run", metavar="DIR", help=(
     "Show a run instead, from the --out of `slipstream train`: throughput and live workers over time, what happened, "
     "planned and measured periods."))]
-Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help=(
+Html = Annotated[Path | None, typer.Option("--html", rich_help_panel=WRITTEN, metavar="FILE", help=(
     "Write an interactive page, which works offline in any browser. Several schedules, and with --measured the "
     "measured iterations, are shown beside each other. With --run, a page of the run."))]
-Perfetto = Annotated[Path | None, typer.Option("--perfetto", metavar="FILE", help=(
+Perfetto = Annotated[Path | None, typer.Option("--perfetto", rich_help_panel=WRITTEN, metavar="FILE", help=(
     "Write a trace that ui.perfetto.dev opens; with --measured, the measured ops beside the planned ones."))]
-Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write a picture.")]
-Measured = Annotated[Path | None, typer.Option("--measured", metavar="TRACE", help=(
+Svg = Annotated[Path | None, typer.Option("--svg", rich_help_panel=WRITTEN, metavar="FILE", help="Write a picture.")]
+Measured = Annotated[Path | None, typer.Option("--measured", rich_help_panel=DRAWN, metavar="TRACE", help=(
     "When each op really ran: trace.json of `slipstream train`."))]
-Width = Annotated[int | None, typer.Option("--width", metavar="N", min=40, max=1000, help=(
+Width = Annotated[int | None, typer.Option("--width", rich_help_panel=DRAWN, metavar="N", min=40, max=1000, help=(
     "Width in characters. Default: that of the terminal."))]
 BROWSER = ": open it in a browser"
 

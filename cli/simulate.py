@@ -16,7 +16,7 @@ from cli.drawing.simulation_report import described, page, tokens_per_gpu_hour, 
 from cli.shared.console import answer_no, err, near, out, print_json, refuse
 from cli.shared.inputs import is_there, read_job_or_refuse, require_writable, write_or_refuse
 from cli.shared.interrupts import checking_interrupts
-from cli.shared.options import JobFile, Json
+from cli.shared.options import ANSWER, JobFile, Json
 from cli.shared.planning import compile_planner
 from planner.fleet.availability_trace import AvailabilityTrace, fit_to_job, group_gpus
 from planner.fleet.costs import Costs, costs_for
@@ -31,43 +31,52 @@ from planner.model.problem import NoPlanError
 from schedules.tables.file import TableError
 from schedules.tables.table import Table, library
 
-DEFAULT_PRESET = "llama-3"
+DEFAULT_PRESET, DEFAULT_DAYS = "llama-3", 30.0
+FAILURES, FOLLOWED = "The failures", "The policies"
+"""Groups of options in the help."""
 
-TraceFile = Annotated[Path | None, typer.Option("--trace", metavar="FILE", help=(
+TraceFile = Annotated[Path | None, typer.Option("--trace", rich_help_panel=FAILURES, metavar="FILE", help=(
     "A failure trace: lines `YYYY-MM-DD, HH:MM:SS, LIVE`, or `MILLISECONDS,add|remove,NAME`, "
     "`MILLISECONDS,slow,NAME,FACTOR` (1: as usual) and `MILLISECONDS,gpus,NAME,ALIVE`. Without one, failures are drawn "
     "at the rates of --preset."))]
-Policies = Annotated[list[str] | None, typer.Option("--policy", metavar="NAME", help=(
+Policies = Annotated[list[str] | None, typer.Option("--policy", rich_help_panel=FOLLOWED, metavar="NAME", help=(
     f"Only this policy; may be repeated. Known: {', '.join(POLICIES)}."))]
-HtmlFile = Annotated[Path | None, typer.Option("--html", metavar="FILE", help=(
+HtmlFile = Annotated[Path | None, typer.Option("--html", rich_help_panel=ANSWER, metavar="FILE", help=(
     "The report. Default: the job file's name with -simulation.html, here; none with --json."))]
-TableFolder = Annotated[Path | None, typer.Option("--table", metavar="DIR", help=(
+TableFolder = Annotated[Path | None, typer.Option("--table", rich_help_panel=FOLLOWED, metavar="DIR", help=(
     "A table of schedules to take this planner's periods from; what is not in it is planned on the spot."))]
-Preset = Annotated[str, typer.Option("--preset", metavar="NAME", help=(
-    f"Failure rates to draw from where there is no trace: {', '.join(PRESETS)}."))]
-Mtbf = Annotated[float | None, typer.Option("--mtbf", metavar="HOURS", min=1e-3, max=1e9, help=(
+Preset = Annotated[str | None, typer.Option("--preset", rich_help_panel=FAILURES, metavar="NAME", help=(
+    f"Failure rates to draw from where there is no trace: {', '.join(PRESETS)}. Default: {DEFAULT_PRESET}."))]
+Mtbf = Annotated[float | None, typer.Option("--mtbf", rich_help_panel=FAILURES,
+                                            metavar="HOURS", min=1e-3, max=1e9, help=(
     "Mean time between failures of one worker, in place of the preset's."))]
-Days = Annotated[float, typer.Option("--days", metavar="DAYS", min=1e-3, max=36500, help="Length of a drawn trace.")]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, max=2**31 - 1, help="Seed of every random choice.")]
-Seeds = Annotated[int, typer.Option("--seeds", metavar="N", min=1, max=100_000, help=(
+Days = Annotated[float | None, typer.Option("--days", rich_help_panel=FAILURES,
+                                            metavar="DAYS", min=1e-3, max=36500, help=(
+    f"Length of a drawn trace. Default: {DEFAULT_DAYS:g}."))]
+Seed = Annotated[int, typer.Option("--seed", rich_help_panel=FAILURES, metavar="N", min=0, max=2**31 - 1, help=(
+    "Seed of every random choice."))]
+Seeds = Annotated[int, typer.Option("--seeds", rich_help_panel=FAILURES, metavar="N", min=1, max=100_000, help=(
     "Draw so many traces (or fit the given one to the job in so many ways), and tell the spread of the throughputs."))]
-Gpus = Annotated[int, typer.Option("--gpus-per-worker", metavar="N", min=1, max=4096, help=(
+Gpus = Annotated[int, typer.Option("--gpus-per-worker", rich_help_panel=FAILURES, metavar="N", min=1, max=4096, help=(
     "GPUs of a worker (a tensor-parallel group). Drawn failures are of single GPUs; a worker that has lost some goes "
     "on slower or is down, by policy."))]
-FailSlow = Annotated[bool, typer.Option("--fail-slow", help=(
+FailSlow = Annotated[bool, typer.Option("--fail-slow", rich_help_panel=FAILURES, help=(
     "Draw slow workers, too, at a published rate: a job that waits for the slowest takes 1.34 times as long."))]
-Tokens = Annotated[int | None, typer.Option("--tokens", metavar="N", min=1, max=2**31 - 1, help=(
+Tokens = Annotated[int | None, typer.Option("--tokens", rich_help_panel=ANSWER,
+                                            metavar="N", min=1, max=2**31 - 1, help=(
     "Tokens in a sample. Default: [model] context of the job; without either, tokens are not counted."))]
-Parameters = Annotated[float, typer.Option("--parameters", metavar="N", min=1e6, max=1e14, help=(
+Parameters = Annotated[float, typer.Option("--parameters", rich_help_panel=FOLLOWED,
+                                           metavar="N", min=1e6, max=1e14, help=(
     "Parameters of the model: published costs of restarts and reconfigurations depend on it."))]
-Batch = Annotated[float | None, typer.Option("--batch", metavar="N", min=1e-6, max=1e9, help=(
+Batch = Annotated[float | None, typer.Option("--batch", rich_help_panel=ANSWER, metavar="N", min=1e-6, max=1e9, help=(
     "Samples in a micro-batch. Default: [training] batch of the job, else 1."))]
-Switch = Annotated[float | None, typer.Option("--switch", metavar="SEC", min=0, max=1e6, help=(
+Switch = Annotated[float | None, typer.Option("--switch", rich_help_panel=FOLLOWED,
+                                              metavar="SEC", min=0, max=1e6, help=(
     "Seconds in which this project's runtime, ReCycle's and torchft switch after a failure, as measured by you."))]
 
 
 def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, html: HtmlFile = None,
-             table: TableFolder = None, preset: Preset = DEFAULT_PRESET, mtbf: Mtbf = None, days: Days = 30.0,
+             table: TableFolder = None, preset: Preset = None, mtbf: Mtbf = None, days: Days = None,
              seed: Seed = 0, seeds: Seeds = 1, gpus: Gpus = 1, fail_slow: FailSlow = False, tokens: Tokens = None,
              parameters: Parameters = 6.7e9, batch: Batch = None, switch: Switch = None, json: Json = False) -> None:
     """Simulate policies over a failure trace: throughput over time, averages and lost time by cause.
@@ -76,8 +85,8 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
     """
     wanted = read_job_or_refuse(job)
     kinds = _policies(policy)
-    _require_consistent(trace, mtbf, html, seeds, fail_slow=fail_slow)
-    make = _trace_maker(wanted, trace, preset, mtbf, days, gpus, fail_slow)
+    _require_consistent(trace, {"--preset": preset, "--mtbf": mtbf, "--days": days}, html, seeds, fail_slow=fail_slow)
+    make = _trace_maker(wanted, trace, preset or DEFAULT_PRESET, mtbf, days or DEFAULT_DAYS, gpus, fail_slow)
     target = html if html is not None or json else Path(f"{job.stem}-simulation.html")
     require_writable(target if seeds == 1 else None)
     if wanted.time.slow:
@@ -123,13 +132,14 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
 # --- Input ------------------------------------------------------------------------------------------------------------
 
 
-def _require_consistent(trace: Path | None, mtbf: float | None, html: Path | None, seeds: int, *,
+def _require_consistent(trace: Path | None, drawing: Mapping[str, float | str | None], html: Path | None, seeds: int, *,
                         fail_slow: bool) -> None:
-    """Refuse options that others leave without a meaning."""
+    """Refuse options that others leave without a meaning. `drawing`: those of failures that are drawn."""
     if trace is not None and fail_slow:
         refuse("--fail-slow: only where failures are drawn; a trace says itself which workers are slow")
-    if trace is not None and mtbf is not None:
-        refuse("--mtbf: only where failures are drawn; a trace says itself when workers fail")
+    given = [name for name, value in drawing.items() if value is not None]
+    if trace is not None and given:
+        refuse(f"{given[0]}: only where failures are drawn; a trace says itself when workers fail, and how long it is")
     if html is not None and seeds > 1:
         refuse("--html: the report is of one trace; leave out --seeds")
 
@@ -234,7 +244,7 @@ def _grid(job: Job) -> str:
 
 def _notes(costs: Costs, samples: float, table: Path | None) -> Sequence[str]:
     return (
-        f"{samples:g} samples a micro-batch",
+        f"{samples:g} samples per micro-batch",
         "schedules " + (f"from the table {table}, others " if table else "") + "planned on the spot by list schedulers",
         f"costs for {costs.parameters:.3g} parameters: switch {costs.switch_seconds:g} s, loading a stage "
         f"{costs.load_seconds:.3g} s, restart {costs.restart_seconds:.3g} s, checkpoint {costs.checkpoint_seconds:.3g} "

@@ -10,7 +10,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from cli.shared.console import answer_no, duration, err, out, print_json, refuse
-from cli.shared.options import Backward, JobFile, Json, MethodName, Optimizer, Seed
+from cli.shared.options import ANSWER, PLANNED, SEARCH, Backward, JobFile, Json, MethodName, Optimizer, Seed
 from cli.shared.planning import compile_planner, plan_options
 from planner.job.file import JobError, parse_job, read_job_text
 from planner.model.problem import NoPlanError
@@ -19,15 +19,16 @@ from planner.tables.build import BuiltTable, build_table
 from planner.tables.process_pool import PoolError
 from schedules.tables.file import READABLE_INDEX, TableError
 
-MaxFailures = Annotated[int, typer.Option("--max-failures", metavar="K", min=0, help=(
+MaxFailures = Annotated[int, typer.Option("--max-failures", rich_help_panel=PLANNED, metavar="K", min=0, help=(
     "Schedules for each number of failures up to this."))]
-Exact = Annotated[bool, typer.Option("--exact", help=(
+Exact = Annotated[bool, typer.Option("--exact", rich_help_panel=PLANNED, help=(
     "Also for each failure pattern of up to K failures, with which no worker has to change its role."))]
-Jobs = Annotated[int | None, typer.Option("--jobs", metavar="N", min=1, max=1024, help=(
+Jobs = Annotated[int | None, typer.Option("--jobs", rich_help_panel=SEARCH, metavar="N", min=1, max=1024, help=(
     "Processes to plan in. Default: one for each core."))]
-TimeLimit = Annotated[float, typer.Option("--time-limit", metavar="SEC", min=0.01, max=7 * 86400, help=(
+TimeLimit = Annotated[float, typer.Option("--time-limit", rich_help_panel=SEARCH,
+                                          metavar="SEC", min=0.01, max=7 * 86400, help=(
     "Seconds to search at most, for each entry."))]
-OutFolder = Annotated[Path, typer.Option("--out", metavar="DIR", help="The table's folder.")]
+OutFolder = Annotated[Path, typer.Option("--out", rich_help_panel=ANSWER, metavar="DIR", help="The table's folder.")]
 
 
 def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact: Exact = False, jobs: Jobs = None,

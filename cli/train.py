@@ -7,32 +7,66 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from cli.shared.console import answer_no, completing, duration, err, out, print_json, refuse
+from cli.shared.console import answer_no, duration, err, out, print_json, refuse
+from cli.shared.device_peak import peak_flops
 from cli.shared.failure_schedules import scheduler, scheduler_at_speeds
 from cli.shared.going_on import how_to_resume, left_by
 from cli.shared.inputs import parse_workers, read_job_or_refuse, read_schedule_or_refuse, require_choice
 from cli.shared.launch_options import given_secret_or_refuse, launched_as
-from cli.shared.options import Backward, Failed, JobFile, MethodName, Optimizer, TimeLimit
+from cli.shared.options import Backward, Failed, JobFile, Json, MethodName, Optimizer, TimeLimit
 from cli.shared.planning import make_plan, plan_options
 from cli.shared.rebalancing import Rebalancing
 from cli.shared.run_progress import RunProgress
-from cli.shared.train_inputs import events, find_checkpoint, look_up, read_table, require_fit, slowdowns
+from cli.shared.train_inputs import (
+    checkpoint_or_refuse,
+    events,
+    find_checkpoint,
+    look_up,
+    read_table,
+    require_fit,
+    slowdowns,
+)
+from cli.shared.train_options import (
+    BringBack,
+    CheckpointEvery,
+    CoordinatorTimeout,
+    Dtype,
+    Force,
+    Grace,
+    HeartbeatTimeout,
+    Iterations,
+    JoinTimeout,
+    Kill,
+    LayersMode,
+    Mtbf,
+    NodeNumber,
+    Nodes,
+    OutFolder,
+    Rendezvous,
+    Resume,
+    ScheduleToFollow,
+    Slow,
+    StallTimeout,
+    TableFolder,
+    Tensorboard,
+    TrainingSeed,
+)
 from planner.job.file import Job
 from planner.options import LAYERS
-from runtime.config import ConfigError, RunConfig, parse_run_config
+from runtime.config import ConfigError, RunConfig, TrainingConfig, parse_run_config
 from runtime.coordinator.settling import Settling
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
+from runtime.coordinator.tensorboard import require_package
 from runtime.events import Event
 from runtime.launch import Resilience, RunError, RunOptions, RunResult, run
 from runtime.model.checkpoint import Checkpoint, CheckpointError, identity_of, open_checkpoint
 from runtime.node_agent import NodeJob, join
-from runtime.processes.fork_server import signal_at_death_of_parent
 from runtime.processes.launchers import announce, find, to_open
+from runtime.processes.parent_death import signal_at_death_of_parent
 from runtime.processes.process_manager import Return
 from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped
 from runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS
@@ -44,77 +78,24 @@ from runtime.run_folder import FolderError, left_behind, locked, require_free, r
 from schedules.check import check
 from schedules.schedule import Schedule, Worker
 
-MAX_ITERATIONS = 2**40
 KILL_BEFORE_OP = 2
 """--kill kills a worker before the op of its program with this index: in the middle of the iteration."""
 
 
-def train(ctx: typer.Context, job: JobFile,
-          schedule: Annotated[Path | None, typer.Option("--schedule", metavar="FILE", help=(
-              "Train by this schedule, made with `slipstream plan`, instead of planning one."))] = None,
-          iterations: Annotated[int | None, typer.Option("--iterations", metavar="N", min=0, max=MAX_ITERATIONS, help=(
-              "Optimizer steps. Default: what the job file says."))] = None,
+def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, iterations: Iterations = None,
           failed: Failed = None, backward: Backward = None, optimizer: Optimizer = None, method: MethodName = "cp-sat",
-          time_limit: TimeLimit = 10.0,
-          dtype: Annotated[str | None, typer.Option("--dtype", metavar="float32|float64|bf16", help=(
-              "Arithmetic; bf16 is autocast. Default: what the job file says."))] = None,
-          seed: Annotated[int | None, typer.Option("--seed", metavar="N", min=0, max=2**31 - 1, help=(
-              "Seed of parameters, text and planner. Default: what the job file says."))] = None,
-          out_folder: Annotated[Path | None, typer.Option("--out", metavar="DIR", help=(
-              "Where results go. Default: runs/NAME, with the job file's name."))] = None,
-          nodes: Annotated[int | None, typer.Option("--nodes", metavar="N", min=1, max=2**20, help=(
-              "Machines to train on; run the command on each. Default: what torchrun, srun or mpirun say, else 1."))
-          ] = None,
-          node: Annotated[int | None, typer.Option("--node", metavar="I", min=0, max=2**20, help=(
-              "Which of them this is. Node 0 plans and leads."))] = None,
-          rendezvous: Annotated[str | None, typer.Option("--rendezvous", metavar="HOST:PORT", help=(
-              "Where node 0 can be reached by the others. All nodes need the same SLIPSTREAM_SECRET_FILE."))] = None,
-          table: Annotated[Path | None, typer.Option("--table", metavar="DIR", help=(
-              "Take schedules from this table (`slipstream table`), the first one and those after failures. Without "
-              "one, and for failures outside it, they are planned on the spot."))] = None,
-          checkpoint_every: Annotated[int | None, typer.Option("--checkpoint-every", metavar="N", min=0,
-                                                               max=MAX_ITERATIONS, help=(
-              "Save a checkpoint to checkpoints/ of --out every N iterations and at the end; 0: never. Default: at "
-              "the end, and before as often as costs less than 1 % of a long run."))] = None,
-          force: Annotated[bool, typer.Option("--force", help=(
-              "Remove what another run has left in --out, instead of refusing to train there."))] = False,
-          resume: Annotated[Path | None, typer.Option("--resume", metavar="DIR", help=(
-              "Go on from the newest checkpoint there: the --out of another run, or one checkpoint's folder. The grid "
-              "may be another. The same folder as --out may be empty: then start."))] = None,
-          kill: Annotated[list[str] | None, typer.Option("--kill", metavar="D.S@ITERATION", help=(
-              "For rehearsals: have this worker killed in that iteration; may be repeated."))] = None,
-          bring_back: Annotated[list[str] | None, typer.Option("--return", metavar="D.S@ITERATION", help=(
-              "Start this worker again in that iteration, or when it is dead after that; may be repeated."))] = None,
-          slow: Annotated[list[str] | None, typer.Option("--slow", metavar="D.S=FACTOR@ITERATION", help=(
-              "For rehearsals: have this worker compute FACTOR times as long from that iteration on; =1 ends it; may "
-              "be repeated."))] = None,
-          heartbeat_timeout: Annotated[float, typer.Option("--heartbeat-timeout", metavar="SEC", min=0.1, max=3600,
-                                                           help=(
-              "Give up a worker that shows no sign of life for so long."))] = 5.0,
-          join_timeout: Annotated[float, typer.Option("--join-timeout", metavar="SEC", min=0.1, max=1e6, help=(
-              "Wait so long for other nodes and all workers before the first iteration."))] = JOIN_TIMEOUT_SECONDS,
-          coordinator_timeout: Annotated[float, typer.Option("--coordinator-timeout", metavar="SEC", min=0, max=1e6,
-                                                             help=(
-              "When node 0 dies, let the workers hold still for so long: started again with the same command, it goes "
-              "on with them. 0: end them."))] = COORDINATOR_TIMEOUT_SECONDS,
-          stall_timeout: Annotated[float, typer.Option("--stall-timeout", metavar="SEC", min=0.1, max=1e6, help=(
-              "When no iteration has been committed for so long, say which worker waits for what, and give up one that "
-              "hangs."))] = STALL_TIMEOUT_SECONDS,
-          grace: Annotated[float, typer.Option("--grace", metavar="SEC", min=0.1, max=1e6, help=(
-              "After SIGTERM or Ctrl-C, end at the next iteration with a checkpoint, within so many seconds; a second "
-              "signal ends at once."))] = GRACE_SECONDS,
-          layers: Annotated[str, typer.Option("--layers", metavar="fixed|move",
-                                              autocompletion=completing(*LAYERS), help=(
-              "fixed: after a failure, layers stay with the workers that hold them; move: while training goes on, they "
-              "move to where they make the work of those that live even, when that is expected to pay."))] = "fixed",
-          mtbf: Annotated[float | None, typer.Option("--mtbf", metavar="SEC", min=1.0, max=1e9, help=(
-              "With --layers move: from one failure in the whole cluster to the next. Default: as observed, and one an "
-              "hour besides."))] = None,
-          json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """Train a job's model, one process a live worker, replaying a schedule; workers may die and come back.
+          time_limit: TimeLimit = 10.0, dtype: Dtype = None, seed: TrainingSeed = None, out_folder: OutFolder = None,
+          nodes: Nodes = None, node: NodeNumber = None, rendezvous: Rendezvous = None, table: TableFolder = None,
+          checkpoint_every: CheckpointEvery = None, force: Force = False, resume: Resume = None, kill: Kill = None,
+          bring_back: BringBack = None, slow: Slow = None, heartbeat_timeout: HeartbeatTimeout = 5.0,
+          join_timeout: JoinTimeout = JOIN_TIMEOUT_SECONDS,
+          coordinator_timeout: CoordinatorTimeout = COORDINATOR_TIMEOUT_SECONDS,
+          stall_timeout: StallTimeout = STALL_TIMEOUT_SECONDS, grace: Grace = GRACE_SECONDS,
+          layers: LayersMode = "fixed", mtbf: Mtbf = None, tensorboard: Tensorboard = None, json: Json = False) -> None:
+    """Train a job's model, one process per live worker, replaying a schedule; workers may die and come back.
 
-    Writes schedule.json, losses.jsonl, events.jsonl, schedules/, trace.json, checkpoints/, parameters/ and logs/ into
-    --out; `slipstream show --run` makes a page of them.
+    Writes schedule.json, losses.jsonl, metrics.jsonl, events.jsonl, schedules/, trace.json, checkpoints/, parameters/
+    and logs/ into --out; `slipstream show --run` makes a page of them.
 
     On several machines, run the same command on each, with --nodes, --node and --rendezvous, or by torchrun, srun or
     mpirun; all need the same secret, and --out on a file system that they share.
@@ -137,13 +118,16 @@ def train(ctx: typer.Context, job: JobFile,
         if json:
             print_json({"node": here.node})
         return
+    if tensorboard is not None:
+        with _refusals():
+            require_package()
     loaded = None if table is None else read_table(table, wanted)
     if schedule is not None and (failed or backward or optimizer):
         refuse("--schedule says which workers are down and how to run: leave out --failed, --backward and --optimizer")
     if loaded is not None and (backward or optimizer):
         refuse("--table says how to run: leave out --backward and --optimizer")
-    resume_from = None if resume is None else _find_checkpoint(resume, folder)
     goes_on = left_behind(folder) is not None  # of a node 0 that has died: its workers may live
+    resume_from = None if resume is None else _find_checkpoint(resume, folder, needed=not goes_on)
     if resume_from is not None and not goes_on and _nothing_left(folder, resume_from, config.training.iterations, json):
         return
     require_choice("--layers", layers, LAYERS)
@@ -179,14 +163,14 @@ def train(ctx: typer.Context, job: JobFile,
         injections=tuple(Injection(worker, at, KILL_BEFORE_OP) for worker, at in kills),
         returns=tuple(Return(worker, at) for worker, at in returns), join_timeout_seconds=join_timeout,
         stall_timeout_seconds=stall_timeout, coordinator_timeout_seconds=coordinator_timeout,
-        settling=Settling(rebalancer=Rebalancing(wanted, chosen, loaded), mtbf_seconds=mtbf) if layers == "move"
-        else None)
+        rebalancer=Rebalancing(wanted, chosen, loaded),
+        settling=Settling(mtbf_seconds=mtbf) if layers == "move" else None)
     with _refusals(lambda: how_to_resume(ctx, folder, resume_from)), \
-            _shown(config.training.iterations) as shown:
+            _shown(config.training, config.model.context) as shown:
         result = run(chosen, config, out=folder, progress=shown.committed, resilience=resilience, options=RunOptions(
             nodes=here.nodes, rendezvous=to_open(here), announce=partial(announce, here), local=here.local,
             notify=shown.say, observe=shown.observe, fault_free_seconds=fault_free, secret=secret, force=force,
-            grace_seconds=grace))
+            grace_seconds=grace, tensorboard=tensorboard, peak_flops=peak_flops(config.training)))
     if json:
         print_json(report(result))
     else:
@@ -274,13 +258,18 @@ def _refusals(goes_on: Callable[[], str] = str) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _find_checkpoint(resume: Path, folder: Path) -> Checkpoint | None:
+def _find_checkpoint(resume: Path, folder: Path, *, needed: bool) -> Checkpoint | None:
     """Where to go on from; None where a run goes on in its own folder, which is empty: schedulers repeat commands."""
     if resume.resolve() == folder.resolve() and not results(folder):
         err.print(f"{folder}: nothing is there to go on from; starts with iteration 0", style="yellow", markup=False,
                   highlight=False, soft_wrap=True)
         return None
-    return find_checkpoint(resume)
+    if needed:
+        return checkpoint_or_refuse(resume, "--resume ")
+    try:
+        return find_checkpoint(resume)
+    except CheckpointError:
+        return None
 
 
 def _require_free(folder: Path, resume: Checkpoint | None, config: RunConfig, force: bool) -> None:
@@ -315,8 +304,8 @@ class _Shown:
 
     def committed(self, iteration: int, loss: float) -> None:
         """Show an iteration. Where there is no bar, its line says what the bar would."""
-        self.progress.committed()
-        self.bar.update(self.task, completed=iteration + 1, description=str(self.progress))
+        self.progress.committed(iteration)
+        self.bar.update(self.task, completed=iteration + 1, description=f"loss {loss:.4f}, {self.progress}")
         state = f"  {self.progress}" if self.bar.disable else ""
         self.bar.console.print(f"iteration {iteration:>6}  loss {loss:.6f}{state}", markup=False, highlight=False,
                                soft_wrap=True)
@@ -332,8 +321,7 @@ class _Shown:
 
 
 @contextmanager
-def _shown(iterations: int) -> Iterator[_Shown]:
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn(),
-               TimeRemainingColumn())
+def _shown(training: TrainingConfig, tokens: int) -> Iterator[_Shown]:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        yield _Shown(bar, bar.add_task("starting the workers", total=iterations), RunProgress())
+        yield _Shown(bar, bar.add_task("starting the workers", total=training.iterations), RunProgress(tokens))

@@ -1,7 +1,7 @@
 """What else could be done about failures, beside a plan: with what throughput, and by which option."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -16,6 +16,9 @@ from schedules.tables.relabel import relabel
 
 LARGEST = 50_000
 """Compute ops of an iteration up to which there is time for comparisons."""
+ONE_F_ONE_B = "--method 1f1b"
+ROOMIER = 1.5
+MORE_MEMORY = "half as much memory again for activations"
 
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,36 +37,54 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
 
 def alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: PlanOptions, *, normalise: bool,
                  seconds: float) -> Iterator[Alternative]:
-    """What could be done instead of a plan made by these options, as far as there is time to find out."""
-    if plan.fault_free is None or not failed or options.method in BASELINES:
+    """What could be done instead of a plan made by these options, as far as there is time to find out.
+
+    With nobody down: only whether more memory would help.
+    """
+    if plan.fault_free is None or options.method in BASELINES:
         return
     whole = plan.fault_free.period
-    if len({worker.pipeline for worker in failed}) < job.pipelines:
+    if failed and len({worker.pipeline for worker in failed}) < job.pipelines:
         yield _without_replicas(job, failed, whole)
     if job.depth * sum(job.microbatches) * 3 > LARGEST or plan.interrupted:
         return
     deadline = time.monotonic() + seconds
-    quick = msgspec.structs.replace(options, method="greedy", layers="fixed", from_checkpoint=False)
-    others: list[tuple[str, str, PlanOptions, bool]] = [
-        ("1F1B with re-routed micro-batches", "--method 1f1b",
-         msgspec.structs.replace(quick, method="1f1b", backward=None, optimizer=None), False)]
-    if options.layers == "fixed":
-        if not normalise:
-            others.append(("roles moved", "--normalise", quick, True))
-        others.append(("layers moved", "--layers move", msgspec.structs.replace(quick, layers="move"), False))
     best = plan.period  # each that moves more is at least as good as those that move less
-    for number, (what, option, how, roles) in enumerate(others):
-        left = max(0.01, (deadline - time.monotonic()) / (len(others) - number))
+    quick = list(_quick_plans(job, failed, options, normalise=normalise))
+    for number, (what, option, attempt) in enumerate(quick):
+        left = max(0.01, (deadline - time.monotonic()) / (len(quick) - number))
         try:
-            schedule = _moved_roles(job, failed, how.within(left)) if roles else \
-                plan_only(how.within(left), job, failed).schedule
+            schedule = attempt(left)
         except (NoPlanError, JobError):
             continue
         if schedule is not None:
             period = schedule.seconds(schedule.period_ticks)
-            if how.method != "1f1b":
+            if what == MORE_MEMORY:
+                period = min(period, plan.period)
+            elif option != ONE_F_ONE_B:
                 period = best = min(period, best)
             yield Alternative(what=what, option=option, period=period, throughput=whole / period)
+
+
+def _quick_plans(job: Job, failed: Sequence[Worker], options: PlanOptions, *, normalise: bool
+                 ) -> Iterator[tuple[str, str | None, Callable[[float], Schedule | None]]]:
+    """What it is, its option, and a plan of it by list schedules in so many seconds."""
+    quick = msgspec.structs.replace(options, method="greedy", layers="fixed", from_checkpoint=False)
+
+    def plan(job: Job, options: PlanOptions) -> Callable[[float], Schedule | None]:
+        return lambda left: plan_only(options.within(left), job, failed).schedule
+
+    if failed:
+        usual = msgspec.structs.replace(quick, method="1f1b", backward=None, optimizer=None)
+        yield "1F1B with re-routed micro-batches", ONE_F_ONE_B, plan(job, usual)
+    if job.memory is not None:
+        roomier = tuple(room * ROOMIER for room in job.memory.capacity)
+        more = msgspec.structs.replace(job, memory=msgspec.structs.replace(job.memory, capacity=roomier))
+        yield MORE_MEMORY, None, plan(more, quick)
+    if failed and options.layers == "fixed":
+        if not normalise:
+            yield "roles moved", "--normalise", lambda left: _moved_roles(job, failed, quick.within(left))
+        yield "layers moved", "--layers move", plan(job, msgspec.structs.replace(quick, layers="move"))
 
 
 def _without_replicas(job: Job, failed: Sequence[Worker], whole: float) -> Alternative:

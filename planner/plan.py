@@ -17,7 +17,7 @@ from planner.options import PlanOptions
 from planner.portfolio import best_answer
 from planner.progress import ProgressCallback, quiet
 from planner.reference import FaultFree, reference_options
-from planner.repetition import TooLargeError, blocks_within, repeated
+from planner.repetition import Speed, TooLargeError, blocks_within, repeated
 from planner.search.baselines import BASELINES
 from planner.search.budget import Budget
 from planner.search.compiled import ready
@@ -77,15 +77,16 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
     began = time.monotonic()
     with _garbage_collection_off(), interruptible() as stop:
         budget = Budget(deadline=began + options.time_limit, seed=options.seed, stop=stop)
+        speed = Speed(options.time_limit)
         told = msgspec.structs.replace(budget, progress=progress)
         aside = msgspec.structs.replace(budget.share(FAULT_FREE_SHARE),
                                         progress=lambda line: progress(f"with no worker down, to compare with: {line}"))
-        fault_free = _fault_free(options, job, known, aside) if failed else known
-        found = _search(options, job, failed, told)
+        fault_free = _fault_free(options, job, known, aside, speed) if failed else known
+        found = _search(options, job, failed, told, speed)
         schedule = found.schedule
         if failed:
             # Where the search is over early, the rest of the time goes to the reference.
-            fault_free = _fault_free(options, job, fault_free, budget)
+            fault_free = _fault_free(options, job, fault_free, budget, speed)
             fault_free = fault_free and fault_free.at_most(schedule.seconds(schedule.period_ticks))
         else:
             fault_free = _reference(schedule, options).better(known)
@@ -95,12 +96,14 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
                 fixed_period=found.fixed_period)
 
 
-def _fault_free(options: PlanOptions, job: Job, known: FaultFree | None, budget: Budget) -> FaultFree | None:
-    """What is known of the fault-free period after as much time as it is worth."""
+def _fault_free(options: PlanOptions, job: Job, known: FaultFree | None, budget: Budget,
+                speed: Speed) -> FaultFree | None:
+    """What is known of the fault-free period after as much time as it is worth. The grace is for the plan itself."""
     if (known and known.close) or (budget.seconds < 0.0 and known):
         return known
     try:
-        return _reference(_search(reference_options(options), job, (), budget).schedule, options).better(known)
+        schedule = _search(reference_options(options), job, (), budget, speed, grace=False).schedule
+        return _reference(schedule, options).better(known)
     except TooLargeError:
         return known
 
@@ -133,7 +136,7 @@ def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker]) -> Plann
     began = time.monotonic()
     with _garbage_collection_off(), interruptible() as stop:
         budget = Budget(deadline=began + max(0.01, options.time_limit), seed=options.seed, stop=stop)
-        found = _search(options, job, failed, budget)
+        found = _search(options, job, failed, budget, Speed(options.time_limit))
         return Planned(found.schedule, stop.is_set(), time.monotonic() - began)
 
 
@@ -146,7 +149,8 @@ class _Found(msgspec.Struct, frozen=True):
     """Seconds, of the best plan with layers in place, where they move in this one."""
 
 
-def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget) -> _Found:
+def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget, speed: Speed, *,
+            grace: bool = True) -> _Found:
     """The best schedule of a job within the budget; where that is too little for the whole job, of its blocks."""
     if options.holds:
         return _answered(options, job, failed, None, budget)
@@ -164,7 +168,7 @@ def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Bu
 
     ops = sum(piece.problem.operations for piece in decompose(problem))
     whole = options.layers == "move" and ops <= LARGEST_MOVED
-    blocks = None if whole else blocks_within(job, ops, budget.seconds, plan_block)
+    blocks = None if whole else blocks_within(job, ops, budget.seconds, plan_block, speed, grace=grace)
     if blocks is None:
         return _answered(options, job, failed, problem, budget)
     said = f"{blocks.number} blocks of about {max(job.microbatches) // blocks.number} micro-batches a pipeline"

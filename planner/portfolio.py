@@ -187,7 +187,7 @@ class _Portfolio:
     def _add(self, known: Incumbent, budget: Budget, *, moved: int) -> None:
         """List schedules of a candidate. It is dropped where they get stuck for lack of memory, or cannot be the best.
         """
-        least = self._least_of(known)
+        least = self._least_of(known) if self._options.method != "greedy" else 0
         if moved and self._entries and least * known.problem.tick_seconds > self._best.seconds:
             return
         enough = msgspec.structs.replace(known, bound=max(known.bound, least))
@@ -222,7 +222,8 @@ class _Portfolio:
                 layout = next(made, None)
             except LookupError as error:
                 if not self._entries:
-                    raise NoPlanError(f"{error}; `slipstream plan --layers move --from-checkpoint` takes it from a "
+                    raise NoPlanError(str(error) if options.from_checkpoint else
+                                      f"{error}; `slipstream plan --layers move --from-checkpoint` takes it from a "
                                       "checkpoint") from None
                 return
             if layout is None:

@@ -18,11 +18,13 @@ from typing import NamedTuple
 import msgspec
 
 from planner.job.file import Job, JobError
+from planner.search.compiled import load
 from schedules.check import check
 from schedules.schedule import COMPUTE_KINDS, Program, ProgramOp, Schedule, Seat, Status, Worker, period_ticks, place
 
-CERTAIN = 50_000
-"""Compute ops that are planned, put together and checked in less than a second on any machine: nothing is measured."""
+CERTAIN, QUICK = 50_000, 20_000
+"""Compute ops that are planned, put together and checked in less than a second on any machine: nothing is measured.
+The second: where there is no grace."""
 SAMPLE = 21_000
 """Compute ops of the part of a job by which speed is measured."""
 GRACE_SECONDS, GRACE_SHARE = 1.0, 0.2
@@ -49,6 +51,25 @@ class Pace(NamedTuple):
     """To join blocks and check the whole."""
 
 
+class Speed:
+    """The pace of this machine, measured when it is first asked for, and how much processor time a plan has left."""
+
+    def __init__(self, seconds: float) -> None:
+        self._pace: Pace | None = None
+        self._end = time.process_time() + seconds
+
+    @property
+    def seconds(self) -> float:
+        """Of a processor, until the time limit; negative after it."""
+        return self._end - time.process_time()
+
+    def pace(self, job: Job, ops: int, plan_block: PlanBlock) -> Pace:
+        """By a part of this job, or of the first one that was asked about."""
+        if self._pace is None:
+            self._pace = measured(job, ops, plan_block)
+        return self._pace
+
+
 class Blocks(NamedTuple):
     """In how many blocks to plan a job, and how long."""
 
@@ -57,23 +78,27 @@ class Blocks(NamedTuple):
     """For all different ones together; what is left of the limit joins them."""
 
 
-def blocks_within(job: Job, ops: int, seconds: float, plan_block: PlanBlock) -> Blocks | None:
+def blocks_within(job: Job, ops: int, seconds: float, plan_block: PlanBlock, speed: Speed, *,
+                  grace: bool = True) -> Blocks | None:
     """How to plan a job whose different pipelines have `ops` compute ops in all within `seconds`; None: as a whole.
 
-    Raises TooLargeError where the plan could not even be put together and checked.
+    `grace`: whether it may take somewhat longer. Raises TooLargeError where the plan could not even be put together and
+    checked.
     """
-    if ops <= CERTAIN:
+    if ops <= (CERTAIN if grace else QUICK):
         return None
     began = time.thread_time()
-    pace = measured(job, ops, plan_block)
+    pace = speed.pace(job, ops, plan_block)
     left = seconds - (time.thread_time() - began)
     if pace.plan * ops * MARGIN < left:
         return None
     joining = pace.join * ops
-    allowed = left + max(GRACE_SECONDS, GRACE_SHARE * seconds) - pace.plan * SAMPLE
+    allowed = left - pace.plan * SAMPLE
+    if grace:
+        allowed += max(GRACE_SECONDS, GRACE_SHARE * seconds) + max(0.0, speed.seconds - left)
     planning = max(0.0, left - joining)
     size = max(SAMPLE, BLOCK_SHARE * planning / pace.plan / 2)  # nearly equal blocks are of two sizes
-    number = max(2, min(round(ops / size), min(job.microbatches) // job.chains))
+    number = _even(max(2, min(round(ops / size), min(job.microbatches) // job.chains)), job)
     if min(job.microbatches) // number < 2 * job.depth:  # the pipelines would hardly be full before they drain
         if pace.plan * ops < allowed:
             return None
@@ -83,8 +108,16 @@ def blocks_within(job: Job, ops: int, seconds: float, plan_block: PlanBlock) -> 
     return Blocks(number, planning)
 
 
+def _even(number: int, job: Job) -> int:
+    """About so many blocks: where the micro-batches can be divided evenly, one plan does for all blocks."""
+    common = math.gcd(*(total // job.chains for total in job.microbatches))
+    near = range(max(2, math.ceil(0.8 * number)), math.floor(1.25 * number) + 1)
+    return min((count for count in near if common % count == 0), key=lambda count: abs(count - number), default=number)
+
+
 def measured(job: Job, ops: int, plan_block: PlanBlock) -> Pace:
     """The pace of this machine, by a part of the job."""
+    load()
     blocks = max(1, min(ops // SAMPLE, min(job.microbatches) // job.chains))
     sample = next(iter(blocks_of(job, blocks)))
     began = time.thread_time()
@@ -192,4 +225,4 @@ def _too_large(job: Job, ops: int, fitting: float, seconds: float) -> str:
     less = f"about {fits:,} micro-batches a pipeline fit into the time limit" if fits > 0 else "use fewer"
     return (f"{job.pipelines} x {job.stages} workers with {most:,} micro-batches a pipeline are {ops:,} ops to place. "
             f"This machine takes about {seconds:.1f} s to put such a schedule together and check it: {less}, or "
-            f"--time-limit {math.ceil(2 * seconds)} is enough")
+            f"--time-limit {math.ceil(2 * seconds) + 1} is enough")

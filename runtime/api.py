@@ -2,6 +2,7 @@
 
 from runtime.config import ConfigError, ModelConfig, RunConfig, TrainingConfig, parse_run_config
 from runtime.launch import RunError, RunOptions, RunResult, run
+from runtime.model.calling import add_to_loss
 from runtime.model.data import Data, Microbatch
 from runtime.model.layers import LayeredModel
 from runtime.model.seeds import derive_seed, seeded
@@ -20,6 +21,7 @@ __all__ = [
     "RunOptions",
     "RunResult",
     "TrainingConfig",
+    "add_to_loss",
     "derive_seed",
     "parse_run_config",
     "reference_run",

@@ -6,6 +6,8 @@ A `RunConfig` travels to worker processes as JSON (`to_json`, `from_json`).
 import difflib
 import re
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
@@ -14,8 +16,12 @@ from msgspec import Meta
 DtypeName = Literal["float32", "float64", "bf16"]
 BackendName = Literal["auto", "gloo", "nccl"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+TokenDtype = Literal["uint16", "uint32", "int32"]
+LearningRateSchedule = Literal["constant", "linear", "cosine", "wsd"]
 
 Count = Annotated[int, Meta(ge=1, le=2**20, description="a whole number from 1 to 1048576")]
+Iterations = Annotated[int, Meta(ge=0, le=2**40, description="a whole number from 0 to 1099511627776")]
+Some = Annotated[int, Meta(ge=1, le=2**40, description="a whole number from 1 to 1099511627776")]
 Positive = Annotated[float, Meta(gt=0, le=1e6, description="a number above 0, at most 1e6")]
 NotNegative = Annotated[float, Meta(ge=0, le=1e6, description="a number from 0 to 1e6")]
 Fraction = Annotated[float, Meta(ge=0, lt=1, description="a number from 0 to below 1")]
@@ -23,10 +29,22 @@ Text = Annotated[str, Meta(min_length=1, max_length=4096, description="a text of
 
 Reference = Annotated[str, Meta(pattern=r"^[\w.]+:[\w.]+$", max_length=4096, description=(
     "the name of a function, as 'module:function'"))]
+Recompute = Annotated[Literal["none", "full"] | tuple[Annotated[int, Meta(ge=0, le=2**20)], ...], Meta(
+    description="'none', 'full', or a list of layers' numbers")]
+Options = Annotated[dict[str, Any], Meta(description="a table")]
 
-_PLACE = re.compile(r" - at `\$\.(\w+)")
-"""Where msgspec says which key is wrong."""
+MANY = 16
+"""Keys that are not listed in a line."""
+_PLACE = re.compile(r" - at `\$\.(\w+)(?:\[(\d+)\])?")
+"""Where msgspec says which key is wrong, and which entry of its list."""
+_MISSING = re.compile(r"missing required field `(\w+)`")
 _Table = TypeVar("_Table", bound=msgspec.Struct)
+
+
+def _require_json(name: str, options: Mapping[str, Any]) -> None:
+    if msgspec.json.decode(msgspec.json.encode(options)) != options:
+        raise ValueError(f"{name} has a date, or a number that is not finite; expected texts, numbers, true, false, "
+                         "lists and tables")
 
 
 class ConfigError(ValueError):
@@ -52,31 +70,80 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Width of the MLP's hidden layer, in multiples of `width`."""
     dropout: Fraction = 0.0
     """Probability with which an activation is dropped."""
+    hugging_face: Text | None = None
+    """A decoder model of transformers instead: a folder with its config.json and its weights, or a config.json alone,
+    for random weights. Of the other keys only `context` and `options` count; the latter replace keys of its config."""
+    options: Options = {}
+    """The free table `[model.options]`: whatever a model of the user's own wants to be told."""
+
+    def __hash__(self) -> int:
+        return hash(msgspec.json.encode(self))
 
     def __post_init__(self) -> None:
+        _require_json("model.options", self.options)
         if self.width % self.heads:
             raise ValueError(f"model.width is {self.width}; expected a multiple of model.heads, {self.heads}")
+
+
+class ParameterGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An entry of `[[training.parameter_groups]]`: options of the optimizer for some parameters.
+
+    What is not given is as `[training]` says.
+    """
+
+    parameters: Text
+    """Pattern of names, `LAYER.NAME` as in the run's `parameters/`: `*` is any text, `?` a character, `[0-9]` one of
+    these. A parameter belongs to the first group that matches."""
+    learning_rate: Positive | None = None
+    """The schedule scales it like that of the other parameters."""
+    weight_decay: NotNegative | None = None
+    """Of matrices and vectors alike."""
+    betas: tuple[Fraction, Fraction] | None = None
+    epsilon: Positive | None = None
+    momentum: Fraction | None = None
 
 
 class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The job file's `[training]` table."""
 
-    iterations: Annotated[int, Meta(ge=0, le=2**40, description="a whole number from 0 to 1099511627776")] = 20
+    iterations: Iterations = 20
     """Optimizer steps."""
     batch: Count = 4
     """Sequences in a micro-batch."""
     optimizer: Text = "adamw"
     """Which optimizer: "adamw", "sgd", or `module:function` for one of the user's own (`runtime.model.optimizer`)."""
     learning_rate: Positive = 1e-3
-    """Step size, constant."""
+    """Step size; where there is a schedule, the highest."""
+    learning_rate_schedule: LearningRateSchedule = "constant"
+    """How the learning rate goes on after warm-up: "constant"; "linear" or "cosine", down to `final_learning_rate`;
+    "wsd" (warm-up, stable, decay): constant, then linear over the last `decay_iterations`."""
+    warmup_iterations: Iterations = 0
+    """The learning rate rises linearly over so many iterations, and has its full value in the last of them."""
+    decay_iterations: Some | None = None
+    """Of the schedule "wsd". Default: a tenth of `schedule_iterations`."""
+    final_learning_rate: NotNegative | None = None
+    """What the schedule comes to after `schedule_iterations`. Default: 0."""
+    schedule_iterations: Some | None = None
+    """How long the schedule takes, with warm-up; it stays at its end afterwards. Default: `iterations`. To be given
+    where a run is to be continued with more iterations later."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW's decay rates of the gradient's first and second moment."""
     epsilon: Positive = 1e-8
     """AdamW's guard against division by zero."""
+    amsgrad: bool = False
+    """AdamW divides by the largest second moment so far (torch's option of this name)."""
     weight_decay: NotNegative = 0.1
-    """Decoupled weight decay of matrices; vectors (norms, biases) have none."""
+    """Weight decay of matrices; vectors (norms, biases) have none. Decoupled with AdamW."""
     momentum: Fraction = 0.0
     """SGD's momentum."""
+    dampening: Fraction = 0.0
+    """Of SGD's momentum."""
+    nesterov: bool = False
+    """SGD with Nesterov's momentum."""
+    maximize: bool = False
+    """Steps go up the gradient: the loss is to grow."""
+    parameter_groups: tuple[ParameterGroup, ...] = ()
+    """`[[training.parameter_groups]]`: options for some parameters, by patterns of their names."""
     clip_norm: Positive | None = None
     """Gradients are scaled down to this norm over all parameters when theirs is larger."""
     skip_nonfinite: bool = False
@@ -90,12 +157,75 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     device: DeviceName = "auto"
     """Where workers compute; "auto": on GPUs where there are any."""
     text: Text | None = None
-    """Path of the text to train on; by default the Python standard library's own sources."""
+    """Path of the text to train on; by default the Python standard library's own sources. Without a `tokenizer`, bytes
+    are tokens, and each sample begins anywhere."""
+    tokenizer: Text | None = None
+    """Path of a tokenizer.json (of the package tokenizers), by which `text` becomes tokens."""
+    tokens: Text | None = None
+    """Path of a file of tokens, instead of `text`: flat numbers, as nanoGPT writes them, or Megatron's .bin with its
+    .idx beside it."""
+    token_dtype: TokenDtype | None = None
+    """Of the numbers in `tokens`, little-endian. Default: what an .idx says, else "uint16"."""
+    shuffle: bool = True
+    """Whether each epoch reads the samples of `tokens`, or of tokenized `text`, in an order of its own."""
     data: Reference | None = None
     """Data of the user's own instead of a text: `module:function`, called with the RunConfig and giving a
     `runtime.model.data.Data`."""
+    recompute: Recompute = "none"
+    """Layers whose activations are not kept but computed again before their backward: "none", "full" (all), or a list
+    of layers' numbers. It takes less memory, and another forward."""
+    evaluate_every: Some | None = None
+    """After every so many iterations, the loss of validation data is computed, with the parameters as they then are."""
+    evaluation_iterations: Count = 1
+    """How many samples an evaluation reads: so many times those of an iteration, the same ones each time."""
+    validation_text: Text | None = None
+    """Path of a text to evaluate on, read as `text` is, but in order."""
+    validation_tokens: Text | None = None
+    """Path of a file of tokens to evaluate on, read as `tokens` is, but in order."""
+    validation_data: Reference | None = None
+    """Data of the user's own to evaluate on, as `data`."""
+    options: Options = {}
+    """`[training.options]`: a table for data and optimizers of the user's own, of whatever keys they want."""
+    peak_flops: Annotated[float, Meta(gt=0, le=1e18, description="a number above 0, at most 1e18")] | None = None
+    """Operations per second that a worker's device does at its best in this `dtype`, by its data sheet: what MFU is a
+    share of. Default: known for some GPUs with "bf16", else there is no MFU."""
     threads: Annotated[int, Meta(ge=1, le=1024, description="a whole number from 1 to 1024")] = 1
     """CPU threads a worker computes with."""
+
+    def __hash__(self) -> int:
+        return hash(msgspec.json.encode(self))  # a table has no hash of its own
+
+    def __post_init__(self) -> None:
+        schedule, end = self.learning_rate_schedule, self.schedule_iterations or self.iterations
+        decay = self.decay_iterations or 0
+        if self.warmup_iterations > end:
+            raise ValueError(f"training.warmup_iterations is {self.warmup_iterations}, and the schedule takes {end} "
+                             "iterations; expected no more, or a training.schedule_iterations of its own")
+        if decay and schedule != "wsd":
+            raise ValueError(f"training.decay_iterations is {decay}, and learning_rate_schedule {schedule!r}; expected "
+                             "it with 'wsd' only")
+        if decay > end - self.warmup_iterations:
+            raise ValueError(f"training.decay_iterations is {decay}; expected at most {end - self.warmup_iterations}, "
+                             f"as warm-up takes {self.warmup_iterations} of {end} iterations")
+        if self.final_learning_rate is not None and schedule == "constant":
+            raise ValueError(f"training.final_learning_rate is {self.final_learning_rate}, and learning_rate_schedule "
+                             "'constant'; expected another schedule")
+        _require_json("training.options", self.options)
+        if self.tokens is not None and self.text is not None and self.data is None:
+            raise ValueError("training.tokens and training.text are both given; expected one of them")
+        if self.tokenizer is not None and self.text is None:
+            raise ValueError(f"training.tokenizer is {self.tokenizer!r}, and training.text is not given; expected the "
+                             "text that it is for")
+        validation = [self.validation_text, self.validation_tokens, self.validation_data]
+        if self.evaluate_every is not None and not any(validation):
+            raise ValueError(f"training.evaluate_every is {self.evaluate_every}, and there is nothing to evaluate on; "
+                             "expected validation_text, validation_tokens or validation_data")
+        if self.evaluate_every is None and any(validation):
+            raise ValueError("training.evaluate_every is not given, and validation data are; expected both or neither")
+        if sum(one is not None for one in validation) > 1:
+            raise ValueError("training.validation_text, validation_tokens and validation_data: expected one of them")
+        if self.nesterov and (self.momentum == 0 or self.dampening != 0):
+            raise ValueError("training.nesterov is true; expected a momentum above 0, and no dampening")
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,9 +256,28 @@ def parse_run_config(model: Mapping[str, object], training: Mapping[str, object]
     `overrides` replace keys of `[training]`, as command line options do; those that are None are ignored. Raises
     ConfigError naming the key, its value and what was expected.
     """
+    beside = {"hugging_face", "context", "options"}
+    if "hugging_face" in model and not model.keys() - beside:
+        model = _with_vocabulary(model)
+        beside.add("vocabulary")
+    if "hugging_face" in model and model.keys() - beside:
+        raise ConfigError(f"model.{min(model.keys() - beside)} is given beside model.hugging_face, whose config says "
+                          "what the model is; [model.options] can change keys of that")
     given = {key: value for key, value in overrides.items() if value is not None}
     return RunConfig(model=_table("model", model, ModelConfig),
                      training=_table("training", {**training, **given}, TrainingConfig))
+
+
+def _with_vocabulary(model: Mapping[str, Any]) -> Mapping[str, object]:
+    """What data must know of a model of transformers. One that cannot be read is refused when it is made."""
+    path = Path(str(model["hugging_face"]))
+    with suppress(OSError, msgspec.DecodeError):
+        found = msgspec.json.decode((path / "config.json" if path.is_dir() else path).read_bytes(), type=dict[str, Any])
+        options = model.get("options")
+        size = {**found, **(options if isinstance(options, dict) else {})}.get("vocab_size")
+        if size is not None:
+            return {**model, "vocabulary": size}
+    return model
 
 
 def _table(name: str, values: Mapping[str, object], kind: type[_Table]) -> _Table:
@@ -144,14 +293,29 @@ def _explain(name: str, values: Mapping[str, object], kind: type[msgspec.Struct]
     unknown = next((key for key in values if key not in types), None)
     if unknown is not None:
         near = difflib.get_close_matches(unknown, types, 1)
-        hint = f"did you mean {name}.{near[0]}?" if near else f"known: {', '.join(types)}"
+        hint = f"did you mean {name}.{near[0]}?" if near else "docs/configuration.md has all that are known" \
+            if len(types) > MANY else f"known: {', '.join(types)}"
         return f"unknown key {name}.{unknown}; {hint}"
     place = _PLACE.search(error)
     if place is None:  # what `__post_init__` says
         return error.removesuffix(" - at `$`")
-    shown = repr(values[place[1]])
+    value = values[place[1]]
+    if place[2] is not None and isinstance(value, list | tuple) and place[1] == "parameter_groups":
+        entry, inside = value[int(place[2])], f"{name}.{place[1]}[{place[2]}]"
+        if isinstance(entry, Mapping):
+            missing = _MISSING.search(error)
+            return f"{inside} has no key {missing[1]!r}" if missing else \
+                _explain(inside, entry, ParameterGroup, error.replace(place[0], " - at `$"))
+    shown = repr(value)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return f"{name}.{place[1]} is {shown}; expected {_expected(types[place[1]])}"
+    return f"{name}.{place[1]} is {shown}; expected {_expected(types[place[1]])}{_nearest(types[place[1]], value)}"
+
+
+def _nearest(kind: Any, value: object) -> str:
+    """Which of the names that a field takes was meant, if that can be guessed."""
+    options = [option for option in get_args(kind) if isinstance(option, str)]
+    near = difflib.get_close_matches(value, options, 1) if isinstance(value, str) else []
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _expected(kind: Any) -> str:
@@ -160,6 +324,8 @@ def _expected(kind: Any) -> str:
         return str(meta.description)
     if kind is bool:
         return "true or false"
+    if kind == tuple[ParameterGroup, ...]:
+        return "a list of tables, [[training.parameter_groups]]"
     options = get_args(kind)
     if options and all(isinstance(option, str) for option in options):
         return "one of " + ", ".join(repr(option) for option in options)

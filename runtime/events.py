@@ -16,9 +16,10 @@ from schedules.schedule import Worker
 FORMAT: Final = "slipstream.events"
 VERSION = 1
 LOSSES = "losses.jsonl"
+METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 SCHEDULES = "schedules"
-"""In a run's folder: the files of iterations and events, and the folder of the schedules that events name."""
+"""In a run's folder: the files of iterations (two) and events, and the folder of the schedules that events name."""
 Phase = Literal["whole", "at once", "settled"]
 """All workers take part, in their own roles; some do not, and layers are where they were; layers have moved."""
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -121,10 +122,11 @@ class FetchBegun(Event, frozen=True, kw_only=True):
 
 
 class FetchProgressed(Event, frozen=True, kw_only=True):
-    """How much of a fetch has come. Told now and then."""
+    """How much of a fetch has come. Told whenever a worker has all of its layers."""
 
     fetch: Count
     share: Share
+    """Of the copies of layers that are fetched: those of workers that have all of theirs."""
 
 
 class FetchAbandoned(Event, frozen=True, kw_only=True):
@@ -230,6 +232,30 @@ class Iteration(msgspec.Struct, frozen=True, kw_only=True):
     """When it was committed, by the clock of the events. Runs of earlier versions have neither this nor the period."""
 
 
+class Metrics(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of `metrics.jsonl`: what dashboards show of a committed iteration. None: it is not known."""
+
+    iteration: Count
+    loss: float | None
+    validation_loss: float | None
+    """Of the parameters after its step, where they were evaluated then."""
+    gradient_norm: float | None
+    """Of all gradients, before they are clipped."""
+    learning_rate: float
+    tokens_per_second: float | None
+    """From the commit before to this one, with whatever lay between them."""
+    mfu: float | None
+    """Model FLOPs utilization: the operations of the model's forward and backward, as a share of what the live
+    workers' devices can do at their best in the same time."""
+    live: Count | None
+    phase: Phase | None
+    recoveries: Count
+    """Changes of members so far, of all starts of the run."""
+    time: float
+    """As in `Iteration`."""
+
+
 encode = msgspec.json.Encoder().encode
 decode: Callable[[bytes], Kind] = msgspec.json.Decoder(Kind).decode
+decode_metrics: Callable[[bytes], Metrics] = msgspec.json.Decoder(Metrics).decode
 decode_iteration: Callable[[bytes], Iteration] = msgspec.json.Decoder(Iteration).decode

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
@@ -21,10 +22,11 @@ from msgspec.structs import replace
 from runtime.config import ConfigError, RunConfig
 from runtime.coordinator.checkpoint_timer import CheckpointCost
 from runtime.coordinator.commit_log import CommitLog
-from runtime.coordinator.event_log import EventLog, Observer
+from runtime.coordinator.event_log import EventLog, Observer, both
 from runtime.coordinator.event_loop import EventLoop, NobodyLeftError
 from runtime.coordinator.loss_file import LossFile, Progress, read_losses
-from runtime.coordinator.planning import Scheduler, SchedulerAtSpeeds
+from runtime.coordinator.metrics import Work, record_metrics
+from runtime.coordinator.planning import Rebalancer, Scheduler, SchedulerAtSpeeds
 from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.run import Notify, Run
 from runtime.coordinator.settling import Settling
@@ -32,14 +34,19 @@ from runtime.coordinator.slow_workers import SpeedEvent
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
 from runtime.device import choose_device, gpu_count
 from runtime.errors import RunError as RunError
+from runtime.errors import first_line
 from runtime.events import LOSSES, Started
 from runtime.model.checkpoint import Checkpoint, identity_of, open_checkpoint
 from runtime.model.clipping import watches_gradients
-from runtime.model.data import load_corpus
+from runtime.model.data import load_corpus, load_validation
 from runtime.model.digest import combined_digest
+from runtime.model.flops import counted
+from runtime.model.forms import forms
 from runtime.model.holding import state_bytes
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
-from runtime.model.slices import forms
+from runtime.model.parameter_groups import require_matches
+from runtime.model.parameters import load_layer
+from runtime.model.tensor_codec import TensorError
 from runtime.processes.fork_server import AdoptedForkServer, ForkServer, adopt
 from runtime.processes.launchers import ALONE, GpuShare, LocalProcess, gpu_share
 from runtime.processes.process_manager import NodeProcesses, ProcessManager, Return
@@ -64,6 +71,9 @@ from schedules import codec
 from schedules.check import check
 from schedules.measured_trace import MeasuredTrace, write_measured_trace
 from schedules.schedule import Schedule, Worker
+
+HUGGING_FACE = "hugging-face"
+"""The folder of a run for its model as transformers reads it, where it is one of transformers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +126,11 @@ class Resilience:
     """Iterations from one checkpoint to the next; 0: none; None: such that they cost less than 1 % of the time."""
     resume: Checkpoint | None = None
     """Where to go on from."""
+    rebalancer: Rebalancer | None = None
+    """Gives the schedule where layers must move, since fewer workers live than there are stages, or may move; None:
+    then the run ends."""
     settling: Settling | None = None
-    """Whether and how layers move to better schedules after failures; None: they stay."""
+    """Whether and how layers move to better schedules after failures; None: they stay as long as they can."""
     injections: tuple[Injection, ...] = ()
     """Failures on purpose."""
     slowdowns: tuple[Slowdown, ...] = ()
@@ -150,6 +163,10 @@ class RunOptions:
     """Called with each event of the run (`runtime.events`)."""
     fault_free_seconds: float | None = None
     """Planned period with all workers, where the first schedule is not of all of them; None: nobody has planned it."""
+    tensorboard: Path | None = None
+    """Folder for TensorBoard's files; None: there are none."""
+    peak_flops: float | None = None
+    """What a worker's device does at its best where `[training] peak_flops` is silent; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +182,8 @@ class _Fit:
     transport: Transport
     forms: tuple[FormSpec, ...]
     """What passes each cut. Found out once, for all workers, and before node 0 listens: it takes seconds."""
+    work: Work
+    """What an iteration is."""
 
 
 def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | None = None,
@@ -172,8 +191,8 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
         resilience: Resilience = Resilience()) -> RunResult:
     """Train by a schedule, from the first iteration or a checkpoint; on node 0 when there are several.
 
-    Writes `schedule.json`, `losses.jsonl` and `events.jsonl` (line by line as iterations are committed and events
-    happen), `schedules/`, `trace.json`, `parameters/` and `logs/` into `out`. `iterations` replaces those of
+    Writes `schedule.json`, `losses.jsonl`, `metrics.jsonl` and `events.jsonl` (line by line as iterations are committed
+    and events happen), `schedules/`, `trace.json`, `parameters/` and `logs/` into `out`. `iterations` replaces those of
     `config`. A `fork_server` may serve several runs, one after the other.
 
     Where a node 0 has died that wrote to `out`, and workers of its run live, this goes on with them.
@@ -185,7 +204,10 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
     losses of the committed iterations are on disk.
     """
     if iterations is not None:
-        config = replace(config, training=replace(config.training, iterations=iterations))
+        try:
+            config = replace(config, training=replace(config.training, iterations=iterations))
+        except ValueError as error:  # a schedule that takes longer
+            raise ConfigError(str(error)) from None
     if options.nodes > 1 and options.secret is None:
         raise ConfigError(f"a run on {options.nodes} nodes needs a secret that all of them have: {HOW} on each")
     fit = _prepare(schedule, config, options)
@@ -239,7 +261,11 @@ class _Launch:
             log = CommitLog(self.schedule.job, first_iteration=first, skips=config.training.skip_nonfinite,
                             validates=watches_gradients(config.training))
             losses = None if behind is None else read_losses(out / LOSSES, first)
-            event_log = stack.enter_context(EventLog(out, lambda: log.next_iteration, options.observe))
+            begins = first + len(losses or ())
+            metrics = stack.enter_context(record_metrics(out, begins, config.training, self.fit.work,
+                                                         options.tensorboard))
+            event_log = stack.enter_context(EventLog(out, lambda: log.next_iteration,
+                                                     both(metrics.observe, options.observe)))
             event_log.write(_started(self.schedule, config, options))
             settings = self._settings(behind, adopted)
             left = self._left(opened, first, settings, fork_server, behind)
@@ -248,7 +274,7 @@ class _Launch:
             alive = [] if adopted is None else [Worker.parse(name) for name in adopted.names()]
             events = EventLoop(
                 self._run(setup, settings, behind, losses, alive), log,
-                stack.enter_context(LossFile(out / LOSSES, first + len(losses or ()), self.progress)),
+                stack.enter_context(LossFile(out / LOSSES, begins, self.progress, metrics)),
                 self._processes(fork_server, opened, settings, alive if behind is not None else None), event_log)
             leave_behind(out, left)
             stack.callback(forget_left_behind, out)
@@ -260,7 +286,22 @@ class _Launch:
                 raise RunStopped(number, f"interrupted by {number.name}" + (
                     f", and not ended within {options.grace_seconds:g} s" if events.out_of_time else ""))
             write_measured_trace(log.trace(), out / "trace.json")
+            if config.model.hugging_face is not None:
+                self._export()
         return _result(self.schedule, first, log, events, out)
+
+    def _export(self) -> None:
+        """Write the model as transformers reads it. Where that fails, the layers' own files are there."""
+        from runtime.model.hugging_face.configuration import folder_of, read_config
+        from runtime.model.hugging_face.export import export
+
+        model = self.config.model
+        assert model.hugging_face is not None
+        try:
+            export(read_config(model), partial(load_layer, self.out), self.out / HUGGING_FACE,
+                   folder_of(model.hugging_face))
+        except (ConfigError, TensorError, OSError) as error:
+            self.options.notify(f"{self.out / HUGGING_FACE} cannot be written: {first_line(error)}")
 
     def _adopt(self, stack: ExitStack, behind: LeftBehind | None) -> AdoptedForkServer | None:
         """The workers of this machine that live. Raises NobodyLeftError where no others may."""
@@ -305,7 +346,8 @@ class _Launch:
         options, resilience = self.options, self.resilience
         return Run(schedule=self.schedule, scheduler=resilience.scheduler, shares=self.fit.shares,
                    injections=resilience.injections, slowdowns=resilience.slowdowns, at_speeds=resilience.at_speeds,
-                   setup=setup, out=self.out, config=self.config, settling=resilience.settling,
+                   setup=setup, out=self.out, config=self.config, rebalancer=resilience.rebalancer,
+                   settling=resilience.settling,
                    layer_bytes=() if resilience.settling is None else state_bytes(self.fit.model, self.config.training),
                    secret=settings.secret, notify=options.notify, grace_seconds=options.grace_seconds,
                    join_timeout_seconds=resilience.join_timeout_seconds,
@@ -336,11 +378,11 @@ def _result(schedule: Schedule, first: int, log: CommitLog, events: EventLoop, o
     return RunResult(first_iteration=first, losses=tuple(log.losses), parameter_digest=combined_digest(log.digests),
                      trace=log.trace(), out=out, measured_period_seconds=log.measured_period_seconds(),
                      planned_period_seconds=schedule.seconds(schedule.period_ticks),
-                     recoveries=tuple(events.recoveries), notes=tuple(events.notes),
-                     speed_events=tuple(events.speed_events), speed_periods_seconds=tuple(
+                     recoveries=tuple(events.recoveries), notes=tuple(events.news.notes),
+                     speed_events=tuple(events.news.speed_events), speed_periods_seconds=tuple(
                          log.measured_period_seconds(event.iteration, end.iteration if end else None)
-                         for event, end in zip_longest(events.speed_events, events.speed_events[1:])),
-                     checkpoints=events.checkpoints.costs)
+                         for event, end in zip_longest(events.news.speed_events, events.news.speed_events[1:])),
+                     checkpoints=events.news.checkpoints.costs)
 
 
 def _setup(schedule: Schedule, config: RunConfig, fit: _Fit, store: Rendezvous, options: RunOptions,
@@ -353,7 +395,7 @@ def _setup(schedule: Schedule, config: RunConfig, fit: _Fit, store: Rendezvous, 
         device=fit.device, store=store, cuts=fit.placement.cuts,
         columns=tuple(tuple(sorted(fit.placement.held_in_column(grid, column))) for column in range(grid.columns)),
         forms=fit.forms,
-        loss_scale=1 / grid.total_microbatches,
+        microbatches=grid.microbatches, loss_scale=1 / grid.total_microbatches,
         heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,
         checkpoint_every=resilience.checkpoint_every, fetch_bytes_per_second=resilience.fetch_bytes_per_second)
 
@@ -367,10 +409,16 @@ def _prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> _Fit
     device = choose_device(training.device)
     model = model_for(config.model, training.seed, parameter_dtype(training.dtype), torch.device(device))
     placement = place(schedule.grid, model.layers)
-    load_corpus(config)
+    require_matches(model, training)
+    load_corpus(config, schedule.grid.microbatches)
+    load_validation(config, schedule.grid.microbatches)
     shares = assign_to_nodes([seat.worker for seat in schedule.seats], options.nodes)
     gpus = gpu_share([len(share) for share in shares], 0, options.local)
-    at_layer = forms(model, config)
+    with counted() as flops:
+        at_layer = forms(model, config)
+    microbatches = schedule.grid.total_microbatches
     return _Fit(device, model, placement, shares, gpus,
                 choose_transport(training.backend, device, gpus.workers, gpu_count(device)),
-                tuple(FormSpec.of(at_layer[cut]) for cut in placement.cuts))
+                tuple(FormSpec.of(at_layer[cut]) for cut in placement.cuts),
+                Work(tokens=training.batch * config.model.context * microbatches, flops=flops.training(microbatches),
+                     peak_flops=training.peak_flops or options.peak_flops))

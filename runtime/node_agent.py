@@ -26,6 +26,7 @@ from runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS, NodeSett
 from runtime.protocol import to_node_agent
 from runtime.protocol.authentication import Secret
 from runtime.protocol.channel import Channel
+from runtime.protocol.coordinator_link import CoordinatorLink
 from runtime.protocol.rendezvous import Rendezvous, RendezvousError
 from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
 from runtime.protocol.to_coordinator import Ended, JoinNode, Leaving
@@ -33,6 +34,7 @@ from runtime.protocol.to_node_agent import KillWorker, NodeSetup, NodeTaken, Run
 from runtime.run_folder import CHECKPOINTS, clear_parameters, locked
 from schedules.schedule import Worker
 
+AgentLink = CoordinatorLink[ToNodeAgent, NodeSetup]
 ASK_AGAIN_SECONDS = 0.5
 """A node that the coordinator still has from before."""
 
@@ -65,7 +67,8 @@ def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Pa
     RunStopped.
     """
     channel, setup = _join_node(rendezvous, job.secret, node, join_timeout_seconds, notify)
-    link = _Link(channel, setup.epoch, lambda hello: Channel(rendezvous, job.secret, hello, to_node_agent.decode, 0.0))
+    link = CoordinatorLink(channel, setup, lambda hello, seconds: Channel(
+        rendezvous, job.secret, hello, to_node_agent.decode, seconds))
     with closing(link):
         if len(setup.shares) != nodes:
             raise ConfigError(f"--nodes is {nodes} here and {len(setup.shares)} at node 0; expected the same")
@@ -149,47 +152,10 @@ def _join_node(rendezvous: Rendezvous, secret: Secret, node: int, timeout_second
         time.sleep(ASK_AGAIN_SECONDS)
 
 
-class _Link:
-    """The connection to the present coordinator.
-
-    `connect` tries once to reach one, with a first message. Raises RendezvousError.
-    """
-
-    def __init__(self, channel: Channel[ToNodeAgent], epoch: int,
-                 connect: Callable[[JoinNode], Channel[ToNodeAgent]]) -> None:
-        self.channel = channel
-        self._epoch = epoch
-        self._connect = connect
-
-    def follow_another(self, node: int, alive: Sequence[Worker]) -> RunEnded | None:
-        """Try once to reach another coordinator; its answer where that goes on without this node.
-
-        Raises RendezvousError where there is none, or one that was started before the last one.
-        """
-        channel = self._connect(JoinNode(node, self._epoch, tuple(alive)))
-        try:
-            answer = channel.wait_for(NodeSetup, NodeTaken, RunEnded)
-            if isinstance(answer, RunEnded):
-                channel.close()
-                return answer
-            if not isinstance(answer, NodeSetup) or answer.epoch <= self._epoch:
-                raise RendezvousError("the coordinator there is not another one")
-        except RendezvousError:
-            channel.close()
-            raise
-        self.channel.close()
-        self.channel, self._epoch = channel, answer.epoch
-        return None
-
-    def close(self) -> None:
-        """Close the connection, once what was sent has arrived."""
-        self.channel.close()
-
-
 class _NodeAgent:
     """Does what the coordinator says and tells it which workers here end, until the run has, or has been left."""
 
-    def __init__(self, node: int, link: _Link, processes: NodeProcesses, limit: StartLimit, stop: StopSignals, *,
+    def __init__(self, node: int, link: AgentLink, processes: NodeProcesses, limit: StartLimit, stop: StopSignals, *,
                  notify: Callable[[str], None], grace_seconds: float, coordinator_timeout_seconds: float) -> None:
         self._node = node
         self._link = link
@@ -224,13 +190,13 @@ class _NodeAgent:
 
     def _follow(self, woken: socket.socket) -> str | None:
         """Do as the coordinator says. Raises RendezvousError when it is gone."""
-        channel, self._heard = self._link.channel, time.monotonic()
+        link, self._heard = self._link, time.monotonic()
         with selectors.DefaultSelector() as selector:
-            for one in (channel, self._processes, woken):
+            for one in (link, self._processes, woken):
                 selector.register(one, selectors.EVENT_READ)
             while True:
-                ready = [] if channel.pending else [key.fileobj for key, _ in selector.select(self._pause())]
-                if channel in ready:
+                ready = [] if link.pending else [key.fileobj for key, _ in selector.select(self._pause())]
+                if link in ready:
                     self._heard = time.monotonic()
                 elif time.monotonic() - self._heard >= to_node_agent.SILENT_SECONDS:
                     raise RendezvousError("node 0 is gone: it has said nothing for "
@@ -240,7 +206,7 @@ class _NodeAgent:
                     self._leave()
                 if self._processes in ready:
                     self._report_ends()
-                for message in channel.read() if channel.pending or channel in ready else ():
+                for message in link.read() if link.pending or link in ready else ():
                     match message:
                         case RunEnded():
                             return message.error
@@ -255,11 +221,10 @@ class _NodeAgent:
     def _report_ends(self) -> None:
         try:
             for ended in self._processes.poll():
-                self._link.channel.send(ended)
+                self._link.send(ended)
         except ForkServerError:
-            with suppress(RendezvousError):  # node 0 would miss them anyway, but later
-                for worker in self._processes.alive():
-                    self._link.channel.send(Ended(worker, -signal.SIGKILL))
+            for worker in self._processes.alive():  # node 0 would miss them anyway, but later
+                self._link.send(Ended(worker, -signal.SIGKILL))
             raise
 
     def _find_another(self, gone: str, woken: socket.socket) -> RunEnded | None:
@@ -275,7 +240,8 @@ class _NodeAgent:
         while self._deadline is None and time.monotonic() < deadline:
             self._processes.poll()  # the new node 0 is told who lives
             with suppress(RendezvousError):
-                return self._link.follow_another(self._node, self._processes.alive())
+                hello = JoinNode(self._node, self._link.setup.epoch, tuple(self._processes.alive()))
+                return self._link.follow_another(hello, RunEnded, lambda _: None)
             if select.select([woken], [], [], ASK_AGAIN_SECONDS)[0]:
                 woken.recv(1)
                 self._deadline = time.monotonic()
@@ -285,7 +251,7 @@ class _NodeAgent:
     def _leave(self) -> None:
         self._deadline = time.monotonic() + self._grace_seconds
         for worker in self._processes.alive():
-            self._link.channel.send(Leaving(worker))
+            self._link.send(Leaving(worker))
 
     def _pause(self) -> float:
         silent = max(0.0, self._heard + to_node_agent.SILENT_SECONDS - time.monotonic())

@@ -10,18 +10,19 @@ from pathlib import Path
 import msgspec
 
 from runtime.config import RunConfig
-from runtime.events import EVENTS, LOSSES, SCHEDULES
+from runtime.events import EVENTS, LOSSES, METRICS, SCHEDULES
 from runtime.model.checkpoint import Checkpoint, difference, drop_newer, identity_of, latest, tidy
 from runtime.protocol.rendezvous import Rendezvous
 from schedules.files import write_atomically
 
 CHECKPOINTS = "checkpoints"
 _BEHIND = ".running.json"
-_TEMPORARY = ("parameters/.layer-*", ".*.json.????????", f".{LOSSES}.????????", f"{SCHEDULES}/.*.json.????????")
+_TEMPORARY = ("parameters/.layer-*", ".*.json.????????", f".{LOSSES}.????????", f".{METRICS}.????????",
+              f"{SCHEDULES}/.*.json.????????")
 """Files of writers that were killed."""
 _STALE = ("parameters/layer-*.*", "logs/worker-*.log", "trace.json")
 """What a run makes anew, also when it goes on."""
-_RESULTS = (LOSSES, "schedule.json", EVENTS, f"{SCHEDULES}/*.json")
+_RESULTS = (LOSSES, METRICS, "schedule.json", EVENTS, f"{SCHEDULES}/*.json")
 
 
 class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):

@@ -187,7 +187,7 @@ def _events(folder: Path) -> list[Kind]:
         raise RunRecordError(f"{folder}: no {EVENTS} is there: {why}")
     events = _lines(path, _event)
     if not events or not isinstance(events[0], Started):
-        raise RunRecordError(f"{path}: its first line is no event of kind 'started'")
+        raise RunRecordError(f"{path}: its first line is not an event of kind 'started'")
     return events
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.autograd.graph import _engine_run_backward
@@ -27,6 +28,8 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 # FakeTensorMode, unset_fake_temporarily: shapes and dtypes of a model's activations without computing or memory.
 #   Replaced by: the documented part of torch.compiler's fake tensors, or by running layers on the meta device once all
 #   models under test allow that.
+# DATA_DEPENDENT: what it raises where shapes, or the way of the computation, depend on data.
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 # TorchDispatchMode, tree_leaves: every tensor that a stage makes, to measure its memory (`runtime.tools.profile`).
 #   Replaced by: torch.cuda.memory_stats on a GPU; nothing public on a CPU.
 
@@ -75,13 +78,14 @@ def nccl_group(store: TCPStore, prefix: str, rank: int, size: int, timeout: time
     return cast(Group, group)
 
 
-def run_backward(output: Tensor, gradient: Tensor) -> None:
+def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """A backward that adds to `.grad`, under the modes that are active.
 
     For: activation checkpointing, whose recomputation must see the modes that the forward saw.
     Replaced by: torch.autograd.backward, once it no longer suspends TorchFunctionModes.
     """
-    _engine_run_backward((output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    _engine_run_backward(tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True,
+                         accumulate_grad=True)
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:

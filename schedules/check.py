@@ -29,16 +29,23 @@ TIERS: tuple[tuple[Rule, ...], ...] = (
      times.all_reduce, times.optimizer, times.period, times.bound),
     (times.deadlock,),
 )
+FORWARD_TIERS: tuple[tuple[Rule, ...], ...] = (
+    (workers.live_workers, workers.roles, workers.holders),
+    (programs.each_once, programs.only_forwards),
+    (times.hosts, times.one_at_a_time, times.forward_order, times.period, times.bound),
+    (times.deadlock,),
+)
+"""Those of forwards alone (`schedules.forwards`)."""
 
 
-def check(schedule: Schedule) -> list[Violation]:
+def check(schedule: Schedule, *, forwards: bool = False) -> list[Violation]:
     """Every violation of the first tier of rules that is broken; empty for a valid schedule.
 
-    At most MAX_VIOLATIONS a rule. The schedule must have the form that `schedules.codec` asks of a file: each index
-    in it points at something.
+    `forwards`: it is to have forwards alone, as validation runs them. At most MAX_VIOLATIONS a rule. The schedule must
+    have the form that `schedules.codec` asks of a file: each index in it points at something.
     """
-    case = Case(schedule)
-    for tier in TIERS:
+    case = Case(schedule, forwards)
+    for tier in FORWARD_TIERS if forwards else TIERS:
         found = [violation for rule in tier for violation in islice(rule(case), MAX_VIOLATIONS)]
         if found:
             return found

@@ -171,7 +171,7 @@ def _validate_slices(schedule: Schedule) -> None:
     if named and grid.layers_by_stage != tuple(stage.layers for stage in grid.stages) and (
             slices or any(seat.holds is not None for seat in schedule.seats)):
         raise ValueError("grid.stages layers: with slices or layers held, expected those of each chain to follow each "
-                         "other from 0 on, at least one a stage, or none at all")
+                         "other from 0 on, at least one per stage, or none at all")
     _ranges("slices", slices, grid.layer_count)
     for layers, times in Counter(slices).items():
         if times > 1:
@@ -201,7 +201,7 @@ def _validate_holdings(schedule: Schedule) -> None:
 def _ranges(name: str, ranges: Iterable[LayerRange], layers: int) -> None:
     for first, end in ranges:
         if not 0 <= first < end <= layers:
-            raise ValueError(f"{name}: [{first}, {end}] is no range [first, end) of the {layers} layers")
+            raise ValueError(f"{name}: [{first}, {end}] is not a range [first, end) of the {layers} layers")
 
 
 def _validate_times(times: Times, schedule: Schedule) -> None:
@@ -265,7 +265,7 @@ def _in_range(name: str, value: float, low: float, high: float) -> None:
 
 def _length(name: str, values: tuple[int, ...], expected: int, per: str) -> None:
     if len(values) != expected:
-        raise ValueError(f"{name} has {len(values)} values; expected {expected}, one a {per}")
+        raise ValueError(f"{name} has {len(values)} values; expected {expected}, one per {per}")
 
 
 def _in_grid(name: str, worker: Worker, grid: Grid) -> None:

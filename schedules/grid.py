@@ -27,7 +27,7 @@ class Worker(NamedTuple):
         """Read `pipeline.column`. Raises ValueError that names the text."""
         pipeline, dot, column = text.partition(".")
         if not (dot and pipeline.isdecimal() and column.isdecimal() and text.isascii() and len(text) <= 16):
-            raise ValueError(f"{text!r} is no worker: write PIPELINE.STAGE, for example 1.2")
+            raise ValueError(f"{text!r} is not a worker: write PIPELINE.STAGE, for example 1.2")
         return cls(int(pipeline), int(column))
 
 

@@ -68,7 +68,7 @@ def read_order(text: str, source: str = "CSV") -> list[list[Action]]:
     except csv.Error as error:
         raise TorchCsvError(f"{source}: not readable as CSV: {error}") from None
     if not any(rows):
-        raise TorchCsvError(f"{source}: holds no action; expected a row a rank of cells such as 0F0, 0I0 or 0B0")
+        raise TorchCsvError(f"{source}: holds no action; expected a row per rank of cells such as 0F0, 0I0 or 0B0")
     return rows
 
 
@@ -164,5 +164,5 @@ def _parse(cell: str, where: str) -> Iterator[Action]:
         return
     match = _ACTION.fullmatch(cell)
     if match is None:
-        raise TorchCsvError(f"{where}: {cell[:40]!r} is no action; expected one such as 0F0, 0I0, 0W0 or 0B0")
+        raise TorchCsvError(f"{where}: {cell[:40]!r} is not an action; expected one such as 0F0, 0I0, 0W0 or 0B0")
     yield Action(OpKind(match[2]), int(match[1]), int(match[3]))

@@ -4,16 +4,24 @@ The fixture `chromium` is a real browser, for pages.
 """
 
 import os
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.browser import chromium as chromium
 
+# The tests share the machine with each other, and with the processes that they start: one thread each. Read when torch
+# is imported, which is later.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 settings.register_profile("steady", deadline=None, suppress_health_check=list(HealthCheck), derandomize=True,
                           database=None)
 settings.register_profile("explore", settings.get_profile("steady"), derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as where a shell runs the tests in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

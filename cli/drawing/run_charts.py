@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from cli.drawing.svg_chart import nice_step, nice_top
+from cli.drawing.axis import nice_step
+from cli.drawing.svg_chart import nice_top
 from cli.shared.run_summary import clock, percent
 from runtime.events import FetchAbandoned, FetchBegun, Finished, HandedOver, Started
 from runtime.run_record import RunRecord, Stretch

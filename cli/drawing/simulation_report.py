@@ -70,7 +70,7 @@ def page(result: Comparison, *, job: str, grid: str, notes: Sequence[str], token
              "<h2>Live workers</h2>", _live(result),
              "<h2>Lost time by cause</h2>", _causes(result), _lost_table(result),
              f'<p class="dim">In hours of a job that always runs at the best fault-free rate, {result.best_rate:.4g} '
-             "samples a second.</p>",
+             "samples per second.</p>",
              "<h2>What was assumed</h2>", _assumptions(result, notes)]
     body = "\n".join(parts)
     return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -85,7 +85,7 @@ def verdict(result: Comparison) -> str:
     if not real:
         return "only reference lines were asked for"
     first, *others = real
-    text = f"{first} trains {real[first]:.4g} samples a second on average"
+    text = f"{first} trains {real[first]:.4g} samples per second on average"
     ratios = [f"{real[first] / real[name]:.2f}x {name}" if real[name] else f"{name} trains none" for name in others]
     return f"{text}: {', '.join(ratios)}." if ratios else f"{text}."
 
@@ -94,7 +94,8 @@ def described(trace: AvailabilityTrace) -> str:
     """What happens in a trace, in a line."""
     more = [text for count, text in ((trace.slowdowns, "slow for a while"), (trace.partial_losses, "short of GPUs"))
             if count for text in (f", {count} times {text}",)]
-    return (f"{trace.name}: {trace.length_seconds / 3600:.4g} h, {trace.removals} workers lost{''.join(more)}, "
+    lost = f"{trace.removals} worker{'s' * (trace.removals != 1)} lost"
+    return (f"{trace.name}: {trace.length_seconds / 3600:.4g} h, {lost}{''.join(more)}, "
             f"{trace.mean_live:.4g} of {trace.places} alive on average")
 
 

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
+from cli.drawing.axis import nice_step
+
 WIDTH, HEIGHT = 960, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40
 BAR = 26
@@ -67,13 +69,6 @@ def bars(rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], *,
                 at += wide
     parts.append(f'<text x="{left + width / 2}" y="{height - 6}" text-anchor="middle">{escape(x)}</text>')
     return "\n".join([*parts, "</svg>"])
-
-
-def nice_step(span: float, count: int) -> float:
-    """A round step (1, 2 or 5 times a power of ten) that divides a span into about `count` parts."""
-    rough = max(span, 1e-12) / count
-    power = 10 ** math.floor(math.log10(rough))
-    return next(float(factor * power) for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
 
 
 def nice_top(value: float) -> float:

@@ -5,20 +5,27 @@ is shed, primes and a lighter shade the second stage (third, ...) of a worker th
 whole stage has its layers after a colon.
 """
 
+import math
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
+from cli.drawing.axis import nice_step, time_marks
 from cli.drawing.op_colours import COLOURS, NAMES
 from cli.drawing.op_labels import op_labels
+from cli.shared.console import duration
 from schedules.layers import short
 from schedules.schedule import Op, OpKind, Schedule, Worker
 
 ROW, GAP, PIPELINE_GAP = 20, 3, 12
 """Height of a row, space between rows and between pipelines, in pixels."""
-LEFT, RIGHT, TOP, BOTTOM = 84, 16, 30, 34
-WIDTH = 1000
-"""Pixels of the time axis."""
+LEFT, RIGHT, TOP, BOTTOM = 84, 16, 44, 34
+WIDTH, MAX_WIDTH = 1000, 3000
+"""Pixels of the time axis: more than the first only where re-routed ops have no room for their labels."""
+ROOM = 5
+"""Characters of such a label."""
 MAX_OPS = 200_000
+MARKS = 12
+"""Labels of the time axis, at most."""
 CHARACTER = 7
 """Room that a character needs."""
 STRIPE = 2
@@ -42,26 +49,43 @@ def drawing(schedule: Schedule) -> bytes:
     horizon = max((op.end_ticks for op in schedule.all_ops()), default=0) or 1
     rows = {worker: TOP + worker.pipeline * PIPELINE_GAP + index * (ROW + GAP)
             for index, worker in enumerate(schedule.grid.workers())}
+    width = _width(schedule, horizon)
     height = max(rows.values()) + ROW + BOTTOM
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + RIGHT} {height}" '
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + width + RIGHT} {height}" '
              'font-family="sans-serif" font-size="11">',
-             HATCH, f'<rect width="{LEFT + WIDTH + RIGHT}" height="{height}" fill="white"/>',
+             HATCH, f'<rect width="{LEFT + width + RIGHT}" height="{height}" fill="white"/>',
              f'<text x="{LEFT}" y="18" font-size="13">{escape(_title(schedule))}</text>']
+    parts += _axis(schedule.seconds(horizon), width, height)
     for worker, y in rows.items():
-        parts += _row(schedule, worker, y, WIDTH / horizon)
+        parts += _row(schedule, worker, y, width, width / horizon)
     parts += _legend(schedule, height - 12)
     return "\n".join([*parts, "</svg>\n"]).encode()
 
 
 def _title(schedule: Schedule) -> str:
     down = f", {', '.join(map(str, schedule.failed))} down" if schedule.failed else ""
-    return f"{schedule.job}{down}: period {schedule.seconds(schedule.period_ticks):g} s"
+    return f"{schedule.job}{down}: period {duration(schedule.seconds(schedule.period_ticks))}"
 
 
-def _row(schedule: Schedule, worker: Worker, y: int, scale: float) -> Iterator[str]:
+def _width(schedule: Schedule, horizon: int) -> int:
+    """Pixels of the time axis."""
+    foreign = [op.end_ticks - op.start_ticks for op in schedule.all_ops()
+               if op.kind is not OpKind.W and op.end_ticks > op.start_ticks and schedule.origin(op) != "own"]
+    return max(WIDTH, min(MAX_WIDTH, math.ceil(ROOM * CHARACTER * horizon / min(foreign)))) if foreign else WIDTH
+
+
+def _axis(seconds: float, width: int, height: int) -> Iterator[str]:
+    """A label and a faint line every round number of seconds."""
+    for at, label in time_marks(seconds, nice_step(seconds, MARKS)):
+        x = LEFT + at / seconds * width
+        yield (f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{TOP - 8}" y2="{height - BOTTOM + 4}" stroke="#ccc"/>'
+               f'<text x="{x:.2f}" y="{TOP - 10}" text-anchor="middle" font-size="10" fill="#555">{label}</text>')
+
+
+def _row(schedule: Schedule, worker: Worker, y: int, width: int, scale: float) -> Iterator[str]:
     if worker not in schedule.seat_of:
         yield f'<text x="{LEFT - 8}" y="{y + 14}" text-anchor="end" fill="#c33">{worker}</text>'
-        yield f'<rect x="{LEFT}" y="{y + 3}" width="{WIDTH}" height="{ROW - 6}" fill="url(#down)"/>'
+        yield f'<rect x="{LEFT}" y="{y + 3}" width="{width}" height="{ROW - 6}" fill="url(#down)"/>'
         yield f'<rect x="{LEFT + 10}" y="{y + 2}" width="42" height="{ROW - 4}" fill="white"/>'
         yield f'<text x="{LEFT + 16}" y="{y + 14}" fill="#c33" font-weight="bold">down</text>'
         return

@@ -13,6 +13,7 @@ import msgspec
 from rich.console import Group
 from rich.text import Text
 
+from cli.drawing.axis import nice_step, time_marks
 from cli.drawing.op_colours import COLOURS, NAMES
 from cli.drawing.op_labels import op_labels
 from schedules.equal import equal_pipelines
@@ -21,9 +22,12 @@ from schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
 from schedules.schedule import Op, OpKind, Schedule, Worker
 
 FULL_ROWS = 32
-"""Up to so many workers, every one has its row; above, pipelines that run the same programs are drawn once."""
+"""Up to so many workers, every one has its row in a measured iteration: no two took exactly as long."""
 MAX_ROWS = 64
-"""More than this many workers are not drawn."""
+"""Lines for workers at most, where no screen says how high it is."""
+MIN_ROWS = 4
+AROUND = 3
+"""Lines of a picture beside those of its workers: the axis, the legend, what is not drawn."""
 MIN_COLUMNS = 24
 MAX_HELD = 12
 """Characters of the layers that a worker holds, beside its name."""
@@ -37,17 +41,28 @@ FOREIGN = {"own": "", "rerouted": REROUTED, "shed": SHED}
 BUBBLE = "·"
 
 
-def timeline(schedule: Schedule, width: int) -> Group:
-    """The planned iteration, as wide as the terminal (`width` characters)."""
-    blocks = _blocks(schedule)
+def timeline(schedule: Schedule, width: int, height: int | None = None) -> Group:
+    """The planned iteration, in `width` characters and about `height` lines.
+
+    Pipelines that run the same programs are drawn once.
+    """
+    blocks = _blocks(schedule, _rows(height), equal_pipelines(schedule))
     programs = {worker: schedule.ops(worker) for block in blocks for worker in _workers(block, schedule)
                 if worker in schedule.seat_of}
-    return _draw(schedule, blocks, programs, schedule.tick_seconds, width)
+    return _draw(schedule, blocks, programs, schedule.tick_seconds, width, _rows(height))
 
 
-def measured_timeline(schedule: Schedule, iteration: MeasuredIteration, width: int) -> Group:
+def measured_timeline(schedule: Schedule, iteration: MeasuredIteration, width: int, height: int | None = None) -> Group:
     """An iteration as it really ran on the workers of this schedule."""
-    return _draw(schedule, _blocks(schedule), placed_ops(iteration), TICK_SECONDS, width)
+    grid = schedule.grid
+    few = grid.pipelines * grid.columns <= FULL_ROWS
+    equal = [(pipeline,) for pipeline in range(grid.pipelines)] if few else equal_pipelines(schedule)
+    rows = _rows(height)
+    return _draw(schedule, _blocks(schedule, rows, equal), placed_ops(iteration), TICK_SECONDS, width, rows)
+
+
+def _rows(height: int | None) -> int:
+    return MAX_ROWS if height is None else max(MIN_ROWS, height - AROUND)
 
 
 class _Scale(msgspec.Struct, frozen=True):
@@ -62,25 +77,27 @@ class _Scale(msgspec.Struct, frozen=True):
 
 
 def _draw(schedule: Schedule, blocks: Sequence[tuple[int, ...]], programs: Mapping[Worker, Sequence[Op]],
-          tick_seconds: float, width: int) -> Group:
-    shown = [worker for block in blocks for worker in _workers(block, schedule)]
+          tick_seconds: float, width: int, rows: int) -> Group:
+    drawn = {block: _workers(block, schedule)[:rows] for block in blocks}
+    shown = [worker for block in blocks for worker in drawn[block]]
     labels = {worker: _label(worker, schedule) for worker in shown}
     margin = max(map(len, labels.values())) + 2
     ops = [op for worker in shown for op in programs.get(worker, ())]
     scale = _scale(ops, max(MIN_COLUMNS, width - margin))
-    collapsed = len(shown) < schedule.grid.pipelines * schedule.grid.columns
+    titled = any(len(block) > 1 for block in blocks) or sum(map(len, blocks)) < schedule.grid.pipelines
     lines = [Text(" " * margin + _axis(scale, tick_seconds), style="dim")]
     for index, block in enumerate(blocks):
-        if collapsed:
+        if titled:
             lines.append(Text(_block_title(block), style="bold"))
         elif index:
             lines.append(Text())
-        for worker in _workers(block, schedule):
+        for worker in drawn[block]:
             label = Text(f"{labels[worker]:>{margin - 2}}  ", style="" if worker in schedule.seat_of else "red")
             lines.append(label + _row(worker, schedule, programs.get(worker, ()), scale))
-    hidden = schedule.grid.pipelines - sum(map(len, blocks))
-    if hidden:
-        lines.append(Text(f"and {hidden} more pipelines", style="bold"))
+    if hidden := schedule.grid.pipelines - sum(map(len, blocks)):
+        lines.append(Text(f"and {hidden} more pipeline{'s' * (hidden > 1)}", style="bold"))
+    if rows < schedule.grid.columns:
+        lines.append(Text(f"and {schedule.grid.columns - rows} more workers of it", style="bold"))
     for line in lines:
         line.no_wrap, line.overflow = True, "crop"
     return Group(*lines, *_legend(ops, schedule, width))
@@ -121,31 +138,25 @@ def _cell(op: Op, schedule: Schedule, width: int) -> str:
 def _axis(scale: _Scale, tick_seconds: float) -> str:
     """`|0 s       |10        |20`: a round number of seconds apart."""
     per_column = scale.down * tick_seconds / scale.up
-    least = LABEL_COLUMNS * per_column
-    power = 10.0 ** math.floor(math.log10(least))
-    step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if step >= least * (1 - 1e-9))
-    unit, name = next(((unit, name) for unit, name in ((1.0, "s"), (1e-3, "ms")) if step * 2 >= unit), (1e-6, "us"))
     axis = ""
-    for index in range(math.ceil(scale.columns * per_column / step)):
-        label = f"|{index * step / unit:g}" + (f" {name}" if not index else "")
-        axis = axis.ljust(round(index * step / per_column)) + label
+    for at, label in time_marks(scale.columns * per_column, nice_step(LABEL_COLUMNS * per_column, 1)):
+        axis = axis.ljust(round(at / per_column)) + f"|{label}"
     return axis
 
 
-def _blocks(schedule: Schedule) -> list[tuple[int, ...]]:
-    """The pipelines to draw, in sets that are drawn once: the broken ones first in choice, all in order of number."""
-    grid = schedule.grid
-    if grid.pipelines * grid.columns <= FULL_ROWS:
-        return [(pipeline,) for pipeline in range(grid.pipelines)]
+def _blocks(schedule: Schedule, rows: int, equal_sets: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The pipelines to draw in so many lines, in sets that are drawn once: the broken ones first in choice, all in
+    order of number.
+    """
     special = {worker.pipeline for worker in schedule.failed}
     special |= {pipeline for seat in schedule.moves for pipeline in (seat.worker.pipeline, seat.role.pipeline)}
     sets: list[tuple[int, ...]] = []
-    for equal in equal_pipelines(schedule):
+    for equal in equal_sets:
         whole = tuple(pipeline for pipeline in equal if pipeline not in special)
         sets += [(pipeline,) for pipeline in equal if pipeline in special]
         sets += [whole] if whole else []
     sets.sort(key=lambda equal: (equal[0] not in special, -len(equal), equal))
-    return sorted(sets[:max(1, MAX_ROWS // grid.columns)])
+    return sorted(sets[:max(1, rows // (schedule.grid.columns + 1))])
 
 
 def _workers(block: tuple[int, ...], schedule: Schedule) -> list[Worker]:
@@ -162,7 +173,7 @@ def _label(worker: Worker, schedule: Schedule) -> str:
 
 
 def _block_title(block: tuple[int, ...]) -> str:
-    return f"pipeline {block[0]}" if len(block) == 1 else f"pipelines {_ranges(block)}: same programs"
+    return f"pipeline {block[0]}" if len(block) == 1 else f"x {len(block)}: pipelines {_ranges(block)} alike"
 
 
 def _ranges(numbers: Iterable[int]) -> str:

@@ -17,6 +17,11 @@ out = Console()
 err = Console(stderr=True)
 
 
+def screen(taken: int) -> int | None:
+    """Lines that are left on the screen beside so many; None where the output is no terminal."""
+    return out.height - taken - 1 if out.is_terminal else None
+
+
 def print_json(answer: Mapping[str, object]) -> None:
     """Print the one JSON object of --json."""
     sys.stdout.write(json.dumps(answer, allow_nan=False) + "\n")

@@ -7,26 +7,32 @@ import typer
 
 from cli.shared.console import completing
 
+PLANNED, SEARCH, ANSWER = "The schedule", "The search", "The answer"
+"""Groups of options in the help of several commands."""
+
 JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="The job file (TOML).")]
 ScheduleFile = Annotated[Path, typer.Argument(metavar="FILE", help=(
     "A schedule file, as `slipstream plan --out` writes it."))]
 ScheduleFiles = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Schedule files.")]
-Failed = Annotated[list[str] | None, typer.Option("--failed", metavar="D.S", help=(
+Failed = Annotated[list[str] | None, typer.Option("--failed", rich_help_panel=PLANNED, metavar="D.S", help=(
     "A worker that is down, as PIPELINE.STAGE; may be repeated."))]
-Backward = Annotated[str | None, typer.Option("--backward", metavar="split|fused",
+Backward = Annotated[str | None, typer.Option("--backward", rich_help_panel=PLANNED, metavar="split|fused",
                                               autocompletion=completing("split", "fused"), help=(
     "split: gradients of the weights are computed by ops of their own, which fill bubbles; fused: together with the "
     "gradients of the input. Default: split; fused for 1f1b."))]
-Optimizer = Annotated[str | None, typer.Option("--optimizer", metavar="staggered|synchronous",
+Optimizer = Annotated[str | None, typer.Option("--optimizer", rich_help_panel=PLANNED, metavar="staggered|synchronous",
                                                autocompletion=completing("staggered", "synchronous"), help=(
     "staggered: a stage steps as soon as its own gradients are reduced; synchronous: all stages wait for the last. "
     "Default: staggered; synchronous for 1f1b."))]
-MethodName = Annotated[str, typer.Option("--method", metavar="cp-sat|greedy|1f1b|recycle",
+MethodName = Annotated[str, typer.Option("--method", rich_help_panel=PLANNED, metavar="cp-sat|greedy|1f1b|recycle",
                                          autocompletion=completing("cp-sat", "greedy", "1f1b", "recycle"), help=(
     "cp-sat: list schedulers, annealing and the CP-SAT solver; greedy: list schedulers only; to compare with, 1f1b: "
     "the usual schedule, and recycle: 1F1B order with re-routed work in its bubbles."))]
-TimeLimit = Annotated[float, typer.Option("--time-limit", metavar="SEC", min=0.01, max=7 * 86400, help=(
+TimeLimit = Annotated[float, typer.Option("--time-limit", rich_help_panel=SEARCH,
+                                          metavar="SEC", min=0.01, max=7 * 86400, help=(
     "Seconds to search at most."))]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, max=2**31 - 1, help="Seed of every random choice.")]
-OutFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the schedule to this file.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Seed = Annotated[int, typer.Option("--seed", rich_help_panel=SEARCH, metavar="N", min=0, max=2**31 - 1, help=(
+    "Seed of every random choice."))]
+OutFile = Annotated[Path | None, typer.Option("--out", rich_help_panel=ANSWER, metavar="FILE", help=(
+    "Write the schedule to this file."))]
+Json = Annotated[bool, typer.Option("--json", rich_help_panel=ANSWER, help="Print one JSON object.")]

@@ -4,49 +4,95 @@ from collections.abc import Sequence
 
 from cli.shared.console import duration
 from cli.shared.role_changes import role_change_lines
-from planner.alternatives import Alternative
+from cli.shared.schedule_summary import bubble_share, busy_shares
+from planner.alternatives import MORE_MEMORY, Alternative
 from planner.plan import Plan
+from planner.reference import FaultFree
 from planner.transition import Transition, pays_after_iterations
 
 NARROW = 0.01
 """A range of throughput that needs no explanation."""
+BUSY = 0.97
+"""A worker that is busy for this share of the period hardly has time for more."""
+CLOSE = 0.01
+"""A gap to the bound from which on the plan may be to blame."""
+NAMED = 3
+"""Workers that are named, of many."""
+WORTH = 1.0005
+"""A gain in throughput that is worth a word."""
 
 
-def summary(made: Plan, moved: Transition) -> str:
-    """The period, its proven bound, what the failures cost, and what has to move."""
+def answer(made: Plan, others: Sequence[Alternative], options: Sequence[str]) -> list[str]:
+    """Three lines to act on: the period, what it keeps of the throughput, what limits it and what would help.
+
+    `options`: those of the command line that say what may move.
+    """
     schedule = made.schedule
-    bound = schedule.seconds(schedule.lower_bound_ticks)
     proof = "proven optimal" if schedule.status == "optimal" else \
-        f"at most {max(schedule.gap, 1e-4):.2%} above the best possible (proven bound {duration(bound)})"
-    lines = [f"period {duration(made.period)}, {proof}; planned in {duration(made.solve_seconds)}"
-             + (", interrupted" if made.interrupted else "")]
+        f"at most {max(schedule.gap, 1e-4):.2%} above the best possible"
+    return [f"period {duration(made.period)}, {proof}",
+            _kept(made) if schedule.failed else f"workers are busy {1 - bubble_share(schedule):.1%} of the time",
+            "; ".join([f"limited by {_limit(made, others)}", *_best(made, others, options)])]
+
+
+def details(made: Plan, others: Sequence[Alternative], moved: Transition) -> list[str]:
+    """How the plan was found, what it re-routes and moves, and what else could be done."""
+    schedule = made.schedule
+    bound = "" if schedule.status == "optimal" else \
+        f"proven bound {duration(schedule.seconds(schedule.lower_bound_ticks))}; "
+    lines = [f"{bound}planned in {duration(made.solve_seconds)}" + (", interrupted" if made.interrupted else "")]
     if made.evidence:
         lines.append(made.evidence)
     if schedule.failed:
-        lines += _failures(made)
+        lines.append(f"{', '.join(map(str, schedule.failed))} down: {schedule.rerouted} micro-batch runs re-routed to "
+                     "peers")
+        lines += _uncertain(made)
     if schedule.shed:
         lines.append(f"{schedule.shed} micro-batch runs go to workers with time to spare, though their own is alive")
-    return "\n".join([*lines, *role_change_lines(schedule), *_moved(made, moved)])
+    return [*lines, *role_change_lines(schedule), *_moved(made, moved), *_instead(made, others)]
 
 
-def _failures(made: Plan) -> list[str]:
+def _kept(made: Plan) -> str:
+    """The throughput, and the share of workers that make it."""
     schedule = made.schedule
     live, workers = len(schedule.seats), schedule.grid.pipelines * schedule.grid.columns
     share = f"with {live} of {workers} workers = {live / workers:.1%}"
-    down = f"{', '.join(map(str, schedule.failed))} down: {schedule.rerouted} micro-batch runs re-routed to peers"
     if made.fault_free is None:
-        return [down, f"{share}; throughput against fault-free is not known: there was no time to plan that"]
-    whole = made.fault_free
-    best, least = whole.period / made.period, whole.bound / made.period
-    known = f"throughput {best:.1%} of fault-free (period {duration(whole.period)}), {share}"
-    if f"{best:.1%}" == f"{least:.1%}" or whole.close:
-        return [down, known]
-    known = f"throughput between {least:.1%} and {best:.1%} of fault-free, {share}"
+        return f"{share}; throughput against fault-free is not known: there was no time to plan that"
+    best, least = _range(made.fault_free, made.period)
+    if f"{best:.1%}" == f"{least:.1%}" or made.fault_free.close:
+        return f"throughput {best:.1%} of fault-free (period {duration(made.fault_free.period)}), {share}"
+    return f"throughput between {least:.1%} and {best:.1%} of fault-free, {share}"
+
+
+def _range(whole: FaultFree, period: float) -> tuple[float, float]:
+    """Throughput against fault-free: by the best fault-free plan known, and by its bound."""
+    return whole.period / period, whole.bound / period
+
+
+def _uncertain(made: Plan) -> list[str]:
+    """Why the throughput is a range, where that is wide."""
+    if made.fault_free is None or made.fault_free.close:
+        return []
+    best, least = _range(made.fault_free, made.period)
     if best - least < NARROW:
-        return [down, known]
-    return [down, known,
-            f"the shortest fault-free period is between {duration(whole.bound)} and {duration(whole.period)}; with more"
-            " time, or a plan without --failed first, it is known better"]
+        return []
+    return [f"the shortest fault-free period is between {duration(made.fault_free.bound)} and "
+            f"{duration(made.fault_free.period)}; with more time, or a plan without --failed first, it is known better"]
+
+
+def _limit(made: Plan, others: Sequence[Alternative]) -> str:
+    schedule = made.schedule
+    busy = [worker for worker, share in busy_shares(schedule).items() if share >= BUSY]
+    if busy:
+        more = f" and {len(busy) - NAMED} more" if len(busy) > NAMED else ""
+        return f"the work of {', '.join(map(str, busy[:NAMED]))}{more}: busy {BUSY:.0%} of the time and more"
+    roomier = next((other.period for other in others if other.what == MORE_MEMORY), made.period)
+    if made.period / roomier > WORTH:
+        return "memory"
+    if schedule.status != "optimal" and schedule.gap > CLOSE:
+        return "what was found in the time, or the pipelines' filling and draining"
+    return "the pipelines' filling and draining: more micro-batches in an iteration make it matter less"
 
 
 def _moved(made: Plan, moved: Transition) -> list[str]:
@@ -63,8 +109,8 @@ def _moved(made: Plan, moved: Transition) -> list[str]:
     return [line]
 
 
-def comparison(made: Plan, others: Sequence[Alternative], options: Sequence[str]) -> list[str]:
-    """What else could be done, and the best of all. `options`: those of the command line that say what may move."""
+def _instead(made: Plan, others: Sequence[Alternative]) -> list[str]:
+    """What else could be done, in one line."""
     if not others or made.fault_free is None:
         return []
     said = []
@@ -72,17 +118,27 @@ def comparison(made: Plan, others: Sequence[Alternative], options: Sequence[str]
         text = f"{other.what} {other.throughput:.1%}"
         said.append(text + (f" ({other.option})" if other.option else
                             f" with {other.batch:.1%} of the batch" if other.batch < 1 else ""))
+    return [f"instead, by quick plans: {'; '.join(said)}"]
+
+
+def _best(made: Plan, others: Sequence[Alternative], options: Sequence[str]) -> list[str]:
+    """What gives the most, for the whole batch and for less; and whether memory would help."""
+    if not others or made.fault_free is None:
+        return []
     own = made.fault_free.period / made.period
-    best = max(reversed(others), key=lambda other: other.throughput)  # of equals the one that may do more
-    lines = [f"instead, by quick plans: {'; '.join(said)}"]
-    if best.throughput <= own * 1.0005:
+    lines = []
+    planned = [other for other in others if other.option]
+    dropped = [other for other in others if other.batch < 1]
+    best = max(reversed(planned), key=lambda other: other.throughput, default=None)  # of equals what may do more
+    less = max(dropped, key=lambda other: other.throughput, default=None)
+    if best and best.throughput > own * WORTH:
+        lines.append(f"best: {best.option}, {best.throughput:.1%} instead of {own:.1%}")
+    elif made.schedule.failed:
         lines.append(f"best: this plan{' (' + ' '.join(options) + ')' if options else ''}, {own:.1%}")
-    elif best.option:
-        lines.append(f"best: {best.option}, {best.throughput:.1%} instead of {own:.1%}: the same command with "
-                     f"{best.option}")
-    else:
-        lines.append(f"best, where a smaller batch will do: {best.what}, {best.throughput:.1%} instead of {own:.1%}")
-        if (same := [other for other in others if other.option]) and \
-                (second := max(same, key=lambda other: other.throughput)).throughput > own * 1.0005:
-            lines[-1] += f"; with the whole batch {second.option}, {second.throughput:.1%}"
+    if less and less.throughput > max(own, best.throughput if best else 0.0) * WORTH:
+        lines.append(f"where a smaller batch will do: {less.what}, {less.throughput:.1%}")
+    for other in others:
+        if other.what == MORE_MEMORY and other.throughput > own * WORTH:
+            lines.append(f"{MORE_MEMORY} would give {other.throughput:.1%}" if made.schedule.failed else
+                         f"{MORE_MEMORY} would make it {other.throughput / own - 1:.1%} faster")
     return lines

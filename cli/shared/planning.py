@@ -63,6 +63,6 @@ def planning(ctrl_c: str) -> Iterator[ProgressCallback]:
     with err.status("planning") as status:
         def report(message: str) -> None:
             status.update(f"planning: {message} (Ctrl-C {ctrl_c})")
-            err.print(f"{time.monotonic() - began:7.2f} s  {message}", style="dim", highlight=False)
+            err.print(f"{time.monotonic() - began:7.2f} s  {message}", style="dim", highlight=False, soft_wrap=True)
 
         yield report

@@ -1,4 +1,4 @@
-"""The schedules of `slipstream train --layers move` where layers have moved, or may move."""
+"""The schedules of `slipstream train` where layers have moved, or may move."""
 
 import os
 from functools import partial
@@ -48,10 +48,7 @@ class Rebalancing:
     def at_once(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
         """The schedule in which nobody needs a layer that it does not hold. Raises NoScheduleError."""
         options = msgspec.structs.replace(self._options, method="greedy", time_limit=AT_ONCE_SECONDS, holds=held)
-        try:
-            return plan_only(options, self._job_at(speeds), down).schedule
-        except NoPlanError as error:
-            raise NoScheduleError(str(error)) from None
+        return self._on_the_spot(options, down, speeds)
 
     def settled(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
         """The best schedule to come to. Raises NoScheduleError."""
@@ -64,6 +61,18 @@ class Rebalancing:
         except (NoPlanError, PoolError) as error:
             raise NoScheduleError(" ".join(str(error).split())) from None
         return decode(answer)
+
+    def from_checkpoint(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
+        """The schedule for which all layers are read anew. Raises NoScheduleError."""
+        options = msgspec.structs.replace(self._options, method="greedy", time_limit=AT_ONCE_SECONDS, layers="move",
+                                          from_checkpoint=True)
+        return self._on_the_spot(options, down, speeds)
+
+    def _on_the_spot(self, options: PlanOptions, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
+        try:
+            return plan_only(options, self._job_at(speeds), down).schedule
+        except NoPlanError as error:
+            raise NoScheduleError(str(error)) from None
 
     def _job_at(self, speeds: Speeds) -> Job:
         return job_at(self._job, speeds) if speeds else self._job

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 
+from cli.shared.run_summary import clock
 from runtime.events import (
     Event,
     FetchAbandoned,
@@ -19,10 +20,17 @@ RECENT = 10
 
 
 class RunProgress:
-    """Is told of each event and each committed iteration."""
+    """Is told of each event and each committed iteration.
 
-    def __init__(self) -> None:
-        self._workers = self._samples = self._live = 0
+    Parameters
+    ----------
+    tokens
+        Of a sample.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._workers = self._samples = self._live = self._iterations = self._done = 0
         self._fault_free: float | None = None
         self._planned: float | None = None
         self._phase: Phase | None = None
@@ -37,6 +45,7 @@ class RunProgress:
         match event:
             case Started():
                 self._workers, self._samples, self._fault_free = event.workers, event.samples, event.fault_free_period
+                self._iterations, self._done = event.iterations, event.iteration
             case OrderGiven():
                 self._live, self._planned, self._phase, self._fetched = (event.live, event.planned_period, event.phase,
                                                                          None)
@@ -48,8 +57,9 @@ class RunProgress:
             case FetchAbandoned() | HandedOver() if event.fetch == self._fetch:
                 self._fetched = None
 
-    def committed(self) -> None:
+    def committed(self, iteration: int) -> None:
         """An iteration was committed."""
+        self._done = iteration + 1
         self._committed.append(time.monotonic())
 
     @property
@@ -58,18 +68,35 @@ class RunProgress:
         return f"settling {self._fetched:.0%}".replace("%", " %") if self._fetched is not None else self._phase or ""
 
     @property
-    def samples_per_second(self) -> float | None:
+    def tokens_per_second(self) -> float | None:
         """Over the last iterations; None: two have not been committed yet by the present workers."""
+        seconds = self._iteration_seconds
+        return None if seconds is None else self._tokens * self._samples / seconds
+
+    @property
+    def seconds_left(self) -> float | None:
+        """If the iterations to come take as long as the last ones."""
+        seconds = self._iteration_seconds
+        return None if seconds is None else seconds * (self._iterations - self._done)
+
+    @property
+    def _iteration_seconds(self) -> float | None:
         if len(self._committed) < 2 or self._committed[-1] <= self._committed[0]:
             return None
-        return self._samples * (len(self._committed) - 1) / (self._committed[-1] - self._committed[0])
+        return (self._committed[-1] - self._committed[0]) / (len(self._committed) - 1)
 
     def __str__(self) -> str:
         if self._phase is None:
             return ""
         told = [self.phase, f"{self._live} of {self._workers} workers"]
-        rate = self.samples_per_second
-        told += [] if rate is None else [f"{rate:.4g} samples/s"]
+        rate, left = self.tokens_per_second, self.seconds_left
+        told += [] if rate is None else [f"{_count(rate)} tokens/s"]
+        told += [] if not left else [f"{clock(left)} left"]
         if self._fault_free and self._planned:
             told.append(f"planned {100 * self._fault_free / self._planned:.0f} % of fault-free")
         return ", ".join(told)
+
+
+def _count(number: float) -> str:
+    """With three digits at least, and thousands apart."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

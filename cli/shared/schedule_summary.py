@@ -3,7 +3,15 @@
 from cli.shared.console import duration
 from schedules.measured_trace import TICK_SECONDS, MeasuredIteration, placed_ops
 from schedules.memory import memory_peaks
-from schedules.schedule import Schedule, period_ticks
+from schedules.schedule import Schedule, Worker, period_ticks
+
+
+def busy_shares(schedule: Schedule) -> dict[Worker, float]:
+    """The part of the period in which each live worker runs ops."""
+    busy: dict[Worker, int] = dict.fromkeys(schedule.seat_of, 0)
+    for op in schedule.all_ops():
+        busy[op.worker] += op.end_ticks - op.start_ticks
+    return {worker: ticks / (schedule.period_ticks or 1) for worker, ticks in busy.items()}
 
 
 def bubble_share(schedule: Schedule) -> float:

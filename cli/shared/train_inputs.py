@@ -52,15 +52,22 @@ def look_up(table: Table | None, down: tuple[Worker, ...], *, settled: bool = Fa
     return None if found is None else found.schedule
 
 
-def find_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in a folder, or the newest of several. Exits 2 where there is none."""
+def find_checkpoint(folder: Path) -> Checkpoint | None:
+    """The checkpoint in a folder, or the newest of several; None where there is none. Raises CheckpointError."""
+    if is_there(folder / MANIFEST):
+        return open_checkpoint(folder)
+    return latest(folder / "checkpoints") or latest(folder)
+
+
+def checkpoint_or_refuse(folder: Path, option: str = "") -> Checkpoint:
+    """The checkpoint in a folder, or the newest of several. Exits 2 where there is none that can be read."""
     try:
-        if is_there(folder / MANIFEST):
-            return open_checkpoint(folder)
-        found = latest(folder / "checkpoints") or latest(folder)
+        found = find_checkpoint(folder)
     except CheckpointError as error:
         refuse(error)
-    return found or refuse(f"--resume {folder}: no checkpoint is there, nor in its folder checkpoints")
+    if found is None:
+        refuse(f"{option}{folder}: no checkpoint is there, nor in its folder checkpoints")
+    return found
 
 
 def slowdowns(texts: list[str] | None, job: Job) -> tuple[Slowdown, ...]:

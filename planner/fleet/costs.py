@@ -55,7 +55,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
 def costs_for(parameters: float = 6.7e9, stages: int = 4, *, network_bytes_per_second: float = 10e9) -> Costs:
     """Costs for a model of this many parameters, cut into so many stages.
 
-    Loading a stage sends 14 bytes a parameter over one link: the weight in two bytes, a float32 master copy and two
+    Loading a stage sends 14 bytes per parameter over one link: the weight in two bytes, a float32 master copy and two
     Adam states, without the gradient. The default bandwidth is the published cluster's 80 Gb/s. Raises ValueError for
     values of 0 or less.
     """

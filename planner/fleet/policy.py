@@ -95,6 +95,8 @@ class Policy(ABC):
     """Whether this is only a line to compare with, and not a system that exists."""
     pauses: ClassVar[bool] = False
     """Whether training stops while a checkpoint is written. Otherwise it is written in the background."""
+    same_with_whole_machines: ClassVar["type[Policy] | None"] = None
+    """Another policy that does the same where no machine loses only some of its GPUs."""
     balances_speeds: ClassVar[bool] = False
     """Whether it changes its plan when workers become slow. Otherwise all wait for the slowest, whatever its rate."""
 
@@ -134,12 +136,13 @@ class Policy(ABC):
     @property
     def slowdown(self) -> float:
         """How many times as long training takes as its phases say, because it waits for slow machines."""
-        return 1.0 if self.balances_speeds else max(self.slow.values(), default=1.0)
+        return 1.0 if self.balances_speeds or not self.slow else max(self.slow.values())
 
     def answer(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
         """The phases from a change on; one of speeds alone is for policies that balance them."""
-        for machine in (*change.removed, *change.added):
-            self.slow.pop(machine, None)
+        if self.slow:
+            for machine in (*change.removed, *change.added):
+                self.slow.pop(machine, None)
         for machine, factor in change.slowed:
             self.slow[machine] = factor
             if factor == 1.0:
@@ -163,8 +166,8 @@ class Policy(ABC):
         before: list[Phase] = []
         for index, phase in enumerate(phases):
             if phase.seconds > seconds:
-                rest = [phase._replace(seconds=phase.seconds - seconds), *phases[index + 1:]]
-                before += [phase._replace(seconds=seconds)] if seconds else []
+                rest = [Phase(phase.cause, phase.seconds - seconds, *phase[2:]), *phases[index + 1:]]
+                before += [Phase(phase.cause, seconds, *phase[2:])] if seconds else []
                 return [*before, *self.resume_training(rate, stall, lost_samples=samples_to_redo(rest))]
             before.append(phase)
             seconds -= phase.seconds
@@ -178,7 +181,7 @@ class Policy(ABC):
     def training(self, rate: float) -> Phase:
         """Training without end. Where the policy pauses for checkpoints, the rate is the mean over the pauses."""
         if not self.pauses:
-            return Phase(Cause.RUN, rate=rate)
+            return Phase(Cause.RUN, math.inf, rate)
         interval = self.scenario.checkpoint_interval
         useful = rate * interval / (interval + self.costs.checkpoint_seconds)
         return Phase(Cause.RUN, rate=useful, checkpoints=rate - useful)
@@ -201,7 +204,11 @@ class Policy(ABC):
 
 def samples_to_redo(remaining: Sequence[Phase]) -> float:
     """Samples that were to be trained a second time in these phases."""
-    return sum(phase.seconds * phase.redone for phase in remaining if phase.redone)
+    samples = 0.0
+    for _, seconds, _, _, redone in remaining:
+        if redone:
+            samples += seconds * redone
+    return samples
 
 
 class Checkpoints:
@@ -227,7 +234,8 @@ class Checkpoints:
         last = math.floor(end / self.cycle) * self.cycle
         if last > begin:
             begin, self._beyond = last, 0.0
-        self._beyond += rate * (min(end - last, self.interval) - min(begin - last, self.interval))
+        first, then, interval = begin - last, end - last, self.interval
+        self._beyond += rate * ((then if then < interval else interval) - (first if first < interval else interval))
 
     def discard(self, samples: float) -> None:
         """So many samples are lost, to be trained again."""

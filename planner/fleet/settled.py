@@ -6,7 +6,8 @@ depends on how many there are. Large jobs are planned as groups of pipelines, ea
 group ends at the same time, and the one with most failures counts.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -20,8 +21,10 @@ from schedules.schedule import Schedule, Worker
 
 LAYERS_PER_STAGE = 8
 """Assumed layers of a stage, where the job file gives none."""
-SECONDS = 0.5
-"""Time limit for one plan; list schedules need no more on an idle machine."""
+SECONDS, SECONDS_PER_OP = 0.5, 3e-4
+"""Time for one plan, at most, and for each of its compute ops; list schedules of small jobs need no more."""
+BUSIEST = 4.0
+"""How many times as long a plan may take on a machine that is busy with other things, for as much processor time."""
 CLOSE = 0.02
 """A plan this close to its bound is good enough."""
 GROUP = 8
@@ -41,12 +44,16 @@ class SettledPlans:
     """The settled answers of a job, each planned once."""
 
     def __init__(self, job: Job, announce: Callable[[str], None] = lambda _: None,
-                 plan_seconds: float = SECONDS) -> None:
+                 plan_seconds: float | None = None) -> None:
+        """`plan_seconds` of a processor for one plan; None: by the size of the job."""
         layers = job.layers or (LAYERS_PER_STAGE,) * len(job.columns)
         self._layers_per_stage = sum(layers[:job.depth]) / job.stages
         self._job = msgspec.structs.replace(job, layers=layers)
         self._announce = announce
-        self._options = PlanOptions(method="greedy", layers="move", time_limit=plan_seconds)
+        self._options = PlanOptions(method="greedy", layers="move")
+        self._seconds = plan_seconds
+        self._wait = 1.0
+        """How many seconds a second of a processor took for the last plan."""
         self._found: dict[tuple[int, int], Settled | None] = {}
 
     def answer(self, failures: int) -> Settled | None:
@@ -73,7 +80,7 @@ class SettledPlans:
         best: Schedule | None = None
         for choose in (stacked, spread_out) if failures > 1 else (stacked,):
             try:
-                schedule = plan_only(self._options, job, choose(failures, pipelines, job.stages)).schedule
+                schedule = self._schedule(job, choose(failures, pipelines, job.stages))
             except NoPlanError:
                 continue
             if best is None or schedule.period_ticks < best.period_ticks:
@@ -84,6 +91,16 @@ class SettledPlans:
             return None
         layers = max(map(len, layers_received(best).values()), default=0)
         return Settled(best.seconds(best.period_ticks), layers / self._layers_per_stage)
+
+    def _schedule(self, job: Job, failed: Sequence[Worker]) -> Schedule:
+        """The best schedule found. So that it does not depend on what else the machine does, processor time counts."""
+        ops = 3 * job.depth * sum(job.microbatches)
+        seconds = min(SECONDS, SECONDS_PER_OP * ops) if self._seconds is None else self._seconds
+        began, used = time.monotonic(), time.process_time()
+        schedule = plan_only(self._options.within(seconds * self._wait), job, failed).schedule
+        used = time.process_time() - used
+        self._wait = min(BUSIEST, max(1.0, (time.monotonic() - began) / used)) if used > 0 else 1.0
+        return schedule
 
 
 def stacked(failures: int, pipelines: int, stages: int) -> list[Worker]:  # noqa: ARG001

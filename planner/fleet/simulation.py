@@ -102,9 +102,9 @@ def simulate(policy: Policy, trace: AvailabilityTrace) -> PolicyRun:
             break
         phases = policy.answer(change, recorder.spend(phases, change.seconds, policy.slowdown))
     recorder.spend(phases, trace.length_seconds, policy.slowdown)
-    return PolicyRun(policy=policy.name, fault_free_rate=policy.fault_free_rate, seconds=np.array(recorder.begin),
-                     rate=np.array(recorder.rate), checkpoints=np.array(recorder.checkpoints),
-                     cause=np.array(recorder.cause, dtype=np.int64))
+    seconds, rate, checkpoints, cause = zip(*recorder.spans, strict=True)
+    return PolicyRun(policy=policy.name, fault_free_rate=policy.fault_free_rate, seconds=np.array([0.0, *seconds]),
+                     rate=np.array(rate), checkpoints=np.array(checkpoints), cause=np.array(cause, dtype=np.int64))
 
 
 class _SpanRecorder:
@@ -112,28 +112,25 @@ class _SpanRecorder:
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
-        self.begin = [0.0]
-        self.rate: list[float] = []
-        self.checkpoints: list[float] = []
-        self.cause: list[int] = []
+        self._clock = 0.0
+        self.spans: list[tuple[float, float, float, int]] = []
+        """(end, useful samples per second, those lost to writing checkpoints, index into `CAUSES`)."""
 
     def spend(self, phases: Sequence[Phase], until: float, slowdown: float) -> list[Phase]:
         """Record phases until a time, training so many times slower. Returns what remains, the current one first."""
-        clock = self.begin[-1]
-        phases = phases if slowdown == 1.0 else [phase.slower(slowdown) for phase in phases]
-        for index, phase in enumerate(phases):
-            cause, seconds, rate, checkpoints, redone = phase
+        clock = self._clock
+        if slowdown != 1.0:
+            phases = [phase.slower(slowdown) for phase in phases]
+        for index, (cause, seconds, rate, checkpoints, redone) in enumerate(phases):
             end = clock + seconds
-            if (recorded := min(end, until)) > clock:
-                self.begin.append(recorded)
-                self.rate.append(rate)
-                self.checkpoints.append(checkpoints)
-                self.cause.append(_NUMBER[cause])
+            if (recorded := end if end < until else until) > clock:
+                self.spans.append((recorded, rate, checkpoints, _NUMBER[cause]))
                 if rate or redone:
                     self._checkpoints.train(clock, recorded, rate + checkpoints + redone)
             if end > until:
+                self._clock = until
                 rest = Phase(cause, end - until, rate, checkpoints, redone)
-                return [rest.slower(1 / slowdown), *phases[index + 1:]]
+                return [rest.slower(1 / slowdown) if slowdown != 1.0 else rest, *phases[index + 1:]]
             clock = end
         raise AssertionError("the last phase of a policy has an end")
 
@@ -190,12 +187,25 @@ def throughputs_over_traces(policies: Sequence[type[Policy]], throughputs: Throu
     values: dict[str, list[float]] = {kind.name: [] for kind in policies}
     try:
         for index, trace in enumerate(traces):
-            scenario = Scenario(throughputs, costs, trace.seconds_between_failures)
-            found = {kind.name: simulate(kind(scenario), trace).throughput for kind in policies}
-            for name, value in found.items():
+            for name, value in _throughputs_over(policies, trace, throughputs, costs).items():
                 values[name].append(value)
             progress(index + 1, len(traces))
     except KeyboardInterrupt:
         if not all(values.values()):
             raise
     return {name: np.array(column) for name, column in values.items()}
+
+
+def _throughputs_over(policies: Sequence[type[Policy]], trace: AvailabilityTrace, throughputs: Throughputs,
+                      costs: Costs) -> dict[str, float]:
+    """Mean samples per second by policy. Where policies do the same on this trace, one of them is simulated."""
+    scenario = Scenario(throughputs, costs, trace.seconds_between_failures)
+    found: dict[type[Policy], float] = {}
+    whole = not any(change.gpus for change in trace.changes)
+    for kind in policies:
+        simulated = kind.same_with_whole_machines if whole else None
+        if simulated is None or simulated not in found:
+            found[kind] = simulate(kind(scenario), trace).throughput
+        else:
+            found[kind] = found[simulated]
+    return {kind.name: value for kind, value in found.items()}

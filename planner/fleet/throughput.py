@@ -14,10 +14,11 @@ import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property
+from typing import Any, TypeVar
 
 import msgspec
 
-from planner.fleet.settled import SECONDS, SettledPlans
+from planner.fleet.settled import SettledPlans
 from planner.job.file import Job
 from planner.model import assemble
 from planner.model.arrays import ProblemArrays
@@ -41,6 +42,7 @@ from schedules.tables.table import Table
 DownByStage = tuple[int, ...]
 """How many workers of each stage (column) are down."""
 Pieces = Sequence[tuple[Piece, Solution]]
+Value = TypeVar("Value")
 
 PLAN_SECONDS = 0.2
 """Time limit for one arrangement of failures; most need a hundredth of it."""
@@ -52,10 +54,11 @@ class Throughputs:
     """Throughputs of one job by schedule, in samples per second; 0.0 where no plan exists."""
 
     def __init__(self, job: Job, *, samples_per_microbatch: float = 1.0, table: Table | None = None,
-                 plan_seconds: float = PLAN_SECONDS, settle_seconds: float = SECONDS,
+                 plan_seconds: float = PLAN_SECONDS, settle_seconds: float | None = None,
                  announce: Callable[[str], None] = lambda _: None) -> None:
         """All workers count as equally fast. `plan_seconds` and `settle_seconds` limit the time for one plan, with
-        layers in place and with layers that move. `announce` is called with one line before each plan.
+        layers in place and with layers that move (None: by the size of the job). `announce` is called with one line
+        before each plan.
 
         Raises NoPlanError when no schedule can run the job, ValueError when the table is of another one.
         """
@@ -63,7 +66,7 @@ class Throughputs:
         self.job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=()))
         self.workers = job.pipelines * job.stages
         self.samples = samples_per_microbatch * sum(job.microbatches)
-        # The runtime runs whole stages.
+        # Whole stages only: what slices gain at once is little, and hundreds of states are planned.
         self._options = PlanOptions(method="greedy", time_limit=plan_seconds, slices=False)
         self._windows: dict[int, Windows] = {}
         problem = self._options.problem(self.job)
@@ -80,7 +83,15 @@ class Throughputs:
         self._pieces: dict[Hashable, int] = {}
         self._round_robin: dict[tuple[DownByStage, BackwardMode, OptimizerMode], float] = {}
         self._one_f_one_b: dict[int, float] = {}
+        self._kept: dict[Hashable, Any] = {}
         self._table = _table_periods(table, self.job, self._options) if table is not None else {}
+
+    def kept(self, key: Hashable, find: Callable[[], Value]) -> Value:
+        """A figure that policies need again and again, in this run and in others: found once for each key."""
+        if key not in self._kept:
+            self._kept[key] = find()
+        found: Value = self._kept[key]
+        return found
 
     # --- This planner -------------------------------------------------------------------------------------------------
 

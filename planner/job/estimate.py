@@ -212,8 +212,8 @@ def _comments(shape: ModelShape, layout: Layout) -> dict[str, list[str]]:
              f"{layout.efficiency:.0%} of {gpu.flops / 1e12:.0f} TFLOP/s. `slipstream profile` measures."],
         "time": ["Seconds. Matrix products and attention only; optimizer: AdamW, bound by memory bandwidth;",
                  f"all_reduce: a ring of float32 gradients at {gpu.network / 1e9:g} GB/s; transfer: bf16."],
-        "memory": [f"MB on each GPU. capacity: what is left beside {BYTES_HELD} bytes a parameter, and {BYTES_UNDO} by "
-                   "which a step can be undone.",
+        "memory": [f"MB on each GPU. capacity: what is left beside {BYTES_HELD} bytes per parameter, and {BYTES_UNDO} "
+                   "by which a step can be undone.",
                    "activation: 34 bytes a token and unit of width and layer (attention fused); weight_stash: 32.",
                    f"weights: those {BYTES_HELD + BYTES_UNDO} bytes; unit_bytes: of a worker, which is "
                    f"{layout.tensor_parallel} x {gpu.name}."],

@@ -100,9 +100,9 @@ def read_job(path: Path) -> Job:
 
 
 def read_job_text(path: Path) -> str:
-    """The text of a job file, not yet parsed. Raises JobError."""
+    """The text of a job file, not yet parsed, without a byte-order mark. Raises JobError."""
     try:
-        return read_at_most(path, MAX_JOB_BYTES, JobError, "; a job file is a page of TOML").decode()
+        return read_at_most(path, MAX_JOB_BYTES, JobError, "; a job file is a page of TOML").decode("utf-8-sig")
     except UnicodeDecodeError:
         raise JobError(f"{path}: not UTF-8 text; a job file is TOML") from None
 

@@ -4,7 +4,6 @@ A stage's value is the sum over its layers. `[layers]` says how it is divided: i
 where it has none.
 """
 
-from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 
@@ -41,7 +40,7 @@ def layer_costs(job: Job) -> LayerCosts:
     nothing = (0.0,) * job.depth
     time, memory = job.time, job.memory
 
-    def divided(key: str, stages: Sequence[float]) -> tuple[Fraction, ...]:
+    def divided(key: str, stages: tuple[float, ...]) -> tuple[Fraction, ...]:
         return _divided(stages[:job.depth], counts, getattr(job.layer_values, key) if job.layer_values else None)
 
     return LayerCosts(
@@ -62,7 +61,9 @@ def exact(value: float) -> Fraction:
     return Fraction(repr(value))
 
 
-def _divided(stages: Sequence[float], counts: Sequence[int], values: Sequence[float] | None) -> tuple[Fraction, ...]:
+@lru_cache(maxsize=256)
+def _divided(stages: tuple[float, ...], counts: tuple[int, ...],
+             values: tuple[float, ...] | None) -> tuple[Fraction, ...]:
     """Each stage's value over its layers, in proportion to `values`, which are by layer; evenly where these are 0."""
     divided: list[Fraction] = []
     for stage, count in zip(stages, counts, strict=True):

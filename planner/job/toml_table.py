@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 MAX_NUMBER = 1e18
+ALIKE = 0.8
+"""Likeness of a key that is taken for a misspelt one: more than that of any two keys of a job."""
 _T = TypeVar("_T")
 
 
@@ -51,20 +53,27 @@ class TomlTable:
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number of at least 0."""
-        return number(self.path(key), self.take(key, default))
+        return number(self.path(key), self._required(key, default))
 
     def count(self, key: str, default: int | None = None, *, low: int = 1, high: int) -> int:
         """A whole number from `low` to `high`."""
-        return count(self.path(key), self.take(key, default), low, high)
+        return count(self.path(key), self._required(key, default), low, high)
 
     def counts(self, key: str, length: int, per: str, *, low: int, high: int) -> tuple[int, ...]:
         """Whole numbers: a list of `length`, one a `per`, or a single value for all."""
-        return _repeated(self.path(key), self.take(key), length, per,
+        return _repeated(self.path(key), self._required(key, None), length, per,
                          lambda name, value: count(name, value, low, high))
 
     def numbers(self, key: str, length: int, per: str, default: float | None = None) -> tuple[float, ...]:
         """Numbers of at least 0: a list of `length`, one a `per`, or a single value for all."""
-        return _repeated(self.path(key), self.take(key, default), length, per, number)
+        return _repeated(self.path(key), self._required(key, default), length, per, number)
+
+    def _required(self, key: str, default: object) -> object:
+        """The value; JobError where there is none, but a key that looks like a slip of this one."""
+        value = self.take(key, default)
+        if value is None and (near := difflib.get_close_matches(key, self._left, 1, ALIKE)):
+            raise JobError(f"key {self.path(key)!r} is missing; is {near[0]!r} meant for it?")
+        return value
 
     def finish(self) -> None:
         """Refuse keys that were not taken. Raises JobError that names the nearest known key."""
@@ -105,5 +114,5 @@ def _repeated(path: str, value: object, length: int, per: str, read: Callable[[s
     if not isinstance(value, list):
         return (read(path, value),) * length
     if len(value) != length:
-        raise JobError(f"{path} has {len(value)} values; expected {length}, one a {per}, or a single number")
+        raise JobError(f"{path} has {len(value)} values; expected {length}, one per {per}, or a single number")
     return tuple(read(f"{path}[{index}]", item) for index, item in enumerate(value))

@@ -7,6 +7,8 @@ depends on the order alone, and start times may be chosen freely once an order i
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,6 +83,8 @@ class ProblemArrays:
         self.hosts = hosts
         """The assignment: the worker that runs each unit."""
         self.units = list(problem.units())
+        self.unit_numbers = ints(self.units)
+        """[unit, 3] its slice, pipeline and micro-batch"""
         self.workers = problem.live
         """The worker of each row."""
         self.group = ints([problem.group(worker) for worker in self.workers])
@@ -92,6 +96,22 @@ class ProblemArrays:
         self.load = np.bincount(self.ops.worker, minlength=len(self.workers))
         """[row] units"""
 
+    def assigned(self, worker: Ints) -> "ProblemArrays":
+        """Under another assignment: [unit] the row of its worker. What does not depend on it is not made anew."""
+        other, ops = copy(self), self.ops
+        other.hosts = {unit: self.workers[row] for unit, row in zip(self.units, worker.tolist(), strict=True)}
+        other.ops = ops._replace(
+            worker=worker, duration=self._durations(ops.slice, worker),
+            predecessors=_rehopped(ops.predecessors, worker, ops), successors=_rehopped(ops.successors, worker, ops))
+        other.load = np.bincount(worker, minlength=len(self.workers))
+        return other
+
+    @cached_property
+    def home(self) -> Ints:
+        """[unit] the row of the worker of its own pipeline that holds its stage; -1 where that is down."""
+        row_of = {worker: row for row, worker in enumerate(self.workers)}
+        return ints([row_of.get(self.problem.worker(unit.slice, unit.pipeline), -1) for unit in self.units])
+
     def _ops(self) -> Ops:
         problem, kinds = self.problem, len(self.problem.kinds)
         number = ints([unit.slice for unit in self.units])
@@ -101,8 +121,8 @@ class ProblemArrays:
         predecessors, successors = _arcs(problem, position, length, worker)
         back = length - 1 - position
         if problem.routes is not None:  # routes of different lengths are compared by layers
-            layers = ints(problem.layers_of)[number]
-            position, back = layers[:, 0], layers.max() - layers[:, 1]
+            position, end = ints(problem.layers_of)[number].T.copy()  # the kernel is compiled for arrays without gaps
+            back = end.max() - end
         depth = 1 + int(max(position.max(), back.max()))
         return Ops(kinds=kinds, depth=depth, mixed=len(problem.layers_of) > problem.grid.columns,
                    transfer=problem.times.transfer,
@@ -194,6 +214,12 @@ def _arcs(problem: Problem, position: Ints, length: Ints, worker: Ints) -> tuple
     hop = tensor * (worker[later // len(kinds)] != worker[earlier // len(kinds)]) * problem.times.transfer
     count = len(position) * len(kinds)
     return _compressed(count, later, earlier, tensor, hop), _compressed(count, earlier, later, tensor, hop)
+
+
+def _rehopped(arcs: Arcs, worker: Ints, ops: Ops) -> Arcs:
+    """The arcs with the hops of another assignment."""
+    own = np.repeat(np.arange(len(arcs.start) - 1), np.diff(arcs.start))
+    return arcs._replace(hop=arcs.tensor * (worker[ops.unit[own]] != worker[ops.unit[arcs.op]]) * ops.transfer)
 
 
 def _compressed(count: int, own: Ints, other: Ints, tensor: Ints, hop: Ints) -> Arcs:

@@ -48,6 +48,12 @@ def ready(progress: ProgressCallback = quiet) -> None:
             marker.touch()
 
 
+@cache
+def load() -> None:
+    """Have this process load the machine code, which takes a third of a second, before something is timed."""
+    _use_once()
+
+
 def is_compiled() -> bool:
     """Whether plans need not wait for the compiler."""
     folders = _folders()

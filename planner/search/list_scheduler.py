@@ -170,7 +170,7 @@ def _ranks(arrays: ProblemArrays, rerouted: Rerouted, advance: float) -> Ints:
 
     Those on longer routes count as older: `DispatchRule.advance`.
     """
-    number, pipeline = ints([unit[1:] for unit in arrays.units]).T[::-1]
+    _, pipeline, number = arrays.unit_numbers.T
     older = advance * _longer(arrays) if advance and arrays.problem.routes is not None else 0.0
     _, found = np.unique(np.round((number - older) * STEPS) * arrays.problem.grid.pipelines + pipeline,
                          return_inverse=True)
@@ -188,7 +188,7 @@ def _longer(arrays: ProblemArrays) -> Floats:
     """
     ops, kinds = arrays.ops, arrays.ops.kinds
     both = ops.duration[::kinds] + ops.duration[1::kinds] + 2 * ops.transfer + ops.duration.mean()
-    begins = np.flatnonzero(np.diff(ints([unit[1:] for unit in arrays.units]), axis=0, prepend=-1).any(axis=1))
+    begins = np.flatnonzero(np.diff(arrays.unit_numbers[:, 1:], axis=0, prepend=-1).any(axis=1))
     ways = np.add.reduceat(both, begins)
     busiest = np.bincount(ops.worker[ops.unit], weights=ops.duration).max()
     longer: Floats = (ways - ways.min()) * max(arrays.problem.grid.microbatches) / busiest

@@ -7,15 +7,16 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import NamedTuple, get_args
 
 import msgspec
+import numpy as np
 
 from planner.model.arrays import ProblemArrays
 from planner.model.bounds import whole_fill
-from planner.model.problem import Problem, Unit
+from planner.model.problem import Problem
 from planner.model.solution import Solution
 from planner.model.start_times import solution_period
 from planner.search.assignment import ASSIGNMENT_RULES, assign
@@ -30,14 +31,13 @@ from planner.search.list_scheduler import (
     in_flight,
     shares_of_forward,
 )
-from schedules.schedule import Worker
 
 OPS_PER_SEARCH = 20_000_000
 """Ops that all random steps together may schedule; counted, not timed, so that the same seed gives the same plan."""
 QUICK = 20_000
 """Compute ops up to which baselines are tried when the time is over, too."""
 FEWEST_STEPS, MOST_STEPS = 8, 1000
-GRID_SHARE = 0.4
+GRID_SHARE = 0.6
 """Share of the time for the grid, where the steps after it may change the assignment."""
 ASSIGNMENT_STEPS = 0.5
 """Share of the steps that change the assignment."""
@@ -247,8 +247,7 @@ def _step_at_random(best: _Best, random: random.Random) -> None:
         if best.over:
             return
         if _can_exchange(best.problem) and random.random() < ASSIGNMENT_STEPS:
-            hosts = _exchanged(best.problem, best.scheduler.arrays.hosts, random)
-            best.offer(ListScheduler(ProblemArrays(best.problem, hosts)), best.rule)
+            best.offer(ListScheduler(_exchanged(best.scheduler.arrays, random)), best.rule)
         else:
             best.offer(best.scheduler, _changed(best.problem, best.rule, random))
 
@@ -258,30 +257,29 @@ def _can_exchange(problem: Problem) -> bool:
     return problem.routes is None and len({worker.pipeline for worker in problem.failed}) > 1
 
 
-def _exchanged(problem: Problem, hosts: Mapping[Unit, Worker], random: random.Random) -> Mapping[Unit, Worker]:
+def _exchanged(arrays: ProblemArrays, random: random.Random) -> ProblemArrays:
     """The re-routed micro-batches of a stage, or of all, exchange their workers, so that all keep their loads.
 
     Over all of the iteration, or neighbours only: the one finds other pairs of pipelines, the other a better order.
     """
-    rerouted: dict[int, list[Unit]] = {}
-    for unit, worker in hosts.items():
-        if worker != problem.worker(unit.slice, unit.pipeline):
-            rerouted.setdefault(unit.slice, []).append(unit)
+    slices = arrays.ops.slice
+    rerouted: dict[int, list[int]] = {}
+    for unit in np.flatnonzero(arrays.ops.worker != arrays.home).tolist():
+        rerouted.setdefault(int(slices[unit]), []).append(unit)
     if not rerouted:
-        return hosts
+        return arrays
     chosen = list(rerouted.values()) if random.random() < 0.5 else [random.choice(list(rerouted.values()))]
     neighbours = random.random() < 0.5
-    changed = dict(hosts)
-    for units in chosen:
-        units.sort(key=lambda unit: (unit.pipeline, unit.microbatch))
-        workers = [hosts[unit] for unit in units]
+    changed = arrays.ops.worker.copy()
+    for units in chosen:  # by pipeline, then micro-batch
+        workers = changed[units].tolist()
         if not neighbours:
             random.shuffle(workers)
         for place in range(len(workers) - 1 if neighbours else 0):
             if random.random() < 0.5:
                 workers[place:place + 2] = reversed(workers[place:place + 2])
-        changed |= zip(units, workers, strict=True)
-    return changed
+        changed[units] = workers
+    return arrays.assigned(changed)
 
 
 def _changed(problem: Problem, rule: DispatchRule, random: random.Random) -> DispatchRule:

@@ -78,7 +78,7 @@ def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *
                 progress: CountCallback = lambda _done, _total: None) -> BuiltTable:
     """Plan the entries that are missing and write the table. `job_text` is the job file; the table keeps a copy.
 
-    Entries that run at once have whole stages, which the runtime can run; the `settled` ones need not.
+    Entries that run at once leave all layers where they are, and cut micro-batches within a stage where that is faster.
     Where this is interrupted, finished entries stay, and the next call goes on from there. Raises NoPlanError when
     the job has no plan even without failures, JobError when it is too large for the time limit, TableError when the
     folder holds something else or is damaged, OSError when it cannot be written, PoolError when a process dies.
@@ -170,10 +170,9 @@ class EntryPlanner:
         return make_part(self._basis, task.key, schedule, transition(schedule, self._job) if task.settled else None)
 
     def _at_once(self, task: EntryTask) -> Schedule:
-        options = msgspec.structs.replace(self._options, slices=False)
         if task.failed is not None:
-            return plan_only(options, self._job, task.failed).schedule
-        return normal_form(self._job, task.failures, options, windows=self._windows).schedule
+            return plan_only(self._options, self._job, task.failed).schedule
+        return normal_form(self._job, task.failures, self._options, windows=self._windows).schedule
 
     def _settled(self, task: EntryTask) -> Schedule:
         """For a number of failures, of the roles that seem the best to leave vacant: where they are matters little."""

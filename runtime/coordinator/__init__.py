@@ -2,14 +2,25 @@
 
     event_loop           handles all events, one after the other: messages, missed heartbeats, ended processes
     run                  what it is given
-    server               the connections of workers and node agents
+    server               connections, and who may say what over them
+    worker_connections   which workers are connected, silent, given up, or at their end
     node_agents          which other nodes are there, and what they are told
     plausible            what a message may say
     gathering            who is waited for before the first order
     heartbeat_monitor    which workers have been silent for too long
     stall_watch          who keeps the run from going on, when nothing has been committed for long
-    coordinator          decides on orders: members, schedule, first iteration
+    news                 what people are told, and what files keep of that
+
+    coordinator          what each event changes, and what is decided then
+    context              the state of the run that all decisions share
+    boundary             what is prepared while all train, and the iteration before which all stop for it
+    next_order           what follows once all have paused
+    going_back           what follows where nobody holds some layer any more
+    take_over            what a coordinator goes on from that is started anew
+    schedule_choice      which schedule to ask for
+    orders               what is told to workers
     lost_workers         why each is gone
+
     planning             finds schedules in threads
     join_planning        which workers fetch which layers while training goes on
     settling             whether layers move to a better schedule, and when that has paid
@@ -18,9 +29,13 @@
     speed_planning       what is planned for workers of certain speeds; who is left out
     slow_workers         which slow workers there are, when it is planned for them, when those left out are measured
     layer_moves          which layers move from which worker to which
+
     commit_log           which iterations are committed; losses, times, digests
     recovery             how long each change of members took
     checkpoint_timer     when the next checkpoint is due
     loss_file            losses.jsonl
+    metrics              metrics.jsonl: loss, gradient norm, learning rate, speed, of each iteration
+    tensorboard          the same for TensorBoard
+    iteration_lines      a file with a line for each committed iteration
     event_log            events.jsonl
 """

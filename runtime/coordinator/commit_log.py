@@ -46,6 +46,10 @@ class CommitLog:
         self._factors: dict[int, float | None] = {}
         self._windows: dict[int, float] = {}
         self._traced: dict[int, MeasuredIteration] = {}
+        self.gradient_norm: float | None = None
+        """Of the last committed iteration, before clipping; None: it was not finite."""
+        self.evaluation: float | None = None
+        """The loss of validation data after the last committed iteration; None: they were not looked at."""
         self.losses: list[float] = []
         """Of the committed iterations of this run."""
         self.digests: dict[str, str] = {}
@@ -128,9 +132,12 @@ class CommitLog:
         windows = windows[1:] or windows
         return statistics.median(windows) if windows else None
 
-    def period_since(self, iteration: int) -> float | None:
-        """Median of the longest busy window of any worker, in seconds, over the iterations committed from one on."""
-        windows = self._windows_between(iteration, None)
+    def period_after(self, iteration: int) -> float | None:
+        """Median of the longest busy window of any worker, in seconds, over the iterations committed after one.
+
+        With that one an order begins, in empty pipelines. None: no other has been committed.
+        """
+        windows = self._windows_between(iteration + 1, None)
         return statistics.median(windows) if windows else None
 
     def trace(self) -> MeasuredTrace:
@@ -153,6 +160,10 @@ class CommitLog:
     def _commit(self, iteration: int, parts: list[Ran]) -> None:
         # Summed in the order of the workers, so that the loss does not depend on whose report came first.
         self.losses.append(sum(math.nan if part.loss is None else part.loss for part in parts))
+        squares = [part.squares for part in parts]
+        self.gradient_norm = None if None in squares else math.sqrt(math.fsum(filter(None, squares)))
+        losses = [part.evaluation for part in parts]
+        self.evaluation = None if None in losses else sum(filter(None, losses))
         self._windows[iteration] = max(part.window_seconds for part in parts)
         if all(part.ops for part in parts):
             self._traced[iteration] = MeasuredIteration(iteration,

@@ -80,6 +80,15 @@ class EventLog:
         self.close()
 
 
+def both(one: Observer, other: Observer) -> Observer:
+    """Two observers as one."""
+    def observe(event: Event) -> None:
+        one(event)
+        other(event)
+
+    return observe
+
+
 def _opened(path: Path) -> FileIO:
     """The file, without a last line that is not whole, unbuffered, to append to."""
     file = FileIO(path, "ab+")

@@ -6,24 +6,20 @@ waits for anything.
 
 import asyncio
 import math
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
-import msgspec
 from msgspec.structs import replace
 
-from runtime.coordinator.checkpoint_timer import CheckpointTimer
 from runtime.coordinator.commit_log import CommitLog, CommitLogError
+from runtime.coordinator.context import Listeners
 from runtime.coordinator.coordinator import Coordinator
 from runtime.coordinator.event_log import EventLog
 from runtime.coordinator.gathering import TELL_SECONDS, who_is_awaited
-from runtime.coordinator.heartbeat_monitor import HeartbeatMonitor
 from runtime.coordinator.loss_file import LossFile
+from runtime.coordinator.news import News
 from runtime.coordinator.node_agents import NodeAgents
 from runtime.coordinator.planning import ScheduleService
 from runtime.coordinator.plausible import Bounds, printable
@@ -31,16 +27,15 @@ from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.run import Run
 from runtime.coordinator.server import Connection, Server, serve
 from runtime.coordinator.settling import Cost, Settler
-from runtime.coordinator.slow_workers import SpeedEvent
 from runtime.coordinator.stall_watch import StallWatch
 from runtime.coordinator.take_over import TakeOver
+from runtime.coordinator.worker_connections import WorkerConnections
 from runtime.errors import RunError
-from runtime.events import LOSSES, CheckpointWritten, LeftOut, Noted, Recovered, Slowed
 from runtime.events import Finished as RunFinished
 from runtime.processes.fork_server import ForkServerError
 from runtime.processes.process_manager import ProcessManager
 from runtime.processes.stop_signals import StopSignals
-from runtime.protocol.channel import Frame, frame
+from runtime.protocol.channel import frame
 from runtime.protocol.to_coordinator import (
     Checkpoints,
     Ended,
@@ -65,16 +60,12 @@ from runtime.protocol.to_coordinator import (
     Validated,
 )
 from runtime.protocol.to_node_agent import STILL_RUNNING_SECONDS
-from runtime.protocol.to_worker import Leave, ReportStatus
+from runtime.protocol.to_worker import ReportStatus
 from runtime.replay.placement import Placement
-from runtime.run_folder import CHECKPOINTS, holder
 from schedules.schedule import Worker
 
-DRAIN_SECONDS = 1.0
-"""How long the last messages of a process that has ended may take to arrive."""
 MOST_UNKNOWN = 256
 """Connections that may be open of peers that have not said who they are, besides one for each worker."""
-
 
 FIND_AGAIN_SECONDS = 0.05
 """From one look whether all workers of another coordinator have been found to the next."""
@@ -94,47 +85,30 @@ class EventLoop:
         self._losses = losses
         self._event_log = event_log
         self.processes = processes
-        self._monitor = HeartbeatMonitor(run.setup.heartbeat_timeout_seconds)
-        self._stall = StallWatch(run.stall_timeout_seconds, lambda worker: self._send(worker, ReportStatus()))
+        self.news = News(run, event_log)
+        self._workers = WorkerConnections(run, processes, self._put, self._lose)
+        self._stall = StallWatch(run.stall_timeout_seconds, lambda worker: self._workers.send(worker, ReportStatus()))
         self._events: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
         schedules = ScheduleService(run.schedule, run.scheduler, lambda: self._put(lambda: None), event_log,
-                                    run.at_speeds, None if run.settling is None else run.settling.rebalancer)
+                                    run.at_speeds, run.rebalancer)
         setup = run.setup
-        self.checkpoints = CheckpointTimer(automatic=setup.checkpoint_every is None)
-        self._coordinator = Coordinator(schedules, self._send, log, placement=Placement(setup.cuts),
-                                        tell=self._tell_speed,
-                                        checkpoints=self.checkpoints, events=event_log, went_back=losses.go_back,
-                                        iterations=range(setup.first_iteration,
-                                                         max(setup.first_iteration, setup.iterations)))
-        if run.settling is not None:
-            self._coordinator.settler = Settler(Cost(run.layer_bytes, setup.fetch_bytes_per_second),
-                                                run.settling.mtbf_seconds, event_log, run.notify)
+        self._coordinator = Coordinator(
+            schedules, self._workers.send, log, placement=Placement(setup.cuts), checkpoints=self.news.checkpoints,
+            iterations=range(setup.first_iteration, max(setup.first_iteration, setup.iterations)),
+            settler=None if run.settling is None else Settler(
+                Cost(run.layer_bytes, setup.fetch_bytes_per_second), run.settling.mtbf_seconds, event_log, run.notify),
+            listeners=Listeners(events=event_log, note=self.news.note, speed=self.news.speed, went_back=self._go_back))
         self._take_over = None
         if run.behind is not None:
             last = None if run.losses is None else setup.first_iteration + len(run.losses) - 1
             self._take_over = TakeOver(last, setup.first_iteration, run.gone,
                                        [seat.worker for seat in run.schedule.seats])
             self._coordinator.await_workers_of_another()
-        self._workers: dict[Worker, Connection] = {}
-        self._agents = NodeAgents(run, processes, self._is_missed)
-        self._ended: dict[Worker, Ended] = {}
-        """Processes that have ended, as long as messages of theirs may still arrive."""
-        self._given_up: set[Worker] = set()
-        """Workers that were lost before their processes have ended."""
+        self._agents = NodeAgents(run, processes, lambda node: self._workers.are_given_up(processes.workers_of(node)))
         self._injected: dict[int, float] = {}
         """When each failure on purpose happened."""
-        self._known = frozenset(run.schedule.grid.workers())
         self._corpora: dict[str, Worker] = {}
-        self._folder = holder(run.out)
-        self._apart = False
-        """Whether a node has another folder."""
-        self._bounds = Bounds(setup, len(run.injections), self._known)
-        self._last_sent: tuple[msgspec.Struct | None, Frame] = None, Frame(b"", b"")
-        """The last message and its bytes: an order, with its schedule, is encoded once for all workers."""
-        self._checkpointed = 0
-        """The newest complete checkpoint of which the event log was told."""
-        self.notes: list[str] = []
-        self.speed_events: list[SpeedEvent] = []
+        self._bounds = Bounds(setup, len(run.injections), frozenset(run.schedule.grid.workers()))
         self.out_of_time = False
         """Whether the run was told to end, and could not in time."""
 
@@ -155,14 +129,14 @@ class EventLoop:
         """
         self.processes.connect(self._agents.send)
         server = await serve(listener, Server(self._run.secret, self._heard, self._run.notify,
-                                              MOST_UNKNOWN + len(self._known)))
+                                              MOST_UNKNOWN + len(self._bounds.workers)))
         loop, descriptor = asyncio.get_running_loop(), self.processes.fileno()
         loop.add_reader(descriptor, self._read_ends)
         loop.call_later(self._run.join_timeout_seconds, self._put, self._require_all_there)
         address = "{}:{}".format(*listener.getsockname()[:2])
         self._tell_awaited(address, others_only=True)
         self._every(TELL_SECONDS, partial(self._tell_awaited, address))
-        self._every(self._monitor.interval_seconds, self._look)
+        self._every(self._workers.interval_seconds, self._look)
         if self._take_over is not None:
             self._every(FIND_AGAIN_SECONDS, self._find)
         self._every(STILL_RUNNING_SECONDS, self._agents.reassure)
@@ -180,21 +154,14 @@ class EventLoop:
             error = str(reason)
             raise
         except (CommitLogError, ForkServerError, RunError) as reason:
-            error = f"{reason}; {self._how_far()}"
+            error = f"{reason}; {self.news.how_far(self._log.next_iteration)}"
             raise RunError(error) from None
         finally:
             self._event_log.write(RunFinished(error=error))
             loop.remove_reader(descriptor)
             server.close()
             await self._agents.announce_end(error)
-            for connection in self._workers.values():
-                connection.close()
-
-    def _how_far(self) -> str:
-        """What is committed, as a clause."""
-        count, path = self._log.next_iteration, self._run.out / LOSSES
-        return "no iteration is committed" if count == 0 else f"one iteration is committed, its loss is in {path}" \
-            if count == 1 else f"{count} iterations are committed, their losses are in {path}"
+            self._workers.close()
 
     def _stop(self) -> None:
         """A signal has come: end at the next iteration, or in it where that takes too much of the time there is."""
@@ -204,6 +171,10 @@ class EventLoop:
         self._put(self._coordinator.stop)
         loop.call_later(grace / 2, self._put, self._coordinator.hurry)
         loop.call_later(grace, self._put, self._run_out_of_time)
+
+    def _go_back(self, iteration: int) -> None:
+        self._losses.go_back(iteration)
+        self.news.went_back(iteration)
 
     def _run_out_of_time(self) -> None:
         self.out_of_time = not self._coordinator.left
@@ -225,41 +196,23 @@ class EventLoop:
 
         asyncio.get_running_loop().call_later(seconds, again)
 
-    def _tell_speed(self, event: SpeedEvent) -> None:
-        self.speed_events.append(event)
-        for change in event.changes:
-            self._event_log.write(Recovered(worker=change.worker) if change.factor == 1.0 else
-                                  Slowed(worker=change.worker, factor=round(change.factor, 3)))
-        for worker in event.left_out:
-            self._event_log.write(LeftOut(worker=worker, reason=str(event)))
-        self._run.notify(event)
-
-    def _note(self, text: str) -> None:
-        self.notes.append(text)
-        self._event_log.write(Noted(text=text))
-        self._run.notify(text)
-
     def _tell_awaited(self, address: str, *, others_only: bool = False) -> None:
         """Say for whom this node waits before the first order; at the start only for other nodes."""
         own = self._run.shares[0] if others_only else ()
-        awaited = [worker for worker in self._coordinator.awaited if worker not in own]
-        if awaited:
-            self._run.notify(f"node 0, at {address}, waits for "
-                             + who_is_awaited(awaited, self._run.shares, self._agents.connected))
+        self.news.awaited([worker for worker in self._coordinator.awaited if worker not in own],
+                          self._agents.connected, address)
 
     def _look(self) -> None:
         """Give up who is silent. Where nothing is committed for long, say so, and give up who keeps the others waiting
         by itself."""
-        for worker, heard in self._monitor.missed():
-            self._give_up(worker, f"worker {worker} stopped answering", heard)
-            self.processes.kill(worker)
+        self._workers.give_up_silent()
         held = self._coordinator.held
-        stall = self._stall.look(held, self._monitor.interval_seconds, planning=self._coordinator.planning)
+        stall = self._stall.look(held, self._workers.interval_seconds, planning=self._coordinator.planning)
         if stall is None or not held:
             return
-        self._note(str(stall))
+        self.news.note(str(stall))
         for one in stall.culprits(held):
-            self._give_up(one.worker, f"worker {one.worker} hung for {one.seconds:.0f} s in {one.doing}")
+            self._workers.give_up(one.worker, f"worker {one.worker} hung for {one.seconds:.0f} s in {one.doing}")
             self.processes.kill(one.worker)
 
     def _find(self) -> None:
@@ -273,25 +226,20 @@ class EventLoop:
         found, self._take_over = self._take_over.found(), None
         first, count = self._run.setup.first_iteration, found.committed + 1
         losses = list(self._run.losses or ())[:count - first]
-        unknown = count - first - len(losses)
-        if unknown:
-            self._note(f"the losses of {unknown} iterations before {count} are not known: node 0 has been started anew "
-                       "without the folder that holds them")
-        self._losses.go_back(first + len(losses))
-        self._log.take_over([*losses, *[math.nan] * unknown], found.factor)
+        unwritten = range(first + len(losses), count)
+        unknown = len(unwritten) - (found.loss is not None)
+        if unknown > 0:
+            self.news.note(f"the losses of {unknown} iterations before {count} are not known: node 0 has been started "
+                           "anew without the folder that holds them")
+        self._losses.go_back(unwritten.start)
+        for iteration in unwritten:  # each has a line, for another coordinator that may come
+            losses.append(found.loss if iteration == found.committed and found.loss is not None else math.nan)
+            self._losses.write(iteration, losses[-1], None, self._event_log.now())
+        self._log.take_over(losses, found.factor)
         self._run.notify(f"node 0 goes on with the {len(found.holds)} workers that it has found; {count} iterations "
                          "are committed")
         self._coordinator.take_over(found)
         self.processes.start_missing()
-
-    def _send(self, worker: Worker, message: msgspec.Struct) -> None:
-        if isinstance(message, Leave):  # its end is no news
-            self._given_up.add(worker)
-            self._monitor.remove(worker)
-        if message is not self._last_sent[0]:
-            self._last_sent = message, frame(message)
-        if worker in self._workers:
-            self._workers[worker].send(self._last_sent[1])
 
     def _handle(self, connection: Connection, message: ToCoordinator) -> None:
         """Handle a message of a worker or a node agent."""
@@ -303,26 +251,17 @@ class EventLoop:
             self._handle_agent(connection, message)
         elif isinstance(message, JoinWorker):
             self._admit(connection, message)
-        elif peer is not None and self._workers.get(peer) is connection:
-            self._monitor.heard(peer)
+        elif peer is not None and self._workers.hears(connection):
             self._handle_worker(peer, printable(message))
 
     def _admit(self, connection: Connection, message: JoinWorker) -> None:
-        worker, setup = message.worker, self._run.setup
-        if message.epoch and (message.epoch >= setup.epoch or self._run.behind is None):
-            connection.send(frame(Leave()))  # it was given up, or belongs to another run, or follows a newer one
-            connection.close()
-            return
-        if worker in self._workers or worker not in self._known:
-            connection.close()  # not ours: a process is started anew only once its end has been handled
-            return
-        self._workers[worker] = connection
-        self._given_up.discard(worker)
-        late = message.epoch > 0 and self._take_over is None
-        connection.send(frame(replace(setup, forget=late, injections=tuple(
-            (index, one) for index, one in enumerate(self._run.injections)
-            if one.worker == worker and index not in self._injected),
-            slowdowns=tuple(one for one in self._run.slowdowns if one.worker == worker))))
+        worker, run = message.worker, self._run
+        if self._workers.admit(connection, message):
+            late = message.epoch > 0 and self._take_over is None
+            connection.send(frame(replace(run.setup, forget=late, injections=tuple(
+                (index, one) for index, one in enumerate(run.injections)
+                if one.worker == worker and index not in self._injected),
+                slowdowns=tuple(one for one in run.slowdowns if one.worker == worker))))
 
     def _handle_worker(self, worker: Worker, message: ToCoordinator) -> None:
         coordinator = self._coordinator
@@ -350,15 +289,15 @@ class EventLoop:
                 coordinator.finished(message)
             case Ready():
                 self._compare_corpus(message)
-                self._compare_folder(message)
-                self._monitor.add(worker)
+                self.news.ready(message)
+                self._workers.ready(worker)
                 coordinator.ready(message)
                 if self._take_over is not None and message.known is not None:
                     self._take_over.ready(worker, message.known)
             case Saved():
-                self._saved(message)
+                self.news.saved(message)
             case Note():
-                self._note(message.text)
+                self.news.note(message.text)
             case Injected():
                 self._injected[message.index] = message.at
             case SpeedMeasured():
@@ -369,18 +308,10 @@ class EventLoop:
                 coordinator.can_read(message)
             case Leaving():
                 coordinator.leaving(worker)
+            case Failed(everywhere=True):
+                raise RunError(message.reason)
             case Failed():
-                self._give_up(worker, f"worker {worker} failed: {message.reason} "
-                                      f"(see {self._log_of(worker)})")
-
-    def _saved(self, report: Saved) -> None:
-        """A worker has written its layers; the checkpoint is complete once its folder has its name."""
-        if report.iteration < self._run.setup.iterations:  # the last one costs no training
-            self.checkpoints.saved(report.iteration, report.seconds)
-        if report.iteration > self._checkpointed and (self._run.out / CHECKPOINTS
-                                                      / f"iteration-{report.iteration}").is_dir():
-            self._checkpointed = report.iteration
-            self._event_log.write(CheckpointWritten(checkpoint=report.iteration, took=round(report.seconds, 3)))
+                self._workers.fail(worker, message.reason)
 
     def _handle_agent(self, connection: Connection, message: ToCoordinator) -> None:
         match message:
@@ -390,56 +321,22 @@ class EventLoop:
             case Leaving() if self._agents.speaks_for(connection, message.worker):
                 self._coordinator.leaving(message.worker)
             case Ended() if self._agents.speaks_for(connection, message.worker):
-                self._process_ended(message)
-
-    def _is_missed(self, node: int) -> bool:
-        """Whether all workers of a node have been given up: its machine may be gone without a word."""
-        workers = self.processes.workers_of(node)
-        return bool(workers) and all(worker in self._given_up and worker not in self._workers for worker in workers)
+                self._workers.process_ended(message)
 
     def _disconnected(self, connection: Connection) -> None:
         """A connection has ended, and all messages that came over it have been handled."""
-        peer = connection.peer
-        if isinstance(peer, Worker):
-            if self._workers.get(peer) is connection:
-                del self._workers[peer]
-                if peer in self._ended:
-                    self._handle_end(self._ended.pop(peer))
-        elif peer is not None and self._agents.disconnected(connection):
-            for worker in self.processes.workers_of(peer):
-                # An agent that has lost the coordinator, or has died, ends its workers.
-                if worker in self._monitor:
-                    self._give_up(worker, f"worker {worker} is gone with node {peer}")
-                elif worker in self._workers:  # it was not ready yet
-                    self._workers.pop(worker).close()
+        if isinstance(connection.peer, Worker):
+            self._workers.disconnected(connection)
+        elif connection.peer is not None and self._agents.disconnected(connection):
+            self._workers.node_gone(connection.peer)
 
     def _read_ends(self) -> None:
         try:
             for ended in self.processes.poll():
-                self._put(partial(self._process_ended, ended))
+                self._put(partial(self._workers.process_ended, ended))
         except ForkServerError as error:
             asyncio.get_running_loop().remove_reader(self.processes.fileno())
             self._put(partial(_fail, error))
-
-    def _process_ended(self, ended: Ended) -> None:
-        """Handle a worker's last messages before its end: one that ends by itself has sent the reason."""
-        if ended.worker in self._workers:
-            self._ended[ended.worker] = ended
-            asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._put, lambda: self._wait_no_more(ended))
-        else:
-            self._handle_end(ended)
-
-    def _wait_no_more(self, ended: Ended) -> None:
-        if self._ended.get(ended.worker) is ended:
-            self._handle_end(self._ended.pop(ended.worker))
-
-    def _handle_end(self, ended: Ended) -> None:
-        """A process has ended, and all its messages have been handled."""
-        if ended.worker in self._given_up:
-            self._given_up.remove(ended.worker)
-        else:
-            self._lose(ended.worker, self._describe(ended))
-        self.processes.ended(ended.worker)
 
     def _require_all_there(self) -> None:
         """Raises RunError where workers are still waited for before the first order."""
@@ -449,55 +346,28 @@ class EventLoop:
 
     def _commit(self, committed: Iterator[tuple[int, float]]) -> None:
         for iteration, loss in committed:
-            self._losses.write(iteration, loss, self._log.period_seconds, self._event_log.now())
+            self._losses.write(iteration, loss, self._log.period_seconds, self._event_log.now(),
+                               self._log.gradient_norm, self._log.evaluation)
+            if self._log.evaluation is not None:
+                self._run.notify(f"validation loss {self._log.evaluation:.6f} after {iteration + 1} iterations")
             self.processes.committed(iteration)
             self._coordinator.committed()
             self._stall.progressed()
 
-    def _give_up(self, worker: Worker, reason: str, since: float = 0.0) -> None:
-        """Count a worker as lost whose process may not have ended."""
-        self._given_up.add(worker)
-        self._lose(worker, reason, since)
-
-    def _lose(self, worker: Worker, reason: str, since: float = 0.0) -> None:
-        """Count a worker as lost, and close its connection."""
-        self._monitor.remove(worker)
+    def _lose(self, worker: Worker, reason: str, since: float) -> None:
+        """A worker is gone."""
         if self._take_over is not None:
             self._take_over.lost(worker)
-        connection = self._workers.pop(worker, None)
-        if connection is not None:
-            connection.close()
-        ended = self._ended.pop(worker, None)
-        if ended is not None:
-            self._put(lambda: self._handle_end(ended))
         if not self._coordinator.left:
             injected = [at for index, at in self._injected.items() if self._run.injections[index].worker == worker]
             if not self._coordinator.lost(worker, reason, max([since, *injected]) or time.monotonic()):
-                self._note(f"{reason}, before it took part")
+                self.news.note(f"{reason}, before it took part")
 
     def _compare_corpus(self, report: Ready) -> None:
         self._corpora.setdefault(report.corpus, report.worker)
         if len(self._corpora) > 1:
             raise CommitLogError(f"workers {' and '.join(map(str, self._corpora.values()))} read different texts; give "
                                  "every node the same training.text")
-
-    def _compare_folder(self, report: Ready) -> None:
-        """Note once, of the first node that it is true of, that what is written does not come together."""
-        if report.folder != self._folder and not self._apart:
-            self._apart = True
-            node = next((node for node, share in enumerate(self._run.shares) if report.worker in share), 0)
-            self._note(f"node {node} writes to another folder than node 0: checkpoints and parameters of which both "
-                       "write layers are complete in neither; give all nodes one --out on a file system they share")
-
-    def _describe(self, ended: Ended) -> str:
-        if ended.status < 0:
-            with suppress(ValueError):  # a signal that has no name
-                return f"worker {ended.worker} was killed by {signal.Signals(-ended.status).name}"
-        return f"worker {ended.worker} ended with exit status {ended.status} (see {self._log_of(ended.worker)})"
-
-    def _log_of(self, worker: Worker) -> Path:
-        return self._run.out / "logs" / f"worker-{worker}.log"
-
 
 def _fail(error: Exception) -> None:
     raise error

@@ -7,11 +7,18 @@ Before the first checkpoint the run can begin anew, since every worker can build
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
-from runtime.coordinator.layer_moves import Holders
+from runtime.coordinator.context import CoordinatorContext
+from runtime.coordinator.layer_moves import Holders, plan_moves
+from runtime.coordinator.orders import Orders
+from runtime.coordinator.planning import NoScheduleError
+from runtime.coordinator.schedule_choice import ScheduleChoice
+from runtime.errors import RunError
+from runtime.events import WentBack
+from runtime.protocol.to_worker import ReportCheckpoints
 from schedules.schedule import Worker
 
 
-class GoingBack:
+class ReadableCheckpoints:
     """Collects which iterations each worker can go back to.
 
     `ask` asks a worker.
@@ -48,6 +55,59 @@ class GoingBack:
         found = {worker: set(self._answers[worker] or ()).intersection(iterations) for worker in workers}
         newest = max((max(mine) for mine in found.values() if mine), default=None)
         return None if newest is None else (newest, sorted(one for one, mine in found.items() if newest in mine))
+
+
+class GoingBack:
+    """Has the workers of one run go back."""
+
+    def __init__(self, context: CoordinatorContext, orders: Orders, choice: ScheduleChoice) -> None:
+        self._context = context
+        self._orders = orders
+        self._choice = choice
+        self.checkpoints = ReadableCheckpoints(lambda worker: context.send(worker, ReportCheckpoints()))
+
+    def give_order(self, missing: int) -> None:
+        """Nobody holds a layer: go back to the newest checkpoint that a live worker can read, or to the beginning.
+
+        Nothing happens where an answer of a worker, or a schedule, has to come first. A run that is told to end ends
+        here: that checkpoint is what it goes on from. Raises RunError where nobody is left, or there is no schedule.
+        """
+        context, state = self._context, self._context.state
+        everyone = state.everyone
+        reasons = context.lost.reasons_of(missing, state.members, state.ready)
+        why = f"stage {context.placement.stage_of(state.grid, missing)} has no live worker left: {reasons}"
+        if state.stopping:
+            self._orders.leave(why)
+            return
+        if not everyone:
+            raise RunError(why)
+        if not self.checkpoints.all_have_answered(everyone):
+            return
+        back = self.checkpoints.newest(everyone, range(context.iterations.start, context.log.next_iteration + 1))
+        if back is None:
+            raise RunError(f"{why}; no live worker can read a checkpoint, or build what the run began with")
+        try:
+            schedule = self._choice.from_checkpoint(everyone)
+        except NoScheduleError as error:
+            raise RunError(", and ".join(filter(None, (why, str(error))))) from None
+        if schedule is None:
+            return
+        iteration, readers = back
+        self._forget_from(iteration, why)
+        needs = context.placement.held_by(schedule)
+        reads = who_reads_what(needs, readers)
+        self._orders.train(schedule, plan_moves(needs, reads), restore=reads)
+
+    def _forget_from(self, iteration: int, why: str) -> None:
+        """Iterations from this one on are no longer committed."""
+        context = self._context
+        lost = context.log.next_iteration - iteration
+        context.recovery.begin()
+        context.recovery.went_back(iteration, lost)
+        context.log.go_back(iteration)
+        context.listeners.went_back(iteration)
+        context.events.write(WentBack(lost=lost, reason=why))
+        self.checkpoints.forget()
 
 
 def who_reads_what(needs: Holders, readers: Collection[Worker]) -> Mapping[Worker, tuple[int, ...]]:

@@ -4,10 +4,12 @@ They are for workers that join, or for members alone, which settle into a better
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from runtime.coordinator.event_log import EventLog
+from runtime.coordinator.planning import Speeds
 from runtime.events import FetchAbandoned, FetchBegun, FetchProgressed
 from runtime.protocol.to_worker import Fetch, LayerMove
 from schedules.schedule import Schedule, Worker
@@ -27,12 +29,14 @@ class Join:
     """The present one."""
     fetch: int
     """Its number; 0: the layers are moved while all wait."""
-    waits_for: set[Worker]
-    """The workers that do not have their layers yet."""
+    lacking: Counter[Worker]
+    """How many layers each worker fetches that does not have them yet."""
     began: int
     """The first iteration that was not committed when it began."""
-    targets: int = 0
-    """Workers that fetch layers."""
+    layers: int = 0
+    """How many are fetched, over all workers."""
+    speeds: Speeds | None = None
+    """For which the schedule was planned."""
     settles: bool = False
     """Whether the members stay the same, and only their layers change."""
 
@@ -64,26 +68,28 @@ class JoinPlanner:
     @property
     def complete(self) -> bool:
         """Whether all have the layers that the join gives them."""
-        return self._join is not None and not self._join.waits_for
+        return self._join is not None and not self._join.lacking
 
     def begin(self, order: int, schedule: Schedule, moves: tuple[LayerMove, ...],
-              addresses: Mapping[Worker, tuple[str, int]], iteration: int, *, settles: bool = False) -> bool:
+              addresses: Mapping[Worker, tuple[str, int]], iteration: int, speeds: Speeds | None, *,
+              settles: bool = False) -> bool:
         """Have the targets of the moves get their layers from the sources.
 
-        `iteration` is the first that is not committed. Where that has failed too often, the join is complete as it is,
-        and nothing is fetched; where nobody joins, it is given up. Whether there is one now.
+        `iteration` is the first that is not committed; the schedule is for workers of these speeds. Where that has
+        failed too often, the join is complete as it is, and nothing is fetched; where nobody joins, it is given up.
+        Whether there is one now.
         """
         if self._failures >= FAILURES:
             if not settles:
-                self._join = Join(schedule, order, 0, set(), iteration)
+                self._join = Join(schedule, order, 0, Counter(), iteration, speeds=speeds)
             return not settles
-        targets, sources = ({getattr(move, end) for move in moves} for end in ("target", "source"))
-        self._join = Join(schedule, order, self._number + 1, targets, iteration, len(targets), settles)
+        lacking = Counter(move.target for move in moves)
+        self._join = Join(schedule, order, self._number + 1, lacking, iteration, len(moves), speeds, settles)
         self._events.write(FetchBegun(fetch=self._number + 1, purpose="settle" if settles else "join",
-                                      layers=len(moves), workers=tuple(sorted(targets))))
+                                      layers=len(moves), workers=tuple(sorted(lacking))))
         self._give(Fetch(
             number=self._number + 1, order=order, moves=moves,
-            addresses=tuple((worker, addresses[worker]) for worker in sorted(sources))))
+            addresses=tuple((worker, addresses[worker]) for worker in sorted({move.source for move in moves}))))
         return True
 
     def give_way(self) -> None:
@@ -91,11 +97,16 @@ class JoinPlanner:
         if self._join is not None and self._join.settles and not self.complete:
             self._cancel(self._join, "a worker wants to join")
 
+    def drop_for_other_speeds(self, speeds: Speeds | None) -> None:
+        """Where layers only move to settle, and that was planned for other speeds than these, drop it."""
+        if self._join is not None and self._join.settles and not self.complete and self._join.speeds != speeds:
+            self._cancel(self._join, "the speeds of the workers have changed")
+
     def fetch_up_to_date(self, worker: Worker, fetch: int) -> None:
         """A target has its layers."""
-        if self._join is not None and self._join.fetch == fetch:
-            self._join.waits_for.discard(worker)
-            self._events.write(FetchProgressed(fetch=fetch, share=1 - len(self._join.waits_for) / self._join.targets))
+        join = self._join
+        if join is not None and join.fetch == fetch and join.lacking.pop(worker, 0):
+            self._events.write(FetchProgressed(fetch=fetch, share=1 - join.lacking.total() / join.layers))
 
     def fetch_failed(self, fetch: int) -> None:
         """A target cannot get its layers: try again later."""

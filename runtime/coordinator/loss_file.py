@@ -4,12 +4,13 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Self, TextIO
+from typing import Self
 
 import msgspec
 
-from runtime.events import Iteration, encode
-from schedules.files import write_atomically
+from runtime.coordinator.iteration_lines import IterationLines
+from runtime.coordinator.metrics import MetricsRecorder
+from runtime.events import Iteration
 
 Progress = Callable[[int, float], None]
 """Called with the number and the loss of each iteration that is committed, in order."""
@@ -39,36 +40,30 @@ _LINE = msgspec.json.Decoder(_Line)
 class LossFile:
     """Writes losses to the file, and calls `progress` with them. Raises OSError.
 
-    Lines of iterations before `first` that an earlier run left in the file stay.
+    Lines of iterations before `first` that an earlier run left in the file stay. `metrics` is told first: whoever is
+    killed between the two has no iteration in the file of which the metrics lack.
     """
 
-    def __init__(self, path: Path, first: int, progress: Progress | None) -> None:
-        self._path = path
+    def __init__(self, path: Path, first: int, progress: Progress | None,
+                 metrics: MetricsRecorder | None = None) -> None:
         self._progress = progress
-        self._file = self._kept(first)
-
-    def _kept(self, first: int) -> TextIO:
-        """The file with the lines of iterations before `first`."""
-        kept = []
-        if first and self._path.exists():
-            for line in self._path.read_text().splitlines():
-                with suppress(msgspec.DecodeError, KeyError, TypeError):
-                    if msgspec.json.decode(line)["iteration"] < first:
-                        kept.append(line + "\n")
-        write_atomically(self._path, "".join(kept).encode())  # whoever is killed here has lost none
-        return self._path.open("a")
+        self._metrics = metrics
+        self._lines = IterationLines(path, first)
 
     def go_back(self, iteration: int) -> None:
         """Drop the lines from an iteration on, which are to be repeated."""
-        self._file.close()
-        self._file = self._kept(iteration)
+        if self._metrics is not None:
+            self._metrics.go_back(iteration)
+        self._lines.go_back(iteration)
 
-    def write(self, iteration: int, loss: float, period_seconds: float, at: float) -> None:
-        """Enter the next iteration, committed at a time by `EventLog.now`."""
+    def write(self, iteration: int, loss: float, period_seconds: float | None, at: float,
+              gradient_norm: float | None = None, evaluation: float | None = None) -> None:
+        """Enter the next iteration, committed at a time by `EventLog.now`; what else is known of it."""
         line = Iteration(iteration=iteration, loss=loss if math.isfinite(loss) else None,
-                         period=round(period_seconds, 6), time=at)
-        self._file.write(encode(line).decode() + "\n")
-        self._file.flush()
+                         period=None if period_seconds is None else round(period_seconds, 6), time=at)
+        if self._metrics is not None:
+            self._metrics.committed(line, gradient_norm, evaluation)
+        self._lines.append(line)
         if self._progress is not None:
             self._progress(iteration, loss)
 
@@ -76,4 +71,4 @@ class LossFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        self._lines.close()

@@ -39,7 +39,7 @@ Held = tuple[tuple[Worker, tuple[LayerRange, ...]], ...]
 class Rebalancer(Protocol):
     """Plans where workers hold, or come to hold, other layers than those of the grid's stages.
 
-    Both methods are called from planning threads, and raise NoScheduleError. `speeds` are as of `SchedulerAtSpeeds`;
+    All methods are called from planning threads, and raise NoScheduleError. `speeds` are as of `SchedulerAtSpeeds`;
     without any, they are the job's.
     """
 
@@ -48,6 +48,9 @@ class Rebalancer(Protocol):
 
     def settled(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
         """The best one to come to, whatever moves for it."""
+
+    def from_checkpoint(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
+        """One for which all layers are read anew, whoever held them: all wait for it."""
 
 
 class Question(NamedTuple):
@@ -59,11 +62,13 @@ class Question(NamedTuple):
     held: Held | None = None
     """None: the layers of the grid's stages."""
     settled: bool = False
+    from_checkpoint: bool = False
+    """Whether all layers are read anew, whatever is held."""
 
     @property
     def phase(self) -> Phase:
         """Of the order that the schedule is for."""
-        return "settled" if self.settled else "at once"
+        return "settled" if self.settled or self.from_checkpoint else "at once"
 
 
 AT_ONCE = 2
@@ -126,6 +131,10 @@ class ScheduleService:
             return self.first
         return self._fitting(live, self._find(Question(self._down(live), self.speeds, held, settled=True)))
 
+    def from_checkpoint(self, live: Sequence[Worker]) -> Schedule | None:
+        """The schedule for these workers, in order, where all layers are read anew; None and errors likewise."""
+        return self._fitting(live, self._find(Question(self._down(live), self.speeds, from_checkpoint=True)))
+
     def planner_at_speeds(self, present: Schedule) -> SchedulerAtSpeeds | None:
         """What plans for speeds where workers hold what a schedule gives them, and none of it moves; None: nothing."""
         rebalancer = self._rebalancer
@@ -171,9 +180,11 @@ class ScheduleService:
 
     def _finder(self, question: Question) -> Callable[[], Schedule]:
         """What finds the answer. Raises NoScheduleError where there is nothing to ask."""
-        if question.held is not None:
+        if question.held is not None or question.from_checkpoint:
             if self._rebalancer is None:
                 raise NoScheduleError
+            if question.held is None:
+                return partial(self._rebalancer.from_checkpoint, question.down, question.speeds or ())
             find = self._rebalancer.settled if question.settled else self._rebalancer.at_once
             return partial(find, question.down, question.held, question.speeds or ())
         if question.speeds is not None and self.at_speeds is not None:

@@ -51,6 +51,8 @@ class Bounds:
         match message:
             case Ran() if message.iteration not in iterations or not math.isfinite(message.window_seconds):
                 return f"it says that it has run iteration {message.iteration}, where {next_iteration} is the next"
+            case Ran(squares=float()) if message.squares is not None and not 0 <= message.squares < math.inf:
+                return "it says that its gradients have a norm that there is not"
             case Ran() | SpeedMeasured() if not all(one.number > 0 and 0 <= one.seconds < math.inf
                                                     for one in message.times):
                 return "it says that ops take no time that there is"

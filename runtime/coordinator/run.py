@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runtime.config import RunConfig
-from runtime.coordinator.planning import Scheduler, SchedulerAtSpeeds
+from runtime.coordinator.planning import Rebalancer, Scheduler, SchedulerAtSpeeds
 from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.settling import Settling
 from runtime.coordinator.slow_workers import SpeedEvent
@@ -41,8 +41,10 @@ class Run:
     """What is asked for schedules where workers are slow."""
     grace_seconds: float = GRACE_SECONDS
     """How long the run may go on once it is told to end."""
+    rebalancer: Rebalancer | None = None
+    """What plans where layers must move, or may."""
     settling: Settling | None = None
-    """Whether and how layers move to better schedules after failures; None: they stay."""
+    """Whether and how layers move to better schedules after failures; None: they stay as long as they can."""
     layer_bytes: Sequence[int] = ()
     """What is sent of each layer of the model."""
     notify: Notify = field(default=lambda _: None)

@@ -1,7 +1,7 @@
 """Settling: whether layers move to a schedule that is better for the workers that are left, and when that has paid.
 
-The first answer to a failure leaves layers where they are. A schedule for which layers move is faster, but all stop
-once to change over; and the next failure may come before that has paid.
+The first answer to a failure, or to a worker that has become slow, leaves layers where they are. A schedule for which
+layers move is faster, but all stop once to change over; and the next failure may come before that has paid.
 """
 
 import math
@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from runtime.coordinator.event_log import EventLog
-from runtime.coordinator.planning import Rebalancer
+from runtime.coordinator.planning import Speeds
 from runtime.events import SettlingChosen
 from runtime.protocol.to_worker import LayerMove
-from schedules.schedule import Schedule
 
 PRIOR_SECONDS = 3600.0
 """Beside the failures of this run, one is assumed in so long: after the first failure, little is known."""
@@ -30,7 +29,6 @@ LEAST_GAIN = 0.01
 class Settling:
     """How a run settles."""
 
-    rebalancer: Rebalancer
     mtbf_seconds: float | None = None
     """From one failure in the whole cluster to the next; None: as observed."""
 
@@ -53,38 +51,40 @@ class Settler:
         self._mtbf = mtbf_seconds
         self._events = events
         self._tell = tell
-        self._failures = 0
+        self._failures = self._changes = 0
         self._began = time.monotonic()
-        self._closed = 1
-        """The last order that is not to be settled: the first, of which nothing is left to be gained, and others."""
+        self._closed: tuple[int, Speeds | None] = 1, None
+        """The order that is as good as it gets, and at which speeds; at the start, the first one."""
 
-    def open(self, order: int) -> bool:
-        """Whether a better schedule than that of an order is to be looked for."""
-        return order > self._closed
+    def open(self, order: int, speeds: Speeds | None) -> bool:
+        """Whether a better schedule than that of an order is to be looked for, at these speeds."""
+        return (order, speeds) != self._closed
 
-    def close(self, order: int) -> None:
-        """An order is as good as it gets."""
-        self._closed = order
+    def close(self, order: int, speeds: Speeds | None) -> None:
+        """An order is as good as it gets at these speeds."""
+        self._closed = order, speeds
 
     def failed(self) -> None:
         """A worker was lost."""
         self._failures += 1
 
+    def speed_changed(self) -> None:
+        """A worker has become slow, or has recovered: what had been settled for is over, as after a failure."""
+        self._changes += 1
+
     @property
     def seconds_to_failure(self) -> float:
-        """To be expected until the next failure."""
-        if self._mtbf is not None:
-            return self._mtbf
-        return (time.monotonic() - self._began + PRIOR_SECONDS) / (self._failures + 1)
+        """To be expected until the next failure or change of speed."""
+        observed = time.monotonic() - self._began + PRIOR_SECONDS
+        failures = (self._failures + 1) / observed if self._mtbf is None else 1 / self._mtbf
+        return 1 / (failures + self._changes / observed)
 
-    def pays(self, before: Schedule, after: Schedule, moves: Iterable[LayerMove], *, scale: float,
-             pause: float | None) -> bool:
+    def pays(self, old: float, new: float, moves: Iterable[LayerMove], *, pause: float | None) -> bool:
         """Whether to move; tells the numbers in one line and one event.
 
-        `scale` is how many times as long as planned iterations take; `pause` is how long the last change of schedules
-        took, in seconds.
+        `old` and `new` are the periods before and after, `pause` is how long the last change of schedules took, all in
+        seconds.
         """
-        old, new = (scale * one.seconds(one.period_ticks) for one in (before, after))
         size, seconds = self._moved(moves)
         left = self.seconds_to_failure - seconds
         gained = old - new
@@ -98,7 +98,8 @@ class Settler:
         return settles
 
     def _told(self, settles: bool, size: int, seconds: float, old: float, new: float, paid: int | None) -> str:
-        expected = f"the next failure is expected in {self.seconds_to_failure:.0f} s"
+        expected = f"the next failure{' or change of speed' if self._changes else ''} is expected in " \
+                   f"{self.seconds_to_failure:.0f} s"
         says = f"{size / 1e6:.0f} MB would move in about {seconds:.1f} s, for iterations of {new:.3g} s instead of " \
                f"{old:.3g} s"
         if settles:

@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
-from runtime.coordinator.planning import ScheduleService, Speeds, in_background
+from runtime.coordinator.planning import NoScheduleError, ScheduleService, Speeds, in_background
 from runtime.coordinator.slow_detector import SpeedChange
-from runtime.coordinator.speed_planning import Decision, decide, rounded, worth_back
+from runtime.coordinator.speed_planning import Decision, decide, period_at, rounded, worth_back
 from runtime.coordinator.speed_watch import SpeedWatch
 from runtime.protocol.to_coordinator import Ran, SpeedMeasured
 from schedules.schedule import Schedule, Worker
@@ -76,6 +77,16 @@ class _LeftOut:
     at: float
 
 
+class _Answer(NamedTuple):
+    """Of the thread that plans."""
+
+    decision: Decision
+    returning: set[Worker]
+    """Workers that are left out, and are worth their place again."""
+    reason: str | None = None
+    """Why there is no schedule for these speeds."""
+
+
 class SlowWorkers:
     """Watches the speeds of one run.
 
@@ -100,6 +111,12 @@ class SlowWorkers:
         """Not told yet."""
         self._asked: object = None
         """The order and the speeds of the last decision that was asked for."""
+        self._answered = False
+        """Whether there is an answer to that."""
+        self._present_seconds: float | None = None
+        """The period of the present schedule at these speeds, where it is not planned for them, once it is known."""
+        self.since = 0
+        """From which iteration on the speeds are what they are now."""
         self._order = 0
         self._left_out: dict[Worker, _LeftOut] = {}
         self._pauses: dict[Worker, float] = {}
@@ -112,9 +129,19 @@ class SlowWorkers:
         """Workers that are too slow to be worth their place."""
         return set(self._left_out)
 
+    @property
+    def deciding(self) -> bool:
+        """Whether it is open which schedule the speeds that are known lead to at first."""
+        return self.decision is not None or (self._asked is not None and not self._answered)
+
+    def period_of(self, present: Schedule) -> float:
+        """Seconds of an iteration by the present schedule, as planned, at the speeds that are known."""
+        return self._present_seconds or present.seconds(present.period_ticks)
+
     def ran(self, report: Ran) -> None:
         """A report of the present order."""
         changes = self._watch.ran(report)
+        self.since = max([self.since, *(change.since for change in changes)])
         for change in changes:
             self._know(change.worker, change.factor)
         self._news += changes
@@ -153,7 +180,7 @@ class SlowWorkers:
                 pause = self._pauses.get(worker, FIRST_PAUSE_SECONDS)
                 self._pauses[worker] = min(2 * pause, LONGEST_PAUSE_SECONDS)
                 self._left_out[worker] = _LeftOut(pause, time.monotonic() + pause)
-        self.decision, self._order, self._asked = None, number, None
+        self.decision, self._order, self._asked, self._present_seconds = None, number, None, None
         self._returning.clear()
         self._watch.order_begins(schedule, iteration)
 
@@ -183,33 +210,42 @@ class SlowWorkers:
             del self._left_out[worker]
         question = self._order, self._schedules.speeds
         plan = self._schedules.planner_at_speeds(present)
-        if plan is None or self._asked == question or (self._as_planned(present) and not self._left_out):
-            if self._news and (plan is None or self._as_planned(present)):
+        as_planned = self._as_planned(present)
+        if as_planned and not self._left_out:
+            self._asked = self._present_seconds = None  # whatever was asked about other speeds
+        if plan is None or self._asked == question or (as_planned and not self._left_out):
+            if self._news and (plan is None or as_planned):
                 self._tell(Decision(None, 0.0, 0.0), iteration,
                            "the run was given none" if plan is None else "the present one is for these speeds")
             return returning
-        self._asked, self.decision, speeds = question, None, self._speeds()
+        self._asked, self._answered, self.decision, speeds = question, False, None, self._speeds()
         left_out = sorted(self._left_out)
 
-        def work() -> tuple[Decision, set[Worker]]:
-            back = {worker for worker in left_out if worth_back(present, worker, speeds, plan)}
-            return decide(present, speeds, plan), back
+        def work() -> _Answer:
+            try:
+                back = {worker for worker in left_out if worth_back(present, worker, speeds, plan)}
+                return _Answer(decide(present, speeds, plan), back)
+            except NoScheduleError as error:
+                before = period_at(present, dict(speeds))
+                return _Answer(Decision(None, before, before), set(), str(error) or type(error).__name__)
 
         in_background(work, partial(self._take, question, iteration))
         return returning
 
-    def _take(self, question: object, iteration: int, answer: tuple[Decision, set[Worker]] | BaseException) -> None:
+    def _take(self, question: object, iteration: int, answer: _Answer | BaseException) -> None:
         """A thread has planned."""
         if question != self._asked:
             return
+        self._answered = True
         if isinstance(answer, BaseException):
             self._tell(Decision(None, 0.0, 0.0), iteration, str(answer) or type(answer).__name__)
         else:
-            decision, self._returning = answer
+            decision, self._returning, reason = answer
+            self._present_seconds = decision.present_seconds
             if decision.schedule is not None and not self._returning:
                 self.decision = decision
-            elif self._news:
-                self._tell(decision, iteration)
+            elif self._news or reason is not None:
+                self._tell(decision, iteration, reason)
         self._schedules.answered()
 
     def _as_planned(self, present: Schedule) -> bool:

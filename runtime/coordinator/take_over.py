@@ -34,6 +34,8 @@ class Found:
     """The last iteration that is committed."""
     factor: Factor | None
     """Of that iteration, where anybody knows one."""
+    loss: float | None
+    """Of that iteration, where anybody knows a finite one."""
     holds: Mapping[Worker, frozenset[int]]
     """The layers of each member that was found; nothing of one that cannot go back to `committed`. Who was about
     to take part is none."""
@@ -100,11 +102,13 @@ class TakeOver:
         holders = [known for known in self._known.values() if known.layers and known.order == self._number]
         before = max((max(known.iteration - 1, known.begun) for known in holders), default=self._first - 1)
         committed = before if self._last is None else max(self._last, before)
-        factors = {one.validated.iteration: one.validated for one in holders if one.validated is not None}
-        pending = any(known.pending and known.iteration == committed for known in holders)
+        everyone = self._known.values()
+        factors = {one.validated.iteration: one.validated for one in everyone if one.validated is not None}
+        pending = any(known.pending and known.iteration == committed for known in everyone)
         if pending and committed not in factors:
             committed -= 1  # nobody knows how it was stepped: all undo it
         return Found(number=self._number, committed=committed, factor=factors.get(committed),
+                     loss=next((one.losses[committed] for one in everyone if committed in one.losses), None),
                      missing=tuple(sorted(self.missing)) if self._number else (),
                      holds={worker: layers_in(known.layers) if _fits(known, committed) else frozenset()
                             for worker, known in self._known.items() if known.order or not self._number})

@@ -3,14 +3,27 @@
     layers            a model as a list of layers
     gpt               the GPT that comes with the package
     object_reference  a user's own model, data or optimizer, named in the job file
+    passed            what passes from layer to layer: a tensor, or a tuple of tensors
+    calling           what a layer is given, and what it may add to the loss
+    forms             the shapes of what passes, found once; whether a model keeps its contract
+    sharing           parameters that several layers share
+    hugging_face      decoder models of transformers, by name
     slices            the slices that a worker runs, and their micro-batches in flight
     split             the backward in two: I and W
     holding           the layers that a worker holds, their gradients, their optimizer
     optimizer         steps that can be undone exactly; state by layer
+    learning_rate     the learning rate of an iteration
+    parameter_groups  which options of the optimizer each parameter has
     clipping          how far to scale a step down, or not to make it
     steps             steps that depend on the gradients of all layers, validated afterwards
-    data              text, cut into micro-batches
+    microbatch        the name of a micro-batch
+    data              text, cut into micro-batches; whose data they are
+    token_data        tokens, read epoch by epoch
+    token_file        files of tokens, mapped
+    tokenized_text    text as tokens
+    sample_order      the order of an epoch, computed and not kept
     seeds             random numbers by iteration, pipeline, micro-batch and layer
+    flops             operations of a model's training, counted
     digest            a short text for a set of tensors
     tensor_codec      tensors as safetensors
     parameters        the final parameters, one file a layer

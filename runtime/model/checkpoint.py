@@ -22,12 +22,15 @@ from msgspec import Meta
 from torch import Tensor
 
 from runtime.config import RunConfig
+from runtime.model.hugging_face.configuration import read_config
 from runtime.model.tensor_codec import TensorError, Written, read_tensors, write_tensors
 from schedules.document import DocumentError, DocumentKind
 from schedules.files import write_atomically
 
 MANIFEST = "manifest.json"
 KEEP = 2
+_LATER = {"hugging_face", "options"}
+"""Keys of [model] that older checkpoints lack."""
 _COMPLETE = re.compile(r"iteration-(\d{1,18})")
 _SAVING = re.compile(r"\.saving-(\d{1,18})")
 _TEMPORARY = re.compile(r"\.(layer-\d{4,7}|manifest\.json)[-.]")
@@ -84,16 +87,26 @@ def identity_of(config: RunConfig, layers: int) -> dict[str, Any]:
 
     The grid, the text, the learning rate and whatever else may change from one run to the next are not part of it.
     """
-    training = config.training
-    return {"layers": layers, **{f"model.{name}": value for name, value in msgspec.to_builtins(config.model).items()},
+    training, model = config.training, msgspec.to_builtins(config.model)
+    if config.model.hugging_face is not None:
+        model["hugging_face"] = read_config(config.model)  # wherever it lies
+    return {"layers": layers,
+            **{f"model.{name}": value for name, value in model.items() if value or name not in _LATER},
             "training.optimizer": training.optimizer, "training.seed": training.seed,
-            "parameters": "float64" if training.dtype == "float64" else "float32"}
+            "parameters": "float64" if training.dtype == "float64" else "float32",
+            **({"training.amsgrad": True} if training.amsgrad else {})}  # earlier versions did not name it
 
 
 def difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:
     """What tells the identity of a checkpoint from that of a job, in words; None: nothing does."""
     for name in sorted({*theirs, *ours}):
-        if theirs.get(name) != ours.get(name):
+        their, our = theirs.get(name), ours.get(name)
+        if isinstance(their, dict) and isinstance(our, dict):
+            inside = difference({f"{name}.{key}": value for key, value in their.items()},
+                                {f"{name}.{key}": value for key, value in our.items()})
+            if inside is not None:
+                return inside
+        elif their != our:
             return f"its {name} is {theirs.get(name)!r}, here it is {ours.get(name)!r}"
     return None
 

@@ -2,31 +2,34 @@
 
 import hashlib
 import os
+import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
-from runtime.config import ConfigError, RunConfig
+from runtime.config import ConfigError, RunConfig, TrainingConfig
+from runtime.errors import first_line
+from runtime.model.hugging_face.configuration import vocabulary_of
+from runtime.model.microbatch import Microbatch as Microbatch
 from runtime.model.object_reference import load_reference
+from runtime.model.passed import TensorForm, TupleForm, form_of
 from runtime.model.seeds import derive_seed
+from runtime.model.token_data import TokenData
+from runtime.model.token_file import map_tokens
+from runtime.model.tokenized_text import tokenized
 
 LIBRARY_BYTES = 4 * 2**20
 """How much of the standard library's sources is read."""
+_KEY = re.compile(r"training\.(text|tokens|data)\b")
+"""What data are called in errors."""
 _NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-
-
-class Microbatch(NamedTuple):
-    """The identity of a micro-batch: the `index`-th that `pipeline` reads in `iteration`."""
-
-    iteration: int
-    pipeline: int
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +60,22 @@ class Data(Protocol):
     def digest(self) -> str:
         """A text that differs where the data do: workers that train together must agree on it."""
 
-    def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, Tensor]:
-        """What layer 0 takes and what the loss compares with, on the CPU; all micro-batches have the same shapes."""
+    def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:
+        """What layer 0 takes, what the loss compares with, and what else layers may read, on the CPU.
+
+        All micro-batches have the same shapes. A named tuple lets layers read by name.
+        """
 
 
-def load_corpus(config: RunConfig) -> Data:
-    """The data that a configuration names.
+def load_corpus(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data:
+    """The data that a configuration names, for so many micro-batches of each pipeline in an iteration.
 
     Raises ConfigError when the text cannot be read or is shorter than a sequence, or the user's function not imported.
     """
     if config.training.data is not None:
-        data: Data = load_reference("training.data", config.training.data)(config)
-        return data
+        return _own(config, config.training.data)
+    if config.training.tokens is not None or config.training.tokenizer is not None:
+        return _tokens(config, microbatches)
     path = config.training.text
     text = _library() if path is None else _file(Path(path))
     needed = config.model.context + 1
@@ -79,19 +86,74 @@ def load_corpus(config: RunConfig) -> Data:
     return Corpus(torch.from_numpy(text), config.training.seed)
 
 
-def input_form(config: RunConfig) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype of what layer 0 takes."""
+def _own(config: RunConfig, name: str) -> Data:
+    """Data of the user's own. Raises ConfigError unless they are what `Data` says."""
+    make = load_reference("training.data", name)
+    try:
+        data: Data = make(config)
+        digest: object = data.digest
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        raise ConfigError(f"training.data is {name!r}, which fails: {type(error).__name__}: {first_line(error)}"
+                          ) from error
+    if not isinstance(digest, str):
+        raise ConfigError(f"training.data is {name!r}: its digest is a {type(digest).__name__}; expected a text")
+    return data
+
+
+def load_validation(config: RunConfig, microbatches: Sequence[int] = (1,)) -> Data | None:
+    """The data to evaluate on; None where nothing is evaluated. Raises ConfigError as `load_corpus`."""
+    training = config.training
+    if training.evaluate_every is None:
+        return None
+    asked = replace(training, text=training.validation_text, tokens=training.validation_tokens,
+                    data=training.validation_data, tokenizer=training.tokenizer if training.validation_text else None,
+                    shuffle=False)
+    try:
+        return load_corpus(replace(config, training=asked), microbatches)
+    except ConfigError as error:
+        raise ConfigError(_KEY.sub(r"training.validation_\1", str(error))) from None
+
+
+def is_evaluated(training: TrainingConfig, iteration: int) -> bool:
+    """Whether the parameters are evaluated after this iteration's step."""
+    return training.evaluate_every is not None and (iteration + 1) % training.evaluate_every == 0
+
+
+def _tokens(config: RunConfig, microbatches: Sequence[int]) -> TokenData:
+    training, vocabulary = config.training, vocabulary_of(config.model)
+    if training.tokens is not None:
+        source = f"training.tokens is {training.tokens!r}"
+        tokens = map_tokens("training.tokens", Path(training.tokens), training.token_dtype)
+    else:
+        assert training.text is not None and training.tokenizer is not None
+        source = f"training.text is {training.text!r}"
+        tokens = tokenized("training.text", Path(training.text), Path(training.tokenizer), vocabulary)
+    return TokenData(source, tokens, vocabulary=vocabulary, context=config.model.context, microbatches=microbatches,
+                     seed=training.seed, shuffle=training.shuffle)
+
+
+def batch_form(config: RunConfig) -> TupleForm:
+    """The forms of what data give for a micro-batch. Raises ConfigError where that is no tuple of tensors."""
     training, context = config.training, config.model.context
     if training.data is None:
-        return (training.batch, context), torch.int64
-    tokens, _ = load_corpus(config).batch(Microbatch(0, 0, 0), training.batch, context)
-    return tuple(tokens.shape), tokens.dtype
+        return TupleForm((TensorForm((training.batch, context), torch.int64),) * 2)
+    given = load_corpus(config).batch(Microbatch(0, 0, 0), training.batch, context)
+    if not isinstance(given, tuple) or len(given) < 2 or not all(isinstance(one, Tensor) for one in given):
+        kinds = f" of {[type(one).__name__ for one in given]}" if isinstance(given, tuple | list) else ""
+        raise ConfigError(f"training.data is {training.data!r}: its batch is a {type(given).__name__}{kinds}; expected "
+                          "a tuple of tensors: what layer 0 takes, what the loss compares with, what layers read "
+                          "besides")
+    form = form_of(given)
+    assert isinstance(form, TupleForm)
+    return form
 
 
 def _file(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """A user's text. Mapped copy-on-write: torch wants writable memory, and workers of a machine share its pages."""
     if not path.is_file():
-        reason = "which is no file" if path.exists() else "which does not exist"
+        reason = "which is not a file" if path.exists() else "which does not exist"
         raise ConfigError(f"training.text is {str(path)!r}, {reason}; expected the path of a text file")
     try:
         if path.stat().st_size == 0:

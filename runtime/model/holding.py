@@ -13,17 +13,23 @@ from runtime.model.digest import parameter_digest
 from runtime.model.layers import LayeredModel
 from runtime.model.optimizer import UndoableOptimizer, build_optimizer
 from runtime.model.seeds import GENERATORS
+from runtime.model.sharing import NOTHING_SHARED, Sharing, sharing_of
 from schedules.layers import LayerRange, joined
 
 
 class Holding:
     """Layers of a model with gradients and optimizer. Parameters' `.grad` are views of flat tensors: sum in place."""
 
-    def __init__(self, modules: Mapping[int, nn.Module], config: TrainingConfig) -> None:
+    def __init__(self, modules: Mapping[int, nn.Module], config: TrainingConfig,
+                 sharing: Sharing = NOTHING_SHARED) -> None:
         self._config = config
+        self._sharing = sharing
         self.modules: dict[int, nn.Module] = dict(sorted(modules.items()))
-        self.optimizer: UndoableOptimizer = build_optimizer(self.modules, config)
+        sharing.tie(self.modules)
+        self.optimizer: UndoableOptimizer = build_optimizer(self.modules, config, sharing)
         self._gradients: dict[LayerRange, list[Tensor]] = {}
+        self.shared_gradients: dict[str, list[Tensor]] = {}
+        """Of each parameter that layers share, by its first name: to be summed in place over all that hold a copy."""
         self.reduce_by(self.ranges)
 
     @property
@@ -41,7 +47,8 @@ class Holding:
             return
         found = {layer: module for one in (self, *others) for layer, module in one.modules.items()}
         modules = {layer: found[layer] for layer in sorted(layers)}
-        optimizer = build_optimizer(modules, self._config)
+        self._sharing.tie(modules)
+        optimizer = build_optimizer(modules, self._config, self._sharing)
         for one in (self, *others):
             optimizer.take_over(one.optimizer)
         self.modules, self.optimizer = modules, optimizer
@@ -57,15 +64,30 @@ class Holding:
         self._gradients = {}
         for parameter in self.parameters().values():
             parameter.grad = None  # the memory goes before it is taken anew
-        self._gradients = {one: _flatten_gradients([parameter for layer in range(*one)
-                                                    for parameter in self.modules[layer].parameters()])
-                           for one in ranges}
+        self._gradients = {one: _flatten_gradients([
+            parameter for layer in range(*one) for name, parameter in self.modules[layer].named_parameters()
+            if not self._sharing.is_shared(layer, name)]) for one in ranges}
+        self.shared_gradients = {
+            str(first): _flatten_gradients([self.modules[mine[0].layer].get_parameter(mine[0].name)])
+            for first, mine in self._sharing.held(self.modules)}
 
     def gradients(self, layers: LayerRange | None = None) -> list[Tensor]:
-        """The gradients of a range that `reduce_by` was given, one flat tensor a dtype; by default of all ranges."""
+        """The gradients of a range that `reduce_by` was given, without what is shared: one flat tensor a dtype; by
+        default all there are."""
         if layers is not None:
             return self._gradients[layers]
-        return [flat for flats in self._gradients.values() for flat in flats]
+        return [flat for flats in (*self._gradients.values(), *self.shared_gradients.values()) for flat in flats]
+
+    def squares(self, layers: Collection[int]) -> float:
+        """The sum of squares of the gradients of some layers: of each range that begins with one of them.
+
+        For people to look at; `UndoableOptimizer.squares` gives the same bits wherever a layer is.
+        """
+        found = [flat for one, flats in self._gradients.items() if one[0] in layers for flat in flats]
+        found += [flat for first, _ in self._sharing.held(self.modules) if first.layer in layers
+                  for flat in self.shared_gradients[str(first)]]
+        norms = [torch.linalg.vector_norm(flat, dtype=torch.float64) for flat in found]
+        return float(torch.stack(norms).square().sum().item()) if norms else 0.0
 
     def zero_gradients(self) -> None:
         """Start the next sum of gradients; after the optimizer's step."""
@@ -73,8 +95,8 @@ class Holding:
             flat.zero_()
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters by "layer.name"."""
-        return {f"{layer}.{name}": parameter for layer, module in self.modules.items()
+        """All parameters by "layer.name"; what layers share by its first name."""
+        return {str(self._sharing.first(layer, name)): parameter for layer, module in self.modules.items()
                 for name, parameter in module.named_parameters()}
 
     def digest(self) -> str:
@@ -84,13 +106,16 @@ class Holding:
 
 def built(model: LayeredModel, layer: int) -> nn.Module:
     """A layer on the model's device; another thread may compute meanwhile, whose random numbers are not disturbed."""
-    with GENERATORS:
-        return model.build(layer).to(model.device)
+    with GENERATORS, torch.no_grad():
+        module = model.build(layer)
+        for name, first in sharing_of(model).copies(layer).items():
+            module.get_parameter(name).copy_(model.build(first.layer).get_parameter(first.name))
+        return module.to(model.device)
 
 
 def build_holding(model: LayeredModel, layers: Iterable[int], config: TrainingConfig) -> Holding:
     """Layers as they are before the first iteration."""
-    return Holding({layer: built(model, layer) for layer in layers}, config)
+    return Holding({layer: built(model, layer) for layer in layers}, config, sharing_of(model))
 
 
 def state_bytes(model: LayeredModel, config: TrainingConfig) -> list[int]:
@@ -98,7 +123,7 @@ def state_bytes(model: LayeredModel, config: TrainingConfig) -> list[int]:
 
     Optimizers of one's own are taken to remember as much as AdamW does.
     """
-    slots = 2 if config.optimizer != "sgd" else 1 if config.momentum else 0
+    slots = 2 + config.amsgrad if config.optimizer != "sgd" else 1 if config.momentum else 0
     found = []
     for layer in range(model.layers):
         with torch.device("meta"):

@@ -2,19 +2,24 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from runtime.config import ConfigError, DtypeName, ModelConfig
+from runtime.config import ConfigError, DtypeName, ModelConfig, TrainingConfig
+from runtime.errors import first_line
 from runtime.model.gpt import GPT
 from runtime.model.object_reference import is_reference, load_reference
 from runtime.model.seeds import derive_seed, seeded
 
 
 class LayeredModel(Protocol):
-    """What the runtime asks of a model. Layer 0 takes tokens, the last layer's output goes to `loss`."""
+    """What the runtime asks of a model. Layer 0 takes tokens, the last layer's output goes to `loss`.
+
+    A layer's forward takes what the layer before it gave, a tensor or a tuple of tensors, and, where it has a parameter
+    `batch`, what belongs to the micro-batch (`runtime.model.data.Data`). docs/own-model.md states the whole contract.
+    """
 
     @property
     def layers(self) -> int:
@@ -24,6 +29,10 @@ class LayeredModel(Protocol):
     def device(self) -> torch.device:
         """Where layers run."""
 
+    # Where layers share parameters, it also has
+    # shared: Sequence[Sequence[str]]
+    #     Groups of parameters that are one, each as "LAYER.NAME", of different layers (`runtime.model.sharing`).
+
     def build(self, layer: int) -> nn.Module:
         """Make one layer. Its parameters depend on the seed and `layer` alone; the global random state is left alone.
 
@@ -31,8 +40,11 @@ class LayeredModel(Protocol):
         moves it to `device`. Any worker may build any layer, at any time and in any order.
         """
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """The mean loss of a micro-batch, a scalar, from the last layer's output and the target tokens [B, T]."""
+    def loss(self, output: Any, target: Tensor) -> Tensor:
+        """The mean loss of a micro-batch, a scalar, from the last layer's output and the target tokens [B, T].
+
+        It may have a third parameter `batch`, as a layer's forward.
+        """
 
 
 Factory = Callable[[ModelConfig, int, torch.dtype, torch.device], LayeredModel]
@@ -42,13 +54,45 @@ MODELS: dict[str, Factory] = {"gpt": GPT}
 
 def model_for(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> LayeredModel:
     """The model that a configuration names, its layers on `device`. Raises ConfigError when it cannot be had."""
+    if config.hugging_face is not None:
+        return _hugging_face(config, seed, dtype, device)
     if config.name in MODELS:
         return MODELS[config.name](config, seed, dtype, device)
     if not is_reference(config.name):
         raise ConfigError(f"model.name is {config.name!r}; expected one of {', '.join(map(repr, MODELS))}, or "
                           "'module:function'")
     factory: Factory = load_reference("model.name", config.name)
-    return factory(config, seed, dtype, device)
+    try:
+        return _checked(config.name, factory(config, seed, dtype, device))
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        raise ConfigError(f"model.name is {config.name!r}, which fails: {type(error).__name__}: {first_line(error)}"
+                          ) from error
+
+
+def _hugging_face(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> LayeredModel:
+    try:
+        from runtime.model.hugging_face.model import HuggingFace
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"model.hugging_face needs the package {error.name}: pip install 'slipstream-train[hf]'"
+                          ) from None
+    return HuggingFace(config, seed, dtype, device)
+
+
+def _checked(name: str, model: LayeredModel) -> LayeredModel:
+    """A user's model. Raises ConfigError unless it has what the runtime asks for."""
+    wanted: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "layers": (lambda found: isinstance(found, int) and found > 0, "a number above 0"),
+        "device": (lambda found: isinstance(found, torch.device), "the torch.device that it was given"),
+        "build": (callable, "a function of a layer's number"),
+        "loss": (callable, "a function of the last layer's output and the target")}
+    for attribute, (fits, expected) in wanted.items():
+        found = getattr(model, attribute, None)
+        if not fits(found):
+            shown = f"its {attribute} is {found!r}" if hasattr(model, attribute) else f"it has no {attribute}"
+            raise ConfigError(f"model.name is {name!r}: {shown}; expected {expected}")
+    return model
 
 
 def split_layers(layers: int, stages: int) -> list[tuple[int, int]]:
@@ -68,6 +112,16 @@ def split_layers(layers: int, stages: int) -> list[tuple[int, int]]:
         ranges.append((start, end))
         start = end
     return ranges
+
+
+def recomputed_layers(config: TrainingConfig, layers: int) -> frozenset[int]:
+    """The layers whose forward is run again before their backward. Raises ConfigError where the model has no such."""
+    if isinstance(config.recompute, str):
+        return frozenset(range(layers) if config.recompute == "full" else ())
+    wrong = [layer for layer in config.recompute if layer >= layers]
+    if wrong:
+        raise ConfigError(f"training.recompute names layer {wrong[0]}; the model has layers 0 to {layers - 1}")
+    return frozenset(config.recompute)
 
 
 def parameter_dtype(name: DtypeName) -> torch.dtype:

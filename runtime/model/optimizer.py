@@ -13,20 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from runtime.config import ConfigError, TrainingConfig
+from runtime.model.learning_rate import is_scheduled, scale
 from runtime.model.object_reference import is_reference, load_reference
+from runtime.model.parameter_groups import Groups, grouped
+from runtime.model.sharing import NOTHING_SHARED, Sharing
 from runtime.torch_private import copy_all
 
-Groups = list[dict[str, Any]]
-"""Parameter groups as torch.optim takes them."""
 Factory = Callable[[Groups, TrainingConfig], torch.optim.Optimizer]
 
 
 def _adamw(groups: Groups, config: TrainingConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=True)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon,
+                             amsgrad=config.amsgrad, maximize=config.maximize, fused=True)
 
 
 def _sgd(groups: Groups, config: TrainingConfig) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
+    return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, dampening=config.dampening,
+                           nesterov=config.nesterov, maximize=config.maximize, fused=True)
 
 
 OPTIMIZERS: dict[str, Factory] = {"adamw": _adamw, "sgd": _sgd}
@@ -34,9 +37,10 @@ OPTIMIZERS: dict[str, Factory] = {"adamw": _adamw, "sgd": _sgd}
 element of a parameter from that element's gradient and state alone, and remember only tensors, in its `state`."""
 
 
-def build_optimizer(layers: Mapping[int, nn.Module], config: TrainingConfig) -> "UndoableOptimizer":
+def build_optimizer(layers: Mapping[int, nn.Module], config: TrainingConfig,
+                    sharing: Sharing = NOTHING_SHARED) -> "UndoableOptimizer":
     """The configured optimizer over these layers. Raises ConfigError when there is none of that name."""
-    return UndoableOptimizer(layers, config)
+    return UndoableOptimizer(layers, config, sharing)
 
 
 def optimizer_factory(name: str) -> Factory:
@@ -59,15 +63,17 @@ class UndoableOptimizer:
     state are bit for bit those after iteration c.
     """
 
-    def __init__(self, layers: Mapping[int, nn.Module], config: TrainingConfig) -> None:
+    def __init__(self, layers: Mapping[int, nn.Module], config: TrainingConfig,
+                 sharing: Sharing = NOTHING_SHARED) -> None:
         self._layers = layers
+        self._sharing = sharing
         self._trained = {layer: {name: parameter for name, parameter in module.named_parameters()
                                  if parameter.requires_grad} for layer, module in layers.items()}
-        parameters = self._parameters()
-        # Only matrices decay, vectors (norms, biases) do not.
-        self._optimizer = optimizer_factory(config.optimizer)([
-            {"params": [one for one in parameters if one.dim() >= 2], "weight_decay": config.weight_decay},
-            {"params": [one for one in parameters if one.dim() < 2], "weight_decay": 0.0}], config)
+        self._config = config
+        self._optimizer = optimizer_factory(config.optimizer)(grouped(
+            {str(sharing.first(layer, name)): parameter for layer, trained in self._trained.items()
+             for name, parameter in trained.items()}, config), config)
+        self._rates = self._scheduled_rates()
         self._state: Any = self._optimizer.state
         self._saved: list[tuple[Tensor, Tensor]] = []
         """Live tensors, each with its copy from before the open step."""
@@ -77,9 +83,13 @@ class UndoableOptimizer:
         """The iteration whose step can be undone."""
 
     def squares(self) -> dict[int, float]:
-        """The sum of squares of each layer's gradients, computed in float64, whoever holds the layer."""
-        layers = [(layer, [parameter.grad.double().square().sum() for parameter in trained.values()
-                           if parameter.grad is not None]) for layer, trained in self._trained.items()]
+        """The sum of squares of each layer's gradients, computed in float64, whoever holds the layer.
+
+        What several layers share counts as the first one's.
+        """
+        layers = [(layer, [parameter.grad.double().square().sum() for name, parameter in trained.items()
+                           if parameter.grad is not None and self._sharing.first(layer, name) == (layer, name)])
+                  for layer, trained in self._trained.items()]
         sums = [one for _, parts in layers for one in parts]
         values = iter(torch.stack(sums).tolist() if sums else ())
         return {layer: sum(next(values) for _ in parts) for layer, parts in layers}
@@ -93,6 +103,8 @@ class UndoableOptimizer:
             for parameter in self._parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
+        for group, rate in self._rates:
+            group["lr"] = rate * scale(self._config, iteration)
         self._optimizer.step()
 
     def undo(self) -> None:
@@ -183,8 +195,22 @@ class UndoableOptimizer:
         # Their memory, for the next step.
         self._saved += [(tensor, copy) for tensor, copy in other._saved if id(tensor) in live]
 
+    def _scheduled_rates(self) -> list[tuple[dict[str, Any], float]]:
+        """Each group with its highest learning rate; none where the learning rate is constant.
+
+        Raises ConfigError where the optimizer, one of the user's own, has none that could be set.
+        """
+        if not is_scheduled(self._config):
+            return []
+        groups = self._optimizer.param_groups
+        if not all("lr" in group for group in groups):
+            raise ConfigError(f"training.optimizer is {self._config.optimizer!r}, whose groups have no 'lr' for "
+                              "training.learning_rate_schedule to set")
+        return [(group, group["lr"]) for group in groups]
+
     def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for trained in self._trained.values() for parameter in trained.values()]
+        """Each once."""
+        return list(dict.fromkeys(parameter for trained in self._trained.values() for parameter in trained.values()))
 
     def _device_of(self, slot: str, parameter: nn.Parameter) -> torch.device:
         """Where torch.optim keeps a slot: counters of steps on the CPU, unless they are part of one fused kernel."""
@@ -199,7 +225,8 @@ class UndoableOptimizer:
             self._slots[parameter] = dict(slots)
             live += [value for value in slots.values() if isinstance(value, Tensor)]
         copies = {id(tensor): copy for tensor, copy in self._saved}
-        self._saved = [(tensor, copies.get(id(tensor), torch.empty_like(tensor))) for tensor in live]
+        self._saved = [(tensor, copies[id(tensor)] if id(tensor) in copies else torch.empty_like(tensor))
+                       for tensor in live]
         with torch.no_grad():
             copy_all(live, [copy for _, copy in self._saved])
 

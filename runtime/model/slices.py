@@ -1,39 +1,36 @@
 """What a worker runs: slices of a model's layers, and the micro-batches that it has in flight in each of them."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from runtime.config import RunConfig
+from runtime.model.calling import Batch, LayerCall, adding_losses, loss_call
 from runtime.model.data import Microbatch as Microbatch
-from runtime.model.data import input_form
+from runtime.model.forms import forms as forms
 from runtime.model.holding import Holding
-from runtime.model.layers import LayeredModel, autocast, layer_seed
+from runtime.model.layers import LayeredModel, autocast, layer_randomness, layer_seed, recomputed_layers
+from runtime.model.passed import TensorForm as TensorForm
+from runtime.model.passed import Value, changed, form_of, has_gradient, of_form, tensors_of
 from runtime.model.seeds import seeding
 from runtime.model.split import WeightWork, backward_input, backward_weight, deferring
-from runtime.torch_private import FakeTensorMode, unset_fake_temporarily
+from runtime.torch_private import run_backward
 from schedules.layers import LayerRange
-
-
-class TensorForm(NamedTuple):
-    """Shape and dtype of a tensor: a receive can be posted from it without a handshake."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class _Held(NamedTuple):
     """A micro-batch between F and I."""
 
-    value: Tensor
-    output: Tensor
+    value: Value
+    output: Value
+    added: Tensor | None
+    """To the loss, by these layers; the last slice's output has it already."""
     work: WeightWork | None
 
 
@@ -61,53 +58,68 @@ class SliceRunner:
         self.layers = layers
         self.first = layers[0] == 0
         self.last = layers[1] == model.layers
-        self._modules = {layer: modules[layer] for layer in range(*layers)}
+        self._calls = {layer: LayerCall(modules[layer]) for layer in range(*layers)}
+        self.reads_batch = self.first or self.last or any(call.takes_batch for call in self._calls.values())
+        """Whether F needs what belongs to the micro-batch."""
+        self._recomputed = recomputed_layers(config.training, model.layers)
+        self._loss_of = loss_call(model.loss)
         self._loss_scale = loss_scale
         self._model = model
         self._config = config
         self._held: dict[Microbatch, _Held] = {}
         self._deferred: dict[Microbatch, WeightWork] = {}
-        self._loss = torch.zeros((), dtype=torch.float64, device=model.device)
+        self._losses: list[Tensor] = []
+        self.has_loss = self.last
+        """Whether it has added anything to the loss, ever."""
 
-    def forward(self, microbatch: Microbatch, value: Tensor, target: Tensor | None = None, *,
-                split: bool) -> Tensor | None:
+    def forward(self, microbatch: Microbatch, value: Value, target: Tensor | None = None, batch: Batch | None = None, *,
+                split: bool) -> Value | None:
         """F: the activation to send on; of the last slice None, and the loss is kept for `take_loss`.
 
         `value` holds tokens for the first slice of a route, else the activation of the slice before; `target` the
-        tokens to be predicted, for the last one. With `split` the backward comes as I and W, else as B.
+        tokens to be predicted, for the last one; `batch` all that belongs to the micro-batch, for layers that read it.
+        With `split` the backward comes as I and W, else as B.
         """
         assert microbatch not in self._held and microbatch not in self._deferred, f"{microbatch} is in flight"
         if not self.first:
-            value = value.detach().requires_grad_()
+            value = changed(value, _leaf)
         # Without an input gradient I has nothing to do: the first slice leaves the whole backward to W.
         work: WeightWork | None = deque() if split and not self.first else None
-        with nullcontext() if work is None else deferring(work):
-            output = self._run_layers(microbatch, value, target)
-        self._held[microbatch] = _Held(value, output, work)
-        if not self.last:
-            return output.detach().contiguous()
-        self._loss += output.detach()
-        return None
+        with nullcontext() if work is None else deferring(work), adding_losses() as losses:
+            output = self._run_layers(microbatch, value, target, batch)
+        added = sum(losses[1:], losses[0]) if losses else None
+        if self.last:
+            assert isinstance(output, Tensor)
+            output, added = output if added is None else output + added, None
+            self._losses.append(output.detach())
+        elif added is not None:
+            self._losses.append(added.detach())
+            self.has_loss = True
+        self._held[microbatch] = _Held(value, output, added, work)
+        return None if self.last else changed(output, lambda tensor: tensor.detach().contiguous())
 
-    def backward(self, microbatch: Microbatch, gradient: Tensor | None) -> Tensor | None:
+    def backward(self, microbatch: Microbatch, gradient: Value | None) -> Value | None:
         """B: the gradient for the slice before, None for the first slice."""
         result = self.backward_input(microbatch, gradient)
         self.backward_weight(microbatch)
         return result
 
-    def backward_input(self, microbatch: Microbatch, gradient: Tensor | None) -> Tensor | None:
+    def backward_input(self, microbatch: Microbatch, gradient: Value | None) -> Value | None:
         """I: the gradient for the slice before, None for the first slice; frees all that W does not need.
 
-        `gradient` is that of the activation sent on, None for the last slice. After a forward without `split`, and for
-        parameters that are not in a matrix product, the weights' gradients are computed here already.
+        `gradient` is that of the activation sent on, of a tuple those of its tensors that have one; None for the last
+        slice. After a forward without `split`, and for parameters that are not in a matrix product, the weights'
+        gradients are computed here already.
         """
-        value, output, work = self._held.pop(microbatch)
+        held = self._held.pop(microbatch)
         if self.first:
-            self._deferred[microbatch] = deque([partial(_backward, output, gradient, None)])
+            self._deferred[microbatch] = deque([partial(_backward, held, gradient, self._loss_scale)])
             return None
-        _backward(output, gradient, work)
-        self._deferred[microbatch] = deque() if work is None else work
-        return torch.zeros_like(value) if value.grad is None else value.grad.contiguous()
+        _backward(held, gradient, self._loss_scale)
+        self._deferred[microbatch] = deque() if held.work is None else held.work
+        if isinstance(held.value, Tensor):
+            return _gradient(held.value)
+        return tuple(_gradient(tensor) for tensor in held.value if has_gradient(tensor))
 
     def backward_weight(self, microbatch: Microbatch) -> None:
         """W: add the micro-batch's weight gradients to those of the holding."""
@@ -115,30 +127,50 @@ class SliceRunner:
 
     def take_loss(self) -> Tensor:
         """The scaled losses summed over the micro-batches run since the last call: float64 scalar."""
-        loss, self._loss = self._loss, torch.zeros_like(self._loss)
-        return loss
+        losses, self._losses = self._losses, []
+        if not losses:
+            return torch.zeros((), dtype=torch.float64, device=self._model.device)
+        return torch.stack(losses).double().sum() * self._loss_scale
 
     def discard(self) -> None:
         """Forget all micro-batches in flight and the losses: the iteration did not happen."""
         self._held.clear()
         self._deferred.clear()
-        self._loss.zero_()
+        self._losses.clear()
+
+    def forget(self, microbatch: Microbatch) -> None:
+        """There will be no backward of a micro-batch whose F has been run."""
+        del self._held[microbatch]
 
     def in_flight(self) -> int:
         """Micro-batches whose tensors are held: those with an F and without a W or B."""
         return len(self._held) + len(self._deferred)
 
-    def _run_layers(self, microbatch: Microbatch, value: Tensor, target: Tensor | None) -> Tensor:
+    def _run_layers(self, microbatch: Microbatch, value: Value, target: Tensor | None, batch: Batch | None) -> Value:
         training, device = self._config.training, self._model.device
         with autocast(training.dtype, device):
             with seeding(device) as seed_generators:
-                for layer, module in self._modules.items():
+                for layer, call in self._calls.items():
+                    if layer in self._recomputed:
+                        value = self._run_recomputed(microbatch, layer, value, batch)
+                        continue
                     seed_generators(layer_seed(training.seed, *microbatch, layer))
-                    value = module(value)
+                    value = call(value, batch)
             if not self.last:
                 return value
             assert target is not None, "the last slice needs the target tokens"
-            return self._model.loss(value, target) * self._loss_scale
+            return self._loss_of(value, target, batch)
+
+    def _run_recomputed(self, microbatch: Microbatch, layer: int, value: Value, batch: Batch | None) -> Value:
+        """Run a layer of which nothing is kept but what it takes: its forward is run again before its backward."""
+        form, call, seed, device = form_of(value), self._calls[layer], self._config.training.seed, self._model.device
+
+        def forward(*tensors: Tensor) -> Value:
+            with layer_randomness(seed, *microbatch, layer, device):
+                return call(of_form(form, tensors), batch)
+
+        result: Value = checkpoint(forward, *tensors_of(value), use_reentrant=False, preserve_rng_state=False)
+        return result
 
 
 class Slices:
@@ -152,13 +184,22 @@ class Slices:
         self.runners = {number: SliceRunner(one, holding.modules, model, loss_scale=loss_scale, config=config)
                         for number, one in layers.items()}
 
+    @property
+    def modules(self) -> Iterable[nn.Module]:
+        """All layers that are held."""
+        return self._holding.modules.values()
+
     def gradients(self, slice: int) -> list[Tensor]:
         """The gradients of a slice that the holding reduces by: one flat tensor a dtype, to be summed in place."""
         return self._holding.gradients(self.layers[slice])
 
+    def shared_gradients(self) -> Mapping[str, list[Tensor]]:
+        """Those of what layers share, by its first name, to be summed in place."""
+        return self._holding.shared_gradients
+
     def take_loss(self) -> float:
         """This worker's part of the mean loss since the last call."""
-        return sum(runner.take_loss().item() for runner in self.runners.values() if runner.last)
+        return sum(runner.take_loss().item() for runner in self.runners.values() if runner.has_loss)
 
     def discard(self) -> None:
         """Forget all micro-batches in flight, the losses and the gradients: the iteration did not happen."""
@@ -167,32 +208,27 @@ class Slices:
         self._holding.zero_gradients()
 
 
-def forms(model: LayeredModel, config: RunConfig) -> list[TensorForm]:
-    """What goes into each layer, and then what comes out of the last; found on tensors without memory."""
-    shape, dtype = input_form(config)
-    seen = [TensorForm(shape, dtype)]
-    with FakeTensorMode(), model.device, torch.no_grad(), autocast(config.training.dtype, model.device):
-        value = torch.zeros(shape, dtype=dtype)
-        for layer in range(model.layers):
-            value = _run_without_memory(model, layer, value)
-            seen.append(TensorForm(tuple(value.shape), value.dtype))
-    return seen
+def _leaf(tensor: Tensor) -> Tensor:
+    """What another slice gave, as the input of this one."""
+    return tensor.detach().requires_grad_() if has_gradient(tensor) else tensor.detach()
 
 
-def _run_without_memory(model: LayeredModel, layer: int, value: Tensor) -> Tensor:
-    """What a layer gives, under FakeTensorMode. It is built on no device: fake parameters refuse `module.to(dtype)`."""
-    with unset_fake_temporarily(), torch.device("meta"):
-        module = model.build(layer)
-    state = {name: torch.empty(tensor.shape, dtype=tensor.dtype)
-             for name, tensor in chain(module.named_parameters(), module.named_buffers())}
-    output: Tensor = functional_call(module, state, (value,))
-    return output
+def _gradient(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.contiguous()
 
 
-def _backward(output: Tensor, gradient: Tensor | None, work: WeightWork | None) -> None:
-    if not output.requires_grad:  # the slice has nothing to train and does not pass on what it is given
+def _backward(held: _Held, gradient: Value | None, loss_scale: float) -> None:
+    """The backward from what a slice gave and what it added to the loss, whose gradient is its scale."""
+    outputs = [tensor for tensor in tensors_of(held.output) if has_gradient(tensor)]
+    gradients = [torch.full_like(outputs[0], loss_scale)] if gradient is None else list(tensors_of(gradient))
+    if held.added is not None:
+        outputs, gradients = [*outputs, held.added], [*gradients, torch.full_like(held.added, loss_scale)]
+    # What needs no gradient comes from layers without anything to train that pass nothing on.
+    found = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+    if not found:
         return
-    if work is None:
-        torch.autograd.backward(output, gradient)
+    outputs, gradients = map(list, zip(*found, strict=True))
+    if held.work is None:
+        run_backward(outputs, gradients)
     else:
-        backward_input(output, gradient, work)
+        backward_input(outputs, gradients, held.work)

@@ -51,16 +51,14 @@ def weight_work() -> WeightWork | None:
     return _CURRENT.get()
 
 
-def backward_input(output: Tensor, gradient: Tensor | None, work: WeightWork) -> None:
-    """I: an ordinary backward from an output computed under `deferring(work)`; `gradient` None means 1, for a loss.
+def backward_input(outputs: Sequence[Tensor], gradients: Sequence[Tensor], work: WeightWork) -> None:
+    """I: an ordinary backward from outputs computed under `deferring(work)`, each with its gradient.
 
     Activation checkpointing works, reentrant or not: its recomputation must see what the forward saw, so the mode has
     to be active within the backward. torch.autograd.backward would suspend it, the engine that it calls does not.
     """
-    if gradient is None:
-        gradient = torch.ones_like(output)
     with deferring(work):
-        run_backward(output, gradient)
+        run_backward(outputs, gradients)
 
 
 def backward_weight(work: WeightWork) -> None:

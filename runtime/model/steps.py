@@ -12,6 +12,8 @@ so that gradients of two iterations never meet. After an iteration that was clip
 clipping is the rule, timing is that of a synchronous optimizer, and nothing runs twice.
 """
 
+import math
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
@@ -67,6 +69,8 @@ class Steps:
         self._staggered = staggered
         self._stepped = stepped
         self._unclipped = UNCLIPPED
+        self.squares = 0.0
+        """The sum of squares of the gradients of the last iteration, before clipping, of the layers it speaks for."""
         self._sums: Sums | None = None
         self._iteration = 0
         self._others_guess = False
@@ -74,18 +78,23 @@ class Steps:
         self._when_validated: list[Callable[[], None]] = []
         self.validated: tuple[int, float | None] | None = None
         """The last iteration of which it is known how to step, with its `clip_factor`; None where all are 1."""
+        self.losses: deque[tuple[int, float]] = deque(maxlen=2)
+        """The last iterations whose sums have arrived, each with its mean loss."""
         self.void = False
         """Whether what the workers compute from here to the next step rests on a wrong guess; reset it then."""
 
-    def step(self, iteration: int) -> None:
-        """O: step all layers, for good or on a guess. Raises CommunicationError."""
+    def step(self, iteration: int, loss: float) -> None:
+        """O: step all layers, for good or on a guess. `loss` is this worker's part. Raises CommunicationError."""
         self._iteration = iteration
         if self._share is None:
+            self.squares = self._holding.squares(self._speaks_for)
             self._optimizer.step(iteration)
             self._end(1.0)
             return
         squares = self._optimizer.squares()
-        self._sums = self._share(self._contribution(squares))
+        contribution = self._contribution(squares)
+        self.squares = math.fsum(contribution)
+        self._sums = self._share([*contribution, loss])
         self._others_guess = self._staggered and self._unclipped >= UNCLIPPED
         # What this worker holds may already be too much: then the guess is known to be wrong.
         self._guessed = self._others_guess and clip_factor(squares.values(), self._config) == 1.0
@@ -106,7 +115,9 @@ class Steps:
         """
         if self._sums is None:
             return
-        self._conclude(clip_factor(self._sums.take(), self._config))
+        *squares, loss = self._sums.take()
+        self.losses.append((self._iteration, loss))
+        self._conclude(clip_factor(squares, self._config))
 
     def go_back(self, committed: int, factor: float | None) -> None:
         """After a failure: see to it that exactly the iterations up to `committed` have been stepped, for good.

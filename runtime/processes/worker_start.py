@@ -5,13 +5,16 @@ from pathlib import Path
 import msgspec
 
 from runtime.config import RunConfig
-from runtime.processes.fork_server import ProcessSpec
+from runtime.processes.fork_server_messages import ProcessSpec
 from runtime.protocol.authentication import Secret
 from runtime.protocol.rendezvous import Rendezvous
 from schedules.schedule import Worker
 
 COORDINATOR_TIMEOUT_SECONDS = 60.0
 """Long enough to start a process by hand that imports torch."""
+
+
+HUGGING_FACE = "runtime.model.hugging_face.model"
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +48,8 @@ class WorkerSpec(msgspec.Struct, frozen=True):
         """The request to the fork server, over a pipe that nobody else reads: the secret is in no command line and no
         environment. A worker that comes back appends to its log."""
         return ProcessSpec(str(self.worker), "runtime.worker.main:main", msgspec.json.encode(self).decode(),
-                           str(self.log), append=self.restarted)
+                           str(self.log), append=self.restarted,
+                           imports=() if self.settings.config.model.hugging_face is None else (HUGGING_FACE,))
 
     @property
     def log(self) -> Path:

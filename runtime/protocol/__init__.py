@@ -2,6 +2,7 @@
 
     authentication       who knows the secret of the run: the handshake, the tag behind each message
     channel              one TCP connection: JSON messages, between their length and their tag
+    coordinator_link     the connection to the present coordinator, and then to another one
     to_coordinator       from workers and node agents
     to_worker            from the coordinator to workers
     to_node_agent        from the coordinator to node agents

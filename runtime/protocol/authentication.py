@@ -17,6 +17,7 @@ import os
 import secrets
 import socket
 import stat
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple, NewType
@@ -102,7 +103,7 @@ class Answer:
 
     def __init__(self, secret: Secret, purpose: Purpose, greeting: bytes) -> None:
         if not greeting.startswith(SPOKEN):
-            raise AuthenticationError("what listens there is no Slipstream of this version")
+            raise AuthenticationError("what listens there is not Slipstream of this version")
         theirs, ours = greeting[len(SPOKEN):], secrets.token_bytes(NONCE_BYTES)
 
         def derive(what: str) -> bytes:
@@ -121,13 +122,13 @@ class Answer:
 def introduce(connection: socket.socket, secret: Secret, purpose: Purpose, first: Callable[[Tags], bytes]) -> Keys:
     """The connecting end of a handshake, on a blocking socket; `first` gives the first message with its tag.
 
-    Raises AuthenticationError, and OSError where the other end is gone or takes too long.
+    Raises AuthenticationError, and OSError where the other end is gone or takes longer than `HELLO_SECONDS`.
     """
-    connection.settimeout(HELLO_SECONDS)
-    answer = Answer(secret, purpose, _read(connection, GREETING_BYTES))
+    deadline = time.monotonic() + HELLO_SECONDS
+    answer = Answer(secret, purpose, _read(connection, GREETING_BYTES, deadline))
     try:
         connection.sendall(answer.hello + first(answer.keys.sending))
-        proof = _read(connection, TAG_BYTES)
+        proof = _read(connection, TAG_BYTES, deadline)
     except ConnectionError:
         raise AuthenticationError("it closed the connection: its secret is another one") from None
     answer.require(proof)
@@ -174,9 +175,13 @@ def _derive(secret: Secret, purpose: Purpose, what: str, accepting: bytes, conne
     return hmac.digest(secret, f"{purpose}/{what}/".encode() + accepting + connecting, "sha256")
 
 
-def _read(connection: socket.socket, size: int) -> bytes:
+def _read(connection: socket.socket, size: int, deadline: float) -> bytes:
     data = b""
     while len(data) < size:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("it takes too long to answer")
+        connection.settimeout(left)
         more = connection.recv(size - len(data))
         if not more:
             raise ConnectionResetError("it closed the connection")

@@ -2,10 +2,12 @@
 ops, from an iteration on. For tests and rehearsals.
 
 Places are met in this order in every iteration: the ops of the program by their number, `A` and `O` before the first
-op of that kind, `stepped` after the last op, `reported` after the coordinator has acknowledged. When a worker takes an
-order that starts in that iteration: `ordered` before it meets the others, `met` before layers move, `moved` after.
-Where layers move while all train: `asked` at a sender, before the step of an iteration whose state it is to give;
-`loaded` at the target, when it has a layer of it; `followed` at the target, when it has all, with the order's number.
+op of that kind, `stepped` after the last op, `evaluating` before the forwards of an evaluation, `reported` once the
+coordinator has acknowledged, before anything of the next iteration is passed on: an op of that may have run. When a
+worker takes an order that starts in that iteration: `ordered` before it meets the others, `met` before layers move,
+`moved` after. Where layers move while all train: `asked` at a sender, before the step of an iteration whose state it is
+to give; `loaded` at the target, when it has a layer of it; `followed` at the target, when it has all, with the order's
+number.
 """
 
 import os
@@ -18,7 +20,8 @@ import msgspec
 from schedules.schedule import Worker
 
 Action = Literal["kill", "stop", "raise", "cut", "exit"]
-Place = int | Literal["A", "O", "stepped", "reported", "ordered", "met", "moved", "asked", "loaded", "followed"]
+Place = int | Literal["A", "O", "stepped", "evaluating", "reported", "ordered", "met", "moved", "asked", "loaded",
+                      "followed"]
 
 
 class Injection(msgspec.Struct, frozen=True):

@@ -37,7 +37,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
         host, colon, port = text.rpartition(":")
         host = host.strip("[]")
         if not (colon and host and port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
-            raise ValueError(f"{text!r} is no address: write HOST:PORT, for example 10.0.0.1:29500")
+            raise ValueError(f"{text!r} is not an address: write HOST:PORT, for example 10.0.0.1:29500")
         return cls(host, int(port))
 
 

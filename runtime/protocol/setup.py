@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 import torch
 
-from runtime.model.slices import TensorForm
+from runtime.model.passed import Form, TensorForm, TupleForm
 from runtime.protocol.failure_injection import Injection, Slowdown
 from runtime.protocol.rendezvous import Rendezvous
 from runtime.replay.communication import Transport
@@ -15,19 +15,24 @@ JOIN_TIMEOUT_SECONDS = 600.0
 
 
 class FormSpec(msgspec.Struct, frozen=True, array_like=True):
-    """A `runtime.model.slices.TensorForm` as JSON."""
+    """A `runtime.model.passed.Form` as JSON."""
 
-    shape: tuple[int, ...]
-    dtype: str
+    tensors: tuple[tuple[tuple[int, ...], str], ...]
+    """Shape and dtype of each."""
+    fields: tuple[str, ...] | None = None
+    """Of a tuple, its names; None where it is one tensor."""
 
     @classmethod
-    def of(cls, form: TensorForm) -> "FormSpec":
+    def of(cls, form: Form) -> "FormSpec":
         """Write a form."""
-        return cls(form.shape, str(form.dtype))
+        tensors = (form,) if isinstance(form, TensorForm) else form.tensors
+        return cls(tuple((one.shape, str(one.dtype)) for one in tensors),
+                   None if isinstance(form, TensorForm) else form.fields)
 
-    def form(self) -> TensorForm:
+    def form(self) -> Form:
         """Read it again."""
-        return TensorForm(self.shape, _dtype(self.dtype))
+        tensors = tuple(TensorForm(shape, _dtype(dtype)) for shape, dtype in self.tensors)
+        return tensors[0] if self.fields is None else TupleForm(tensors, self.fields)
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -57,6 +62,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     forms: tuple[FormSpec, ...]
     """Of what passes at each cut."""
     loss_scale: float
+    microbatches: tuple[int, ...] = (1,)
+    """Of each pipeline in an iteration."""
     heartbeat_timeout_seconds: float
     fetch_bytes_per_second: float | None = None
     """How fast a layer goes to each worker that fetches it while all train, at most."""

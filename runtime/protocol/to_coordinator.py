@@ -49,6 +49,8 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
     """Whether it does not know the factor of `iteration` yet."""
     begun: int = -1
     """The last iteration before the order."""
+    losses: dict[int, float] = {}
+    """Where steps depend on all gradients: of the last iterations, where they are finite."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -92,6 +94,10 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
     """Of what it computed."""
     ops: tuple[MeasuredOp, ...] = ()
     """When its ops ran, on the shared clock, in the iterations that are traced."""
+    squares: float | None = None
+    """The sum of squares of the gradients that it speaks for, before clipping; None when that is not finite."""
+    evaluation: float | None = None
+    """Where the parameters were evaluated after this iteration: its part of the mean loss; None when not finite."""
 
 
 class SpeedMeasured(msgspec.Struct, frozen=True, tag=True):
@@ -201,6 +207,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
     worker: Worker
     reason: str
+    everywhere: bool = False
+    """Whether others would meet the same error: then it ends the run."""
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):

@@ -1,6 +1,7 @@
 """How a schedule is run: ops in program order, and the tensors that pass between workers.
 
     executor         runs one worker's program, op by op
+    evaluation       the loss of validation data, by the forwards alone
     exchange         hands the result of an op to the next one, on the same worker or another
     communication    sends, receives and sums over process groups
     group_store      where the members of a process group leave their addresses

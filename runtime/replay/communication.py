@@ -24,6 +24,8 @@ from schedules.layers import LayerRange, layers_text
 from schedules.schedule import Worker
 
 Transport = Literal["gloo", "nccl"]
+Shared = LayerRange | str
+"""What gradients are summed of: a range of layers, or one parameter that several layers share, by its first name."""
 TIMEOUT = timedelta(minutes=10)
 """Of any one transfer. Long, because a gloo timeout closes all connections; a dead peer is noticed in milliseconds."""
 CLOCK_ROUNDS = 8
@@ -105,7 +107,8 @@ class Communicator:
     Parameters
     ----------
     sharers
-        For each range of layers by which this worker reduces gradients, all live workers that do.
+        For each range of layers by which this worker reduces gradients, and for each parameter that layers share, all
+        live workers that do.
     store
         Where the process groups find each other: one that all members share, a TCPStore for NCCL.
     sums
@@ -118,7 +121,7 @@ class Communicator:
     `schedules.graph.transfers`). Raises CommunicationError.
     """
 
-    def __init__(self, membership: Membership, sharers: Mapping[LayerRange, Sequence[Worker]], *, transport: Transport,
+    def __init__(self, membership: Membership, sharers: Mapping[Shared, Sequence[Worker]], *, transport: Transport,
                  device: torch.device, store: Store, sums: bool = False,
                  require: Callable[[], None] = lambda: None) -> None:
         self.device = device
@@ -139,7 +142,7 @@ class Communicator:
         self._join(_WORLD, everyone, transport)
         if sums:  # numbers of the host: over gloo also where tensors go over NCCL, whose stream they would hold up
             self._join(_SUMS, everyone, "gloo")
-        self._sharers = {layers: tuple(sorted(members)) for layers, members in sharers.items() if len(members) > 1}
+        self._sharers = {what: tuple(sorted(members)) for what, members in sharers.items() if len(members) > 1}
         # One group for each set of workers, however many ranges they share. All members make their groups in the order
         # of the sets: no two wait for each other in different groups.
         for members in sorted(set(self._sharers.values())):
@@ -159,12 +162,13 @@ class Communicator:
         with _told_in_one_line(f"receiving from worker {source}"):
             return Arriving(self._group(_WORLD).recv([payload], self._ranks[source], tag), payload, source, self.device)
 
-    def sum_over_sharers(self, layers: LayerRange, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over all live workers that reduce these layers. Raises CommunicationError."""
-        members = self._sharers.get(layers)
+    def sum_over_sharers(self, what: Shared, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over all live workers that reduce these layers, or hold a copy of this
+        parameter. Raises CommunicationError."""
+        members = self._sharers.get(what)
         if members is None:
             return
-        with _told_in_one_line(f"summing the gradients of {layers_text(layers)}"):
+        with _told_in_one_line(f"summing the gradients of {what if isinstance(what, str) else layers_text(what)}"):
             carried = [tensor.cpu() for tensor in tensors] if self._staged else list(tensors)
             group, buckets = self._group(_name_of(members)), _buckets(carried)
             joined = [bucket[0] if len(bucket) == 1 else torch.cat([tensor.flatten() for tensor in bucket])

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from runtime.model.slices import TensorForm
+from runtime.model.passed import Form, Value, carrier_form, gradient_form, made, packed, unpacked
 from runtime.replay.communication import Arriving, Communicator, Outgoing
 from schedules.graph import Transfer, programs_of, transfers
 from schedules.schedule import Schedule
@@ -42,7 +42,7 @@ class Exchange:
         Of what goes into each layer of the schedule, and then of what comes out of the last.
     """
 
-    def __init__(self, schedule: Schedule, communicator: Communicator, forms: Sequence[TensorForm],
+    def __init__(self, schedule: Schedule, communicator: Communicator, forms: Sequence[Form],
                  iterations: range) -> None:
         everyone = transfers(schedule, programs_of(schedule))
         self._worker = worker = communicator.worker
@@ -61,41 +61,41 @@ class Exchange:
         # By the number of the transfer, counted over all iterations: those of two iterations may be under way.
         self._arriving: dict[int, Arriving] = {}
         self._ready: dict[int, Tensor] = {}
-        self._local: dict[TensorName, Tensor] = {}
+        self._local: dict[TensorName, Value] = {}
         self._leaving: list[Outgoing] = []
         self._left_before: list[Outgoing] = []
 
-    def give(self, iteration: int, name: TensorName, tensor: Tensor) -> None:
+    def give(self, iteration: int, name: TensorName, value: Value) -> None:
         """Pass on what an op produced; a send goes on while the worker computes. Raises CommunicationError."""
         number = self._number(iteration, name)
         if number is None:
-            self._local[name] = tensor
+            self._local[name] = value
             return
-        self._ready[number] = tensor
+        self._ready[number] = packed(value)
         if self._ahead is None:
             self._issue_through(number)
         else:
             self._issue(number)
             self._look_ahead()
 
-    def take(self, iteration: int, name: TensorName) -> Tensor:
+    def take(self, iteration: int, name: TensorName) -> Value:
         """Wait for what an op needs. Raises CommunicationError."""
         number = self._number(iteration, name)
         if number is None:
             return self._local.pop(name)
         self._issue_through(number)
-        tensor = self._arriving.pop(number).take()
-        self._look_ahead()
-        return tensor
+        carrier = self._arriving.pop(number).take()  # the op runs at once: more are posted before the next wait
+        return unpacked(carrier, self._form(name.kind, name.slice))
 
     def give_empty(self, iteration: int, name: TensorName) -> None:
-        """Pass on an empty tensor, for an op that is not run. Raises CommunicationError."""
-        shape, dtype = self._form(name.kind, name.slice)
-        self.give(iteration, name, torch.zeros(shape, dtype=dtype, device=self._communicator.device))
+        """Pass on zeros, for an op that is not run. Raises CommunicationError."""
+        device = self._communicator.device
+        self.give(iteration, name, made(self._form(name.kind, name.slice), lambda shape, dtype: torch.zeros(
+            shape, dtype=dtype, device=device)))
 
-    def one_more(self) -> None:
-        """There will be one more iteration than was said."""
-        self._iterations = range(self._iterations.start, self._iterations.stop + 1)
+    def more(self, iterations: int = 1) -> None:
+        """There will be more iterations than was said."""
+        self._iterations = range(self._iterations.start, self._iterations.stop + iterations)
 
     def end_iteration(self) -> None:
         """Let go of what the iteration before this one sent. Raises CommunicationError.
@@ -141,17 +141,17 @@ class Exchange:
         if transfer.source == self._worker:
             self._leaving.append(self._communicator.send(self._ready.pop(number), transfer.target, tag))
         else:
-            shape, dtype = self._form(transfer.kind, transfer.slice)
+            shape, dtype = carrier_form(self._form(transfer.kind, transfer.slice))
             self._arriving[number] = self._communicator.receive(shape, dtype, transfer.source, tag)
 
     def _transfer(self, number: int) -> tuple[int, Transfer]:
         """Its tag, and what it is."""
         return self._mine[number % len(self._mine)]
 
-    def _form(self, kind: TensorKind, slice: int) -> TensorForm:
+    def _form(self, kind: TensorKind, slice: int) -> Form:
         """That of what the ops of a slice take."""
         first, end = self._schedule.layers_of(slice)
-        return self._forms[first if kind == "activation" else end]
+        return self._forms[first] if kind == "activation" else gradient_form(self._forms[end])
 
 
 def _name(transfer: Transfer) -> TensorName:

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
-from torch import Tensor
-
+from runtime.model.calling import Batch
 from runtime.model.data import Microbatch
+from runtime.model.passed import Value
 from runtime.model.slices import SliceRunner, Slices
 from runtime.model.steps import Steps
 from runtime.replay.communication import Communicator
@@ -18,8 +18,8 @@ from schedules.schedule import Op, OpKind, Schedule
 class Feed(Protocol):
     """Where micro-batches come from."""
 
-    def __call__(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """Tokens and targets, each [B, T], on the device that computes."""
+    def __call__(self, microbatch: Microbatch) -> Batch:
+        """Tokens and targets, each [B, T], and what else belongs to the micro-batch, on the device that computes."""
 
 
 class BeforeOp(Protocol):
@@ -47,12 +47,20 @@ class _Step(NamedTuple):
 
 
 class Executor:
-    """One live worker of a schedule, with the slices that it runs and its optimizer steps."""
+    """One live worker of a schedule, with the slices that it runs and its optimizer steps.
+
+    A program of forwards alone (`schedules.forwards`) keeps no micro-batch for a backward.
+
+    `before_exchange` is called before anything is taken from other ops or given to them, is reduced or stepped. What it
+    raises ends the iteration.
+    """
 
     def __init__(self, schedule: Schedule, *, slices: Slices, steps: Steps, communicator: Communicator,
-                 exchange: Exchange, feed: Feed, recorder: Recorder, before_op: BeforeOp = _nothing) -> None:
+                 exchange: Exchange, feed: Feed, recorder: Recorder, before_op: BeforeOp = _nothing,
+                 before_exchange: Callable[[], None] = lambda: None) -> None:
         self._program = [_step(schedule, op, slices) for op in schedule.ops(communicator.worker)]
         self._split = schedule.backward == "split"
+        self._trains = any(step.op.kind is not OpKind.F for step in self._program)
         self._slices = slices
         self._steps = steps
         self._communicator = communicator
@@ -60,17 +68,26 @@ class Executor:
         self._feed = feed
         self._recorder = recorder
         self._before_op = before_op
+        self._before_exchange = before_exchange
         self._iteration = 0
         self._void_rounds = 0
+        self._loss = 0.0
 
     def run(self, iteration: int) -> float:
-        """Run one iteration: this worker's part of the mean loss (0 where it runs no last layer).
+        """Run one iteration: this worker's part of the mean loss (0 where none of its layers adds to it).
 
         Raises CommunicationError, and whatever `before_op` raises.
         """
-        self._iteration = iteration
+        self._iteration, self._loss = iteration, 0.0
         while not self._run_program():
             self._forget_round()
+        self._exchange.end_iteration()
+        return self._loss
+
+    def evaluate(self, iteration: int) -> float:
+        """Run a program of forwards alone: this worker's part of the mean loss. Raises as `run`."""
+        self._iteration = iteration
+        self._run_program()
         self._exchange.end_iteration()
         return self._slices.take_loss()
 
@@ -90,7 +107,7 @@ class Executor:
 
     def _forget_round(self) -> None:
         self._void_rounds += 1
-        self._exchange.one_more()
+        self._exchange.more()
         self._exchange.end_iteration()
         self._recorder.begin_again()
         self._slices.discard()
@@ -98,26 +115,31 @@ class Executor:
 
     def _pass_empty(self, step: _Step) -> None:
         """An op that is void: take and give what it would, compute nothing."""
-        if step.takes is not None:
-            self._exchange.take(self._round, step.takes)
+        self._take(step)
         if step.gives is not None:
+            self._before_exchange()
             self._exchange.give_empty(self._round, step.gives)
 
     def _forward(self, step: _Step) -> None:
         runner, microbatch = self._runner(step), self._microbatch(step.op)
-        value = None if step.takes is None else self._exchange.take(self._round, step.takes)
+        # Read while the activation is under way.
+        batch = self._feed(microbatch) if runner.reads_batch and not runner.first else None
+        value = self._take(step)
         with self._recorder.timing(step.op):
-            tokens, target = self._feed(microbatch) if runner.first or runner.last else (None, None)
-            value = tokens if value is None else value
-            assert value is not None
-            output = runner.forward(microbatch, value, target if runner.last else None, split=self._split)
+            if value is None:
+                batch = self._feed(microbatch)
+                value = batch[0]
+            target = batch[1] if batch is not None and runner.last else None
+            output = runner.forward(microbatch, value, target, batch, split=self._split)
+        if not self._trains:
+            runner.forget(microbatch)
         self._give(step, output)
 
     def _backward(self, step: _Step) -> None:
         """I or B."""
         runner, microbatch = self._runner(step), self._microbatch(step.op)
         run = runner.backward if step.op.kind is OpKind.B else runner.backward_input
-        gradient = None if step.takes is None else self._exchange.take(self._round, step.takes)
+        gradient = self._take(step)
         with self._recorder.timing(step.op):
             result = run(microbatch, gradient)
         self._give(step, result)
@@ -129,12 +151,18 @@ class Executor:
     def _all_reduce(self, step: _Step) -> None:
         slice = step.op.slice
         assert slice is not None
+        self._before_exchange()
         with self._recorder.timing(step.op):
             self._communicator.sum_over_sharers(self._slices.layers[slice], self._slices.gradients(slice))
 
     def _optimize(self, step: _Step) -> None:
+        """What layers share is summed first: all that hold a copy are at their O, with nothing left to give before."""
+        self._before_exchange()
+        self._loss = self._slices.take_loss()
         with self._recorder.timing(step.op):
-            self._steps.step(self._iteration)
+            for name, gradients in self._slices.shared_gradients().items():
+                self._communicator.sum_over_sharers(name, gradients)
+            self._steps.step(self._iteration, self._loss)
 
     def _runner(self, step: _Step) -> SliceRunner:
         assert step.runner is not None
@@ -144,10 +172,18 @@ class Executor:
         assert op.pipeline is not None and op.microbatch is not None
         return Microbatch(self._iteration, op.pipeline, op.microbatch)
 
-    def _give(self, step: _Step, tensor: Tensor | None) -> None:
+    def _take(self, step: _Step) -> Value | None:
+        """What the op waits for; None where it waits for nothing."""
+        if step.takes is None:
+            return None
+        self._before_exchange()
+        return self._exchange.take(self._round, step.takes)
+
+    def _give(self, step: _Step, value: Value | None) -> None:
         if step.gives is not None:
-            assert tensor is not None
-            self._exchange.give(self._round, step.gives, tensor)
+            assert value is not None
+            self._before_exchange()
+            self._exchange.give(self._round, step.gives, value)
 
     @property
     def _round(self) -> int:

@@ -5,6 +5,8 @@ from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 from runtime.model.layers import split_layers
+from runtime.model.sharing import Sharing
+from runtime.replay.communication import Shared
 from schedules.layers import LayerRange, joined, layers_in
 from schedules.schedule import Grid, OpKind, Schedule, Worker
 
@@ -80,6 +82,18 @@ class Placement:
                 sharers[layers].add(seat.worker)
         mine = sorted(by_program[schedule.seat_of[worker].program])
         return {self.range_of(layers): sorted(sharers[layers]) for layers in mine}
+
+    def sharers(self, schedule: Schedule, worker: Worker, sharing: Sharing) -> dict[Shared, Sequence[Worker]]:
+        """`reduced`, and the parameters that layers share: each that a live worker holds with all that do."""
+        found: dict[Shared, Sequence[Worker]] = {}
+        for layers, workers in self.reduced(schedule, worker).items():
+            found[layers] = workers
+        held = self.held_by(schedule) if sharing.groups else {}
+        for group in sharing.groups:
+            members = [one for one, layers in sorted(held.items()) if any(place.layer in layers for place in group)]
+            if worker in members:
+                found[str(group[0])] = members
+        return found
 
     def _layers(self, held: Sequence[LayerRange]) -> frozenset[int]:
         return layers_in(map(self.range_of, held))

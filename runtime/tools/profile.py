@@ -16,11 +16,14 @@ from torch import Tensor
 
 from runtime.config import RunConfig
 from runtime.device import choose_device
+from runtime.model.calling import on_device
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import Data, Microbatch, load_corpus
+from runtime.model.forms import forms
 from runtime.model.holding import Holding, build_holding
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
-from runtime.model.slices import SliceRunner, TensorForm, forms
+from runtime.model.passed import Form, TensorForm, Value, carrier_form, gradient_form, made, tensors_of
+from runtime.model.slices import SliceRunner
 from runtime.processes.children import ChildError, Children
 from runtime.protocol.rendezvous import Rendezvous, connect_store, host_store, interface_towards
 from runtime.replay.communication import Communicator, Membership, Transport, choose_transport
@@ -205,7 +208,7 @@ class _Measurer:
         membership = Membership(1, {worker: rank for rank, worker in enumerate(everyone)}, me)
         communicator = Communicator(membership, {_LAYERS: reduce_group} if me in reduce_group else {},
                                     transport=task.transport, device=self._device, store=store)
-        passed = [self._forms[end] for _, end in task.ranges]
+        passed = [carrier_form(self._forms[end]) for _, end in task.ranges]
         largest = max(passed[:-1], key=_bytes_of, default=passed[-1])
         transfer = self._median(lambda: _ping_pong(communicator, task.rank, everyone, largest, self._device) / 2)
         all_reduce = []
@@ -244,7 +247,7 @@ class _Measurer:
 class _Bench:
     """A stage under test."""
 
-    def __init__(self, stage: SliceRunner, holding: Holding, at_layer: Sequence[TensorForm], config: RunConfig,
+    def __init__(self, stage: SliceRunner, holding: Holding, at_layer: Sequence[Form], config: RunConfig,
                  data: Data, device: torch.device) -> None:
         self._stage = stage
         self._holding = holding
@@ -258,7 +261,7 @@ class _Bench:
         """Seconds of each op, mean over a row of micro-batches, then of an optimizer step."""
         stage, row = self._stage, [Microbatch(self._rounds, 0, index) for index in range(ROW)]
         self._rounds += 1
-        gradient = None if stage.last else 1e-3 * self._random(self._gives)
+        gradient = None if stage.last else self._like(gradient_form(self._gives), 5e-4)
         return {
             "forward": self._timed(self._forward, row) / ROW,
             "backward_input": self._timed(lambda one: stage.backward_input(one, gradient), row) / ROW,
@@ -269,13 +272,13 @@ class _Bench:
     def memory(self) -> dict[str, int]:
         """Bytes that a micro-batch takes before and after I, and that the stage takes always."""
         stage, microbatch = self._stage, Microbatch(0, 1, 0)
-        gradient = None if stage.last else self._random(self._gives)
+        gradient = None if stage.last else self._like(gradient_form(self._gives))
         living = LivingStorages([*self._holding.parameters().values(), *self._holding.gradients()])
         with TensorWatch(living):
             self._forward(microbatch, living)
             activation = living.bytes()
-            if gradient is not None:
-                living.watch(gradient)
+            for tensor in () if gradient is None else tensors_of(gradient):
+                living.watch(tensor)
             stage.backward_input(microbatch, gradient)
             del gradient
             stash = living.bytes()
@@ -290,16 +293,13 @@ class _Bench:
 
     def _forward(self, microbatch: Microbatch, living: LivingStorages | None = None) -> None:
         stage, training = self._stage, self._config.training
-        value = target = None
-        if stage.first or stage.last:
-            value, target = (half.to(self._device)
-                             for half in self._data.batch(microbatch, training.batch, self._config.model.context))
-        if not stage.first:
-            value = self._random(self._takes)
-        assert value is not None
+        batch = on_device(self._data.batch(microbatch, training.batch, self._config.model.context), self._device) \
+            if stage.reads_batch else None
+        value: Value = batch[0] if batch is not None and stage.first else self._like(self._takes)
         if living is not None:
-            living.watch(value)
-        stage.forward(microbatch, value, target if stage.last else None, split=True)
+            for tensor in tensors_of(value):
+                living.watch(tensor)
+        stage.forward(microbatch, value, batch[1] if batch is not None and stage.last else None, batch, split=True)
 
     def _step(self) -> None:
         if watches_gradients(self._config.training):
@@ -308,8 +308,9 @@ class _Bench:
         self._rounds += 1
         self._holding.zero_gradients()
 
-    def _random(self, form: TensorForm) -> Tensor:
-        return torch.full(form.shape, 0.5, dtype=form.dtype, device=self._device)
+    def _like(self, form: Form, number: float = 0.5) -> Value:
+        return made(form, lambda shape, dtype: torch.full(
+            shape, number if dtype.is_floating_point else 0, dtype=dtype, device=self._device))
 
     def _timed(self, call: Callable[[Microbatch], object], row: Sequence[Microbatch]) -> float:
         def run() -> None:

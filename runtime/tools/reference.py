@@ -3,6 +3,7 @@
 It shares the model, the text and the optimizer with the runtime, and nothing of how stages are run.
 """
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,11 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from runtime.config import RunConfig
+from runtime.model.calling import LayerCall, adding_losses, loss_call, on_device
 from runtime.model.clipping import clip_factor
-from runtime.model.data import Data, Microbatch, load_corpus
+from runtime.model.data import Data, Microbatch, is_evaluated, load_corpus, load_validation
 from runtime.model.digest import parameter_digest
 from runtime.model.layers import LayeredModel, autocast, layer_randomness, model_for, parameter_dtype
 from runtime.model.optimizer import build_optimizer
+from runtime.model.passed import Value
+from runtime.model.sharing import sharing_of
 
 CPU = torch.device("cpu")
 
@@ -29,6 +33,8 @@ class ReferenceResult:
     """By "layer.name", on the CPU."""
     digest: str
     """`parameter_digest` of the parameters."""
+    evaluations: dict[int, float]
+    """The loss of validation data after iterations, by the number of each."""
 
 
 def reference_run(config: RunConfig, microbatches: Sequence[int], iterations: int,
@@ -39,10 +45,13 @@ def reference_run(config: RunConfig, microbatches: Sequence[int], iterations: in
     """
     training = config.training
     model = model_for(config.model, training.seed, parameter_dtype(training.dtype), device)
-    corpus = load_corpus(config)
+    corpus = load_corpus(config, microbatches)
     layers = nn.ModuleList(model.build(layer).to(device) for layer in range(model.layers))
-    optimizer = build_optimizer(dict(enumerate(layers)), training)
-    losses = []
+    sharing = sharing_of(model)
+    sharing.tie(dict(enumerate(layers)))
+    optimizer = build_optimizer(dict(enumerate(layers)), training, sharing)
+    validation = load_validation(config, microbatches)
+    losses, evaluations = [], {}
     for iteration in range(iterations):
         total = 0.0
         for pipeline, count in enumerate(microbatches):
@@ -56,17 +65,25 @@ def reference_run(config: RunConfig, microbatches: Sequence[int], iterations: in
             optimizer.step(iteration, factor)
         layers.zero_grad()
         losses.append(total)
+        if validation is not None and is_evaluated(training, iteration):
+            layers.eval()
+            with torch.no_grad():
+                evaluations[iteration] = statistics.fmean(
+                    _loss(config, model, layers, validation, Microbatch(one, pipeline, index)).item()
+                    for one in range(training.evaluation_iterations)
+                    for pipeline, count in enumerate(microbatches) for index in range(count))
+            layers.train()
     parameters = {name: parameter.detach().cpu() for name, parameter in layers.named_parameters()}
-    return ReferenceResult(losses, parameters, parameter_digest(parameters))
+    return ReferenceResult(losses, parameters, parameter_digest(parameters), evaluations)
 
 
 def _loss(config: RunConfig, model: LayeredModel, layers: nn.ModuleList, corpus: Data,
           microbatch: Microbatch) -> Tensor:
     training = config.training
-    value, target = (tokens.to(model.device)
-                     for tokens in corpus.batch(microbatch, training.batch, config.model.context))
-    with autocast(training.dtype, model.device):
+    batch = on_device(corpus.batch(microbatch, training.batch, config.model.context), model.device)
+    value: Value = batch[0]
+    with autocast(training.dtype, model.device), adding_losses() as added:
         for index, layer in enumerate(layers):
             with layer_randomness(training.seed, *microbatch, index, model.device):
-                value = layer(value)
-        return model.loss(value, target)
+                value = LayerCall(layer)(value, batch)
+        return sum(added, loss_call(model.loss)(value, batch[1], batch))

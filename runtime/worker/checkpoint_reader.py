@@ -6,6 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from runtime.model.checkpoint import Checkpoint, CheckpointError, complete, identity_of, load, open_checkpoint
+from runtime.model.sharing import NOTHING_SHARED, Sharing
 from runtime.processes.worker_start import NodeSettings
 from runtime.run_folder import CHECKPOINTS
 
@@ -21,7 +22,8 @@ class CheckpointReader:
         How many the model has.
     """
 
-    def __init__(self, first: int, settings: NodeSettings, layers: int) -> None:
+    def __init__(self, first: int, settings: NodeSettings, layers: int, sharing: Sharing = NOTHING_SHARED) -> None:
+        self._sharing = sharing
         self._first = first
         self._resume = None if settings.resume is None else Path(settings.resume)
         self._folder = Path(settings.out) / CHECKPOINTS
@@ -35,6 +37,10 @@ class CheckpointReader:
         found |= {iteration for iteration in complete(self._folder) if iteration >= self._first}
         return tuple(sorted(found - self._damaged))
 
+    def go_back(self, iteration: int) -> None:
+        """All go back to an iteration: checkpoints of later ones are written anew."""
+        self._damaged = {one for one in self._damaged if one <= iteration}
+
     def load(self, iteration: int, layers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
         """The states of some layers before an iteration; nothing where layers are as they are built.
 
@@ -45,7 +51,9 @@ class CheckpointReader:
                 return {}
             path = self._folder / f"iteration-{iteration}"
             begins_from = self._begins_from() if iteration == self._first else None
-            return load(begins_from or open_checkpoint(path, self._identity), layers)
+            checkpoint = begins_from or open_checkpoint(path, self._identity)
+            return {layer: self._sharing.with_copies(layer, state, lambda first: load(checkpoint, [first])[first])
+                    for layer, state in load(checkpoint, layers).items()}
         except CheckpointError:
             self._damaged.add(iteration)
             raise

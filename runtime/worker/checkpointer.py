@@ -8,7 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from runtime.model.checkpoint import CheckpointError, Saving, identity_of, save
+from runtime.model.checkpoint import CheckpointError, Saving, drop_newer, identity_of, save
+from runtime.model.sharing import NOTHING_SHARED, Sharing
 from runtime.processes.worker_start import NodeSettings
 from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import Note, Saved
@@ -25,11 +26,12 @@ class Checkpointer:
     """
 
     def __init__(self, setup: Setup, settings: NodeSettings, layers: int, worker: Worker,
-                 tell: Callable[[Note | Saved], None]) -> None:
+                 tell: Callable[[Note | Saved], None], sharing: Sharing = NOTHING_SHARED) -> None:
         self._folder = None if setup.checkpoint_every == 0 else Path(settings.out) / CHECKPOINTS
         self._every = setup.checkpoint_every
         self._first = setup.first_iteration
         self._identity = identity_of(settings.config, layers)
+        self._sharing = sharing
         self._worker = worker
         self._tell = tell
         self._asked: int | None = None
@@ -50,8 +52,14 @@ class Checkpointer:
         """Begin to save layers as they are before an iteration; returns once they are copied."""
         self._wait()
         if self._folder is not None and states:
-            self._saving = save(self._folder, iteration, states, self._identity,
+            own = {layer: self._sharing.without_copies(layer, state) for layer, state in states.items()}
+            self._saving = save(self._folder, iteration, own, self._identity,
                                 partial(self._ended, iteration, time.monotonic()))
+
+    def go_back(self, iteration: int) -> None:
+        """All go back to an iteration, as nobody could read what was saved of later ones: that is saved anew."""
+        if self._folder is not None:
+            drop_newer(self._folder, iteration)
 
     def save_last(self, order: Finish, layer_store: LayerStore) -> None:
         """Save, to the end, the layers that an order gives to this worker."""

@@ -4,28 +4,34 @@ It ends when the order does: because all iterations are done, because it was tol
 because of an error. In all cases, `leave` goes back to the last committed iteration.
 """
 
+import contextlib
+import math
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from runtime.config import RunConfig
+from runtime.model.calling import Batch, on_device
 from runtime.model.checkpoint import CheckpointError
 from runtime.model.clipping import watches_gradients
-from runtime.model.data import Data, Microbatch
+from runtime.model.data import Data, Microbatch, is_evaluated
 from runtime.model.layers import LayeredModel
-from runtime.model.slices import Slices, TensorForm
+from runtime.model.passed import Form
+from runtime.model.sharing import sharing_of
+from runtime.model.slices import Slices
 from runtime.model.steps import Steps
+from runtime.protocol.coordinator_link import CoordinatorLink
 from runtime.protocol.failure_injection import Injector
 from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import Known, Note, Paused, Ran, Started, Status, Validated
-from runtime.protocol.to_worker import Acknowledged, Factor, Order, Train
+from runtime.protocol.to_worker import Acknowledged, Factor, Order, ToWorker, Train
 from runtime.replay.communication import CommunicationError, Communicator, Membership
+from runtime.replay.evaluation import Evaluation
 from runtime.replay.exchange import Exchange
 from runtime.replay.executor import Executor
 from runtime.replay.placement import Placement
@@ -34,7 +40,6 @@ from runtime.replay.stuck_calls import OPEN_CALLS
 from runtime.torch_private import TCPStore
 from runtime.worker.checkpointer import Checkpointer
 from runtime.worker.connections import Connections, OrderEndedError
-from runtime.worker.coordinator_link import CoordinatorLink
 from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, senders_for
 from runtime.worker.layer_sender import LayerSender
 from runtime.worker.layer_store import LayerStore
@@ -46,10 +51,17 @@ STUCK_SECONDS = 1.0
 """Once connections are cut, calls into a process group return in milliseconds, or never."""
 MEETING_SECONDS = 0.1
 """Making a process group can block where nothing can be cut yet: on a peer that died before it connected."""
+LET_GO_SECONDS = 3600.0
+"""An iteration takes minutes; schedules are planned in seconds."""
 ANSWER_SECONDS = 600.0
 """The coordinator acknowledges an iteration in a millisecond."""
+WorkerLink = CoordinatorLink[ToWorker, Setup]
 _WAITS = "waits"
 """What a generation that waits for others says that it does begins so."""
+
+
+class _StoppedError(Exception):
+    """The order ends before an iteration that nothing has been passed on of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +69,7 @@ class WorkerContext:
     """What a worker keeps from order to order."""
 
     worker: Worker
-    channel: CoordinatorLink
+    channel: WorkerLink
     store: TCPStore
     """Where process groups find each other."""
     setup: Setup
@@ -67,7 +79,8 @@ class WorkerContext:
     model: LayeredModel
     placement: Placement
     corpus: Data
-    forms: Sequence[TensorForm]
+    validation: Data | None
+    forms: Sequence[Form]
     """Of what passes at each of the placement's cuts."""
     layer_store: LayerStore
     injector: Injector
@@ -94,8 +107,10 @@ class Generation:
         self._worker = context.worker
         self._connections = Connections(context.lasting_sockets)
         self._acknowledged: queue.SimpleQueue[Acknowledged | None] = queue.SimpleQueue()
+        self._reported: int | None = None
+        """The iteration whose report is to be acknowledged."""
         self._reached = order.first_iteration - 1
-        """The last iteration whose step has been reported, or is being."""
+        """The last iteration that it may have stepped: it is being evaluated, or reported, or was."""
         self._communicator: Communicator | None = None
         self._steps: Steps | None = None
         self._thread: threading.Thread | None = None
@@ -134,14 +149,21 @@ class Generation:
     def known(self) -> Known:
         """What another coordinator must know of this order, once it has paused."""
         assert self._paused
-        steps = self._steps
-        validated = None if steps is None or steps.validated is None else Factor(*steps.validated)
-        watched = steps is not None and watches_gradients(self._context.config.training)
+        validated = self._validated or self._order.factor
+        watched = self._steps is not None and watches_gradients(self._context.config.training)
         pending = watched and self._reached >= self._order.first_iteration and (
             validated is None or validated.iteration < self._reached)
         return Known(self.number, tuple(seat.worker for seat in self._schedule.seats), self._reached,
                      self._context.layer_store.holding.ranges, validated, pending,
-                     self._order.first_iteration - 1)
+                     self._order.first_iteration - 1,
+                     {iteration: loss for iteration, loss in (self._steps.losses if self._steps is not None else ())
+                      if math.isfinite(loss)})
+
+    @property
+    def _validated(self) -> Factor | None:
+        """Of the last iteration of which it is known how to step."""
+        last = None if self._steps is None else self._steps.validated
+        return None if last is None else Factor(*last)
 
     def fits(self, order: Order) -> bool:
         """Whether what this worker holds can be brought to where an order begins."""
@@ -206,7 +228,9 @@ class Generation:
             reason = str(error)
         self._say_paused(reason)
         if reason is None:
-            self._over.wait()  # for as long as the others take; when the coordinator is gone, the process ends
+            # Others may still take from these connections what they need for the end of the iteration. Who has not
+            # after so long loses them as in a failure.
+            self._over.wait(LET_GO_SECONDS)
         self._connections.release()
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
@@ -231,16 +255,15 @@ class Generation:
 
     def _say_paused(self, reason: str | None) -> None:
         self._paused = True
-        validated = None if self._steps is None or self._steps.validated is None else Factor(*self._steps.validated)
         self._context.channel.send(Paused(self._worker, self.number, self._context.layer_store.holding.ranges,
-                                          validated, reason))
+                                          self._validated, reason))
 
     def _meet(self) -> Communicator:
         order, context = self._order, self._context
         members = sorted(seat.worker for seat in self._schedule.seats)
         return Communicator(
             Membership(order.number, {worker: rank for rank, worker in enumerate(members)}, self._worker),
-            context.placement.reduced(self._schedule, self._worker),
+            context.placement.sharers(self._schedule, self._worker, sharing_of(context.model)),
             transport=context.setup.transport, device=context.device, store=context.store,
             sums=watches_gradients(context.config.training), require=self._connections.require)
 
@@ -282,7 +305,7 @@ class Generation:
         recorder = recorder_for(setup.slowdowns, context.device)
         training, holding = context.config.training, context.layer_store.holding
         iterations = range(order.first_iteration, setup.iterations)
-        exchange = Exchange(self._schedule, communicator, context.forms, iterations)
+        exchange = Exchange(self._schedule, communicator, context.forms, self._stretch(order.first_iteration))
         speaks_for = frozenset(layer for layer, worker in context.placement.first_holders(self._schedule).items()
                                if worker == self._worker)
         self._steps = steps = Steps(
@@ -292,23 +315,62 @@ class Generation:
         slices = Slices(holding, context.placement.slices(self._schedule, self._worker), context.model,
                         loss_scale=setup.loss_scale, config=context.config)
         executor = Executor(self._schedule, slices=slices, steps=steps, communicator=communicator, exchange=exchange,
-                            feed=self._read, recorder=recorder, before_op=partial(self._before_op, speaks_for))
+                            feed=partial(self._read, context.corpus), recorder=recorder,
+                            before_op=partial(self._before_op, speaks_for),
+                            before_exchange=self._require_acknowledged)
+        evaluate = self._evaluation(communicator, slices, steps)
         context.channel.send(Started(self._worker, order.number))
         first_traced = max(order.first_iteration, setup.iterations - setup.traced)
-        for iteration in iterations:
-            if iteration == first_traced and setup.nodes > 1:
-                # Not before: it takes many trips between the nodes, and no recovery should wait for them.
-                self._does("compares clocks")
-                with self._connections.more():
-                    recorder.offset_seconds = communicator.clock_offset()
-            recorder.begin(iteration, traced=iteration >= first_traced)
-            loss = executor.run(iteration)
-            context.injector.at(iteration, "stepped")
-            if self._report(iteration, loss, recorder):
-                break
+        with contextlib.suppress(_StoppedError):
+            for iteration in iterations:
+                if iteration == first_traced and setup.nodes > 1:
+                    # Not before: it takes many trips between the nodes, and no recovery should wait for them.
+                    self._require_acknowledged()
+                    self._does("compares clocks")
+                    with self._connections.more():
+                        recorder.offset_seconds = communicator.clock_offset()
+                recorder.begin(iteration, traced=iteration >= first_traced)
+                loss = executor.run(iteration)
+                context.injector.at(iteration, "stepped")
+                evaluation = None
+                if is_evaluated(training, iteration):
+                    evaluation = evaluate(iteration)
+                    exchange.more(len(self._stretch(iteration + 1)))
+                self._report(iteration, loss, recorder, evaluation)
+            self._require_acknowledged()
         self._does("ends its last iteration")
         steps.validate()
         exchange.flush()
+
+    def _stretch(self, first: int) -> range:
+        """Iterations from one on, up to the next evaluation: tensors of what follows that are not asked for before."""
+        training, end = self._context.config.training, self._context.setup.iterations
+        every = training.evaluate_every
+        return range(first, end if every is None else min(end, (first // every + 1) * every))
+
+    def _evaluation(self, communicator: Communicator, slices: Slices, steps: Steps) -> Callable[[int], float]:
+        """What evaluates after an iteration. It is made when it is first used: no recovery waits for it."""
+        context, made = self._context, list[Evaluation]()
+
+        def before_op(iteration: int, place: int, kind: OpKind) -> None:
+            self._does(f"evaluates after iteration {self._reached}: {kind} {place} of round {iteration}")
+            self._connections.require()
+            context.injector.at(self._reached, "evaluating")
+
+        def evaluate(iteration: int) -> float:
+            steps.validate()
+            steps.void = False  # on all alike: nobody has run a forward of the next iteration
+            self._reached = iteration
+            assert context.validation is not None
+            if not made:
+                made.append(Evaluation(
+                    self._schedule, communicator=communicator, slices=slices, steps=steps,
+                    exchange=lambda schedule, iterations: Exchange(schedule, communicator, context.forms, iterations),
+                    feed=partial(self._read, context.validation), before_op=before_op,
+                    iterations=context.config.training.evaluation_iterations))
+            return made[0].run()
+
+        return evaluate
 
     def _before_op(self, speaks_for: frozenset[int], iteration: int, place: int, kind: OpKind) -> None:
         """Before each op: stop when the order is over. Before O: copy the state that the step overwrites, where a
@@ -333,19 +395,28 @@ class Generation:
     def _pass_on(self, iteration: int) -> None:
         self._context.layer_sender.stepped(iteration, self._context.layer_store)
 
-    def _report(self, iteration: int, loss: float, recorder: Recorder) -> bool:
-        """Report an iteration; whether to stop before the next one.
-
-        When this returns, the report has arrived. A worker can step the next iteration only after all others have begun
-        it. It then knows that their reports of this one have arrived, even of those that have died since.
-        """
+    def _report(self, iteration: int, loss: float, recorder: Recorder, evaluation: float | None) -> None:
+        """Report an iteration."""
         context, number = self._context, self.number
         assert self._steps is not None
-        self._reached = iteration
-        context.channel.send(Ran(self._worker, number, iteration, loss if abs(loss) < float("inf") else None,
-                                 recorder.window_seconds(), recorder.times(), recorder.ops()))
+        self._reached = self._reported = iteration
+        context.channel.send(Ran(self._worker, number, iteration, finite(loss), recorder.window_seconds(),
+                                 recorder.times(), recorder.ops(), finite(self._steps.squares),
+                                 None if evaluation is None else finite(evaluation)))
         if self._worker == self._schedule.seats[0].worker and watches_gradients(context.config.training):
             self._steps.when_validated(self._report_validated)
+
+    def _require_acknowledged(self) -> None:
+        """Wait until the last report has arrived, before anything of the next iteration is passed on.
+
+        A worker can step an iteration only after all others have passed on something of it. It then knows that their
+        reports of the one before have arrived, even of those that have died since. Raises _StoppedError where the order
+        ends before the next iteration.
+        """
+        if self._reported is None:
+            return
+        iteration, self._reported = self._reported, None
+        doing, _ = self._doing
         self._does(f"{_WAITS} for node 0 to acknowledge iteration {iteration}")
         try:
             answer = self._acknowledged.get(timeout=ANSWER_SECONDS)
@@ -355,15 +426,21 @@ class Generation:
             raise OrderEndedError("node 0 is gone")
         assert answer.iteration == iteration
         if answer.save:
-            context.checkpointer.ask(iteration + 1)
-        context.injector.at(iteration, "reported")
-        return answer.stop
+            self._context.checkpointer.ask(iteration + 1)
+        self._context.injector.at(iteration, "reported")
+        if answer.stop:
+            raise _StoppedError
+        self._does(doing)
 
     def _report_validated(self) -> None:
-        assert self._steps is not None and self._steps.validated is not None
-        self._context.channel.send(Validated(self.number, Factor(*self._steps.validated)))
+        assert self._validated is not None
+        self._context.channel.send(Validated(self.number, self._validated))
 
-    def _read(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+    def _read(self, data: Data, microbatch: Microbatch) -> Batch:
         config, device = self._context.config, self._context.device
-        tokens, targets = self._context.corpus.batch(microbatch, config.training.batch, config.model.context)
-        return tokens.to(device), targets.to(device)
+        return on_device(data.batch(microbatch, config.training.batch, config.model.context), device)
+
+
+def finite(number: float) -> float | None:
+    """A number as JSON can say it."""
+    return number if math.isfinite(number) else None

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import msgspec
@@ -18,17 +19,21 @@ import torch
 
 from runtime.config import ModelConfig, RunConfig
 from runtime.errors import first_line
-from runtime.model.data import load_corpus
+from runtime.model.data import load_corpus, load_validation
 from runtime.model.digest import tensor_digest
 from runtime.model.holding import Holding, build_holding
 from runtime.model.layers import model_for, parameter_dtype
 from runtime.model.parameters import save_layer
+from runtime.model.sharing import sharing_of
 from runtime.model.slices import SliceRunner
+from runtime.model.token_data import BadTokenError
 from runtime.processes.worker_start import WorkerSpec
 from runtime.protocol import to_worker
 from runtime.protocol.channel import Channel
+from runtime.protocol.coordinator_link import CoordinatorLink
 from runtime.protocol.failure_injection import Injector
 from runtime.protocol.rendezvous import RendezvousError, address_towards, connect_store, interface_towards
+from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import (
     Checkpoints,
     Failed,
@@ -37,6 +42,7 @@ from runtime.protocol.to_coordinator import (
     Finished,
     Heartbeat,
     Injected,
+    JoinWorker,
     Known,
     Leaving,
     Ready,
@@ -62,8 +68,7 @@ from runtime.replay.stuck_calls import AbandonedError
 from runtime.run_folder import holder
 from runtime.worker.checkpoint_reader import CheckpointReader
 from runtime.worker.checkpointer import Checkpointer
-from runtime.worker.coordinator_link import CoordinatorLink
-from runtime.worker.generation import Generation, WorkerContext
+from runtime.worker.generation import Generation, WorkerContext, WorkerLink
 from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents, senders_for
 from runtime.worker.layer_sender import LayerSender
 from runtime.worker.layer_store import LayerStore
@@ -75,6 +80,8 @@ CONNECT_SECONDS = 60.0
 HEARTBEATS_PER_TIMEOUT = 5
 LOOK_SECONDS = 0.02
 """While a generation should come to its end."""
+STORE_TIMEOUT = timedelta(seconds=10)
+"""Of another coordinator, which listens."""
 RETRY_SECONDS = 0.2
 """From one attempt to reach another coordinator to the next."""
 _SPEC = msgspec.json.Decoder(WorkerSpec)
@@ -88,18 +95,21 @@ def main(task: bytes) -> int:
     if interface is not None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # else it takes the first that matches
     try:
-        channel = CoordinatorLink(
-            spec.worker, lambda hello, seconds: Channel(spec.coordinator, spec.settings.secret, hello,
-                                                        to_worker.decode, seconds), CONNECT_SECONDS)
+        def connect(hello: msgspec.Struct, seconds: float) -> Channel[ToWorker]:
+            return Channel(spec.coordinator, spec.settings.secret, hello, to_worker.decode, seconds)
+
+        channel = connect(JoinWorker(spec.worker), CONNECT_SECONDS)
+        link = CoordinatorLink(channel, channel.wait_for(Setup), connect)
         try:
-            return _Worker(spec, channel).serve()
+            return _Worker(spec, link).serve()
         except RendezvousError:
             raise
         except Exception as error:
             traceback.print_exc()
-            channel.send(Failed(spec.worker, f"{type(error).__name__}: {first_line(error)}"))
+            link.send(Failed(spec.worker, f"{type(error).__name__}: {first_line(error)}",
+                             everywhere=isinstance(error, BadTokenError)))
         finally:
-            channel.close()
+            link.close()
     except RendezvousError as error:
         # Without node 0 there is no coordinator to report to.
         print(first_line(error), file=sys.stderr)
@@ -117,7 +127,7 @@ def warm_up() -> None:
 class _Worker:
     """One worker's part in one run. Its main thread reads the channel, sends heartbeats, and never computes."""
 
-    def __init__(self, spec: WorkerSpec, channel: CoordinatorLink) -> None:
+    def __init__(self, spec: WorkerSpec, channel: WorkerLink) -> None:
         self._spec = spec
         self._worker = spec.worker
         self._channel = channel
@@ -127,15 +137,17 @@ class _Worker:
         torch.set_num_threads(training.threads)
         model = model_for(config.model, training.seed, parameter_dtype(training.dtype), device)
         self._model = model
-        self._checkpoints = CheckpointReader(setup.first_iteration, spec.settings, model.layers)
+        self._sharing = sharing = sharing_of(model)
+        self._checkpoints = CheckpointReader(setup.first_iteration, spec.settings, model.layers, sharing)
         self._layer_store = LayerStore(self._build, self._checkpoints.load)
         injector = Injector(setup.injections,
                             lambda index: channel.send(Injected(spec.worker, index, time.monotonic())))
         self._context = WorkerContext(
             worker=spec.worker, channel=channel, store=connect_store(setup.store), setup=setup, config=config,
-            device=device, model=model, placement=Placement(setup.cuts), corpus=load_corpus(config),
+            device=device, model=model, placement=Placement(setup.cuts), corpus=load_corpus(config, setup.microbatches),
+            validation=load_validation(config, setup.microbatches),
             forms=[spec.form() for spec in setup.forms], layer_store=self._layer_store, injector=injector,
-            checkpointer=Checkpointer(setup, spec.settings, model.layers, spec.worker, channel.send),
+            checkpointer=Checkpointer(setup, spec.settings, model.layers, spec.worker, channel.send, sharing),
             layer_receiver=LayerReceiver(self._layer_store.fresh, device, spec.settings.secret,
                                          _FetchReports(spec.worker, channel, injector)),
             layer_sender=LayerSender(address_towards(spec.coordinator), spec.settings.secret,
@@ -168,7 +180,7 @@ class _Worker:
             self._layer_store.prepare(self._setup.columns[self._worker.column])
         known = None
         while True:
-            self._channel.send(Ready(self._worker, self._context.corpus.digest, self._context.layer_sender.address,
+            self._channel.send(Ready(self._worker, self._data_digest(), self._context.layer_sender.address,
                                      holder(Path(self._spec.settings.out)), known))
             try:
                 return self._follow()
@@ -176,6 +188,11 @@ class _Worker:
                 if not self._find_another(str(gone)):
                     return 0
                 known = self._known()
+
+    def _data_digest(self) -> str:
+        """Of all data that this worker reads."""
+        validation = self._context.validation
+        return self._context.corpus.digest + ("" if validation is None else f" {validation.digest}")
 
     def _follow(self) -> int:
         """Do as the coordinator says; the exit status. Raises CoordinatorGoneError."""
@@ -232,8 +249,10 @@ class _Worker:
                 time.sleep(LOOK_SECONDS)
                 continue
             with contextlib.suppress(RendezvousError):
-                store = self._channel.follow_another()
-                if store is None:
+                store = self._channel.follow_another(
+                    JoinWorker(self._worker, self._channel.setup.epoch), Leave,
+                    lambda setup: connect_store(setup.store, STORE_TIMEOUT))
+                if isinstance(store, Leave):
                     return False
                 self._context = replace(self._context, store=store, setup=self._channel.setup)
                 return True
@@ -318,6 +337,8 @@ class _Worker:
             self._leave(previous, order)
             if order.restore is not None:
                 self._layer_store.clear()
+                self._checkpoints.go_back(order.first_iteration)
+                self._context.checkpointer.go_back(order.first_iteration)
         generation.run()
 
     def _stand_aside(self, order: Train, previous: Generation | None) -> None:
@@ -351,7 +372,10 @@ class _Worker:
             holding = self._layer_store.holding
             for layer, worker in order.writers:
                 if worker == self._worker and order.parameters:
-                    save_layer(Path(self._spec.settings.out), layer, holding.modules[layer].state_dict())
+                    copies = self._sharing.copies(layer)
+                    save_layer(Path(self._spec.settings.out), layer, {
+                        name: tensor for name, tensor in holding.modules[layer].state_dict().items()
+                        if name not in copies})
             self._context.checkpointer.save_last(order, self._layer_store)
             digests = {name: tensor_digest(name, parameter) for name, parameter in holding.parameters().items()}
             self._channel.send(Finished(self._worker, order.number, digests))
@@ -367,7 +391,7 @@ class CoordinatorGoneError(Exception):
 class _FetchReports(ReceiverEvents):
     """Reports to the coordinator how fetches go."""
 
-    def __init__(self, worker: Worker, channel: CoordinatorLink, injector: Injector) -> None:
+    def __init__(self, worker: Worker, channel: WorkerLink, injector: Injector) -> None:
         self._worker = worker
         self._channel = channel
         self._injector = injector

@@ -2,8 +2,10 @@
 
 import torch
 
+from runtime.model.calling import on_device
 from runtime.model.data import Microbatch
-from runtime.model.slices import SliceRunner, TensorForm
+from runtime.model.passed import Form, Value, gradient_form, made
+from runtime.model.slices import SliceRunner
 from runtime.protocol.to_worker import MeasureSpeed
 from runtime.replay.recorder import OpTime
 from runtime.worker.generation import WorkerContext
@@ -14,18 +16,18 @@ ROUNDS = 8
 """Micro-batches that are run. The first one warms up."""
 
 
-def measure_slice(number: int, runner: SliceRunner, forms: tuple[TensorForm, TensorForm], context: WorkerContext,
+def measure_slice(number: int, runner: SliceRunner, forms: tuple[Form, Form], context: WorkerContext,
                   request: MeasureSpeed) -> tuple[OpTime, ...]:
     """Run F and the backward of some micro-batches, on activations and gradients of noise.
 
     `number` is that of the slice, `forms` are those of what goes in and of what comes out.
     """
     training, device = context.config.training, context.device
-    tokens, targets = context.corpus.batch(Microbatch(request.iteration, 0, 0), training.batch,
-                                           context.config.model.context)
-    value = tokens.to(device) if runner.first else _noise(forms[0], device)
-    target = targets.to(device) if runner.last else None
-    gradient = None if runner.last else _noise(forms[1], device)
+    batch = on_device(context.corpus.batch(Microbatch(request.iteration, 0, 0), training.batch,
+                                           context.config.model.context), device)
+    value = batch[0] if runner.first else _noise(forms[0], device)
+    target = batch[1] if runner.last else None
+    gradient = None if runner.last else _noise(gradient_form(forms[1]), device)
     recorder = recorder_for(context.setup.slowdowns, device)
     for microbatch in (Microbatch(request.iteration, 0, one) for one in range(ROUNDS + 1)):
         if microbatch.index <= 1:
@@ -35,7 +37,7 @@ def measure_slice(number: int, runner: SliceRunner, forms: tuple[TensorForm, Ten
             return Op(kind, number, 0, one, context.worker, 0, 1)
 
         with recorder.timing(op(OpKind.F)):
-            runner.forward(microbatch, value, target, split=request.split)
+            runner.forward(microbatch, value, target, batch, split=request.split)
         if request.split:
             with recorder.timing(op(OpKind.I)):
                 runner.backward_input(microbatch, gradient)
@@ -48,5 +50,7 @@ def measure_slice(number: int, runner: SliceRunner, forms: tuple[TensorForm, Ten
     return recorder.times()
 
 
-def _noise(form: TensorForm, device: torch.device) -> torch.Tensor:
-    return torch.randn(form.shape, device=device).to(form.dtype)
+def _noise(form: Form, device: torch.device) -> Value:
+    """A value of a form: random numbers, and zeros where they are no floating point."""
+    return made(form, lambda shape, dtype: torch.randn(shape, device=device).to(dtype) if dtype.is_floating_point
+                else torch.zeros(shape, dtype=dtype, device=device))

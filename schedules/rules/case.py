@@ -33,6 +33,8 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     """The schedule under check, and what several rules look up in it."""
 
     schedule: Schedule
+    forwards: bool = False
+    """Whether it is to have forwards alone."""
 
     @cached_property
     def pipelines(self) -> tuple[int, ...]:
@@ -63,6 +65,8 @@ class Case(msgspec.Struct, frozen=True, dict=True):
     @property
     def kinds(self) -> tuple[OpKind, ...]:
         """The ops of one micro-batch at one slice."""
+        if self.forwards:
+            return (OpKind.F,)
         split = self.schedule.backward == "split"
         return (OpKind.F, OpKind.I, OpKind.W) if split else (OpKind.F, OpKind.B)
 

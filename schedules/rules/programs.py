@@ -75,6 +75,14 @@ def closing(case: Case) -> Iterator[Violation]:
                             ops[-1], worker)
 
 
+def only_forwards(case: Case) -> Iterator[Violation]:
+    """Forwards alone: nobody runs an A or an O."""
+    for worker, ops in case.programs.items():
+        other = next((op for op in ops if op.kind in (OpKind.A, OpKind.O)), None)
+        if other is not None:
+            yield Violation("only-forwards", f"{case.text(other)} is among forwards alone", other, worker)
+
+
 def _reductions_of(case: Case, worker: Worker) -> Iterator[Violation]:
     """The As of one worker."""
     held, ranges = case.schedule.holds(worker), sorted(case.reductions[worker], key=lambda reduced: reduced[0])

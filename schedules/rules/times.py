@@ -160,7 +160,7 @@ def period(case: Case) -> Iterator[Violation]:
 
     Were it shorter, a worker's next iteration would start before this one has ended.
     """
-    windows = {worker: (ops[0].start_ticks, ops[-1].end_ticks) for worker, ops in case.programs.items()}
+    windows = {worker: (ops[0].start_ticks, ops[-1].end_ticks) for worker, ops in case.programs.items() if ops}
     if case.schedule.optimizer == "synchronous":
         begin = min(begin for begin, _ in windows.values())
         windows = {worker: (begin, end) for worker, (_, end) in windows.items()}

@@ -176,7 +176,7 @@ def _validate_basis(basis: Basis, path: Path) -> None:
 def _read_entry(folder: Path, row: Row) -> EntryDocument:
     path = folder / entry_file(row.key)
     if path.parent != folder / ENTRIES:
-        raise TableError(f"{folder / INDEX}: {row.key[:80]!r} is no key of an entry")
+        raise TableError(f"{folder / INDEX}: {row.key[:80]!r} is not the key of an entry")
     entry = ENTRY_KIND.decode(read_verified(path, row.sha256), str(path))
     if (entry.key, entry.failed, len(entry.failed)) != (row.key, row.failed, row.failures):
         raise TableError(f"{path}: holds entry {entry.key[:80]!r}, not the one that the index names")

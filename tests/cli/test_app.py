@@ -1,5 +1,6 @@
 """The command line as a whole."""
 
+import re
 import subprocess
 import sys
 
@@ -19,6 +20,16 @@ def test_each_command_explains_itself(name):
     assert " ".join(load(name).help.split()).startswith(COMMANDS[name].rstrip("."))
     result = CliRunner().invoke(app, [name, "--help"])
     assert result.exit_code == 0 and "--json" in result.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_readable_at_80_columns(name):
+    """Options in groups, each with what it takes by its name, without types and ranges."""
+    said = CliRunner().invoke(app, [name, "--help"], terminal_width=80).stdout
+    assert all(len(line) <= 80 for line in said.splitlines())
+    assert not re.search(r"<\w+>|<\w+ range>|<=", said)
+    options = [line for line in said.splitlines() if line.startswith("  -")]
+    assert len(options) <= 6 or len(re.findall(r"^\S.*:$", said, re.MULTILINE)) >= 3, said
 
 
 def test_an_unknown_command_exits_2():

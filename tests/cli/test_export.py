@@ -58,12 +58,12 @@ def test_what_torch_cannot_run_is_answered_no(files):
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
-    (["export", "whole.json", "--to", "onnx"], "--to onnx: expected torch-csv"),
+    (["export", "whole.json", "--to", "onnx"], "--to onnx: expected torch-csv or hugging-face"),
     (["export", "whole.json", "--pipeline", "2"], "--pipeline 2: the schedule has pipelines 0 to 1"),
     (["export", "job.toml"], "job.toml: no readable schedule"),
     (["plan", "job.toml", "--from", "csv", "order.csv"], "--from csv: expected torch-csv"),
     (["plan", "job.toml", "--from", "torch-csv", "order.csv"], "order.csv: cannot be read"),
-    (["plan", "job.toml", "--from", "torch-csv", "job.toml"], "job.toml: line 1: 'pipelines = 2' is no action"),
+    (["plan", "job.toml", "--from", "torch-csv", "job.toml"], "job.toml: line 1: 'pipelines = 2' is not an action"),
     (["plan", "job.toml", "--from", "torch-csv", "x.csv", "--failed", "0.0"], "leave out --failed"),
 ])
 def test_bad_input_is_refused_in_one_line(arguments, says, files, monkeypatch):

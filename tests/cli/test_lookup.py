@@ -72,7 +72,7 @@ def test_out_is_tried_before_anything_is_planned(table, tmp_path):
 def test_bad_input_exits_2_in_one_line(table, tmp_path):
     for arguments, says in ((["nowhere"], "nowhere: no such folder or table; those that come with Slipstream are"),
                             ([table, "--failed", "9.9"], "--failed: the job has no worker 9.9"),
-                            ([table, "--failed", "x"], "'x' is no worker"),
+                            ([table, "--failed", "x"], "'x' is not a worker"),
                             ([table, "--out", "/dev/null/x"], "/dev/null/x: cannot be written")):
         result = slipstream("lookup", *arguments)
         assert result.exit_code == 2 and says in result.stderr and result.stderr.count("\n") == 1

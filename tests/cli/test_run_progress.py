@@ -18,8 +18,8 @@ from runtime.events import (
 def progress(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(run_progress.time, "monotonic", lambda: clock[0])
-    shown = RunProgress()
-    shown.clock = clock
+    shown = RunProgress(tokens=1000)
+    shown.clock, shown.iteration = clock, 0
     shown.observe(Started(job="job", workers=16, iterations=9, samples=64, fault_free_period=1.0))
     assert str(shown) == ""
     shown.observe(order("whole", 16, 1.0))
@@ -33,21 +33,34 @@ def order(phase, live, period):
 def commit(progress, *seconds):
     for second in seconds:
         progress.clock[0] += second
-        progress.committed()
+        progress.committed(progress.iteration)
+        progress.iteration += 1
 
 
 def test_throughput_is_of_the_last_iterations_of_the_present_order(progress):
     commit(progress, 1)
     assert str(progress) == "whole, 16 of 16 workers, planned 100 % of fault-free"
     commit(progress, 2, 2)
-    assert str(progress) == "whole, 16 of 16 workers, 32 samples/s, planned 100 % of fault-free"
+    assert str(progress) == "whole, 16 of 16 workers, 32,000 tokens/s, 12.0 s left, planned 100 % of fault-free"
     commit(progress, *[4] * run_progress.RECENT)
-    assert progress.samples_per_second == 16
+    assert progress.tokens_per_second == 16_000
     progress.observe(order("at once", 15, 1.25))
     commit(progress, 9)
     assert str(progress) == "at once, 15 of 16 workers, planned 80 % of fault-free"
     commit(progress, 5)
-    assert progress.samples_per_second == 12.8
+    assert progress.tokens_per_second == 12_800
+
+
+def test_the_end_is_told_as_a_clock_would(progress):
+    progress.observe(Started(job="job", workers=16, iterations=1003, samples=1, fault_free_period=None, iteration=1))
+    progress.iteration = 1
+    commit(progress, 1, 9.5)
+    assert str(progress) == "whole, 16 of 16 workers, 105 tokens/s, 2:38:20 left"
+    progress.iteration = 1001
+    commit(progress, 9.5)
+    assert progress.seconds_left == 9.5
+    commit(progress, 9.5)
+    assert "left" not in str(progress)
 
 
 def test_the_phase_while_layers_move(progress):

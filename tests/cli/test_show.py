@@ -63,11 +63,13 @@ def test_timeline_in_colour():
 
 def test_equal_pipelines_are_drawn_once():
     lines = drawn(planned(grid(64, 4, 4)))
-    assert [line for line in lines if line.startswith("pipeline")] == ["pipelines 0-63: same programs"]
+    assert [line for line in lines if "pipelines" in line] == ["x 64: pipelines 0-63 alike"]
     assert len(lines) <= 9
     lines = drawn(planned(grid(12, 3, "[4, 4, 4, 2, 4, 4, 4, 4, 4, 4, 4, 4]")))
-    assert [line for line in lines if line.startswith("pipeline")] == \
-        ["pipelines 0-2, 4-11: same programs", "pipeline 3"]
+    assert [line for line in lines if line.startswith(("x ", "pipeline"))] == \
+        ["x 11: pipelines 0-2, 4-11 alike", "pipeline 3"]
+    lines = drawn(planned(grid(2, 2, 4)))
+    assert [line for line in lines if "pipeline" in line] == ["x 2: pipelines 0-1 alike"]
 
 
 def test_broken_pipelines_are_always_drawn():
@@ -75,7 +77,7 @@ def test_broken_pipelines_are_always_drawn():
     lines = [line.rstrip() for line in drawn(planned(grid(24, 4, 24), [Worker(20, 2)]))]
     assert any(line.startswith("20.2  ╳ down") for line in lines)
     assert len(lines) < 2 * MAX_ROWS
-    assert "and 8 more pipelines" in lines
+    assert "and 12 more pipelines" in lines
 
 
 @settings(max_examples=30)
@@ -251,6 +253,17 @@ def test_picture_of_any_schedule(schedule):
     assert sum(text.text == "down" for text in root.iter(f"{SVG}text")) == len(schedule.failed)
     width = float(root.get("viewBox").split()[2])
     assert all(0 <= float(box.get("x")) <= width - float(box.get("width")) + 0.1 for box in titled)
+
+
+def test_picture_has_a_time_axis_and_room_for_labels_of_what_is_re_routed():
+    """In a row of 256 px an op has 8 px, unless the picture is made wider."""
+    schedule = planned(grid(2, 4, 32), [Worker(0, 1)])
+    root = ElementTree.fromstring(drawing(schedule))
+    texts = {text.text for text in root.iter(f"{SVG}text")}
+    assert {"0 s", "20", "100"} <= texts and {f"f0.{number}" for number in range(32)} <= texts
+    assert float(root.get("viewBox").split()[2]) > 1200
+    healthy = ElementTree.fromstring(drawing(planned(grid(2, 4, 32))))
+    assert float(healthy.get("viewBox").split()[2]) == 1100
 
 
 def test_picture_tells_stages_of_one_worker_apart():

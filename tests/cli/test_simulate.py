@@ -2,15 +2,18 @@
 
 import json
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from cli import simulate
 from cli.app import app
 from cli.drawing.simulation_report import COLOURS, colour
 from planner.fleet.policies import POLICIES
+from planner.fleet.throughput import Throughputs
 from tests.browser import find_browser
 
 JOB = """
@@ -38,6 +41,8 @@ def slipstream(*arguments):
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
+    """The folder that it lies in is the present one; the plans for it are searched for a moment only."""
+    monkeypatch.setattr(simulate, "Throughputs", partial(Throughputs, settle_seconds=0.1))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "trace.txt").write_text(TRACE)
     path = tmp_path / "job.toml"
@@ -196,6 +201,8 @@ def test_periods_are_taken_from_a_table(job, tmp_path):
     (["--table", "none"], "--table: none"),
     (["--trace", "trace.txt", "--fail-slow"], "a trace says itself which workers are slow"),
     (["--trace", "trace.txt", "--mtbf", 5], "a trace says itself when workers fail"),
+    (["--trace", "trace.txt", "--preset", "llama-3"], "--preset: only where failures are drawn"),
+    (["--trace", "trace.txt", "--days", 5], "--days: only where failures are drawn"),
     (["--seeds", 2, "--html", "page.html"], "--html: the report is of one trace; leave out --seeds"),
     (["--trace", "trace.txt", "--html", "/dev/null/page.html"], "cannot be written"),
 ])

@@ -76,8 +76,10 @@ def test_plans_and_trains_and_says_how_it_went(job, tmp_path):
         f"layer-000{layer}.safetensors" for layer in range(4)}
 
     again = train(job, "--schedule", tmp_path / "out" / "schedule.json", "--dtype", "float64", "--iterations", 2,
-                  "--out", tmp_path / "again")
+                  "--out", tmp_path / "again", "--tensorboard", tmp_path / "board")
     assert again.exit_code == 0, again.output
+    assert re.search(r"iteration      1  loss .* tokens/s", again.stderr), again.stderr
+    assert len(list((tmp_path / "board").glob("events.out.tfevents.*"))) == 1
     assert "2 iterations, loss" in again.stdout and "measured" in again.stdout
     losses = [json.loads(line)["loss"] for line in (tmp_path / "again" / "losses.jsonl").read_text().splitlines()]
     assert losses == pytest.approx(answer["losses"][:2], abs=1e-12)
@@ -87,7 +89,7 @@ def test_kills_returns_checkpoints_and_resuming_on_another_grid(job, tmp_path):
     common = ("--dtype", "float64", "--method", "greedy", "--json")
     whole = judge_of_text(JOB.replace("iterations = 4", "iterations = 120\ndtype = 'float64'"))
     done = train(job, *common, "--iterations", 120, "--kill", "1.0@2", "--return", "1.0@3", "--kill", "0.1@115",
-                 "--checkpoint-every", 8, "--heartbeat-timeout", 2, "--out", tmp_path / "out")
+                 "--checkpoint-every", 8, "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
     answer = json.loads(done.stdout)
     assert [one["dead"] for one in answer["recoveries"] if one["dead"]] == [["1.0"], ["0.1"]]
@@ -195,18 +197,18 @@ def test_one_command_a_node(job, tmp_path):
 
 @pytest.mark.parametrize(("arguments", "says"), [
     (["--failed", "7.7"], "--failed: the job has no worker 7.7"),
-    (["--failed", "x"], "'x' is no worker"),
+    (["--failed", "x"], "'x' is not a worker"),
     (["--dtype", "float12"], "training.dtype is 'float12'; expected one of 'float32'"),
     (["--backward", "odd"], "--backward odd: expected split or fused"),
     (["--nodes", "2"], "--nodes needs --rendezvous"),
     (["--nodes", "2", "--node", "2", "--rendezvous", "127.0.0.1:1"], "--node 2: expected 0 to 1"),
     (["--nodes", "2", "--node", "1", "--rendezvous", "127.0.0.1:1"],
      "a run on 2 nodes needs a secret that all of them have: set SLIPSTREAM_SECRET_FILE"),
-    (["--rendezvous", "nowhere"], "'nowhere' is no address: write HOST:PORT"),
+    (["--rendezvous", "nowhere"], "'nowhere' is not an address: write HOST:PORT"),
     (["--schedule", "/no/such.json"], "/no/such.json: cannot be read"),
     (["--schedule", "x.json", "--failed", "1.0"], "leave out --failed"),
     (["--kill", "1.0"], "--kill 1.0: expected D.S@ITERATION, for example 1.2@10"),
-    (["--kill", "x@3"], "'x' is no worker"),
+    (["--kill", "x@3"], "'x' is not a worker"),
     (["--slow", "1.0@3"], "--slow 1.0@3: expected D.S=FACTOR@ITERATION with a factor of 1 (usual) to 1000"),
     (["--slow", "1.0=0.5@3"], "--slow 1.0=0.5@3: expected D.S=FACTOR@ITERATION with a factor of 1"),
     (["--slow", "1.0=nan@3"], "--slow 1.0=nan@3: expected D.S=FACTOR@ITERATION with a factor of 1"),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from itertools import takewhile
@@ -11,8 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.app import app
+from cli.shared import planning
 from planner import PlanOptions, normalised, parse_job, plan_job
 from planner.job.presets import preset
+from planner.progress import ProgressCallback
 from schedules.schedule import Worker
 
 ROOT = Path(__file__).parents[2]
@@ -71,17 +74,30 @@ def samples(row: str) -> list[float]:
     return [float(number) for number in re.findall(r"\| (\d+\.\d)", line)]
 
 
+def until(seconds: float) -> ProgressCallback:
+    """Ends a search, as Ctrl-C does, once its period is as short as that; else it would use up its time."""
+    ended = False
+
+    def progress(line: str) -> None:
+        nonlocal ended
+        found = re.match(r"(?:list scheduler|annealing|CP-SAT): period ([\d.]+) s", line)
+        if found and float(found[1]) <= seconds and not ended:
+            ended = True
+            signal.raise_signal(signal.SIGINT)
+    return progress
+
+
 @pytest.mark.parametrize(("row", "plan"), [
-    ("Slipstream, settled", lambda job, failed: normalised(
-        job, failed, PlanOptions(time_limit=30, layers="move" if failed else "fixed"))),
-    ("Slipstream, at once", lambda job, failed: plan_job(job, failed, time_limit=30)),
-    ("1F1B", lambda job, failed: plan_job(job, failed, method="1f1b")),
+    ("Slipstream, settled", lambda job, failed, progress: normalised(
+        job, failed, PlanOptions(time_limit=30, layers="move" if failed else "fixed"), progress=progress)),
+    ("Slipstream, at once", lambda job, failed, progress: plan_job(job, failed, time_limit=30, progress=progress)),
+    ("1F1B", lambda job, failed, _: plan_job(job, failed, method="1f1b")),
 ])
 def test_what_a_failure_costs(row, plan):
     """What is said is planned, or 2 % less than that: a search that is not over may end anywhere."""
     job = parse_job(preset("llama-3-8b"))
     for failed, said in zip(([], ONE, FIVE), samples(row), strict=True):
-        found = sum(job.microbatches) / plan(job, failed).period
+        found = sum(job.microbatches) / plan(job, failed, until(sum(job.microbatches) / said)).period
         assert said * (1 - (0.002 if row == "1F1B" or not failed else 0.02)) <= found <= said * 1.02
 
 
@@ -113,6 +129,10 @@ def test_tutorial_prints_what_the_commands_print(tmp_path, monkeypatch):
     """Every line in a text block that ends a `plan`: the same words, and numbers that are nearly the same."""
     monkeypatch.chdir(tmp_path)
     slipstream("new", "--preset", "llama-3-8b", "--out", "job.toml")
+    whole = parse_job(preset("llama-3-8b"))
+    settled = until(sum(whole.microbatches) / samples("Slipstream, settled")[1])
+    monkeypatch.setattr(planning, "normalised", lambda *given, progress, **more: normalised(
+        *given, progress=lambda line: (progress(line), settled(line)), **more))
     printed = " ".join("".join(slipstream("plan", "job.toml", *options) for options in (
         (), ("--failed", "2.1"), ("--failed", "2.1", "--layers", "move", "--time-limit", "30"),
         ("--failed", "2.1", "--method", "1f1b"))).split())

@@ -118,7 +118,7 @@ GOOD = "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1W0,1F1,1I1,1W1\n"
 
 @pytest.mark.parametrize(("text", "says"), [
     ("", "holds no action"),
-    ("0F0,zebra\n", "line 1: 'zebra' is no action"),
+    ("0F0,zebra\n", "line 1: 'zebra' is not an action"),
     (GOOD.splitlines()[0], "has 1 ranks; the job has 2 stages"),
     (GOOD.replace("1F0", "1F7"), "1F0 is missing"),
     (GOOD.replace("0W1", "0W0"), "0W0 is there 2 times"),

@@ -13,7 +13,7 @@ from planner.model.bounds import lower_bound
 from planner.model.from_job import build_problem
 from planner.options import PlanOptions
 from planner.plan import plan_job, plan_only
-from planner.repetition import Blocks, TooLargeError, blocks_of, joined, repeated
+from planner.repetition import Blocks, Speed, TooLargeError, _even, blocks_of, blocks_within, joined, repeated
 from schedules.check import check
 from schedules.schedule import OpKind, Worker
 from tests.jobs import failures, jobs
@@ -71,3 +71,24 @@ def test_many_micro_batches_are_planned_in_blocks():
     schedule = repeated(job, Blocks(7, 2.0), lower_bound(build_problem(job, down)), plan_block)
     assert planned == [(37, 1.0), (36, 1.0)]
     assert check(schedule) == [] and schedule.gap < 0.05
+
+
+def test_blocks_are_equal_where_the_micro_batches_divide_evenly():
+    """One plan does for all blocks then."""
+    assert _even(5, uniform_job(4, 4, 1024)) == 4 and _even(7, uniform_job(4, 4, 100)) == 7
+
+
+def test_the_pace_of_the_machine_is_measured_once_a_plan_and_the_reference_has_no_grace():
+    """98,304 ops in no time: in blocks within the second of grace, and not at all without it."""
+    job, planned = uniform_job(4, 8, 1024, capacity=16), []
+
+    def plan_block(block, seconds):
+        planned.append(block.microbatches[0])
+        return plan_only(GREEDY.within(seconds), block, ()).schedule
+
+    speed = Speed(60.0)
+    with pytest.raises(TooLargeError, match="--time-limit"):
+        blocks_within(job, 98_304, 0.01, plan_block, speed, grace=False)
+    blocks = blocks_within(job, 98_304, 0.01, plan_block, speed)
+    assert blocks is not None and 1024 % blocks.number == 0
+    assert planned == [256], "one sample"

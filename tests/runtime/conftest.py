@@ -1,15 +1,19 @@
-"""The tests share the machine with each other: one thread each."""
+"""What tests of runs share."""
 
 import pytest
-import torch
 
 from runtime.processes.fork_server import ForkServer
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def fork_server():
     """Forks the workers of all runs, so that torch is imported once for all of them."""
+    with ForkServer() as fork_server:
+        yield fork_server
+
+
+@pytest.fixture(scope="session")
+def other_fork_server():
+    """That of another node."""
     with ForkServer() as fork_server:
         yield fork_server

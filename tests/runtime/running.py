@@ -13,6 +13,7 @@ import torch
 from planner.job.file import Job, parse_job
 from planner.plan import plan_job
 from runtime.config import RunConfig, parse_run_config
+from runtime.events import METRICS, Metrics, decode_metrics
 from runtime.launch import RunResult
 from runtime.model.parameters import load_parameters
 from runtime.protocol.authentication import VARIABLE
@@ -89,13 +90,28 @@ def judge_of_text(text: str) -> ReferenceResult:
 
 def command_environment() -> dict[str, str]:
     """For commands that are run elsewhere, and share this machine."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", VARIABLE: "0123456789abcdef"}
+    return {**os.environ, "PYTHONPATH": str(ROOT), VARIABLE: "0123456789abcdef"}
 
 
 def losses_in(out: Path) -> list[float]:
     """Those that a run has written, so far."""
     path = out / "losses.jsonl"
     return [json.loads(line)["loss"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def metrics_in(out: Path) -> list[Metrics]:
+    """Those that a run has written, so far; each iteration once, none missing, as in the losses."""
+    found = [decode_metrics(line) for line in (out / METRICS).read_bytes().splitlines()]
+    assert [(one.iteration, one.loss) for one in found] == list(enumerate(losses_in(out)))
+    return found
+
+
+def assert_same_evaluations(out: Path, reference: ReferenceResult, tolerance: float = 1e-9) -> None:
+    """The validation losses that a run has written are those of one process, after the same iterations."""
+    ours = {one.iteration: one.validation_loss for one in metrics_in(out) if one.validation_loss is not None}
+    assert ours.keys() == reference.evaluations.keys()
+    for iteration, theirs in reference.evaluations.items():
+        assert abs(ours[iteration] - theirs) <= tolerance
 
 
 def free_port() -> int:
@@ -107,7 +123,7 @@ def free_port() -> int:
 
 def wait_until_gone(pids: Sequence[int]) -> None:
     """Wait a moment until processes have ended."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while any(alive(pid) for pid in pids):
         assert time.monotonic() < deadline, "workers are still there"
         time.sleep(0.02)

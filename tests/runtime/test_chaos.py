@@ -1,23 +1,31 @@
 """The short form of `python -m benchmarks.chaos`: workers die at random and come back."""
 
+import json
 import random
+import re
+import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 
-from benchmarks.chaos import TOLERANCE, Tally, settings, switching, train_through
+from benchmarks import chaos_checks
+from benchmarks.chaos import TOLERANCE, switching, train_through
+from benchmarks.chaos_checks import ChaosError, Leaks, Survivors, Tally, require_no_litter
+from benchmarks.chaos_scenario import settings
+from runtime.events import Failed, Noted
 from runtime.processes.children import Children
 from runtime.processes.fork_server import ForkServer
+from runtime.tools.reference import ReferenceResult
+from schedules.schedule import Worker
 from tests.runtime.processes.child import Life
 
 ITERATIONS = 24
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_chaos(seed, fork_server, tmp_path):
-    tally, plain = Tally(), settings("3x2", ITERATIONS)
-    setting = replace(plain[0 if seed == 1 else 3], gap=(3, 8))
+@pytest.mark.parametrize(("seed", "name"), [(1, "plain"), (2, "slow-settling-clipped")])
+def test_chaos(seed, name, fork_server, tmp_path):
+    tally, setting = Tally(), replace(settings("3x2", ITERATIONS)[name], gap=(3, 8))
     train_through(setting, random.Random(seed), fork_server, tmp_path, tally, storm_seconds=2.0)
     assert tally.kills >= 2, tally.report()
     assert tally.deviation <= TOLERANCE
@@ -25,17 +33,74 @@ def test_chaos(seed, fork_server, tmp_path):
 
 def test_chaos_where_node_0_dies_too(fork_server, tmp_path):
     """It is led by a process of its own, and then by this one."""
-    tally, setting = Tally(), replace(settings("3x2", ITERATIONS)[3], gap=(3, 8))
+    tally, setting = Tally(), replace(settings("3x2", ITERATIONS)["roles-clipped"], gap=(3, 8))
     train_through(setting, random.Random(4), fork_server, tmp_path, tally, storm_seconds=2.0, node_0_dies=True)
     assert tally.leaders == 1 and tally.deviation <= TOLERANCE, tally.report()
 
 
 def test_chaos_where_threads_take_turns_all_the_time(tmp_path):
-    tally, setting = Tally(), replace(settings("3x2", ITERATIONS)[1], gap=(3, 8))
+    tally, setting = Tally(), replace(settings("3x2", ITERATIONS)["roles"], gap=(3, 8))
     with switching(1e-6), ForkServer() as fork_server:
         train_through(setting, random.Random(3), fork_server, tmp_path, tally, storm_seconds=2.0)
     assert tally.kills >= 2, tally.report()
     assert tally.deviation <= TOLERANCE
+
+
+def test_losses_that_are_missing_or_not_known_are_told(tmp_path):
+    reference = ReferenceResult(losses=[4.0, 3.0, 2.0], parameters={}, digest="")
+    for lines, told in (((0, 2), "line 2 is of iteration 2, after [0]"), ((0, 1, 1), "line 3 is of iteration 1")):
+        written(tmp_path, [(iteration, 1.0) for iteration in lines])
+        with pytest.raises(ChaosError, match=re.escape(told)):
+            Tally().compare_losses(tmp_path, reference)
+    written(tmp_path, [(0, 4.0), (1, None)])
+    with pytest.raises(ChaosError, match="the loss of iteration 1 is not known"):
+        Tally().compare_losses(tmp_path, reference)
+    written(tmp_path, [(0, 4.0), (1, 3.5)])
+    tally = Tally()
+    assert tally.compare_losses(tmp_path, reference) == 2 and tally.deviation == 0.5
+
+
+def written(out, lines):
+    (out / "losses.jsonl").write_text("".join(
+        json.dumps({"iteration": iteration, "loss": loss}) + "\n" for iteration, loss in lines))
+
+
+def test_whoever_was_not_lost_must_not_be_started_again():
+    survivors = Survivors({})
+    survivors.look({"0.0": 10, "1.0": 11, "1.1": 12})
+    survivors.observe(Failed(worker=Worker(1, 0), reason="worker 1.0 was killed by SIGKILL"))
+    survivors.observe(Noted(text="worker 1.1 was killed by SIGKILL, before it took part"))
+    survivors.look({"0.0": 10, "1.0": 21, "1.1": 22})
+    survivors.require()
+    survivors.look({"0.0": 20, "1.0": 21})
+    with pytest.raises(ChaosError, match=r"worker 0\.0 was process 10 and is 20, but was not lost"):
+        survivors.require()
+
+
+def test_a_worker_of_another_node_0_that_ends_without_a_word_is_told(monkeypatch):
+    monkeypatch.setattr(chaos_checks, "NOTICED_SECONDS", -1.0)
+    with subprocess.Popen(["sleep", "100"]) as lives, subprocess.Popen(["true"]) as gone:
+        survivors = Survivors({"0.0": lives.pid, "0.1": gone.pid})
+        gone.wait()
+        survivors.look({})
+        lives.kill()
+    with pytest.raises(ChaosError, match=r"^the process of worker 0\.1 has ended, and nobody has said so$"):
+        survivors.require()
+
+
+def test_what_is_left_after_a_run_is_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(chaos_checks, "NOTICED_SECONDS", 0.1)
+    leaks = Leaks()
+    leaks.require({})
+    leaks.require({})
+    with (tmp_path / ".left").open("w"), pytest.raises(ChaosError, match=r"1 more descriptors \(.*\.left 0 of"):
+        leaks.require({})
+    with subprocess.Popen(["sleep", "100"]) as lives:
+        with pytest.raises(ChaosError, match=rf"1 more processes .*process {lives.pid} of worker 0\.1"):
+            leaks.require({"0.1": lives.pid})
+        lives.kill()
+    with pytest.raises(ChaosError, match=r"holds \.left"):
+        require_no_litter(tmp_path)
 
 
 def test_the_switch_interval_is_that_of_every_process():

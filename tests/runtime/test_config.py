@@ -15,6 +15,13 @@ def test_json_there_and_back() -> None:
     assert "\n" not in config.to_json()
 
 
+def test_options_are_a_table_of_any_keys() -> None:
+    options = {"path": "train.parquet", "columns": ["text"], "mix": {"code": 0.5}}
+    config = parse_run_config({}, {"options": options})
+    assert config.training.options == RunConfig.from_json(config.to_json()).training.options == options
+    assert hash(config) == hash(parse_run_config({}, {"options": options})) != hash(RunConfig())
+
+
 def test_an_integer_is_a_number() -> None:
     assert parse_run_config({}, {"weight_decay": 0}).training.weight_decay == 0.0
 
@@ -43,6 +50,20 @@ def test_an_integer_is_a_number() -> None:
     ({}, {"clip_norm": 0.0}, ["training.clip_norm is 0.0", "a number above 0, at most 1e6"]),
     ({}, {"betas": [0.9, 2]}, ["training.betas is [0.9, 2]", "a list of 2, each a number from 0 to below 1"]),
     ({}, {"data": "nothing"}, ["training.data is 'nothing'", "as 'module:function'"]),
+    ({}, {"learning_rate_schedule": "cosin"}, [
+        "training.learning_rate_schedule is 'cosin'", "one of 'constant', 'linear'", "did you mean 'cosine'?"]),
+    ({}, {"warmup_iterations": 21}, ["training.warmup_iterations is 21", "takes 20 iterations", "schedule_iterations"]),
+    ({}, {"learning_rate_schedule": "wsd", "warmup_iterations": 10, "decay_iterations": 11},
+     ["training.decay_iterations is 11; expected at most 10, as warm-up takes 10 of 20 iterations"]),
+    ({}, {"decay_iterations": 3}, ["training.decay_iterations is 3", "with 'wsd' only"]),
+    ({}, {"final_learning_rate": 0.1}, ["training.final_learning_rate is 0.1", "expected another schedule"]),
+    ({}, {"nesterov": True}, ["training.nesterov is true; expected a momentum above 0"]),
+    ({}, {"parameter_groups": 3}, ["training.parameter_groups is 3; expected a list of tables"]),
+    ({}, {"parameter_groups": [{"parameters": "a"}, {"parameters": "b", "weight_decay": -1}]},
+     ["training.parameter_groups[1].weight_decay is -1; expected a number from 0"]),
+    ({}, {"parameter_groups": [{"parameters": "a", "weigth_decay": 0}]},
+     ["unknown key training.parameter_groups[0].weigth_decay", "mean training.parameter_groups[0].weight_decay?"]),
+    ({}, {"parameter_groups": [{"weight_decay": 0}]}, ["parameter_groups[0]", "parameters"]),
     ({}, {"skip_nonfinite": "yes"}, ["training.skip_nonfinite is 'yes'", "true or false"]),
     ({}, {"a key - at `$.seed`": 1}, ["unknown key training.a key"]),
 ])

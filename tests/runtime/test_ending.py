@@ -18,6 +18,7 @@ from runtime.protocol.rendezvous import Rendezvous
 from tests.runtime.failing import JOB, TIMEOUT_SECONDS, dead, planned
 from tests.runtime.running import assert_same_numbers, free_port, judge, log_of, schedule_for, tiny
 from tests.runtime.speaking import SECRET, own_job
+from tests.runtime.test_going_back import on_the_spot, saved
 
 ENDLESS = 100_000
 CONFIG = tiny(iterations=30)
@@ -34,20 +35,20 @@ def newest(out: Path) -> int | None:
 
 
 def stopped(out: Path, fork_server: ForkServer, progress, *, every: int | None = None, grace: float = 20.0,
-            **resilience) -> RunStopped:
+            notify=lambda _: None, **resilience) -> RunStopped:
     with pytest.raises(RunStopped) as caught:
         run(schedule_for(JOB), tiny(iterations=ENDLESS), out=out, fork_server=fork_server, progress=progress,
-            options=RunOptions(grace_seconds=grace), resilience=Resilience(
+            options=RunOptions(grace_seconds=grace, notify=notify), resilience=Resilience(
                 scheduler=planned(JOB), checkpoint_every=every, heartbeat_timeout_seconds=TIMEOUT_SECONDS,
                 **resilience))
     assert fork_server.pids == {}
     return caught.value
 
 
-def assert_goes_on(out: Path, fork_server: ForkServer) -> None:
+def assert_goes_on(out: Path, fork_server: ForkServer, lost: int = 0) -> None:
     """From the checkpoint, to the numbers of a run that nothing has happened to."""
     checkpoint = latest(out / "checkpoints")
-    assert checkpoint is not None and checkpoint.iteration == committed(out) < 30
+    assert checkpoint is not None and checkpoint.iteration + lost == committed(out) < 30
     run(schedule_for(JOB), CONFIG, out=out, fork_server=fork_server, resilience=Resilience(resume=checkpoint))
     losses = [json.loads(line)["loss"] for line in (out / "losses.jsonl").read_text().splitlines()]
     reference = judge(CONFIG, JOB.microbatches, 30)
@@ -138,9 +139,28 @@ def test_a_death_while_the_run_ends_loses_no_checkpoint(fork_server, tmp_path):
     assert_goes_on(tmp_path, fork_server)
 
 
-def trained(out: Path, fork_server: ForkServer, progress, options: RunOptions = ONE_NODE) -> RunResult:
+def test_a_layer_that_is_lost_while_the_run_ends_leaves_the_newest_checkpoint_to_go_on_from(fork_server, tmp_path):
+    """No time is spent on going back: that would write what is written already."""
+    def tell(iteration, loss):
+        saved(tmp_path, 4)(iteration, loss)
+        if iteration == 5:
+            for name in ("0.0", "1.0"):
+                os.kill(fork_server.pids[name], signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    said: list[str] = []
+    stopped(tmp_path, fork_server, tell, every=4, notify=lambda news: said.append(str(news)))
+    assert committed(tmp_path) == 6 and newest(tmp_path) == 4
+    (line,) = [one for one in said if "has no live worker left" in one]
+    assert line.startswith("stage 0 has no live worker left: worker ") and line.endswith("without another checkpoint")
+    assert_goes_on(tmp_path, fork_server, lost=2)
+
+
+def trained(out: Path, fork_server: ForkServer, progress, options: RunOptions = ONE_NODE,
+            every: int | None = 0) -> RunResult:
     result = run(schedule_for(JOB), CONFIG, out=out, fork_server=fork_server, progress=progress, options=options,
-                 resilience=Resilience(scheduler=planned(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS))
+                 resilience=Resilience(scheduler=on_the_spot(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS,
+                                       checkpoint_every=every))
     assert_same_numbers(result, judge(CONFIG, JOB.microbatches, 30))
     return result
 
@@ -167,36 +187,39 @@ def test_all_workers_told_to_end_end_the_run_with_a_checkpoint(fork_server, tmp_
     assert_goes_on(tmp_path, fork_server)
 
 
-def test_a_worker_without_whom_layers_would_be_lost_ends_the_run_with_a_checkpoint(fork_server, tmp_path):
+def test_a_worker_without_whom_layers_would_be_lost_saves_them_first_and_the_others_go_on_from_there(
+        fork_server, tmp_path):
     def tell(iteration, _):
         if iteration == 5:
             os.kill(fork_server.pids["1.0"], signal.SIGKILL)
         elif iteration == 8:
             os.kill(fork_server.pids["0.0"], signal.SIGTERM)
 
-    stopped(tmp_path, fork_server, tell)
-    assert_goes_on(tmp_path, fork_server)
+    result = trained(tmp_path, fork_server, tell, every=None)
+    assert dead(result) == ["1.0", "0.0"]
+    last = result.recoveries[-1]
+    assert last.live == 2 and last.went_back_to in range(9, 14) and last.repeated == 0
 
 
-def test_a_node_whose_workers_leave(fork_server, tmp_path):
+def test_a_node_whose_workers_leave(fork_server, other_fork_server, tmp_path):
     """The signal itself reaches the launcher of a node in `tests/cli/test_ending.py`; here each worker gets one."""
     rendezvous, errors = Rendezvous("127.0.0.1", free_port()), []
 
-    def follow(other: ForkServer) -> None:
+    def follow() -> None:
         try:
-            join(rendezvous, own_job(JOB, CONFIG), node=1, nodes=2, out=tmp_path / "other", fork_server=other)
+            join(rendezvous, own_job(JOB, CONFIG), node=1, nodes=2, out=tmp_path / "other",
+                 fork_server=other_fork_server)
         except Exception as error:
             errors.append(error)
 
     def tell(iteration, _):
         if iteration == 5:
-            for pid in other.pids.values():
+            for pid in other_fork_server.pids.values():
                 os.kill(pid, signal.SIGTERM)
 
-    with ForkServer() as other:
-        thread = threading.Thread(target=follow, args=(other,), daemon=True)
-        thread.start()
-        options = RunOptions(nodes=2, rendezvous=rendezvous, secret=SECRET)
-        result = trained(tmp_path / "lead", fork_server, tell, options)
-        thread.join(20)
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    options = RunOptions(nodes=2, rendezvous=rendezvous, secret=SECRET)
+    result = trained(tmp_path / "lead", fork_server, tell, options)
+    thread.join(20)
     assert sorted(dead(result)) == ["1.0", "1.1"] and len(result.recoveries) == 1 and not errors

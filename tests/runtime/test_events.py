@@ -17,7 +17,7 @@ from runtime.protocol.failure_injection import Injection
 from schedules.codec import read
 from schedules.schedule import Worker
 from tests.jobs import grid
-from tests.runtime.running import schedule_for, tiny
+from tests.runtime.running import metrics_in, schedule_for, tiny
 
 JOB = grid(2, 2, 2)
 LOST = Worker(0, 1)
@@ -104,6 +104,17 @@ def test_times_grow_and_agree_with_those_of_the_iterations(folder):
     failed = next(line for line in events if line["event"] == "failed")
     assert iterations[4]["time"] <= failed["time"] <= iterations[5]["time"]
     assert all(0 < line["period"] < 60 for line in iterations)
+
+
+def test_metrics_are_told_of_each_iteration(folder):
+    told = metrics_in(folder)
+    assert [one.time for one in told] == [line["time"] for line in lines(folder, "losses.jsonl")]
+    assert {(one.phase, one.live) for one in told} == {("whole", 4), ("at once", 3)}
+    assert [told[at].recoveries for at in (4, 5, 39, 42)] == [0, 1, 2, 2]
+    assert all(one.gradient_norm > 0 and one.tokens_per_second > 0 and one.mfu is None for one in told)
+    assert {one.learning_rate for one in told} == {tiny().training.learning_rate}
+    seconds = told[20].time - told[19].time
+    assert told[20].tokens_per_second == pytest.approx(sum(JOB.microbatches) * 16 / seconds, abs=0.01)
 
 
 def test_each_schedule_is_there_once_by_the_digest_that_orders_name(folder):

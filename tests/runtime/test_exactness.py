@@ -1,40 +1,30 @@
-"""Whoever fails and in whatever mode: float64 training equals a plain single-process loop to 1e-9."""
+"""Whoever has failed, in any shape: float64 training in processes equals a plain single-process loop to 1e-9.
 
-from itertools import combinations
+`tests.runtime.replay.test_modes` has every failure in every mode, in threads.
+"""
 
 import pytest
 
 from runtime.launch import run
 from tests.jobs import grid
-from tests.runtime.running import ITERATIONS, assert_same_numbers, judge, schedule_for, tiny
+from tests.runtime.replay.test_modes import MODES
+from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
 
-MODES = [(backward, optimizer) for backward in ("split", "fused") for optimizer in ("staggered", "synchronous")]
-
-
-def failure_sets(stages: int) -> list[list[str]]:
-    """None; each single worker of 3 pipelines; two of one pipeline; two of one stage."""
-    return [[], *([f"{pipeline}.{stage}"] for pipeline in range(3) for stage in range(stages)),
-            *([f"1.{left}", f"1.{right}"] for left, right in combinations(range(stages), 2)),
-            *([f"{stage % 3}.{stage}", f"{(stage + 1) % 3}.{stage}"] for stage in range(stages))]
+TWO, THREE = (grid(3, stages, 2, more="optimizer = 1") for stages in (2, 3))
+CONFIG = tiny(iterations=8)
 
 
-WIDE = [(failed, mode) for failed in failure_sets(2) for mode in MODES]
-DEEP = [(failed, MODES[index % 4]) for index, failed in enumerate(failure_sets(3))] \
-    + [(["1.1"], mode) for mode in MODES]
+@pytest.mark.parametrize("mode", MODES, ids="-".join)
+@pytest.mark.parametrize(("job", "failed"), [(TWO, ["1.1"]), (THREE, ["1.0", "1.2"])], ids=["two stages", "three"])
+def test_modes(job, failed, mode, fork_server, tmp_path):
+    train_and_compare(job, (failed, mode), fork_server, tmp_path)
 
 
-def name(case):
-    return "-".join((*case[0], *case[1]))
-
-
-@pytest.mark.parametrize("case", WIDE, ids=name)
-def test_two_stages(case, fork_server, tmp_path):
-    train_and_compare(grid(3, 2, 2, more="optimizer = 1"), case, fork_server, tmp_path)
-
-
-@pytest.mark.parametrize("case", DEEP, ids=name)
-def test_three_stages(case, fork_server, tmp_path):
-    train_and_compare(grid(3, 3, 2, more="optimizer = 1"), case, fork_server, tmp_path)
+@pytest.mark.parametrize(("job", "failed"), [(TWO, []), (TWO, ["0.0", "0.1"]), (TWO, ["2.0"]), (THREE, ["2.2"]),
+                                             (THREE, ["0.1", "1.1"])],
+                         ids=["none", "a pipeline", "a first stage", "a last stage", "two of a stage"])
+def test_failures(job, failed, fork_server, tmp_path):
+    train_and_compare(job, (failed, MODES[0]), fork_server, tmp_path)
 
 
 BOTH_WAYS = grid(2, 4, 3, more="[placement]\norder = 'bidirectional'")
@@ -66,8 +56,8 @@ def test_other_shapes(job, failed, backward, fork_server, tmp_path):
 def train_and_compare(job, case, fork_server, out):
     failed, (backward, optimizer) = case
     schedule = schedule_for(job, failed, backward=backward, optimizer=optimizer)
-    result = run(schedule, tiny(), out=out, fork_server=fork_server)
-    assert_same_numbers(result, judge(tiny(), job.microbatches, ITERATIONS))
+    result = run(schedule, CONFIG, out=out, fork_server=fork_server)
+    assert_same_numbers(result, judge(CONFIG, job.microbatches, CONFIG.training.iterations))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bf16", 0.05)])

@@ -5,12 +5,16 @@ import time
 import pytest
 
 from cli.shared.failure_schedules import scheduler
+from runtime.coordinator.settling import Settling
+from runtime.errors import RunError
+from runtime.events import CheckpointWritten
 from runtime.launch import Resilience, RunOptions, run
-from runtime.model.checkpoint import complete, latest
+from runtime.model.checkpoint import complete, latest, load, open_checkpoint
 from runtime.processes.process_manager import Return
 from schedules.schedule import Worker
-from tests.runtime.failing import JOB, TIMEOUT_SECONDS, WIDE, at, dead, planned, returned, train
-from tests.runtime.running import assert_same_numbers, judge, losses_in, schedule_for, tiny
+from tests.jobs import grid
+from tests.runtime.failing import JOB, TIMEOUT_SECONDS, WIDE, Planning, at, dead, planned, returned, train
+from tests.runtime.running import assert_same_numbers, judge, losses_in, metrics_in, schedule_for, tiny
 
 TEN = tiny(iterations=10)
 
@@ -43,6 +47,7 @@ def test_without_a_checkpoint_they_begin_anew(fork_server, tmp_path):
     assert back.went_back_to == 0 and back.repeated in (4, 5) and back.live == 2
     assert f"went back to iteration 0, and {back.repeated} iterations are run again, with the same numbers" in str(back)
     assert losses_in(tmp_path) == list(result.losses) and len(result.trace.iterations) == 3
+    assert [one.recoveries for one in metrics_in(tmp_path)] == [2] * 10, "all were run again"
     assert len(set(pids.values())) == 4, "a process was started again"
 
 
@@ -96,17 +101,49 @@ def test_a_run_that_began_from_a_checkpoint_goes_back_to_it(fork_server, tmp_pat
 
 
 def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(fork_server, tmp_path):
+    seen, told, events = [], [], []
+
     def damage(iteration, loss):  # before anybody can have begun the iteration after the next
         saved(tmp_path, 3, 6)(iteration, loss)
         if iteration == 8:
-            for path in (tmp_path / "checkpoints" / "iteration-6").glob("*.safetensors"):
-                path.write_bytes(b"\0" + path.read_bytes()[1:])
+            seen.append(iteration)
+            if len(seen) == 1:
+                for path in (tmp_path / "checkpoints" / "iteration-6").glob("*.safetensors"):
+                    path.write_bytes(b"\0" + path.read_bytes()[1:])
+            else:
+                assert load(open_checkpoint(complete(tmp_path / "checkpoints")[6]), range(4)), "it is written anew"
 
-    told = []
     resilience = Resilience(scheduler=on_the_spot(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS, checkpoint_every=3,
                             injections=(at("0.1", 8), at("1.1", 9, 4)))
     result = run(schedule_for(JOB), tiny(iterations=12), out=tmp_path, fork_server=fork_server, resilience=resilience,
-                 progress=damage, options=RunOptions(notify=told.append))
+                 progress=damage, options=RunOptions(notify=told.append, observe=events.append))
     assert_same_numbers(result, judge(tiny(iterations=12), JOB.microbatches, 12))
     assert result.recoveries[-1].went_back_to == 3
-    assert any("iteration-6" in str(line) for line in told)
+    assert any("iteration-6" in str(line) for line in told) and len(seen) == 2
+    assert [event.checkpoint for event in events if isinstance(event, CheckpointWritten)].count(6) == 2
+
+
+@pytest.mark.parametrize("settling", [None, Settling()], ids=["fixed", "move"])
+def test_fewer_workers_than_stages_go_on_down_to_one_and_up_again(settling, fork_server, tmp_path):
+    """One holds all layers then; those that come back take theirs from it."""
+    job, pids = grid(2, 3, 2, more="optimizer = 1"), set()
+    kills = [at(name, 4, place) for name, place in (("0.0", 1), ("1.0", 2), ("0.1", 1), ("1.1", 2))]
+    back = [Return(Worker.parse(name), 7 + number) for number, name in enumerate(["0.0", "1.0", "0.1", "1.1", "0.2"])]
+
+    def progress(iteration, loss):
+        saved(tmp_path, 2)(iteration, loss)
+        pids.update(fork_server.pids.items())
+
+    result = lose([*kills, at("0.2", 6)], fork_server, tmp_path, job=job, config=tiny(iterations=40),
+                  checkpoint_every=2, rebalancer=Planning(job), settling=settling, returns=back, progress=progress)
+    assert sorted(dead(result)) == ["0.0", "0.1", "0.2", "1.0", "1.1"]
+    live = [one.live for one in result.recoveries]
+    assert 1 in live and live[-1] == 6, live
+    assert {one.went_back_to for one in result.recoveries if one.went_back_to is not None} <= {2, 4, 6}
+    assert [name for name, _ in pids].count("1.2") == 1 and len(pids) == 11, "the one that was left has its process"
+
+
+def test_where_one_worker_has_too_little_memory_the_run_ends_and_says_so(fork_server, tmp_path):
+    job = grid(2, 2, 2, more="optimizer = 1\n[memory]\nactivation = 1\nweight_stash = 1\ncapacity = 4\nweights = 10")
+    with pytest.raises(RunError, match=r"stage 1 has no live worker left: .*0\.1 .* the live workers have no room for"):
+        lose([at("0.1", 3), at("1.1", 4), at("0.0", 5)], fork_server, tmp_path, job=job, rebalancer=Planning(job))

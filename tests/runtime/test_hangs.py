@@ -35,7 +35,7 @@ class Hanging(GPT):
                 threading.Event().wait()
             return forward(*values)
 
-        if path is not None and sys.argv[0].endswith("fork_server.py") and layer == 0:
+        if path is not None and sys.argv[0].endswith("fork_server_process.py") and layer == 0:
             made.forward = hang
         return made
 

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,8 +15,20 @@ import pytest
 from runtime.coordinator.coordinator import Coordinator
 from runtime.launch import RunOptions, run
 from runtime.processes.fork_server import ForkServer
-from runtime.protocol.authentication import GREETING_BYTES, SPOKEN, TAG_BYTES, VARIABLE, Answer, Secret, introduce
+from runtime.protocol.authentication import (
+    GREETING_BYTES,
+    HELLO_BYTES,
+    SPOKEN,
+    TAG_BYTES,
+    VARIABLE,
+    Answer,
+    Challenge,
+    Secret,
+    introduce,
+)
 from runtime.protocol.channel import frame
+from runtime.protocol.rendezvous import Rendezvous
+from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import (
     FetchFailed,
     Finished,
@@ -28,12 +41,15 @@ from runtime.protocol.to_coordinator import (
     Ran,
     Validated,
 )
-from runtime.protocol.to_worker import Factor
+from runtime.protocol.to_worker import EndOrder, Factor, Finish, Leave
+from runtime.run_folder import left_behind
 from runtime.worker.layer_messages import LayerRequest, pack
 from schedules.schedule import Worker
 from tests.jobs import grid
-from tests.runtime.running import assert_same_numbers, judge, log_of, schedule_for, tiny
-from tests.runtime.speaking import SECRET, framed
+from tests.runtime.launchers import Launcher
+from tests.runtime.running import assert_same_numbers, judge, log_of, losses_in, schedule_for, tiny
+from tests.runtime.speaking import SECRET, be_asked, framed
+from tests.runtime.test_node_0_restart import LEAD, assert_right, killed
 
 JOB = grid(2, 2, 2, more="optimizer = 1")
 CONFIG = tiny(iterations=60)
@@ -235,3 +251,99 @@ def test_a_worker_that_is_killed_while_strangers_knock_is_survived_all_the_same(
 
     with pytest.raises(Exception, match=r"worker 0\.1 was killed by SIGKILL"):
         victim.suffer(attack)
+
+
+class Impostor:
+    """Answers in the place of a coordinator that has died, in another wrong way each time."""
+
+    def __init__(self, address: Address, epoch: int) -> None:
+        self.listener = socket.create_server(address)
+        self.listener.settimeout(SOON)
+        self.epoch = epoch
+        self.open: list[socket.socket] = []
+
+    def __enter__(self) -> "Impostor":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in (*self.open, self.listener):
+            one.close()
+
+    def play(self) -> None:
+        """Each trick with some worker, which ends the connection, or is left waiting."""
+        for trick in (self.babble, self.say_nothing, self.know_another_secret, self.repeat_what_was_said, self.hang_up,
+                      self.be_the_last_one, self.be_an_earlier_one, self.give_orders_first):
+            connection, _ = self.listener.accept()
+            connection.settimeout(SOON)
+            self.open.append(connection)
+            if trick(connection) is not False:
+                all_of(connection)
+
+    def babble(self, connection: socket.socket) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 10000000\r\n\r\n" + bytes(1000))
+
+    def say_nothing(self, _: socket.socket) -> bool:
+        return False
+
+    def know_another_secret(self, connection: socket.socket) -> None:
+        challenge = Challenge(OTHER, "control")
+        connection.sendall(challenge.greeting)
+        connection.recv(HELLO_BYTES, socket.MSG_WAITALL)
+        connection.sendall(bytes(TAG_BYTES))
+
+    def repeat_what_was_said(self, connection: socket.socket) -> None:
+        """By a coordinator that had the secret, to another connection."""
+        challenge = Challenge(SECRET, "control")
+        proof, keys = challenge.admit(Answer(SECRET, "control", challenge.greeting).hello)
+        connection.sendall(challenge.greeting)
+        connection.recv(HELLO_BYTES, socket.MSG_WAITALL)
+        connection.sendall(proof + frame(self.setup(self.epoch + 1)).tagged(keys.sending))
+
+    def hang_up(self, connection: socket.socket) -> bool:
+        be_asked(connection, "control")
+        connection.close()
+        return False
+
+    def be_the_last_one(self, connection: socket.socket) -> None:
+        self.answer(connection, self.setup(self.epoch))
+
+    def be_an_earlier_one(self, connection: socket.socket) -> None:
+        self.answer(connection, self.setup(1))
+
+    def give_orders_first(self, connection: socket.socket) -> None:
+        self.answer(connection, EndOrder(1), Finish(number=99, first_iteration=1, writers=()), Leave())
+
+    def answer(self, connection: socket.socket, *messages) -> None:
+        keys = be_asked(connection, "control").keys
+        connection.sendall(b"".join(frame(one).tagged(keys.sending) for one in messages))
+
+    def setup(self, epoch: int) -> Setup:
+        return Setup(epoch=epoch, first_iteration=0, iterations=1, traced=0, nodes=1, transport="gloo", device="cpu",
+                     store=Rendezvous("127.0.0.1", 1), cuts=(0, 4), columns=(), forms=(), loss_scale=1.0,
+                     heartbeat_timeout_seconds=1.0)
+
+
+def test_who_answers_in_the_place_of_a_dead_node_0_is_not_followed_and_the_next_node_0_is(tmp_path):
+    """And who repeats to that one what a worker has said to the one before, is not heard."""
+    out, log = tmp_path / "out", tmp_path / "log"
+    words = (out, 0, 1, "training@5", "", 240, "with the secret")
+    first = Launcher(LEAD, *words, log=log)
+    killed(first, log)
+    behind = left_behind(out)
+    assert behind is not None
+    address = behind.coordinator.host, behind.coordinator.port
+    with Impostor(address, behind.epoch) as impostor:
+        said = Challenge(SECRET, "control").greeting
+        impostor.play()
+        before = losses_in(out)
+    second, heard = Launcher(LEAD, *words[:3], "", *words[4:], log=log), []
+    hello = Answer(SECRET, "control", said)
+    while second.poll() is None:
+        with contextlib.suppress(OSError):
+            heard.append(answer_to(address, hello.hello + frame(JoinWorker(Worker(0, 0))).tagged(hello.keys.sending)))
+        time.sleep(0.05)
+    told = log.read_text()
+    assert second.poll() == 0 and "node 0 goes on with the 4 workers" in told and "Traceback" not in told, told
+    assert heard and all(map(is_greeting, heard)) and "it does not know the secret of this run" in told
+    assert losses_in(out)[:len(before)] == before and "Traceback" not in log_of(out)
+    assert_right(out)

@@ -60,7 +60,7 @@ def test_all_train_while_layers_are_fetched_slowly(fork_server, tmp_path):
 @pytest.mark.parametrize("action", ["kill", "cut", "stop"])
 def test_a_source_fails(action, fork_server, tmp_path):
     """While it gives layers, most likely; then the other one of the stage gives them all."""
-    result = train([at("0.0", 2), at("1.0", 20, "O", action)], fork_server, tmp_path, job=WIDE, config=LONG,
+    result = train([at("0.0", 2), at("1.0", 12, "O", action)], fork_server, tmp_path, job=WIDE, config=LONG,
                    returns=(Return(BACK, 3),), fetch_bytes_per_second=SLOWLY)
     assert dead(result) == (["0.0"] if action == "cut" else ["0.0", "1.0"])
     assert returned(result) == ["0.0"]
@@ -76,8 +76,8 @@ def test_a_source_dies_when_it_is_asked(fork_server, tmp_path):
     ("loaded", "kill"), ("loaded", "stop"), ("loaded", "raise"), ("followed", "kill")])
 def test_who_comes_in_fails_before_it_is_in(place, action, fork_server, tmp_path):
     """It is no member yet: nobody else stops. One that only fails to fetch tries again, and then all wait for it."""
-    result = train([at("0.0", 2), *(at("0.0", iteration, place, action) for iteration in range(1, 120))], fork_server,
-                   tmp_path, job=WIDE, config=LONG, returns=(Return(BACK, 3),))
+    again = [at("0.0", iteration, place, action) for iteration in range(1, LONG.training.iterations)]
+    result = train([at("0.0", 2), *again], fork_server, tmp_path, job=WIDE, config=LONG, returns=(Return(BACK, 3),))
     if action == "raise":
         assert dead(result) == ["0.0"]
     elif action == "kill":
@@ -110,7 +110,7 @@ def test_two_come_in_with_layers_of_different_stages(fork_server, tmp_path):
     assert sorted(returned(result)) == ["0.0", "1.1"] and result.recoveries[-1].live == 6
 
 
-@pytest.mark.parametrize("last", [14, 18, 22])
+@pytest.mark.parametrize("last", [5, 9, 14])
 def test_near_the_end_one_comes_in_or_does_not(last, fork_server, tmp_path):
     result = train([at("0.0", 2)], fork_server, tmp_path, job=JOB, config=tiny(iterations=last),
                    returns=(Return(BACK, 3),))

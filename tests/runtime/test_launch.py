@@ -34,13 +34,6 @@ from tests.runtime.speaking import SECRET, own_job
 JOB = grid(2, 2, 2, more="optimizer = 1")
 
 
-@pytest.fixture
-def own_fork_server():
-    """For tests that do harm."""
-    with ForkServer() as fork_server:
-        yield fork_server
-
-
 def test_the_folder_holds_what_the_result_says(fork_server, tmp_path):
     schedule = schedule_for(JOB, ["0.1"])
     seen = []
@@ -88,31 +81,31 @@ def test_a_run_that_is_forced_to_forgets_the_one_before(fork_server, tmp_path):
     assert_same_numbers(result, judge(tiny(), JOB.microbatches))
 
 
-def test_a_killed_worker_ends_the_run_at_once_with_its_name(own_fork_server, tmp_path):
+def test_a_killed_worker_ends_the_run_at_once_with_its_name(fork_server, tmp_path):
     def kill(iteration, _):
         if iteration == 3:
-            os.kill(own_fork_server.pids["1.0"], signal.SIGKILL)
+            os.kill(fork_server.pids["1.0"], signal.SIGKILL)
             times.append(time.monotonic())
 
     times = []
     with pytest.raises(RunError, match=r"^worker 1\.0 was killed by SIGKILL; \d+ iterations are committed") as caught:
-        run(schedule_for(JOB), tiny(), out=tmp_path, iterations=10_000, fork_server=own_fork_server, progress=kill)
+        run(schedule_for(JOB), tiny(), out=tmp_path, iterations=10_000, fork_server=fork_server, progress=kill)
     assert time.monotonic() - times[0] < 5
-    assert own_fork_server.pids == {}
+    assert fork_server.pids == {}
     committed = [json.loads(line)["iteration"] for line in (tmp_path / "losses.jsonl").read_text().splitlines()]
     assert committed == list(range(len(committed))) and len(committed) >= 4
     assert f" {len(committed)} iterations" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_an_error_in_a_worker_is_told_rather_than_what_follows_from_it(own_fork_server, tmp_path):
+def test_an_error_in_a_worker_is_told_rather_than_what_follows_from_it(fork_server, tmp_path):
     def spoil(iteration, _):
         if iteration == 1:  # where worker 0.1 will want to write its parameters
             (tmp_path / "parameters").write_text("not a folder")
 
     with pytest.raises(RunError, match=r"^stage \d has no live worker left: .*Error: .*worker-\d\.\d\.log"):
-        run(schedule_for(JOB), tiny(), out=tmp_path, iterations=3, fork_server=own_fork_server, progress=spoil)
+        run(schedule_for(JOB), tiny(), out=tmp_path, iterations=3, fork_server=fork_server, progress=spoil)
     assert "Traceback" in log_of(tmp_path)
-    assert own_fork_server.pids == {}
+    assert fork_server.pids == {}
 
 
 def test_no_worker_outlives_the_fork_server(tmp_path):
@@ -132,15 +125,15 @@ def test_no_worker_outlives_the_fork_server(tmp_path):
     wait_until_gone(pids)
 
 
-def test_an_interrupt_leaves_no_worker(own_fork_server, tmp_path):
+def test_an_interrupt_leaves_no_worker(fork_server, tmp_path):
     def interrupt(iteration, _):
         if iteration == 2:
-            pids.extend(own_fork_server.pids.values())
+            pids.extend(fork_server.pids.values())
             raise KeyboardInterrupt
 
     pids: list[int] = []
     with pytest.raises(KeyboardInterrupt):
-        run(schedule_for(JOB), tiny(), out=tmp_path, iterations=10_000, fork_server=own_fork_server, progress=interrupt)
+        run(schedule_for(JOB), tiny(), out=tmp_path, iterations=10_000, fork_server=fork_server, progress=interrupt)
     wait_until_gone(pids)
     assert len((tmp_path / "losses.jsonl").read_text().splitlines()) == 3
 
@@ -150,9 +143,9 @@ def test_a_loss_that_is_not_finite_ends_the_run(fork_server, tmp_path):
         run(schedule_for(JOB), tiny(optimizer="sgd", learning_rate=1e6), out=tmp_path, fork_server=fork_server)
 
 
-def test_two_nodes(fork_server, own_fork_server, tmp_path):
+def test_two_nodes(fork_server, other_fork_server, tmp_path):
     rendezvous, failed = Rendezvous("127.0.0.1", free_port()), ["1.0"]
-    other = Joining(rendezvous, own_fork_server, tmp_path)  # both write into one folder, as on a shared disk
+    other = Joining(rendezvous, other_fork_server, tmp_path)  # both write into one folder, as on a shared disk
     result = run(schedule_for(JOB, failed), tiny(), out=tmp_path,
                  options=RunOptions(nodes=2, rendezvous=rendezvous, secret=SECRET), fork_server=fork_server)
     other.thread.join(10)
@@ -161,20 +154,20 @@ def test_two_nodes(fork_server, own_fork_server, tmp_path):
     assert {path.stem for path in (tmp_path / "logs").iterdir()} == {"worker-0.0", "worker-0.1", "worker-1.1"}
 
 
-def test_a_failure_on_one_node_ends_all(fork_server, own_fork_server, tmp_path):
+def test_a_failure_on_one_node_ends_all(fork_server, other_fork_server, tmp_path):
     rendezvous = Rendezvous("127.0.0.1", free_port())
-    other = Joining(rendezvous, own_fork_server, tmp_path / "other")
+    other = Joining(rendezvous, other_fork_server, tmp_path / "other")
 
     def kill(iteration, _):
         if iteration == 2:
-            os.kill(own_fork_server.pids["1.1"], signal.SIGKILL)
+            os.kill(other_fork_server.pids["1.1"], signal.SIGKILL)
 
     with pytest.raises(RunError, match=r"^worker 1\.1 was killed by SIGKILL"):
         run(schedule_for(JOB), tiny(), out=tmp_path / "lead", fork_server=fork_server, iterations=10_000,
             options=RunOptions(nodes=2, rendezvous=rendezvous, secret=SECRET), progress=kill)
     other.thread.join(10)
     assert str(other.error).startswith("worker 1.1 was killed by SIGKILL")
-    assert own_fork_server.pids == fork_server.pids == {}
+    assert other_fork_server.pids == fork_server.pids == {}
 
 
 def test_a_meeting_point_that_is_taken_is_named(fork_server, tmp_path):

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -12,53 +11,50 @@ import pytest
 
 from runtime.coordinator.recovery import Recovery
 from runtime.launch import Resilience, RunOptions, RunResult, run
+from runtime.node_agent import join
 from runtime.processes.fork_server import ForkServer
 from runtime.processes.process_manager import Return
 from runtime.protocol.rendezvous import Rendezvous
+from schedules import codec
 from schedules.schedule import Worker
-from tests.runtime.failing import JOB, TIMEOUT_SECONDS, dead, planned, returned, train
+from tests.runtime.failing import JOB, LONG, TIMEOUT_SECONDS, dead, planned, returned, train
+from tests.runtime.launchers import Launcher
 from tests.runtime.running import (
     assert_same_numbers,
     below,
-    command_environment,
+    children,
     free_port,
     judge,
+    losses_in,
     schedule_for,
     tiny,
     wait_until_gone,
 )
-from tests.runtime.speaking import SECRET
+from tests.runtime.speaking import SECRET, own_job
 
-CONFIG = tiny(iterations=300)
+CONFIG = tiny(iterations=150)
 SLOWLY_SECONDS = 0.2
 """An iteration is made to take so long until a node is back, which takes many seconds on a busy machine."""
-AGENT = """
-import sys
-from pathlib import Path
-from runtime.node_agent import join
-from runtime.protocol.rendezvous import Rendezvous
-from tests.runtime.speaking import own_job
-from tests.runtime.test_node_restart import CONFIG, JOB
-join(Rendezvous("127.0.0.1", int(sys.argv[1])), own_job(JOB, CONFIG), node=1, nodes=2, out=Path(sys.argv[2]),
-     join_timeout_seconds=60,
-     notify=lambda text: print(text, file=sys.stderr, flush=True))
-"""
+
+
+def follow(port: str, out: str) -> None:
+    """Node 1."""
+    join(Rendezvous("127.0.0.1", int(port)), own_job(JOB, CONFIG), node=1, nodes=2, out=Path(out),
+         join_timeout_seconds=60, notify=lambda text: print(text, file=sys.stderr, flush=True))
 
 
 class Node:
     """The launcher of node 1, a process that can be killed and started again."""
 
     def __init__(self, port: int, out: Path) -> None:
-        self.log = out.with_name(f"{out.name}.log")
-        self._command = [sys.executable, "-c", AGENT, str(port), str(out)]
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.port, self.out, self.log = port, out, out.with_name(f"{out.name}.log")
+        self.processes: list[Launcher] = []
 
     def start(self) -> None:
-        with self.log.open("ab") as log:
-            self.processes.append(subprocess.Popen(self._command, env=command_environment(), stderr=log))
+        self.processes.append(Launcher(f"{__name__}:follow", self.port, self.out, log=self.log))
 
-    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        self.processes[-1].send_signal(number)
+    def kill(self) -> None:
+        self.processes[-1].kill()
 
     def close(self) -> None:
         for process in self.processes:
@@ -68,9 +64,7 @@ class Node:
 
 @pytest.fixture
 def node(tmp_path):
-    port = free_port()
-    made = Node(port, tmp_path / "node")
-    made.port = port
+    made = Node(free_port(), tmp_path / "node")
     yield made
     made.close()
 
@@ -117,7 +111,7 @@ def test_a_second_launcher_of_a_node_waits_until_the_first_is_missed(node, fork_
 
     def progress(iteration, _):
         if iteration == 10:
-            node._command[-1] += "-again"  # not the folder of the first, which holds that
+            node.out = tmp_path / "node-again"  # not the folder of the first, which holds that
             node.start()
         elif not stopped and f"node 1 takes part in the run at 127.0.0.1:{node.port} already" in node.log.read_text():
             stopped.extend(below(node.processes[0].pid))
@@ -144,42 +138,63 @@ def test_a_worker_comes_back_as_often_as_it_is_told_to(fork_server, tmp_path):
     def progress(iteration, _):
         # Once it has come back, it is killed again, some time after.
         if len(kills) < 2 and str(back) in fork_server.pids and fork_server.pids[str(back)] not in kills \
-                and iteration > 40 * (len(kills) + 1):
+                and iteration > 10 * (len(kills) + 1):
             kills.append(fork_server.pids[str(back)])
             os.kill(kills[-1], signal.SIGKILL)
 
-    result = train([], fork_server, tmp_path, config=tiny(iterations=300), progress=progress,
+    result = train([], fork_server, tmp_path, config=LONG, progress=progress,
                    returns=(Return(back, 3), Return(back, 5)))
     assert dead(result) == ["0.0", "0.0"] and returned(result) == ["0.0", "0.0"]
 
 
-STARTING = """
-import os, sys
-from pathlib import Path
-from runtime.launch import Resilience, run
-from tests.runtime.failing import JOB
-from tests.runtime.running import schedule_for, tiny
-schedule = schedule_for(JOB)  # a planner answers Ctrl-C with the best plan so far
-print("begins", flush=True)
-run(schedule, tiny(iterations=100_000), out=Path(sys.argv[1]), resilience=Resilience(coordinator_timeout_seconds=2))
-"""
+def begin(schedule: str, out: str) -> None:
+    """Node 0 of a run without end. Its schedule is read: a planner answers Ctrl-C with the best plan so far."""
+    print("begins", flush=True)
+    run(codec.read(Path(schedule)), tiny(iterations=100_000), out=Path(out),
+        resilience=Resilience(coordinator_timeout_seconds=2))
+
+
+MOMENTS = {"at once": lambda _, __: True,
+           "its fork server starts": lambda pid, _: children(pid),
+           "its workers start": lambda pid, _: len(below(pid)) > 2,
+           "its workers are there": lambda pid, _: len(below(pid)) > 4,
+           "they train": lambda _, out: losses_in(out)}
+
+
+class Pipe:
+    """Read from while others write, and until nobody has it open any more."""
+
+    def __init__(self, path: Path) -> None:
+        os.mkfifo(path)
+        self.path, self._end = path, os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        self.said = b""
+
+    def read_until(self, happened) -> None:
+        deadline, more = time.monotonic() + 60, None
+        while not happened(more):
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.01)
+            more = None
+            with suppress(BlockingIOError):
+                more = os.read(self._end, 2**16)
+                self.said += more
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda one: one.name)
-@pytest.mark.parametrize("after", [0.05, 0.5, 1.5, 3.0, 4.5])
-def test_a_launcher_that_is_killed_while_it_starts_leaves_no_process_and_no_traceback(number, after, tmp_path):
-    """Its workers and their fork server have its standard error: that ends when all of them have."""
-    with subprocess.Popen([sys.executable, "-c", STARTING, str(tmp_path / "out")], stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE, env=command_environment()) as launcher:
-        try:
-            assert launcher.stdout is not None and launcher.stdout.readline() == b"begins\n"
-            time.sleep(after)
-            launcher.send_signal(number)
-            _, errors = launcher.communicate(timeout=60)
-        finally:
-            launcher.kill()
-    told = errors.decode()
-    assert told.count("Traceback") <= (number != signal.SIGKILL), told  # its own, of the KeyboardInterrupt in a script
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_launcher_that_is_killed_while_it_starts_leaves_no_process_and_no_traceback(number, moment, tmp_path):
+    """Its workers and their fork server have its standard error, a pipe: that ends when all of them have."""
+    schedule, out, pipe = tmp_path / "schedule.json", tmp_path / "out", Pipe(tmp_path / "pipe")
+    codec.write(schedule_for(JOB), schedule)
+    launcher = Launcher(f"{__name__}:begin", schedule, out, log=pipe.path)
+    try:
+        pipe.read_until(lambda _: b"begins" in pipe.said and MOMENTS[moment](launcher.pid, out))
+        launcher.send_signal(number)
+        pipe.read_until(lambda more: more == b"")
+    finally:
+        launcher.kill()
+    told = pipe.said.decode()
+    assert told.count("Traceback") <= (number != signal.SIGKILL), told  # its own, of the exception in a script
     assert "fork_server" not in told.partition("KeyboardInterrupt")[2] and "BrokenPipe" not in told, told
-    logs = tmp_path / "out" / "logs"
+    logs = out / "logs"
     assert not [path for path in (logs.iterdir() if logs.exists() else ()) if "Traceback" in path.read_text()]

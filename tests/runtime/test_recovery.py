@@ -22,6 +22,7 @@ from runtime.protocol.rendezvous import Rendezvous, host_store
 from schedules.schedule import Worker
 from schedules.tables.relabel import relabel
 from tests.runtime.failing import JOB, LONG, TIMEOUT_SECONDS, WIDE, at, dead, planned, returned, train
+from tests.runtime.pacing import UntilBack
 from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
 from tests.runtime.speaking import SECRET, own_job
 
@@ -148,8 +149,8 @@ def test_whoever_dies_or_hangs_while_a_schedule_is_planned_is_noticed_at_once(tm
 
     with ForkServer() as own:
         result = train([at("0.0", 2)], own, tmp_path, job=WIDE, scheduler=lambda down: slow(down) if down else
-                       planned(WIDE)(()), heartbeat_timeout_seconds=1.0)
-    assert noticed["1.1"] < 1.0 and noticed["2.0"] < 3.0
+                       planned(WIDE)(()))
+    assert noticed["1.1"] < TIMEOUT_SECONDS and noticed["2.0"] < 2 * PLANNING_SECONDS, "while it was planned"
     assert dead(result) == ["0.0", "1.1", "2.0"] and len(result.recoveries) == 1
 
 
@@ -222,6 +223,8 @@ def test_one_comes_back_after_the_checkpoint_of_the_start_is_gone(fork_server, t
     given = Resilience(scheduler=planned(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS,
                        checkpoint_every=2, resume=first, injections=(at("0.0", 20),),
                        returns=(Return(Worker(0, 0), 21),))
-    result = run(schedule_for(JOB), LONG, out=tmp_path, fork_server=fork_server, resilience=given)
+    pace = UntilBack(given.returns)
+    result = run(schedule_for(JOB), LONG, out=tmp_path, fork_server=fork_server, resilience=given,
+                 progress=pace.progress, options=RunOptions(notify=pace.notify))
     assert not first.path.exists()
     assert dead(result) == returned(result) == ["0.0"]

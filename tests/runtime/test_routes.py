@@ -16,11 +16,11 @@ from planner.plan import plan_only
 from planner.search.budget import Budget
 from planner.search.solve import solve
 from runtime.config import RunConfig, parse_run_config
-from runtime.launch import Resilience, run
+from runtime.launch import run
 from runtime.processes.process_manager import Return
 from schedules.schedule import BackwardMode, OpKind, OptimizerMode, Schedule, Worker
 from tests.jobs import grid
-from tests.runtime.failing import at, dead, returned
+from tests.runtime.failing import at, dead, returned, train
 from tests.runtime.running import assert_same_numbers, judge
 
 LINEAR = grid(2, 4, 4, more="optimizer = 1\n[placement]\nlayers = [2, 2, 2, 2]")
@@ -70,11 +70,11 @@ def first(job: Job, failed: list[Worker], what: Callable[[Schedule], bool], **mo
     (V, [Worker(0, 1)], lambda one: one.slices and any(map(one.holds_others, one.seats)), {}),
     (V, [Worker(0, 1)], lambda one: any(map(one.holds_others, one.seats)), {"backward": "fused"}),
 ], ids=["floating", "floating-fused-synchronous", "reduced early", "two down-fused", "one cut for all", "v", "v-fused"])
-@pytest.mark.parametrize("training", [{}, {"clip_norm": 1.6, "skip_nonfinite": True}], ids=["plain", "clipped"])
-def test_layers_that_have_moved(job, failed, what, modes, training, fork_server, tmp_path):
-    config = eight_layers(**training)
-    result = run(first(job, failed, what, **modes), config, out=tmp_path, fork_server=fork_server)
-    assert_same_numbers(result, judge(config, job.microbatches, config.training.iterations))
+def test_layers_that_have_moved(job, failed, what, modes, fork_server, tmp_path):
+    schedule = first(job, failed, what, **modes)
+    for config in (eight_layers(), eight_layers(clip_norm=1.6, skip_nonfinite=True)):
+        result = run(schedule, config, out=tmp_path / str(config.training.clip_norm), fork_server=fork_server)
+        assert_same_numbers(result, judge(config, job.microbatches, config.training.iterations))
 
 
 @pytest.mark.parametrize("backward", ["split", "fused"])
@@ -92,16 +92,14 @@ def test_slices_and_work_that_is_shed(backward, fork_server, tmp_path):
     [("1.0", 1, "reported"), ("0.3", 3, 9)]])
 def test_from_one_cut_to_another_and_back(kills, fork_server, tmp_path):
     """Each schedule cuts the layers anew; whoever comes back takes its own from those who have them then."""
-    config = eight_layers(iterations=150, clip_norm=1.6)
+    config = eight_layers(iterations=45, clip_norm=1.6)
     options, used = PlanOptions(layers="move", method="greedy", time_limit=SECONDS), {}
 
     def moved(down):
         return used.setdefault(down, plan_only(options, LINEAR, down).schedule)
 
-    result = run(moved(()), config, out=tmp_path, fork_server=fork_server, resilience=Resilience(
-        scheduler=moved, heartbeat_timeout_seconds=5.0, injections=tuple(at(*kill) for kill in kills),
-        returns=tuple(Return(Worker.parse(kill[0]), 6) for kill in kills)))
-    assert_same_numbers(result, judge(config, LINEAR.microbatches, config.training.iterations))
+    result = train([at(*kill) for kill in kills], fork_server, tmp_path, job=LINEAR, config=config, scheduler=moved,
+                   heartbeat_timeout_seconds=5.0, returns=tuple(Return(Worker.parse(kill[0]), 6) for kill in kills))
     names = [kill[0] for kill in kills]
     assert dead(result) == names and sorted(returned(result)) == sorted(names)
     assert sum(any(map(one.holds_others, one.seats)) for one in used.values()) >= 2, "nothing has moved"

@@ -73,7 +73,7 @@ def test_folders_that_hold_no_run(tmp_path):
     (tmp_path / "losses.jsonl").write_text("{}\n")
     assert "its run is of a version that recorded none" in refusal(tmp_path)
     (tmp_path / "events.jsonl").write_text("")
-    assert "its first line is no event of kind 'started'" in refusal(tmp_path)
+    assert "its first line is not an event of kind 'started'" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(("spoil", "says"), [
@@ -83,7 +83,7 @@ def test_folders_that_hold_no_run(tmp_path):
     (lambda text: text.replace(b'"failed"', b'"fallen"'), "events.jsonl: line 3: Invalid value 'fallen'"),
     (lambda text: text.replace(b'"live":4', b'"live":"4"', 1), "events.jsonl: line 2: Expected `int`, got `str`"),
     (lambda text: text.replace(b'"schedule":"', b'"schedule":"../', 1), "line 2: Expected `str` matching"),
-    (lambda text: text.partition(b"\n")[2], "its first line is no event of kind 'started'"),
+    (lambda text: text.partition(b"\n")[2], "its first line is not an event of kind 'started'"),
     (lambda text: b"\xff\xfe\n" + text, "events.jsonl: line 1: "),
     (lambda text: b"[" * 100_000 + b"\n", "events.jsonl: line 1: "),
 ])

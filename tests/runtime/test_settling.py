@@ -1,49 +1,35 @@
 """After a failure layers move while training goes on; whatever fails meanwhile, numbers stay those of one process."""
 
-import msgspec
 import pytest
 
-from planner.options import PlanOptions
-from planner.plan import plan_only
-from runtime.coordinator.planning import Held, Speeds
 from runtime.coordinator.settling import Settling
 from runtime.events import FetchAbandoned, HandedOver, OrderGiven, SettlingChosen
 from runtime.launch import Resilience, RunOptions, run
 from runtime.processes.process_manager import Return
-from schedules.schedule import Schedule, Worker
-from tests.runtime.failing import at, dead, planned, returned
-from tests.runtime.running import assert_same_numbers, judge
+from schedules.schedule import Worker
+from tests.runtime.failing import Planning, at, dead, planned, returned
+from tests.runtime.pacing import UntilBack, slowly_until
+from tests.runtime.running import assert_same_evaluations, assert_same_numbers, judge
 from tests.runtime.test_routes import LINEAR, eight_layers
 
-GREEDY = PlanOptions(method="greedy", time_limit=0.3)
-CONFIG, SHORT = (eight_layers(iterations=number, clip_norm=1.6) for number in (250, 40))
-
-
-class Planning:
-    """Plans in the run's own process, so that it takes no longer than it must."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[Worker, ...]] = []
-
-    def at_once(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
-        schedule = plan_only(msgspec.structs.replace(GREEDY, holds=held), LINEAR, down).schedule
-        assert all(schedule.holds(worker) == layers for worker, layers in held), "nobody needs what it does not hold"
-        return schedule
-
-    def settled(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
-        self.asked.append(down)
-        return plan_only(msgspec.structs.replace(GREEDY, layers="move", holds=held), LINEAR, down).schedule
+CONFIG, SHORT = (eight_layers(iterations=number, clip_norm=1.6, evaluate_every=10, validation_text=__file__)
+                 for number in (100, 20))
 
 
 def train(injections, fork_server, out, *, returns=(), mtbf=None, rate=None, config=CONFIG):
     events = []
-    scheduler, planning = planned(LINEAR), Planning()
+    scheduler, planning = planned(LINEAR), Planning(LINEAR)
     given = Resilience(scheduler=scheduler, heartbeat_timeout_seconds=10.0, injections=tuple(injections),
                        returns=tuple(returns), fetch_bytes_per_second=rate,
-                       settling=Settling(rebalancer=planning, mtbf_seconds=mtbf))
-    result = run(scheduler(()), config, out=out, fork_server=fork_server, options=RunOptions(observe=events.append),
-                 resilience=given)
-    assert_same_numbers(result, judge(config, LINEAR.microbatches, config.training.iterations))
+                       rebalancer=planning, settling=Settling(mtbf_seconds=mtbf))
+    back = UntilBack(returns)
+    settled = slowly_until(lambda: phases(events)[-1] != "at once")
+    result = run(scheduler(()), config, out=out, fork_server=fork_server, resilience=given,
+                 options=RunOptions(observe=events.append, notify=back.notify),
+                 progress=lambda iteration, loss: (settled(iteration, loss), back.progress(iteration, loss)))
+    reference = judge(config, LINEAR.microbatches, config.training.iterations)
+    assert_same_numbers(result, reference)
+    assert_same_evaluations(out, reference)
     return result, events, planning
 
 
@@ -79,7 +65,7 @@ def test_another_dies_while_layers_move(worker, fork_server, tmp_path):
 
 def test_one_dies_after_layers_have_moved_and_both_come_back(fork_server, tmp_path):
     """The first answer leaves layers where they are then; those that come back take theirs from whoever has them."""
-    kills, back = [at("1.2", 2), at("1.0", 120)], [Return(Worker(1, 0), 180), Return(Worker(1, 2), 181)]
+    kills, back = [at("1.2", 2), at("1.0", 50)], [Return(Worker(1, 0), 60), Return(Worker(1, 2), 61)]
     result, events, _ = train(kills, fork_server, tmp_path, returns=back)
     assert dead(result) == ["1.2", "1.0"] and sorted(returned(result)) == ["1.0", "1.2"]
     assert phases(events)[:3] == ["whole", "at once", "settled"] and phases(events)[-1] == "whole"

@@ -9,12 +9,24 @@ from benchmarks.sleeping import MODEL, TRAINING, sleeping
 from cli.shared.failure_schedules import scheduler_at_speeds
 from runtime.config import parse_run_config
 from runtime.coordinator import slow_detector, slow_workers
-from runtime.events import EVENTS, LeftOut, Recovered, Slowed, decode
+from runtime.coordinator.settling import Settling
+from runtime.events import (
+    EVENTS,
+    Failed,
+    HandedOver,
+    LeftOut,
+    OrderGiven,
+    Recovered,
+    SettlingChosen,
+    Slowed,
+    WentBack,
+    decode,
+)
 from runtime.protocol.failure_injection import Slowdown, factor_at
 from runtime.worker.slowed_recorder import lasting
 from schedules.schedule import Worker
 from tests.jobs import grid
-from tests.runtime.failing import TIMEOUT_SECONDS, at, dead, train
+from tests.runtime.failing import TIMEOUT_SECONDS, Planning, at, dead, train
 from tests.runtime.running import judge, schedule_for
 
 JOB = grid(3, 2, 4, more="optimizer = 1")
@@ -82,6 +94,26 @@ def test_a_death_meanwhile_is_planned_for_with_the_speeds_that_are_known(tmp_pat
     result = slowed([(15, 2.2)], tmp_path, [at("2.0", 50, "A")], at_speeds=at_speeds)
     assert dead(result) == ["2.0"]
     assert any(down == (Worker(2, 0),) and SLOW in speeds for down, speeds in asked)
+
+
+def test_layers_move_to_the_others_and_back_once_it_has_recovered(tmp_path):
+    """First work is shed, then it settles for these speeds; and for the usual ones again."""
+    job, slow = grid(2, 2, 4, more="optimizer = 1\n[placement]\nlayers = [4, 4]"), Worker(1, 0)
+    config = parse_run_config({**MODEL, "blocks": 8}, {**TRAINING, "iterations": 70, "dtype": "float64"})
+    with sleeping(0, 0, 0, 0):
+        judge(config, job.microbatches, 70)
+    with sleeping(*4 * [OP_SECONDS / 4]):
+        train([], None, tmp_path, job=job, config=config, heartbeat_timeout_seconds=4 * TIMEOUT_SECONDS,
+              slowdowns=(Slowdown(slow, 8, 3.0), Slowdown(slow, 45, 1.0)), rebalancer=Planning(job),
+              at_speeds=scheduler_at_speeds(job, schedule_for(job), None), settling=Settling())
+    told = [decode(line) for line in (tmp_path / EVENTS).read_bytes().splitlines()]
+    kinds = [type(one) for one in told]
+    orders = [one for one in told if isinstance(one, OrderGiven)]
+    chosen = next(one for one in told if isinstance(one, SettlingChosen) and one.settles)
+    assert "settled" in [one.phase for one in orders] and chosen.settled_period < chosen.present_period
+    assert kinds.index(Slowed) < told.index(chosen) < kinds.index(HandedOver) < kinds.index(Recovered)
+    assert orders[-1].phase == "whole" and orders[-1].schedule == orders[0].schedule
+    assert not {Failed, WentBack} & set(kinds)
 
 
 def test_without_a_scheduler_for_speeds_they_are_told_of(tmp_path):

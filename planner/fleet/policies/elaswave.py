@@ -31,7 +31,8 @@ class ElasWave(Rerouting):
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
-        self._layers, clock = layers_of(self.throughputs.job), self.throughputs.job.time
+        self._layers = self.throughputs.kept("layers", lambda: layers_of(self.throughputs.job))
+        clock = self.throughputs.job.time
         self._whole = cut_by_speed(self._layers, (1.0,) * scenario.stages)
         self._step = max(map(sum, zip(clock.all_reduce, clock.optimizer, strict=True)))
         self._microbatches = max(self.throughputs.job.microbatches)
@@ -41,6 +42,9 @@ class ElasWave(Rerouting):
         return self._rate_with(down, migrated=True)
 
     def _rate_with(self, down: DownByStage, *, migrated: bool) -> float:
+        return self.throughputs.kept((self.name, down, migrated), lambda: self._found_rate(down, migrated=migrated))
+
+    def _found_rate(self, down: DownByStage, *, migrated: bool) -> float:
         pipelines, step, whole = self.scenario.pipelines, self._step, self._whole.seconds(self._microbatches)
         if max(down) >= pipelines:
             return 0.0
@@ -57,4 +61,4 @@ class ElasWave(Rerouting):
         then = self._rate_of(self._stages)
         self._loaded_at = now + sum(stall.seconds for stall in stalls) + self.costs.load_seconds
         phases = self.resume_training(at_once, *stalls, lost_samples=lost_samples)
-        return self.change_rate(phases, self._loaded_at - now, self._switch(), then)
+        return self.change_rate(phases, self._loaded_at - now, self._switch, then)

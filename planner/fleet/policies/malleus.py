@@ -37,8 +37,8 @@ class Malleus(Policy):
         super().__init__(scenario)
         self._pipelines: list[list[int]] = [[] for _ in range(scenario.pipelines)]
         """The machines of each pipeline."""
-        self._layers = layers_of(self.throughputs.job)
-        self._seconds = self._iteration([(1.0,) * scenario.stages] * scenario.pipelines)
+        self._layers = self.throughputs.kept("layers", lambda: layers_of(self.throughputs.job))
+        self._seconds = self._iteration(((1.0,) * scenario.stages,) * scenario.pipelines)
 
     @staticmethod
     def alive_gpus(alive: int, whole: int) -> int:
@@ -65,7 +65,8 @@ class Malleus(Policy):
         """Cut pipelines and divide the batch anew."""
         gone = set(change.removed)
         lost = not all_layers_held(self._pipelines, gone)
-        self._pipelines = [[machine for machine in nodes if machine not in gone] for nodes in self._pipelines]
+        if gone:
+            self._pipelines = [[machine for machine in nodes if machine not in gone] for nodes in self._pipelines]
         self._fill(change.added)
         if self.needs_checkpoint(remaining) or lost:
             return self.restart(self._current_rate(), remaining)
@@ -81,8 +82,11 @@ class Malleus(Policy):
             shortest.append(longest.pop())
 
     def _current_rate(self) -> float:
-        return self._rate_of([tuple(self.slow.get(machine, 1.0) for machine in nodes) if self.slow
-                              else (1.0,) * len(nodes) for nodes in self._pipelines if nodes])
+        if self.slow:
+            return self._rate_of([tuple(self.slow.get(machine, 1.0) for machine in nodes)
+                                  for nodes in self._pipelines if nodes])
+        lengths = tuple(sorted([len(nodes) for nodes in self._pipelines if nodes]))
+        return self.throughputs.kept((Malleus.name, lengths), lambda: self._rate_of([(1.0,) * one for one in lengths]))
 
     def _rate_of(self, pipelines: Sequence[tuple[float, ...]]) -> float:
         """Samples per second of pipelines with these factors."""
@@ -103,6 +107,7 @@ class ResiHP(Malleus):
     name = "resihp"
     title = "ResiHP: nonuniform tensor parallelism, then layers and micro-batches by speed"
     assumptions = _ASSUMPTIONS + "; a tensor-parallel group that lost GPUs goes on with the others, in proportion"
+    same_with_whole_machines = Malleus
 
     @staticmethod
     def alive_gpus(alive: int, whole: int) -> int:  # noqa: ARG004

@@ -51,13 +51,12 @@ class Oobleck(Policy):
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
         """Newcomers wait for the next failure in a pipeline, which instantiates templates of new lengths."""
         gone = set(change.removed)
-        died = any(gone.intersection(nodes) for nodes in self._pipelines)
-        layers_lost = not all_layers_held(self._pipelines, gone)
+        died = bool(gone) and not all(gone.isdisjoint(nodes) for nodes in self._pipelines)
         self._idle = [machine for machine in (*self._idle, *change.added) if machine not in gone]
-        self._pipelines = [[machine for machine in nodes if machine not in gone] for nodes in self._pipelines]
-        waiting = remaining[0].cause is Cause.WAIT
-        if not died and not waiting:
+        if not died and remaining[0].cause is not Cause.WAIT:
             return remaining
+        layers_lost = not all_layers_held(self._pipelines, gone)
+        self._pipelines = [[machine for machine in nodes if machine not in gone] for nodes in self._pipelines]
         self._instantiate()
         rate = self.rate([len(nodes) for nodes in self._pipelines])
         if self.needs_checkpoint(remaining) or layers_lost:
@@ -97,10 +96,14 @@ class Oobleck(Policy):
 
     def rate(self, sizes: Sequence[int]) -> float:
         """Samples per second of pipelines with so many nodes."""
-        job = self.throughputs.job
-        counts = Counter(size for size in sizes if size)
+        lengths = tuple(sorted(size for size in sizes if size))
+        return self.throughputs.kept((self.name, lengths), lambda: self._found_rate(lengths))
+
+    def _found_rate(self, lengths: tuple[int, ...]) -> float:
+        counts = Counter(lengths)
         if not counts:
             return 0.0
+        job = self.throughputs.job
         layers, microbatches = layers_of(job), sum(job.microbatches)
         fault_free = iteration_seconds(layers, ((self.scenario.stages, self.scenario.pipelines),), microbatches)
         clock = job.time

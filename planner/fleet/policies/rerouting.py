@@ -16,28 +16,34 @@ class Stages:
         self.of: dict[int, int] = {}
         """The stage of each machine."""
         self._lacking = list(lacking)
+        self._down: DownByStage | None = None
+        """The same as a tuple, where it is known."""
 
     @property
     def down(self) -> DownByStage:
         """How many workers of each stage are down."""
-        return tuple(self._lacking)
+        if self._down is None:
+            self._down = tuple(self._lacking)
+        return self._down
 
     def put(self, machine: int, stage: int) -> None:
         """The machine, which may have had another stage, has this one."""
         self.remove(machine)
         self.of[machine] = stage
         self._lacking[stage] -= 1
+        self._down = None
 
     def remove(self, machine: int) -> None:
         """The machine has no stage, if it had one."""
         stage = self.of.pop(machine, None)
         if stage is not None:
             self._lacking[stage] += 1
+            self._down = None
 
     def copy(self) -> "Stages":
         """The same, to be changed apart."""
         other = Stages(self._lacking)
-        other.of = dict(self.of)
+        other.of, other._down = dict(self.of), self._down
         return other
 
 
@@ -59,6 +65,8 @@ class Rerouting(Policy):
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
+        self._pipelines = scenario.pipelines
+        self._switch = Phase(Cause.SWITCH, self.costs.switch_seconds)
         self._stages = Stages([scenario.pipelines] * scenario.stages)
         """The stage of each live machine."""
         self._held = self._stages.copy()
@@ -108,13 +116,10 @@ class Rerouting(Policy):
             self._move_workers()
         stalls: list[Phase] = []
         if change.removed:
-            stalls = [self._switch()]
+            stalls = [self._switch]
         elif remaining[0].cause in (Cause.RESTART, Cause.SWITCH):
             stalls = [remaining[0]]
         return self._reconfigure(change.seconds, stalls, lost)
-
-    def _switch(self) -> Phase:
-        return Phase(Cause.SWITCH, self.costs.switch_seconds)
 
     @abstractmethod
     def _reconfigure(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
@@ -127,7 +132,7 @@ class Rerouting(Policy):
     # --- Which machine holds which stage ------------------------------------------------------------------------------
 
     def _stage_lost(self, stages: Stages) -> bool:
-        return max(stages.down) >= self.scenario.pipelines
+        return max(stages.down) >= self._pipelines
 
     def _reassign_all(self, machines: Sequence[int]) -> None:
         """Assign stages to all live machines anew; where there are too few of them, newcomers get the first."""

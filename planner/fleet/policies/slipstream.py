@@ -64,7 +64,8 @@ class Slipstream(Rerouting):
 
     def settled_rate(self, down: DownByStage) -> float:
         """Once layers have moved: by the planner's schedule for so many failures."""
-        return self.throughputs.settled(sum(down))[0] if sum(down) < self.scenario.workers else 0.0
+        failures = sum(down)
+        return self.throughputs.settled(failures)[0] if failures < self.throughputs.workers else 0.0
 
     def steady_rate(self, failures: int) -> float:
         """Settled, where that is faster."""
@@ -87,34 +88,40 @@ class Slipstream(Rerouting):
 
     def _best_rate(self) -> float:
         at_once = self._rate_of(self._stages)
-        return max(at_once, self._choice(self._stages, self.settled_rate).rate) if self.moves_layers else at_once
+        return max(at_once, self._best(self._stages, self.settled_rate)) if self.moves_layers else at_once
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
         """Where only speeds change, a switch follows if other workers are left out then."""
         if change.removed or change.seconds < self._settled_at:
             self._settled = 0.0  # some of its layers are gone, or not there yet
         phases = super().on_change(change, remaining)
+        if not self.slow and not self._left_out:
+            return phases
         before, self._left_out = self._left_out, self._choice(self._held, self.rate).left_out
         same = before == self._left_out & self._held.of.keys()
-        return phases if change.removed or remaining[0].cause is not Cause.RUN or same else [self._switch(), *phases]
+        return phases if change.removed or remaining[0].cause is not Cause.RUN or same else [self._switch, *phases]
 
     def _rate_of(self, stages: Stages) -> float:
         """Samples per second of machines that hold these stages, the slowest left out where that pays."""
-        return self._choice(stages, self.rate).rate
+        return self._best(stages, self.rate)
+
+    def _best(self, stages: Stages, rate: Callable[[DownByStage], float]) -> float:
+        """Samples per second of the best choice."""
+        if self.slow:
+            return self._choice(stages, rate).rate
+        return rate(stages.down) if not self._stage_lost(stages) else 0.0
 
     def _choice(self, stages: Stages, rate: Callable[[DownByStage], float]) -> Choice:
         """Leave out the slowest machines, as many as pays. All others wait for the slowest of those that are left.
 
         A schedule in which every op takes at most f times as long has at most f times the period.
         """
-        if not self.slow:
-            return Choice(rate(stages.down) if not self._stage_lost(stages) else 0.0, frozenset())
         down = list(stages.down)
         slow = sorted(((factor, machine) for machine, factor in self.slow.items() if machine in stages.of),
                       reverse=True)
         best, left_out = Choice(0.0, frozenset()), list[int]()
         for factor, machines in groupby([*slow, (1.0, -1)], key=lambda pair: pair[0]):
-            if max(down) >= self.scenario.pipelines:
+            if max(down) >= self._pipelines:
                 break
             best = max(best, Choice(rate(tuple(down)) / factor, frozenset(left_out)), key=lambda one: one.rate)
             for _, machine in machines:
@@ -127,7 +134,7 @@ class Slipstream(Rerouting):
         """At once with those who hold a stage, or as settled before, if none of those has left; then with all."""
         settled = self._settled / max(self.slow.values(), default=1.0)
         at_once, then = max(settled, self._rate_of(self._held)), max(settled, self._rate_of(self._stages))
-        loads, load, switch = self._held.of != self._stages.of, self.costs.load_seconds, self._switch()
+        loads, load, switch = self._held.of != self._stages.of, self.costs.load_seconds, self._switch
         self._loaded_at = now + sum(stall.seconds for stall in stalls) + loads * load
         if stalls and loads and load * at_once < switch.seconds * then:
             # Another switch would cost more than what is trained until then.
@@ -152,7 +159,7 @@ class Slipstream(Rerouting):
         if seconds + move + made_up > self.scenario.seconds_between_failures:
             return phases
         self._settled_at, self._settled = now + seconds + move, self._settled_rate_now()
-        return self.change_rate(phases, seconds + move, self._switch(), settled)
+        return self.change_rate(phases, seconds + move, self._switch, settled)
 
 
 class SlipstreamFixed(Slipstream):

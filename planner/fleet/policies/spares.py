@@ -52,7 +52,8 @@ class Spares(Policy):
         died = not gone.isdisjoint(self._used)
         self._used = [None if machine in gone else machine for machine in self._used]
         self._idle = (self._idle | set(change.added)) - gone
-        lost = any(set(self._used[stage::self.scenario.stages]) <= {None} for stage in range(self.scenario.stages))
+        lost = died and any(set(self._used[stage::self.scenario.stages]) <= {None}
+                            for stage in range(self.scenario.stages))
         self._fill_pipelines()
         rate = self._current_rate()
         if not died and rate == rate_before:
@@ -65,9 +66,11 @@ class Spares(Policy):
 
     def _fill_pipelines(self) -> None:
         """As many whole pipelines as there are machines for, up to `_max_pipelines`; those with fewest dead stay."""
-        stages, idle = self.scenario.stages, sorted(self._idle)
-        live = len(idle) + sum(machine is not None for machine in self._used)
-        count = min(self._max_pipelines, live // stages)
+        stages, dead = self.scenario.stages, self._used.count(None)
+        count = min(self._max_pipelines, (len(self._idle) + len(self._used) - dead) // stages)
+        if not dead and count * stages == len(self._used):
+            return
+        idle = sorted(self._idle)
         pipelines = [self._used[first:first + stages] for first in range(0, len(self._used), stages)]
         pipelines.sort(key=lambda pipeline: pipeline.count(None))
         idle += [machine for pipeline in pipelines[count:] for machine in pipeline if machine is not None]

@@ -9,7 +9,7 @@ from planner.search.incumbent import AnnealingEffort, Incumbent
 
 def anneal(known: Incumbent, budget: Budget, cycles: int | None = None) -> Incumbent:
     """Better solutions, after so many cooling cycles of every critical piece; None: for all of the time."""
-    if not known.open or budget.stopped:
+    if not known.open or budget.stopped or budget.seconds <= 0:
         return known
     from planner.search.annealing.pieces import anneal_pieces  # numba takes a third of a second to load
 

@@ -17,13 +17,17 @@ from planner.job.file import parse_job
 from planner.job.presets import preset, preset_names
 
 LARGE = ("gpt-14.6b", "gpt-28.3b", "llama-3-70b")
-"""Presets whose plans take seconds: fewer and shorter traces."""
+"""Presets whose plans take seconds: a shorter trace."""
 FOLLOWED = ("recycle", "torchft", "checkpoint-restart", "hot-spares")
+
+
+SECONDS = 0.1
+"""For a plan: what is compared may be far from the best."""
 
 
 @cache
 def throughputs(name):
-    return Throughputs(parse_job(preset(name)))
+    return Throughputs(parse_job(preset(name)), plan_seconds=SECONDS, settle_seconds=SECONDS)
 
 
 def spot_trace(seed, workers, hours=4):
@@ -55,18 +59,17 @@ def result_for(name, trace, parameters=6.7e9, kinds=("slipstream", *FOLLOWED)):
     return compare([POLICIES[kind] for kind in kinds], planned, costs_for(parameters, planned.job.stages), fitted)
 
 
-@pytest.mark.parametrize(("name", "seeds"), [(name, 1 if name in LARGE else 2) for name in preset_names()])
-def test_on_spot_traces(name, seeds):
-    for seed in range(seeds):
-        result = result_for(name, spot_trace(seed, 32, hours=0.5 if name in LARGE else 2))
-        ours, others = result.runs["slipstream"].throughput, {kind: result.runs[kind].throughput for kind in FOLLOWED}
-        assert ours >= max(others.values()), (seed, others)
+@pytest.mark.parametrize("name", preset_names())
+def test_on_spot_traces(name):
+    result = result_for(name, spot_trace(0, 32, hours=0.25 if name in LARGE else 2))
+    ours, others = result.runs["slipstream"].throughput, {kind: result.runs[kind].throughput for kind in FOLLOWED}
+    assert ours >= max(others.values()), others
 
 
 def test_a_stage_is_lost_when_recycle_loses_it_and_never_else():
     """The same machines are in the same stages, so that only the throughput differs, which is never less."""
     lost = 0
-    for seed in range(5):
+    for seed in range(3):
         result = result_for("gpt-1.5b", spot_trace(seed, 32, hours=6), kinds=("slipstream", "recycle"))
         ours, theirs = result.runs["slipstream"], result.runs["recycle"]
         restarts = [run.seconds[:-1][run.cause == list(Cause).index(Cause.RESTART)].tolist() for run in (ours, theirs)]

@@ -45,19 +45,20 @@ def test_weights_and_values_of_layers():
 
 
 @pytest.mark.parametrize(("text", "says"), [
-    (GOOD + "[layers]\nforward = [1, 2]\n", "layers.forward has 2 values; expected 3, one a layer"),
+    (GOOD + "[layers]\nforward = [1, 2]\n", "layers.forward has 2 values; expected 3, one per layer"),
     (GOOD + "[layers]\ntransfer = 1\n", "unknown key 'layers.transfer'; known: activation, all_reduce"),
     (GOOD + "[memory]\ncapacity = 1\nweight = 1\n", "unknown key 'memory.weight'; did you mean 'memory.weights'?"),
     (GOOD.replace("pipelines = 2", "pipelines = 0"), "pipelines is 0; expected a whole number"),
     (GOOD.replace("pipelines = 2", "pipelines = true"), "pipelines is True"),
     (GOOD.replace("pipelines = 2\n", ""), "key 'pipelines' is missing"),
     (GOOD.replace("stages = 3", "stages = 99999999"), "stages is 99999999"),
-    (GOOD.replace("microbatches = 4", "microbatches = [4]"), "microbatches has 1 values; expected 2, one a pipeline"),
+    (GOOD.replace("microbatches = 4", "microbatches = [4]"), "microbatches has 1 values; expected 2, one per pipeline"),
     (GOOD.replace("0.0297", "[1, 2]"), "time.forward has 2 values; expected 3"),
     (GOOD.replace("0.0297", "-1"), "time.forward is -1; expected a finite number of at least 0"),
     (GOOD.replace("0.0297", "nan"), "time.forward is nan"),
     (GOOD.replace("0.0297", "'fast'"), "time.forward is 'fast'"),
-    (GOOD.replace("forward", "forwards", 1), "key 'time.forward' is missing"),
+    (GOOD.replace("forward", "forwards", 1), "key 'time.forward' is missing; is 'forwards' meant for it?"),
+    (GOOD.replace("pipelines", "pipelnes"), "key 'pipelines' is missing; is 'pipelnes' meant for it?"),
     (GOOD + "backward = 3\n", "unknown key 'time.backward'"),
     ("color = 1\n" + GOOD, "unknown key 'color'; known"),
     ("microbatchs = 1\n" + GOOD, "unknown key 'microbatchs'; did you mean 'microbatches'?"),
@@ -65,7 +66,7 @@ def test_weights_and_values_of_layers():
     (GOOD + "[placement]\norder = 'zigzag'\n", "placement.order is 'zigzag'; expected one of linear"),
     (GOOD + "[placement]\norder = [0, 1, 1]\n", "placement.order is [0, 1, 1]"),
     (GOOD + "slow = {'7.0' = 2}\n", "time.slow: the job has no worker 7.0"),
-    (GOOD + "slow = {'x' = 2}\n", "time.slow: 'x' is no worker"),
+    (GOOD + "slow = {'x' = 2}\n", "time.slow: 'x' is not a worker"),
     (GOOD + "slow = 2\n", "time.slow is 2"),
     ("model = 3\n" + GOOD, "model is 3; expected a table"),
     ("time = 3\npipelines = 1\nstages = 1\nmicrobatches = 1\n", "time is 3; expected a table"),
@@ -78,6 +79,11 @@ def test_bad_jobs_are_refused_in_one_line(text, says):
     with pytest.raises(JobError, match=r"^job\.toml: ") as refused:
         parse_job(text, "job.toml")
     assert says in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path):
+    (tmp_path / "job.toml").write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
+    assert read_job(tmp_path / "job.toml") == parse_job(GOOD)
 
 
 @given(st.text(max_size=200))

@@ -54,7 +54,7 @@ def test_interpreted_and_compiled_make_the_same_schedules(data, job, modes, assi
     assert list(compiled[1].starts.items()) == list(plain[1].starts.items())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data(), st.sampled_from(ASSIGNMENT_RULES))
 def test_interpreted_it_keeps_every_rule_and_never_beats_the_optimum(data, assignment):
     sharing = assignment == "by-speed"  # with all choices of hosts, only the smallest can be enumerated

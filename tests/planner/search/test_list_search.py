@@ -5,9 +5,11 @@ import threading
 import time
 from collections import Counter
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.model.arrays import ProblemArrays
 from planner.model.assemble import build_schedule
 from planner.model.bounds import lower_bound
 from planner.model.decompose import decompose
@@ -23,12 +25,17 @@ from tests.jobs import failures, grid, jobs
 @given(st.data(), jobs(), st.sampled_from(ASSIGNMENT_RULES), st.integers(0, 99))
 def test_an_exchange_keeps_loads_and_holders(data, job, rule, seed):
     problem = build_problem(job, data.draw(failures(job)), sharing=rule == "by-speed")
-    before = assign(problem, rule)
-    after = _exchanged(problem, before, random.Random(seed))
-    assert list(after) == list(before)
-    assert all(after[unit] in problem.hosts(unit.slice, unit.pipeline) for unit in after)
-    assert Counter((unit.slice, worker) for unit, worker in after.items()) == \
-        Counter((unit.slice, worker) for unit, worker in before.items())
+    before = ProblemArrays(problem, assign(problem, rule))
+    after = _exchanged(before, random.Random(seed))
+    assert after.hosts.keys() == before.hosts.keys()
+    assert all(after.hosts[unit] in problem.hosts(unit.slice, unit.pipeline) for unit in after.hosts)
+    assert Counter((unit.slice, worker) for unit, worker in after.hosts.items()) == \
+        Counter((unit.slice, worker) for unit, worker in before.hosts.items())
+    anew = ProblemArrays(problem, after.hosts)
+    for arcs in ("predecessors", "successors"):
+        assert all(map(np.array_equal, getattr(after.ops, arcs), getattr(anew.ops, arcs)))
+    assert np.array_equal(after.ops.worker, anew.ops.worker) and np.array_equal(after.ops.duration, anew.ops.duration)
+    assert np.array_equal(after.load, anew.load)
 
 
 def test_exchanges_find_what_no_assignment_rule_gives():

@@ -6,6 +6,7 @@ from collections import defaultdict
 import pytest
 
 from runtime.coordinator.commit_log import CommitLog
+from runtime.coordinator.context import Listeners
 from runtime.coordinator.coordinator import Coordinator
 from runtime.coordinator.join_planning import FAILURES, PAUSE_SECONDS
 from runtime.coordinator.planning import NoScheduleError, ScheduleService
@@ -64,7 +65,7 @@ class Run:
         self.coordinator = Coordinator(self.planner,
                                        lambda worker, message: self.sent[worker].append(message), self.log,
                                        iterations=range(100), placement=Placement([0, 2, 4]),
-                                       went_back=lambda iteration: self.back.append(iteration))
+                                       listeners=Listeners(went_back=self.back.append))
         for worker in MEMBERS if job is JOB else WIDE_MEMBERS:
             self.ready(worker)
         assert self.coordinator.number == 1

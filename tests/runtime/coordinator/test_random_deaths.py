@@ -13,6 +13,7 @@ import pytest
 
 from runtime.coordinator import join_planning
 from runtime.coordinator.commit_log import CommitLog
+from runtime.coordinator.context import Listeners
 from runtime.coordinator.coordinator import Coordinator
 from runtime.coordinator.loss_file import LossFile, read_losses
 from runtime.coordinator.planning import NoScheduleError, ScheduleService
@@ -28,36 +29,37 @@ from runtime.protocol.to_coordinator import (
     Ready,
     Started,
 )
-from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, ReportCheckpoints, Train
+from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, Leave, ReportCheckpoints, Train
 from runtime.replay.placement import Placement
 from schedules.codec import decode
 from schedules.schedule import Worker
-from tests.runtime.failing import WIDE
+from tests.runtime.failing import WIDE, Planning
 from tests.runtime.running import schedule_for
 from tests.runtime.test_going_back import on_the_spot
 
 WORKERS = [Worker(pipeline, column) for pipeline in range(3) for column in range(2)]
-RANGES = [(0, 2), (2, 4)]
+PLACEMENT = Placement([0, 2, 4])
 ITERATIONS = 12
-ENDED = ("no live worker", "no worker is left", "leave some stage without a live worker")
-"""What a run says that ends since fewer workers live than there are stages."""
 FIRST = schedule_for(WIDE)
+FINDERS = ScheduleService(FIRST, on_the_spot(WIDE), lambda: None, rebalancer=Planning(WIDE))
 
 
 @functools.cache
-def planned(down):
+def planned(question):
     try:
-        return on_the_spot(WIDE)(down)
+        return FINDERS._finder(question)()
     except NoScheduleError as error:
         return error
 
 
 class Planner(ScheduleService):
-    def __init__(self) -> None:
-        super().__init__(FIRST, planned, lambda: None)
+    """Answers at once."""
 
-    def get(self, down):
-        answer = planned(down)
+    def __init__(self) -> None:
+        super().__init__(FIRST, None, lambda: None)
+
+    def _find(self, question):
+        answer = planned(question)
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -105,7 +107,10 @@ class Counting:
                 self.said.append(Checkpoints(self.worker, tuple(self.world.checkpoints)))
             case Finish():
                 self.go_back(message.first_iteration - 1)
+                self.world.saving = message.first_iteration
                 self.said.append(Finished(self.worker, message.number, {}))
+            case Leave():
+                self.world.workers.pop(self.worker)
 
     def train(self, order) -> None:
         schedule = decode(bytes(order.schedule))
@@ -118,15 +123,15 @@ class Counting:
             self.layers, self.reached = {}, committed
         elif self.layers:
             self.go_back(committed)
-        role = schedule.seat_of[self.worker].role.column
         moved = {move.layer for move in order.moves if move.target == self.worker}
         read = {layer for worker, layers in order.restore or () if worker == self.worker for layer in layers}
-        needs = set(range(*RANGES[role]))
+        needs = PLACEMENT.held(schedule, self.worker)
         if not order.fetch and order.first_iteration and order.restore is None:
             assert needs <= self.layers.keys() | moved, "nobody gives what it lacks"
         if order.restore is not None:
             assert needs <= read | moved
         self.layers = dict.fromkeys(needs, committed + 1)
+        self.world.fewest = min(self.world.fewest, len(schedule.seats))
         self.order, self.members, self.paused = order, tuple(seat.worker for seat in schedule.seats), False
         self.reached, self.begun = committed, committed + 1
         self.said.append(Started(self.worker, order.number))
@@ -157,21 +162,21 @@ class Counting:
 
 
 class World:
-    """One run; `out` holds what a new coordinator can read."""
+    """One run; `out` holds what a new coordinator can read. `deadly` is how often a worker dies."""
 
-    def __init__(self, rng, out) -> None:
-        self.rng, self.out = rng, out
+    def __init__(self, rng, out, deadly) -> None:
+        self.rng, self.out, self.deadly = rng, out, deadly
         self.workers = {worker: Counting(worker, self) for worker in WORKERS}
         self.checkpoints = [0]
-        self.restarts = self.went_back = self.deaths = 0
-        self.taking_over = None
+        self.restarts = self.went_back = self.deaths = self.told_to_leave = self.saving = 0
+        self.taking_over, self.fewest = None, len(WORKERS)
         self.losses = LossFile(out, 0, None)
         self.coordinator, self.log = self.started([])
 
     def started(self, losses):
         log = CommitLog("job")
-        return Coordinator(Planner(), self.send, log, iterations=range(ITERATIONS), placement=Placement([0, 2, 4]),
-                           went_back=self.go_back), log
+        return Coordinator(Planner(), self.send, log, iterations=range(ITERATIONS), placement=PLACEMENT,
+                           listeners=Listeners(went_back=self.go_back)), log
 
     def go_back(self, iteration) -> None:
         self.went_back += 1
@@ -206,6 +211,9 @@ class World:
             case Checkpoints():
                 coordinator.can_read(message)
             case Finished():
+                state = coordinator._context.state
+                if message.order == state.number and state.members - state.finished == {worker}:
+                    self.checkpoints.append(self.saving)
                 coordinator.finished(message)
 
     def kill(self, worker) -> None:
@@ -247,8 +255,11 @@ class World:
         if one is None:
             if rng.random() < 0.05:
                 self.workers[worker] = Counting(worker, self)
-        elif rng.random() < 0.004:
+        elif rng.random() < self.deadly:
             self.kill(worker)
+        elif rng.random() < 0.001 and self.taking_over is None:
+            self.told_to_leave += 1
+            self.coordinator.leaving(worker)
         elif one.said and rng.random() < 0.6:
             self.handle(one.said.popleft())
         elif one.inbox:
@@ -266,9 +277,10 @@ class World:
 
 def test_whoever_dies_the_numbers_are_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(join_planning, "PAUSE_SECONDS", 0.0)
-    restarts = back = deaths = ended = 0
+    restarts = back = deaths = ended = told = 0
+    fewest = set()
     for seed in range(50):
-        world = World(random.Random(seed), tmp_path / f"{seed}.jsonl")
+        world = World(random.Random(seed), tmp_path / f"{seed}.jsonl", deadly=0.004 if seed % 5 else 0.016)
         try:
             for _ in range(100_000):
                 world.act()
@@ -278,9 +290,17 @@ def test_whoever_dies_the_numbers_are_whole(tmp_path, monkeypatch):
                 pytest.fail(f"seed {seed}: the run hangs")
         except RunError as error:
             ended += 1
-            assert any(reason in str(error) for reason in ENDED), error
+            assert not world.workers and "no worker is left" in str(error), (seed, error)
+            continue
+        fewest.add(world.fewest)
+        if world.coordinator.stopped:
+            ended += 1
+            assert world.told_to_leave, (seed, "it has ended early")
             continue
         lines = [json.loads(line) for line in world.out.read_text().splitlines()]
         assert [(line["iteration"], line["loss"]) for line in lines] == [(one, one) for one in range(ITERATIONS)], seed
+        told += world.told_to_leave
         restarts, back, deaths = restarts + world.restarts, back + world.went_back, deaths + world.deaths
-    assert restarts > 30 and back > 1 and deaths > 60 and ended < 25, (restarts, back, deaths, ended)
+    assert restarts > 30 and back > 1 and deaths > 60 and told > 20 and ended < 25, (
+        restarts, back, deaths, told, ended)
+    assert min(fewest) == 1

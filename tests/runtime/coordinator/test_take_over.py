@@ -9,8 +9,8 @@ ONE, OTHER, THIRD = Worker(0, 0), Worker(0, 1), Worker(1, 0)
 ALL = (ONE, OTHER, THIRD)
 
 
-def known(iteration, *, order=3, layers=((0, 2),), validated=None, pending=False, begun=-1):
-    return Known(order, ALL, iteration, layers, validated, pending, begun)
+def known(iteration, *, order=3, layers=((0, 2),), validated=None, pending=False, begun=-1, losses=None):
+    return Known(order, ALL, iteration, layers, validated, pending, begun, losses or {})
 
 
 def taking(last, *workers, gone=(), first=0):
@@ -40,8 +40,16 @@ def test_a_step_whose_factor_nobody_knows_is_undone():
 
 
 def test_a_commit_that_was_not_written_is_one_once_any_has_stepped_further():
-    """With clipping: node 0 had not heard of the factor."""
-    assert taking(5, known(7, validated=Factor(6, 1.0)), known(6, validated=Factor(6, 1.0))).found().committed == 6
+    """With clipping: node 0 had not heard of the factor. Any of them has the loss."""
+    found = taking(5, known(7, validated=Factor(6, 1.0), losses={5: 2.75, 6: 2.5}),
+                   known(6, validated=Factor(5, 1.0), pending=True)).found()
+    assert (found.committed, found.factor, found.loss) == (6, Factor(6, 1.0), 2.5) and len(found.holds) == 2
+
+
+def test_who_follows_the_last_order_has_its_factor_for_those_who_have_not_heard_of_it():
+    found = taking(6, known(6, order=4, begun=6, validated=Factor(6, 0.5)),
+                   known(6, order=3, begun=2, pending=True)).found()
+    assert found.committed == 6 and found.factor == Factor(6, 0.5) and all(found.holds.values())
 
 
 def test_what_cannot_be_brought_to_the_last_commit_does_not_count():

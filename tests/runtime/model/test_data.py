@@ -66,5 +66,5 @@ def test_texts_that_cannot_be_used(tmp_path: Path, content: bytes | None, reason
 
 
 def test_a_folder_is_no_text(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="which is no file"):
+    with pytest.raises(ConfigError, match="which is not a file"):
         load_corpus(config_for(tmp_path))

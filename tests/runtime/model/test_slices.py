@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from runtime.config import RunConfig, parse_run_config
+from runtime.config import ConfigError, RunConfig, parse_run_config
 from runtime.model.data import Corpus, Microbatch, load_corpus
 from runtime.model.digest import parameter_digest
 from runtime.model.holding import Holding, build_holding
@@ -203,6 +203,43 @@ def test_i_frees_what_w_does_not_need() -> None:
     assert alive == {"attention_norm", "mlp_norm"}
     stage.backward_weight(microbatch)
     assert all(storage.expired() for storages in stored.values() for storage in storages)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("recompute", ["full", [0, 2]])
+def test_what_is_computed_again_gives_the_same_numbers(recompute: object, split: bool) -> None:
+    config = parse_run_config(MODEL, {"batch": 2, "dtype": "float64", "learning_rate": 0.01, "recompute": recompute})
+    assert_reproduces(config, Cluster(config, PARTITIONS[1], [2, 1], split, 0))
+
+
+def test_what_is_computed_again_is_not_held() -> None:
+    """Of a block only its input stays from F to I; W then has what it needs."""
+    config = parse_run_config(MODEL, {"batch": 2, "dtype": "float64", "recompute": [2]})
+    stage, value, gradient = middle(config)
+    plain, _, _ = middle()
+    made: list[StorageWeakRef] = []
+    for module in stage.holding.modules[2].modules():
+        module.register_forward_hook(lambda module, args, output: made.append(StorageWeakRef(output.untyped_storage())))
+    microbatch = Microbatch(0, 0, 0)
+    output = stage.forward(microbatch, value, split=True)
+    del output
+    first = len(made)
+    assert first and all(storage.expired() for storage in made[:-1])
+    ours = stage.backward_input(microbatch, gradient)
+    assert len(made) > first, "the forward was not run again"
+    stage.backward_weight(microbatch)
+    plain.forward(microbatch, value, split=True)
+    theirs = plain.backward_input(microbatch, gradient)
+    plain.backward_weight(microbatch)
+    assert isinstance(ours, Tensor) and isinstance(theirs, Tensor) and torch.equal(ours, theirs)
+    for mine, other in zip(stage.holding.gradients(), plain.holding.gradients(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_layer_that_is_not_there_cannot_be_computed_again() -> None:
+    config = parse_run_config(MODEL, {"recompute": [1, 4]})
+    with pytest.raises(ConfigError, match=r"^training\.recompute names layer 4; the model has layers 0 to 3$"):
+        forms(model_for(config.model, 0, torch.float32, CPU), config)
 
 
 def test_stage_0_leaves_the_whole_backward_to_w() -> None:

@@ -146,7 +146,7 @@ def run(names: list[str], shape: tuple[int, ...], split: bool, rounds: int = 2, 
         else:
             with deferring(work), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 output = module(leaf)
-            backward_input(output, torch.ones_like(output), work)
+            backward_input([output], [torch.ones_like(output)], work)
         assert leaf.grad is not None
         results.append(leaf.grad)
         works.append(work)
@@ -205,7 +205,7 @@ def test_what_is_deferred(name: str, deferred: int) -> None:
     leaf = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
     with deferring(work):
         loss = module(leaf).sum()
-    backward_input(loss, None, work)
+    backward_input([loss], [torch.ones_like(loss)], work)
     assert len(work) == deferred
 
 

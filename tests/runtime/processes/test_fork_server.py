@@ -6,12 +6,14 @@ import subprocess
 import sys
 
 from runtime.processes import fork_server
-from runtime.processes.fork_server import ForkServer, ProcessSpec
+from runtime.processes.fork_server import ForkServer
+from runtime.processes.fork_server_messages import ProcessSpec
 from tests.runtime.running import command_environment, wait_until_gone
 
 KILLED = """
 import os, signal, sys
-from runtime.processes.fork_server import ForkServer, ProcessSpec
+from runtime.processes.fork_server import ForkServer
+from runtime.processes.fork_server_messages import ProcessSpec
 server = ForkServer()
 for name in "abc":
     server.start(ProcessSpec(name, "time:sleep", "", os.devnull))
@@ -24,6 +26,40 @@ def test_a_launcher_that_dies_while_processes_are_started_leaves_neither_them_no
     done = subprocess.run([sys.executable, "-c", KILLED], env=command_environment(), stderr=subprocess.PIPE, text=True,
                           timeout=60, check=False)
     assert done.returncode == -9 and done.stderr == ""
+
+
+ADOPTS = """
+import os, signal, sys
+from runtime.processes.fork_server import ForkServer, adopt
+from runtime.processes.fork_server_messages import ProcessSpec
+if len(sys.argv) == 1:
+    server = ForkServer()
+    server.start(ProcessSpec("a", "tests.runtime.processes.child:sleep", "300", os.devnull))
+    while not server.pids:
+        server.poll(60)
+else:
+    server = adopt(sys.argv[1])
+    assert server is not None and server.names() == ["a"]
+print(server.hold(60, "note"), *server.pids.values(), flush=True)
+if len(sys.argv) < 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+server.close()
+"""
+
+
+def test_what_is_held_is_found_by_the_same_name_whoever_has_held_it_before():
+    """A launcher that has taken over, and dies before it has told anybody, is followed by another."""
+    pids, name = set[int](), ""
+    for last in (False, False, True):
+        words = [name] * bool(name) + ["ends"] * last
+        done = subprocess.run([sys.executable, "-c", ADOPTS, *words], env=command_environment(),
+                              stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+        assert done.returncode == (0 if last else -9)
+        told, pid = done.stdout.split()
+        name = name or told
+        pids.add(int(pid))
+    assert len(pids) == 1
+    wait_until_gone([*pids])
 
 
 def test_ending_processes_that_do_not_end_has_an_end(monkeypatch, tmp_path):

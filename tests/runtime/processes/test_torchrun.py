@@ -43,27 +43,23 @@ def assert_all_end(run: Agents, processes: list[int]) -> None:
     assert all(run.wait(END_SECONDS)), run.said()
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_a_launcher_and_then_an_agent_are_killed_and_the_others_go_on_until_node_0_is(count, tmp_path):
-    """One after the other: a launcher of another node; with three agents, the agent of another node; node 0."""
-    with agents(tmp_path, job(tmp_path, count), count) as run:
+def test_a_launcher_and_then_an_agent_are_killed_and_the_others_go_on_until_node_0_is(tmp_path):
+    """One after the other: a launcher of another node; the agent of another node; node 0."""
+    with agents(tmp_path, job(tmp_path, 3), 3) as run:
         processes = started(run)
-        others = [node for node in range(count) if node != 0 and run.agent_of(node) != 0]
+        others = [node for node in range(3) if node != 0 and run.agent_of(node) != 0]
         os.kill(run.launcher(others[-1]), signal.SIGKILL)
         assert_trains_on(run)
-        if count == 3:
-            agent = run.processes[run.agent_of(others[0])]
-            agent.kill()
-            assert_trains_on(run)
-            assert f"worker {others[0]}.0 has left, as it was told to" in run.said()
+        run.processes[run.agent_of(others[0])].kill()
+        assert_trains_on(run)
+        assert f"worker {others[0]}.0 has left, as it was told to" in run.said()
         os.kill(run.launcher(0), signal.SIGKILL)
         assert_all_end(run, processes)
     assert latest(run.out / "checkpoints") is None  # a minute has not passed
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_the_agent_of_node_0_is_killed_and_the_run_ends_with_a_checkpoint(count, tmp_path):
-    with agents(tmp_path, job(tmp_path, count), count) as run:
+def test_the_agent_of_node_0_is_killed_and_the_run_ends_with_a_checkpoint(tmp_path):
+    with agents(tmp_path, job(tmp_path, 2), 2) as run:
         processes = started(run)
         run.processes[run.agent_of(0)].kill()
         assert_all_end(run, processes)
@@ -71,10 +67,15 @@ def test_the_agent_of_node_0_is_killed_and_the_run_ends_with_a_checkpoint(count,
         assert newest is not None and newest.iteration == len(losses_in_lines(run.out)), run.said()
 
 
-def test_sigterm_at_all_agents_ends_the_run_with_a_checkpoint(tmp_path):
-    """As a scheduler does that takes the machines."""
-    with agents(tmp_path, job(tmp_path, 2), 2) as run:
-        processes = started(run)
+def test_with_restarts_node_0_goes_on_with_its_workers_and_sigterm_at_all_agents_ends_the_run(tmp_path):
+    """When node 0 dies, torchrun ends and starts all launchers: the others come in anew. Then a scheduler takes all."""
+    with agents(tmp_path, job(tmp_path, 2), 2, restarts=1) as run:
+        started(run)
+        os.kill(run.launcher(0), signal.SIGKILL)
+        run.wait_for("node 0 goes on with the 2 workers that it has found")
+        run.wait_for("worker 1.0 is back")
+        assert_trains_on(run)
+        processes = run.everything()
         for agent in run.processes:
             agent.send_signal(signal.SIGTERM)
         assert_all_end(run, processes)

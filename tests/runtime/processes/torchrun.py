@@ -17,15 +17,17 @@ START_SECONDS = 240.0
 class Agents:
     """One `torchrun` for each machine that is played, all on this one; each starts one launcher."""
 
-    def __init__(self, folder: Path, job: Path, count: int) -> None:
+    def __init__(self, folder: Path, job: Path, count: int, restarts: int = 0) -> None:
         self.out = folder / "out"
         self._folder = folder
         port = free_port()
+        train = ["-m", "cli", "train", str(job), "--out", str(self.out), "--resume", str(self.out), "--method",
+                 "greedy", "--coordinator-timeout", "60" if restarts else "5"]
         self.processes = [subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(count), "--nproc-per-node", "1",
              "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test",
-             "--rdzv-conf", f"is_host={int(agent == 0)}", "--local-addr", "127.0.0.1", "-m", "cli", "train", str(job),
-             "--out", str(self.out), "--method", "greedy", "--coordinator-timeout", "5"],
+             "--max-restarts", str(restarts), "--rdzv-conf", f"is_host={int(agent == 0)}",
+             "--local-addr", "127.0.0.1", *train],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self.log(agent).open("wb"), cwd=folder,
             env=command_environment()) for agent in range(count)]
         self.launchers: list[dict[int, int]] = []
@@ -41,6 +43,13 @@ class Agents:
         """Until so many iterations are committed; raises AssertionError when the run ends before."""
         deadline = time.monotonic() + seconds
         while len(losses_in_lines(self.out)) < count:
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.2)
+
+    def wait_for(self, text: str, seconds: float = START_SECONDS) -> None:
+        """Until some agent or launcher has said this."""
+        deadline = time.monotonic() + seconds
+        while text not in self.said():
             assert time.monotonic() < deadline, self.said()
             time.sleep(0.2)
 
@@ -67,9 +76,9 @@ class Agents:
 
 
 @contextlib.contextmanager
-def agents(folder: Path, job: Path, count: int) -> Iterator[Agents]:
+def agents(folder: Path, job: Path, count: int, restarts: int = 0) -> Iterator[Agents]:
     """Agents of torchrun; at the end nothing of them is left."""
-    made = Agents(folder, job, count)
+    made = Agents(folder, job, count, restarts)
     try:
         yield made
     finally:

@@ -1,13 +1,20 @@
 """Where the secret of a run comes from. How it is used is tried by tests/runtime/test_hostile_peer.py."""
 
+import contextlib
+import socket
+import threading
+import time
+
 import pytest
 
+from runtime.protocol import authentication
 from runtime.protocol.authentication import (
     FILE_VARIABLE,
     VARIABLE,
     Refusals,
     SecretError,
     given_secret,
+    introduce,
     new_secret,
 )
 
@@ -56,3 +63,22 @@ def test_of_many_refusals_ten_are_told_and_then_each_power_of_ten():
     for _ in range(2000):
         refused("somebody", "no reason")
     assert len(said) == 12 and said[0] == "somebody was cut off: no reason" and "the 1000th time" in said[-1]
+
+
+def test_who_answers_a_byte_at_a_time_is_not_waited_for(monkeypatch):
+    """The time is one for the whole handshake: a worker that looks for a coordinator has no other to spend on it."""
+    monkeypatch.setattr(authentication, "HELLO_SECONDS", 0.3)
+    ours, theirs = socket.socketpair()
+
+    def drip() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                theirs.sendall(authentication.SPOKEN[:1])
+                time.sleep(0.05)
+
+    with ours, theirs:
+        threading.Thread(target=drip, daemon=True).start()
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            introduce(ours, new_secret(), "control", lambda _: b"")
+        assert time.monotonic() - began < 2

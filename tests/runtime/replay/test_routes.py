@@ -16,6 +16,7 @@ from runtime.model.clipping import watches_gradients
 from runtime.model.data import load_corpus
 from runtime.model.holding import Holding, build_holding
 from runtime.model.layers import model_for
+from runtime.model.sharing import sharing_of
 from runtime.model.slices import Slices, forms
 from runtime.model.steps import Steps
 from runtime.protocol.rendezvous import host_store
@@ -57,7 +58,8 @@ class Team:
         schedule, config, placement = self.schedule, self.config, self.placement
         training, watches = config.training, watches_gradients(config.training)
         ranks = {seat.worker: rank for rank, seat in enumerate(schedule.seats)}
-        communicator = Communicator(Membership(self.number, ranks, worker), placement.reduced(schedule, worker),
+        communicator = Communicator(Membership(self.number, ranks, worker),
+                                    placement.sharers(schedule, worker, sharing_of(self.model)),
                                     transport="gloo", device=CPU, store=self.store, sums=watches)
         holding = build_holding(self.model, placement.held(schedule, worker), training)
         holding.reduce_by(placement.reduced(schedule, worker))
@@ -84,15 +86,18 @@ class Team:
         return losses, holding
 
 
-def compare(schedule: Schedule, clip_norm: float | None, skip: bool) -> None:
+def compare(schedule: Schedule, clip_norm: float | None, skip: bool, *, rich: bool = False,
+            recompute: object = "none") -> None:
     """Train by a schedule, whose layers are one or more of the model each, and in one process."""
     assert check(schedule) == []
     layers = max(3, schedule.grid.layer_count)
     cuts = [*range(schedule.grid.layer_count), layers]
     config = parse_run_config(
-        {"blocks": layers - 2, "width": 8, "heads": 1, "context": 4, "dropout": 0.2},
-        {"batch": 1, "dtype": "float64", "device": "cpu", "learning_rate": 0.01, "iterations": ITERATIONS},
-        clip_norm=clip_norm, skip_nonfinite=skip)
+        {"blocks": layers - 2, "width": 8, "heads": 1, "context": 4, "dropout": 0.2,
+         **({"name": "tests.runtime.rich_model:Model"} if rich else {})},
+        {"batch": 1, "dtype": "float64", "device": "cpu", "learning_rate": 0.01, "iterations": ITERATIONS,
+         **({"data": "tests.runtime.rich_model:Data"} if rich else {})},
+        clip_norm=clip_norm, skip_nonfinite=skip, recompute=recompute)
     store, _ = host_store()
     losses, held = Team(schedule, config, Placement(cuts), store).train()
     expected = judge(config, schedule.grid.microbatches, ITERATIONS)
@@ -112,6 +117,14 @@ def compare(schedule: Schedule, clip_norm: float | None, skip: bool) -> None:
        st.booleans())
 def test_any_schedule_gives_the_numbers_of_one_process(schedule, clip_norm, skip):
     compare(schedule, clip_norm, skip)
+
+
+@settings(max_examples=10, deadline=None)
+@given(general_schedules(max_pipelines=3, max_columns=3, max_layers=6).filter(
+           lambda schedule: schedule.grid.total_microbatches), st.sampled_from([None, 0.5]),
+       st.sampled_from(["none", "full", [0, 2]]))
+def test_layers_that_pass_tuples_read_batches_add_losses_and_share_parameters(schedule, clip_norm, recompute):
+    compare(schedule, clip_norm, skip=False, rich=True, recompute=recompute)
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5, 1.6])

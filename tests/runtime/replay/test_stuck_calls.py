@@ -14,7 +14,7 @@ from runtime.processes.fork_server import ForkServer
 from runtime.protocol.failure_injection import Injection
 from runtime.replay.stuck_calls import AbandonedError, OpenCalls
 from schedules.schedule import Worker
-from tests.runtime.failing import WIDE, planned
+from tests.runtime.failing import TIMEOUT_SECONDS, WIDE, planned
 from tests.runtime.running import assert_same_numbers, judge, tiny
 
 CALLS = 2
@@ -39,7 +39,8 @@ class Stuck(GPT):
                 threading.Event().wait()
             return original(group, tensors)
 
-        if path is not None and sys.argv[0].endswith("fork_server.py") and "allreduce" not in vars(ProcessGroupGloo):
+        forked = sys.argv[0].endswith("fork_server_process.py")
+        if path is not None and forked and "allreduce" not in vars(ProcessGroupGloo):
             ProcessGroupGloo.allreduce = allreduce
         return GPT.build(self, layer)
 
@@ -51,7 +52,7 @@ def test_a_worker_stuck_for_good_in_its_process_group_goes_on(monkeypatch, tmp_p
     injections = (Injection(Worker(1, 1), 1, "A"),)
     with ForkServer() as fork_server:
         result = run(planned(WIDE)(()), stuck, out=tmp_path, fork_server=fork_server, resilience=Resilience(
-            scheduler=planned(WIDE), heartbeat_timeout_seconds=2.0, injections=injections))
+            scheduler=planned(WIDE), heartbeat_timeout_seconds=TIMEOUT_SECONDS, injections=injections))
     assert (tmp_path / "stuck").exists()
     (recovery,) = result.recoveries
     assert recovery.dead == (Worker(1, 1),) and recovery.live == 5

@@ -206,7 +206,7 @@ def changed(**fields):
     ({"count_1": changed(seats=[])}, "entry count-1: not readable"),
     ({"count_1": changed(holds=[[[0, 3]]])}, "entry count-1: not readable"),
     ({"count_1": changed(holds=[[[0, 10**9]]] * 8)}, r"\[0, 1000000000\] is no range"),
-    ({"count_1": changed(holds=[[[0, 3]]] * 8)}, "times.optimizer_of_layer has 0 values; expected 3, one a layer"),
+    ({"count_1": changed(holds=[[[0, 3]]] * 8)}, "times.optimizer_of_layer has 0 values; expected 3, one per layer"),
     ({"count_1": changed(costs={"tick_seconds": 1.0, "slices": [[0, 1]] * 2})}, "missing required field `times`"),
     ({"count_1": changed(key="count-2")}, "count-1.json: holds entry 'count-2'"),
     ({"count_1": changed(failed=[[7, 7]])}, "count-1.json: holds entry 'count-1', not the one"),
@@ -233,7 +233,7 @@ def test_keys_cannot_leave_the_folder(folder, tmp_path):
     index = read_index(copy)
     rows = (msgspec.structs.replace(index.entries[0], key="../../count-0"), *index.entries[1:])
     (copy / "index.json").write_bytes(encode_document(with_digest(msgspec.structs.replace(index, entries=rows))))
-    with pytest.raises(TableError, match="is no key of an entry"):
+    with pytest.raises(TableError, match="is not the key of an entry"):
         Table.load(copy)
 
 

@@ -41,86 +41,107 @@ def touch(timing, log, pipeline):
         log.counters[TOUCHED] += 1
 
 
-@jit
+def _retiming(interleaved):
+    """`retime`, where reductions may lie between compute ops or not: compiled for each, as the loop is a quarter slower
+    when it asks.
+
+    The rule is that of `timing._latest`; one long loop on local names, as a call with all these arrays would take
+    longer than what it does.
+    """
+
+    @jit
+    def retime_ops(instance, state, timing, queue, log, limits, run):
+        unit, group, tail, owner = instance.unit, instance.group, instance.tail, instance.pipeline
+        first_successor, successor, transfer = instance.successors.start, instance.successors.op, \
+            instance.successors.transfer
+        first_predecessor, predecessor = instance.predecessors.start, instance.predecessors.op
+        worker_of, duration, sequence, size, place = state.worker, state.duration, state.sequence, state.size, \
+            state.place
+        deadline, ending, late = state.deadline, state.end, timing.late
+        longest, excess = timing.longest, timing.excess
+        kinds, slice_of, awaiting, between, reduction = instance.kinds, instance.slice, instance.awaiting, \
+            instance.between, state.begin
+        bucket, link, queued = queue.bucket, queue.next, queue.queued
+        counters, changed, before, marked = queue.counters, log.op, log.late, log.marked
+        waiting, top, base, span = counters[WAITING], counters[TOP], counters[BASE], counters[SPAN]
+        done, touched = log.counters[CHANGED], log.counters[TOUCHED]
+        touched_pipeline, longest_before, excess_before = log.pipeline, log.longest, log.excess
+        goal, allowed = limits
+        row, begin, end = run
+        good = True
+        while good:
+            if end > begin:
+                end -= 1
+                op = sequence[row, end]
+            elif waiting:
+                while bucket[top] < 0:
+                    top -= 1
+                op = bucket[top]
+                bucket[top] = link[op]
+                queued[op] = 0
+                waiting -= 1
+            else:
+                break
+            worker, at = worker_of[unit[op]], place[op]
+            start = late[sequence[worker, at + 1]] if at + 1 < size[worker] else deadline[group[worker]]
+            for arc in range(first_successor[op], first_successor[op + 1]):
+                other = successor[arc]
+                if late[other] - transfer[arc] < start:  # else it does not matter who runs it
+                    start = min(start, late[other] - (transfer[arc] if worker_of[unit[other]] != worker else 0))
+            if interleaved and (op + 1) % kinds == 0:
+                start = min(start, first_awaiting(awaiting, reduction, slice_of[unit[op]]))
+            start -= duration[op]
+            if interleaved:
+                start = clear_of(between, reduction, group[worker], start, duration[op])
+            pipeline = owner[worker]
+            if at == 0 and not marked[pipeline]:
+                marked[pipeline] = 1
+                touched_pipeline[touched] = pipeline
+                longest_before[touched], excess_before[touched] = longest[pipeline], excess[pipeline]
+                touched += 1
+            if start == late[op]:
+                continue
+            if done == changed.shape[0]:
+                good = False
+                break
+            changed[done], before[done] = op, late[op]
+            done += 1
+            late[op] = start
+            good = ending[group[worker]] + tail[worker] - start <= max(longest[pipeline], goal) + allowed
+            arc, last = first_predecessor[op], first_predecessor[op + 1]
+            other = sequence[worker, at - 1] if at else -1
+            while True:  # the op before it on its worker, then its predecessors
+                if other >= 0 and not queued[other]:
+                    index = _bucket(late[other] - base, span)
+                    queued[other] = 1
+                    link[other] = bucket[index]
+                    bucket[index] = other
+                    waiting += 1
+                    top = max(top, index)
+                if arc == last:
+                    break
+                other = predecessor[arc]
+                arc += 1
+        counters[WAITING], counters[TOP] = waiting, top
+        log.counters[CHANGED], log.counters[TOUCHED] = done, touched
+        return good
+
+    return retime_ops
+
+
+_RETIME, _RETIME_INTERLEAVED = _retiming(interleaved=False), _retiming(interleaved=True)
+
+
+@inlined
 def retime(instance, state, timing, queue, log, limits, run):
     """Time anew the ops at places [begin, end) of a worker, those in the queue, and all that follow from them.
 
     `run` is (worker, begin, end). False where some window becomes too long to be accepted: with `limits` = (goal,
-    allowed), longer by more than `allowed` than the goal and than the longest of its pipeline. The rule is that of
-    `timing._latest`; one long loop on local names, as a call with all these arrays would take longer than what it does.
+    allowed), longer by more than `allowed` than the goal and than the longest of its pipeline.
     """
-    unit, group, tail, owner = instance.unit, instance.group, instance.tail, instance.pipeline
-    first_successor, successor, transfer = instance.successors.start, instance.successors.op, \
-        instance.successors.transfer
-    first_predecessor, predecessor = instance.predecessors.start, instance.predecessors.op
-    worker_of, duration, sequence, size, place = state.worker, state.duration, state.sequence, state.size, state.place
-    deadline, ending, late = state.deadline, state.end, timing.late
-    longest, excess = timing.longest, timing.excess
-    interleaved, kinds, slice_of, awaiting, between, reduction = instance.interleaved, instance.kinds, instance.slice, \
-        instance.awaiting, instance.between, state.begin
-    bucket, link, queued = queue.bucket, queue.next, queue.queued
-    waiting, top, base, span = queue.counters[WAITING], queue.counters[TOP], queue.counters[BASE], queue.counters[SPAN]
-    changed, before, marked, done, touched = log.op, log.late, log.marked, log.counters[CHANGED], log.counters[TOUCHED]
-    touched_pipeline, longest_before, excess_before = log.pipeline, log.longest, log.excess
-    goal, allowed = limits
-    row, begin, end = run
-    good = True
-    while good:
-        if end > begin:
-            end -= 1
-            op = sequence[row, end]
-        elif waiting:
-            while bucket[top] < 0:
-                top -= 1
-            op = bucket[top]
-            bucket[top] = link[op]
-            queued[op] = 0
-            waiting -= 1
-        else:
-            break
-        worker, at = worker_of[unit[op]], place[op]
-        start = late[sequence[worker, at + 1]] if at + 1 < size[worker] else deadline[group[worker]]
-        for arc in range(first_successor[op], first_successor[op + 1]):
-            other = successor[arc]
-            if late[other] - transfer[arc] < start:  # else it does not matter who runs it
-                start = min(start, late[other] - (transfer[arc] if worker_of[unit[other]] != worker else 0))
-        if interleaved and (op + 1) % kinds == 0:
-            start = min(start, first_awaiting(awaiting, reduction, slice_of[unit[op]]))
-        start -= duration[op]
-        if interleaved:
-            start = clear_of(between, reduction, group[worker], start, duration[op])
-        pipeline = owner[worker]
-        if at == 0 and not marked[pipeline]:
-            marked[pipeline] = 1
-            touched_pipeline[touched] = pipeline
-            longest_before[touched], excess_before[touched] = longest[pipeline], excess[pipeline]
-            touched += 1
-        if start == late[op]:
-            continue
-        if done == changed.shape[0]:
-            good = False
-            break
-        changed[done], before[done] = op, late[op]
-        done += 1
-        late[op] = start
-        good = ending[group[worker]] + tail[worker] - start <= max(longest[pipeline], goal) + allowed
-        arc, last = first_predecessor[op], first_predecessor[op + 1]
-        other = sequence[worker, at - 1] if at else -1
-        while True:  # the op before it on its worker, then its predecessors
-            if other >= 0 and not queued[other]:
-                index = _bucket(late[other] - base, span)
-                queued[other] = 1
-                link[other] = bucket[index]
-                bucket[index] = other
-                waiting += 1
-                top = max(top, index)
-            if arc == last:
-                break
-            other = predecessor[arc]
-            arc += 1
-    queue.counters[WAITING], queue.counters[TOP] = waiting, top
-    log.counters[CHANGED], log.counters[TOUCHED] = done, touched
-    return good
+    if instance.interleaved:
+        return _RETIME_INTERLEAVED(instance, state, timing, queue, log, limits, run)
+    return _RETIME(instance, state, timing, queue, log, limits, run)
 
 
 @inlined

@@ -1,0 +1,222 @@
+"""What the runs of `benchmarks.chaos` train, what is to happen in them, and how they answer that. All is seeded."""
+
+import functools
+import itertools
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+
+from benchmarks.jobs import uniform_job
+from cli.shared.failure_schedules import job_at
+from planner.job.file import Job
+from planner.model.problem import NoPlanError
+from planner.normalise import normal_form
+from planner.options import PlanOptions
+from planner.plan import plan_job, plan_only
+from runtime.config import RunConfig, parse_run_config
+from runtime.coordinator import slow_detector, slow_workers
+from runtime.coordinator.planning import Held, NoScheduleError, Scheduler, Speeds
+from runtime.coordinator.settling import Settling
+from runtime.launch import Resilience
+from runtime.model.checkpoint import Checkpoint
+from runtime.processes.process_manager import Return
+from runtime.protocol.failure_injection import Action, Injection, Place, Slowdown
+from schedules.schedule import Schedule, Worker
+from schedules.tables.relabel import relabel
+
+ACTIONS: dict[Action, int] = {"kill": 6, "stop": 1, "raise": 2, "cut": 3, "exit": 1}
+"""How often each is drawn."""
+IN_RECOVERY: tuple[Place, ...] = ("ordered", "met", "moved")
+FETCH_BYTES_PER_SECOND = (None, 400e3)
+"""As fast as it goes, or so slowly that it lasts for many iterations."""
+IN_FETCH: tuple[Place, ...] = ("asked", "loaded")
+IN_FETCH_SPAN = 6
+"""Iterations: one of them may be where a fetch begins."""
+FACTORS = (2.0, 3.0, 20.0)
+"""By which slow workers take longer: by the last one, they are not worth their place."""
+LAYERS_A_STAGE = 4
+"""Where layers move."""
+CHECKPOINT_EVERY = 7
+GREEDY = PlanOptions(method="greedy", time_limit=0.3)
+CLIP_NORM = 1.8
+"""Exceeded now and then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChaosScenario:
+    """What to train, and how often something happens."""
+
+    name: str
+    """The grid, and what is special."""
+    job: Job
+    config: RunConfig
+    iterations: int
+    moves: bool = False
+    """Whether roles are assigned anew after each failure, by normal forms."""
+    settles: bool = False
+    """Whether layers move to better schedules."""
+    slows: bool = False
+    """Whether workers are slow now and then."""
+    gap: tuple[int, int] = (4, 16)
+    """Iterations between two failures that are planned."""
+    heartbeat_timeout_seconds: float = 1.0
+
+    @property
+    def workers(self) -> list[Worker]:
+        """All of the grid."""
+        return [Worker(pipeline, column) for pipeline in range(self.job.pipelines)
+                for column in range(self.job.stages)]
+
+
+KINDS: Mapping[str, Mapping[str, bool]] = {
+    "plain": {}, "roles": {"moves": True}, "slow": {"slows": True}, "settling": {"settles": True},
+    "slow-settling": {"slows": True, "settles": True}}
+
+
+def settings(grid: str, iterations: int) -> dict[str, ChaosScenario]:
+    """By their names: plain, with roles that move, with slow workers, with layers that move, with both; each of them
+    with and without clipping.
+    """
+    pipelines, stages = map(int, grid.split("x"))
+    made = {}
+    for (kind, more), clip_norm in itertools.product(KINDS.items(), (None, CLIP_NORM)):
+        layers = [LAYERS_A_STAGE] * stages if "settles" in more else None
+        job = uniform_job(pipelines, stages, 2, op=1, optimizer=1, transfer=0, layers=layers)
+        model = {"blocks": sum(layers) - 2 if layers else max(2, stages - 2), "width": 16, "heads": 2, "context": 16,
+                 "dropout": 0.1}
+        config = parse_run_config(model, {"batch": 1, "dtype": "float64", "device": "cpu", "iterations": iterations,
+                                          "clip_norm": clip_norm})
+        name = kind if clip_norm is None else f"{kind}-clipped"
+        made[name] = ChaosScenario(name=f"{grid}:{name}", job=job, config=config, iterations=iterations, **more)
+    return made
+
+
+def scenario(name: str, iterations: int) -> ChaosScenario:
+    """The one of this `ChaosScenario.name`."""
+    grid, _, kind = name.partition(":")
+    return settings(grid, iterations)[kind]
+
+
+@contextmanager
+def watching_closely() -> Iterator[None]:
+    """Iterations are short here, and runs, too: each is an observation of the workers' speeds, and those that are left
+    out measure themselves soon.
+    """
+    before = slow_detector.OBSERVATION_SECONDS, slow_workers.FIRST_PAUSE_SECONDS
+    slow_detector.OBSERVATION_SECONDS, slow_workers.FIRST_PAUSE_SECONDS = 0.0, 0.3
+    try:
+        yield
+    finally:
+        slow_detector.OBSERVATION_SECONDS, slow_workers.FIRST_PAUSE_SECONDS = before
+
+
+def resilience(setting: ChaosScenario, rng: random.Random, resume: Checkpoint | None = None) -> Resilience:
+    """What happens from a checkpoint on, or from the beginning, and how it is answered."""
+    injections, returns = _failures(setting, rng, 0 if resume is None else resume.iteration)
+    return Resilience(
+        scheduler=scheduler(setting), heartbeat_timeout_seconds=setting.heartbeat_timeout_seconds,
+        checkpoint_every=CHECKPOINT_EVERY, resume=resume, injections=tuple(injections), returns=tuple(returns),
+        slowdowns=tuple(_slowdowns(setting, rng)) if setting.slows else (),
+        at_speeds=_SchedulerAtSpeeds(setting) if setting.slows else None,
+        rebalancer=_Rebalancer(setting.job), settling=Settling() if setting.settles else None,
+        fetch_bytes_per_second=rng.choice(FETCH_BYTES_PER_SECOND))
+
+
+def _failures(setting: ChaosScenario, rng: random.Random, first: int) -> tuple[list[Injection], list[Return]]:
+    """Failures at places, and when those that they hit come back."""
+    workers, ops = setting.workers, 3 * max(setting.job.microbatches)
+    places: tuple[Place, ...] = (*range(ops), "A", "O", "stepped", "reported")
+    injections, returns = [], []
+    at = first
+    while (at := at + rng.randint(*setting.gap)) < setting.iterations:
+        for worker in rng.sample(workers, rng.choices((1, 2, 3), (8, 3, 1))[0]):
+            injections.append(Injection(worker, at, rng.choice(places), _action(rng)))
+        if rng.random() < 0.4:
+            worker, place = rng.choice(workers), rng.choice(IN_RECOVERY)
+            injections += [Injection(worker, iteration, place, _action(rng)) for iteration in (at, at + 1)]
+        if rng.random() < 0.3:
+            worker, place, action = rng.choice(workers), rng.choice(IN_FETCH), _action(rng)
+            injections += [Injection(worker, iteration, place, action)
+                           for iteration in range(at, min(at + IN_FETCH_SPAN, setting.iterations))]
+        returns += [Return(worker, at + rng.randint(1, 4)) for worker in workers]
+    return injections, returns
+
+
+def _slowdowns(setting: ChaosScenario, rng: random.Random) -> Iterator[Slowdown]:
+    """Workers that are slow for a while."""
+    at = 0
+    while (at := at + rng.randint(5, 15)) < setting.iterations:
+        worker = rng.choice(setting.workers)
+        yield Slowdown(worker, at, rng.choice(FACTORS))
+        yield Slowdown(worker, at + rng.randint(8, 20), 1.0)
+
+
+def _action(rng: random.Random) -> Action:
+    return rng.choices(list(ACTIONS), list(ACTIONS.values()))[0]
+
+
+def scheduler(setting: ChaosScenario) -> Scheduler:
+    """Schedules by the list schedulers; moved to a normal form where the setting says so."""
+    options = PlanOptions(method="greedy", time_limit=1.0)
+
+    most = (setting.job.pipelines - 1) * setting.job.stages
+
+    @functools.cache
+    def normal(failures: int) -> Schedule:
+        return normal_form(setting.job, failures, options).schedule
+
+    def schedule(down: tuple[Worker, ...]) -> Schedule:
+        lost = _lost_column(setting.job, down)
+        if lost is not None:
+            found = relabel(normal(len(down)), down, held_elsewhere=True) if len(down) <= most else None
+            if found is None:
+                raise NoScheduleError(f"the failures leave no live worker in column {lost}")
+            return found
+        moved = relabel(normal(len(down)), down) if setting.moves else None
+        return moved or plan_job(setting.job, down, method="greedy").schedule
+
+    return schedule
+
+
+def _lost_column(job: Job, down: tuple[Worker, ...]) -> int | None:
+    """One of which no worker is left."""
+    return next((column for column in range(job.stages)
+                 if all(Worker(pipeline, column) in down for pipeline in range(job.pipelines))), None)
+
+
+class _SchedulerAtSpeeds:
+    """Plans for workers that are slow; where a stage has none left, as without speeds."""
+
+    def __init__(self, setting: ChaosScenario) -> None:
+        self._job = setting.job
+        self._plain = scheduler(setting)
+
+    def __call__(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
+        if _lost_column(self._job, down) is not None:
+            return self._plain(down)
+        return plan_job(job_at(self._job, speeds), down, method="greedy").schedule
+
+
+class _Rebalancer:
+    """Plans in this process, in a fraction of a second."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def at_once(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
+        return self._planned(msgspec.structs.replace(GREEDY, holds=held), down, speeds)
+
+    def settled(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
+        return self._planned(msgspec.structs.replace(GREEDY, layers="move", holds=held), down, speeds)
+
+    def from_checkpoint(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
+        return self._planned(msgspec.structs.replace(GREEDY, layers="move", from_checkpoint=True), down, speeds)
+
+    def _planned(self, options: PlanOptions, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
+        try:
+            return plan_only(options, job_at(self._job, speeds) if speeds else self._job, down).schedule
+        except NoPlanError as error:
+            raise NoScheduleError(str(error)) from None

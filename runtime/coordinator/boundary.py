@@ -1,0 +1,103 @@
+"""Boundary: what is prepared while all train, and the iteration boundary at which it takes place.
+
+Workers that join and layers that move are fetched meanwhile. Once they are there, or the run or a member is to end, or
+another schedule is better for the workers' speeds, all members stop before the same iteration.
+"""
+
+import contextlib
+
+from runtime.coordinator.context import CoordinatorContext
+from runtime.coordinator.layer_moves import plan_moves
+from runtime.coordinator.planning import NoScheduleError
+from runtime.coordinator.schedule_choice import ScheduleChoice
+from runtime.errors import RunError
+
+
+class BoundaryPlanner:
+    """Plans the boundaries of one run."""
+
+    def __init__(self, context: CoordinatorContext, choice: ScheduleChoice) -> None:
+        self._context = context
+        self._choice = choice
+
+    def look(self) -> None:
+        """Prepare what has become possible, while all train."""
+        self._look_for_slow()
+        self._plan_join()
+        self._plan_settling()
+        self._choose_stop()
+        self._choose_save()
+
+    def _look_for_slow(self) -> None:
+        """Where speeds have changed, have a schedule planned for them; those who are worth their place again, join."""
+        state = self._context.state
+        if state.phase == "training" and not state.ended:
+            state.ready |= self._context.slow.look(state.current, self._context.log.next_iteration)
+
+    def _plan_join(self) -> None:
+        """Where workers want to join, start a fetch of the layers that this needs, while training goes on.
+
+        Where there is no schedule with them, they wait, and the members train on.
+        """
+        context, state = self._context, self._context.state
+        if not state.ready - state.members:
+            return
+        context.joins.give_way()
+        if not context.joins.open or not self._may_stop():
+            return
+        schedule = None
+        with contextlib.suppress(NoScheduleError, RunError):
+            schedule = self._choice.with_joining(state.everyone)
+        if schedule is None:
+            return
+        moves = plan_moves(context.placement.held_by(schedule), context.held_now())
+        context.joins.begin(state.number, schedule, moves, state.addresses, context.log.next_iteration,
+                            context.schedules.speeds)
+
+    def _plan_settling(self) -> None:
+        """Where there is a schedule for the same members that is worth moving layers, start a fetch of these."""
+        context, state, settler = self._context, self._context.state, self._context.settler
+        speeds = context.schedules.speeds
+        context.joins.drop_for_other_speeds(speeds)
+        if settler is None or not settler.open(state.number, speeds) or context.slow.deciding \
+                or not context.joins.open or not self._may_stop():
+            return
+        try:
+            schedule = self._choice.settled()
+        except (NoScheduleError, RunError):
+            settler.close(state.number, speeds)
+            return
+        old = context.log.period_after(max(state.began, context.slow.since))
+        if schedule is None or old is None:  # what is planned says how much longer one takes than the other, no more
+            return
+        moves = plan_moves(context.placement.held_by(schedule), context.held_now())
+        new = old * schedule.seconds(schedule.period_ticks) / context.slow.period_of(state.current)
+        if not settler.pays(old, new, moves, pause=context.recovery.last_seconds) or not context.joins.begin(
+                state.number, schedule, moves, state.addresses, context.log.next_iteration, speeds, settles=True):
+            settler.close(state.number, speeds)
+
+    def _choose_stop(self) -> None:
+        """Choose the iteration before which all members stop, where that is wanted.
+
+        A worker that has reported the furthest iteration has been acknowledged, and runs the one after it. When members
+        report that one, the acknowledgement tells them to stop.
+        """
+        context, state = self._context, self._context.state
+        wanted = context.joins.complete or state.stopping or state.leaving or context.slow.decision is not None
+        if wanted and self._may_stop():
+            state.stop_before = self._earliest_stop()
+
+    def _choose_save(self) -> None:
+        """Where a checkpoint is due, choose the iteration before whose step all members save; told like a stop."""
+        context = self._context
+        if context.checkpoints.due() and self._may_stop():
+            context.state.save_before = self._earliest_stop()
+            context.checkpoints.asked(context.state.save_before)
+
+    def _earliest_stop(self) -> int:
+        return self._context.log.furthest + 2
+
+    def _may_stop(self) -> bool:
+        state = self._context.state
+        return (state.phase == "training" and not state.ended and state.stop_before is None
+                and self._earliest_stop() < self._context.iterations.stop)

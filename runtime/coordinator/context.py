@@ -1,0 +1,142 @@
+"""What the coordinator's decisions share: the state of the run, and those who plan, watch and write for it.
+
+`coordinator` changes the state as events come; `next_order` and `boundary` decide by it; `orders` gives orders and
+changes it with them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from runtime.coordinator.checkpoint_timer import CheckpointTimer
+from runtime.coordinator.commit_log import CommitLog
+from runtime.coordinator.event_log import EventLog
+from runtime.coordinator.join_planning import JoinPlanner
+from runtime.coordinator.lost_workers import LostWorkers
+from runtime.coordinator.planning import ScheduleService
+from runtime.coordinator.recovery import RecoveryClock
+from runtime.coordinator.settling import Settler
+from runtime.coordinator.slow_workers import SlowWorkers, SpeedEvent
+from runtime.protocol.to_worker import (
+    Acknowledged,
+    EndOrder,
+    Fetch,
+    Finish,
+    Leave,
+    MeasureSpeed,
+    ReportCheckpoints,
+    Train,
+)
+from runtime.replay.placement import Placement
+from schedules.schedule import Grid, Schedule, Worker
+
+Message = Train | Finish | Leave | EndOrder | Acknowledged | Fetch | ReportCheckpoints | MeasureSpeed
+
+
+class Send(Protocol):
+    """Sends a message to a worker; nothing happens where that is gone."""
+
+    def __call__(self, worker: Worker, message: Message) -> None:
+        """Send."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listeners:
+    """Who is told what the coordinator finds out and decides."""
+
+    events: EventLog = field(default_factory=lambda: EventLog(None))
+    note: Callable[[str], None] = lambda _: None
+    """A line about something that was survived."""
+    speed: Callable[[SpeedEvent], None] = lambda _: None
+    """What was found out about the workers' speeds."""
+    went_back: Callable[[int], None] = lambda _: None
+    """Iterations from this one on are no longer committed, because layers were lost."""
+
+
+@dataclass(slots=True)
+class RunState:
+    """The present order, and who takes part in it or waits for the next."""
+
+    current: Schedule
+    """Of the present order; before the first one, of that."""
+    members: set[Worker]
+    phase: Literal["rejoining", "gathering", "training", "finishing", "left"] = "gathering"
+    number: int = 0
+    """Of the last order."""
+    began: int = 0
+    """Its first iteration."""
+    ended: bool = False
+    """Whether `EndOrder` has been sent."""
+    outdated: bool = False
+    """Whether a member was lost after the order to finish, which names it."""
+    stop_before: int | None = None
+    """The iteration before which all members stop, and that before whose step they save, where these are chosen."""
+    save_before: int | None = None
+    stopping: bool = False
+    """Whether the run is to end at the next iteration, with a checkpoint."""
+    ready: set[Worker] = field(default_factory=set)
+    """Workers that have sent `Ready` and take part in no order yet."""
+    paused: set[Worker] = field(default_factory=set)
+    finished: set[Worker] = field(default_factory=set)
+    leaving: set[Worker] = field(default_factory=set)
+    """Members that were told to end by somebody else, and stay until the others can go on without them."""
+    holds: dict[Worker, frozenset[int]] = field(default_factory=dict)
+    """The layers of each member that has paused, or is told to finish."""
+    addresses: dict[Worker, tuple[str, int]] = field(default_factory=dict)
+    """Where each worker sends layers from."""
+
+    @property
+    def grid(self) -> Grid:
+        """The job's shape."""
+        return self.current.grid
+
+    @property
+    def everyone(self) -> set[Worker]:
+        """Who takes part, or could."""
+        return self.members | self.ready
+
+    def forget(self, worker: Worker) -> None:
+        """A worker takes no part any more."""
+        for group in (self.members, self.ready, self.paused, self.finished, self.leaving):
+            group.discard(worker)
+        self.holds.pop(worker, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorContext:
+    """One run's state, and what its decisions ask and tell."""
+
+    state: RunState
+    iterations: range
+    placement: Placement
+    """Where the schedules' layers lie in the model."""
+    send: Send
+    log: CommitLog
+    schedules: ScheduleService
+    joins: JoinPlanner
+    slow: SlowWorkers
+    settler: Settler | None
+    """Decides whether layers move to a better schedule; None: they stay where they are."""
+    checkpoints: CheckpointTimer
+    recovery: RecoveryClock
+    lost: LostWorkers
+    listeners: Listeners
+
+    @property
+    def events(self) -> EventLog:
+        """Is told what happens."""
+        return self.listeners.events
+
+    def held_now(self) -> Mapping[Worker, frozenset[int]]:
+        """The layers of each member under the present schedule."""
+        return {worker: layers for worker, layers in self.placement.held_by(self.state.current).items()
+                if worker in self.state.members}
+
+    def tell(self, workers: set[Worker], message: Message) -> None:
+        """Send to several."""
+        for worker in sorted(workers):
+            self.send(worker, message)
+
+    def tell_all(self, message: Fetch | Leave) -> None:
+        """Send to all that live, also to those left out."""
+        self.tell(self.state.everyone | self.slow.left_out, message)

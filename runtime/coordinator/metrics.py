@@ -1,0 +1,117 @@
+"""Metrics: what dashboards show of each iteration, in `metrics.jsonl` and, where wanted, in TensorBoard's files.
+
+A line is written when its iteration is committed, before that of the losses. Where the run goes back, or another
+coordinator goes on, the lines of iterations that are run again are dropped, so that each iteration has one.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self
+
+import msgspec
+
+from runtime.config import TrainingConfig
+from runtime.coordinator.iteration_lines import IterationLines, lines_before
+from runtime.coordinator.tensorboard import TensorBoard
+from runtime.events import METRICS, Event, Iteration, Metrics, OrderGiven, Phase, Resumed, decode_metrics
+from runtime.model.learning_rate import learning_rate
+
+
+class Sink(Protocol):
+    """Where metrics go. All methods raise OSError."""
+
+    def append(self, line: Metrics) -> None:
+        """Enter an iteration; other processes see it when this returns."""
+
+    def go_back(self, iteration: int) -> None:
+        """Forget the iterations from this one on: they are run again."""
+
+    def close(self) -> None:
+        """There will be no more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What an iteration is, over all pipelines."""
+
+    tokens: int
+    flops: float
+    """Operations of the model in forward and backward (`runtime.model.flops`)."""
+    peak_flops: float | None
+    """Operations per second of a worker's device, at its best; None: not known."""
+
+
+class MetricsRecorder:
+    """Puts together what is known of each iteration. It is told of all events, and of what is committed."""
+
+    def __init__(self, config: TrainingConfig, work: Work, sinks: Sequence[Sink], recoveries: int = 0) -> None:
+        self._config = config
+        self._work = work
+        self._sinks = sinks
+        self._live: int | None = None
+        self._phase: Phase | None = None
+        self._recoveries = recoveries
+        self._before: float | None = None
+        """When the iteration before was committed, or else the first order given."""
+
+    def observe(self, event: Event) -> None:
+        """Something has happened."""
+        match event:
+            case OrderGiven():
+                self._live, self._phase = event.live, event.phase
+                self._before = event.time if self._before is None else self._before
+            case Resumed():
+                self._recoveries += 1
+
+    def committed(self, line: Iteration, gradient_norm: float | None, evaluation: float | None) -> None:
+        """An iteration was committed."""
+        work, seconds = self._work, None
+        if line.time is not None:
+            seconds = None if self._before is None else line.time - self._before
+            self._before = line.time
+        rate = None if not seconds or seconds <= 0 else 1 / seconds
+        best = None if work.peak_flops is None or self._live is None else work.peak_flops * self._live
+        self._tell(Metrics(
+            iteration=line.iteration, loss=line.loss, validation_loss=evaluation, gradient_norm=gradient_norm,
+            learning_rate=learning_rate(self._config, line.iteration),
+            tokens_per_second=None if rate is None else round(work.tokens * rate, 3),
+            mfu=None if rate is None or not best else round(work.flops * rate / best, 6),
+            live=self._live, phase=self._phase, recoveries=self._recoveries, time=line.time or 0.0))
+
+    def go_back(self, iteration: int) -> None:
+        """The iterations from this one on are run again."""
+        for sink in self._sinks:
+            sink.go_back(iteration)
+
+    def _tell(self, line: Metrics) -> None:
+        for sink in self._sinks:
+            sink.append(line)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+def record_metrics(out: Path, first: int, config: TrainingConfig, work: Work, tensorboard: Path | None
+                   ) -> MetricsRecorder:
+    """Record the metrics of a run in its folder from an iteration on, and for TensorBoard where a folder is given.
+
+    Raises OSError, and ConfigError where TensorBoard is not installed.
+    """
+    recoveries = recoveries_in(out / METRICS)
+    shown = [] if tensorboard is None else [TensorBoard(tensorboard, first)]
+    return MetricsRecorder(config, work, [IterationLines(out / METRICS, first), *shown], recoveries)
+
+
+def recoveries_in(path: Path) -> int:
+    """Those that earlier starts of a run have written to its metrics."""
+    found = 0
+    for line in lines_before(path, 2**62):
+        with suppress(msgspec.DecodeError):
+            found = max(found, decode_metrics(line.encode()).recoveries)
+    return found

@@ -1,0 +1,100 @@
+"""Orders: tells workers to train, to stop, to finish and to leave, and enters what was told."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from runtime.coordinator.context import CoordinatorContext
+from runtime.coordinator.join_planning import Join
+from runtime.events import HandedOver, Joined, OrderGiven
+from runtime.protocol.to_worker import EndOrder, Finish, LayerMove, Leave, Train
+from schedules import codec
+from schedules.schedule import Schedule, Worker
+
+
+class Orders:
+    """Gives the orders of one run."""
+
+    def __init__(self, context: CoordinatorContext) -> None:
+        self._context = context
+
+    def train(self, schedule: Schedule, moves: tuple[LayerMove, ...], join: Join | None = None,
+              restore: Mapping[Worker, tuple[int, ...]] | None = None) -> None:
+        """Train by a schedule from the first iteration that is not committed.
+
+        The moves are made before, while all wait; `join` is what was fetched for it while all trained; `restore` are
+        layers that workers read from the checkpoint of that iteration.
+        """
+        context, state = self._context, self._context.state
+        live = {seat.worker for seat in schedule.seats}
+        first = context.log.next_iteration
+        joining = live - state.members if state.number else set()
+        context.recovery.ordered(live - state.members, settled=join is not None and join.settles,
+                                 meanwhile=first - join.began if join is not None and join.fetch else 0)
+        told = state.everyone
+        state.members, state.ready, state.paused, state.holds = live, state.ready - live, set(), {}
+        state.phase, state.current, state.ended, state.began = "training", schedule, False, first
+        state.stop_before = state.save_before = None
+        state.number += 1
+        self._begins(schedule, join)
+        sources = sorted({move.source for move in moves})
+        text = codec.encode(schedule)
+        context.tell(told, Train(
+            number=state.number, first_iteration=first, moves=moves, fetch=0 if join is None else join.fetch,
+            addresses=tuple((source, state.addresses[source]) for source in sources), schedule=msgspec.Raw(text),
+            factor=context.log.factor, restore=None if restore is None else tuple(restore.items())))
+        self._record(schedule, text, joining, join)
+
+    def end(self) -> None:
+        """Have all members stop where they are."""
+        state = self._context.state
+        if not state.ended:
+            state.ended = True
+            self._context.tell(state.members, EndOrder(state.number))
+
+    def finish(self) -> None:
+        """All iterations are committed, or all or some are to end here; the first holder of each layer writes it."""
+        context, state = self._context, self._context.state
+        writers = {layer: worker for worker, layers in sorted(state.holds.items(), reverse=True)
+                   for layer in sorted(layers)}
+        state.phase, state.outdated = "finishing", False
+        if not state.leaving:
+            context.slow.over(context.log.next_iteration)
+        state.finished.clear()
+        state.number += 1
+        context.log.begin(state.number, state.members)
+        context.tell(state.members, Finish(
+            number=state.number, first_iteration=context.log.next_iteration, writers=tuple(writers.items()),
+            factor=context.log.factor, parameters=context.log.next_iteration >= context.iterations.stop))
+
+    def leave(self, why: str | None = None) -> None:
+        """The workers end: everything is done, or cannot be any more, although the run was told to end well."""
+        if why is not None:
+            self._context.listeners.note(f"{why}: the run, which was told to end, ends without another checkpoint")
+        self._context.tell_all(Leave())
+        self._context.state.phase = "left"
+
+    def _begins(self, schedule: Schedule, join: Join | None) -> None:
+        """An order has a number: all who watch the run begin anew with it."""
+        context, state = self._context, self._context.state
+        context.joins.close()
+        context.schedules.forget()
+        if context.settler is not None and join is not None:
+            context.settler.close(state.number, join.speeds)
+        context.log.begin(state.number, state.members)
+        context.checkpoints.order_begins()
+        context.slow.order_begins(state.number, schedule, context.log.next_iteration)
+
+    def _record(self, schedule: Schedule, text: bytes, joining: set[Worker], join: Join | None) -> None:
+        """Enter an order that has been given. `joining` are the workers that did not take part before."""
+        number, events = self._context.state.number, self._context.events
+        if join is not None:
+            events.write(HandedOver(fetch=join.fetch, order=number))
+        for worker in sorted(joining):
+            events.write(Joined(worker=worker))
+        whole = len(schedule.seats) == schedule.grid.pipelines * schedule.grid.columns
+        moved = any(map(schedule.holds_others, schedule.seats))
+        events.write(OrderGiven(
+            order=number, schedule=events.keep(text), live=len(schedule.seats),
+            planned_period=round(schedule.seconds(schedule.period_ticks), 9),
+            phase="settled" if moved else "whole" if whole else "at once"))

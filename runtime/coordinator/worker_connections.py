@@ -1,0 +1,173 @@
+"""Worker connections: which workers are connected, have been silent, are given up, or have ended.
+
+A worker whose process ends may have said why just before: its last messages are handled first.
+"""
+
+import asyncio
+import signal
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from runtime.coordinator.heartbeat_monitor import HeartbeatMonitor
+from runtime.coordinator.run import Run
+from runtime.coordinator.server import Connection
+from runtime.processes.process_manager import ProcessManager
+from runtime.protocol.channel import Frame, frame
+from runtime.protocol.to_coordinator import Ended, JoinWorker
+from runtime.protocol.to_worker import Leave
+from schedules.schedule import Worker
+
+DRAIN_SECONDS = 1.0
+"""How long the last messages of a process that has ended may take to arrive."""
+
+Put = Callable[[Callable[[], None]], None]
+"""Has something done as an event of its own, later."""
+Lost = Callable[[Worker, str, float], None]
+"""Called with a worker that is gone, why, and since when by time.monotonic, or 0.0."""
+
+
+class WorkerConnections:
+    """Those of one run."""
+
+    def __init__(self, run: Run, processes: ProcessManager, put: Put, lost: Lost) -> None:
+        self._run = run
+        self._processes = processes
+        self._put = put
+        self._lost = lost
+        self._known = frozenset(run.schedule.grid.workers())
+        self._monitor = HeartbeatMonitor(run.setup.heartbeat_timeout_seconds)
+        self._connections: dict[Worker, Connection] = {}
+        self._ended: dict[Worker, Ended] = {}
+        """Processes that have ended, as long as messages of theirs may still arrive."""
+        self._given_up: set[Worker] = set()
+        """Workers that were lost before their processes have ended."""
+        self._last_sent: tuple[msgspec.Struct | None, Frame] = None, Frame(b"", b"")
+        """The last message and its bytes: an order, with its schedule, is encoded once for all workers."""
+
+    def __contains__(self, worker: Worker) -> bool:
+        return worker in self._connections
+
+    @property
+    def interval_seconds(self) -> float:
+        """From one look for silent ones to the next."""
+        return self._monitor.interval_seconds
+
+    def admit(self, connection: Connection, message: JoinWorker) -> bool:
+        """Take in a worker that has connected; whether it may come in. Else it is told to leave, or to ask again."""
+        worker, epoch = message.worker, self._run.setup.epoch
+        if message.epoch and (message.epoch >= epoch or self._run.behind is None):
+            connection.send(frame(Leave()))  # it was given up, or belongs to another run, or follows a newer one
+            connection.close()
+            return False
+        if worker in self._connections or worker not in self._known:
+            connection.close()  # not ours: a process is started anew only once its end has been handled
+            return False
+        self._connections[worker] = connection
+        self._given_up.discard(worker)
+        return True
+
+    def send(self, worker: Worker, message: msgspec.Struct) -> None:
+        """Send; nothing happens where the worker is not there."""
+        if isinstance(message, Leave):  # its end is no news
+            self._given_up.add(worker)
+            self._monitor.remove(worker)
+        if message is not self._last_sent[0]:
+            self._last_sent = message, frame(message)
+        if worker in self._connections:
+            self._connections[worker].send(self._last_sent[1])
+
+    def hears(self, connection: Connection) -> bool:
+        """Whether a worker's present connection is the one that a message came over, which shows that it lives."""
+        worker = connection.peer
+        if not isinstance(worker, Worker) or self._connections.get(worker) is not connection:
+            return False
+        self._monitor.heard(worker)
+        return True
+
+    def ready(self, worker: Worker) -> None:
+        """It sends heartbeats from now on."""
+        self._monitor.add(worker)
+
+    def give_up_silent(self) -> None:
+        """Give up who has shown no sign of life for too long."""
+        for worker, heard in self._monitor.missed():
+            self.give_up(worker, f"worker {worker} stopped answering", heard)
+            self._processes.kill(worker)
+
+    def give_up(self, worker: Worker, reason: str, since: float = 0.0) -> None:
+        """Count a worker as lost whose process may not have ended."""
+        self._given_up.add(worker)
+        self._lose(worker, reason, since)
+
+    def fail(self, worker: Worker, reason: str) -> None:
+        """A worker has given up by itself."""
+        self.give_up(worker, f"worker {worker} failed: {reason} (see {self._log_of(worker)})")
+
+    def are_given_up(self, workers: Collection[Worker]) -> bool:
+        """Whether all workers of a node have been given up: its machine may be gone without a word."""
+        return bool(workers) and all(worker in self._given_up and worker not in self._connections
+                                     for worker in workers)
+
+    def disconnected(self, connection: Connection) -> None:
+        """A connection has ended, and all messages that came over it have been handled."""
+        worker = connection.peer
+        if isinstance(worker, Worker) and self._connections.get(worker) is connection:
+            del self._connections[worker]
+            if worker in self._ended:
+                self._handle_end(self._ended.pop(worker))
+
+    def node_gone(self, node: int) -> None:
+        """A node agent is gone: one that has lost the coordinator, or has died, ends its workers."""
+        for worker in self._processes.workers_of(node):
+            if worker in self._monitor:
+                self.give_up(worker, f"worker {worker} is gone with node {node}")
+            elif worker in self._connections:  # it was not ready yet
+                self._connections.pop(worker).close()
+
+    def process_ended(self, ended: Ended) -> None:
+        """Handle a worker's last messages before its end: one that ends by itself has sent the reason."""
+        if ended.worker in self._connections:
+            self._ended[ended.worker] = ended
+            asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._put, lambda: self._drained(ended))
+        else:
+            self._handle_end(ended)
+
+    def close(self) -> None:
+        """Close all connections, once what was sent has gone out."""
+        for connection in self._connections.values():
+            connection.close()
+
+    def _drained(self, ended: Ended) -> None:
+        if self._ended.get(ended.worker) is ended:
+            self._handle_end(self._ended.pop(ended.worker))
+
+    def _handle_end(self, ended: Ended) -> None:
+        """A process has ended, and all its messages have been handled."""
+        if ended.worker in self._given_up:
+            self._given_up.remove(ended.worker)
+        else:
+            self._lose(ended.worker, self._describe(ended))
+        self._processes.ended(ended.worker)
+
+    def _lose(self, worker: Worker, reason: str, since: float = 0.0) -> None:
+        """Count a worker as lost, and close its connection."""
+        self._monitor.remove(worker)
+        connection = self._connections.pop(worker, None)
+        if connection is not None:
+            connection.close()
+        ended = self._ended.pop(worker, None)
+        if ended is not None:
+            self._put(lambda: self._handle_end(ended))
+        self._lost(worker, reason, since)
+
+    def _describe(self, ended: Ended) -> str:
+        if ended.status < 0:
+            with suppress(ValueError):  # a signal that has no name
+                return f"worker {ended.worker} was killed by {signal.Signals(-ended.status).name}"
+        return f"worker {ended.worker} ended with exit status {ended.status} (see {self._log_of(ended.worker)})"
+
+    def _log_of(self, worker: Worker) -> Path:
+        return self._run.out / "logs" / f"worker-{worker}.log"

@@ -1,0 +1,71 @@
+"""How a layer is called: what it is given besides what the layer before it gave, and what it may add to the loss."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runtime.model.passed import Value, changed, handed_on
+
+Batch = tuple[Tensor, ...]
+"""What data give for a micro-batch (`runtime.model.data.Data`), on the device that computes."""
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """A micro-batch, there."""
+    moved = changed(batch, lambda tensor: tensor.to(device))
+    assert isinstance(moved, tuple)
+    return moved
+
+
+_ADDED: ContextVar[list[Tensor] | None] = ContextVar("added losses", default=None)
+
+
+def takes_batch(function: Callable[..., Any]) -> bool:
+    """Whether a layer's forward, or a loss, has a parameter `batch`: it reads what belongs to the micro-batch."""
+    return "batch" in inspect.signature(function).parameters
+
+
+class LayerCall:
+    """A layer that is called as it wants to be."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.takes_batch = takes_batch(module.forward)
+
+    def __call__(self, value: Value, batch: Batch | None) -> Value:
+        """What the layer gives. `batch` may be None where it takes none."""
+        given = self._module(value, batch=batch) if self.takes_batch else self._module(value)
+        return given if isinstance(given, Tensor) else handed_on(given)
+
+
+def loss_call(loss: Callable[..., Tensor]) -> Callable[[Value, Tensor, Batch | None], Tensor]:
+    """A model's loss, called as it wants to be, with the last layer's output, the target and the batch."""
+    if takes_batch(loss):
+        return lambda output, target, batch: loss(output, target, batch=batch)
+    return lambda output, target, _: loss(output, target)
+
+
+def add_to_loss(loss: Tensor) -> None:
+    """To be called in a layer's forward: add a scalar to the loss of the micro-batch, as routers of experts do.
+
+    It counts as what the last layer's loss does: a mean over the micro-batches of an iteration is taken of the sum. A
+    forward that is repeated, or is not part of training, adds nothing.
+    """
+    added = _ADDED.get()
+    if added is not None:
+        added.append(loss)
+
+
+@contextmanager
+def adding_losses() -> Iterator[list[Tensor]]:
+    """Run layers in here; what they add to the loss gets into the list."""
+    added: list[Tensor] = []
+    before = _ADDED.set(added)
+    try:
+        yield added
+    finally:
+        _ADDED.reset(before)

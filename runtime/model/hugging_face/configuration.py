@@ -1,0 +1,67 @@
+"""What `[model] hugging_face` names: a model's config.json, as plain data. transformers is not needed to read it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from runtime.config import ConfigError, ModelConfig
+
+KEY = "model.hugging_face"
+CONFIG = "config.json"
+
+
+class Family(NamedTuple):
+    """How the models of a kind name their parts, within what transformers calls the base model."""
+
+    decoders: str
+    """The list of decoder layers."""
+    embedding: tuple[str, ...]
+    """What makes features of tokens: the tokens' embedding first, then what is added or done after it."""
+    norm: str
+    experts: bool = False
+    """Whether layers are mixtures of experts."""
+
+
+_LLAMA = Family("layers", ("embed_tokens",), "norm")
+_MIXTURE = _LLAMA._replace(experts=True)
+_GPT2 = Family("h", ("wte", "wpe", "drop"), "ln_f")
+FAMILIES: Mapping[str, Family] = {"llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA, "gpt2": _GPT2,
+                                  "mixtral": _MIXTURE, "qwen2_moe": _MIXTURE, "qwen3_moe": _MIXTURE,
+                                  "olmoe": _MIXTURE}
+"""By `model_type` of the config. Each of them is trained by a test, beside transformers' own model."""
+
+
+def folder_of(path: str) -> Path | None:
+    """The folder whose weights a model begins with; None where the job file names a config.json: random weights."""
+    return Path(path) if Path(path).is_dir() else None
+
+
+def read_config(config: ModelConfig) -> dict[str, Any]:
+    """The model's config.json with the changes of `[model.options]`. Raises ConfigError."""
+    assert config.hugging_face is not None
+    path = Path(config.hugging_face)
+    source = path / CONFIG if path.is_dir() else path
+    wrong = f"{KEY} is {config.hugging_face!r}"
+    try:
+        document = json.loads(source.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{wrong}: {source} cannot be read: {error.strerror}; expected a folder of a model, or its "
+                          f"{CONFIG}") from None
+    except ValueError as error:
+        raise ConfigError(f"{wrong}: {source} is no JSON: {error}") from None
+    kind = document.get("model_type") if isinstance(document, dict) else None
+    if kind not in FAMILIES:
+        raise ConfigError(f"{wrong}: its model_type is {kind!r}; expected one of {', '.join(map(repr, FAMILIES))}")
+    return {**document, **config.options}
+
+
+def vocabulary_of(config: ModelConfig) -> int:
+    """How many different tokens a model of either kind has. Raises ConfigError."""
+    if config.hugging_face is None:
+        return config.vocabulary
+    size = read_config(config).get("vocab_size")
+    if not isinstance(size, int):
+        raise ConfigError(f"{KEY} is {config.hugging_face!r}: its vocab_size is {size!r}; expected a whole number, as "
+                          "tokens are compared with it")
+    return size

@@ -1,0 +1,216 @@
+"""The fork server's process. It has one thread, so that forking is safe.
+
+`runtime.processes.fork_server` starts it, and says what it is for.
+"""
+
+import contextlib
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import msgspec
+
+from runtime.processes.fork_server_messages import (
+    Adopted,
+    End,
+    Hold,
+    Kill,
+    Lines,
+    News,
+    ProcessEnded,
+    ProcessSpec,
+    Started,
+    decode_request,
+    load_target,
+    user_of,
+)
+from runtime.processes.parent_death import signal_at_death_of_parent
+
+IDLE_SECONDS = 600.0
+"""How long the server waits for something to do before it looks again."""
+
+
+class _Server:
+    """Serves one launcher, and then those that adopt what it holds."""
+
+    def __init__(self) -> None:
+        self._asked = Lines(0)
+        self._control, self._news = 0, 1
+        """The descriptors of the launcher."""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(0, selectors.EVENT_READ)
+        self._alive: dict[int, int] = {}
+        """Pid by the pipe that closes with the process."""
+        self._hold: Hold | None = None
+        self._listener: socket.socket | None = None
+        self._launcher: socket.socket | None = None
+        """The connection to one that has adopted this server."""
+
+    def serve(self) -> None:
+        try:
+            self._serve_one()
+            while self._adopted():
+                self._serve_one()
+        finally:
+            self._kill_all()
+            for pid in self._alive.values():
+                os.waitpid(pid, 0)
+
+    def _serve_one(self) -> None:
+        """Serve one launcher, as long as it lives."""
+        while not self._asked.closed:
+            for key, _ in self._selector.select(IDLE_SECONDS):
+                if key.fd == self._control:
+                    self._answer()
+                else:
+                    self._report_end(key.fd, key.data)
+
+    def _adopted(self) -> bool:
+        """The launcher is gone: wait for another one, as long as anybody lives."""
+        hold, listener = self._hold, self._listener
+        if hold is None or listener is None:
+            return False
+        self._selector.unregister(self._control)
+        deadline = time.monotonic() + hold.seconds
+        self._selector.register(listener, selectors.EVENT_READ)
+        try:
+            while self._alive and time.monotonic() < deadline:
+                for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
+                    if key.fileobj is not listener:
+                        self._report_end(key.fd, key.data)
+                    elif self._accept(listener, hold):
+                        return True
+            return False
+        finally:
+            self._selector.unregister(listener)
+
+    def _accept(self, listener: socket.socket, hold: Hold) -> bool:
+        connection, _ = listener.accept()
+        if user_of(connection) != os.getuid():
+            connection.close()
+            return False
+        if self._launcher is not None:
+            self._launcher.close()
+        self._launcher = connection
+        self._control = self._news = connection.fileno()
+        self._asked = Lines(self._control)
+        self._selector.register(self._control, selectors.EVENT_READ)
+        names = [(str(self._selector.get_key(pipe).data), pid) for pipe, pid in self._alive.items()]
+        self._tell(Adopted(hold.note, tuple(name for name, _ in names)), *(Started(*one) for one in names))
+        return True
+
+    def _held(self, hold: Hold) -> None:
+        before, self._hold = self._hold, hold
+        if before is not None and before.name == hold.name:  # it can be found at any time
+            return
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(f"\0{hold.name}")
+        self._listener.listen()
+
+    def _tell(self, *news: News) -> None:
+        with contextlib.suppress(OSError):  # the launcher is gone: the end of the input is next
+            os.write(self._news, b"".join(msgspec.json.encode(one) + b"\n" for one in news))
+
+    def _answer(self) -> None:
+        for line in self._asked.read():
+            request = decode_request(line)
+            if isinstance(request, ProcessSpec):
+                self._fork(request)
+            elif isinstance(request, Kill):
+                self._kill(request.name)
+            elif isinstance(request, Hold):
+                self._held(request)
+            elif isinstance(request, End):
+                self._hold, self._asked.closed = None, True
+            else:
+                self._kill_all()
+
+    def _kill_all(self) -> None:
+        # None has been waited for, so that each pid is still that of our process.
+        for pid in self._alive.values():
+            os.kill(pid, signal.SIGKILL)
+
+    def _kill(self, name: str) -> None:
+        for pipe, pid in self._alive.items():
+            if self._selector.get_key(pipe).data == name:
+                os.kill(pid, signal.SIGKILL)
+
+    def _fork(self, spec: ProcessSpec) -> None:
+        for module in spec.imports:
+            with contextlib.suppress(ImportError):  # which the process will say
+                importlib.import_module(module)
+        ours, theirs = os.pipe()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become(spec, parent)
+        # With the only other end in the process, the pipe closes when that dies, however it dies.
+        os.close(theirs)
+        self._alive[ours] = pid
+        self._selector.register(ours, selectors.EVENT_READ, spec.name)
+        self._tell(Started(spec.name, pid))
+
+    def _become(self, spec: ProcessSpec, parent: int) -> None:
+        """Be the process, to its end."""
+        status = 1
+        try:
+            _die_with(parent)
+            for descriptor in self._alive:
+                os.close(descriptor)
+            for inherited in (self._listener, self._launcher):
+                if inherited is not None:
+                    inherited.close()
+            _redirect(Path(spec.log), spec.append)
+            status = load_target(spec.target)(spec.task.encode())
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)  # past whatever the server would do at its own exit
+
+    def _report_end(self, pipe: int, name: str) -> None:
+        self._selector.unregister(pipe)
+        os.close(pipe)
+        _, status = os.waitpid(self._alive.pop(pipe), 0)
+        self._tell(ProcessEnded(name, os.waitstatus_to_exitcode(status)))
+
+
+def _redirect(log: Path, append: bool) -> None:
+    """Read nothing, and write to the log."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    for path, descriptor in ((Path(os.devnull), 0), (log, 1)):
+        fresh = 0 if append else os.O_TRUNC
+        opened = os.open(path, os.O_RDWR | os.O_CREAT | fresh | os.O_APPEND, 0o666)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    os.dup2(1, 2)
+
+
+def _die_with(parent: int) -> None:
+    """Be killed when the fork server is, where the system can do that (Linux)."""
+    signal_at_death_of_parent(signal.SIGKILL)
+    if sys.platform.startswith("linux") and os.getppid() != parent:
+        os._exit(1)
+
+
+def main() -> None:
+    """Serve until the launcher closes the pipe."""
+    from runtime.worker import main as worker
+
+    worker.warm_up()
+    gc.freeze()  # else the collector would write to, and so copy, all that the processes share
+    _Server().serve()
+
+
+if __name__ == "__main__":
+    main()

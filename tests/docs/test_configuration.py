@@ -1,0 +1,34 @@
+"""docs/configuration.md has every key of the training, with its default."""
+
+import json
+import re
+from pathlib import Path
+
+import msgspec
+
+from runtime.config import ParameterGroup, TrainingConfig
+
+PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+
+
+def keys_after(heading: str) -> dict[str, str]:
+    """Keys of the tables below a heading, up to the next of its kind; and their second cells."""
+    section = PAGE.partition(f"\n{heading}\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?`) \| (.*?) \|", section, re.MULTILINE)
+    return {key: second for keys, second in rows for key in re.findall(r"`(\w+)`", keys)}
+
+
+def test_every_key_of_the_training_with_its_default() -> None:
+    said = {key: "null" if default == "none" else default.strip("`")
+            for key, default in keys_after("## `[training]`").items()}
+    fields = {field.encode_name: getattr(TrainingConfig(), field.name)
+              for field in msgspec.structs.fields(TrainingConfig)}
+    assert said.keys() == fields.keys()
+    for key, default in fields.items():
+        assert json.loads(said[key]) == json.loads(msgspec.json.encode(default)), key
+
+
+def test_every_key_of_a_parameter_group() -> None:
+    fields = [field.encode_name for field in msgspec.structs.fields(ParameterGroup)]
+    assert list(keys_after("## Parameter groups")) == fields
+

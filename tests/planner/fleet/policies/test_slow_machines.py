@@ -1,0 +1,65 @@
+"""What slow machines, and machines that lost some of their GPUs, cost under each policy."""
+
+import msgspec
+import pytest
+
+from planner.fleet.availability_trace import Change
+from planner.fleet.policies import POLICIES
+from planner.fleet.simulation import compare, simulate
+from planner.fleet.synthetic_trace import FailureRates, draw_slow_workers, draw_trace, published_fail_slow
+from tests.planner.fleet.small import COSTS, WHOLE, InPlace, gain, lose, run, scenario, slow, spans, trace
+
+
+def test_who_does_not_balance_waits_for_the_slowest():
+    for name in ("recycle", "oobleck", "torchft", "hot-spares", "bamboo", "elaswave"):
+        result = run(name, slow(500.0, 1, 2.0))
+        assert result.throughput == pytest.approx(0.75 * result.fault_free_rate), name
+    both = run("recycle", slow(100.0, 1, 2.0), slow(200.0, 3, 1.5), slow(300.0, 1, 1.0), slow(400.0, 3, 1.0))
+    assert both.rate / both.fault_free_rate == pytest.approx([1.0, 1 / 2, 1 / 2, 1 / 1.5, 1.0])
+
+
+def test_lost_work_is_redone_as_slowly():
+    result = run("recycle", slow(50.0, 1, 2.0), lose(100.0, 0))
+    assert ("LOST", pytest.approx(2 * 9 / (18 / 28))) in spans(result)
+
+
+def test_a_slow_worker_that_leaves_slows_nobody():
+    result = run("recycle", slow(50.0, 0, 2.0), lose(100.0, 0), gain(500.0, 0))
+    assert result.rate[-1] == pytest.approx(WHOLE)
+
+
+def test_slipstream_leaves_out_who_is_too_slow():
+    """Five workers make 18 / 28 samples a second; six of which one takes 1.2 times as long, 18 / 19 / 1.2."""
+    waits = run("in-place", slow(500.0, 0, 1.2))
+    assert waits.rate[-1] == pytest.approx(18 / 19 / 1.2) and waits.switches == 0
+    without = run("in-place", slow(500.0, 0, 3.0), slow(700.0, 0, 1.0))
+    assert spans(without) == [("RUN", 500.0), ("SWITCH", 2.0), ("RUN", 198.0), ("SWITCH", 2.0), ("RUN", 298.0)]
+    assert without.rate == pytest.approx([18 / 19, 0, 18 / 28, 0, 18 / 19])
+    dead = run("in-place", slow(500.0, 0, 3.0), lose(600.0, 0))
+    assert dead.rate[-1] == pytest.approx(18 / 28)
+
+
+def test_slipstream_is_ahead_of_who_waits_where_workers_are_slow():
+    one = scenario(pipelines=4, stages=3)
+    whole = draw_trace(FailureRates(machine_mtbf_hours=30, repair_hours=1), 12, 2, 5)
+    made = draw_slow_workers(whole, published_fail_slow(12), 3)
+    result = compare([POLICIES[name] for name in ("slipstream", "recycle", "work-conserving")], one.throughputs, COSTS,
+                     made)
+    ours, recycle, limit = (run.throughput for run in result.runs.values())
+    assert recycle < ours <= limit
+
+
+def test_a_worker_that_lost_a_gpu_goes_on_or_is_down():
+    def of_four(name):
+        policy = POLICIES[name](scenario())
+        changes = (Change(500.0, gpus=((0, 3),)), Change(800.0, gpus=((0, 4),)))
+        return simulate(policy, msgspec.structs.replace(trace(*changes), gpus_per_worker=4))
+
+    # Six of which one takes a third longer are faster than five.
+    result = simulate(InPlace(scenario()), msgspec.structs.replace(
+        trace(Change(500.0, gpus=((0, 3),)), Change(800.0, gpus=((0, 4),))), gpus_per_worker=4))
+    assert result.rate.tolist() == pytest.approx([18 / 19, 18 / 19 * 3 / 4, 18 / 19])
+    assert of_four("work-conserving").rate[1] == pytest.approx(18 / (18 * 6 / 5.75 + 1))
+    recycle = of_four("recycle")
+    assert recycle.rate[-1] == pytest.approx(WHOLE) and recycle.switches == 2
+    assert 18 / 28 in [pytest.approx(rate) for rate in recycle.rate]

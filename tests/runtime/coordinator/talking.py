@@ -1,0 +1,173 @@
+"""A whole run whose workers only talk: real connections, no processes and no tensors."""
+
+import asyncio
+import os
+import time
+
+from runtime.coordinator.commit_log import CommitLog
+from runtime.coordinator.event_log import EventLog
+from runtime.coordinator.event_loop import EventLoop
+from runtime.coordinator.loss_file import LossFile
+from runtime.coordinator.run import Run
+from runtime.processes.stop_signals import StopSignals
+from runtime.protocol import to_worker
+from runtime.protocol.rendezvous import Rendezvous, listen
+from runtime.protocol.setup import Setup
+from runtime.protocol.to_coordinator import (
+    Ended,
+    Finished,
+    Heartbeat,
+    JoinWorker,
+    Paused,
+    Ran,
+    Ready,
+    Started,
+    Status,
+)
+from runtime.protocol.to_worker import Acknowledged, EndOrder, Finish, Leave, ReportStatus, Train
+from schedules.codec import decode
+from schedules.schedule import Worker
+from tests.jobs import grid
+from tests.runtime.running import schedule_for, tiny
+from tests.runtime.speaking import SECRET, talk
+
+JOB = grid(3, 1, 2)
+WORKERS = [Worker(0, 0), Worker(1, 0), Worker(2, 0)]
+SOON = 20.0
+SETUP = Setup(first_iteration=0, iterations=4, traced=0, nodes=1, transport="gloo", device="cpu",
+              store=Rendezvous("127.0.0.1", 1), cuts=(0, 4), columns=((0, 1, 2, 3),), forms=(), loss_scale=1.0,
+              heartbeat_timeout_seconds=0.5)
+
+
+class Processes:
+    """In place of the process manager: what it is told, and ends of processes that nobody has started."""
+
+    def __init__(self) -> None:
+        self.killed, self.buried, self._ends = [], [], []
+        self._readable, self._writable = os.pipe()
+
+    def connect(self, send):
+        pass
+
+    def fileno(self):
+        return self._readable
+
+    def poll(self):
+        os.read(self._readable, 100)
+        ends, self._ends = self._ends, []
+        return ends
+
+    def end(self, worker, status=-9):
+        self._ends.append(Ended(worker, status))
+        os.write(self._writable, b"!")
+
+    def node_started(self, node):
+        pass
+
+    def workers_of(self, node):
+        return WORKERS[node:node + 1]
+
+    def kill(self, worker):
+        self.killed.append(worker)
+
+    def ended(self, worker):
+        self.buried.append((worker, time.monotonic()))
+
+    def committed(self, iteration):
+        pass
+
+
+class Talker:
+    """A worker that says what workers say. `stops_before` is an iteration that it never reports."""
+
+    def __init__(self, worker, address, stops_before=99):
+        self.worker, self._address, self._stops_before = worker, address, stops_before
+        self.stopped = asyncio.Event()
+        self.talk = self.writer = None
+        self.beating = self.answers = True
+        self.folder = None
+        self.status = Status(worker, "waits for another", 1.0, waits=True)
+
+    def say(self, message):
+        self.talk.say(message)
+
+    async def live(self):
+        self.talk = await talk(self._address, JoinWorker(self.worker))
+        self.writer = self.talk.writer
+        beats = asyncio.create_task(self._beat())
+        try:
+            while data := await self.talk.reader.read(2**16):
+                for body in self.talk.frames.feed(data):
+                    message = to_worker.decode(body)
+                    if isinstance(message, Leave):
+                        return
+                    if self.answers:
+                        self._answer(message)
+        finally:
+            beats.cancel()
+            self.writer.close()
+
+    async def _beat(self):
+        while True:
+            await asyncio.sleep(0.05)
+            if self.beating:
+                self.say(Heartbeat())
+
+    def _answer(self, message):
+        match message:
+            case Setup():
+                self.say(Ready(self.worker, "corpus", ("127.0.0.1", 1), self.folder))
+            case Train() if self.worker in decode(bytes(message.schedule)).seat_of:
+                self.say(Started(self.worker, message.number))
+                self._run(message.number, message.first_iteration)
+            case Acknowledged():
+                self._run(message.order, message.iteration + 1)
+            case EndOrder():
+                self.say(Paused(self.worker, message.order, ((0, 4),), None, None))
+            case ReportStatus():
+                self.say(self.status)
+            case Finish():
+                self.say(Finished(self.worker, message.number, {"weight": "a"}))
+
+    def _run(self, order, iteration):
+        if iteration == self._stops_before:
+            self._stops_before = 99
+            self.stopped.set()
+        elif iteration < SETUP.iterations:
+            self.say(Ran(self.worker, order, iteration, 1.0, 0.1))
+        else:
+            self.say(Paused(self.worker, order, ((0, 4),), None, None))
+
+
+class World:
+    """Three workers and their coordinator; `script` is run beside them."""
+
+    def __init__(self, out, scheduler=None, setup=SETUP, **limits):
+        self.processes, self.log, self.told = Processes(), CommitLog("job"), []
+        self._losses = LossFile(out / "losses.jsonl", 0, None)
+        shares = [WORKERS] if setup.nodes == 1 else [WORKERS[::2], WORKERS[1:2]]
+        self.events = EventLoop(
+            Run(schedule=schedule_for(JOB), scheduler=scheduler, setup=setup, shares=shares, config=tiny(),
+                secret=SECRET, injections=(), out=out, notify=self.told.append, **limits),
+            self.log, self._losses, self.processes, EventLog(out, lambda: self.log.next_iteration))
+        self.talkers, self.address = {}, None
+
+    def play(self, script=None, stops_before=99):
+        async def run():
+            listener, self.address = listen()
+            self.talkers = {worker: Talker(worker, self.address, stops_before) for worker in WORKERS}
+            others = [asyncio.create_task(talker.live()) for talker in self.talkers.values()]
+            if script is not None:
+                others.append(asyncio.create_task(script(self)))
+            try:
+                async with asyncio.timeout(SOON):
+                    await self.events.serve(listener, StopSignals())
+            finally:
+                for other in others:
+                    other.cancel()
+                ends = await asyncio.gather(*others, return_exceptions=True)
+            # The coordinator does not read what is said to it after the end.
+            assert not [end for end in ends if isinstance(end, AssertionError)]
+
+        with self._losses:
+            asyncio.run(run())

@@ -1,0 +1,98 @@
+"""Metrics: one line an iteration, whatever is run again, in the file and for TensorBoard."""
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from cli.shared.device_peak import peak_of
+from runtime.config import ConfigError, TrainingConfig, parse_run_config
+from runtime.coordinator import tensorboard
+from runtime.coordinator.metrics import Work, record_metrics
+from runtime.events import METRICS, Iteration, OrderGiven, Resumed, decode_metrics
+from runtime.model.flops import counted
+from runtime.model.layers import model_for
+from runtime.model.slices import forms
+
+CONFIG = TrainingConfig(learning_rate=0.1, learning_rate_schedule="linear", iterations=10)
+WORK = Work(tokens=600, flops=1e9, peak_flops=1e9)
+
+
+def lines(folder):
+    return [decode_metrics(line) for line in (folder / METRICS).read_bytes().splitlines()]
+
+
+def scalars(folder, tag):
+    """What TensorBoard would show: iterations and values."""
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0}, purge_orphaned_data=True)
+    found.Reload()
+    return [(one.step, one.value) for one in found.Scalars(tag)]
+
+
+def order(time, live=4, phase="whole"):
+    return OrderGiven(order=1, schedule="0" * 16, live=live, planned_period=1.0, phase=phase, time=time)
+
+
+def commit(recorder, iteration, at, loss=2.0):
+    recorder.committed(Iteration(iteration=iteration, loss=loss, period=0.5, time=at), 3.0, 1.5)
+
+
+def recorded(folder, first=0):
+    return record_metrics(folder, first, CONFIG, WORK, folder / "shown")
+
+
+def test_each_iteration_has_one_line_whatever_is_repeated(tmp_path):
+    recorder = recorded(tmp_path)
+    recorder.observe(order(100.0))
+    for iteration in range(4):
+        commit(recorder, iteration, 102.0 + 2 * iteration)
+    recorder.observe(order(109.0, 3, "at once"))
+    recorder.observe(Resumed(pause=1.0, live=3))
+    recorder.go_back(2)
+    commit(recorder, 2, 112.0, loss=None)
+    assert [(one.iteration, one.live, one.recoveries) for one in lines(tmp_path)] == [(0, 4, 0), (1, 4, 0), (2, 3, 1)]
+    assert scalars(tmp_path / "shown", "loss/training") == [(0, 2.0), (1, 2.0)]
+    # Another process, while nobody has closed the files: its predecessor was killed, in the middle of a line.
+    with (tmp_path / METRICS).open("a") as file:
+        file.write('{"iteration": 3, "lo')
+    with recorded(tmp_path, 3) as other:
+        other.observe(order(200.0, 3, "at once"))
+        commit(other, 3, 201.0)
+    found = lines(tmp_path)
+    assert [(one.iteration, one.recoveries) for one in found] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    assert [one.tokens_per_second for one in found] == [300.0, 300.0, 150.0, 600.0]
+    assert [one.mfu for one in found] == [0.125, 0.125, pytest.approx(1 / 12, abs=1e-6), pytest.approx(1 / 3, abs=1e-6)]
+    for tag, name in (("learning rate", "learning_rate"), ("workers/live", "live"), ("speed/mfu", "mfu")):
+        assert scalars(tmp_path / "shown", tag) == [(one.iteration, pytest.approx(getattr(one, name), rel=1e-6))
+                                                    for one in found]
+
+
+def test_what_nobody_knows_is_null(tmp_path):
+    """An iteration that another coordinator had committed, before this one has given an order."""
+    with recorded(tmp_path) as recorder:
+        recorder.committed(Iteration(iteration=0, loss=None, time=5.0), None, None)
+    (line,) = lines(tmp_path)
+    assert line.live is line.phase is line.loss is line.gradient_norm is line.tokens_per_second is line.mfu is None
+
+
+def test_without_its_package_there_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'slipstream-train\[tensorboard\]'"):
+        recorded(tmp_path)
+
+
+def test_operations_are_those_of_the_formula():
+    """2 operations a weight and token in the forward, 4 in the backward, and attention (Chowdhery et al., 2022)."""
+    config = parse_run_config({"blocks": 3, "width": 64, "heads": 4, "context": 32}, {"batch": 2})
+    with counted() as flops:
+        forms(model_for(config.model, 0, torch.float32, torch.device("cpu")), config)
+    tokens, width, blocks, vocabulary, context = 2 * 32, 64, 3, 256, 32
+    weights = 12 * blocks * width**2 + vocabulary * width
+    assert flops.training(microbatches=5) == 5 * tokens * (6 * weights + 12 * blocks * width * context)
+
+
+@pytest.mark.parametrize(("device", "peak"), [
+    ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", None), ("NVIDIA H200", 989e12),
+    ("NVIDIA GH200 480GB", None),
+    ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA A1000", None), ("NVIDIA B200", 2250e12), ("NVIDIA L4", None)])
+def test_peaks_by_name(device, peak):
+    assert peak_of(device) == peak

@@ -1,0 +1,200 @@
+"""A worker becomes slow: work is shed, then layers move; it recovers, and they go back. All of it where it pays."""
+
+import pytest
+
+from runtime.coordinator import planning, slow_detector, slow_workers
+from runtime.coordinator.commit_log import CommitLog
+from runtime.coordinator.context import Listeners
+from runtime.coordinator.coordinator import Coordinator
+from runtime.coordinator.event_log import EventLog
+from runtime.coordinator.planning import NoScheduleError, ScheduleService
+from runtime.coordinator.settling import Cost, Settler
+from runtime.coordinator.speed_planning import period_at
+from runtime.events import FetchAbandoned, HandedOver, OrderGiven, SettlingChosen
+from runtime.protocol.to_coordinator import FetchUpToDate, Paused, Ran, Ready
+from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Train
+from runtime.replay.placement import Placement
+from runtime.replay.recorder import OpTime
+from schedules.codec import decode
+from schedules.schedule import COMPUTE_KINDS, Schedule, Worker
+from tests.jobs import grid
+from tests.runtime.failing import Planning, planned
+from tests.runtime.running import schedule_for
+
+JOB = grid(2, 2, 4, more="optimizer = 1\n[placement]\nlayers = [4, 4]")
+FIRST = schedule_for(JOB)
+SLOW = Worker(1, 0)
+PLACEMENT = Placement(range(9))
+
+
+class World:
+    """Workers that take as long as they are told to, and do at once what the coordinator says.
+
+    `at_speeds` plans where they stay with their layers; `mtbf` is the user's.
+    """
+
+    def __init__(self, at_speeds, mtbf=None) -> None:
+        self.factor, self.events, self.told, self.iteration = 1.0, [], [], 0
+        self.fetching = True
+        self.order: Train | None = None
+        self.schedule: Schedule | None = None
+        self.rebalancer = Planning(JOB)
+        log = EventLog(None, observer=self.events.append)
+        self.log = CommitLog("job")
+        schedules = ScheduleService(FIRST, planned(JOB), lambda: None, log, at_speeds, self.rebalancer)
+        self.coordinator = Coordinator(
+            schedules, self.send, self.log, iterations=range(10_000), placement=PLACEMENT,
+            settler=Settler(Cost([1000] * 8, 1e6), mtbf, log, self.told.append),
+            listeners=Listeners(events=log, speed=lambda event: self.told.append(str(event))))
+        self.acknowledged: dict[Worker, Acknowledged] = {}
+        for worker in FIRST.seat_of:
+            self.coordinator.ready(Ready(worker, "corpus", ("", 1)))
+            self.coordinator.advance()
+
+    def send(self, worker, message) -> None:
+        match message:
+            case Train():
+                self.order, self.schedule = message, decode(bytes(message.schedule))
+            case Acknowledged():
+                self.acknowledged[worker] = message
+            case Fetch() if self.fetching and worker == SLOW:
+                self.fetched = [FetchUpToDate(target, message.number)
+                                for target in sorted({move.target for move in message.moves})]
+            case EndOrder():
+                pytest.fail("nobody has died")
+
+    def run(self, iterations: int) -> None:
+        for _ in range(iterations):
+            schedule, number, speeds = self.schedule, self.order.number, {SLOW: self.factor}
+            window = period_at(schedule, speeds) / 100
+            for worker in schedule.seat_of:
+                report = Ran(worker, number, self.iteration, 1.0, window, self.times(worker))
+                list(self.log.ran(report))
+                self.coordinator.ran(report)
+                self.coordinator.advance()
+            for fetched in self.__dict__.pop("fetched", []):
+                self.coordinator.fetch_up_to_date(fetched)
+                self.coordinator.advance()
+            self.iteration += 1
+            if all(one.stop for one in self.acknowledged.values()):
+                for worker in schedule.seat_of:
+                    held = tuple((layer, layer + 1) for layer in sorted(PLACEMENT.held(schedule, worker)))
+                    self.coordinator.paused(Paused(worker, number, held, None, None))
+                    self.coordinator.advance()
+                assert self.order.number == number + 1
+            self.acknowledged.clear()
+
+    def times(self, worker: Worker) -> tuple[OpTime, ...]:
+        schedule = self.schedule
+        program = schedule.programs[schedule.seat_of[worker].program]
+        ops = [(op.kind, op.slice) for op in program if op.kind in COMPUTE_KINDS]
+        factor = self.factor if worker == SLOW else 1.0
+        return tuple(OpTime(kind, slice_, ops.count((kind, slice_)), factor / 100 * len(range(
+            *schedule.layers_of(slice_)))) for kind, slice_ in sorted(set(ops)))
+
+    def of(self, kind):
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def phases(self) -> list[str]:
+        return [event.phase for event in self.of(OrderGiven)]
+
+    @property
+    def moved(self) -> bool:
+        return any(map(self.schedule.holds_others, self.schedule.seats))
+
+
+def at_speeds(down, speeds):
+    held = tuple((seat.worker, FIRST.holds_of(seat)) for seat in FIRST.seats if seat.worker not in down)
+    return Planning(JOB).at_once(down, held, speeds)
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch):
+    """Plans are there when they are asked for, and each iteration is an observation."""
+    def now(work, done) -> None:
+        try:
+            answer = work()
+        except BaseException as error:
+            answer = error
+        done(answer)
+
+    monkeypatch.setattr(slow_detector, "OBSERVATION_SECONDS", 0.0)
+    for module in (planning, slow_workers):
+        monkeypatch.setattr(module, "in_background", now)
+
+
+def test_it_sheds_work_then_settles_and_goes_back_once_the_worker_has_recovered():
+    world = World(at_speeds)
+    world.run(20)
+    assert world.phases == ["whole"] and not world.of(SettlingChosen)
+    world.factor = 3.0
+    world.run(20)
+    assert world.phases == ["whole", "whole", "settled"] and world.moved
+    shed, chosen = world.of(OrderGiven)[1], world.of(SettlingChosen)[-1]
+    assert chosen.settles and chosen.settled_period < 0.95 * chosen.present_period
+    assert chosen.present_period == pytest.approx(shed.planned_period / 100)  # as it was measured
+    assert any(line.startswith("settles: ") for line in world.told)
+    world.factor = 1.0
+    world.run(40)
+    assert world.phases[-1] == "whole" and not world.moved and world.schedule == FIRST
+    orders = world.order.number
+    world.run(40)
+    assert world.order.number == orders, "it stays so"
+
+
+def test_it_settles_where_shedding_alone_gains_nothing():
+    """No order has come in between: the present one is to be settled all the same, at its period with a slow worker."""
+    world = World(lambda down, speeds: FIRST)
+    world.run(20)
+    world.factor = 3.0
+    world.run(20)
+    assert world.phases == ["whole", "settled"]
+    (chosen,) = world.of(SettlingChosen)
+    assert chosen.present_period == pytest.approx(period_at(FIRST, {SLOW: 3.0}) / 100, rel=0.01)
+
+
+def test_it_settles_where_no_schedule_can_be_planned_in_which_layers_stay():
+    def none(down, speeds):
+        raise NoScheduleError("the table has none")
+
+    world = World(none)
+    world.run(20)
+    world.factor = 3.0
+    world.run(20)
+    assert world.phases == ["whole", "settled"] and "as there is no other: the table has none" in "".join(world.told)
+    (chosen,) = world.of(SettlingChosen)
+    assert chosen.present_period == pytest.approx(period_at(FIRST, {SLOW: 3.0}) / 100, rel=0.01)
+
+
+def test_it_does_not_settle_where_something_else_comes_sooner_and_asks_no_more():
+    world = World(at_speeds, mtbf=0.001)
+    world.run(20)
+    world.factor = 3.0
+    world.run(60)
+    assert world.phases == ["whole", "whole"] and not world.moved
+    assert [one.settles for one in world.of(SettlingChosen)] == [False]
+
+
+def test_a_fetch_for_a_worker_that_has_recovered_meanwhile_is_dropped():
+    world = World(at_speeds)
+    world.fetching = False
+    world.run(20)
+    world.factor = 3.0
+    world.run(20)
+    assert world.of(SettlingChosen)[-1].settles and not world.of(HandedOver)
+    world.factor = 1.0
+    world.run(40)
+    assert world.of(FetchAbandoned) and not world.of(HandedOver) and not world.moved
+
+
+def test_who_becomes_slow_and_recovers_again_and_again_is_moved_for_less_and_less_often():
+    """Each change of speed counts like a failure: what is gained lasts less long."""
+    world = World(at_speeds)
+    world.run(20)
+    before = world.coordinator._context.settler.seconds_to_failure
+    for factor in (3.0, 1.0, 3.0, 1.0):
+        world.factor = factor
+        world.run(80)
+    assert world.coordinator._context.settler.seconds_to_failure < before / 3
+    assert "the next failure or change of speed is expected in" in world.told[-1]

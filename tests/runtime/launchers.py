@@ -1,0 +1,86 @@
+"""Launchers of runs as processes of their own, which can be killed: forked, so that torch is not imported for each."""
+
+import atexit
+import functools
+import itertools
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import msgspec
+
+from runtime.processes.fork_server import ForkServer
+from runtime.processes.fork_server_messages import ProcessSpec, load_target
+
+NUMBERS = itertools.count()
+START_SECONDS = 60.0
+
+
+class Launcher:
+    """A process that calls `module:function` with words. As `subprocess.Popen`, as far as tests need that."""
+
+    def __init__(self, target: str, *words: object, log: Path) -> None:
+        self._servant, name = servant(), str(next(NUMBERS))
+        self._name, self._target = name, target
+        self.pid = self._servant.start(name, msgspec.json.encode([target, *map(str, words)]).decode(), log)
+
+    def poll(self) -> int | None:
+        """The exit status, or minus the signal; None while it lives."""
+        return self._servant.status(self._name)
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self._target, timeout)
+        return status
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Servant:
+    """The fork server of launchers, and the ends that it has reported."""
+
+    def __init__(self) -> None:
+        self._server, self._status = ForkServer(), dict[str, int]()
+
+    def start(self, name: str, task: str, log: Path) -> int:
+        self._server.start(ProcessSpec(name, f"{__name__}:launch", task, str(log), append=True))
+        deadline = time.monotonic() + START_SECONDS
+        while name not in self._server.pids:
+            assert time.monotonic() < deadline and name not in self._status
+            self._poll(1.0)
+        return self._server.pids[name]
+
+    def status(self, name: str) -> int | None:
+        if name not in self._status:
+            self._poll(0.02)
+        return self._status.get(name)
+
+    def _poll(self, seconds: float) -> None:
+        self._status.update((one.name, one.status) for one in self._server.poll(seconds))
+
+    def close(self) -> None:
+        self._server.close()
+
+
+@functools.cache
+def servant() -> Servant:
+    made = Servant()
+    atexit.register(made.close)
+    return made
+
+
+def launch(task: bytes) -> int:
+    """In the process."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # blocked in the fork server
+    target, *words = msgspec.json.decode(task, type=list[str])
+    load_target(target)(*words)
+    return 0

@@ -1,0 +1,56 @@
+"""Validation losses are those of one process, whoever fails in which moment; test_settling has layers that move."""
+
+import numpy as np
+import pytest
+
+from runtime.config import ConfigError, parse_run_config
+from runtime.launch import Resilience, run
+from runtime.model.checkpoint import latest
+from runtime.model.data import load_validation
+from tests.runtime.failing import JOB, TIMEOUT_SECONDS, at, dead, planned
+from tests.runtime.running import assert_same_evaluations, judge, tiny
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, object]:
+    """Tokens to train and to evaluate on: `[training]` options."""
+    folder, random = tmp_path_factory.mktemp("tokens"), np.random.default_rng(0)
+    for name, count in (("train", 600), ("validation", 150)):
+        random.integers(0, 256, count).astype("<u2").tofile(folder / f"{name}.bin")
+    return {"tokens": str(folder / "train.bin"), "validation_tokens": str(folder / "validation.bin"),
+            "evaluate_every": 2, "evaluation_iterations": 2}
+
+
+@pytest.mark.parametrize(("modes", "clip"), [(("split", "staggered"), 1.8), (("fused", "synchronous"), None)])
+def test_failures_before_in_and_after_evaluations(modes, clip, files, fork_server, tmp_path):
+    """Epochs of 37 samples, 4 an iteration: training has read all of them when the first run ends."""
+    config = tiny(iterations=10, clip_norm=clip, **files)
+    scheduler = planned(JOB, *modes)
+    half = Resilience(scheduler=scheduler, heartbeat_timeout_seconds=TIMEOUT_SECONDS, checkpoint_every=6,
+                      injections=(at("1.0", 3, "evaluating"), at("0.1", 5, 3)))
+    result = run(scheduler(()), config, iterations=6, out=tmp_path, fork_server=fork_server, resilience=half)
+    assert dead(result) == ["1.0", "0.1"]
+    resumed = run(scheduler(()), config, out=tmp_path, fork_server=fork_server, resilience=Resilience(
+        scheduler=scheduler, resume=latest(tmp_path / "checkpoints"), injections=(at("0.0", 9, "evaluating"),)))
+    assert dead(resumed) == ["0.0"]
+    reference = judge(config, JOB.microbatches, 10)
+    assert [*result.losses, *resumed.losses] == pytest.approx(reference.losses, rel=0, abs=1e-9)
+    assert list(reference.evaluations) == [1, 3, 5, 7, 9]
+    assert_same_evaluations(tmp_path, reference)
+
+
+@pytest.mark.parametrize(("training", "said"), [
+    ({"evaluate_every": 3}, "training.evaluate_every is 3, and there is nothing to evaluate on"),
+    ({"validation_text": "a"}, "training.evaluate_every is not given, and validation data are"),
+    ({"evaluate_every": 3, "validation_text": "a", "validation_tokens": "b"}, "validation_data: expected one of them")])
+def test_keys_that_do_not_go_together(training, said):
+    with pytest.raises(ConfigError, match=said):
+        parse_run_config({}, training)
+
+
+@pytest.mark.parametrize(("key", "said"), [
+    ("validation_tokens", "training.validation_tokens is '/none', which does not exist"),
+    ("validation_text", "training.validation_text is '/none', which does not exist")])
+def test_the_key_is_named(key, said):
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        load_validation(parse_run_config({}, {"evaluate_every": 3, key: "/none"}))

@@ -1,0 +1,256 @@
+"""Models by name: the numbers of transformers' own training, from its files to its files, with failures in between."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from runtime.config import ConfigError, RunConfig, parse_run_config
+from runtime.launch import HUGGING_FACE, Resilience, run
+from runtime.model.checkpoint import difference, identity_of
+from runtime.model.data import Microbatch, load_corpus
+from runtime.model.flops import counted
+from runtime.model.forms import forms
+from runtime.model.holding import build_holding
+from runtime.model.layers import model_for
+from runtime.model.seeds import derive_seed
+from runtime.model.slices import SliceRunner
+from runtime.processes.process_manager import Return
+from schedules.schedule import Worker
+from tests.jobs import grid
+from tests.runtime.failing import at, dead
+from tests.runtime.running import schedule_for
+
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed: pip install slipstream-train[hf]")
+
+CPU = torch.device("cpu")
+SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1,
+         "num_hidden_layers": 3, "vocab_size": 256, "max_position_embeddings": 32}
+EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.05}
+KINDS = {
+    "llama": SHAPE,
+    "mistral": {**SHAPE, "sliding_window": 4},
+    "qwen2": {**SHAPE, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1,
+              "tie_word_embeddings": True},
+    "qwen3": {**SHAPE, "head_dim": 8},
+    "gpt2": {"n_embd": 16, "n_head": 2, "n_layer": 3, "n_positions": 32, "vocab_size": 256, "bos_token_id": 0,
+             "eos_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "mixtral": {**SHAPE, **EXPERTS, "num_local_experts": 4},
+    "qwen2_moe": {**SHAPE, **EXPERTS, "num_experts": 4, "moe_intermediate_size": 8, "mlp_only_layers": [1],
+                  "shared_expert_intermediate_size": 8},
+    "qwen3_moe": {**SHAPE, **EXPERTS, "num_experts": 4, "moe_intermediate_size": 8, "head_dim": 8},
+    "olmoe": {**SHAPE, **EXPERTS, "num_experts": 4},
+}
+JOB = grid(2, 2, 2)
+
+
+def implementations() -> dict[str, str]:
+    return {"attn_implementation": "sdpa", "experts_implementation": "batched_mm"}
+
+
+@pytest.fixture(scope="session")
+def pretrained(tmp_path_factory):
+    """A folder of random weights in float64, in several files, as transformers writes it."""
+    def make(kind: str) -> Path:
+        folder = tmp_path_factory.mktemp(kind)
+        torch.manual_seed(1)
+        config = transformers.AutoConfig.for_model(kind, **KINDS[kind])
+        transformers.AutoModelForCausalLM.from_config(config).double().save_pretrained(folder, max_shard_size="20KB")
+        assert (folder / "model.safetensors.index.json").exists()
+        return folder
+    return make
+
+
+def configured(folder: Path, **training: object) -> RunConfig:
+    return parse_run_config({"hugging_face": str(folder), "context": 16},
+                            {"batch": 1, "dtype": "float64", "device": "cpu", "iterations": 20, **training})
+
+
+def loaded(folder: Path) -> torch.nn.Module:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **implementations()).train()
+
+
+def train_alone(folder: Path, config: RunConfig, iterations: int) -> tuple[list[float], torch.nn.Module]:
+    """transformers' own training, in one process: its model, its loss, torch's AdamW."""
+    model, corpus, count = loaded(folder), load_corpus(config), JOB.pipelines * JOB.microbatches[0]
+    decays = [[one for one in model.parameters() if (one.dim() >= 2) is decays] for decays in (True, False)]
+    groups = [{"params": decays[0], "weight_decay": 0.1}, {"params": decays[1], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
+    losses = []
+    for iteration in range(iterations):
+        total = 0.0
+        for pipeline in range(JOB.pipelines):
+            for index in range(JOB.microbatches[pipeline]):
+                tokens, targets = corpus.batch(Microbatch(iteration, pipeline, index), 1, 16)
+                loss = model(input_ids=tokens, labels=tokens, shift_labels=targets).loss / count
+                loss.backward()
+                total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_trains_as_transformers_does(kind, pretrained, fork_server, tmp_path):
+    """For 20 steps, while a worker dies and comes back; what is left, transformers loads again."""
+    folder = pretrained(kind)
+    config = configured(folder)
+    result = run(schedule_for(JOB), config, out=tmp_path, fork_server=fork_server, resilience=Resilience(
+        scheduler=lambda down: schedule_for(JOB, list(map(str, down))), injections=(at("1.1", 5, 3),),
+        returns=(Return(Worker(1, 1), 6),)))
+    losses, alone = train_alone(folder, config, 20)
+    assert dead(result) == ["1.1"]
+    assert result.losses == pytest.approx(losses, rel=0, abs=1e-9)
+    ours = loaded(tmp_path / HUGGING_FACE)
+    parameters = dict(alone.named_parameters())
+    assert dict(ours.named_parameters()).keys() == parameters.keys()
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter, parameters[name], rtol=0, atol=1e-9)
+    assert names_in(tmp_path / HUGGING_FACE) == names_in(folder)
+
+
+def names_in(folder: Path) -> set[str]:
+    return set(json.loads((folder / "model.safetensors.index.json").read_bytes())["weight_map"])
+
+
+def test_a_checkpoint_is_exported_by_the_command(pretrained, fork_server, tmp_path):
+    """Logits are those of the layers in it, bit for bit."""
+    folder = pretrained("mixtral")
+    (folder / "tokenizer.json").write_text("{}")
+    config = configured(folder, iterations=4)
+    run(schedule_for(JOB), config, out=tmp_path / "run", fork_server=fork_server,
+        resilience=Resilience(checkpoint_every=2))
+    assert (tmp_path / "run" / HUGGING_FACE / "tokenizer.json").exists()
+    checkpoint = tmp_path / "run" / "checkpoints" / "iteration-2"
+    command = [sys.executable, "-m", "cli", "export", str(checkpoint), "--to", "hugging-face", str(tmp_path / "two")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr.splitlines() == [f"iteration 2 written to {tmp_path / 'two'}"]
+    tokens = load_corpus(config).batch(Microbatch(9, 0, 0), 1, 16)[0]
+    alone = train_alone(folder, config, 2)[1]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tmp_path / "two")(tokens).logits, alone(tokens).logits, rtol=0, atol=1e-9)
+    again = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 2 and "something is there already" in again.stderr
+
+
+class Padded(NamedTuple):
+    tokens: Tensor
+    targets: Tensor
+    attention_mask: Tensor
+
+
+class Packed(NamedTuple):
+    tokens: Tensor
+    targets: Tensor
+    position_ids: Tensor
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "qwen2"])
+@pytest.mark.parametrize("named", ["attention_mask", "position_ids"])
+def test_masks_and_positions_come_from_the_micro_batch(kind, named, pretrained):
+    folder = pretrained(kind)
+    config = configured(folder)
+    model = model_for(config.model, 0, torch.float64, CPU)
+    holding = build_holding(model, range(model.layers), config.training)
+    alone = loaded(folder)
+    tokens, targets = load_corpus(config).batch(Microbatch(0, 0, 0), 2, 16)
+    given = {"attention_mask": (torch.arange(16)[None] < torch.tensor([[16], [9]])).long(),
+             "position_ids": torch.cat([torch.arange(7), torch.arange(9)]).expand(2, -1)}[named]
+    batch = (Padded if named == "attention_mask" else Packed)(tokens, targets, given)
+    runner = SliceRunner((0, model.layers), holding.modules, model, loss_scale=1.0, config=config)
+    runner.forward(Microbatch(0, 0, 0), tokens, targets, batch, split=True)
+    theirs = alone(input_ids=tokens, labels=tokens, shift_labels=targets.contiguous(), use_cache=False,
+                   **{named: given}).loss
+    assert runner.take_loss().item() == pytest.approx(theirs.item(), rel=0, abs=1e-12)
+    runner.backward(Microbatch(0, 0, 0), None)
+    theirs.backward()
+    squares = sum(one.grad.square().sum() for one in alone.parameters())
+    assert sum(holding.optimizer.squares().values()) == pytest.approx(squares.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "olmoe"])
+def test_without_weights_they_begin_as_transformers_begins(kind, tmp_path):
+    """Whoever builds a layer gets the same random numbers, of the deviations that transformers draws with."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": kind, **KINDS[kind]}))
+    config = parse_run_config({"hugging_face": str(path), "context": 8}, {"batch": 1})
+    model = model_for(config.model, 3, torch.float32, CPU)
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **KINDS[kind]))
+    decoder = theirs.base_model.h[0] if kind == "gpt2" else theirs.base_model.layers[0]
+    ours = model.build(1).layer
+    for (name, one), other in zip(ours.named_parameters(), decoder.parameters(), strict=True):
+        assert one.std().item() == pytest.approx(other.std().item(), rel=0.35), name
+    again = model.build(1).layer.state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in ours.state_dict().items())
+    assert derive_seed("parameters", 3, 1) != derive_seed("parameters", 3, 2)
+    assert len(forms(model, config)) == 6
+
+
+def test_the_weights_of_experts_get_their_gradients_in_w(pretrained):
+    config = configured(pretrained("mixtral"))
+    model = model_for(config.model, 0, torch.float64, CPU)
+    holding = build_holding(model, [1], config.training)
+    runner = SliceRunner((1, 2), holding.modules, model, loss_scale=1.0, config=config)
+    tokens, targets = load_corpus(config).batch(Microbatch(0, 0, 0), 2, 16)
+    value = torch.randn(2, 16, 16, dtype=torch.float64)
+    given = runner.forward(Microbatch(0, 0, 0), value, None, (tokens, targets), split=True)
+    assert isinstance(given, tuple) and [one.dtype for one in given] == [torch.float64, torch.int64, torch.float32]
+    runner.backward_input(Microbatch(0, 0, 0), (torch.ones_like(given[0]), torch.ones_like(given[2])))
+    gradients = {name: one.grad for name, one in holding.parameters().items() if one.dim() >= 2}
+    assert sum("experts" in name for name in gradients) == 2 and not any(one.any() for one in gradients.values())
+    runner.backward_weight(Microbatch(0, 0, 0))
+    assert all(one.any() for one in gradients.values())
+
+
+def test_the_work_of_experts_is_counted(pretrained):
+    """Of what is chosen: two experts of four are as much as a mixture of two."""
+    def flops(**options: object) -> float:
+        path = pretrained("mixtral") / "config.json"
+        config = parse_run_config({"hugging_face": str(path), "context": 8, "options": options}, {"dtype": "float64"})
+        model = model_for(config.model, 0, torch.float64, CPU)
+        with counted() as found:
+            forms(model, config)
+        return found.training(1)
+
+    four, two, one = flops(), flops(num_local_experts=2), flops(num_experts_per_tok=1)
+    routers = 3 * 3 * 2 * 4 * 8 * 16 * 2
+    assert four - two == routers and four - one == 3 * 3 * 2 * 4 * 8 * (16 * 48 + 24 * 16)
+
+
+def test_refusals(tmp_path, pretrained):
+    def told(more: dict[str, object] | None = None, path: Path | None = None, document: object = None) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(document or {"model_type": "llama", **SHAPE}))
+        with pytest.raises(ConfigError) as caught:
+            config = parse_run_config({"hugging_face": str(path or tmp_path / "config.json"), **(more or {})}, {})
+            model_for(config.model, 0, torch.float32, CPU)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert "model.blocks is given beside model.hugging_face" in told({"blocks": 2})
+    assert "its model_type is 'bert'; expected one of 'llama', 'mistral'" in told(document={"model_type": "bert"})
+    assert "cannot be read: No such file" in told(path=tmp_path / "nowhere")
+    assert "model.context is 128; the model of model.hugging_face has 32 positions" in told()
+    assert "its weights cannot be read" in told({"context": 8}, path=tmp_path)
+    assert "unknown key model.options.rms_norm_epsilon" in told({"options": {"rms_norm_epsilon": 1e-6}, "context": 8})
+
+
+def test_a_checkpoint_knows_its_model_wherever_that_lies(tmp_path):
+    def identity(name: str, **more: object) -> dict[str, object]:
+        path = tmp_path / name
+        path.write_text(json.dumps({"model_type": "llama", **SHAPE, **more}))
+        config = parse_run_config({"hugging_face": str(path)}, {})
+        assert config.model.vocabulary == more.get("vocab_size", 256)
+        return identity_of(config, 5)
+
+    assert difference(identity("here.json"), identity("there.json")) is None
+    assert difference(identity("here.json"), identity("other.json", rms_norm_eps=0.1)) == \
+        "its model.hugging_face.rms_norm_eps is None, here it is 0.1"
+    identity("large.json", vocab_size=300)
+    assert not {"model.options", "model.hugging_face"} & identity_of(RunConfig(), 5).keys()

@@ -1,0 +1,161 @@
+"""Tuples, batches that all layers read, losses of any layer, tied embeddings: with deaths, returns, moves, files.
+
+What each must give is computed in one process by `plain`, which shares the layers with the runtime and nothing else.
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from cli.shared.failure_schedules import scheduler
+from planner.options import PlanOptions
+from planner.plan import plan_only
+from runtime.config import RunConfig, parse_run_config
+from runtime.launch import Resilience, run
+from runtime.model.calling import adding_losses
+from runtime.model.checkpoint import latest, load
+from runtime.model.data import Microbatch
+from runtime.model.forms import forms
+from runtime.model.holding import build_holding
+from runtime.model.layers import layer_randomness
+from runtime.model.parameters import load_parameters
+from runtime.model.slices import SliceRunner
+from runtime.processes.process_manager import Return
+from runtime.protocol.to_worker import MeasureSpeed
+from runtime.tools.profile import profile
+from runtime.tools.reference import reference_run
+from runtime.worker.speed_test import measure_slice
+from schedules.schedule import Worker
+from tests.jobs import grid
+from tests.runtime.failing import at, dead, returned
+from tests.runtime.rich_model import Data, Model
+from tests.runtime.running import assert_same_evaluations, assert_same_numbers, judge, schedule_for
+
+LINEAR = grid(2, 4, 4, more="optimizer = 1\n[placement]\nlayers = [2, 2, 2, 2]")
+V = grid(2, 2, 3, more="[placement]\norder = 'v'\nchunks = 2\nlayers = [2, 2, 2, 2]")
+
+
+def rich(iterations: int = 6, **training: object) -> RunConfig:
+    return parse_run_config(
+        {"name": "tests.runtime.rich_model:Model", "blocks": 6, "width": 8, "heads": 1, "context": 8, "dropout": 0.1},
+        {"batch": 1, "dtype": "float64", "device": "cpu", "iterations": iterations,
+         "data": "tests.runtime.rich_model:Data"}, **training)
+
+
+def plain(config: RunConfig, microbatches: tuple[int, ...], iterations: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and parameters of a loop that knows nothing of the runtime but how it seeds dropout."""
+    model, data = Model(config.model, 0, torch.float64, torch.device("cpu")), Data(config)
+    layers = torch.nn.ModuleList(model.build(layer) for layer in range(model.layers))
+    layers[-1].logits.weight = layers[0].tokens.weight
+    matrices, vectors = ([one for one in layers.parameters() if (one.dim() >= 2) is is_matrix]
+                         for is_matrix in (True, False))
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+                                  lr=1e-3, betas=(0.9, 0.95))
+    losses = []
+    for iteration in range(iterations):
+        total = 0.0
+        for microbatch in (Microbatch(iteration, pipeline, index) for pipeline, count in enumerate(microbatches)
+                           for index in range(count)):
+            batch = data.batch(microbatch, 1, 8)
+            value = batch.tokens
+            with adding_losses() as added:
+                for index, layer in enumerate(layers):
+                    with layer_randomness(0, *microbatch, index, model.device):
+                        value = layer(value) if index == len(layers) - 1 else layer(value, batch)
+            loss = (model.loss(value, batch.targets, batch) + sum(added)) / sum(microbatches)
+            assert len(added) == 6
+            loss.backward()
+            total += loss.item()
+        if config.training.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(layers.parameters(), config.training.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, dict(layers.named_parameters())
+
+
+def test_the_reference_run_is_the_plain_one() -> None:
+    losses, parameters = plain(rich(), (2, 2), 3)
+    expected = reference_run(rich(), (2, 2), 3)
+    assert expected.losses == pytest.approx(losses, abs=1e-12)
+    assert expected.parameters.keys() == parameters.keys()
+    assert all(torch.allclose(one, parameters[name], rtol=0, atol=1e-12) for name, one in expected.parameters.items())
+
+
+EVALUATED = {"evaluate_every": 2, "validation_data": "tests.runtime.rich_model:Data",
+             "parameter_groups": [{"parameters": "0.tokens.weight", "weight_decay": 0.0}]}
+
+
+@pytest.mark.parametrize(("job", "failed", "backward", "training"), [
+    (LINEAR, [], "split", EVALUATED), (LINEAR, ["1.0"], "fused", {"clip_norm": 1.6}),
+    (LINEAR, ["0.3"], "split", {"clip_norm": 1.6, "skip_nonfinite": True}), (V, ["0.1"], "split", {}),
+    (V, [], "fused", {})], ids=["linear", "first lost", "last lost", "v", "v-fused"])
+def test_layers_of_all_kinds(job, failed, backward, training, fork_server, tmp_path):
+    config = rich(**training)
+    result = run(schedule_for(job, failed, backward=backward), config, out=tmp_path, fork_server=fork_server)
+    expected = judge(config, job.microbatches, config.training.iterations)
+    assert_same_numbers(result, expected)
+    if "evaluate_every" in training:
+        assert_same_evaluations(tmp_path, expected)
+
+
+def test_deaths_moves_and_returns(fork_server, tmp_path):
+    """Each schedule cuts the layers anew: what layers share comes together on a worker, and parts again."""
+    config = rich(iterations=60, clip_norm=1.6)
+    options, used = PlanOptions(layers="move", method="greedy", time_limit=1.0), {}
+
+    def moved(down):
+        return used.setdefault(down, plan_only(options, LINEAR, down).schedule)
+
+    kills = [("1.0", 1, 3), ("0.3", 3, "A"), ("1.1", 5, "O")]
+    result = run(moved(()), config, out=tmp_path, fork_server=fork_server, resilience=Resilience(
+        scheduler=moved, injections=tuple(at(*kill) for kill in kills), checkpoint_every=20,
+        returns=tuple(Return(Worker.parse(kill[0]), 8) for kill in kills)))
+    assert_same_numbers(result, judge(config, LINEAR.microbatches, 60))
+    assert dead(result) == [kill[0] for kill in kills] and returned(result)
+
+
+def test_what_is_shared_is_written_once_and_goes_on_from_a_checkpoint(fork_server, tmp_path):
+    """On two stages instead of four; then the last stage is lost, and they go back."""
+    config = rich(iterations=12)
+    run(schedule_for(LINEAR), config, out=tmp_path / "half", iterations=6, fork_server=fork_server,
+        resilience=Resilience(checkpoint_every=6))
+    checkpoint = latest(tmp_path / "half" / "checkpoints")
+    assert checkpoint is not None and checkpoint.iteration == 6
+    written = load(checkpoint, (0, 7))
+    assert "model.tokens.weight" in written[0] and not any("logits" in name for name in written[7])
+    assert not any("logits" in name for name in load_parameters(tmp_path / "half"))
+    job = grid(2, 2, 4)
+    whole = schedule_for(job)
+    result = run(whole, config, out=tmp_path / "whole", fork_server=fork_server, resilience=Resilience(
+        scheduler=scheduler(job, whole, None), resume=checkpoint, checkpoint_every=2,
+        injections=(at("0.1", 8, "A"), at("1.1", 9, "A"))))
+    assert any(one.went_back_to for one in result.recoveries)
+    expected = judge(config, job.microbatches, 12)
+    assert_same_numbers(result, replace(expected, losses=expected.losses[6:]))
+
+
+def test_profile_measures_them_and_what_computing_again_saves():
+    """On two stages: of the first one, and of a later one that takes a tuple."""
+    ranges = [(0, 4), (4, 8)]
+    kept, again = (profile(rich(recompute=recompute), ranges, copies=1, workers=1, microbatches=2, rounds=1)
+                   for recompute in ("none", "full"))
+    for plain, less in zip(kept.stages, again.stages, strict=True):
+        assert 0 < less.activation_bytes < 0.6 * plain.activation_bytes
+        assert less.static_bytes == plain.static_bytes
+
+
+def test_speed_tests_run_on_noise_of_all_kinds():
+    config = rich()
+    model = Model(config.model, 0, torch.float64, torch.device("cpu"))
+    found = forms(model, config)
+    context = SimpleNamespace(config=config, device=model.device, corpus=Data(config),
+                              setup=SimpleNamespace(slowdowns=()), worker=Worker(0, 0))
+    for first, end in (0, 3), (3, 6), (6, 8):
+        runner = SliceRunner((first, end), build_holding(model, range(first, end), config.training).modules, model,
+                             loss_scale=1.0, config=config)
+        times = measure_slice(1, runner, (found[first], found[end]), context, MeasureSpeed(3, (), True))
+        assert [one.kind for one in times] == ["F", "I", "W"] and runner.in_flight() == 0

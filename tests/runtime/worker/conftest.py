@@ -1,0 +1,16 @@
+"""Members that give layers away, and one that gets them."""
+
+import pytest
+
+from runtime.worker.layer_receiver import LayerFetch
+from tests.runtime.running import tiny
+from tests.runtime.worker.team import Team
+
+
+@pytest.fixture
+def team(request):
+    team = Team(tiny(**getattr(request, "param", {})).training)
+    yield team
+    team.receiver.begin(LayerFetch(99, 1, {}, True))
+    for member in team.members.values():
+        member.sender.close()

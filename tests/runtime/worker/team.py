@@ -1,0 +1,107 @@
+"""Two members of a generation, with their layer senders, and a worker that gets layers from both."""
+
+import queue
+import threading
+from collections.abc import Iterable
+
+import torch
+
+from runtime.config import TrainingConfig
+from runtime.model.holding import Holding, build_holding
+from runtime.model.layers import model_for, parameter_dtype
+from runtime.protocol.to_worker import LayerMove
+from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents, senders_for
+from runtime.worker.layer_sender import LayerSender
+from schedules.schedule import Worker
+from tests.runtime.running import tiny
+from tests.runtime.speaking import SECRET
+
+CPU = torch.device("cpu")
+LEFT, RIGHT, TARGET = Worker(0, 0), Worker(1, 0), Worker(2, 0)
+LAYERS = (0, 3)
+SOON = 10.0
+
+
+def build(training: TrainingConfig, layers: Iterable[int] = range(*LAYERS), seed: int = 0) -> Holding:
+    return build_holding(model_for(tiny().model, seed, parameter_dtype("float64"), CPU), layers, training)
+
+
+class Member:
+    """A worker that holds the layers, with its sender."""
+
+    def __init__(self, training: TrainingConfig, bytes_per_second: float | None = None) -> None:
+        self.training, self.holding = training, build(training)
+        self.optimizer = self.holding.optimizer
+        self.sender = LayerSender("127.0.0.1", SECRET, bytes_per_second)
+        self.layer_state, self.layer_gradients = self.optimizer.layer_state, self.optimizer.layer_gradients
+
+    def holds(self, layer: int) -> bool:
+        return layer in range(*LAYERS)
+
+    def run(self, iteration: int, take: int = 0) -> None:
+        """An iteration, of which nothing is known but its gradients; they differ with each `take`."""
+        draw = torch.Generator().manual_seed(1000 * take + iteration)
+        for gradient in self.holding.gradients():
+            gradient.copy_(torch.randn(gradient.shape, dtype=gradient.dtype, generator=draw))
+        self.sender.before_step(iteration, self)
+        self.optimizer.step(iteration)
+        self.sender.stepped(iteration, self)
+
+    def go_back(self, committed: int, generation: int) -> None:
+        if self.optimizer.open_iteration is not None and self.optimizer.open_iteration > committed:
+            self.optimizer.undo()
+        self.optimizer.commit()
+        self.sender.generation_begins(generation, committed)
+
+
+class Team:
+    """Two members, and a worker that gets its layers from both."""
+
+    def __init__(self, training: TrainingConfig, bytes_per_second: float | None = None) -> None:
+        self.members = {LEFT: Member(training, bytes_per_second), RIGHT: Member(training, bytes_per_second)}
+        self.told: queue.Queue[str] = queue.Queue()
+        self.receiver = LayerReceiver(lambda layer: build(training, [layer], seed=1), CPU, SECRET,
+                                      Told(self.told))
+
+    def fetch(self, number: int = 1, generation: int = 1, right: tuple[str, int] | None = None, *,
+              follow: bool = True) -> None:
+        """Have layers 0 and 2 come from the left, 1 from the right."""
+        addresses = (LEFT, self.members[LEFT].sender.address), (RIGHT, right or self.members[RIGHT].sender.address)
+        moves = (LayerMove(TARGET, LEFT, 0), LayerMove(TARGET, RIGHT, 1), LayerMove(TARGET, LEFT, 2),
+                 LayerMove(LEFT, RIGHT, 1))
+        self.receiver.begin(LayerFetch(number, generation, senders_for(TARGET, moves, addresses), follow))
+
+    def until_asked(self) -> None:
+        waiter = threading.Event()
+        for _ in range(round(SOON / 0.01)):
+            if all(member.sender.asked for member in self.members.values()):
+                return
+            waiter.wait(0.01)
+        raise AssertionError("nobody has asked")
+
+    def run(self, iteration: int, take: int = 0) -> None:
+        for member in self.members.values():
+            member.run(iteration, take)
+
+    def go_back(self, committed: int, generation: int) -> None:
+        for member in self.members.values():
+            member.go_back(committed, generation)
+
+    def give(self, generation: int, committed: int) -> None:
+        """All wait, and give what is asked for."""
+        for member in self.members.values():
+            member.sender.give(generation, committed, 1, member, lambda: None)
+
+    def take(self, generation: int, fetch: int = 1):
+        return self.receiver.take(generation, fetch, lambda: None)
+
+
+class Told(ReceiverEvents):
+    def __init__(self, told: queue.Queue[str]) -> None:
+        self._told = told
+
+    def up_to_date(self, fetch: LayerFetch) -> None:
+        self._told.put(f"up to date {fetch.number}")
+
+    def failed(self, fetch: LayerFetch) -> None:
+        self._told.put(f"failed {fetch.number}")

@@ -1,0 +1,53 @@
+"""Forwards alone, by any schedule: they pass the checker, and take no longer than they must."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from planner.plan import plan_job
+from schedules.check import check
+from schedules.forwards import forwards_of
+from schedules.schedule import OpKind, ProgramOp, Worker
+from tests.jobs import failures, grid, jobs
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_any_plan_has_valid_forwards(data) -> None:
+    job = data.draw(jobs())
+    failed = data.draw(failures(job))
+    schedule = plan_job(job, failed, method="greedy").schedule
+    alone = forwards_of(schedule)
+    assert check(alone, forwards=True) == [] and check(alone) != []
+    assert list(map(name, alone.all_ops())) == [name(op) for op in schedule.all_ops() if op.kind is OpKind.F]
+
+
+def name(op):
+    return op.kind, op.slice, op.pipeline, op.microbatch, op.worker
+
+
+@pytest.mark.parametrize(("failed", "waits"), [([], 0), (["1.2"], 0), (["0.0", "2.3"], 1)])
+def test_their_period_is_the_work_of_the_busiest_worker(failed, waits) -> None:
+    """3 x 4 workers, 6 micro-batches each: 6 forwards a worker, and its share of a dead peer's 6 for the others."""
+    schedule = plan_job(grid(3, 4, 6), [Worker.parse(one) for one in failed], method="greedy").schedule
+    alone = forwards_of(schedule)
+    load = max(len(program) for program in alone.programs)
+    assert alone.period_ticks == (load + waits) * schedule.times.forward[0]
+    assert (alone.status == "optimal") == (not failed)
+    assert alone.lower_bound_ticks == -(-72 * schedule.times.forward[0] // len(schedule.seats))
+    assert load <= 9
+
+
+@pytest.mark.parametrize(("change", "rule"), [
+    (lambda ops: ops[:-1], "each-once"),
+    (lambda ops: (*ops, ProgramOp(OpKind.O, None, None, 99)), "only-forwards"),
+    (lambda ops: (*ops, ProgramOp(OpKind.B, 3, 0, 99)), "each-once"),
+    (lambda ops: tuple(replace(op, start_ticks=op.start_ticks - 1) for op in ops), "forward-order"),
+    (lambda ops: (replace(ops[0], start_ticks=ops[1].start_ticks), *ops[1:]), "one-at-a-time"),
+])
+def test_what_is_wrong_is_found(change, rule) -> None:
+    alone = forwards_of(plan_job(grid(2, 4, 3), method="greedy").schedule)
+    last = alone.seat_of[Worker(0, 3)].program
+    programs = tuple(change(ops) if number == last else ops for number, ops in enumerate(alone.programs))
+    assert rule in {one.rule for one in check(replace(alone, programs=programs), forwards=True)}
