@@ -47,7 +47,7 @@ def test_chaos_where_threads_take_turns_all_the_time(tmp_path):
 
 
 def test_losses_that_are_missing_or_not_known_are_told(tmp_path):
-    reference = ReferenceResult(losses=[4.0, 3.0, 2.0], parameters={}, digest="")
+    reference = ReferenceResult(losses=[4.0, 3.0, 2.0], parameters={}, digest="", evaluations={})
     for lines, told in (((0, 2), "line 2 is of iteration 2, after [0]"), ((0, 1, 1), "line 3 is of iteration 1")):
         written(tmp_path, [(iteration, 1.0) for iteration in lines])
         with pytest.raises(ChaosError, match=re.escape(told)):
