@@ -121,7 +121,8 @@ def resilience(setting: ChaosScenario, rng: random.Random, resume: Checkpoint | 
         checkpoint_every=CHECKPOINT_EVERY, resume=resume, injections=tuple(injections), returns=tuple(returns),
         slowdowns=tuple(_slowdowns(setting, rng)) if setting.slows else (),
         at_speeds=_SchedulerAtSpeeds(setting) if setting.slows else None,
-        settling=Settling(rebalancer=_Rebalancer(setting.job)) if setting.settles else None,
+        rebalancer=_Rebalancer(setting.job) if setting.settles else None,
+        settling=Settling() if setting.settles else None,
         fetch_bytes_per_second=rng.choice(FETCH_BYTES_PER_SECOND))
 
 
