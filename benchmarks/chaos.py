@@ -232,7 +232,7 @@ def one_run(seed: int, options: argparse.Namespace, fork_server: ForkServer, lea
                 wrong = f"deviation {tally.deviation:.3g}"
         except Exception as error:
             wrong = f"{type(error).__name__}: {error}"
-        if wrong is not None and options.keep is not None:
+        if wrong is not None and options.keep is not None and out.exists():
             shutil.copytree(out, options.keep / f"seed-{seed}", dirs_exist_ok=True)
     if options.log is not None:
         with options.log.open("a") as file:

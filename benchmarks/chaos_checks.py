@@ -145,6 +145,8 @@ class Survivors:
         self._pids: dict[str, int] = {}
         self._ended: dict[str, float] = {}
         """Of those to be found, since when they are gone without a word."""
+        self._lost: set[int] = set()
+        """Those that are said to be lost; they may take a moment to end."""
         self._wrong: list[str] = []
 
     def observe(self, event: Event) -> None:
@@ -153,13 +155,15 @@ class Survivors:
         if isinstance(event, Noted) and (match := _BEFORE.match(event.text)):
             name = match[1]
         if name is not None:
-            for known in (self._found, self._pids, self._ended):
-                known.pop(name, None)
+            self._found.pop(name, None)
+            self._ended.pop(name, None)
+            if name in self._pids:
+                self._lost.add(self._pids[name])
 
     def look(self, pids: Mapping[str, int]) -> None:
         """Compare with the processes that there are, by the names of the workers, at a commit."""
         self._wrong += [f"worker {name} was process {self._pids[name]} and is {pid}, but was not lost"
-                        for name, pid in pids.items() if self._pids.get(name, pid) != pid]
+                        for name, pid in pids.items() if self._pids.get(name, pid) not in {pid, *self._lost}]
         self._pids.update(pids)
         for name, pid in self._found.items():
             if not lives(pid):

@@ -66,9 +66,14 @@ class Injector:
 
     def __init__(self, injections: Iterable[tuple[int, Injection]], announce: Callable[[int], None]) -> None:
         self._announce = announce
-        self._mine = {(one.iteration, one.place): (index, one.action) for index, one in injections}
+        self._mine: dict[tuple[int, Place], tuple[int, Action]] = {}
+        self.replace(injections)
         self.cut: Callable[[], None] = lambda: None
         """Breaks the worker's connections."""
+
+    def replace(self, injections: Iterable[tuple[int, Injection]]) -> None:
+        """From now on, these are to come: another node 0 may know of others."""
+        self._mine = {(one.iteration, one.place): (index, one.action) for index, one in injections}
 
     def at(self, iteration: int, place: Place) -> None:
         """Fail if it is time to. Raises InjectedError."""

@@ -255,6 +255,7 @@ class _Worker:
                 if isinstance(store, Leave):
                     return False
                 self._context = replace(self._context, store=store, setup=self._channel.setup)
+                self._context.injector.replace(self._channel.setup.injections)
                 return True
             time.sleep(RETRY_SECONDS)
         raise RendezvousError(f"{gone}; no other coordinator came within {seconds:g} s")

@@ -55,7 +55,7 @@ def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "
 
     def progress(iteration: int, _: float) -> None:
         if iteration == int(at or -1):
-            if place == "committed":
+            if place in ("committed", "failing later"):
                 die()
             import threading
             threading.Timer(0.03, die).start()
@@ -78,6 +78,8 @@ def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "
     injections, returns = [], []
     if place == "joining":
         injections, returns = [Injection(Worker(1, 0), 2, 0)], [Return(Worker(1, 0), 3)]
+    elif place == "failing later":
+        injections = [Injection(Worker(1, 0), 20, "A", "cut")]
     result = run(scheduler(()), config, out=Path(out), progress=progress, options=RunOptions(
         nodes=int(nodes), rendezvous=Rendezvous("127.0.0.1", int(port)) if int(port) else None,
         secret=SECRET if int(nodes) > 1 or secret else None,
@@ -147,6 +149,17 @@ def test_one_after_the_other_is_killed(tmp_path):
     assert log.read_text().count("node 0 goes on with the 4 workers") == 3, log.read_text()
     assert_right(out)
     wait_until_gone(pids)
+
+
+def test_failures_on_purpose_that_only_the_dead_one_knew_of_do_not_happen(tmp_path):
+    """The new one would take the report of one for nonsense, and cut the worker off."""
+    out, log = tmp_path / "out", tmp_path / "log"
+    first = Launcher(LEAD, out, 0, 1, "failing later@4", "", log=log)
+    started(out, first, log)
+    killed(first, log)
+    assert Launcher(LEAD, out, 0, 1, "", "", log=log).wait(240) == 0, log.read_text()
+    assert "node 0 goes on with the 4 workers" in log.read_text() and "exit status" not in log.read_text()
+    assert_right(out)
 
 
 @pytest.mark.parametrize("machine", [False, True], ids=["its process", "its workers, too"])
