@@ -67,7 +67,6 @@ def _moved(problem: LayoutProblem, seconds: float, seed: int) -> Iterator[Callab
         partial(_recut, at_stages=True),
         partial(_recut, staggered=True),
         partial(_recut, spread=False, at_stages=True),
-        partial(_recut, anywhere=True, at_stages=True),
         partial(_recut, spread=False, staggered=True),
         partial(_recut, anywhere=True),
         partial(_recut, spread=False, floating=False)]
