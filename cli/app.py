@@ -72,7 +72,7 @@ class _Commands(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Without a command, the help."""
-        if not args:
+        if not args and not ctx.resilient_parsing:  # not where a shell completes
             sys.stdout.write(ctx.get_help() + "\n")
             raise typer.Exit(2)
         return super().parse_args(ctx, args)

@@ -248,6 +248,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 _RUN_CONFIG = msgspec.json.Decoder(RunConfig)
+_OBJECT = msgspec.json.Decoder(dict[str, Any])
 
 
 def parse_run_config(model: Mapping[str, object], training: Mapping[str, object], **overrides: object) -> RunConfig:
@@ -272,7 +273,7 @@ def _with_vocabulary(model: Mapping[str, Any]) -> Mapping[str, object]:
     """What data must know of a model of transformers. One that cannot be read is refused when it is made."""
     path = Path(str(model["hugging_face"]))
     with suppress(OSError, msgspec.DecodeError):
-        found = msgspec.json.decode((path / "config.json" if path.is_dir() else path).read_bytes(), type=dict[str, Any])
+        found = _OBJECT.decode((path / "config.json" if path.is_dir() else path).read_bytes())
         options = model.get("options")
         size = {**found, **(options if isinstance(options, dict) else {})}.get("vocab_size")
         if size is not None:

@@ -18,3 +18,8 @@ def choose_device(wanted: DeviceName) -> Literal["cpu", "cuda"]:
 def gpu_count(device: Literal["cpu", "cuda"]) -> int:
     """The GPUs of this machine that a run on such a device uses."""
     return torch.cuda.device_count() if device == "cuda" else 0
+
+
+def gpu_name() -> str:
+    """What the driver calls the first GPU of this machine."""
+    return torch.cuda.get_device_name()

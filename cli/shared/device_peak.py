@@ -2,11 +2,9 @@
 
 import re
 
-import torch
-
 from planner.job.estimate import GPUS
 from runtime.config import TrainingConfig
-from runtime.device import choose_device
+from runtime.device import choose_device, gpu_name
 
 _NAMES = {"a100": r"A100\b", "h100": r"H100 80GB HBM3\b", "h200": r"\bH200\b", "b200": r"\bB200\b"}
 """What the driver calls them. Other forms, such as H100 PCIe and NVL, have other peaks."""
@@ -19,7 +17,7 @@ def peak_flops(training: TrainingConfig) -> float | None:
     """
     if training.dtype != "bf16" or choose_device(training.device) == "cpu":
         return None
-    return peak_of(torch.cuda.get_device_name())
+    return peak_of(gpu_name())
 
 
 def peak_of(device: str) -> float | None:

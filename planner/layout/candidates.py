@@ -65,8 +65,8 @@ def _moved(problem: LayoutProblem, seconds: float, seed: int) -> Iterator[Callab
         return
     makes: list[Callable[[LayoutProblem], Layout | None]] = [
         partial(_recut, at_stages=True),
-        partial(_recut, staggered=True),
         partial(_recut, spread=False, at_stages=True),
+        partial(_recut, staggered=True),
         partial(_recut, spread=False, staggered=True),
         partial(_recut, anywhere=True),
         partial(_recut, spread=False, floating=False)]

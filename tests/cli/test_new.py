@@ -33,7 +33,7 @@ def test_a_model_by_options_or_by_answers(tmp_path):
     answers = "model\n8\nmany\n1024\n16\n2048\n50000\na100\n2\n4\n8\n"
     done = new("--out", tmp_path / "b.toml", answers=answers)
     assert done.exit_code == 0, done.output
-    assert "'many' is no answer" in done.stderr
+    assert "'many' is not an answer" in done.stderr
     assert (tmp_path / "a.toml").read_text() == (tmp_path / "b.toml").read_text()
 
 

@@ -45,7 +45,7 @@ class Embedding(nn.Module):
         return features
 
 
-class Decoder(nn.Module):
+class DecoderLayer(nn.Module):
     """One decoder layer."""
 
     def __init__(self, layer: nn.Module, rotary: nn.Module | None, config: PreTrainedConfig, index: int) -> None:

@@ -13,7 +13,7 @@ from runtime.config import ConfigError, ModelConfig
 from runtime.errors import first_line
 from runtime.model.hugging_face import experts
 from runtime.model.hugging_face.configuration import FAMILIES, KEY, folder_of, read_config
-from runtime.model.hugging_face.layers import Decoder, Embedding, Head
+from runtime.model.hugging_face.layers import DecoderLayer, Embedding, Head
 from runtime.model.hugging_face.layers import router_of as router_of
 from runtime.model.hugging_face.weights import Weights
 from runtime.model.seeds import derive_seed, seeded
@@ -79,7 +79,7 @@ class HuggingFace:
                                  _copy(self._sample.get_output_embeddings())))
         kind, rotary = type(getattr(base, family.decoders)[0]), getattr(base, "rotary_emb", None)
         made: nn.Module = kind(self._config, index)
-        return Decoder(made, None if rotary is None else type(rotary)(self._config), self._config, index)
+        return DecoderLayer(made, None if rotary is None else type(rotary)(self._config), self._config, index)
 
     def _initialise(self, module: nn.Module) -> None:
         """As transformers does: its model walks over what is a part of it for the moment."""
@@ -88,7 +88,7 @@ class HuggingFace:
         whole.initialize_weights()
 
     def _load(self, module: nn.Module, layer: int, weights: Weights) -> None:
-        if isinstance(module, Decoder):
+        if isinstance(module, DecoderLayer):
             state = weights.decoder(layer - 1)
             target: nn.Module = module.layer
             if state.keys() != target.state_dict().keys():

@@ -19,7 +19,7 @@ def test_values_and_defaults():
     (lambda table: table.number("huge"), "t.huge is 1e+19; expected a number of at most 1e+18"),
     (lambda table: table.number("yes"), "t.yes is True; expected a finite number"),
     (lambda table: table.count("half", high=3), "t.half is 0.5; expected a whole number, 1 to 3"),
-    (lambda table: table.numbers("list", 3, "stage"), "t.list has 2 values; expected 3, one a stage, or a single"),
+    (lambda table: table.numbers("list", 3, "stage"), "t.list has 2 values; expected 3, one per stage, or a single"),
     (lambda table: table.numbers("list", 2, "stage"), r"t.list[1] is 'b'; expected a finite number"),
     (lambda table: table.table("half"), "t.half is 0.5; expected a table"),
 ])

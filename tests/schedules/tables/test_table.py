@@ -205,7 +205,7 @@ def changed(**fields):
     ({"count_1": changed(seats=[[-1]] * 8)}, "Expected `int` >= 0"),
     ({"count_1": changed(seats=[])}, "entry count-1: not readable"),
     ({"count_1": changed(holds=[[[0, 3]]])}, "entry count-1: not readable"),
-    ({"count_1": changed(holds=[[[0, 10**9]]] * 8)}, r"\[0, 1000000000\] is no range"),
+    ({"count_1": changed(holds=[[[0, 10**9]]] * 8)}, r"\[0, 1000000000\] is not a range"),
     ({"count_1": changed(holds=[[[0, 3]]] * 8)}, "times.optimizer_of_layer has 0 values; expected 3, one per layer"),
     ({"count_1": changed(costs={"tick_seconds": 1.0, "slices": [[0, 1]] * 2})}, "missing required field `times`"),
     ({"count_1": changed(key="count-2")}, "count-1.json: holds entry 'count-2'"),
