@@ -68,7 +68,6 @@ def _moved(problem: LayoutProblem, seconds: float, seed: int) -> Iterator[Callab
         partial(_recut, spread=False, at_stages=True),
         partial(_recut, staggered=True),
         partial(_recut, spread=False, staggered=True),
-        partial(_recut, anywhere=True),
         partial(_recut, spread=False, floating=False)]
     grouped = _Grouped(problem)
     for make in makes:
