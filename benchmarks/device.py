@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -37,7 +37,7 @@ from runtime.config import parse_run_config
 from runtime.device import choose_device
 from runtime.events import Event, FetchBegun, Resumed, SettlingChosen
 from runtime.replay.communication import choose_transport
-from runtime.run_record import Happened, RunRecord, RunRecordError, Stretch, read_run
+from runtime.run_record import RunRecord, RunRecordError, Stretch, read_run
 
 PIPELINES, LOST = 2, "1.1"
 LIMIT_SECONDS = 240.0
@@ -85,7 +85,7 @@ def measure(options: argparse.Namespace, dtype: str, folder: Path) -> Outcome:
                                 "--rounds", str(options.rounds), "--json"))["job"]
     command("table", job, "--max-failures", "1", "--exact", "--time-limit", "1", "--out", table)
     with training(job, table, out, options.iterations):
-        record = watched(Path(out), lambda run: settled_for(run) >= options.iterations)
+        record = watched(Path(out), lambda run: seen(run, options.iterations))
     read = read_job(Path(job))
     config = parse_run_config(read.model, read.training)
     return Outcome(dtype, (*profile_rows(tables), *run_rows(record),
@@ -122,9 +122,11 @@ def watched(out: Path, enough: Callable[[RunRecord], bool]) -> RunRecord:
              + "\n".join(Path(f"{out}.log").read_text().splitlines()[-10:]))
 
 
-def settled_for(run: RunRecord) -> int:
-    """Iterations since layers have moved."""
-    return max((len(one.committed) for one in run.stretches if one.order.phase == "settled"), default=0)
+def seen(run: RunRecord, iterations: int) -> bool:
+    """Whether so many iterations are measured with layers moved, or at once where moving them does not pay."""
+    chosen = next((one.event for one in reversed(run.events) if isinstance(one.event, SettlingChosen)), None)
+    phase = "settled" if chosen is None or chosen.settles else "at once"
+    return any(one.order.phase == phase and len(one.committed) > iterations for one in run.stretches)
 
 
 def profile_rows(tables: dict[str, Any]) -> list[Row]:
@@ -137,22 +139,29 @@ def profile_rows(tables: dict[str, Any]) -> list[Row]:
 
 def run_rows(run: RunRecord) -> list[Row]:
     """What the run has measured."""
-    phases = {one.order.phase: one for one in run.stretches}
-    chosen, fetched, resumed = (first(run, kind) for kind in (SettlingChosen, FetchBegun, Resumed))
-    assert isinstance(chosen.event, SettlingChosen) and isinstance(resumed.event, Resumed)
-    settled_at = phases["settled"].committed[1].at
-    gap = max(one.took for one in run.committed if fetched.at <= one.at <= settled_at)
+    phases = {one.order.phase: one for one in sorted(run.stretches, key=lambda one: len(one.committed))}  # the longest
+    chosen, resumed = (last(run, kind) for kind in (SettlingChosen, Resumed))
+    assert isinstance(chosen, SettlingChosen) and isinstance(resumed, Resumed)
     return [periods("all four workers", phases["whole"], None),
-            Row("pause after a SIGKILL", milliseconds(resumed.event.pause)),
-            periods("at once, three workers", phases["at once"], chosen.event.present_period),
-            Row("layers moved", f"{chosen.event.moves_bytes / 1e6:.1f} MB"),
-            Row("longest time between commits meanwhile", f"{gap / usual(phases['at once']):.2f} iterations"),
-            periods("settled, three workers", phases["settled"], chosen.event.settled_period)]
+            Row("pause after a SIGKILL", milliseconds(resumed.pause)),
+            periods("at once, three workers", phases["at once"], chosen.present_period),
+            Row("layers moved", f"{chosen.moves_bytes / 1e6 if chosen.settles else 0:.1f} MB"),
+            Row("longest time between commits meanwhile", longest_gap(run, phases) if chosen.settles else "-"),
+            periods("settled, three workers", phases["settled"], chosen.settled_period) if chosen.settles else
+            Row("settled, three workers", f"does not pay: predicted {milliseconds(chosen.settled_period)}")]
 
 
-def first(run: RunRecord, kind: type[Event]) -> Happened:
-    """The first event of a kind."""
-    return next(one for one in run.events if isinstance(one.event, kind))
+def longest_gap(run: RunRecord, phases: Mapping[str, Stretch]) -> str:
+    """While layers move, in iterations of the schedule that runs meanwhile."""
+    begun = next(one.at for one in run.events if isinstance(one.event, FetchBegun))
+    settled = phases["settled"].committed[1].at
+    gap = max(one.took for one in run.committed if begun <= one.at <= settled)
+    return f"{gap / usual(phases['at once']):.2f} iterations"
+
+
+def last(run: RunRecord, kind: type[Event]) -> Event:
+    """The last event of a kind."""
+    return next(one.event for one in reversed(run.events) if isinstance(one.event, kind))
 
 
 def periods(what: str, phase: Stretch, predicted: float | None) -> Row:
@@ -181,8 +190,8 @@ def memory_rows(lines: Sequence[Line]) -> list[Row]:
 def loss_row(run: RunRecord) -> Row:
     """What has been learned."""
     losses = [one.loss for one in run.committed if one.loss is not None]
-    first, last = (statistics.fmean(some) for some in (losses[:10], losses[-10:]))
-    return Row("loss, first and last ten iterations", f"{first:.3f} to {last:.3f}")
+    begin, end = (statistics.fmean(some) for some in (losses[:10], losses[-10:]))
+    return Row("loss, first and last ten iterations", f"{begin:.3f} to {end:.3f}")
 
 
 def milliseconds(seconds: float) -> str:

@@ -141,7 +141,7 @@ def _validate_grid(grid: Grid) -> None:
     for stage in grid.stages:
         _in_range("grid.stages column", stage.column, 0, grid.columns - 1)
         if stage.layers is not None and not 0 <= stage.layers[0] <= stage.layers[1] <= MAX_LAYERS:
-            raise ValueError(f"grid.stages layers: {list(stage.layers)} is no range of layers [first, end)")
+            raise ValueError(f"grid.stages layers: {list(stage.layers)} is not a range of layers [first, end)")
     _validate_chains(grid)
 
 
