@@ -4,8 +4,7 @@ All members evaluate after the same iterations, before they report them. Nothing
 has stepped for good, and no tensor of the next iteration has been asked for.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -41,6 +40,7 @@ class Evaluation:
         assert not wrong, wrong[0]
         self._iterations = iterations
         self._done = 0
+        self._trained: list[nn.Module] = []
         self._slices = slices
         self._exchange, self._recorder = exchange(forwards, range(0)), Recorder(communicator.device)
         self._executor = Executor(
@@ -52,23 +52,22 @@ class Evaluation:
         """This worker's part of the mean loss. Raises CommunicationError, and whatever `before_op` raises."""
         self._exchange.more(self._iterations)
         total = 0.0
-        with torch.no_grad(), _evaluating(self._slices.modules):
-            for _ in range(self._iterations):
-                self._recorder.begin(self._done, traced=False)
-                total += self._executor.evaluate(self._done)
-                self._done += 1
+        self._trained = [one for module in self._slices.modules for one in module.modules() if one.training]
+        for one in self._trained:
+            one.training = False  # no dropout
+        try:
+            with torch.no_grad():
+                for _ in range(self._iterations):
+                    self._recorder.begin(self._done, traced=False)
+                    total += self._executor.evaluate(self._done)
+                    self._done += 1
+        finally:
+            self.leave()
         self._exchange.flush()
         return total / self._iterations
 
-
-@contextmanager
-def _evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """No dropout; then each module as it was before."""
-    trained = [one for module in modules for one in module.modules() if one.training]
-    for one in trained:
-        one.training = False
-    try:
-        yield
-    finally:
+    def leave(self) -> None:
+        """Each module as it was before. Others call it where the thread that evaluates is stuck and left behind."""
+        trained, self._trained = self._trained, []
         for one in trained:
             one.training = True

@@ -118,6 +118,7 @@ class Generation:
         """The next order has come: no peer reads from the connections any more."""
         self._ended_at: float | None = None
         self._paused = False
+        self._evaluates: Evaluation | None = None
         self._doing: tuple[str | tuple[int, int], float] = "begins an order", time.monotonic()
         """What `run` does, or the iteration and the place of an op in the program; since when."""
 
@@ -248,6 +249,8 @@ class Generation:
             committed, factor = order.first_iteration - 1, order.factor
             assert factor is None or factor.iteration == committed
             self._steps.go_back(committed, None if factor is None else factor.factor)
+        if self._evaluates is not None:
+            self._evaluates.leave()
         self._context.layer_store.holding.zero_gradients()
 
     def _does(self, what: str | tuple[int, int]) -> None:
@@ -350,7 +353,7 @@ class Generation:
 
     def _evaluation(self, communicator: Communicator, slices: Slices, steps: Steps) -> Callable[[int], float]:
         """What evaluates after an iteration. It is made when it is first used: no recovery waits for it."""
-        context, made = self._context, list[Evaluation]()
+        context = self._context
 
         def before_op(iteration: int, place: int, kind: OpKind) -> None:
             self._does(f"evaluates after iteration {self._reached}: {kind} {place} of round {iteration}")
@@ -362,13 +365,13 @@ class Generation:
             steps.void = False  # on all alike: nobody has run a forward of the next iteration
             self._reached = iteration
             assert context.validation is not None
-            if not made:
-                made.append(Evaluation(
+            if self._evaluates is None:
+                self._evaluates = Evaluation(
                     self._schedule, communicator=communicator, slices=slices, steps=steps,
                     exchange=lambda schedule, iterations: Exchange(schedule, communicator, context.forms, iterations),
                     feed=partial(self._read, context.validation), before_op=before_op,
-                    iterations=context.config.training.evaluation_iterations))
-            return made[0].run()
+                    iterations=context.config.training.evaluation_iterations)
+            return self._evaluates.run()
 
         return evaluate
 
