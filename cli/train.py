@@ -74,7 +74,7 @@ from runtime.protocol.failure_injection import Injection
 from runtime.protocol.rendezvous import RendezvousError
 from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
 from runtime.replay.placement import PlacementError
-from runtime.run_folder import FolderError, left_behind, locked, require_free, results
+from runtime.run_folder import FolderError, holds_more_than_losses, left_behind, locked, require_free, results
 from schedules.check import check
 from schedules.schedule import Schedule, Worker
 
@@ -101,7 +101,7 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
     mpirun; all need the same secret, and --out on a file system that they share.
     """
     here = launched_as(nodes, node, rendezvous)
-    if here.agent:  # one that is killed tells nobody: this process would train on, without anyone who knows of it
+    if here.tied:  # else this process would train on, without anyone who knows of it
         signal_at_death_of_parent(signal.SIGTERM)
     folder = out_folder or Path("runs") / job.stem
     wanted = read_job_or_refuse(job)
@@ -127,6 +127,7 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
     if loaded is not None and (backward or optimizer):
         refuse("--table says how to run: leave out --backward and --optimizer")
     goes_on = left_behind(folder) is not None  # of a node 0 that has died: its workers may live
+    force = force or (resume is not None and _begins_there(resume, folder))
     resume_from = None if resume is None else _find_checkpoint(resume, folder, needed=not goes_on)
     if resume_from is not None and not goes_on and _nothing_left(folder, resume_from, config.training.iterations, json):
         return
@@ -258,11 +259,20 @@ def _refusals(goes_on: Callable[[], str] = str) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
+def _begins_there(resume: Path, folder: Path) -> bool:
+    """Whether a run that is to go on in its own folder begins anew: there is nothing yet, or it was killed before its
+    first checkpoint."""
+    return resume.resolve() == folder.resolve() and not holds_more_than_losses(folder)
+
+
 def _find_checkpoint(resume: Path, folder: Path, *, needed: bool) -> Checkpoint | None:
     """Where to go on from; None where a run goes on in its own folder, which is empty: schedulers repeat commands."""
-    if resume.resolve() == folder.resolve() and not results(folder):
-        err.print(f"{folder}: nothing is there to go on from; starts with iteration 0", style="yellow", markup=False,
-                  highlight=False, soft_wrap=True)
+    if _begins_there(resume, folder):
+        if needed:
+            losses = results(folder)
+            found = f"{losses} without a checkpoint are" if losses else "nothing is"
+            err.print(f"{folder}: {found} there to go on from; starts with iteration 0", style="yellow", markup=False,
+                      highlight=False, soft_wrap=True)
         return None
     if needed:
         return checkpoint_or_refuse(resume, "--resume ")

@@ -145,6 +145,11 @@ def results(out: Path) -> str:
     return ", ".join(found)
 
 
+def holds_more_than_losses(out: Path) -> bool:
+    """Whether there is anything of a run, of any state, that it cannot make again from its first iteration."""
+    return any(out.glob(f"{CHECKPOINTS}/iteration-*")) or any(out.glob("parameters/layer-*"))
+
+
 def _is_own(checkpoint: Checkpoint, out: Path) -> bool:
     return checkpoint.path.resolve().parent == (out / CHECKPOINTS).resolve()
 

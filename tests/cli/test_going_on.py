@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from cli.app import app
 from runtime.model.checkpoint import latest
-from tests.runtime.running import command_environment, free_port, judge_of_text, losses_in, tiny_text
+from tests.runtime.running import below, command_environment, free_port, judge_of_text, losses_in, tiny_text
 
 JOB = tiny_text(pipelines=2, iterations=40)
 COMMON = ("--method", "greedy", "--json")
@@ -101,6 +101,26 @@ def test_a_folder_with_results_is_refused_in_one_line_and_forced(job, tmp_path):
     forced = train(job, *COMMON, "--iterations", 2, "--seed", 1, "--out", out, "--checkpoint-every", 0, "--force")
     assert forced.exit_code == 0, forced.output
     assert not list((out / "checkpoints").glob("*")) and len(losses_in(out)) == 2
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew_when_its_command_is_repeated(job, tmp_path):
+    out = tmp_path / "out"
+    lead = subprocess.Popen([sys.executable, "-m", "cli", "train", str(job), *COMMON, "--out", str(out), "--iterations",
+                             "10000"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=command_environment())
+    deadline = time.monotonic() + 200
+    while len(losses_in_lines(out)) < 5 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in [lead.pid, *below(lead.pid)]:
+        os.kill(pid, signal.SIGKILL)
+    lead.wait(20)
+    refused = train(job, *COMMON, "--out", out)
+    assert refused.exit_code == 2 and re.search(r"holds the results of another run \(\d+ iterations\)", refused.stderr)
+    again = train(job, *COMMON, "--out", out, "--resume", out)
+    assert again.exit_code == 0, again.output
+    assert re.search(r"out: \d+ iterations without a checkpoint are there to go on from; starts with iteration 0",
+                     again.stderr)
+    assert losses_in(out) == pytest.approx(judge_of_text(JOB).losses, rel=0, abs=1e-9)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
