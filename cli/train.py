@@ -104,7 +104,7 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
     mpirun; all need the same secret, and --out on a file system that they share.
     """
     here = launched_as(nodes, node, rendezvous)
-    if here.agent:  # one that is killed tells nobody: this process would train on, without anyone who knows of it
+    if here.tied:  # else this process would train on, without anyone who knows of it
         signal_at_death_of_parent(signal.SIGTERM)
     folder = out_folder or Path("runs") / job.stem
     wanted = read_job_or_refuse(job)
