@@ -36,8 +36,8 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
           time_limit: TimeLimit = 5.0, seed: Seed = 0, json: Json = False) -> None:
     """Plan a table of schedules: two for every number of failures.
 
-    One runs at once: failures are spread over stages by role moves, and no stage is cut, as the runtime needs it. The
-    other is the settled answer, with layers moved. `train` uses the first; `lookup --settled` finds the second.
+    One runs at once: failures are spread over stages by role moves, and layers stay where they are. The other is the
+    settled answer, with layers moved. `train` uses the first; `lookup --settled` finds the second.
     Started again after Ctrl-C or a crash, it goes on where it stopped; with a larger K it adds to the table.
     """
     options = plan_options(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit, seed=seed)

@@ -17,7 +17,7 @@ from runtime.model.slices import Slices, forms
 from runtime.model.steps import Steps
 from runtime.protocol.rendezvous import host_store
 from runtime.replay.communication import Communicator, Membership
-from runtime.replay.evaluation import Evaluation
+from runtime.replay.evaluation import Evaluation, EvaluationMode
 from runtime.replay.exchange import Exchange
 from runtime.replay.placement import Placement
 from schedules.schedule import Worker
@@ -62,7 +62,7 @@ def test_an_evaluation_that_is_left_behind_leaves_layers_as_they_were():
     communicator = Communicator(Membership(1, {worker: 0}, worker), {}, transport="gloo", device=model.device,
                                 store=store)
     holding = build_holding(model, range(model.layers), config.training)
-    stuck, freed = Event(), Event()
+    stuck, freed, mode = Event(), Event(), EvaluationMode()
 
     def before_op(*_):
         stuck.set()
@@ -73,13 +73,14 @@ def test_an_evaluation_that_is_left_behind_leaves_layers_as_they_were():
                                                          speaks_for=range(model.layers), staggered=False),
         slices=Slices(holding, placement.slices(schedule, worker), model, loss_scale=0.5, config=config),
         exchange=lambda one, iterations: Exchange(one, communicator, forms(model, config), iterations),
-        feed=lambda one: load_corpus(config).batch(one, 1, config.model.context), before_op=before_op, iterations=1)
+        feed=lambda one: load_corpus(config).batch(one, 1, config.model.context), before_op=before_op, iterations=1,
+        mode=mode)
     modules = [one for module in holding.modules.values() for one in module.modules()]
     assert all(one.training for one in modules)
     with ThreadPoolExecutor(1) as pool:
         loss = pool.submit(evaluation.run)
         assert stuck.wait(TIMEOUT_SECONDS) and not any(one.training for one in modules)
-        evaluation.leave()
+        mode.end()
         assert all(one.training for one in modules)
         modules[0].training = False  # another evaluation has begun
         freed.set()
