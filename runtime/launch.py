@@ -153,9 +153,11 @@ class _Launch:
                 self._processes(fork_server, opened, settings, alive if behind is not None else None), event_log)
             leave_behind(out, left)
             stack.callback(forget_left_behind, out)
-            with events.processes.running(found=behind is not None):
-                asyncio.run(events.serve(listener, self.stop))
-            del store
+            try:
+                with events.processes.running(found=behind is not None):
+                    asyncio.run(events.serve(listener, self.stop))
+            finally:
+                del store  # closes it, whatever an error keeps
             if events.stopped:
                 number = self.stop.received or signal.SIGTERM
                 raise RunStopped(number, f"interrupted by {number.name}" + (
