@@ -13,12 +13,14 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from runtime.config import ConfigError, RunConfig
 from runtime.device import gpu_count
 from runtime.errors import RunError
 from runtime.model.checkpoint import CheckpointError, open_checkpoint
 from runtime.processes.fork_server import ForkServer, ForkServerError
-from runtime.processes.launchers import ALONE, LocalProcess, gpu_share
+from runtime.processes.launchers import ALONE, GpuShare, LocalProcess, gpu_share
 from runtime.processes.process_manager import NodeProcesses
 from runtime.processes.start_limit import StartLimit, StartLimitError
 from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped, StopSignals, stop_signals
@@ -66,27 +68,28 @@ def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Pa
     do not fit, FolderError when another process writes to `out` as this node, RunError when the run fails, and
     RunStopped.
     """
-    channel, setup = _join_node(rendezvous, job.secret, node, join_timeout_seconds, notify)
-    link = CoordinatorLink(channel, setup, lambda hello, seconds: Channel(
-        rendezvous, job.secret, hello, to_node_agent.decode, seconds))
-    with closing(link):
-        if len(setup.shares) != nodes:
-            raise ConfigError(f"--nodes is {nodes} here and {len(setup.shares)} at node 0; expected the same")
-        settings = _own_settings(job, setup, out)
-        cards, gpus = gpu_count(setup.device), gpu_share(setup.shares, node, local)
-        if setup.device == "cuda" and (cards == 0 or (setup.transport == "nccl" and cards < gpus.workers)):
-            raise ConfigError(f"node {node} has {cards} GPUs for {gpus.workers} workers; {setup.transport} needs more")
-        with ExitStack() as stack:
+    anew = True
+    while anew:
+        channel, setup = _join_node(rendezvous, job.secret, node, join_timeout_seconds, notify)
+        link = CoordinatorLink(channel, setup, lambda hello, seconds: Channel(
+            rendezvous, job.secret, hello, to_node_agent.decode, seconds))
+        with closing(link), ExitStack() as stack:
+            gpus = _own_gpus(setup, node, nodes, local)
+            settings = _own_settings(job, setup, out)
             stop = stack.enter_context(stop_signals())
             stack.enter_context(locked(out, node))
             if not setup.restarted:
                 clear_parameters(out)  # the folder may be shared with node 0, whose workers have logs there
-            fork_server = fork_server or stack.enter_context(ForkServer())
-            processes = NodeProcesses(fork_server, rendezvous, setup.workers, cards, settings, gpus.first)
+            processes = NodeProcesses(fork_server or stack.enter_context(ForkServer()), rendezvous, setup.workers,
+                                      gpu_count(setup.device), settings, gpus.first)
             with processes.running(restarted=setup.restarted):
-                error = _NodeAgent(node, link, processes, StartLimit(setup.workers), stop, notify=notify,
+                agent = _NodeAgent(node, link, processes, StartLimit(setup.workers), stop, notify=notify,
                                    grace_seconds=grace_seconds,
-                                   coordinator_timeout_seconds=job.coordinator_timeout_seconds).serve()
+                                   coordinator_timeout_seconds=job.coordinator_timeout_seconds)
+                error = agent.serve()
+        anew = agent.anew and stop.received is None
+        if anew:
+            notify(f"{error}: joins node 0 again, which begins anew")
     if stop.received is not None:
         raise RunStopped(stop.received, f"interrupted by {stop.received.name}; the workers of node {node} have left"
                          + ("" if error is None else f": {error}"))
@@ -94,10 +97,23 @@ def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Pa
         raise RunError(error)
 
 
+def _own_gpus(setup: NodeSetup, node: int, nodes: int, local: LocalProcess) -> GpuShare:
+    """Those of this node's workers. Raises ConfigError where node 0 has other options, or there are too few."""
+    if len(setup.shares) != nodes:
+        raise ConfigError(f"--nodes is {nodes} here and {len(setup.shares)} at node 0; expected the same")
+    cards, gpus = gpu_count(setup.device), gpu_share(setup.shares, node, local)
+    if setup.device == "cuda" and (cards == 0 or (setup.transport == "nccl" and cards < gpus.workers)):
+        raise ConfigError(f"node {node} has {cards} GPUs for {gpus.workers} workers; {setup.transport} needs more")
+    return gpus
+
+
 def _own_settings(job: NodeJob, setup: NodeSetup, out: Path) -> NodeSettings:
     """What the workers here are given. Raises ConfigError where node 0 runs another job."""
+    config = job.config
+    if config.training.recompute == "auto":  # node 0 plans, and has chosen
+        config = replace(config, training=replace(config.training, recompute=setup.config.training.recompute))
     for table in ("model", "training"):
-        ours, theirs = getattr(job.config, table), getattr(setup.config, table)
+        ours, theirs = getattr(config, table), getattr(setup.config, table)
         for key in ours.__struct_fields__:
             # How long to train is for node 0 to say, like the other numbers of `Setup`.
             if key != "iterations" and getattr(ours, key) != getattr(theirs, key):
@@ -115,7 +131,7 @@ def _own_settings(job: NodeJob, setup: NodeSetup, out: Path) -> NodeSettings:
     elif setup.first_iteration and job.resume is not None:  # layers come from other workers, as long as these have them
         with suppress(CheckpointError):
             resume = str(_own_checkpoint(job.resume, setup.first_iteration).resolve())
-    return NodeSettings(config=job.config, secret=job.secret, out=str(out.resolve()), resume=resume,
+    return NodeSettings(config=config, secret=job.secret, out=str(out.resolve()), resume=resume,
                         coordinator_timeout_seconds=job.coordinator_timeout_seconds)
 
 
@@ -169,6 +185,8 @@ class _NodeAgent:
         self._coordinator_timeout_seconds = coordinator_timeout_seconds
         self._deadline: float | None = None
         """Once it was told to end."""
+        self.anew = False
+        """Whether node 0 begins the run anew after this one has ended."""
 
     def serve(self) -> str | None:
         """How it ended: None, or why it failed.
@@ -184,6 +202,7 @@ class _NodeAgent:
                     except RendezvousError as gone:
                         ended = self._find_another(str(gone), woken)
                         if ended is not None:
+                            self.anew = ended.anew
                             return ended.error
             except StartLimitError as error:
                 raise RunError(str(error)) from None
@@ -209,6 +228,7 @@ class _NodeAgent:
                 for message in link.read() if link.pending or link in ready else ():
                     match message:
                         case RunEnded():
+                            self.anew = message.anew
                             return message.error
                         case StartWorker():
                             self._limit.require(message.worker)
