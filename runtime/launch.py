@@ -98,7 +98,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
                 return launch.lead(fork_server, behind)
             except NobodyLeftError as error:
                 forget_left_behind(out)
-                anew = options.force and resilience.resume is None
+                anew = resilience.resume is None and (options.force or options.again)
                 options.notify(f"{error}{'; starts with iteration 0' if anew else ''}")
         return launch.lead(fork_server)
 
