@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -62,6 +63,8 @@ class ChaosScenario:
     """Whether workers are slow now and then."""
     gap: tuple[int, int] = (4, 16)
     """Iterations between two failures that are planned."""
+    away: tuple[int, int] = (1, 4)
+    """Iterations until whoever is dead then comes back."""
     heartbeat_timeout_seconds: float = 1.0
 
     @property
@@ -71,9 +74,11 @@ class ChaosScenario:
                 for column in range(self.job.stages)]
 
 
-KINDS: Mapping[str, Mapping[str, bool]] = {
-    "plain": {}, "roles": {"moves": True}, "slow": {"slows": True}, "settling": {"settles": True},
-    "slow-settling": {"slows": True, "settles": True}}
+SETTLING: Mapping[str, Any] = {"settles": True, "gap": (25, 40), "away": (15, 35)}
+"""A schedule is planned, and layers are fetched, before the next worker comes or goes."""
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "plain": {}, "roles": {"moves": True}, "slow": {"slows": True}, "settling": SETTLING,
+    "slow-settling": {"slows": True, **SETTLING}}
 
 
 def settings(grid: str, iterations: int) -> dict[str, ChaosScenario]:
@@ -141,7 +146,7 @@ def _failures(setting: ChaosScenario, rng: random.Random, first: int) -> tuple[l
             worker, place, action = rng.choice(workers), rng.choice(IN_FETCH), _action(rng)
             injections += [Injection(worker, iteration, place, action)
                            for iteration in range(at, min(at + IN_FETCH_SPAN, setting.iterations))]
-        returns += [Return(worker, at + rng.randint(1, 4)) for worker in workers]
+        returns += [Return(worker, at + rng.randint(*setting.away)) for worker in workers]
     return injections, returns
 
 
