@@ -142,7 +142,7 @@ def train_through(setting: ChaosScenario, rng: random.Random, fork_server: ForkS
 def _live(setting: ChaosScenario, rng: random.Random, fork_server: ForkServer, out: Path, tally: Tally, *,
           storm_seconds: float, found: dict[str, int]) -> None:
     """One run, to its end or until too few are left. Raises RunError and ChaosError."""
-    survivors = Survivors(found)
+    survivors = Survivors(found, lambda: fork_server.pids)
 
     def tell(news: Recovery | SpeedEvent | str) -> None:
         if isinstance(news, Recovery):

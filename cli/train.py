@@ -9,16 +9,18 @@ from functools import partial
 from pathlib import Path
 
 import typer
+from msgspec.structs import replace
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from cli.shared.console import answer_no, duration, err, out, print_json, refuse
 from cli.shared.device_peak import peak_flops
 from cli.shared.failure_schedules import scheduler, scheduler_at_speeds
-from cli.shared.going_on import begins_there, done_without_this_node, how_to_resume, left_by
+from cli.shared.going_on import done_without_this_node, how_to_resume, left_by
 from cli.shared.inputs import parse_workers, read_job_or_refuse, read_schedule_or_refuse, require_choice
 from cli.shared.launch_options import given_secret_or_refuse, launched_as
 from cli.shared.options import Backward, Failed, JobFile, Json, MethodName, Optimizer, TimeLimit
-from cli.shared.planning import make_plan, plan_options
+from cli.shared.plan_summary import recomputation_lines
+from cli.shared.planning import chosen_recomputation, make_plan, plan_options
 from cli.shared.rebalancing import Rebalancing
 from cli.shared.run_progress import RunProgress
 from cli.shared.train_inputs import (
@@ -57,6 +59,7 @@ from cli.shared.train_options import (
 )
 from planner.job.file import Job
 from planner.options import LAYERS
+from planner.recompute import chooses_recomputation
 from runtime.config import ConfigError, ModelConfig, RunConfig, TrainingConfig, parse_run_config
 from runtime.coordinator.settling import Settling
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
@@ -74,7 +77,7 @@ from runtime.protocol.failure_injection import Injection
 from runtime.protocol.rendezvous import RendezvousError
 from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
 from runtime.replay.placement import PlacementError
-from runtime.run_folder import FolderError, left_behind, locked, require_free, results
+from runtime.run_folder import FolderError, iterations_done, left_behind, locked, require_free, saved
 from schedules.check import check
 from schedules.schedule import Schedule, Worker
 
@@ -126,12 +129,12 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
             require_package()
     loaded = None if table is None else read_table(table, wanted)
     _require_model(wanted, job)
+    wanted, config = _recomputing(job, wanted, config, backward, optimizer, time_limit)
     if schedule is not None and (failed or backward or optimizer):
         refuse("--schedule says which workers are down and how to run: leave out --failed, --backward and --optimizer")
     if loaded is not None and (backward or optimizer):
         refuse("--table says how to run: leave out --backward and --optimizer")
     goes_on = left_behind(folder) is not None  # of a node 0 that has died: its workers may live
-    force = force or (resume is not None and begins_there(resume, folder))
     resume_from = None if resume is None else _find_checkpoint(resume, folder, needed=not goes_on)
     if resume_from is not None and not goes_on and _nothing_left(folder, resume_from, config.training.iterations, json):
         return
@@ -140,7 +143,7 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
         refuse("--mtbf says when moving layers pays: give it with --layers move")
     if not goes_on:
         with _refusals():
-            _require_free(folder, resume_from, config, force)
+            _require_free(folder, resume_from, config, force=force, again=_is_same(resume, folder))
     kills, returns = events("--kill", kill, wanted), events("--return", bring_back, wanted)
     slowed = slowdowns(slow, wanted)
     _say_what_never_happens({"--kill": kills, "--return": returns}, config.training.iterations)
@@ -176,7 +179,8 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
         result = run(chosen, config, out=folder, progress=shown.committed, resilience=resilience, options=RunOptions(
             nodes=here.nodes, rendezvous=to_open(here), announce=partial(announce, here), local=here.local,
             notify=shown.say, observe=shown.observe, fault_free_seconds=fault_free, secret=secret, force=force,
-            grace_seconds=grace, tensorboard=tensorboard, peak_flops=peak_flops(config.training)))
+            again=_is_same(resume, folder), grace_seconds=grace, tensorboard=tensorboard,
+            peak_flops=peak_flops(config.training)))
     if json:
         print_json(report(result))
     else:
@@ -247,6 +251,22 @@ def _require_model(job: Job, path: Path) -> None:
                "`hugging_face`, `name` or `blocks`")
 
 
+def _recomputing(path: Path, job: Job, config: RunConfig, backward: str | None, optimizer: str | None,
+                 time_limit: float) -> tuple[Job, RunConfig]:
+    """The job and its configuration with the choice of what is computed again, where they leave that to the planner."""
+    options = plan_options(backward=backward, optimizer=optimizer, method="greedy", time_limit=time_limit, seed=0)
+    if chooses_recomputation(job) and job.layers is None:
+        refuse(f"{path}: training.recompute is 'auto', and there is no [placement] layers; `slipstream profile` writes "
+               "them")
+    again = chosen_recomputation(path, job, options)
+    if again is None:
+        return job, config
+    for line in recomputation_lines(again):
+        _say(line)
+    training = replace(config.training, recompute=again.layers)
+    return again.job, replace(config, training=training)
+
+
 def _fitting(path: Path, job: Job) -> Schedule:
     """The schedule in a file. Exits 2 unless it has this job's shape, 1 when it breaks a rule."""
     schedule = read_schedule_or_refuse(path)
@@ -281,14 +301,20 @@ def _refusals(goes_on: Callable[[], str] = str) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
+def _is_same(resume: Path | None, folder: Path) -> bool:
+    """Whether a run goes on in its own folder: schedulers repeat commands, also of runs that have hardly begun."""
+    return resume is not None and resume.resolve() == folder.resolve()
+
+
 def _find_checkpoint(resume: Path, folder: Path, *, needed: bool) -> Checkpoint | None:
-    """Where to go on from; None where a run goes on in its own folder, which is empty: schedulers repeat commands."""
-    if begins_there(resume, folder):
+    """Where to go on from; None where a run goes on in its own folder, and has saved nothing there."""
+    if _is_same(resume, folder) and not saved(folder):
+        done = iterations_done(folder)
         if needed:
-            losses = results(folder)
-            found = f"{losses} without a checkpoint are" if losses else "nothing is"
-            err.print(f"{folder}: {found} there to go on from; starts with iteration 0", style="yellow", markup=False,
-                      highlight=False, soft_wrap=True)
+            err.print(f"{folder}: " + (f"the run there was ended before its first checkpoint: does its {done} "
+                                       "iterations again, from iteration 0" if done else
+                                       "nothing is there to go on from; starts with iteration 0"),
+                      style="yellow", markup=False, highlight=False, soft_wrap=True)
         return None
     if needed:
         return checkpoint_or_refuse(resume, "--resume ")
@@ -298,13 +324,13 @@ def _find_checkpoint(resume: Path, folder: Path, *, needed: bool) -> Checkpoint 
         return None
 
 
-def _require_free(folder: Path, resume: Checkpoint | None, config: RunConfig, force: bool) -> None:
+def _require_free(folder: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool, again: bool) -> None:
     """Refuse what `run` will refuse, before the time for planning is spent."""
     if resume is not None:
         open_checkpoint(resume.path, identity_of(config, len(resume.manifest.layers)))
     if folder.is_dir():
         with locked(folder, 0):
-            require_free(folder, resume, config, force=force)
+            require_free(folder, resume, config, force=force, again=again)
 
 
 def _nothing_left(folder: Path, resume: Checkpoint, iterations: int, json: bool) -> bool:

@@ -13,6 +13,8 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from runtime.config import ConfigError, RunConfig
 from runtime.device import gpu_count
 from runtime.errors import RunError
@@ -107,8 +109,11 @@ def _own_gpus(setup: NodeSetup, node: int, nodes: int, local: LocalProcess) -> G
 
 def _own_settings(job: NodeJob, setup: NodeSetup, out: Path) -> NodeSettings:
     """What the workers here are given. Raises ConfigError where node 0 runs another job."""
+    config = job.config
+    if config.training.recompute == "auto":  # node 0 plans, and has chosen
+        config = replace(config, training=replace(config.training, recompute=setup.config.training.recompute))
     for table in ("model", "training"):
-        ours, theirs = getattr(job.config, table), getattr(setup.config, table)
+        ours, theirs = getattr(config, table), getattr(setup.config, table)
         for key in ours.__struct_fields__:
             # How long to train is for node 0 to say, like the other numbers of `Setup`.
             if key != "iterations" and getattr(ours, key) != getattr(theirs, key):
@@ -126,7 +131,7 @@ def _own_settings(job: NodeJob, setup: NodeSetup, out: Path) -> NodeSettings:
     elif setup.first_iteration and job.resume is not None:  # layers come from other workers, as long as these have them
         with suppress(CheckpointError):
             resume = str(_own_checkpoint(job.resume, setup.first_iteration).resolve())
-    return NodeSettings(config=job.config, secret=job.secret, out=str(out.resolve()), resume=resume,
+    return NodeSettings(config=config, secret=job.secret, out=str(out.resolve()), resume=resume,
                         coordinator_timeout_seconds=job.coordinator_timeout_seconds)
 
 

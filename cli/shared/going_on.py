@@ -13,7 +13,7 @@ from runtime.model.checkpoint import Checkpoint, CheckpointError, latest
 from runtime.model.digest import combined_digest, tensor_digest
 from runtime.model.parameters import layer_path, load_layer
 from runtime.model.tensor_codec import TensorError
-from runtime.run_folder import CHECKPOINTS, holds_more_than_losses, left_behind
+from runtime.run_folder import CHECKPOINTS, left_behind
 from schedules.codec import read
 from schedules.document import DocumentError
 
@@ -47,12 +47,6 @@ def _options(ctx: typer.Context) -> Iterator[str]:
             yield option.opts[0]
             if not isinstance(one, bool):
                 yield str(one)
-
-
-def begins_there(resume: Path, folder: Path) -> bool:
-    """Whether a run that is to go on in its own folder begins anew: there is nothing yet, or it was killed before its
-    first checkpoint."""
-    return resume.resolve() == folder.resolve() and not holds_more_than_losses(folder)
 
 
 def done_without_this_node(folder: Path, resume: Path | None, iterations: int) -> bool:

@@ -9,6 +9,8 @@
     gathering            who is waited for before the first order
     heartbeat_monitor    which workers have been silent for too long
     stall_watch          who keeps the run from going on, when nothing has been committed for long
+    worker_messages      what each message of a worker changes
+    commits              what follows when iterations are committed
     news                 what people are told, and what files keep of that
 
     coordinator          what each event changes, and what is decided then

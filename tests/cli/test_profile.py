@@ -44,19 +44,22 @@ device = "cpu"
 
 def test_a_job_is_measured(tmp_path) -> None:
     """One test, because measuring takes seconds."""
-    (tmp_path / "job.toml").write_text(JOB)
+    asked = JOB + "recompute = 'auto'\n"
+    (tmp_path / "job.toml").write_text(asked)
     result = CliRunner().invoke(app, ["profile", "--job", str(tmp_path / "job.toml"), "--rounds", "2", "--json",
                                       "--out", str(tmp_path / "out.toml")])
     assert result.exit_code == 0, result.output
     text = (tmp_path / "out.toml").read_text()
     assert tomllib.loads(text) == json.loads(result.stdout)["job"]
     assert "2 of 2 pipelines" in text and "MiB a stage" in text and "over gloo" in text
-    before, after = parse_job(JOB), read_job(tmp_path / "out.toml")
+    before, after = parse_job(asked), read_job(tmp_path / "out.toml")
     for name in ("name", "pipelines", "stages", "microbatches", "columns", "layers", "model", "training"):
         assert getattr(after, name) == getattr(before, name)
     assert parse_run_config(after.model, after.training) == parse_run_config(before.model, before.training)
     assert plan_job(after, time_limit=1).schedule.period_ticks > 0
     require_sense(after)
+    for stage, (again, kept) in enumerate(zip(after.memory.recomputed, after.memory.activation, strict=True)):
+        assert 0 < again <= (kept if stage == 0 else 0.8 * kept), "what a block takes is little of what it computes"
     costs = layer_costs(after)
     assert len(costs.weights) == 6 and sum(costs.weights) == sum(after.memory.weights)
     assert 0 < min(costs.weights) < max(costs.weights), "a block holds more than the last norm"

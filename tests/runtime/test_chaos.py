@@ -77,6 +77,19 @@ def test_whoever_was_not_lost_must_not_be_started_again():
         survivors.require()
 
 
+def test_who_was_started_and_lost_between_two_commits_may_be_started_again():
+    running = {"0.0": 10, "1.0": 11}
+    survivors = Survivors({}, lambda: running)
+    survivors.look(running)
+    survivors.observe(Failed(worker=Worker(1, 0), reason="worker 1.0 was killed by SIGKILL"))
+    running["1.0"] = 21
+    survivors.observe(Noted(text="worker 1.0 was killed by SIGKILL, before it took part"))
+    survivors.look(running)  # the end of its process is not known yet
+    running["1.0"] = 31
+    survivors.look(running)
+    survivors.require()
+
+
 def test_a_worker_of_another_node_0_that_ends_without_a_word_is_told(monkeypatch):
     monkeypatch.setattr(chaos_checks, "NOTICED_SECONDS", -1.0)
     with subprocess.Popen(["sleep", "100"]) as lives, subprocess.Popen(["true"]) as gone:
