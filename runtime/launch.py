@@ -47,11 +47,12 @@ from runtime.model.layers import LayeredModel, model_for, parameter_dtype
 from runtime.model.parameter_groups import require_matches
 from runtime.model.parameters import load_layer
 from runtime.model.tensor_codec import TensorError
+from runtime.model.worker_group import standing_in
 from runtime.processes.fork_server import AdoptedForkServer, ForkServer, adopt
 from runtime.processes.launchers import ALONE, GpuShare, LocalProcess, gpu_share
 from runtime.processes.process_manager import NodeProcesses, ProcessManager, Return
 from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped, StopSignals, stop_signals
-from runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS, NodeSettings
+from runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS, NodeSettings, seconds_to_hold
 from runtime.protocol.authentication import HOW, Secret, new_secret
 from runtime.protocol.failure_injection import Injection, Slowdown
 from runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store, listen
@@ -329,9 +330,10 @@ class _Launch:
         resume, given = self.resilience.resume, self.options.secret
         own = new_secret() if adopted is None else Secret(bytes.fromhex(adopted.note))
         path = None if resume is None else str(resume.path.resolve())
+        seconds = seconds_to_hold(self.config, self.resilience.coordinator_timeout_seconds)
         return NodeSettings(config=self.config, secret=given or own, out=str(self.out.resolve()),
                             resume=path if behind is None else behind.resume,
-                            coordinator_timeout_seconds=self.resilience.coordinator_timeout_seconds)
+                            coordinator_timeout_seconds=seconds)
 
     def _left(self, opened: Rendezvous, first: int, settings: NodeSettings, fork_server: ForkServer,
               behind: LeftBehind | None) -> LeftBehind:
@@ -406,16 +408,17 @@ def _prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> _Fit
     if violations:
         raise PlacementError(f"the schedule breaks a rule: {violations[0]}")
     training = config.training
-    device = choose_device(training.device)
-    model = model_for(config.model, training.seed, parameter_dtype(training.dtype), torch.device(device))
+    device, ranks = choose_device(training.device), training.tensor_parallel
+    with standing_in(ranks):
+        model = model_for(config.model, training.seed, parameter_dtype(training.dtype), torch.device(device))
+        with counted() as flops:
+            at_layer = forms(model, config)
     placement = place(schedule.grid, model.layers)
     require_matches(model, training)
     load_corpus(config, schedule.grid.microbatches)
     load_validation(config, schedule.grid.microbatches)
     shares = assign_to_nodes([seat.worker for seat in schedule.seats], options.nodes)
-    gpus = gpu_share([len(share) for share in shares], 0, options.local)
-    with counted() as flops:
-        at_layer = forms(model, config)
+    gpus = gpu_share([len(share) * ranks for share in shares], 0, options.local)
     microbatches = schedule.grid.total_microbatches
     return _Fit(device, model, placement, shares, gpus,
                 choose_transport(training.backend, device, gpus.workers, gpu_count(device)),

@@ -22,7 +22,7 @@ from runtime.processes.launchers import ALONE, LocalProcess, gpu_share
 from runtime.processes.process_manager import NodeProcesses
 from runtime.processes.start_limit import StartLimit, StartLimitError
 from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped, StopSignals, stop_signals
-from runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS, NodeSettings
+from runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS, NodeSettings, seconds_to_hold
 from runtime.protocol import to_node_agent
 from runtime.protocol.authentication import Secret
 from runtime.protocol.channel import Channel
@@ -73,7 +73,8 @@ def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Pa
         if len(setup.shares) != nodes:
             raise ConfigError(f"--nodes is {nodes} here and {len(setup.shares)} at node 0; expected the same")
         settings = _own_settings(job, setup, out)
-        cards, gpus = gpu_count(setup.device), gpu_share(setup.shares, node, local)
+        cards, gpus = gpu_count(setup.device), gpu_share([
+            workers * job.config.training.tensor_parallel for workers in setup.shares], node, local)
         if setup.device == "cuda" and (cards == 0 or (setup.transport == "nccl" and cards < gpus.workers)):
             raise ConfigError(f"node {node} has {cards} GPUs for {gpus.workers} workers; {setup.transport} needs more")
         with ExitStack() as stack:
@@ -86,7 +87,7 @@ def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Pa
             with processes.running(restarted=setup.restarted):
                 error = _NodeAgent(node, link, processes, StartLimit(setup.workers), stop, notify=notify,
                                    grace_seconds=grace_seconds,
-                                   coordinator_timeout_seconds=job.coordinator_timeout_seconds).serve()
+                                   coordinator_timeout_seconds=settings.coordinator_timeout_seconds).serve()
     if stop.received is not None:
         raise RunStopped(stop.received, f"interrupted by {stop.received.name}; the workers of node {node} have left"
                          + ("" if error is None else f": {error}"))
@@ -116,7 +117,7 @@ def _own_settings(job: NodeJob, setup: NodeSetup, out: Path) -> NodeSettings:
         with suppress(CheckpointError):
             resume = str(_own_checkpoint(job.resume, setup.first_iteration).resolve())
     return NodeSettings(config=job.config, secret=job.secret, out=str(out.resolve()), resume=resume,
-                        coordinator_timeout_seconds=job.coordinator_timeout_seconds)
+                        coordinator_timeout_seconds=seconds_to_hold(job.config, job.coordinator_timeout_seconds))
 
 
 def _own_checkpoint(folder: Path, iteration: int) -> Path:

@@ -23,6 +23,7 @@ from runtime.coordinator.news import News
 from runtime.coordinator.node_agents import NodeAgents
 from runtime.coordinator.planning import ScheduleService
 from runtime.coordinator.plausible import Bounds, printable
+from runtime.coordinator.rank_reports import RankReports
 from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.run import Run
 from runtime.coordinator.server import Connection, Server, serve
@@ -60,7 +61,7 @@ from runtime.protocol.to_coordinator import (
     Validated,
 )
 from runtime.protocol.to_node_agent import STILL_RUNNING_SECONDS
-from runtime.protocol.to_worker import ReportStatus
+from runtime.protocol.to_worker import EndOrder, ReportStatus
 from runtime.replay.placement import Placement
 from schedules.schedule import Worker
 
@@ -87,6 +88,8 @@ class EventLoop:
         self.processes = processes
         self.news = News(run, event_log)
         self._workers = WorkerConnections(run, processes, self._put, self._lose)
+        self._reports = RankReports(run.config.training.tensor_parallel, lambda worker, order: self._workers.send(
+            worker, EndOrder(order)))
         self._stall = StallWatch(run.stall_timeout_seconds, lambda worker: self._workers.send(worker, ReportStatus()))
         self._events: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
         schedules = ScheduleService(run.schedule, run.scheduler, lambda: self._put(lambda: None), event_log,
@@ -252,7 +255,9 @@ class EventLoop:
         elif isinstance(message, JoinWorker):
             self._admit(connection, message)
         elif peer is not None and self._workers.hears(connection):
-            self._handle_worker(peer, printable(message))
+            whole = self._reports.take(peer, connection.rank, printable(message))
+            if whole is not None:
+                self._handle_worker(peer, whole)
 
     def _admit(self, connection: Connection, message: JoinWorker) -> None:
         worker, run = message.worker, self._run
@@ -260,7 +265,7 @@ class EventLoop:
             late = message.epoch > 0 and self._take_over is None
             connection.send(frame(replace(run.setup, forget=late, injections=tuple(
                 (index, one) for index, one in enumerate(run.injections)
-                if one.worker == worker and index not in self._injected),
+                if (one.worker, one.rank) == (worker, message.rank) and index not in self._injected),
                 slowdowns=tuple(one for one in run.slowdowns if one.worker == worker))))
 
     def _handle_worker(self, worker: Worker, message: ToCoordinator) -> None:
@@ -356,6 +361,7 @@ class EventLoop:
 
     def _lose(self, worker: Worker, reason: str, since: float) -> None:
         """A worker is gone."""
+        self._reports.forget(worker)
         if self._take_over is not None:
             self._take_over.lost(worker)
         if not self._coordinator.left:

@@ -18,6 +18,7 @@ from runtime.model.calling import Batch, loss_call, takes_batch
 from runtime.model.data import batch_form
 from runtime.model.layers import LayeredModel, autocast, recomputed_layers
 from runtime.model.passed import Form, Value, form_of, handed_on, has_gradient, made, tensors_of
+from runtime.model.shards import shards_of
 from runtime.model.sharing import sharing_of
 from runtime.torch_private import DATA_DEPENDENT, FakeTensorMode, unset_fake_temporarily
 
@@ -31,6 +32,7 @@ def forms(model: LayeredModel, config: RunConfig) -> list[Form]:
     recomputed_layers(config.training, model.layers)
     modules = [_without_memory(model, layer, config) for layer in range(model.layers)]
     _check_shared(model, modules, config)
+    _check_shards(modules, config)
     with FakeTensorMode(), model.device, torch.no_grad(), autocast(config.training.dtype, model.device):
         batch = made(given, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
         assert isinstance(batch, tuple)
@@ -65,6 +67,20 @@ def _check_shared(model: LayeredModel, modules: Sequence[nn.Module], config: Run
             if (other.shape, other.dtype) != (first.shape, first.dtype):
                 raise _refusal(config, f"{place} is {_shown(other)}; expected {_shown(first)}, as {group[0]}, which is "
                                        "to be the same")
+
+
+def _check_shards(modules: Sequence[nn.Module], config: RunConfig) -> None:
+    """Where a worker is several processes, the layers must be cut over them."""
+    ranks = config.training.tensor_parallel
+    if ranks == 1:
+        return
+    if not any(map(shards_of, modules)):
+        raise ConfigError(f"training.tensor_parallel is {ranks}, and no layer of the model has `shards`: all ranks "
+                          "would do the same; expected 1")
+    for layer, module in enumerate(modules):
+        names = dict(module.named_parameters())
+        for name in shards_of(module).keys() - names:
+            raise _refusal(config, f"layer {layer} has shards of {name!r}; expected the name of a parameter of it")
 
 
 def _passed_on(layer: int, module: nn.Module, value: Value, batch: Batch, config: RunConfig) -> Value:

@@ -3,6 +3,7 @@
 Nothing here knows of stages: the layers are whichever a schedule gives to the worker, and they change with it.
 """
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
@@ -14,6 +15,7 @@ from runtime.model.layers import LayeredModel
 from runtime.model.optimizer import UndoableOptimizer, build_optimizer
 from runtime.model.seeds import GENERATORS
 from runtime.model.sharing import NOTHING_SHARED, Sharing, sharing_of
+from runtime.model.worker_group import worker_group
 from schedules.layers import LayerRange, joined
 
 
@@ -83,6 +85,8 @@ class Holding:
 
         For people to look at; `UndoableOptimizer.squares` gives the same bits wherever a layer is.
         """
+        if worker_group() is not None:  # whose ranks have some parameters alike
+            return math.fsum(squares for layer, squares in self.optimizer.squares().items() if layer in layers)
         found = [flat for one, flats in self._gradients.items() if one[0] in layers for flat in flats]
         found += [flat for first, _ in self._sharing.held(self.modules) if first.layer in layers
                   for flat in self.shared_gradients[str(first)]]

@@ -25,6 +25,7 @@ from runtime.model.passed import Form
 from runtime.model.sharing import sharing_of
 from runtime.model.slices import Slices
 from runtime.model.steps import Steps
+from runtime.model.worker_group import WorkerGroup
 from runtime.protocol.coordinator_link import CoordinatorLink
 from runtime.protocol.failure_injection import Injector
 from runtime.protocol.setup import Setup
@@ -69,6 +70,8 @@ class WorkerContext:
     """What a worker keeps from order to order."""
 
     worker: Worker
+    group: WorkerGroup | None
+    """The processes of this worker, where it is several."""
     channel: WorkerLink
     store: TCPStore
     """Where process groups find each other."""
@@ -262,7 +265,8 @@ class Generation:
         order, context = self._order, self._context
         members = sorted(seat.worker for seat in self._schedule.seats)
         return Communicator(
-            Membership(order.number, {worker: rank for rank, worker in enumerate(members)}, self._worker),
+            Membership(order.number, {worker: rank for rank, worker in enumerate(members)}, self._worker,
+                       context.group),
             context.placement.sharers(self._schedule, self._worker, sharing_of(context.model)),
             transport=context.setup.transport, device=context.device, store=context.store,
             sums=watches_gradients(context.config.training), require=self._connections.require)
@@ -291,7 +295,8 @@ class Generation:
     def _move_layers(self, needed: frozenset[int]) -> None:
         """Take over layers that were fetched for this order, or move now while all wait; drop those not needed now."""
         order, context, require = self._order, self._context, self._connections.require
-        senders = senders_for(self._worker, order.moves, order.addresses)
+        rank = 0 if context.group is None else context.group.rank()
+        senders = senders_for(self._worker, order.moves, order.addresses, rank)
         self._does(f"{_WAITS} for layers to move")
         context.layer_receiver.begin(LayerFetch(0, order.number, senders, follow=False))
         receivers = {move.target for move in order.moves if move.source == self._worker}
@@ -385,8 +390,7 @@ class Generation:
             context.injector.at(iteration, "O")
             if context.checkpointer.due(iteration):
                 # A worker that is about to step an iteration knows that all have stepped the one before.
-                context.checkpointer.save(iteration, {
-                    layer: context.layer_store.layer_state(layer) for layer in sorted(speaks_for)})
+                context.checkpointer.save(iteration, context.layer_store.whole_states(speaks_for))
             context.layer_sender.wait_for_room(self._connections.require)
             if context.layer_sender.asked:
                 context.injector.at(iteration, "asked")

@@ -24,9 +24,11 @@ from runtime.model.digest import tensor_digest
 from runtime.model.holding import Holding, build_holding
 from runtime.model.layers import model_for, parameter_dtype
 from runtime.model.parameters import save_layer
+from runtime.model.shards import shards_of, whole_state
 from runtime.model.sharing import sharing_of
 from runtime.model.slices import SliceRunner
 from runtime.model.token_data import BadTokenError
+from runtime.model.worker_group import enter_group, first_rank
 from runtime.processes.worker_start import WorkerSpec
 from runtime.protocol import to_worker
 from runtime.protocol.channel import Channel
@@ -62,6 +64,7 @@ from runtime.protocol.to_worker import (
     ToWorker,
     Train,
 )
+from runtime.replay.communication import Communicator, Membership
 from runtime.replay.placement import Placement
 from runtime.replay.recorder import OpTime
 from runtime.replay.stuck_calls import AbandonedError
@@ -98,7 +101,7 @@ def main(task: bytes) -> int:
         def connect(hello: msgspec.Struct, seconds: float) -> Channel[ToWorker]:
             return Channel(spec.coordinator, spec.settings.secret, hello, to_worker.decode, seconds)
 
-        channel = connect(JoinWorker(spec.worker), CONNECT_SECONDS)
+        channel = connect(JoinWorker(spec.worker, rank=spec.rank), CONNECT_SECONDS)
         link = CoordinatorLink(channel, channel.wait_for(Setup), connect)
         try:
             return _Worker(spec, link).serve()
@@ -135,6 +138,7 @@ class _Worker:
         self._config = config = spec.settings.config
         training, device = config.training, _claim_device(setup.device, spec.card)
         torch.set_num_threads(training.threads)
+        group = enter_group(spec.rank, training.tensor_parallel)
         model = model_for(config.model, training.seed, parameter_dtype(training.dtype), device)
         self._model = model
         self._sharing = sharing = sharing_of(model)
@@ -143,8 +147,9 @@ class _Worker:
         injector = Injector(setup.injections,
                             lambda index: channel.send(Injected(spec.worker, index, time.monotonic())))
         self._context = WorkerContext(
-            worker=spec.worker, channel=channel, store=connect_store(setup.store), setup=setup, config=config,
-            device=device, model=model, placement=Placement(setup.cuts), corpus=load_corpus(config, setup.microbatches),
+            worker=spec.worker, group=group, channel=channel, store=connect_store(setup.store), setup=setup,
+            config=config, device=device, model=model, placement=Placement(setup.cuts),
+            corpus=load_corpus(config, setup.microbatches),
             validation=load_validation(config, setup.microbatches),
             forms=[spec.form() for spec in setup.forms], layer_store=self._layer_store, injector=injector,
             checkpointer=Checkpointer(setup, spec.settings, model.layers, spec.worker, channel.send, sharing),
@@ -153,6 +158,8 @@ class _Worker:
             layer_sender=LayerSender(address_towards(spec.coordinator), spec.settings.secret,
                                      setup.fetch_bytes_per_second))
         self._generation: Generation | None = None
+        self._between_ranks: Communicator | None = None
+        """Of the last order, where it was to finish."""
         self._finish_order: Finish | None = None
         """The last order, where it was to finish."""
         self._members: tuple[Worker, ...] = ()
@@ -180,7 +187,7 @@ class _Worker:
             self._layer_store.prepare(self._setup.columns[self._worker.column])
         known = None
         while True:
-            self._channel.send(Ready(self._worker, self._data_digest(), self._context.layer_sender.address,
+            self._channel.send(Ready(self._worker, self._data_digest(), (self._context.layer_sender.address,),
                                      holder(Path(self._spec.settings.out)), known))
             try:
                 return self._follow()
@@ -250,7 +257,7 @@ class _Worker:
                 continue
             with contextlib.suppress(RendezvousError):
                 store = self._channel.follow_another(
-                    JoinWorker(self._worker, self._channel.setup.epoch), Leave,
+                    JoinWorker(self._worker, self._channel.setup.epoch, self._spec.rank), Leave,
                     lambda setup: connect_store(setup.store, STORE_TIMEOUT))
                 if isinstance(store, Leave):
                     return False
@@ -301,7 +308,7 @@ class _Worker:
             case Acknowledged() if generation is not None and generation.number == message.order:
                 generation.acknowledged(message)
             case Fetch():
-                self._context.layer_receiver.begin(_fetch_for(self._worker, message))
+                self._context.layer_receiver.begin(_fetch_for(self._worker, message, self._spec.rank))
             case MeasureSpeed():
                 self._begin("speed test", lambda: self._measure_speed(message))
             case ReportStatus():
@@ -361,6 +368,9 @@ class _Worker:
     def _leave(self, previous: Generation | None, order: Order) -> None:
         """Close the last generation's connections, which peers may have used until now; undo what is not committed."""
         if previous is not None:
+            if self._between_ranks is not None:  # all ranks have done with it: they have met for another order since
+                self._between_ranks.drop()
+                self._between_ranks = None
             previous.leave(order)
             if not previous.fits(order):
                 self._layer_store.clear()
@@ -370,16 +380,28 @@ class _Worker:
         """Write some layers, and report the digests of all, which must agree between peers."""
         with self._finishing:
             self._leave(previous, order)
+            self._connect_ranks(order)
             holding = self._layer_store.holding
             for layer, worker in order.writers:
                 if worker == self._worker and order.parameters:
                     copies = self._sharing.copies(layer)
-                    save_layer(Path(self._spec.settings.out), layer, {
-                        name: tensor for name, tensor in holding.modules[layer].state_dict().items()
-                        if name not in copies})
+                    whole = whole_state({f"model.{name}": tensor for name, tensor in
+                                         holding.modules[layer].state_dict().items() if name not in copies},
+                                        shards_of(holding.modules[layer]), self._context.group)
+                    if first_rank():
+                        save_layer(Path(self._spec.settings.out), layer,
+                                   {key.removeprefix("model."): tensor for key, tensor in whole.items()})
             self._context.checkpointer.save_last(order, self._layer_store)
             digests = {name: tensor_digest(name, parameter) for name, parameter in holding.parameters().items()}
             self._channel.send(Finished(self._worker, order.number, digests))
+
+    def _connect_ranks(self, order: Finish) -> None:
+        """The ranks of this worker are to gather their shards, until they leave or there is another order."""
+        context = self._context
+        if context.group is not None:
+            self._between_ranks = Communicator(
+                Membership(order.number, {self._worker: 0}, self._worker, context.group), {},
+                transport=context.setup.transport, device=context.device, store=context.store)
 
     def _build(self, layers: Iterable[int]) -> Holding:
         return build_holding(self._model, layers, self._config.training)
@@ -408,9 +430,9 @@ class _FetchReports(ReceiverEvents):
         self._channel.send(FetchFailed(self._worker, fetch.number))
 
 
-def _fetch_for(worker: Worker, fetch: Fetch) -> LayerFetch:
+def _fetch_for(worker: Worker, fetch: Fetch, rank: int) -> LayerFetch:
     """One worker's part; where it has none, this ends what was fetched in the same order."""
-    return LayerFetch(fetch.number, fetch.order, senders_for(worker, fetch.moves, fetch.addresses), follow=True)
+    return LayerFetch(fetch.number, fetch.order, senders_for(worker, fetch.moves, fetch.addresses, rank), follow=True)
 
 
 def _claim_device(kind: str, card: int | None) -> torch.device:
