@@ -142,7 +142,7 @@ def train_through(setting: ChaosScenario, rng: random.Random, fork_server: ForkS
 def _live(setting: ChaosScenario, rng: random.Random, fork_server: ForkServer, out: Path, tally: Tally, *,
           storm_seconds: float, found: dict[str, int]) -> None:
     """One run, to its end or until too few are left. Raises RunError and ChaosError."""
-    survivors = Survivors(found)
+    survivors = Survivors(found, lambda: fork_server.pids)
 
     def tell(news: Recovery | SpeedEvent | str) -> None:
         if isinstance(news, Recovery):
@@ -222,7 +222,8 @@ def one_run(seed: int, options: argparse.Namespace, fork_server: ForkServer, lea
     """The run of one seed; what went wrong, in one line."""
     rng = random.Random(seed)
     made = list(settings(options.grid, options.iterations).values())
-    setting, node_0_dies = made[seed % len(made)], rng.random() < options.node_0
+    setting, dies = made[seed % len(made)], rng.random() < options.node_0
+    node_0_dies = dies and setting.ranks == 1  # with which workers of several processes end
     wrong = None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         out = Path(folder) / "out"

@@ -7,7 +7,7 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -137,11 +137,13 @@ class Tally:
 class Survivors:
     """Sees to it that no process of a worker ends, or is replaced, that the run does not say was lost.
 
-    `found` are the processes of workers of another node 0 that are to be found, by the workers' names.
+    `found` are the processes of workers of another node 0 that are to be found, by the workers' names; `running` gives
+    those that run, so that one is known to be lost that was started and lost between two commits.
     """
 
-    def __init__(self, found: Mapping[str, int]) -> None:
+    def __init__(self, found: Mapping[str, int], running: Callable[[], Mapping[str, int]] = dict) -> None:
         self._found = dict(found)
+        self._running = running
         self._pids: dict[str, int] = {}
         self._ended: dict[str, float] = {}
         """Of those to be found, since when they are gone without a word."""
@@ -157,8 +159,7 @@ class Survivors:
         if name is not None:
             self._found.pop(name, None)
             self._ended.pop(name, None)
-            if name in self._pids:
-                self._lost.add(self._pids[name])
+            self._lost |= {pids[name] for pids in (self._pids, self._running()) if name in pids}
 
     def look(self, pids: Mapping[str, int]) -> None:
         """Compare with the processes that there are, by the names of the workers, at a commit."""

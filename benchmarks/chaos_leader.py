@@ -31,7 +31,7 @@ from runtime.processes.fork_server import ForkServer
 def main(name: str, iterations: str, seed: str, out: str, news: str, dies: str, when: str) -> None:
     torch.set_num_threads(1)
     setting, rng = scenario(name, int(iterations)), random.Random(seed)
-    survivors = Survivors({})
+    survivors = Survivors({}, lambda: fork_server.pids)
 
     def enter(line: bytes) -> None:
         with Path(news).open("ab") as file:

@@ -1,6 +1,6 @@
 """How fast failure traces are simulated, and schedules replayed under noise.
 
-    python -m benchmarks.simulate [--days 30] [--seeds 1000] [--json FILE]
+    python -m benchmarks.simulate [--study large seeds replays] [--days 30] [--seeds 1000] [--json FILE]
 
 Three studies, each with all policies and everything planned on the spot: a 16,384-GPU job at Llama 3's failure rate for
 30 days, once with a GPU a worker (1,024 pipelines x 16 stages) and once with tensor-parallel groups of 8 (128 x 16);
@@ -29,6 +29,7 @@ from schedules.schedule import Worker
 from schedules.timing import Noise, replay
 
 ALL = list(POLICIES.values())
+STUDIES = ("large", "seeds", "replays")
 
 
 def job(pipelines: int, stages: int, microbatches: int) -> Job:
@@ -73,12 +74,19 @@ def jitter(replays: int) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--study", nargs="+", choices=STUDIES, default=STUDIES)
     parser.add_argument("--days", type=float, default=30.0)
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--replays", type=int, default=10_000)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    studies = [large(8, options.days), large(1, options.days), many(options.seeds), jitter(options.replays)]
+    studies = []
+    if "large" in options.study:
+        studies += [large(8, options.days), large(1, options.days)]
+    if "seeds" in options.study:
+        studies.append(many(options.seeds))
+    if "replays" in options.study:
+        studies.append(jitter(options.replays))
     grid = Table("study", "drawing s", "seconds in all", "of a core")
     for study in studies:
         grid.add_row(str(study["study"]), *(f"{study[key]:.2f}" for key in ("drawing s", "seconds", "cpu s")))

@@ -46,6 +46,7 @@ from cli.shared.train_options import (
     NodeNumber,
     Nodes,
     OutFolder,
+    RanksPerWorker,
     Rendezvous,
     Resume,
     ScheduleToFollow,
@@ -74,7 +75,7 @@ from runtime.protocol.failure_injection import Injection
 from runtime.protocol.rendezvous import RendezvousError
 from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
 from runtime.replay.placement import PlacementError
-from runtime.run_folder import FolderError, left_behind, locked, require_free, results
+from runtime.run_folder import FolderError, iterations_done, left_behind, locked, require_free, saved
 from schedules.check import check
 from schedules.schedule import Schedule, Worker
 
@@ -85,7 +86,8 @@ KILL_BEFORE_OP = 2
 def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, iterations: Iterations = None,
           failed: Failed = None, backward: Backward = None, optimizer: Optimizer = None, method: MethodName = "cp-sat",
           time_limit: TimeLimit = 10.0, dtype: Dtype = None, seed: TrainingSeed = None, out_folder: OutFolder = None,
-          nodes: Nodes = None, node: NodeNumber = None, rendezvous: Rendezvous = None, table: TableFolder = None,
+          nodes: Nodes = None, node: NodeNumber = None, rendezvous: Rendezvous = None,
+          ranks_per_worker: RanksPerWorker = None, table: TableFolder = None,
           checkpoint_every: CheckpointEvery = None, force: Force = False, resume: Resume = None, kill: Kill = None,
           bring_back: BringBack = None, slow: Slow = None, heartbeat_timeout: HeartbeatTimeout = 5.0,
           join_timeout: JoinTimeout = JOIN_TIMEOUT_SECONDS,
@@ -100,12 +102,15 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
     On several machines, run the same command on each, with --nodes, --node and --rendezvous, or by torchrun, srun or
     mpirun; all need the same secret, and --out on a file system that they share.
     """
-    here = launched_as(nodes, node, rendezvous)
+    here = launched_as(nodes, node, rendezvous, ranks_per_worker or 1)
+    if here is None:
+        _say("another process of this worker starts all of its ranks: this one has nothing to do")
+        return
     if here.agent:  # one that is killed tells nobody: this process would train on, without anyone who knows of it
         signal_at_death_of_parent(signal.SIGTERM)
     folder = out_folder or Path("runs") / job.stem
     wanted = read_job_or_refuse(job)
-    config = _config(wanted, job, dtype=dtype, seed=seed, iterations=iterations)
+    config = _config(wanted, job, dtype=dtype, seed=seed, iterations=iterations, tensor_parallel=ranks_per_worker)
     secret = given_secret_or_refuse(here)
     if here.node > 0:
         assert secret is not None
@@ -135,7 +140,7 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
         refuse("--mtbf says when moving layers pays: give it with --layers move")
     if not goes_on:
         with _refusals():
-            _require_free(folder, resume_from, config, force)
+            _require_free(folder, resume_from, config, force=force, again=_is_same(resume, folder))
     kills, returns = events("--kill", kill, wanted), events("--return", bring_back, wanted)
     slowed = slowdowns(slow, wanted)
     fault_free = None
@@ -170,7 +175,8 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
         result = run(chosen, config, out=folder, progress=shown.committed, resilience=resilience, options=RunOptions(
             nodes=here.nodes, rendezvous=to_open(here), announce=partial(announce, here), local=here.local,
             notify=shown.say, observe=shown.observe, fault_free_seconds=fault_free, secret=secret, force=force,
-            grace_seconds=grace, tensorboard=tensorboard, peak_flops=peak_flops(config.training)))
+            again=_is_same(resume, folder), grace_seconds=grace, tensorboard=tensorboard,
+            peak_flops=peak_flops(config.training)))
     if json:
         print_json(report(result))
     else:
@@ -258,11 +264,20 @@ def _refusals(goes_on: Callable[[], str] = str) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
+def _is_same(resume: Path | None, folder: Path) -> bool:
+    """Whether a run goes on in its own folder: schedulers repeat commands, also of runs that have hardly begun."""
+    return resume is not None and resume.resolve() == folder.resolve()
+
+
 def _find_checkpoint(resume: Path, folder: Path, *, needed: bool) -> Checkpoint | None:
-    """Where to go on from; None where a run goes on in its own folder, which is empty: schedulers repeat commands."""
-    if resume.resolve() == folder.resolve() and not results(folder):
-        err.print(f"{folder}: nothing is there to go on from; starts with iteration 0", style="yellow", markup=False,
-                  highlight=False, soft_wrap=True)
+    """Where to go on from; None where a run goes on in its own folder, and has saved nothing there."""
+    if _is_same(resume, folder) and not saved(folder):
+        done = iterations_done(folder)
+        if needed:
+            err.print(f"{folder}: " + (f"the run there was ended before its first checkpoint: does its {done} "
+                                       "iterations again, from iteration 0" if done else
+                                       "nothing is there to go on from; starts with iteration 0"),
+                      style="yellow", markup=False, highlight=False, soft_wrap=True)
         return None
     if needed:
         return checkpoint_or_refuse(resume, "--resume ")
@@ -272,13 +287,13 @@ def _find_checkpoint(resume: Path, folder: Path, *, needed: bool) -> Checkpoint 
         return None
 
 
-def _require_free(folder: Path, resume: Checkpoint | None, config: RunConfig, force: bool) -> None:
+def _require_free(folder: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool, again: bool) -> None:
     """Refuse what `run` will refuse, before the time for planning is spent."""
     if resume is not None:
         open_checkpoint(resume.path, identity_of(config, len(resume.manifest.layers)))
     if folder.is_dir():
         with locked(folder, 0):
-            require_free(folder, resume, config, force=force)
+            require_free(folder, resume, config, force=force, again=again)
 
 
 def _nothing_left(folder: Path, resume: Checkpoint, iterations: int, json: bool) -> bool:

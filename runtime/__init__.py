@@ -3,6 +3,9 @@
     api            the public names
     config         what to train: the model's and the training's settings, checked
     launch         starts a run on node 0 and sees it through
+    run_options    how a run deals with failures, and where it takes place
+    run_fit        what schedule, configuration and machine make together, checked before anything begins
+    run_result     what a run leaves
     node_agent     takes part in a run as another node
     run_folder     what is in a run's folder, and whose it is
     events         what events.jsonl says: one struct for each kind of event

@@ -8,57 +8,38 @@ import asyncio
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
-from typing import Literal
 
-import torch
 from msgspec.structs import replace
 
 from runtime.config import ConfigError, RunConfig
-from runtime.coordinator.checkpoint_timer import CheckpointCost
 from runtime.coordinator.commit_log import CommitLog
-from runtime.coordinator.event_log import EventLog, Observer, both
+from runtime.coordinator.event_log import EventLog, both
 from runtime.coordinator.event_loop import EventLoop, NobodyLeftError
 from runtime.coordinator.loss_file import LossFile, Progress, read_losses
-from runtime.coordinator.metrics import Work, record_metrics
-from runtime.coordinator.planning import Rebalancer, Scheduler, SchedulerAtSpeeds
-from runtime.coordinator.recovery import Recovery
-from runtime.coordinator.run import Notify, Run
-from runtime.coordinator.settling import Settling
-from runtime.coordinator.slow_workers import SpeedEvent
-from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
-from runtime.device import choose_device, gpu_count
+from runtime.coordinator.metrics import record_metrics
+from runtime.coordinator.run import Run
+from runtime.device import gpu_count
 from runtime.errors import RunError as RunError
 from runtime.errors import first_line
 from runtime.events import LOSSES, Started
-from runtime.model.checkpoint import Checkpoint, identity_of, open_checkpoint
+from runtime.model.checkpoint import identity_of, open_checkpoint
 from runtime.model.clipping import watches_gradients
-from runtime.model.data import load_corpus, load_validation
-from runtime.model.digest import combined_digest
-from runtime.model.flops import counted
-from runtime.model.forms import forms
 from runtime.model.holding import state_bytes
-from runtime.model.layers import LayeredModel, model_for, parameter_dtype
-from runtime.model.parameter_groups import require_matches
 from runtime.model.parameters import load_layer
 from runtime.model.tensor_codec import TensorError
-from runtime.model.worker_group import standing_in
 from runtime.processes.fork_server import AdoptedForkServer, ForkServer, adopt
-from runtime.processes.launchers import ALONE, GpuShare, LocalProcess, gpu_share
-from runtime.processes.process_manager import NodeProcesses, ProcessManager, Return
-from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped, StopSignals, stop_signals
-from runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS, NodeSettings, seconds_to_hold
+from runtime.processes.process_manager import NodeProcesses, ProcessManager
+from runtime.processes.stop_signals import RunStopped, StopSignals, stop_signals
+from runtime.processes.worker_start import NodeSettings, seconds_to_hold
 from runtime.protocol.authentication import HOW, Secret, new_secret
-from runtime.protocol.failure_injection import Injection, Slowdown
 from runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store, listen
-from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, FormSpec, Setup
-from runtime.replay.communication import Transport, choose_transport
-from runtime.replay.placement import Placement, PlacementError, assign_to_nodes, place
+from runtime.protocol.setup import Setup
+from runtime.run_fit import Fit, prepare, setup_for
 from runtime.run_folder import (
     LeftBehind,
     claim,
@@ -68,123 +49,16 @@ from runtime.run_folder import (
     left_behind,
     locked,
 )
+from runtime.run_options import Resilience as Resilience
+from runtime.run_options import RunOptions as RunOptions
+from runtime.run_result import RunResult as RunResult
+from runtime.run_result import result_of
 from schedules import codec
-from schedules.check import check
-from schedules.measured_trace import MeasuredTrace, write_measured_trace
+from schedules.measured_trace import write_measured_trace
 from schedules.schedule import Schedule, Worker
 
 HUGGING_FACE = "hugging-face"
 """The folder of a run for its model as transformers reads it, where it is one of transformers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
-    """What a run leaves. Its folder `out` holds the same, and the parameters (`runtime.model.parameters`)."""
-
-    first_iteration: int
-    """0, or that of the checkpoint that the run went on from."""
-    losses: tuple[float, ...]
-    """Mean over all micro-batches, one an iteration."""
-    parameter_digest: str
-    """`runtime.model.digest` of all parameters after the last iteration."""
-    measured_period_seconds: float | None
-    """Median over iterations of the longest busy window of any worker; None without iterations."""
-    planned_period_seconds: float
-    """Of the first schedule."""
-    recoveries: tuple[Recovery, ...]
-    speed_events: tuple[SpeedEvent, ...]
-    """Slow workers that were found, and what was done."""
-    speed_periods_seconds: tuple[float | None, ...]
-    """As `measured_period_seconds`, of the iterations from each of them to the next."""
-    notes: tuple[str, ...]
-    """What went wrong and was survived besides, such as checkpoints that could not be written."""
-    checkpoints: tuple[CheckpointCost, ...]
-    """What those have cost that were written while training went on."""
-    trace: MeasuredTrace
-    out: Path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resilience:
-    """How a run deals with failures."""
-
-    scheduler: Scheduler | None = None
-    """Gives the schedule for other failures, in a thread of its own; None: the first failure ends the run."""
-    at_speeds: SchedulerAtSpeeds | None = None
-    """Gives the schedule where workers are slow, and for failures then; None: they are told of, and that is all."""
-    heartbeat_timeout_seconds: float = 5.0
-    """A worker that shows no sign of life for so long is given up."""
-    join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS
-    """How long workers are waited for before the first iteration."""
-    stall_timeout_seconds: float = STALL_TIMEOUT_SECONDS
-    """When nothing has been committed for so long, it is said who waits for what."""
-    coordinator_timeout_seconds: float = COORDINATOR_TIMEOUT_SECONDS
-    """How long workers hold still for another node 0 when this one has died; 0: they end."""
-    fetch_bytes_per_second: float | None = None
-    """How fast a worker that comes in is sent layers by each of the others while they train; None: as fast as it goes.
-    """
-    checkpoint_every: int | None = 0
-    """Iterations from one checkpoint to the next; 0: none; None: such that they cost less than 1 % of the time."""
-    resume: Checkpoint | None = None
-    """Where to go on from."""
-    rebalancer: Rebalancer | None = None
-    """Gives the schedule where layers must move, since fewer workers live than there are stages, or may move; None:
-    then the run ends."""
-    settling: Settling | None = None
-    """Whether and how layers move to better schedules after failures; None: they stay as long as they can."""
-    injections: tuple[Injection, ...] = ()
-    """Failures on purpose."""
-    slowdowns: tuple[Slowdown, ...] = ()
-    """Workers that are slow on purpose."""
-    returns: tuple[Return, ...] = ()
-    """Workers to start again once they are dead."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """Where a run takes place, and what is told about it."""
-
-    nodes: int = 1
-    rendezvous: Rendezvous | None = None
-    """Where node 0 listens; None: on loopback."""
-    announce: Callable[[Rendezvous], None] = lambda _: None
-    """Called with the address once node 0 listens there."""
-    local: LocalProcess = ALONE
-    """Which of the processes that share this machine this is."""
-    secret: Secret | None = None
-    """What all nodes know (`runtime.protocol.authentication`); None: there is one node, and it makes one."""
-    traced: int = 3
-    """How many iterations, the last ones, `trace.json` holds."""
-    force: bool = False
-    """Remove what another run has left in the folder, instead of refusing to write there."""
-    grace_seconds: float = GRACE_SECONDS
-    """How long the run may go on after SIGTERM or Ctrl-C: it ends at the next iteration, with a checkpoint."""
-    notify: Notify = lambda _: None
-    observe: Observer = lambda _: None
-    """Called with each event of the run (`runtime.events`)."""
-    fault_free_seconds: float | None = None
-    """Planned period with all workers, where the first schedule is not of all of them; None: nobody has planned it."""
-    tensorboard: Path | None = None
-    """Folder for TensorBoard's files; None: there are none."""
-    peak_flops: float | None = None
-    """What a worker's device does at its best where `[training] peak_flops` is silent; None: not known."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Fit:
-    """What schedule, configuration and machine make together."""
-
-    device: Literal["cpu", "cuda"]
-    model: LayeredModel
-    placement: Placement
-    shares: Sequence[Sequence[Worker]]
-    """The workers of each node that are there from the start."""
-    gpus: GpuShare
-    transport: Transport
-    forms: tuple[FormSpec, ...]
-    """What passes each cut. Found out once, for all workers, and before node 0 listens: it takes seconds."""
-    work: Work
-    """What an iteration is."""
 
 
 def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | None = None,
@@ -211,7 +85,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
             raise ConfigError(str(error)) from None
     if options.nodes > 1 and options.secret is None:
         raise ConfigError(f"a run on {options.nodes} nodes needs a secret that all of them have: {HOW} on each")
-    fit = _prepare(schedule, config, options)
+    fit = prepare(schedule, config, options)
     if resilience.resume is not None:
         open_checkpoint(resilience.resume.path, identity_of(config, fit.model.layers))
     with ExitStack() as stack:
@@ -234,7 +108,7 @@ class _Launch:
 
     schedule: Schedule
     config: RunConfig
-    fit: _Fit
+    fit: Fit
     out: Path
     options: RunOptions
     resilience: Resilience
@@ -253,7 +127,7 @@ class _Launch:
             listener, opened = self._listen(behind)
             stack.callback(listener.close)
             if behind is None:
-                claim(out, resume, config, force=options.force)
+                claim(out, resume, config, force=options.force, again=options.again)
                 codec.write(self.schedule, out / "schedule.json")
             stack.callback(clean_up, out)
             fork_server = adopted or fork_server or stack.enter_context(ForkServer())
@@ -270,7 +144,7 @@ class _Launch:
             event_log.write(_started(self.schedule, config, options))
             settings = self._settings(behind, adopted)
             left = self._left(opened, first, settings, fork_server, behind)
-            setup = replace(_setup(self.schedule, config, self.fit, store_address, options, self.resilience),
+            setup = replace(setup_for(self.schedule, config, self.fit, store_address, options, self.resilience),
                             first_iteration=first, epoch=left.epoch)
             alive = [] if adopted is None else [Worker.parse(name) for name in adopted.names()]
             events = EventLoop(
@@ -289,7 +163,7 @@ class _Launch:
             write_measured_trace(log.trace(), out / "trace.json")
             if config.model.hugging_face is not None:
                 self._export()
-        return _result(self.schedule, first, log, events, out)
+        return result_of(self.schedule, first, log, events, out)
 
     def _export(self) -> None:
         """Write the model as transformers reads it. Where that fails, the layers' own files are there."""
@@ -374,54 +248,3 @@ def _started(schedule: Schedule, config: RunConfig, options: RunOptions) -> Star
                    iterations=config.training.iterations,
                    samples=config.training.batch * schedule.grid.total_microbatches,
                    fault_free_period=planned or options.fault_free_seconds)
-
-
-def _result(schedule: Schedule, first: int, log: CommitLog, events: EventLoop, out: Path) -> RunResult:
-    return RunResult(first_iteration=first, losses=tuple(log.losses), parameter_digest=combined_digest(log.digests),
-                     trace=log.trace(), out=out, measured_period_seconds=log.measured_period_seconds(),
-                     planned_period_seconds=schedule.seconds(schedule.period_ticks),
-                     recoveries=tuple(events.recoveries), notes=tuple(events.news.notes),
-                     speed_events=tuple(events.news.speed_events), speed_periods_seconds=tuple(
-                         log.measured_period_seconds(event.iteration, end.iteration if end else None)
-                         for event, end in zip_longest(events.news.speed_events, events.news.speed_events[1:])),
-                     checkpoints=events.news.checkpoints.costs)
-
-
-def _setup(schedule: Schedule, config: RunConfig, fit: _Fit, store: Rendezvous, options: RunOptions,
-           resilience: Resilience) -> Setup:
-    """What the workers must know."""
-    grid = schedule.grid
-    return Setup(
-        first_iteration=0 if resilience.resume is None else resilience.resume.iteration,
-        iterations=config.training.iterations, traced=options.traced, nodes=options.nodes, transport=fit.transport,
-        device=fit.device, store=store, cuts=fit.placement.cuts,
-        columns=tuple(tuple(sorted(fit.placement.held_in_column(grid, column))) for column in range(grid.columns)),
-        forms=fit.forms,
-        microbatches=grid.microbatches, loss_scale=1 / grid.total_microbatches,
-        heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,
-        checkpoint_every=resilience.checkpoint_every, fetch_bytes_per_second=resilience.fetch_bytes_per_second)
-
-
-def _prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> _Fit:
-    """Check that schedule, configuration and machine fit. Raises PlacementError and ConfigError."""
-    violations = check(schedule)
-    if violations:
-        raise PlacementError(f"the schedule breaks a rule: {violations[0]}")
-    training = config.training
-    device, ranks = choose_device(training.device), training.tensor_parallel
-    with standing_in(ranks):
-        model = model_for(config.model, training.seed, parameter_dtype(training.dtype), torch.device(device))
-        with counted() as flops:
-            at_layer = forms(model, config)
-    placement = place(schedule.grid, model.layers)
-    require_matches(model, training)
-    load_corpus(config, schedule.grid.microbatches)
-    load_validation(config, schedule.grid.microbatches)
-    shares = assign_to_nodes([seat.worker for seat in schedule.seats], options.nodes)
-    gpus = gpu_share([len(share) * ranks for share in shares], 0, options.local)
-    microbatches = schedule.grid.total_microbatches
-    return _Fit(device, model, placement, shares, gpus,
-                choose_transport(training.backend, device, gpus.workers, gpu_count(device)),
-                tuple(FormSpec.of(at_layer[cut]) for cut in placement.cuts),
-                Work(tokens=training.batch * config.model.context * microbatches, flops=flops.training(microbatches),
-                     peak_flops=training.peak_flops or options.peak_flops))

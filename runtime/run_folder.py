@@ -89,11 +89,11 @@ def holder(out: Path) -> str | None:
         return None
 
 
-def require_free(out: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool) -> None:
+def require_free(out: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool, again: bool = False) -> None:
     """Raises FolderError where a run would write over the results of another, and CheckpointError.
 
-    What a run leaves that goes on from `resume`, a checkpoint in this folder, is its own. With `force`, all may go. The
-    folder must be locked.
+    What a run leaves that goes on from `resume`, a checkpoint in this folder, is its own. With `force`, all may go;
+    with `again`, what nothing was saved of. The folder must be locked.
     """
     if resume is not None and _is_own(resume, out):
         newest = latest(out / CHECKPOINTS)
@@ -101,18 +101,18 @@ def require_free(out: Path, resume: Checkpoint | None, config: RunConfig, *, for
             raise FolderError(f"{out / CHECKPOINTS}: holds a checkpoint of iteration {newest.iteration} already; go on "
                               "from that one with --resume, give another --out, or drop it with --force")
     else:
-        found = "" if force else results(out)
+        found = "" if force or (again and not saved(out)) else results(out)
         if found:
             raise FolderError(f"{out}: holds the results of another run ({found}): {_way_on(out, config)}give another "
                               "--out, or start anew with --force")
 
 
-def claim(out: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool) -> None:
+def claim(out: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool, again: bool = False) -> None:
     """Make the folder this run's: `require_free`, and remove what must go, and what killed writers have left.
 
     The folder must be locked. Raises FolderError, CheckpointError and OSError.
     """
-    require_free(out, resume, config, force=force)
+    require_free(out, resume, config, force=force, again=again)
     if resume is not None and _is_own(resume, out):
         drop_newer(out / CHECKPOINTS, resume.iteration)
     else:
@@ -135,14 +135,22 @@ def clear_parameters(out: Path) -> None:
 
 def results(out: Path) -> str:
     """What a run has left in a folder, in words; empty where there is nothing that anybody could miss."""
-    found = []
+    done = iterations_done(out)
+    return ", ".join(([f"{done} iterations"] if done else []) + saved(out))
+
+
+def iterations_done(out: Path) -> int:
+    """How many iterations a run has left the losses of."""
     with contextlib.suppress(OSError):
-        lines = (out / LOSSES).read_bytes().count(b"\n")
-        found += [f"{lines} iterations"] if lines else []
+        return (out / LOSSES).read_bytes().count(b"\n")
+    return 0
+
+
+def saved(out: Path) -> list[str]:
+    """What a run has left in a folder that others can go on from, or use."""
     newest = latest(out / CHECKPOINTS)
-    found += [] if newest is None else [f"a checkpoint of iteration {newest.iteration}"]
-    found += ["parameters"] if any(out.glob("parameters/layer-*.safetensors")) else []
-    return ", ".join(found)
+    return ([] if newest is None else [f"a checkpoint of iteration {newest.iteration}"]) \
+        + (["parameters"] if any(out.glob("parameters/layer-*.safetensors")) else [])
 
 
 def _is_own(checkpoint: Checkpoint, out: Path) -> bool:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import ClassVar, NamedTuple
 
+import msgspec
+
 from planner.fleet.availability_trace import Change
 from planner.fleet.costs import Costs
 from planner.fleet.throughput import Throughputs
@@ -30,7 +32,13 @@ class Cause(StrEnum):
     """Its schedule with all workers alive is slower than the best one."""
 
 
-class Phase(NamedTuple):
+TRAINING = (Cause.RUN, Cause.LOST)
+"""It trains."""
+UNTRAINED = (Cause.WAIT, Cause.RESTART)
+"""No worker holds parameters."""
+
+
+class Phase(msgspec.Struct, frozen=True, gc=False):
     """A span of time in which a job makes progress at one rate, for one cause."""
 
     cause: Cause
@@ -41,6 +49,17 @@ class Phase(NamedTuple):
     """Samples per second lost to writing checkpoints."""
     redone: float = 0.0
     """Samples per second trained a second time."""
+
+    @property
+    def trained(self) -> float:
+        """Samples per second that are trained, useful or not."""
+        return self.rate + self.checkpoints + self.redone
+
+    def lasting(self, seconds: float) -> "Phase":
+        """The same for so many seconds."""
+        if seconds == self.seconds:
+            return self
+        return Phase(self.cause, seconds, self.rate, self.checkpoints, self.redone)
 
     def slower(self, factor: float) -> "Phase":
         """The same where all training takes so many times as long."""
@@ -104,10 +123,13 @@ class Policy(ABC):
         self.scenario = scenario
         self.throughputs = scenario.throughputs
         self.costs = scenario.costs
-        self.checkpoints = Checkpoints(scenario.checkpoint_interval,
+        self.spans = Spans()
+        self.checkpoints = Checkpoints(self.spans, scenario.checkpoint_interval,
                                        scenario.costs.checkpoint_seconds if self.pauses else 0.0)
         self.slow: dict[int, float] = {}
         """How many times as long each live machine that is slow takes."""
+        self.switch = Phase(Cause.SWITCH, scenario.costs.switch_seconds)
+        self.load = Phase(Cause.LOAD, scenario.costs.load_seconds)
         self._owed = 0.0
         """Samples that a job which waits for workers has to train a second time, besides those of no checkpoint."""
 
@@ -158,16 +180,17 @@ class Policy(ABC):
         if not rate:
             self._owed += lost_samples
             return [Phase(Cause.WAIT)]
-        redo = [Phase(Cause.LOST, lost_samples / rate, redone=rate)] if lost_samples else []
-        return [*stalls, *redo, self.training(rate)]
+        if not lost_samples:
+            return [*stalls, self.training(rate)]
+        return [*stalls, Phase(Cause.LOST, lost_samples / rate, 0.0, 0.0, rate), self.training(rate)]
 
     def change_rate(self, phases: Sequence[Phase], seconds: float, stall: Phase, rate: float) -> list[Phase]:
         """These phases for so many seconds; then a stall, and the rest of them at another rate."""
         before: list[Phase] = []
         for index, phase in enumerate(phases):
             if phase.seconds > seconds:
-                rest = [Phase(phase.cause, phase.seconds - seconds, *phase[2:]), *phases[index + 1:]]
-                before += [Phase(phase.cause, seconds, *phase[2:])] if seconds else []
+                rest = [phase.lasting(phase.seconds - seconds), *phases[index + 1:]]
+                before += [phase.lasting(seconds)] if seconds else []
                 return [*before, *self.resume_training(rate, stall, lost_samples=samples_to_redo(rest))]
             before.append(phase)
             seconds -= phase.seconds
@@ -191,60 +214,104 @@ class Policy(ABC):
 
         No more is discarded than was trained since the job last stood still.
         """
-        training = remaining[0].cause in (Cause.RUN, Cause.LOST)
-        discarded = min(self.throughputs.samples / 2, self.checkpoints.since_stall) if worker_died and training else 0.0
+        if not worker_died or remaining[0].cause not in TRAINING:
+            return samples_to_redo(remaining)
+        discarded = min(self.throughputs.samples / 2, self.checkpoints.since_stall)
         self.checkpoints.discard(discarded)
         return samples_to_redo(remaining) + discarded
 
     @staticmethod
     def needs_checkpoint(remaining: Sequence[Phase]) -> bool:
         """Whether only the checkpoint holds the parameters: the job was waiting for workers, or still restarting."""
-        return remaining[0].cause in (Cause.WAIT, Cause.RESTART)
+        return remaining[0].cause in UNTRAINED
 
 
 def samples_to_redo(remaining: Sequence[Phase]) -> float:
     """Samples that were to be trained a second time in these phases."""
     samples = 0.0
-    for _, seconds, _, _, redone in remaining:
-        if redone:
-            samples += seconds * redone
+    for phase in remaining:
+        if phase.redone:
+            samples += phase.seconds * phase.redone
     return samples
 
 
+class Spans:
+    """What a run has done so far: consecutive spans of time, each of one phase."""
+
+    def __init__(self) -> None:
+        self.seconds = [0.0]
+        """Where each span begins, and the end."""
+        self.phases: list[Phase] = []
+        """The phase that each span is a part of."""
+
+    def spend(self, phases: Sequence[Phase], until: float, slowdown: float = 1.0) -> Sequence[Phase]:
+        """Record phases until a time, training so many times slower. Returns what remains, the current one first."""
+        clock = self.seconds[-1]
+        if slowdown != 1.0:
+            phases = [phase.slower(slowdown) for phase in phases]
+        for index, phase in enumerate(phases):
+            end = clock + phase.seconds
+            if (recorded := end if end < until else until) > clock:
+                self.seconds.append(recorded)
+                self.phases.append(phase)
+            if end > until:
+                if not index and end == math.inf and slowdown == 1.0:
+                    return phases
+                rest = phase.lasting(end - until)
+                return [rest.slower(1 / slowdown) if slowdown != 1.0 else rest, *phases[index + 1:]]
+            clock = end
+        raise AssertionError("the last phase of a policy has an end")
+
+
 class Checkpoints:
-    """Tracks how many samples would be lost by going back to the last checkpoint.
+    """Tells how many samples would be lost by going back to the last checkpoint.
 
     One is complete at every multiple of `cycle` seconds at which the job trains. So two policies that train at the same
     times have checkpoints of the same times, whatever their throughput.
     """
 
-    def __init__(self, interval_seconds: float, pause_seconds: float) -> None:
+    def __init__(self, spans: Spans, interval_seconds: float, pause_seconds: float) -> None:
         """Checkpoints come after `interval_seconds` of training, and stop it for `pause_seconds` (0: for no time)."""
         self.interval = interval_seconds
         self.cycle = interval_seconds + pause_seconds
-        self._beyond = 0.0
-        self.since_stall = 0.0
-        """Samples trained since the job last stood still."""
-        self._trained_until = -1.0
+        self._spans = spans
+        self._first = 0
+        """The first span since the job last went back."""
+        self._discarded: list[tuple[int, float]] = []
+        """Pairs (number of spans before it, samples) of what was discarded since then."""
 
-    def train(self, begin: float, end: float, rate: float) -> None:
-        """The job trains so many samples per second between two times, in seconds from the beginning of the trace."""
-        self.since_stall = rate * (end - begin) + (self.since_stall if begin == self._trained_until else 0.0)
-        self._trained_until = end
-        last = math.floor(end / self.cycle) * self.cycle
-        if last > begin:
-            begin, self._beyond = last, 0.0
-        first, then, interval = begin - last, end - last, self.interval
-        self._beyond += rate * ((then if then < interval else interval) - (first if first < interval else interval))
+    @property
+    def since_stall(self) -> float:
+        """Samples trained since the job last stood still."""
+        seconds, phases = self._spans.seconds, self._spans.phases
+        first = len(phases)
+        while first and phases[first - 1].trained:
+            first -= 1
+        samples = 0.0
+        for index in range(first, len(phases)):
+            samples += phases[index].trained * (seconds[index + 1] - seconds[index])
+        return samples
 
     def discard(self, samples: float) -> None:
         """So many samples are lost, to be trained again."""
-        self._beyond = max(0.0, self._beyond - samples)
+        self._discarded.append((len(self._spans.phases), samples))
 
     def go_back(self) -> float:
         """Go back to the last checkpoint: how many samples that loses."""
-        lost, self._beyond = self._beyond, 0.0
-        return lost
+        seconds, phases, cycle, interval = self._spans.seconds, self._spans.phases, self.cycle, self.interval
+        beyond, at = 0.0, 0
+        for index in range(self._first, len(phases) + 1):
+            while at < len(self._discarded) and self._discarded[at][0] == index:
+                beyond, at = max(0.0, beyond - self._discarded[at][1]), at + 1
+            if index == len(phases) or not phases[index].trained:
+                continue
+            begin, end = seconds[index], seconds[index + 1]
+            last = math.floor(end / cycle) * cycle
+            if last > begin:
+                begin, beyond = last, 0.0
+            beyond += phases[index].trained * (min(end - last, interval) - min(begin - last, interval))
+        self._first, self._discarded = len(phases), []
+        return beyond
 
     def next(self, seconds: float) -> float:
         """When the first checkpoint after this time is complete."""

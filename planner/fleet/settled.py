@@ -6,6 +6,7 @@ depends on how many there are. Large jobs are planned as groups of pipelines, ea
 group ends at the same time, and the one with most failures counts.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -13,7 +14,11 @@ from typing import NamedTuple
 import msgspec
 
 from planner.job.file import Job
+from planner.job.layers import layer_costs
+from planner.layout.bounds import work_bound
+from planner.model.for_layout import layout_problem
 from planner.model.problem import NoPlanError
+from planner.model.ticks import tick_of
 from planner.options import PlanOptions
 from planner.plan import plan_only
 from planner.transition import layers_received
@@ -27,6 +32,8 @@ BUSIEST = 4.0
 """How many times as long a plan may take on a machine that is busy with other things, for as much processor time."""
 CLOSE = 0.02
 """A plan this close to its bound is good enough."""
+TRIAL = 0.25
+"""Share of the time after which a second choice of the dead is given up, unless it is that close to the first."""
 GROUP = 8
 """A job of at least twice as many pipelines is planned as groups of at least so many."""
 
@@ -64,8 +71,11 @@ class SettledPlans:
         job = self._job
         groups = max(1, job.pipelines // GROUP) if len(set(job.microbatches)) == 1 else 1
         pipelines, share = job.pipelines // groups, -(-failures // groups)
-        found = [answer for count in (share, share + 1) if count and (answer := self._kept(pipelines, count))]
-        return min(found, key=lambda answer: answer.period, default=None)
+        found = self._kept(pipelines, share) if share else None
+        if found and found.period <= self._least(pipelines, share + 1):
+            return found
+        more = self._kept(pipelines, share + 1)
+        return more if found is None or (more and more.period < found.period) else found
 
     def _kept(self, pipelines: int, failures: int) -> Settled | None:
         if (pipelines, failures) not in self._found:
@@ -73,17 +83,32 @@ class SettledPlans:
             self._found[pipelines, failures] = self._planned(pipelines, failures)
         return self._found[pipelines, failures]
 
+    def _part(self, pipelines: int) -> Job:
+        """The job with the first so many pipelines."""
+        return msgspec.structs.replace(self._job, pipelines=pipelines, microbatches=self._job.microbatches[:pipelines])
+
+    def _least(self, pipelines: int, failures: int) -> float:
+        """No plan for so many failures has a shorter period than this, in seconds."""
+        job = self._part(pipelines)
+        if failures >= pipelines * job.stages:
+            return math.inf
+        least = work_bound(layout_problem(job, stacked(failures, pipelines, job.stages), layers="move"))
+        return float(least * tick_of(job, layer_costs(job)))
+
     def _planned(self, pipelines: int, failures: int) -> Settled | None:
-        job = msgspec.structs.replace(self._job, pipelines=pipelines, microbatches=self._job.microbatches[:pipelines])
+        job = self._part(pipelines)
         if failures >= pipelines * job.stages:
             return None
         best: Schedule | None = None
         for choose in (stacked, spread_out) if failures > 1 else (stacked,):
+            failed = choose(failures, pipelines, job.stages)
             try:
-                schedule = self._schedule(job, choose(failures, pipelines, job.stages))
+                if best is not None and not _near(self._schedule(job, failed, TRIAL), best):
+                    continue
+                schedule = self._schedule(job, failed)
             except NoPlanError:
                 continue
-            if best is None or schedule.period_ticks < best.period_ticks:
+            if best is None or schedule.seconds(schedule.period_ticks) < best.seconds(best.period_ticks):
                 best = schedule
             if best.period_ticks <= best.lower_bound_ticks * (1 + CLOSE):
                 break
@@ -92,15 +117,23 @@ class SettledPlans:
         layers = max(map(len, layers_received(best).values()), default=0)
         return Settled(best.seconds(best.period_ticks), layers / self._layers_per_stage)
 
-    def _schedule(self, job: Job, failed: Sequence[Worker]) -> Schedule:
-        """The best schedule found. So that it does not depend on what else the machine does, processor time counts."""
+    def _schedule(self, job: Job, failed: Sequence[Worker], share: float = 1.0) -> Schedule:
+        """The best schedule found in this share of the time.
+
+        So that it does not depend on what else the machine does, processor time counts.
+        """
         ops = 3 * job.depth * sum(job.microbatches)
         seconds = min(SECONDS, SECONDS_PER_OP * ops) if self._seconds is None else self._seconds
         began, used = time.monotonic(), time.process_time()
-        schedule = plan_only(self._options.within(seconds * self._wait), job, failed).schedule
+        schedule = plan_only(self._options.within(share * seconds * self._wait), job, failed).schedule
         used = time.process_time() - used
         self._wait = min(BUSIEST, max(1.0, (time.monotonic() - began) / used)) if used > 0 else 1.0
         return schedule
+
+
+def _near(one: Schedule, best: Schedule) -> bool:
+    """Whether a schedule is so close to the best that more time may make it better."""
+    return one.seconds(one.period_ticks) <= best.seconds(best.period_ticks) * (1 + CLOSE)
 
 
 def stacked(failures: int, pipelines: int, stages: int) -> list[Worker]:  # noqa: ARG001

@@ -1,6 +1,7 @@
 """Simulates policies over an availability trace, and accounts for the time lost."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -9,7 +10,7 @@ import numpy.typing as npt
 from planner.fleet.availability_trace import AvailabilityTrace
 from planner.fleet.costs import Costs
 from planner.fleet.policies import POLICIES
-from planner.fleet.policy import Cause, Checkpoints, Phase, Policy, Scenario
+from planner.fleet.policy import Cause, Phase, Policy, Scenario
 from planner.fleet.throughput import Throughputs
 from planner.progress import CountCallback
 
@@ -18,7 +19,7 @@ CAUSES = tuple(Cause)
 _NUMBER = {cause: number for number, cause in enumerate(CAUSES)}
 
 
-class PolicyRun(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """One policy simulated over one trace: n consecutive spans of time, each with a rate and a cause."""
 
     policy: str
@@ -26,12 +27,24 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True):
     """Samples per second with all workers alive."""
     seconds: Floats
     """n + 1 values: where each span begins, and the end."""
-    rate: Floats
-    """Useful samples per second, by span."""
-    checkpoints: Floats
-    """Samples per second lost to writing checkpoints, by span."""
-    cause: npt.NDArray[np.int64]
-    """Index into `CAUSES`, by span."""
+    phases: Sequence[Phase]
+    """The phase that each span is a part of."""
+
+    @cached_property
+    def rate(self) -> Floats:
+        """Useful samples per second, by span."""
+        return np.array([phase.rate for phase in self.phases])
+
+    @cached_property
+    def checkpoints(self) -> Floats:
+        """Samples per second lost to writing checkpoints, by span."""
+        return np.array([phase.checkpoints for phase in self.phases])
+
+    @cached_property
+    def cause(self) -> npt.NDArray[np.int64]:
+        """Index into `CAUSES`, by span."""
+        return np.array([_NUMBER[phase.cause] for phase in self.phases], dtype=np.int64)
+
     @property
     def length_seconds(self) -> float:
         """Length of the trace."""
@@ -95,44 +108,15 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True):
 def simulate(policy: Policy, trace: AvailabilityTrace) -> PolicyRun:
     """Simulate one policy over a trace that was fitted to its job (`availability_trace.fit_to_job`)."""
     assert trace.places == policy.scenario.workers, "the trace does not fit the job"
-    recorder = _SpanRecorder(policy.checkpoints)
+    spans = policy.spans
     phases: Sequence[Phase] = policy.start(trace.live)
     for change in trace.changes_for(lambda alive: policy.alive_gpus(alive, trace.gpus_per_worker)):
         if change.seconds >= trace.length_seconds:
             break
-        phases = policy.answer(change, recorder.spend(phases, change.seconds, policy.slowdown))
-    recorder.spend(phases, trace.length_seconds, policy.slowdown)
-    seconds, rate, checkpoints, cause = zip(*recorder.spans, strict=True)
-    return PolicyRun(policy=policy.name, fault_free_rate=policy.fault_free_rate, seconds=np.array([0.0, *seconds]),
-                     rate=np.array(rate), checkpoints=np.array(checkpoints), cause=np.array(cause, dtype=np.int64))
-
-
-class _SpanRecorder:
-    """Collects the spans of a run."""
-
-    def __init__(self, checkpoints: Checkpoints) -> None:
-        self._checkpoints = checkpoints
-        self._clock = 0.0
-        self.spans: list[tuple[float, float, float, int]] = []
-        """(end, useful samples per second, those lost to writing checkpoints, index into `CAUSES`)."""
-
-    def spend(self, phases: Sequence[Phase], until: float, slowdown: float) -> list[Phase]:
-        """Record phases until a time, training so many times slower. Returns what remains, the current one first."""
-        clock = self._clock
-        if slowdown != 1.0:
-            phases = [phase.slower(slowdown) for phase in phases]
-        for index, (cause, seconds, rate, checkpoints, redone) in enumerate(phases):
-            end = clock + seconds
-            if (recorded := end if end < until else until) > clock:
-                self.spans.append((recorded, rate, checkpoints, _NUMBER[cause]))
-                if rate or redone:
-                    self._checkpoints.train(clock, recorded, rate + checkpoints + redone)
-            if end > until:
-                self._clock = until
-                rest = Phase(cause, end - until, rate, checkpoints, redone)
-                return [rest.slower(1 / slowdown) if slowdown != 1.0 else rest, *phases[index + 1:]]
-            clock = end
-        raise AssertionError("the last phase of a policy has an end")
+        phases = policy.answer(change, spans.spend(phases, change.seconds, policy.slowdown))
+    spans.spend(phases, trace.length_seconds, policy.slowdown)
+    return PolicyRun(policy=policy.name, fault_free_rate=policy.fault_free_rate, seconds=np.array(spans.seconds),
+                     phases=spans.phases)
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):

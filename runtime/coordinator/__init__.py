@@ -4,11 +4,14 @@
     run                  what it is given
     server               connections, and who may say what over them
     worker_connections   which workers are connected, silent, given up, or at their end
+    rank_reports         what the processes of a worker say, put together into what it says
     node_agents          which other nodes are there, and what they are told
     plausible            what a message may say
     gathering            who is waited for before the first order
     heartbeat_monitor    which workers have been silent for too long
     stall_watch          who keeps the run from going on, when nothing has been committed for long
+    worker_messages      what each message of a worker changes
+    commits              what follows when iterations are committed
     news                 what people are told, and what files keep of that
 
     coordinator          what each event changes, and what is decided then

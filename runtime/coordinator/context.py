@@ -17,26 +17,15 @@ from runtime.coordinator.planning import ScheduleService
 from runtime.coordinator.recovery import RecoveryClock
 from runtime.coordinator.settling import Settler
 from runtime.coordinator.slow_workers import SlowWorkers, SpeedEvent
-from runtime.protocol.to_worker import (
-    Acknowledged,
-    EndOrder,
-    Fetch,
-    Finish,
-    Leave,
-    MeasureSpeed,
-    ReportCheckpoints,
-    Train,
-)
+from runtime.protocol.to_worker import Fetch, Leave, ToWorker
 from runtime.replay.placement import Placement
 from schedules.schedule import Grid, Schedule, Worker
-
-Message = Train | Finish | Leave | EndOrder | Acknowledged | Fetch | ReportCheckpoints | MeasureSpeed
 
 
 class Send(Protocol):
     """Sends a message to a worker; nothing happens where that is gone."""
 
-    def __call__(self, worker: Worker, message: Message) -> None:
+    def __call__(self, worker: Worker, message: ToWorker) -> None:
         """Send."""
 
 
@@ -132,7 +121,7 @@ class CoordinatorContext:
         return {worker: layers for worker, layers in self.placement.held_by(self.state.current).items()
                 if worker in self.state.members}
 
-    def tell(self, workers: set[Worker], message: Message) -> None:
+    def tell(self, workers: set[Worker], message: ToWorker) -> None:
         """Send to several."""
         for worker in sorted(workers):
             self.send(worker, message)

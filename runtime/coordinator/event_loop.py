@@ -5,15 +5,15 @@ waits for anything.
 """
 
 import asyncio
-import math
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from msgspec.structs import replace
 
 from runtime.coordinator.commit_log import CommitLog, CommitLogError
+from runtime.coordinator.commits import Commits
 from runtime.coordinator.context import Listeners
 from runtime.coordinator.coordinator import Coordinator
 from runtime.coordinator.event_log import EventLog
@@ -31,35 +31,14 @@ from runtime.coordinator.settling import Cost, Settler
 from runtime.coordinator.stall_watch import StallWatch
 from runtime.coordinator.take_over import TakeOver
 from runtime.coordinator.worker_connections import WorkerConnections
+from runtime.coordinator.worker_messages import WorkerMessages
 from runtime.errors import RunError
 from runtime.events import Finished as RunFinished
 from runtime.processes.fork_server import ForkServerError
 from runtime.processes.process_manager import ProcessManager
 from runtime.processes.stop_signals import StopSignals
 from runtime.protocol.channel import frame
-from runtime.protocol.to_coordinator import (
-    Checkpoints,
-    Ended,
-    Failed,
-    FetchFailed,
-    FetchUpToDate,
-    Finished,
-    Heartbeat,
-    Injected,
-    JoinNode,
-    JoinWorker,
-    Leaving,
-    Note,
-    Paused,
-    Ran,
-    Ready,
-    Saved,
-    SpeedMeasured,
-    Started,
-    Status,
-    ToCoordinator,
-    Validated,
-)
+from runtime.protocol.to_coordinator import Ended, JoinNode, JoinWorker, Leaving, Ready, ToCoordinator
 from runtime.protocol.to_node_agent import STILL_RUNNING_SECONDS
 from runtime.protocol.to_worker import EndOrder, ReportStatus
 from runtime.replay.placement import Placement
@@ -83,7 +62,6 @@ class EventLoop:
                  event_log: EventLog) -> None:
         self._run = run
         self._log = log
-        self._losses = losses
         self._event_log = event_log
         self.processes = processes
         self.news = News(run, event_log)
@@ -95,12 +73,14 @@ class EventLoop:
         schedules = ScheduleService(run.schedule, run.scheduler, lambda: self._put(lambda: None), event_log,
                                     run.at_speeds, run.rebalancer)
         setup = run.setup
+        self._commits = commits = Commits(run, log, losses, event_log, self.news, processes)
         self._coordinator = Coordinator(
             schedules, self._workers.send, log, placement=Placement(setup.cuts), checkpoints=self.news.checkpoints,
             iterations=range(setup.first_iteration, max(setup.first_iteration, setup.iterations)),
             settler=None if run.settling is None else Settler(
                 Cost(run.layer_bytes, setup.fetch_bytes_per_second), run.settling.mtbf_seconds, event_log, run.notify),
-            listeners=Listeners(events=event_log, note=self.news.note, speed=self.news.speed, went_back=self._go_back))
+            listeners=Listeners(events=event_log, note=self.news.note, speed=self.news.speed,
+                                went_back=commits.go_back))
         self._take_over = None
         if run.behind is not None:
             last = None if run.losses is None else setup.first_iteration + len(run.losses) - 1
@@ -108,9 +88,7 @@ class EventLoop:
                                        [seat.worker for seat in run.schedule.seats])
             self._coordinator.await_workers_of_another()
         self._agents = NodeAgents(run, processes, lambda node: self._workers.are_given_up(processes.workers_of(node)))
-        self._injected: dict[int, float] = {}
-        """When each failure on purpose happened."""
-        self._corpora: dict[str, Worker] = {}
+        self._messages = WorkerMessages(run, log, commits, self._coordinator, self._workers, self.news, self._stall)
         self._bounds = Bounds(setup, len(run.injections), frozenset(run.schedule.grid.workers()))
         self.out_of_time = False
         """Whether the run was told to end, and could not in time."""
@@ -175,10 +153,6 @@ class EventLoop:
         loop.call_later(grace / 2, self._put, self._coordinator.hurry)
         loop.call_later(grace, self._put, self._run_out_of_time)
 
-    def _go_back(self, iteration: int) -> None:
-        self._losses.go_back(iteration)
-        self.news.went_back(iteration)
-
     def _run_out_of_time(self) -> None:
         self.out_of_time = not self._coordinator.left
 
@@ -227,20 +201,7 @@ class EventLoop:
         if not self._take_over.over():
             return
         found, self._take_over = self._take_over.found(), None
-        first, count = self._run.setup.first_iteration, found.committed + 1
-        losses = list(self._run.losses or ())[:count - first]
-        unwritten = range(first + len(losses), count)
-        unknown = len(unwritten) - (found.loss is not None)
-        if unknown > 0:
-            self.news.note(f"the losses of {unknown} iterations before {count} are not known: node 0 has been started "
-                           "anew without the folder that holds them")
-        self._losses.go_back(unwritten.start)
-        for iteration in unwritten:  # each has a line, for another coordinator that may come
-            losses.append(found.loss if iteration == found.committed and found.loss is not None else math.nan)
-            self._losses.write(iteration, losses[-1], None, self._event_log.now())
-        self._log.take_over(losses, found.factor)
-        self._run.notify(f"node 0 goes on with the {len(found.holds)} workers that it has found; {count} iterations "
-                         "are committed")
+        self._commits.take_over(found)
         self._coordinator.take_over(found)
         self.processes.start_missing()
 
@@ -257,7 +218,9 @@ class EventLoop:
         elif peer is not None and self._workers.hears(connection):
             whole = self._reports.take(peer, connection.rank, printable(message))
             if whole is not None:
-                self._handle_worker(peer, whole)
+                self._messages.handle(peer, whole)
+            if isinstance(message, Ready) and message.known is not None and self._take_over is not None:
+                self._take_over.ready(peer, message.known)
 
     def _admit(self, connection: Connection, message: JoinWorker) -> None:
         worker, run = message.worker, self._run
@@ -265,58 +228,8 @@ class EventLoop:
             late = message.epoch > 0 and self._take_over is None
             connection.send(frame(replace(run.setup, forget=late, injections=tuple(
                 (index, one) for index, one in enumerate(run.injections)
-                if (one.worker, one.rank) == (worker, message.rank) and index not in self._injected),
+                if (one.worker, one.rank) == (worker, message.rank) and index not in self._messages.injected),
                 slowdowns=tuple(one for one in run.slowdowns if one.worker == worker))))
-
-    def _handle_worker(self, worker: Worker, message: ToCoordinator) -> None:
-        coordinator = self._coordinator
-        match message:
-            case Heartbeat():
-                pass
-            case Ran():
-                self._commit(self._log.ran(message))
-                coordinator.ran(message)
-            case Validated():
-                self._commit(self._log.validated(message.order, message.factor))
-            case Started():
-                recovery = coordinator.started(message)
-                if recovery is not None:
-                    self._run.notify(recovery)
-            case Paused():
-                if message.validated is not None:
-                    self._commit(self._log.validated(message.order, message.validated))
-                coordinator.paused(message)
-            case FetchUpToDate():
-                coordinator.fetch_up_to_date(message)
-            case FetchFailed():
-                coordinator.fetch_failed(message)
-            case Finished():
-                coordinator.finished(message)
-            case Ready():
-                self._compare_corpus(message)
-                self.news.ready(message)
-                self._workers.ready(worker)
-                coordinator.ready(message)
-                if self._take_over is not None and message.known is not None:
-                    self._take_over.ready(worker, message.known)
-            case Saved():
-                self.news.saved(message)
-            case Note():
-                self.news.note(message.text)
-            case Injected():
-                self._injected[message.index] = message.at
-            case SpeedMeasured():
-                coordinator.speed_measured(message)
-            case Status():
-                self._stall.answered(message)
-            case Checkpoints():
-                coordinator.can_read(message)
-            case Leaving():
-                coordinator.leaving(worker)
-            case Failed(everywhere=True):
-                raise RunError(message.reason)
-            case Failed():
-                self._workers.fail(worker, message.reason)
 
     def _handle_agent(self, connection: Connection, message: ToCoordinator) -> None:
         match message:
@@ -349,31 +262,16 @@ class EventLoop:
             raise RunError(f"waited {self._run.join_timeout_seconds:g} s in vain for "
                            + who_is_awaited(self._coordinator.awaited, self._run.shares, self._agents.connected))
 
-    def _commit(self, committed: Iterator[tuple[int, float]]) -> None:
-        for iteration, loss in committed:
-            self._losses.write(iteration, loss, self._log.period_seconds, self._event_log.now(),
-                               self._log.gradient_norm, self._log.evaluation)
-            if self._log.evaluation is not None:
-                self._run.notify(f"validation loss {self._log.evaluation:.6f} after {iteration + 1} iterations")
-            self.processes.committed(iteration)
-            self._coordinator.committed()
-            self._stall.progressed()
-
     def _lose(self, worker: Worker, reason: str, since: float) -> None:
         """A worker is gone."""
         self._reports.forget(worker)
         if self._take_over is not None:
             self._take_over.lost(worker)
         if not self._coordinator.left:
-            injected = [at for index, at in self._injected.items() if self._run.injections[index].worker == worker]
-            if not self._coordinator.lost(worker, reason, max([since, *injected]) or time.monotonic()):
+            since = max([since, *self._messages.failed_on_purpose(worker)])
+            if not self._coordinator.lost(worker, reason, since or time.monotonic()):
                 self.news.note(f"{reason}, before it took part")
 
-    def _compare_corpus(self, report: Ready) -> None:
-        self._corpora.setdefault(report.corpus, report.worker)
-        if len(self._corpora) > 1:
-            raise CommitLogError(f"workers {' and '.join(map(str, self._corpora.values()))} read different texts; give "
-                                 "every node the same training.text")
 
 def _fail(error: Exception) -> None:
     raise error

@@ -16,6 +16,7 @@ from runtime.config import ConfigError, RunConfig
 from runtime.errors import first_line
 from runtime.model.calling import Batch, loss_call, takes_batch
 from runtime.model.data import batch_form
+from runtime.model.distributed_tensors import as_called, with_local_parameters
 from runtime.model.layers import LayeredModel, autocast, recomputed_layers
 from runtime.model.passed import Form, Value, form_of, handed_on, has_gradient, made, tensors_of
 from runtime.model.shards import shards_of
@@ -50,6 +51,8 @@ def _without_memory(model: LayeredModel, layer: int, config: RunConfig) -> nn.Mo
     try:
         with torch.device("meta"):
             module = model.build(layer)
+        if isinstance(module, nn.Module):
+            module = with_local_parameters(module)
     except Exception as error:  # whatever the user's code raises
         raise _refusal(config, f"layer {layer} cannot be built: {_told(error)}") from error
     if not isinstance(module, nn.Module):
@@ -91,7 +94,7 @@ def _passed_on(layer: int, module: nn.Module, value: Value, batch: Batch, config
         named = dict(chain(module.named_parameters(), module.named_buffers()))
     state = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in named.items()}
     try:
-        given = functional_call(module, state, (value,), more)
+        given = functional_call(module, {**state, **as_called(module, state)}, (value,), more)
     except DATA_DEPENDENT as error:
         raise _refusal(config, f"{name} has shapes that depend on its data ({first_line(error)}); expected shapes that "
                                "are the same for all micro-batches") from error

@@ -71,6 +71,14 @@ def whole_state(state: Mapping[str, Tensor], shards: Shards, group: WorkerGroup 
             else shard.joined(gathered(tensor.detach(), group)) for key, tensor in state.items()}
 
 
+def whole_layer(module: nn.Module, group: WorkerGroup | None) -> dict[str, Tensor]:
+    """A layer's whole parameters and buffers. All ranks of a worker must call this together."""
+    found = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+    return found if group is None else {
+        name: tensor if (shard := shards_of(module).get(name)) is None else shard.joined(gathered(tensor, group))
+        for name, tensor in found.items()}
+
+
 def gathered(tensor: Tensor, group: WorkerGroup) -> Tensor:
     """The tensors of all ranks, [ranks, ...]."""
     found = tensor.new_empty((group.size(), *tensor.shape))

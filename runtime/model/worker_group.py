@@ -129,6 +129,11 @@ class WorkerGroup(distributed.ProcessGroup):
                     connection.backend.broadcast([out], opts).wait()
         return _Done()
 
+    def scatter(self, *_: Any, **__: Any) -> distributed.Work:
+        """Layers are built by all ranks alike, and before these are connected."""
+        raise RuntimeError("parameters cannot be scattered while layers are built: all ranks build the same, so give "
+                           "parallelize_module src_data_rank=None")
+
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> distributed.Work:  # noqa: ARG002
         """Gather the tensors of all ranks, one after the other in `output`."""
         with self._carried("gathering tensors", [output], input) as (connection, (out, given)):
@@ -168,7 +173,7 @@ class WorkerGroup(distributed.ProcessGroup):
         return self.allreduce(torch.zeros(1, device=None if connection is None else connection.device))
 
     # As compiled code calls them.
-    _allgather_base = all_gather_single  # type: ignore[assignment]
+    _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
@@ -217,9 +222,7 @@ def enter_group(rank: int, size: int) -> WorkerGroup | None:
         return None
     group = WorkerGroup(rank, size)
     _GROUPS.append(group)
-    if NAME not in distributed.Backend.backend_list:
-        distributed.Backend.register_backend(NAME, lambda *_: _GROUPS[0], devices=["cpu", "cuda"])
-    distributed.init_process_group(NAME, rank=rank, world_size=size, store=HashStore())
+    _make_default(rank, size)
     return group
 
 
@@ -230,7 +233,19 @@ def standing_in(size: int) -> Iterator[None]:
         yield
         return
     _GROUPS.append(WorkerGroup(0, size))
+    own = not distributed.is_initialized()
+    if own:
+        _make_default(0, size)
     try:
         yield
     finally:
+        if own:
+            distributed.destroy_process_group()
         _GROUPS.pop()
+
+
+def _make_default(rank: int, size: int) -> None:
+    """The present group becomes torch.distributed's default one."""
+    if NAME not in distributed.Backend.backend_list:
+        distributed.Backend.register_backend(NAME, lambda *_: _GROUPS[-1], devices=["cpu", "cuda"])
+    distributed.init_process_group(NAME, rank=rank, world_size=size, store=HashStore())

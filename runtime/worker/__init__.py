@@ -15,4 +15,20 @@
                                   (`layer_receiver`)
     layers from D.S  one a        applies what one sender sends, each at its own pace
                      sender
+
+Its parts:
+
+    main                 the process: it connects, and tells of an error that ends it
+    main_thread          what each message begins; finding another coordinator
+    setting_up, context  what lasts from order to order, and what one order needs besides
+    order_threads        what takes long, each in a thread
+    generation           one order for training, from its connections to their end
+    layers_of_order      gets the layers that the order needs, drops the others
+    training             the iterations of the order
+    reports              what is reported of each, and acknowledged
+    activity             what it does at a moment
+    connections, sockets which sockets are cut when an order ends
+    layer_store          the layers that it holds
+    layer_*              how layers get from worker to worker
+    checkpointer, checkpoint_reader, speed_test, slowed_recorder
 """

@@ -8,7 +8,7 @@ from runtime.model.passed import Form, Value, gradient_form, made
 from runtime.model.slices import SliceRunner
 from runtime.protocol.to_worker import MeasureSpeed
 from runtime.replay.recorder import OpTime
-from runtime.worker.generation import WorkerContext
+from runtime.worker.context import WorkerContext
 from runtime.worker.slowed_recorder import recorder_for
 from schedules.schedule import Op, OpKind
 

@@ -102,6 +102,15 @@ def test_a_folder_with_results_is_refused_in_one_line_and_forced(job, tmp_path):
     assert forced.exit_code == 0, forced.output
     assert not list((out / "checkpoints").glob("*")) and len(losses_in(out)) == 2
 
+    saved = train(job, *COMMON, "--iterations", 2, "--out", out, "--resume", out)
+    assert saved.exit_code == 2 and "no checkpoint is there" in saved.stderr
+    for path in (out / "parameters").iterdir():
+        path.unlink()
+    again = train(job, *COMMON, "--iterations", 1, "--out", out, "--resume", out)  # as after a first minute
+    assert again.exit_code == 0, again.output
+    assert "was ended before its first checkpoint: does its 2 iterations again, from iteration 0" in again.stderr
+    assert len(losses_in(out)) == 1
+
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_node_that_is_told_to_end_leaves_and_the_others_go_on(job, tmp_path):

@@ -23,7 +23,8 @@ from tests.runtime.processes.child import Life
 ITERATIONS = 24
 
 
-@pytest.mark.parametrize(("seed", "name"), [(1, "plain"), (2, "slow-settling-clipped")])
+@pytest.mark.parametrize(("seed", "name"), [(1, "plain"), (2, "slow-settling-clipped"),
+                                            (3, "ranks-settling-clipped")])
 def test_chaos(seed, name, fork_server, tmp_path):
     tally, setting = Tally(), replace(settings("3x2", ITERATIONS)[name], gap=(3, 8))
     train_through(setting, random.Random(seed), fork_server, tmp_path, tally, storm_seconds=2.0)
@@ -75,6 +76,19 @@ def test_whoever_was_not_lost_must_not_be_started_again():
     survivors.look({"0.0": 20, "1.0": 21})
     with pytest.raises(ChaosError, match=r"worker 0\.0 was process 10 and is 20, but was not lost"):
         survivors.require()
+
+
+def test_who_was_started_and_lost_between_two_commits_may_be_started_again():
+    running = {"0.0": 10, "1.0": 11}
+    survivors = Survivors({}, lambda: running)
+    survivors.look(running)
+    survivors.observe(Failed(worker=Worker(1, 0), reason="worker 1.0 was killed by SIGKILL"))
+    running["1.0"] = 21
+    survivors.observe(Noted(text="worker 1.0 was killed by SIGKILL, before it took part"))
+    survivors.look(running)  # the end of its process is not known yet
+    running["1.0"] = 31
+    survivors.look(running)
+    survivors.require()
 
 
 def test_a_worker_of_another_node_0_that_ends_without_a_word_is_told(monkeypatch):

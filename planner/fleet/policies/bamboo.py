@@ -77,7 +77,7 @@ class Bamboo(Policy):
 
     def _covered(self) -> int:
         """Stages that a predecessor covers."""
-        return sum(machine is None for machines in self._pipelines for machine in machines)
+        return sum([machines.count(None) for machines in self._pipelines])
 
     def _should_form_pipelines(self) -> bool:
         """Whether spares suffice for the dead or for one more pipeline, or too many stages are covered."""

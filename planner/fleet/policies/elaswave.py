@@ -61,4 +61,4 @@ class ElasWave(Rerouting):
         then = self._rate_of(self._stages)
         self._loaded_at = now + sum(stall.seconds for stall in stalls) + self.costs.load_seconds
         phases = self.resume_training(at_once, *stalls, lost_samples=lost_samples)
-        return self.change_rate(phases, self._loaded_at - now, self._switch, then)
+        return self.change_rate(phases, self._loaded_at - now, self.switch, then)

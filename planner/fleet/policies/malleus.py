@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from planner.fleet.availability_trace import Change
 from planner.fleet.policies.oobleck_templates import layers_of
 from planner.fleet.policies.uneven_pipelines import all_layers_held, iteration_by_speed
-from planner.fleet.policy import Cause, Phase, Policy, Scenario
+from planner.fleet.policy import Phase, Policy, Scenario
 
 _ASSUMPTIONS = ("1F1B on pipelines that are each cut by the speed of their nodes, and share the batch by theirs; as "
                 "many pipelines as the job has, of nearly equal length; memory is no limit; a change costs a switch "
@@ -70,8 +70,7 @@ class Malleus(Policy):
         self._fill(change.added)
         if self.needs_checkpoint(remaining) or lost:
             return self.restart(self._current_rate(), remaining)
-        stalls = (Phase(Cause.SWITCH, self.costs.switch_seconds), Phase(Cause.LOAD, self.costs.load_seconds))
-        return self.resume_training(self._current_rate(), *stalls,
+        return self.resume_training(self._current_rate(), self.switch, self.load,
                                     lost_samples=self.lost_samples(remaining, worker_died=bool(gone)))
 
     def _fill(self, machines: Sequence[int]) -> None:

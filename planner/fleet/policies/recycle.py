@@ -21,8 +21,8 @@ class ReCycle(Rerouting):
 
     def _reconfigure(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
         """Those who load a stage do so while the others wait."""
-        stalls = [*(stall for stall in stalls if stall.cause is Cause.RESTART), self._switch]
-        if self._held.of != self._stages.of:
-            stalls.append(Phase(Cause.LOAD, self.costs.load_seconds))
+        stalls = [*(stall for stall in stalls if stall.cause is Cause.RESTART), self.switch]
+        if self._loading:
+            stalls.append(self.load)
         self._loaded_at = now + sum(stall.seconds for stall in stalls)
         return self.resume_training(self._rate_of(self._stages), *stalls, lost_samples=lost_samples)

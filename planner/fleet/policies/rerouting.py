@@ -18,6 +18,7 @@ class Stages:
         self._lacking = list(lacking)
         self._down: DownByStage | None = None
         """The same as a tuple, where it is known."""
+        self._most_down: int | None = None
 
     @property
     def down(self) -> DownByStage:
@@ -26,19 +27,26 @@ class Stages:
             self._down = tuple(self._lacking)
         return self._down
 
+    @property
+    def most_down(self) -> int:
+        """How many are down in the stage that lacks most."""
+        if self._most_down is None:
+            self._most_down = max(self._lacking)
+        return self._most_down
+
     def put(self, machine: int, stage: int) -> None:
         """The machine, which may have had another stage, has this one."""
         self.remove(machine)
         self.of[machine] = stage
         self._lacking[stage] -= 1
-        self._down = None
+        self._down = self._most_down = None
 
     def remove(self, machine: int) -> None:
         """The machine has no stage, if it had one."""
         stage = self.of.pop(machine, None)
         if stage is not None:
             self._lacking[stage] += 1
-            self._down = None
+            self._down = self._most_down = None
 
     def copy(self) -> "Stages":
         """The same, to be changed apart."""
@@ -66,11 +74,11 @@ class Rerouting(Policy):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
         self._pipelines = scenario.pipelines
-        self._switch = Phase(Cause.SWITCH, self.costs.switch_seconds)
         self._stages = Stages([scenario.pipelines] * scenario.stages)
         """The stage of each live machine."""
-        self._held = self._stages.copy()
-        """The stage that it holds now, until `_loaded_at`. A machine that is about to join holds none."""
+        self._held = self._stages
+        """The stage that it holds now, until `_loaded_at`. A machine that is about to join holds none. The same object
+        where none loads one."""
         self._loaded_at = 0.0
         """When every machine holds its stage."""
 
@@ -94,13 +102,13 @@ class Rerouting(Policy):
             self._stages.put(machine, machine % self.scenario.stages)
         if self._stage_lost(self._stages):
             self._reassign_all(live)
-        self._held = self._stages.copy()
+        self._held = self._stages
         return self.resume_training(self._rate_of(self._stages))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
         """Re-route, let newcomers join, move workers."""
         if change.seconds >= self._loaded_at:
-            self._held = self._stages.copy()
+            self._held = self._stages
         for machine in change.removed:
             self._stages.remove(machine)
             self._held.remove(machine)
@@ -108,7 +116,7 @@ class Rerouting(Policy):
         if remaining[0].cause is Cause.WAIT or (restarting and change.removed) or self._stage_lost(self._held):
             # Only the checkpoint holds the parameters of some stage.
             self._reassign_all([*self._stages.of, *change.added])
-            self._held = self._stages.copy()
+            self._held = self._stages
             return self.restart(self._rate_of(self._stages), remaining)
         lost = self.lost_samples(remaining, worker_died=bool(change.removed))
         self._assign_newcomers(change.added)
@@ -116,7 +124,7 @@ class Rerouting(Policy):
             self._move_workers()
         stalls: list[Phase] = []
         if change.removed:
-            stalls = [self._switch]
+            stalls = [self.switch]
         elif remaining[0].cause in (Cause.RESTART, Cause.SWITCH):
             stalls = [remaining[0]]
         return self._reconfigure(change.seconds, stalls, lost)
@@ -131,8 +139,19 @@ class Rerouting(Policy):
 
     # --- Which machine holds which stage ------------------------------------------------------------------------------
 
+    @property
+    def _loading(self) -> bool:
+        """Whether some machine has a stage that it does not hold."""
+        return self._held is not self._stages and self._held.of != self._stages.of
+
     def _stage_lost(self, stages: Stages) -> bool:
-        return max(stages.down) >= self._pipelines
+        return stages.most_down >= self._pipelines
+
+    def _give(self, machine: int, stage: int) -> None:
+        """The machine has this stage, which it has to load."""
+        if self._held is self._stages:
+            self._stages = self._held.copy()
+        self._stages.put(machine, stage)
 
     def _reassign_all(self, machines: Sequence[int]) -> None:
         """Assign stages to all live machines anew; where there are too few of them, newcomers get the first."""
@@ -152,8 +171,8 @@ class Rerouting(Policy):
         spread = self.throughputs.even_spread(self.scenario.workers - len(self._stages.of) - len(machines))
         for machine in machines:
             down = self._stages.down
-            self._stages.put(machine, max(range(len(down)), key=lambda stage: (
-                down[stage] - spread[stage] if spread else 0, down[stage])))
+            lacking = [(most - least, most) for most, least in zip(down, spread or down, strict=True)]
+            self._give(machine, lacking.index(max(lacking)))
 
     def _move_workers(self) -> None:
         """Move workers to other stages where that leaves the most loaded worker less work."""
@@ -164,5 +183,5 @@ class Rerouting(Policy):
         counts = list(down)
         for machine, stage in sorted(self._stages.of.items()):
             if vacant and counts[stage] < spread[stage]:
-                self._stages.put(machine, vacant.pop())
+                self._give(machine, vacant.pop())
                 counts[stage] += 1

@@ -67,7 +67,7 @@ class Restart(Policy):
         self._grow_at = self._grow_at or self.checkpoints.next(begin)
         until = self._grow_at - begin
         later = self.throughputs.one_f_one_b(usable // self.scenario.stages)
-        return [*before, self.training(self._rate)._replace(seconds=until),
+        return [*before, self.training(self._rate).lasting(until),
                 Phase(Cause.RESTART, self.costs.restart_seconds), self.training(later)]
 
     def _grow_if_due(self, now: float) -> None:

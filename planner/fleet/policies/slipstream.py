@@ -99,7 +99,7 @@ class Slipstream(Rerouting):
             return phases
         before, self._left_out = self._left_out, self._choice(self._held, self.rate).left_out
         same = before == self._left_out & self._held.of.keys()
-        return phases if change.removed or remaining[0].cause is not Cause.RUN or same else [self._switch, *phases]
+        return phases if change.removed or remaining[0].cause is not Cause.RUN or same else [self.switch, *phases]
 
     def _rate_of(self, stages: Stages) -> float:
         """Samples per second of machines that hold these stages, the slowest left out where that pays."""
@@ -134,11 +134,11 @@ class Slipstream(Rerouting):
         """At once with those who hold a stage, or as settled before, if none of those has left; then with all."""
         settled = self._settled / max(self.slow.values(), default=1.0)
         at_once, then = max(settled, self._rate_of(self._held)), max(settled, self._rate_of(self._stages))
-        loads, load, switch = self._held.of != self._stages.of, self.costs.load_seconds, self._switch
-        self._loaded_at = now + sum(stall.seconds for stall in stalls) + loads * load
+        loads, load, switch = self._loading, self.costs.load_seconds, self.switch
+        self._loaded_at = now + sum([stall.seconds for stall in stalls]) + loads * load
         if stalls and loads and load * at_once < switch.seconds * then:
             # Another switch would cost more than what is trained until then.
-            phases = self.resume_training(then, *stalls, Phase(Cause.LOAD, load), lost_samples=lost_samples)
+            phases = self.resume_training(then, *stalls, self.load, lost_samples=lost_samples)
         else:
             phases = self.resume_training(at_once, *stalls, lost_samples=lost_samples)
             loads = loads and then > at_once
@@ -152,14 +152,15 @@ class Slipstream(Rerouting):
         """
         if not self.moves_layers or phases[0].cause is Cause.WAIT:
             return phases
-        settled = self._best_rate()
+        usual = self._settled_rate_now()
+        settled = max(rate, self._best(self._stages, self.settled_rate) if self.slow else usual)
         move = self.throughputs.settled(self.scenario.workers - len(self._stages.of))[1] * self.costs.load_seconds
         gained = settled - rate
         made_up = self.costs.switch_seconds * settled / gained if gained > 0 else math.inf
         if seconds + move + made_up > self.scenario.seconds_between_failures:
             return phases
-        self._settled_at, self._settled = now + seconds + move, self._settled_rate_now()
-        return self.change_rate(phases, seconds + move, self._switch, settled)
+        self._settled_at, self._settled = now + seconds + move, usual
+        return self.change_rate(phases, seconds + move, self.switch, settled)
 
 
 class SlipstreamFixed(Slipstream):

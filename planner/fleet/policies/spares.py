@@ -1,7 +1,7 @@
 """Hot spares: a share of the machines idles, ready to replace the next that dies."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from planner.fleet.availability_trace import Change
 from planner.fleet.policy import Cause, Phase, Policy, Scenario
@@ -50,10 +50,9 @@ class Spares(Policy):
         """Replace dead machines by spares."""
         gone, rate_before = set(change.removed), self._current_rate()
         died = not gone.isdisjoint(self._used)
-        self._used = [None if machine in gone else machine for machine in self._used]
-        self._idle = (self._idle | set(change.added)) - gone
-        lost = died and any(set(self._used[stage::self.scenario.stages]) <= {None}
-                            for stage in range(self.scenario.stages))
+        self._idle.update(change.added)
+        self._idle -= gone
+        lost = died and self._remove_dead(gone)
         self._fill_pipelines()
         rate = self._current_rate()
         if not died and rate == rate_before:
@@ -61,8 +60,14 @@ class Spares(Policy):
         if self.needs_checkpoint(remaining) or lost:
             return self.restart(rate, remaining)
         return self.resume_training(rate, Phase(Cause.SWITCH, self._seconds_to_replace),
-                                    Phase(Cause.LOAD, self.costs.load_seconds),
+                                    self.load,
                                     lost_samples=self.lost_samples(remaining, worker_died=died))
+
+    def _remove_dead(self, gone: Collection[int]) -> bool:
+        """Take dead machines out of the pipelines: whether some stage has no machine any more."""
+        self._used = [None if machine in gone else machine for machine in self._used]
+        stages, pipelines = self.scenario.stages, len(self._used) // self.scenario.stages
+        return any(self._used[stage::stages].count(None) == pipelines for stage in range(stages))
 
     def _fill_pipelines(self) -> None:
         """As many whole pipelines as there are machines for, up to `_max_pipelines`; those with fewest dead stay."""

@@ -51,11 +51,8 @@ class TorchFT(Policy):
             self._groups, self._starting = [*self._groups, *self._starting], []
         running = len(self._groups)
         self._ungrouped += change.added
-        for groups in (self._groups, self._starting):
-            for group in [group for group in groups if not gone.isdisjoint(group)]:
-                groups.remove(group)
-                self._ungrouped += group
-        self._ungrouped = [machine for machine in self._ungrouped if machine not in gone]
+        if gone:
+            self._remove_dead(gone)
         broken = len(self._groups) < running
         if new := self._whole_groups():
             self._starting += new
@@ -67,19 +64,26 @@ class TorchFT(Policy):
             return self.restart(rate, remaining)
         return self._phases(now, broken, remaining)
 
+    def _remove_dead(self, gone: set[int]) -> None:
+        """Drop groups that lost a machine."""
+        for groups in (self._groups, self._starting):
+            for group in [group for group in groups if not gone.isdisjoint(group)]:
+                groups.remove(group)
+                self._ungrouped += group
+        self._ungrouped = [machine for machine in self._ungrouped if machine not in gone]
+
     def _phases(self, now: float, broken: bool, remaining: Sequence[Phase]) -> list[Phase]:
         """Train with the groups that run now, and from `_ready` on also with those that are being restarted."""
         rate = self._rate_of(len(self._groups))
         lost = self.lost_samples(remaining, worker_died=broken)
         stalls = [phase for phase in remaining[:_training(remaining)] if phase.cause is not Cause.LOST]
         if broken and not self.needs_checkpoint(remaining):
-            stalls = [Phase(Cause.SWITCH, self.costs.switch_seconds)]
+            stalls = [self.switch]
         phases = self.resume_training(rate, *stalls, lost_samples=lost)
         if self._starting:
             spent = sum(phase.seconds for phase in phases[:-1])
-            phases[-1] = phases[-1]._replace(seconds=max(0.0, self._ready - now - spent))
-            phases += [Phase(Cause.SWITCH, self.costs.switch_seconds), Phase(Cause.LOAD, self.costs.load_seconds),
-                       self.training(self._rate_of(len(self._groups) + len(self._starting)))]
+            phases[-1] = phases[-1].lasting(max(0.0, self._ready - now - spent))
+            phases += [self.switch, self.load, self.training(self._rate_of(len(self._groups) + len(self._starting)))]
         return phases
 
     def _whole_groups(self) -> list[list[int]]:

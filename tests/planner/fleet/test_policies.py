@@ -5,7 +5,7 @@ import math
 import pytest
 
 from planner.fleet.policies import POLICIES
-from planner.fleet.policy import Cause, Checkpoints, Phase
+from planner.fleet.policy import Cause, Checkpoints, Phase, Spans
 from planner.fleet.simulation import Comparison, compare
 from planner.fleet.synthetic_trace import FailureRates, draw_trace
 from tests.planner.fleet.small import COSTS, WHOLE, lose, run, scenario, trace
@@ -71,15 +71,21 @@ def test_what_is_reported_of_a_run():
 
 
 def test_checkpoints_count_what_is_beyond_the_last():
-    kept = Checkpoints(100.0, 10.0)
+    spans = Spans()
+    kept = Checkpoints(spans, 100.0, 10.0)
+
+    def train(begin, end, rate):
+        spans.spend([Phase(Cause.SWITCH, begin - spans.seconds[-1]), Phase(Cause.RUN, rate=rate)], end)
+
     assert kept.go_back() == 0.0 and kept.next(30.0) == 110.0 and kept.next(110.0) == 220.0
-    kept.train(0.0, 30.0, 2.0)
-    kept.train(40.0, 105.0, 1.0)
+    train(0.0, 30.0, 2.0)
+    train(40.0, 105.0, 1.0)
+    assert kept.since_stall == 65.0
     kept.discard(20.0)
     assert kept.go_back() == pytest.approx(60 + 60 - 20) and kept.go_back() == 0.0
-    kept.train(200.0, 230.0, 3.0)  # one is complete at 220
+    train(200.0, 230.0, 3.0)  # one is complete at 220
     assert kept.go_back() == pytest.approx(30.0)
-    kept.train(300.0, 1000.0, 3.0)  # and at 990
+    train(300.0, 1000.0, 3.0)  # and at 990
     assert kept.go_back() == pytest.approx(30.0)
 
 

@@ -11,11 +11,16 @@ from planner.model.assemble import build_schedule
 from planner.model.bounds import lower_bound
 from planner.model.from_job import build_problem
 from planner.model.start_times import solution_period
+from planner.search.annealing.arrays import make_chain
 from planner.search.annealing.chain import AnnealingChain
 from planner.search.annealing.pieces import anneal_pieces
 from planner.search.assignment import assign
 from planner.search.budget import Budget
 from planner.search.compiled import ready
+from planner.search.kernel.annealing.arrays import FOREVER, SPAN, Cycle
+from planner.search.kernel.annealing.loop import anneal
+from planner.search.kernel.annealing.timing import set_deadlines
+from planner.search.kernel.annealing.timing import time as timed
 from planner.search.list_scheduler import DispatchRule, ListScheduler
 from schedules.check import check
 from schedules.schedule import Worker
@@ -63,6 +68,25 @@ def test_steps_depend_on_the_seed_alone():
         return annealer.solution()
 
     assert annealed(1, 500) == annealed(1, 200, 300) != annealed(2, 500)
+
+
+@pytest.mark.parametrize("transfer", [0, 1])
+@pytest.mark.parametrize("order", ["v", "linear"])
+def test_ops_without_duration_never_wait_for_each_other_in_a_circle(order, transfer):
+    """In any order their starts agree, so that timing alone does not tell: no accepted step may leave a circle."""
+    times = f"forward = 2\nbackward_input = 0\nbackward_weight = 2\ntransfer = {transfer}\n"
+    problem = build_problem(grid(2, 2, 4, times=times, more=f"[placement]\nchunks = 2\norder = '{order}'\n"),
+                            [Worker(0, 1)])
+    arrays = ProblemArrays(problem, assign(problem, "least-loaded"))
+    chain = make_chain(arrays, arrays.order(listed(problem)), seed=0)
+    set_deadlines(chain.instance, chain.state, chain.sorting)
+    chain.record[:] = FOREVER
+    chain.queue.counters[SPAN] = 100
+    cycle = Cycle(steps=3000, hot=2.0, cold=1.0, pull=3.0, goal=0, scale=1.0, shifts=60, low=-FOREVER, high=FOREVER)
+    for step in range(cycle.steps):
+        anneal(chain, cycle, step, step + 1)
+        period = timed(chain.instance, chain.state, chain.sorting, chain.trial, 0)
+        assert period >= 0, f"a circle after step {step}"
 
 
 def test_it_closes_a_gap_that_list_schedules_leave():

@@ -38,7 +38,7 @@ def critical_path(random, instance, state, late, op, within):
     worker_of, duration, sequence, size, place = state.worker, state.duration, state.sequence, state.size, state.place
     low, high = within
     chosen, arcs = -1, 0
-    while True:
+    for _ in range(late.shape[0]):  # no path is longer
         worker, after = worker_of[unit[op]], place[op] + 1
         end = late[op] + duration[op]
         own = sequence[worker, after] if after < size[worker] else -1
@@ -51,7 +51,7 @@ def critical_path(random, instance, state, late, op, within):
                 other = later
                 break
         if own < 0 and other < 0:
-            return chosen, op
+            break
         if other < 0 or (own >= 0 and below(random, 2) == 0):
             if own != other and low <= late[op] < high:
                 arcs += 1
@@ -60,3 +60,4 @@ def critical_path(random, instance, state, late, op, within):
             op = own
         else:
             op = other
+    return chosen, op

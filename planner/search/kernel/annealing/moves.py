@@ -14,7 +14,7 @@ from planner.search.kernel.annealing.arrays import EXCHANGE, LARGEST_RUN, MOVE, 
 from planner.search.kernel.annealing.cost import cost
 from planner.search.kernel.annealing.critical import critical_path, critical_worker
 from planner.search.kernel.annealing.random import below
-from planner.search.kernel.annealing.retiming import call, retime, touch
+from planner.search.kernel.annealing.retiming import call, retime, touch, waits_for_itself
 from planner.search.kernel.annealing.timing import keep_ends, time
 from planner.search.kernel.jit import inlined, jit
 
@@ -34,7 +34,8 @@ def fits(instance, state, move):
 
 @inlined
 def retime_after(instance, state, timing, queue, log, limits, move, places):
-    """Time a change; False where some window becomes too long to be accepted, by `retiming.retime`."""
+    """Time a change; False where some window becomes too long to be accepted, by `retiming.retime`, or where ops wait
+    for each other in a circle."""
     if move.kind == EXCHANGE:
         if move.begin:
             call(queue, timing.late, state.sequence[move.worker, move.begin - 1])
@@ -44,7 +45,24 @@ def retime_after(instance, state, timing, queue, log, limits, move, places):
             _call_unit(instance, state, timing, queue, log, move.other)
         else:
             _call_left(instance, state, timing, queue, log, move.other, places)
-    return retime(instance, state, timing, queue, log, limits, (move.worker, move.begin, move.end))
+    return retime(instance, state, timing, queue, log, limits, (move.worker, move.begin, move.end)) and \
+        _no_circle(instance, state, timing, queue, move)
+
+
+@jit
+def _no_circle(instance, state, timing, queue, move):
+    """Whether none of the ops that changed their places waits for itself. Any circle would pass one of them."""
+    if move.kind == EXCHANGE:
+        for place in range(move.begin, move.end):
+            if waits_for_itself(instance, state, timing, queue, state.sequence[move.worker, place]):
+                return False
+        return True
+    for kind in range(instance.kinds):
+        if waits_for_itself(instance, state, timing, queue, move.unit * instance.kinds + kind):
+            return False
+        if move.kind == TRADE and waits_for_itself(instance, state, timing, queue, move.other * instance.kinds + kind):
+            return False
+    return True
 
 
 @inlined
@@ -287,9 +305,9 @@ def shift(chain, cycle, before, allowance):
         group, ticks = other, -ticks
     state.end[group] -= ticks
     keep_ends(instance, state)
-    time(instance, state, chain.sorting, trial, cycle.goal)
+    period = time(instance, state, chain.sorting, trial, cycle.goal)
     after = cost(instance, trial, cycle)
-    if after > before + allowance:
+    if period < 0 or after > before + allowance:
         state.end[group] += ticks
         keep_ends(instance, state)
         return before

@@ -144,6 +144,36 @@ def retime(instance, state, timing, queue, log, limits, run):
     return _RETIME(instance, state, timing, queue, log, limits, run)
 
 
+@jit
+def waits_for_itself(instance, state, timing, queue, op):
+    """Whether an op without duration waits for itself. The queue must be empty.
+
+    Of such ops `retime` cannot tell: in a circle they all have one start, while with others it would fall for ever.
+    """
+    if state.duration[op]:
+        return False
+    successors, found, seen = instance.successors, queue.next, queue.queued
+    tick, found[0], count, at, circle = timing.late[op], op, 1, 0, False
+    while at < count and not circle:
+        before = found[at]
+        worker, after = state.worker[instance.unit[before]], state.place[before] + 1
+        at += 1
+        for arc in range(successors.start[before] - 1, successors.start[before + 1]):
+            later = successors.op[arc]
+            if arc < successors.start[before]:  # the next op of its worker
+                if after == state.size[worker]:
+                    continue
+                later = state.sequence[worker, after]
+            if timing.late[later] == tick and not state.duration[later] and not seen[later]:
+                seen[later] = 1
+                found[count] = later
+                count += 1
+                circle = circle or later == op
+    for number in range(1, count):
+        seen[found[number]] = 0
+    return circle
+
+
 @inlined
 def unmark(log):
     """The step is over for the pipelines that it touched."""

@@ -1,0 +1,82 @@
+"""What schedule, configuration and machine make together, found out before anything begins."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from runtime.config import RunConfig
+from runtime.coordinator.metrics import Work
+from runtime.device import choose_device, gpu_count
+from runtime.model.data import load_corpus, load_validation
+from runtime.model.flops import counted
+from runtime.model.forms import forms
+from runtime.model.layers import LayeredModel, model_for, parameter_dtype
+from runtime.model.parameter_groups import require_matches
+from runtime.model.worker_group import standing_in
+from runtime.processes.launchers import GpuShare, gpu_share
+from runtime.protocol.rendezvous import Rendezvous
+from runtime.protocol.setup import FormSpec, Setup
+from runtime.replay.communication import Transport, choose_transport
+from runtime.replay.placement import Placement, PlacementError, assign_to_nodes, place
+from runtime.run_options import Resilience, RunOptions
+from schedules.check import check
+from schedules.schedule import Schedule, Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How a run will be laid out."""
+
+    device: Literal["cpu", "cuda"]
+    model: LayeredModel
+    placement: Placement
+    shares: Sequence[Sequence[Worker]]
+    """The workers of each node that are there from the start."""
+    gpus: GpuShare
+    transport: Transport
+    forms: tuple[FormSpec, ...]
+    """What passes each cut. Found out once, for all workers, and before node 0 listens: it takes seconds."""
+    work: Work
+    """What an iteration is."""
+
+
+def prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> Fit:
+    """Check that schedule, configuration and machine fit. Raises PlacementError and ConfigError."""
+    violations = check(schedule)
+    if violations:
+        raise PlacementError(f"the schedule breaks a rule: {violations[0]}")
+    training = config.training
+    device, ranks = choose_device(training.device), training.tensor_parallel
+    with standing_in(ranks):
+        model = model_for(config.model, training.seed, parameter_dtype(training.dtype), torch.device(device))
+        with counted() as flops:
+            at_layer = forms(model, config)
+        require_matches(model, training)
+    placement = place(schedule.grid, model.layers)
+    load_corpus(config, schedule.grid.microbatches)
+    load_validation(config, schedule.grid.microbatches)
+    shares = assign_to_nodes([seat.worker for seat in schedule.seats], options.nodes)
+    gpus = gpu_share([len(share) * ranks for share in shares], 0, options.local)
+    microbatches = schedule.grid.total_microbatches
+    return Fit(device, model, placement, shares, gpus,
+                choose_transport(training.backend, device, gpus.workers, gpu_count(device)),
+                tuple(FormSpec.of(at_layer[cut]) for cut in placement.cuts),
+                Work(tokens=training.batch * config.model.context * microbatches, flops=flops.training(microbatches),
+                     peak_flops=training.peak_flops or options.peak_flops))
+
+
+def setup_for(schedule: Schedule, config: RunConfig, fit: Fit, store: Rendezvous, options: RunOptions,
+           resilience: Resilience) -> Setup:
+    """What the workers must know."""
+    grid = schedule.grid
+    return Setup(
+        first_iteration=0 if resilience.resume is None else resilience.resume.iteration,
+        iterations=config.training.iterations, traced=options.traced, nodes=options.nodes, transport=fit.transport,
+        device=fit.device, store=store, cuts=fit.placement.cuts,
+        columns=tuple(tuple(sorted(fit.placement.held_in_column(grid, column))) for column in range(grid.columns)),
+        forms=fit.forms,
+        microbatches=grid.microbatches, loss_scale=1 / grid.total_microbatches,
+        heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,
+        checkpoint_every=resilience.checkpoint_every, fetch_bytes_per_second=resilience.fetch_bytes_per_second)

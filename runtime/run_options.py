@@ -1,0 +1,88 @@
+"""What a run is given besides a schedule and a configuration: how it deals with failures, and where it takes place."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.coordinator.event_log import Observer
+from runtime.coordinator.planning import Rebalancer, Scheduler, SchedulerAtSpeeds
+from runtime.coordinator.run import Notify
+from runtime.coordinator.settling import Settling
+from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
+from runtime.model.checkpoint import Checkpoint
+from runtime.processes.launchers import ALONE, LocalProcess
+from runtime.processes.process_manager import Return
+from runtime.processes.stop_signals import GRACE_SECONDS
+from runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS
+from runtime.protocol.authentication import Secret
+from runtime.protocol.failure_injection import Injection, Slowdown
+from runtime.protocol.rendezvous import Rendezvous
+from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resilience:
+    """How a run deals with failures."""
+
+    scheduler: Scheduler | None = None
+    """Gives the schedule for other failures, in a thread of its own; None: the first failure ends the run."""
+    at_speeds: SchedulerAtSpeeds | None = None
+    """Gives the schedule where workers are slow, and for failures then; None: they are told of, and that is all."""
+    heartbeat_timeout_seconds: float = 5.0
+    """A worker that shows no sign of life for so long is given up."""
+    join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS
+    """How long workers are waited for before the first iteration."""
+    stall_timeout_seconds: float = STALL_TIMEOUT_SECONDS
+    """When nothing has been committed for so long, it is said who waits for what."""
+    coordinator_timeout_seconds: float = COORDINATOR_TIMEOUT_SECONDS
+    """How long workers hold still for another node 0 when this one has died; 0: they end."""
+    fetch_bytes_per_second: float | None = None
+    """How fast a worker that comes in is sent layers by each of the others while they train; None: as fast as it goes.
+    """
+    checkpoint_every: int | None = 0
+    """Iterations from one checkpoint to the next; 0: none; None: such that they cost less than 1 % of the time."""
+    resume: Checkpoint | None = None
+    """Where to go on from."""
+    rebalancer: Rebalancer | None = None
+    """Gives the schedule where layers must move, since fewer workers live than there are stages, or may move; None:
+    then the run ends."""
+    settling: Settling | None = None
+    """Whether and how layers move to better schedules after failures; None: they stay as long as they can."""
+    injections: tuple[Injection, ...] = ()
+    """Failures on purpose."""
+    slowdowns: tuple[Slowdown, ...] = ()
+    """Workers that are slow on purpose."""
+    returns: tuple[Return, ...] = ()
+    """Workers to start again once they are dead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """Where a run takes place, and what is told about it."""
+
+    nodes: int = 1
+    rendezvous: Rendezvous | None = None
+    """Where node 0 listens; None: on loopback."""
+    announce: Callable[[Rendezvous], None] = lambda _: None
+    """Called with the address once node 0 listens there."""
+    local: LocalProcess = ALONE
+    """Which of the processes that share this machine this is."""
+    secret: Secret | None = None
+    """What all nodes know (`runtime.protocol.authentication`); None: there is one node, and it makes one."""
+    traced: int = 3
+    """How many iterations, the last ones, `trace.json` holds."""
+    force: bool = False
+    """Remove what another run has left in the folder, instead of refusing to write there."""
+    again: bool = False
+    """Do its iterations again where it has saved nothing, neither a checkpoint nor parameters."""
+    grace_seconds: float = GRACE_SECONDS
+    """How long the run may go on after SIGTERM or Ctrl-C: it ends at the next iteration, with a checkpoint."""
+    notify: Notify = lambda _: None
+    observe: Observer = lambda _: None
+    """Called with each event of the run (`runtime.events`)."""
+    fault_free_seconds: float | None = None
+    """Planned period with all workers, where the first schedule is not of all of them; None: nobody has planned it."""
+    tensorboard: Path | None = None
+    """Folder for TensorBoard's files; None: there are none."""
+    peak_flops: float | None = None
+    """What a worker's device does at its best where `[training] peak_flops` is silent; None: not known."""

@@ -1,0 +1,53 @@
+"""What a run leaves."""
+
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+from runtime.coordinator.checkpoint_timer import CheckpointCost
+from runtime.coordinator.commit_log import CommitLog
+from runtime.coordinator.event_loop import EventLoop
+from runtime.coordinator.recovery import Recovery
+from runtime.coordinator.slow_workers import SpeedEvent
+from runtime.model.digest import combined_digest
+from schedules.measured_trace import MeasuredTrace
+from schedules.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What a run leaves. Its folder `out` holds the same, and the parameters (`runtime.model.parameters`)."""
+
+    first_iteration: int
+    """0, or that of the checkpoint that the run went on from."""
+    losses: tuple[float, ...]
+    """Mean over all micro-batches, one an iteration."""
+    parameter_digest: str
+    """`runtime.model.digest` of all parameters after the last iteration."""
+    measured_period_seconds: float | None
+    """Median over iterations of the longest busy window of any worker; None without iterations."""
+    planned_period_seconds: float
+    """Of the first schedule."""
+    recoveries: tuple[Recovery, ...]
+    speed_events: tuple[SpeedEvent, ...]
+    """Slow workers that were found, and what was done."""
+    speed_periods_seconds: tuple[float | None, ...]
+    """As `measured_period_seconds`, of the iterations from each of them to the next."""
+    notes: tuple[str, ...]
+    """What went wrong and was survived besides, such as checkpoints that could not be written."""
+    checkpoints: tuple[CheckpointCost, ...]
+    """What those have cost that were written while training went on."""
+    trace: MeasuredTrace
+    out: Path
+
+
+def result_of(schedule: Schedule, first: int, log: CommitLog, events: EventLoop, out: Path) -> RunResult:
+    """That of a run which began at iteration `first` and has ended."""
+    return RunResult(first_iteration=first, losses=tuple(log.losses), parameter_digest=combined_digest(log.digests),
+                     trace=log.trace(), out=out, measured_period_seconds=log.measured_period_seconds(),
+                     planned_period_seconds=schedule.seconds(schedule.period_ticks),
+                     recoveries=tuple(events.recoveries), notes=tuple(events.news.notes),
+                     speed_events=tuple(events.news.speed_events), speed_periods_seconds=tuple(
+                         log.measured_period_seconds(event.iteration, end.iteration if end else None)
+                         for event, end in zip_longest(events.news.speed_events, events.news.speed_events[1:])),
+                     checkpoints=events.news.checkpoints.costs)

@@ -1,0 +1,86 @@
+"""What a worker keeps from order to order, and what one order needs besides."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from runtime.config import RunConfig
+from runtime.model.data import Data
+from runtime.model.layers import LayeredModel
+from runtime.model.passed import Form
+from runtime.model.sharing import Sharing
+from runtime.model.worker_group import WorkerGroup
+from runtime.protocol.coordinator_link import CoordinatorLink
+from runtime.protocol.failure_injection import Injector
+from runtime.protocol.setup import Setup
+from runtime.protocol.to_worker import ToWorker, Train
+from runtime.replay.placement import Placement
+from runtime.torch_private import TCPStore
+from runtime.worker.activity import Activity
+from runtime.worker.checkpoint_reader import CheckpointReader
+from runtime.worker.checkpointer import Checkpointer
+from runtime.worker.connections import Connections
+from runtime.worker.layer_receiver import LayerReceiver
+from runtime.worker.layer_sender import LayerSender
+from runtime.worker.layer_store import LayerStore
+from runtime.worker.sockets import Sockets
+from schedules.schedule import Schedule, Worker
+
+WorkerLink = CoordinatorLink[ToWorker, Setup]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerContext:
+    """What a worker keeps from order to order."""
+
+    worker: Worker
+    group: WorkerGroup | None
+    """The processes of this worker, where it is several."""
+    channel: WorkerLink
+    store: TCPStore
+    """Where process groups find each other."""
+    setup: Setup
+    config: RunConfig
+    """Of this node's own job file."""
+    out: str
+    """The run's folder."""
+    device: torch.device
+    model: LayeredModel
+    sharing: Sharing
+    placement: Placement
+    corpus: Data
+    validation: Data | None
+    forms: Sequence[Form]
+    """Of what passes at each of the placement's cuts."""
+    layer_store: LayerStore
+    checkpoints: CheckpointReader
+    injector: Injector
+    checkpointer: Checkpointer
+    layer_sender: LayerSender
+    layer_receiver: LayerReceiver
+
+    @property
+    def rank(self) -> int:
+        """Which of the worker's processes this is."""
+        return 0 if self.group is None else self.group.rank()
+
+    def lasting_sockets(self) -> Sockets:
+        """Those that outlive an order."""
+        return self.layer_sender.sockets() | self.layer_receiver.sockets()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderContext:
+    """What the parts of a generation share."""
+
+    context: WorkerContext
+    order: Train
+    schedule: Schedule
+    connections: Connections
+    activity: Activity
+
+    @property
+    def worker(self) -> Worker:
+        """Whose part in the order this is."""
+        return self.context.worker

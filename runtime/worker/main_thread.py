@@ -1,0 +1,230 @@
+"""A worker's main thread: it reads the channel and sends heartbeats, however long computing takes elsewhere."""
+
+import contextlib
+import selectors
+import signal
+import socket
+import sys
+import time
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+from runtime.processes.worker_start import WorkerSpec
+from runtime.protocol.rendezvous import RendezvousError, connect_store
+from runtime.protocol.to_coordinator import Checkpoints, Heartbeat, JoinWorker, Known, Leaving, Ready, Status
+from runtime.protocol.to_worker import (
+    Acknowledged,
+    EndOrder,
+    Fetch,
+    Finish,
+    Leave,
+    MeasureSpeed,
+    ReportCheckpoints,
+    ReportStatus,
+    ToWorker,
+    Train,
+)
+from runtime.run_folder import holder
+from runtime.worker.context import WorkerLink
+from runtime.worker.generation import Generation
+from runtime.worker.layer_receiver import LayerFetch, senders_for
+from runtime.worker.order_threads import OrderThreads
+from runtime.worker.setting_up import set_up
+from schedules.codec import decode
+from schedules.schedule import Worker
+
+HEARTBEATS_PER_TIMEOUT = 5
+LOOK_SECONDS = 0.02
+"""While a generation should come to its end."""
+STORE_TIMEOUT = timedelta(seconds=10)
+"""Of another coordinator, which listens."""
+RETRY_SECONDS = 0.2
+"""From one attempt to reach another coordinator to the next."""
+
+
+class CoordinatorGoneError(Exception):
+    """The connection to the coordinator has ended. The message is one line."""
+
+
+class MainThread:
+    """One worker's part in one run."""
+
+    def __init__(self, spec: WorkerSpec, channel: WorkerLink) -> None:
+        self._spec = spec
+        self._worker = spec.worker
+        self._channel = channel
+        self._context = set_up(spec, channel)
+        self._threads = OrderThreads(self._failed)
+        self._generation: Generation | None = None
+        self._finish_order: Finish | None = None
+        """The last order, where it was to finish."""
+        self._members: tuple[Worker, ...] = ()
+        """Of the last order to train."""
+        self._error: BaseException | None = None
+        self._waker, self._woken = socket.socketpair()
+        self._told_to_end = False
+        signal.signal(signal.SIGTERM, self._end_soon)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # until now blocked, as in the fork server
+
+    def _end_soon(self, *_: object) -> None:
+        """SIGTERM: leave when the others can do without this worker. It may come again: schedulers repeat it."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self._told_to_end = True
+        self._waker.send(b"!")
+
+    def _failed(self, error: BaseException) -> None:
+        self._error = error
+        self._waker.send(b"!")
+
+    def serve(self) -> int:
+        """Handle the coordinator's messages until this worker may leave; the exit status.
+
+        Raises RendezvousError when node 0 is gone and no other comes, and errors of this worker's own.
+        """
+        if self._spec.restarted:
+            # It will most likely play its own role: what takes time is done while the others train.
+            self._context.layer_store.prepare(self._context.setup.columns[self._worker.column])
+        known = None
+        while True:
+            self._channel.send(Ready(self._worker, self._data_digest(), (self._context.layer_sender.address,),
+                                     holder(Path(self._spec.settings.out)), known))
+            try:
+                return self._follow()
+            except CoordinatorGoneError as gone:
+                if not self._find_another(str(gone)):
+                    return 0
+                known = self._known()
+
+    def _data_digest(self) -> str:
+        """Of all data that this worker reads."""
+        validation = self._context.validation
+        return self._context.corpus.digest + ("" if validation is None else f" {validation.digest}")
+
+    def _follow(self) -> int:
+        """Do as the coordinator says; the exit status. Raises CoordinatorGoneError."""
+        interval = self._context.setup.heartbeat_timeout_seconds / HEARTBEATS_PER_TIMEOUT
+        beat = time.monotonic() + interval
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._channel, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            while True:
+                ending = self._generation is not None and self._generation.ending
+                pause = max(0.0, beat - time.monotonic())
+                ready = selector.select(min(pause, LOOK_SECONDS) if ending else pause)
+                if self._error is not None:
+                    raise self._error
+                if self._told_to_end:
+                    self._told_to_end = False
+                    self._woken.recv(1)
+                    self._channel.send(Leaving(self._worker))
+                for message in self._read() if any(key.fileobj is self._channel for key, _ in ready) else ():
+                    if isinstance(message, Leave):
+                        return 0
+                    self._handle(message)
+                if time.monotonic() >= beat:
+                    self._channel.send(Heartbeat())
+                    beat = time.monotonic() + interval
+                if self._generation is not None and self._generation.ending:
+                    self._generation.abandon_if_stuck()
+
+    def _read(self) -> list[ToWorker]:
+        try:
+            return self._channel.read()
+        except RendezvousError as error:
+            raise CoordinatorGoneError(str(error)) from None
+
+    def _find_another(self, gone: str) -> bool:
+        """Hold still until another coordinator is there; False: this worker may leave.
+
+        Raises RendezvousError when none comes in time, and errors of this worker's own.
+        """
+        seconds = self._spec.settings.coordinator_timeout_seconds
+        print(f"{gone}; waits {seconds:g} s for another coordinator", file=sys.stderr, flush=True)
+        deadline = time.monotonic() + seconds
+        self._context.layer_receiver.drop(sys.maxsize)
+        generation = self._generation
+        if generation is not None:
+            generation.end_without_coordinator()
+        while time.monotonic() < deadline:
+            if self._error is not None:
+                raise self._error
+            if self._told_to_end:
+                raise RendezvousError(f"{gone}; told to end")
+            if generation is not None and not generation.paused:
+                generation.abandon_if_stuck()
+                time.sleep(LOOK_SECONDS)
+                continue
+            with contextlib.suppress(RendezvousError):
+                store = self._channel.follow_another(
+                    JoinWorker(self._worker, self._channel.setup.epoch, self._spec.rank), Leave,
+                    lambda setup: connect_store(setup.store, STORE_TIMEOUT))
+                if isinstance(store, Leave):
+                    return False
+                self._context = replace(self._context, store=store, setup=self._channel.setup)
+                self._context.injector.replace(self._channel.setup.injections)
+                return True
+            time.sleep(RETRY_SECONDS)
+        raise RendezvousError(f"{gone}; no other coordinator came within {seconds:g} s")
+
+    def _known(self) -> Known | None:
+        """What the new coordinator must know; None where it goes on without what this worker holds."""
+        generation = self._generation
+        if self._channel.setup.forget:
+            if generation is not None:
+                generation.let_go()
+            self._generation = None
+            self._threads.forget(self._context)
+            return None
+        if generation is not None:
+            return generation.known()
+        if self._finish_order is None:
+            return Known(0, (), self._context.setup.first_iteration - 1, (), None, pending=False)
+        return Known(
+            self._finish_order.number, self._members, self._finish_order.first_iteration - 1,
+            self._context.layer_store.holding.ranges, self._finish_order.factor, pending=False,
+            begun=self._finish_order.first_iteration - 1)
+
+    def _handle(self, message: ToWorker) -> None:
+        generation = self._generation
+        match message:
+            case Train():
+                self._finish_order = None
+                schedule = decode(bytes(message.schedule))
+                self._members = tuple(seat.worker for seat in schedule.seats)
+                if self._worker in schedule.seat_of:
+                    self._generation = next_one = Generation(self._context, message, schedule)
+                    self._threads.train(self._context, message, next_one, generation)
+                else:
+                    self._context.layer_receiver.drop(message.number)
+                    self._generation = None
+                    self._threads.stand_aside(self._context, message, generation)
+            case Finish():
+                self._generation, self._finish_order = None, message
+                self._threads.finish(self._context, message, generation)
+            case EndOrder() if generation is not None and generation.number == message.order:
+                generation.end()
+            case Acknowledged() if generation is not None and generation.number == message.order:
+                generation.acknowledged(message)
+            case Fetch():
+                self._context.layer_receiver.begin(_fetch_for(self._worker, message, self._spec.rank))
+            case MeasureSpeed():
+                self._threads.measure_speed(self._context, message)
+            case ReportStatus():
+                self._channel.send(self._status())
+            case ReportCheckpoints():
+                self._threads.begin(self._context.device, "checkpoints", lambda: self._channel.send(
+                    Checkpoints(self._worker, self._context.checkpoints.iterations())))
+
+    def _status(self) -> Status:
+        """What this worker does. It has no generation before its first order, and after its last."""
+        if self._generation is not None:
+            return self._generation.status()
+        if self._threads.finishing:
+            return Status(self._worker, "writes its parameters", 0.0, waits=False)
+        return Status(self._worker, "waits for an order", 0.0, waits=True)
+
+
+def _fetch_for(worker: Worker, fetch: Fetch, rank: int) -> LayerFetch:
+    """One worker's part; where it has none, this ends what was fetched in the same order."""
+    return LayerFetch(fetch.number, fetch.order, senders_for(worker, fetch.moves, fetch.addresses, rank), follow=True)

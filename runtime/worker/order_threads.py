@@ -1,0 +1,139 @@
+"""What takes a worker long: its part in orders, and tests of its speed. Each runs in a thread of its own."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from runtime.model.digest import tensor_digest
+from runtime.model.holding import build_holding
+from runtime.model.parameters import save_layer
+from runtime.model.shards import whole_layer
+from runtime.model.slices import SliceRunner
+from runtime.protocol.to_coordinator import Finished, SpeedMeasured
+from runtime.protocol.to_worker import Finish, MeasureSpeed, Order, Train
+from runtime.replay.communication import Communicator, Membership
+from runtime.replay.recorder import OpTime
+from runtime.replay.stuck_calls import AbandonedError
+from runtime.worker.context import WorkerContext
+from runtime.worker.generation import Generation
+from runtime.worker.speed_test import measure_slice
+
+
+class OrderThreads:
+    """Begins threads; an error in one is told to `failed`.
+
+    `previous` is the generation of the order before, where this worker took part in that.
+    """
+
+    def __init__(self, failed: Callable[[BaseException], None]) -> None:
+        self._failed = failed
+        self._finishing = threading.Lock()
+        """Held while the layers are written at the end, and while an order changes what is held: that to finish may
+        end early."""
+        self._between_ranks: Communicator | None = None
+        """Of the last order to finish."""
+
+    @property
+    def finishing(self) -> bool:
+        """Whether parameters are being written."""
+        return self._finishing.locked()
+
+    def train(self, context: WorkerContext, order: Train, generation: Generation, previous: Generation | None) -> None:
+        """Take part in an order."""
+        def work() -> None:
+            with self._finishing:
+                leave(context, previous, order)
+                if previous is not None and self._between_ranks is not None:
+                    self._between_ranks.drop()  # all ranks have met for another order since, and so have done with it
+                    self._between_ranks = None
+                if order.restore is not None:
+                    context.layer_store.clear()
+                    context.checkpoints.go_back(order.first_iteration)
+                    context.checkpointer.go_back(order.first_iteration)
+            generation.run()
+
+        self.begin(context.device, f"generation {order.number}", work)
+
+    def stand_aside(self, context: WorkerContext, order: Train, previous: Generation | None) -> None:
+        """Take no part in an order. What this worker held is out of date from now on."""
+        def work() -> None:
+            leave(context, previous, order)
+            context.layer_store.clear()
+
+        self.begin(context.device, "leaving the order", work)
+
+    def finish(self, context: WorkerContext, order: Finish, previous: Generation | None) -> None:
+        """Write some layers, and report the digests of all, which must agree between peers."""
+        def work() -> None:
+            with self._finishing:
+                leave(context, previous, order)
+                self._between_ranks = _connect_ranks(context, order)
+                _write(context, order)
+
+        self.begin(context.device, "finish", work)
+
+    def measure_speed(self, context: WorkerContext, request: MeasureSpeed) -> None:
+        """Run ops of slices that nobody waits for."""
+        self.begin(context.device, "speed test", lambda: _measure_speed(context, request))
+
+    def forget(self, context: WorkerContext) -> None:
+        """Hold nothing any more, once nothing is being written."""
+        with self._finishing:
+            context.layer_store.clear()
+
+    def begin(self, device: torch.device, name: str, work: Callable[[], None]) -> None:
+        """Run long work in a thread."""
+        def run() -> None:
+            try:
+                if device.type == "cuda":
+                    torch.cuda.set_device(device)  # of each thread its own
+                work()
+            except AbandonedError:
+                pass
+            except BaseException as error:
+                self._failed(error)
+
+        threading.Thread(target=run, daemon=True, name=name).start()
+
+
+def leave(context: WorkerContext, previous: Generation | None, order: Order) -> None:
+    """Close the last generation's connections, which peers may have used until now; undo what is not committed."""
+    if previous is not None:
+        previous.leave(order)
+        if not previous.fits(order):
+            context.layer_store.clear()
+        context.layer_sender.generation_begins(order.number, order.first_iteration - 1)
+
+
+def _connect_ranks(context: WorkerContext, order: Finish) -> Communicator | None:
+    """What the ranks of this worker gather their shards over; None where it is one process."""
+    if context.group is None:
+        return None
+    alone = Membership(order.number, {context.worker: 0}, context.worker, context.group)
+    return Communicator(alone, {}, transport=context.setup.transport, device=context.device, store=context.store)
+
+
+def _write(context: WorkerContext, order: Finish) -> None:
+    holding = context.layer_store.holding
+    for layer, worker in order.writers:
+        if worker == context.worker and order.parameters:
+            copies, module = context.sharing.copies(layer), holding.modules[layer]
+            whole = whole_layer(module, context.group)
+            if context.rank == 0:
+                save_layer(Path(context.out), layer, {
+                    name: tensor for name, tensor in whole.items() if name not in copies})
+    context.checkpointer.save_last(order, context.layer_store)
+    digests = {name: tensor_digest(name, parameter) for name, parameter in holding.parameters().items()}
+    context.channel.send(Finished(context.worker, order.number, digests))
+
+
+def _measure_speed(context: WorkerContext, request: MeasureSpeed) -> None:
+    times = list[OpTime]()
+    for number, layers in request.slices:
+        found = context.placement.range_of(layers)
+        modules = build_holding(context.model, range(*found), context.config.training).modules
+        runner = SliceRunner(found, modules, context.model, loss_scale=context.setup.loss_scale, config=context.config)
+        times += measure_slice(number, runner, (context.forms[layers[0]], context.forms[layers[1]]), context, request)
+    context.channel.send(SpeedMeasured(context.worker, tuple(times)))

@@ -1,0 +1,74 @@
+"""What a worker makes before it is ready: device, model, data, and the parts that last from order to order."""
+
+import time
+
+import torch
+
+from runtime.model.data import load_corpus, load_validation
+from runtime.model.holding import build_holding
+from runtime.model.layers import model_for, parameter_dtype
+from runtime.model.sharing import sharing_of
+from runtime.model.worker_group import enter_group
+from runtime.processes.worker_start import WorkerSpec
+from runtime.protocol.failure_injection import Injector
+from runtime.protocol.rendezvous import address_towards, connect_store
+from runtime.protocol.to_coordinator import FetchFailed, FetchUpToDate, Injected
+from runtime.replay.placement import Placement
+from runtime.worker.checkpoint_reader import CheckpointReader
+from runtime.worker.checkpointer import Checkpointer
+from runtime.worker.context import WorkerContext, WorkerLink
+from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents
+from runtime.worker.layer_sender import LayerSender
+from runtime.worker.layer_store import LayerStore
+from schedules.schedule import Worker
+
+
+def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
+    """All of it, for this process. Raises errors of its own that end the worker."""
+    setup, settings = channel.setup, spec.settings
+    config = settings.config
+    training, device = config.training, _claim_device(setup.device, spec.card)
+    torch.set_num_threads(training.threads)
+    group = enter_group(spec.rank, training.tensor_parallel)
+    model = model_for(config.model, training.seed, parameter_dtype(training.dtype), device)
+    sharing = sharing_of(model)
+    checkpoints = CheckpointReader(setup.first_iteration, settings, model.layers, sharing)
+    layer_store = LayerStore(lambda layers: build_holding(model, layers, training), checkpoints.load)
+    injector = Injector(setup.injections, lambda index: channel.send(Injected(spec.worker, index, time.monotonic())))
+    return WorkerContext(
+        worker=spec.worker, group=group, channel=channel, store=connect_store(setup.store), setup=setup,
+        config=config, out=settings.out, device=device, model=model, sharing=sharing, placement=Placement(setup.cuts),
+        corpus=load_corpus(config, setup.microbatches), validation=load_validation(config, setup.microbatches),
+        forms=[spec.form() for spec in setup.forms], layer_store=layer_store, injector=injector,
+        checkpoints=checkpoints,
+        checkpointer=Checkpointer(setup, settings, model.layers, spec.worker, channel.send, sharing),
+        layer_receiver=LayerReceiver(layer_store.fresh, device, settings.secret,
+                                     _FetchReports(spec.worker, channel, injector)),
+        layer_sender=LayerSender(address_towards(spec.coordinator), settings.secret, setup.fetch_bytes_per_second))
+
+
+class _FetchReports(ReceiverEvents):
+    """Reports to the coordinator how fetches go."""
+
+    def __init__(self, worker: Worker, channel: WorkerLink, injector: Injector) -> None:
+        self._worker = worker
+        self._channel = channel
+        self._injector = injector
+
+    def loaded(self, iteration: int) -> None:
+        self._injector.at(iteration, "loaded")
+
+    def up_to_date(self, fetch: LayerFetch) -> None:
+        self._injector.at(fetch.generation, "followed")
+        self._channel.send(FetchUpToDate(self._worker, fetch.number))
+
+    def failed(self, fetch: LayerFetch) -> None:
+        self._channel.send(FetchFailed(self._worker, fetch.number))
+
+
+def _claim_device(kind: str, card: int | None) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    assert card is not None
+    torch.cuda.set_device(card)
+    return torch.device("cuda", card)

@@ -1,0 +1,136 @@
+"""A worker's iterations of one order: it runs its program, steps, evaluates where that is due, and reports."""
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+
+from runtime.model.calling import Batch, on_device
+from runtime.model.clipping import watches_gradients
+from runtime.model.data import Data, Microbatch, is_evaluated
+from runtime.model.slices import Slices
+from runtime.model.steps import Steps
+from runtime.protocol.to_coordinator import Started
+from runtime.replay.communication import Communicator
+from runtime.replay.evaluation import Evaluation
+from runtime.replay.exchange import Exchange
+from runtime.replay.executor import Executor
+from runtime.worker.context import OrderContext, WorkerContext
+from runtime.worker.reports import OrderStoppedError, Reports
+from runtime.worker.slowed_recorder import recorder_for
+from schedules.schedule import OpKind, Schedule
+
+
+class Training:
+    """Carries out iterations, with the layers that the order needs, over the connections that were made for it.
+
+    It does not hold what runs the program, which calls it back: both are freed as soon as the order is over.
+    """
+
+    def __init__(self, part: OrderContext, communicator: Communicator, reports: Reports) -> None:
+        context, schedule = part.context, part.schedule
+        training = context.config.training
+        self._part = part
+        self._communicator = communicator
+        self._reports = reports
+        self._speaks_for = frozenset(layer for layer, worker in context.placement.first_holders(schedule).items()
+                                     if worker == part.worker)
+        self.steps = Steps(
+            context.layer_store.holding, training, layers=context.model.layers, speaks_for=self._speaks_for,
+            share=communicator.sum_over_all if watches_gradients(training) else None,
+            staggered=schedule.optimizer == "staggered", stepped=partial(_pass_on, context))
+
+    def run(self) -> None:
+        """All iterations from the order's first one on, or those before it stops. Raises CommunicationError."""
+        part, context, setup = self._part, self._part.context, self._part.context.setup
+        first, steps = part.order.first_iteration, self.steps
+        recorder = recorder_for(setup.slowdowns, context.device)
+        exchange = self._exchange(part.schedule, self._stretch(first))
+        slices = Slices(context.layer_store.holding, context.placement.slices(part.schedule, part.worker),
+                        context.model, loss_scale=setup.loss_scale, config=context.config)
+        executor = Executor(
+            part.schedule, slices=slices, steps=steps, communicator=self._communicator, exchange=exchange,
+            feed=partial(self._read, context.corpus), recorder=recorder, before_op=self._before_op,
+            before_exchange=self._reports.require_acknowledged)
+        evaluate = self._evaluation(slices)
+        context.channel.send(Started(part.worker, part.order.number))
+        first_traced = max(first, setup.iterations - setup.traced)
+        with contextlib.suppress(OrderStoppedError):
+            for iteration in range(first, setup.iterations):
+                if iteration == first_traced and setup.nodes > 1:
+                    # Not before: it takes many trips between the nodes, and no recovery should wait for them.
+                    self._reports.require_acknowledged()
+                    part.activity.begins("compares clocks")
+                    with part.connections.more():
+                        recorder.offset_seconds = self._communicator.clock_offset()
+                recorder.begin(iteration, traced=iteration >= first_traced)
+                loss = executor.run(iteration)
+                context.injector.at(iteration, "stepped")
+                evaluation = None
+                if is_evaluated(context.config.training, iteration):
+                    evaluation = evaluate(iteration)
+                    exchange.more(len(self._stretch(iteration + 1)))
+                self._reports.report(iteration, loss, steps, recorder, evaluation)
+            self._reports.require_acknowledged()
+        part.activity.begins("ends its last iteration")
+        steps.validate()
+        exchange.flush()
+
+    def _stretch(self, first: int) -> range:
+        """Iterations from one on, up to the next evaluation: tensors of what follows that are not asked for before."""
+        context = self._part.context
+        every, end = context.config.training.evaluate_every, context.setup.iterations
+        return range(first, end if every is None else min(end, (first // every + 1) * every))
+
+    def _exchange(self, schedule: Schedule, iterations: range) -> Exchange:
+        return Exchange(schedule, self._communicator, self._part.context.forms, iterations)
+
+    def _evaluation(self, slices: Slices) -> Callable[[int], float]:
+        """What evaluates after an iteration. It is made when it is first used: no recovery waits for it."""
+        part, context, made = self._part, self._part.context, list[Evaluation]()
+
+        def before_op(iteration: int, place: int, kind: OpKind) -> None:
+            reached = self._reports.reached
+            part.activity.begins(f"evaluates after iteration {reached}: {kind} {place} of round {iteration}")
+            part.connections.require()
+            context.injector.at(reached, "evaluating")
+
+        def evaluate(iteration: int) -> float:
+            self.steps.validate()
+            self.steps.void = False  # on all alike: nobody has run a forward of the next iteration
+            self._reports.reached = iteration
+            assert context.validation is not None
+            if not made:
+                made.append(Evaluation(
+                    part.schedule, communicator=self._communicator, slices=slices, steps=self.steps,
+                    exchange=self._exchange, feed=partial(self._read, context.validation), before_op=before_op,
+                    iterations=context.config.training.evaluation_iterations))
+            return made[0].run()
+
+        return evaluate
+
+    def _before_op(self, iteration: int, place: int, kind: OpKind) -> None:
+        """Before each op: stop when the order is over. Before O: copy the state that the step overwrites, where a
+        checkpoint or another worker needs it."""
+        context, require = self._part.context, self._part.connections.require
+        self._part.activity.begins((iteration, place))
+        require()
+        context.injector.at(iteration, place)
+        if kind is OpKind.A:
+            context.injector.at(iteration, "A")
+        elif kind is OpKind.O:
+            context.injector.at(iteration, "O")
+            if context.checkpointer.due(iteration):
+                # A worker that is about to step an iteration knows that all have stepped the one before.
+                context.checkpointer.save(iteration, context.layer_store.whole_states(self._speaks_for))
+            context.layer_sender.wait_for_room(require)
+            if context.layer_sender.asked:
+                context.injector.at(iteration, "asked")
+                context.layer_sender.before_step(iteration, context.layer_store)
+
+    def _read(self, data: Data, microbatch: Microbatch) -> Batch:
+        config, device = self._part.context.config, self._part.context.device
+        return on_device(data.batch(microbatch, config.training.batch, config.model.context), device)
+
+
+def _pass_on(context: WorkerContext, iteration: int) -> None:
+    context.layer_sender.stepped(iteration, context.layer_store)
