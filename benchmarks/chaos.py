@@ -222,8 +222,7 @@ def one_run(seed: int, options: argparse.Namespace, fork_server: ForkServer, lea
     """The run of one seed; what went wrong, in one line."""
     rng = random.Random(seed)
     made = list(settings(options.grid, options.iterations).values())
-    setting, dies = made[seed % len(made)], rng.random() < options.node_0
-    node_0_dies = dies and setting.ranks == 1  # with which workers of several processes end
+    setting, node_0_dies = made[seed % len(made)], rng.random() < options.node_0
     wrong = None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         out = Path(folder) / "out"

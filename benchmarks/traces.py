@@ -1,17 +1,24 @@
-"""The published job over availability traces: how far ahead of other policies, and how far from the limit.
+"""A job over availability traces: how far ahead of other policies, and how far from the limit.
 
-    python -m benchmarks.traces [TRACE.csv ...] [--microbatches 8 16 32] [--seeds 5] [--json FILE]
+    python -m benchmarks.traces [TRACE.csv ...] [--preset NAME --parameters N] [--microbatches 8 16 32] [--seeds 5]
+                                [--settle-seconds 4] [--json FILE]
 
-Over the published availability trace and each trace file given, by number of micro-batches a pipeline: the mean
-throughput of this planner over that of others, and over the work-conserving limit. The means are over draws of which
-machines leave, or which make the job's 24. Costs are those of 6.7B parameters; Bamboo's those of 350M, in its favour.
+The job is the published one, or a preset with other numbers of micro-batches (0: its own). Over the published
+availability trace and each trace file given, by number of micro-batches a pipeline: the mean throughput of this planner
+over that of others, and over the work-conserving limit; and what memory and the fill of the pipelines leave of that
+limit with all workers alive, which is proven. The means are over draws of which machines leave, or which make
+the job's workers; where a job has more workers than a trace, each place stands for several. Costs are those of 6.7B
+parameters or as many as are given; Bamboo's those of 350M, in its favour.
+Exits 1 where this planner is behind a policy that it could follow.
 """
 
 import argparse
 import json
-from functools import cache
+import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import msgspec
 import numpy as np
 from rich.console import Console
 from rich.progress import track
@@ -24,52 +31,84 @@ from planner.fleet.policies import POLICIES
 from planner.fleet.simulation import throughputs_over_traces
 from planner.fleet.throughput import Throughputs
 from planner.fleet.trace_file import read_availability_trace
+from planner.job.file import Job, read_job
+from planner.job.presets import preset
+from planner.model.bounds import lower_bound
+from planner.options import PlanOptions
 
+FOLLOWED = ("slipstream-fixed", "recycle")
+"""Policies whose schedules this planner may choose, so that it must never be behind them."""
 OTHERS = ("oobleck", "recycle", "elaswave", "malleus", "bamboo", "work-conserving")
 
 
-def drawn(path: Path | None, seeds: int) -> list[AvailabilityTrace]:
-    workers = published.PIPELINES * published.STAGES
-    if path is None:
-        return [published.published_trace(seed) for seed in range(seeds)]
-    return [fit_to_job(read_availability_trace(path, seed), workers, seed) for seed in range(seeds)]
+def drawn(path: Path | None, job: Job, seeds: int) -> list[AvailabilityTrace]:
+    """The trace fitted to the job in so many ways, those of which something is drawn."""
+    fitted = (fit_to_job(published.published_trace(seed) if path is None else read_availability_trace(path, seed),
+                         job.pipelines * job.stages, seed) for seed in range(seeds))
+    distinct = {(trace.live, trace.changes): trace for trace in fitted}
+    return list(distinct.values())
 
 
-@cache
-def planned(microbatches: int) -> Throughputs:
-    return Throughputs(published.published_job("6.7B", microbatches), settle_seconds=published.SETTLE_SECONDS)
+def chosen_job(name: str | None, microbatches: int) -> Job:
+    """The published job, or a preset, with so many micro-batches a pipeline."""
+    if name is None:
+        return published.published_job("6.7B", microbatches)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / f"{name}.toml"
+        path.write_text(preset(name))
+        job = read_job(path)
+    return msgspec.structs.replace(job, microbatches=(microbatches,) * job.pipelines) if microbatches else job
 
 
-def ratios(traces: list[AvailabilityTrace], microbatches: int) -> dict[str, float]:
-    throughputs = planned(microbatches)
-    kinds = [POLICIES[name] for name in ("slipstream", *OTHERS) if name != "bamboo"]
-    costs = costs_for(published.PARAMETERS["6.7B"], published.STAGES)
-    found = throughputs_over_traces(kinds, throughputs, costs, traces)
-    small = costs_for(published.PARAMETERS["350M"], published.STAGES)
+def means(traces: list[AvailabilityTrace], throughputs: Throughputs, parameters: float) -> dict[str, float]:
+    """Mean samples per second of each policy."""
+    stages = throughputs.job.stages
+    kinds = [POLICIES[name] for name in ("slipstream", "slipstream-fixed", *OTHERS) if name != "bamboo"]
+    found = throughputs_over_traces(kinds, throughputs, costs_for(parameters, stages), traces)
+    small = costs_for(published.PARAMETERS["350M"], stages)
     found |= throughputs_over_traces([POLICIES["bamboo"]], throughputs, small, traces)
-    means = {name: float(np.mean(values)) for name, values in found.items()}
-    return {name: means["slipstream"] / means[name] for name in OTHERS}
+    return {name: float(np.mean(values)) for name, values in found.items()}
+
+
+def most_of_the_limit(throughputs: Throughputs) -> float:
+    """What no plan with all workers alive and layers in place exceeds, as a share of the work-conserving limit."""
+    problem = PlanOptions().problem(throughputs.job)
+    return throughputs.samples / (lower_bound(problem) * problem.tick_seconds) / \
+        throughputs.work_conserving(throughputs.workers)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", nargs="*", type=Path)
+    parser.add_argument("--preset")
+    parser.add_argument("--parameters", type=float, default=published.PARAMETERS["6.7B"])
+    parser.add_argument("--settle-seconds", type=float, default=published.SETTLE_SECONDS)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16, 32])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    cases = [(path, count) for path in (None, *options.traces) for count in options.microbatches]
+    grid = Table("trace", "alive", "micro-batches", "over layers in place", *(f"over {name}" for name in OTHERS[:-1]),
+                 "of the limit", "all alive, at most")
     rows = []
-    for path, count in track(cases, console=Console(stderr=True)):
-        traces = drawn(path, options.seeds)
-        rows.append({"trace": traces[0].name, "alive": traces[0].mean_live / traces[0].places, "micro-batches": count,
-                     **ratios(traces, count)})
-    grid = Table("trace", "micro-batches", *(f"over {name}" for name in OTHERS[:-1]), "of the limit")
-    for row in rows:
-        grid.add_row(str(row["trace"]), str(row["micro-batches"]), *(f"{row[name]:.3f}" for name in OTHERS))
+    for count in track(options.microbatches, console=Console(stderr=True)):
+        throughputs = Throughputs(chosen_job(options.preset, count), settle_seconds=options.settle_seconds)
+        most = most_of_the_limit(throughputs)
+        for path in (None, *options.traces):
+            traces = drawn(path, throughputs.job, options.seeds)
+            mean = means(traces, throughputs, options.parameters)
+            ratios = {name: mean["slipstream"] / mean[name] for name in ("slipstream-fixed", *OTHERS)}
+            alive = traces[0].mean_live / traces[0].places
+            rows.append({"trace": traces[0].name, "alive": alive, "micro-batches": max(throughputs.job.microbatches),
+                         **ratios, "at most": most})
+            grid.add_row(traces[0].name, f"{alive:.0%}", str(rows[-1]["micro-batches"]),
+                         *(f"{ratio:.3f}" for ratio in (*ratios.values(), most)))
+            if options.json:
+                options.json.write_text(json.dumps(rows, indent=1) + "\n")
     Console().print(grid)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    behind = [(row["trace"], row["micro-batches"], name) for row in rows for name in FOLLOWED if row[name] < 1]
+    for trace, count, name in behind:
+        print(f"{trace}, {count} micro-batches: behind {name}, which this planner could follow")
+    sys.exit(bool(behind))
 
 
 if __name__ == "__main__":

@@ -1,47 +1,95 @@
-"""`slipstream export`: writes a schedule for another runtime, or a checkpoint's model for transformers."""
+"""`slipstream export`: writes a schedule, a job's layers or a checkpoint's model for other libraries."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cli.shared.console import answer_no, err, print_json, refuse
-from cli.shared.inputs import read_schedule_or_refuse, require_choice, write_or_refuse
+from cli.shared.console import answer_no, completing, err, print_json, refuse
+from cli.shared.inputs import read_job_or_refuse, read_schedule_or_refuse, require_choice, write_or_refuse
 from cli.shared.interrupts import importing
 from cli.shared.options import Json
+from planner.job.file import JobError
+from planner.job.megatron import layout_text
 from schedules.check import check
+from schedules.schedule import Schedule
 from schedules.torchcsv import TorchCsvError, write_order
+from schedules.torchtitan import torchtitan_flags
+
+FORMATS = ("torch-csv", "torchtitan", "megatron", "hugging-face")
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help=(
-    "A schedule file, as `slipstream plan --out` writes it; for hugging-face a checkpoint, or the --out of a run."))]
-Folder = Annotated[Path | None, typer.Argument(metavar="[DIR]", help="hugging-face: the folder to write.")]
-To = Annotated[str, typer.Option("--to", metavar="torch-csv|hugging-face", help=(
-    "torch-csv: what torch.distributed.pipelining loads with `_PipelineScheduleRuntime._load_csv`; hugging-face: a "
-    "folder that transformers' `from_pretrained` loads."))]
+    "A schedule file, as `slipstream plan --out` writes it; for megatron a job file; for hugging-face a checkpoint, or "
+    "the --out of a run."))]
+Folder = Annotated[Path | None, typer.Argument(metavar="[DIR]", help="torchtitan, hugging-face: the folder to write.")]
+To = Annotated[str, typer.Option("--to", metavar="FORMAT", autocompletion=completing(*FORMATS), help=(
+    "torch-csv: what torch.distributed.pipelining loads with `_PipelineScheduleRuntime._load_csv`; torchtitan: that, "
+    "and torchtitan's flags for it; megatron: Megatron-LM's flags for a job's layers; hugging-face: a folder that "
+    "transformers' `from_pretrained` loads."))]
 Pipeline = Annotated[int, typer.Option("--pipeline", metavar="D", min=0, help="The pipeline whose order is written.")]
 Communication = Annotated[bool, typer.Option("--communication", help=(
-    "Write sends, receives and reductions too (format compute_comms); without, torch adds them (compute_only)."))]
-OutFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write to this file, not to stdout.")]
+    "torch-csv: write sends, receives and reductions too (format compute_comms); without, torch adds them "
+    "(compute_only)."))]
+DecoderLayers = Annotated[int | None, typer.Option("--decoder-layers", metavar="N", min=1, max=10**6, help=(
+    "torchtitan, megatron: the model's decoder layers, two fewer than all layers where embedding and head are layers "
+    "of the job, as in those that `slipstream profile` writes. Without it torchtitan splits the model by itself."))]
+OutFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help=(
+    "torch-csv: write to this file, not to stdout."))]
 
 
 def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pipeline = 0,
-           communication: Communication = False, out_file: OutFile = None, json: Json = False) -> None:
-    """Write a schedule in the format of another runtime, or the model of a checkpoint for transformers.
+           communication: Communication = False, decoder_layers: DecoderLayers = None, out_file: OutFile = None,
+           json: Json = False) -> None:
+    """Write a schedule, a job's layers, or the model of a checkpoint in the format of another library.
 
-    Exits 1 with the reason where that runtime cannot run it, for example because micro-batches are re-routed.
+    Exits 1 with the reason where that library cannot run a schedule, for example because micro-batches are re-routed.
     """
-    require_choice("--to", to, ("torch-csv", "hugging-face"))
+    require_choice("--to", to, FORMATS)
+    _require_for(to, ("torch-csv",), ("--communication", communication), ("--out", out_file))
+    _require_for(to, ("torch-csv", "torchtitan"), ("--pipeline", pipeline))
+    _require_for(to, ("torchtitan", "megatron"), ("--decoder-layers", decoder_layers))
+    if folder is not None and to not in ("torchtitan", "hugging-face"):
+        refuse(f"{folder}: --to {to} writes to {'--out FILE' if to == 'torch-csv' else 'stdout'}")
     if to == "hugging-face":
         _to_hugging_face(file, folder, json)
-        return
-    if folder is not None:
-        refuse(f"{folder}: --to torch-csv writes to --out FILE")
+    elif to == "megatron":
+        _to_megatron(file, decoder_layers, json)
+    elif to == "torchtitan":
+        _to_torchtitan(file, folder, pipeline, decoder_layers, json)
+    else:
+        _to_torch_csv(file, pipeline, communication, out_file, json)
+
+
+def _require_for(to: str, formats: tuple[str, ...], *given: tuple[str, object]) -> None:
+    """Refuse options of other formats."""
+    for option, value in given:
+        if value and to not in formats:
+            refuse(f"{option}: only with --to {' or '.join(formats)}")
+
+
+def _require_new(folder: Path | None, to: str, what: str) -> Path:
+    """The folder to write, which is not there yet, or empty."""
+    if folder is None:
+        refuse(f"--to {to}: name the folder to write: slipstream export {what} --to {to} DIR")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        refuse(f"{folder}: something is there already; name a folder that is new, or empty")
+    return folder
+
+
+def _read_valid(file: Path, pipeline: int) -> Schedule:
+    """A schedule that keeps the rules and has the pipeline."""
     schedule = read_schedule_or_refuse(file)
     violations = check(schedule)
     if violations:
         answer_no(f"{file}: breaks a rule: {violations[0]}")
     if pipeline >= schedule.grid.pipelines:
         refuse(f"--pipeline {pipeline}: the schedule has pipelines 0 to {schedule.grid.pipelines - 1}")
+    return schedule
+
+
+def _to_torch_csv(file: Path, pipeline: int, communication: bool, out_file: Path | None, json: bool) -> None:
+    schedule = _read_valid(file, pipeline)
     try:
         text = write_order(schedule, pipeline, communication=communication)
     except TorchCsvError as error:
@@ -55,11 +103,56 @@ def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pi
         typer.echo(text, nl=False)
 
 
+def _to_torchtitan(file: Path, folder: Path | None, pipeline: int, decoder_layers: int | None, json: bool) -> None:
+    folder = _require_new(folder, "torchtitan", "PLAN")
+    schedule = _read_valid(file, pipeline)
+    try:
+        flags = torchtitan_flags(schedule, str(folder.resolve() / "schedule.csv"), pipeline=pipeline,
+                                 decoder_layers=decoder_layers)
+        order = write_order(schedule, pipeline)
+    except TorchCsvError as error:
+        answer_no(f"{file}: {error}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse(f"{folder}: cannot be written: {error.strerror}")
+    write_or_refuse(folder / "schedule.csv", order.encode())
+    write_or_refuse(folder / "flags", (" ".join(map(shlex.quote, flags)) + "\n").encode())
+    if schedule.optimizer == "staggered":
+        err.print("torchtitan steps all stages together, and the plan one after the other: plan with --optimizer "
+                  "synchronous for the best order there", highlight=False, soft_wrap=True)
+    if json:
+        print_json({"folder": str(folder), "flags": flags, "pipeline": pipeline})
+        return
+    quoted, workers = shlex.quote(str(folder / "flags")), schedule.grid.pipelines * schedule.grid.columns
+    err.print(f"written to {folder}; next: xargs -a {quoted} torchrun --nproc-per-node {workers} "
+              "-m torchtitan.train --job.config_file CONFIG", highlight=False, soft_wrap=True)
+
+
+def _to_megatron(file: Path, decoder_layers: int | None, json: bool) -> None:
+    job = read_job_or_refuse(file)
+    if job.layers is None:
+        refuse(f"{file}: has no [placement] layers; `slipstream profile` writes them")
+    counts = job.layers[:job.depth]
+    if decoder_layers is None:
+        refuse(f"--to megatron: give --decoder-layers {sum(counts)}, or {sum(counts) - 2} where embedding and head are "
+               "layers of the job")
+    if job.chains > 1 or any(column != stage % job.stages for stage, column in enumerate(job.columns)):
+        refuse(f"{file}: Megatron-LM deals stages to ranks in turn; expected [placement] order = 'interleaved', or one "
+               "stage a worker")
+    try:
+        layout = layout_text(counts, decoder_layers)
+    except JobError as error:
+        refuse(f"{file}: {error}")
+    if json:
+        print_json({"pipeline_model_parallel_size": job.stages, "pipeline_model_parallel_layout": layout})
+    else:
+        typer.echo(f"--pipeline-model-parallel-size {job.stages} "
+                   f"--pipeline-model-parallel-layout {shlex.quote(layout)}")
+
+
 def _to_hugging_face(source: Path, folder: Path | None, json: bool) -> None:
-    if folder is None:
-        refuse("--to hugging-face: name the folder to write: slipstream export CHECKPOINT --to hugging-face DIR")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        refuse(f"{folder}: something is there already; name a folder that is new, or empty")
+    folder = _require_new(folder, "hugging-face", "CHECKPOINT")
     with importing():
         from cli.shared.train_inputs import checkpoint_or_refuse
         from runtime.config import ConfigError

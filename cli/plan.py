@@ -29,14 +29,15 @@ from cli.shared.options import (
     Seed,
     TimeLimit,
 )
-from cli.shared.plan_summary import answer, details
-from cli.shared.planning import compile_planner, make_plan, plan_options
+from cli.shared.plan_summary import answer, details, recomputation_lines
+from cli.shared.planning import chosen_recomputation, compile_planner, make_plan, plan_options
 from planner.alternatives import Alternative, alternatives
 from planner.job.file import Job, JobError
 from planner.judge import judge_order
 from planner.model.problem import NoPlanError
 from planner.options import LAYERS
 from planner.plan import Plan
+from planner.recompute import Recomputation
 from planner.report import plan_report
 from planner.transition import BANDWIDTH, transition
 from schedules.codec import encode
@@ -79,6 +80,7 @@ def plan(job: JobFile, failed: Failed = None, backward: Backward = None, optimiz
     require_writable(out_file)
     down = parse_workers(failed or [])
     others: list[Alternative] = []
+    again: Recomputation | None = None
     if given is not None:
         if failed or backward or normalise or layers != "fixed":
             refuse("--from gives the order: leave out --failed, --backward, --normalise and --layers")
@@ -87,6 +89,8 @@ def plan(job: JobFile, failed: Failed = None, backward: Backward = None, optimiz
         _require_one_way(normalise=normalise, layers=layers, from_checkpoint=from_checkpoint)
         options = plan_options(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit, seed=seed,
                                layers=layers, from_checkpoint=from_checkpoint)
+        again = chosen_recomputation(job, wanted, options)
+        wanted = wanted if again is None else again.job
         comparing = 0.0 if json else min(COMPARE_SECONDS, COMPARE_SHARE * time_limit) * (1.0 if down else ALONE)
         made = make_plan(wanted, down, options.within(time_limit - comparing), normalise=normalise)
         if comparing:
@@ -95,11 +99,11 @@ def plan(job: JobFile, failed: Failed = None, backward: Backward = None, optimiz
     if out_file is not None:
         write_or_refuse(out_file, encode(made.schedule))
     if json:
-        print_json(plan_report(made, wanted, bandwidth))
+        print_json(plan_report(made, wanted, bandwidth, again))
         return
     chosen = [*(["--normalise"] if normalise else []), *(["--layers move"] if layers == "move" else [])]
     first = answer(made, others, chosen)
-    rest = details(made, others, transition(made.schedule, wanted, bandwidth))
+    rest = [*recomputation_lines(again), *details(made, others, transition(made.schedule, wanted, bandwidth))]
     out.print("\n".join(first), highlight=False)
     out.print(timeline(made.schedule, out.width, screen(len(first) + len(rest))))
     out.print("\n".join(rest), highlight=False)

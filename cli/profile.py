@@ -116,9 +116,11 @@ def layer_table(measured: "Profile", first: int) -> dict[str, Any]:
 
 def _sizes(stages: "Sequence[StageProfile]") -> dict[str, list[int]]:
     """What is held, in KiB, by stage or by layer."""
+    again = [stage.recomputed_bytes for stage in stages if stage.recomputed_bytes is not None]
     return {"activation": [-(-stage.activation_bytes // KIB) for stage in stages],
             "weight_stash": [-(-stage.stash_bytes // KIB) for stage in stages],
-            "weights": [-(-stage.static_bytes // KIB) for stage in stages]}
+            "weights": [-(-stage.static_bytes // KIB) for stage in stages],
+            **({"recomputed": [-(-size // KIB) for size in again]} if again else {})}
 
 
 def comments(job: Job, measured: "Profile") -> dict[str, list[str]]:

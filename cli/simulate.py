@@ -17,7 +17,7 @@ from cli.shared.console import answer_no, err, near, out, print_json, refuse
 from cli.shared.inputs import is_there, read_job_or_refuse, require_writable, write_or_refuse
 from cli.shared.interrupts import checking_interrupts
 from cli.shared.options import ANSWER, JobFile, Json
-from cli.shared.planning import compile_planner
+from cli.shared.planning import chosen_recomputation, compile_planner
 from planner.fleet.availability_trace import AvailabilityTrace, fit_to_job, group_gpus
 from planner.fleet.costs import Costs, costs_for
 from planner.fleet.policies import POLICIES
@@ -28,6 +28,7 @@ from planner.fleet.throughput import Throughputs
 from planner.fleet.trace_file import TraceFileError, read_availability_trace
 from planner.job.file import Job
 from planner.model.problem import NoPlanError
+from planner.options import PlanOptions
 from schedules.tables.file import TableError
 from schedules.tables.table import Table, library
 
@@ -84,6 +85,8 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
     Prints a summary and writes a report that works offline. Ctrl-C keeps the policies that were finished.
     """
     wanted = read_job_or_refuse(job)
+    again = chosen_recomputation(job, wanted, PlanOptions())
+    wanted = wanted if again is None else again.job
     kinds = _policies(policy)
     _require_consistent(trace, {"--preset": preset, "--mtbf": mtbf, "--days": days}, html, seeds, fail_slow=fail_slow)
     make = _trace_maker(wanted, trace, preset or DEFAULT_PRESET, mtbf, days or DEFAULT_DAYS, gpus, fail_slow)

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cli.shared.console import answer_no, duration, err, out, print_json, refuse
 from cli.shared.options import ANSWER, PLANNED, SEARCH, Backward, JobFile, Json, MethodName, Optimizer, Seed
-from cli.shared.planning import compile_planner, plan_options
+from cli.shared.planning import chosen_recomputation, compile_planner, plan_options
 from planner.job.file import JobError, parse_job, read_job_text
 from planner.model.problem import NoPlanError
 from planner.progress import CountCallback
@@ -36,8 +36,8 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
           time_limit: TimeLimit = 5.0, seed: Seed = 0, json: Json = False) -> None:
     """Plan a table of schedules: two for every number of failures.
 
-    One runs at once: failures are spread over stages by role moves, and no stage is cut, as the runtime needs it. The
-    other is the settled answer, with layers moved. `train` uses the first; `lookup --settled` finds the second.
+    One runs at once: failures are spread over stages by role moves, and layers stay where they are. The other is the
+    settled answer, with layers moved. `train` uses the first; `lookup --settled` finds the second.
     Started again after Ctrl-C or a crash, it goes on where it stopped; with a larger K it adds to the table.
     """
     options = plan_options(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit, seed=seed)
@@ -46,6 +46,8 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
         read = parse_job(text, str(job))
     except JobError as error:
         refuse(error)
+    again = chosen_recomputation(job, read, options)
+    read = read if again is None else again.job
     try:
         compile_planner()
         with _progress() as tell:

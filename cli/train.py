@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import typer
+from msgspec.structs import replace
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from cli.shared.console import answer_no, duration, err, out, print_json, refuse
@@ -18,7 +19,8 @@ from cli.shared.going_on import how_to_resume, left_by
 from cli.shared.inputs import parse_workers, read_job_or_refuse, read_schedule_or_refuse, require_choice
 from cli.shared.launch_options import given_secret_or_refuse, launched_as
 from cli.shared.options import Backward, Failed, JobFile, Json, MethodName, Optimizer, TimeLimit
-from cli.shared.planning import make_plan, plan_options
+from cli.shared.plan_summary import recomputation_lines
+from cli.shared.planning import chosen_recomputation, make_plan, plan_options
 from cli.shared.rebalancing import Rebalancing
 from cli.shared.run_progress import RunProgress
 from cli.shared.train_inputs import (
@@ -58,6 +60,7 @@ from cli.shared.train_options import (
 )
 from planner.job.file import Job
 from planner.options import LAYERS
+from planner.recompute import chooses_recomputation
 from runtime.config import ConfigError, RunConfig, TrainingConfig, parse_run_config
 from runtime.coordinator.settling import Settling
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
@@ -127,6 +130,7 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
         with _refusals():
             require_package()
     loaded = None if table is None else read_table(table, wanted)
+    wanted, config = _recomputing(job, wanted, config, backward, optimizer, time_limit)
     if schedule is not None and (failed or backward or optimizer):
         refuse("--schedule says which workers are down and how to run: leave out --failed, --backward and --optimizer")
     if loaded is not None and (backward or optimizer):
@@ -228,6 +232,22 @@ def _config(job: Job, path: Path, **overrides: object) -> RunConfig:
         return parse_run_config(job.model, job.training, **overrides)
     except ConfigError as error:
         refuse(f"{path}: {error}")
+
+
+def _recomputing(path: Path, job: Job, config: RunConfig, backward: str | None, optimizer: str | None,
+                 time_limit: float) -> tuple[Job, RunConfig]:
+    """The job and its configuration with the choice of what is computed again, where they leave that to the planner."""
+    options = plan_options(backward=backward, optimizer=optimizer, method="greedy", time_limit=time_limit, seed=0)
+    if chooses_recomputation(job) and job.layers is None:
+        refuse(f"{path}: training.recompute is 'auto', and there is no [placement] layers; `slipstream profile` writes "
+               "them")
+    again = chosen_recomputation(path, job, options)
+    if again is None:
+        return job, config
+    for line in recomputation_lines(again):
+        _say(line)
+    training = replace(config.training, recompute=again.layers)
+    return again.job, replace(config, training=training)
 
 
 def _fitting(path: Path, job: Job) -> Schedule:

@@ -5,13 +5,18 @@ from fractions import Fraction
 from planner.job.file import Job
 from planner.layout.bounds import ticks_of_work
 from planner.plan import Plan
+from planner.recompute import Recomputation
 from planner.transition import BANDWIDTH, pays_after_iterations, transition
 from schedules.memory import memory_peaks
 from schedules.schedule import Schedule
 
 
-def plan_report(plan: Plan, job: Job, bandwidth: float = BANDWIDTH) -> dict[str, object]:
-    """Durations in seconds, memory in the job's unit, bandwidth in bytes a second for each worker."""
+def plan_report(plan: Plan, job: Job, bandwidth: float = BANDWIDTH,
+                again: Recomputation | None = None) -> dict[str, object]:
+    """Durations in seconds, memory in the job's unit, bandwidth in bytes a second for each worker.
+
+    `again`: where the planner has chosen what is computed again.
+    """
     schedule, moved = plan.schedule, transition(plan.schedule, job, bandwidth)
     return {
         "period": plan.period,
@@ -35,6 +40,9 @@ def plan_report(plan: Plan, job: Job, bandwidth: float = BANDWIDTH) -> dict[str,
         "seconds_to_move": moved.seconds,
         "fixed_period": plan.fixed_period or plan.period,
         "pays_after_iterations": pays_after_iterations(plan, moved),
+        "recomputed_stages": None if again is None else list(again.stages),
+        "quick_period": None if again is None else again.period,
+        "quick_period_without_recomputation": None if again is None else again.without,
     }
 
 

@@ -29,8 +29,8 @@ Text = Annotated[str, Meta(min_length=1, max_length=4096, description="a text of
 
 Reference = Annotated[str, Meta(pattern=r"^[\w.]+:[\w.]+$", max_length=4096, description=(
     "the name of a function, as 'module:function'"))]
-Recompute = Annotated[Literal["none", "full"] | tuple[Annotated[int, Meta(ge=0, le=2**20)], ...], Meta(
-    description="'none', 'full', or a list of layers' numbers")]
+Recompute = Annotated[Literal["none", "full", "auto"] | tuple[Annotated[int, Meta(ge=0, le=2**20)], ...], Meta(
+    description="'none', 'full', 'auto', or a list of layers' numbers")]
 Options = Annotated[dict[str, Any], Meta(description="a table")]
 
 MANY = 16
@@ -173,7 +173,8 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `runtime.model.data.Data`."""
     recompute: Recompute = "none"
     """Layers whose activations are not kept but computed again before their backward: "none", "full" (all), or a list
-    of layers' numbers. It takes less memory, and another forward."""
+    of layers' numbers. It takes less memory, and another forward. "auto": those of the stages for which the planner
+    finds that it shortens the period, where memory is tight; without a planner as "none"."""
     evaluate_every: Some | None = None
     """After every so many iterations, the loss of validation data is computed, with the parameters as they then are."""
     evaluation_iterations: Count = 1

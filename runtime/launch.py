@@ -33,9 +33,9 @@ from runtime.model.holding import state_bytes
 from runtime.model.parameters import load_layer
 from runtime.model.tensor_codec import TensorError
 from runtime.processes.fork_server import AdoptedForkServer, ForkServer, adopt
-from runtime.processes.process_manager import NodeProcesses, ProcessManager
+from runtime.processes.process_manager import NodeProcesses, ProcessManager, whole_workers
 from runtime.processes.stop_signals import RunStopped, StopSignals, stop_signals
-from runtime.processes.worker_start import NodeSettings, seconds_to_hold
+from runtime.processes.worker_start import NodeSettings
 from runtime.protocol.authentication import HOW, Secret, new_secret
 from runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store, listen
 from runtime.protocol.setup import Setup
@@ -146,7 +146,7 @@ class _Launch:
             left = self._left(opened, first, settings, fork_server, behind)
             setup = replace(setup_for(self.schedule, config, self.fit, store_address, options, self.resilience),
                             first_iteration=first, epoch=left.epoch)
-            alive = [] if adopted is None else [Worker.parse(name) for name in adopted.names()]
+            alive = [] if adopted is None else whole_workers(adopted, config.training.tensor_parallel)
             events = EventLoop(
                 self._run(setup, settings, behind, losses, alive), log,
                 stack.enter_context(LossFile(out / LOSSES, begins, self.progress, metrics)),
@@ -204,10 +204,9 @@ class _Launch:
         resume, given = self.resilience.resume, self.options.secret
         own = new_secret() if adopted is None else Secret(bytes.fromhex(adopted.note))
         path = None if resume is None else str(resume.path.resolve())
-        seconds = seconds_to_hold(self.config, self.resilience.coordinator_timeout_seconds)
         return NodeSettings(config=self.config, secret=given or own, out=str(self.out.resolve()),
                             resume=path if behind is None else behind.resume,
-                            coordinator_timeout_seconds=seconds)
+                            coordinator_timeout_seconds=self.resilience.coordinator_timeout_seconds)
 
     def _left(self, opened: Rendezvous, first: int, settings: NodeSettings, fork_server: ForkServer,
               behind: LeftBehind | None) -> LeftBehind:

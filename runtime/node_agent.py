@@ -13,6 +13,8 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from runtime.config import ConfigError, RunConfig
 from runtime.device import gpu_count
 from runtime.errors import RunError
@@ -22,7 +24,7 @@ from runtime.processes.launchers import ALONE, LocalProcess, gpu_share
 from runtime.processes.process_manager import NodeProcesses
 from runtime.processes.start_limit import StartLimit, StartLimitError
 from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped, StopSignals, stop_signals
-from runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS, NodeSettings, seconds_to_hold
+from runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS, NodeSettings
 from runtime.protocol import to_node_agent
 from runtime.protocol.authentication import Secret
 from runtime.protocol.channel import Channel
@@ -87,7 +89,7 @@ def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Pa
             with processes.running(restarted=setup.restarted):
                 error = _NodeAgent(node, link, processes, StartLimit(setup.workers), stop, notify=notify,
                                    grace_seconds=grace_seconds,
-                                   coordinator_timeout_seconds=settings.coordinator_timeout_seconds).serve()
+                                   coordinator_timeout_seconds=job.coordinator_timeout_seconds).serve()
     if stop.received is not None:
         raise RunStopped(stop.received, f"interrupted by {stop.received.name}; the workers of node {node} have left"
                          + ("" if error is None else f": {error}"))
@@ -97,8 +99,11 @@ def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Pa
 
 def _own_settings(job: NodeJob, setup: NodeSetup, out: Path) -> NodeSettings:
     """What the workers here are given. Raises ConfigError where node 0 runs another job."""
+    config = job.config
+    if config.training.recompute == "auto":  # node 0 plans, and has chosen
+        config = replace(config, training=replace(config.training, recompute=setup.config.training.recompute))
     for table in ("model", "training"):
-        ours, theirs = getattr(job.config, table), getattr(setup.config, table)
+        ours, theirs = getattr(config, table), getattr(setup.config, table)
         for key in ours.__struct_fields__:
             # How long to train is for node 0 to say, like the other numbers of `Setup`.
             if key != "iterations" and getattr(ours, key) != getattr(theirs, key):
@@ -116,8 +121,8 @@ def _own_settings(job: NodeJob, setup: NodeSetup, out: Path) -> NodeSettings:
     elif setup.first_iteration and job.resume is not None:  # layers come from other workers, as long as these have them
         with suppress(CheckpointError):
             resume = str(_own_checkpoint(job.resume, setup.first_iteration).resolve())
-    return NodeSettings(config=job.config, secret=job.secret, out=str(out.resolve()), resume=resume,
-                        coordinator_timeout_seconds=seconds_to_hold(job.config, job.coordinator_timeout_seconds))
+    return NodeSettings(config=config, secret=job.secret, out=str(out.resolve()), resume=resume,
+                        coordinator_timeout_seconds=job.coordinator_timeout_seconds)
 
 
 def _own_checkpoint(folder: Path, iteration: int) -> Path:

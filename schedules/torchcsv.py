@@ -17,6 +17,7 @@ from schedules.precedence import OpKey, Tensor, consumers, op_key, waits
 from schedules.schedule import COMPUTE_KINDS, Grid, Op, OpKind, ProgramOp, Schedule, Seat, Worker
 
 MAX_BYTES = 64 * 2**20
+MEND = "export a plan with all workers alive, each with its own layers and micro-batches"
 _ACTION = re.compile(r"(\d{1,9})(F|I|B|W)(\d{1,9})")
 _OTHER = re.compile(r"\d{1,9}(?:UNSHARD|RESHARD|REDUCE_GRAD|(?:SEND|RECV)_[FB]\d{1,9})")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
@@ -60,6 +61,7 @@ def read_order(text: str, source: str = "CSV") -> list[list[Action]]:
     """The compute ops of each rank, in order; sends, receives and the like are passed over.
 
     Pairs that a file wants to overlap (`(0F1;1B0)OVERLAP_F_B`) are read one after the other. Raises TorchCsvError.
+    torch 2.13's Schedule1F1B numbers the forwards of its last rank from 1; they are read as from 0.
     """
     rows = []
     try:
@@ -69,7 +71,16 @@ def read_order(text: str, source: str = "CSV") -> list[list[Action]]:
         raise TorchCsvError(f"{source}: not readable as CSV: {error}") from None
     if not any(rows):
         raise TorchCsvError(f"{source}: holds no action; expected a row per rank of cells such as 0F0, 0I0 or 0B0")
-    return rows
+    return [*rows[:-1], _from_0(rows[-1])]
+
+
+def _from_0(row: list[Action]) -> list[Action]:
+    """A row whose forwards are numbered from 1 on and whose backwards from 0 on, with both from 0 on."""
+    forwards, backwards = ([action.microbatch for action in row if action.kind is kind]
+                           for kind in (OpKind.F, OpKind.B))
+    if forwards != list(range(1, len(forwards) + 1)) or backwards != list(range(len(forwards))):
+        return row
+    return [action._replace(microbatch=action.microbatch - 1) if action.kind is OpKind.F else action for action in row]
 
 
 def _require_expressible(schedule: Schedule, pipeline: int) -> None:
@@ -77,16 +88,17 @@ def _require_expressible(schedule: Schedule, pipeline: int) -> None:
     if not 0 <= pipeline < grid.pipelines:
         raise TorchCsvError(f"the schedule has no pipeline {pipeline}; expected 0 to {grid.pipelines - 1}")
     if grid.chains > 1:
-        raise TorchCsvError("torch's runtime keeps each stage on one rank; in a bidirectional schedule it is on two")
+        raise TorchCsvError("torch's runtime keeps each stage on one rank; in a bidirectional schedule it is on two: "
+                            "plan with [placement] order = 'v' or 'interleaved'")
     for column in range(grid.columns):
         if Worker(pipeline, column) not in schedule.player_of:
             raise TorchCsvError(f"worker {Worker(pipeline, column)} is down, and peers of other pipelines run its "
-                                "micro-batches; torch's runtime keeps each stage on one rank")
+                                f"micro-batches; torch's runtime keeps each stage on one rank: {MEND}")
     for seat in schedule.seats:
         if seat.role.pipeline == pipeline and schedule.holds_others(seat):
             held = short(schedule.holds_of(seat)) or "none"
             raise TorchCsvError(f"worker {seat.worker} holds layers of its own choice ({held}), not those of its "
-                                "stage; torch's runtime keeps each stage on one rank")
+                                f"stage; torch's runtime keeps each stage on one rank: {MEND}")
         for op in schedule.programs[seat.program]:
             _require_own(schedule, seat, op, pipeline)
 
@@ -98,14 +110,14 @@ def _require_own(schedule: Schedule, seat: Seat, op: ProgramOp, pipeline: int) -
     of = seat.role.pipeline if op.pipeline is None else op.pipeline
     if of != pipeline and seat.role.pipeline == pipeline:
         raise TorchCsvError(f"worker {seat.worker} also runs micro-batch {of}.{op.microbatch}, of another pipeline; "
-                            "torch's runtime knows one pipeline")
+                            f"torch's runtime knows one pipeline: {MEND}")
     if of == pipeline != seat.role.pipeline:
         raise TorchCsvError(f"{schedule.slice_text(op.slice)} of micro-batch {of}.{op.microbatch} is shed to worker "
-                            f"{seat.worker}, of another pipeline; torch's runtime knows one pipeline")
+                            f"{seat.worker}, of another pipeline; torch's runtime knows one pipeline: {MEND}")
     if of == pipeline and op.slice >= len(schedule.grid.stages):
         raise TorchCsvError(f"micro-batch {of}.{op.microbatch} is not cut at the stages: "
                             f"{schedule.slice_text(op.slice)} run as one slice; torch's runtime takes each micro-batch "
-                            "along the same stages")
+                            f"along the same stages: {MEND}")
 
 
 def _compute(ops: Sequence[Op]) -> Iterator[Action]:

@@ -7,8 +7,10 @@ from cli.shared.role_changes import role_change_lines
 from cli.shared.schedule_summary import bubble_share, busy_shares
 from planner.alternatives import MORE_MEMORY, Alternative
 from planner.plan import Plan
+from planner.recompute import Recomputation
 from planner.reference import FaultFree
 from planner.transition import Transition, pays_after_iterations
+from schedules.layers import joined, short
 
 NARROW = 0.01
 """A range of throughput that needs no explanation."""
@@ -50,6 +52,20 @@ def details(made: Plan, others: Sequence[Alternative], moved: Transition) -> lis
     if schedule.shed:
         lines.append(f"{schedule.shed} micro-batch runs go to workers with time to spare, though their own is alive")
     return [*lines, *role_change_lines(schedule), *_moved(made, moved), *_instead(made, others)]
+
+
+def recomputation_lines(again: Recomputation | None) -> list[str]:
+    """Which stages compute their activations again, and what that brings, where the planner has chosen."""
+    if again is None:
+        return []
+    if not again.stages:
+        return ["no activations are computed again: memory suffices"]
+    which = short(joined((stage, stage + 1) for stage in again.stages))
+    who = f"stage {which} computes its" if len(again.stages) == 1 else f"stages {which} compute their"
+    without = "without, no schedule fits into memory" if again.without is None else \
+        f"without, {duration(again.without)}"
+    return [f"{who} activations again: by quick plans with all workers alive the period is {duration(again.period)}; "
+            f"{without}"]
 
 
 def _kept(made: Plan) -> str:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import cast
 
 from cli.shared.console import answer_no, err, refuse
@@ -14,6 +15,7 @@ from planner.normalise import normalised
 from planner.options import Layers, PlanOptions
 from planner.plan import Plan, plan_with
 from planner.progress import ProgressCallback
+from planner.recompute import Recomputation, choose_recomputation, chooses_recomputation
 from planner.search.compiled import ready
 from planner.search.solve import METHODS, Method
 from schedules.schedule import BackwardMode, OptimizerMode, Worker
@@ -54,6 +56,22 @@ def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, nor
 def compile_planner() -> None:
     """Compile the planner's inner loops where that was not done before, with a line on stderr."""
     ready(lambda line: err.print(line, style="dim", highlight=False))
+
+
+def chosen_recomputation(path: Path, job: Job, options: PlanOptions) -> Recomputation | None:
+    """The stages that compute their activations again, where the job leaves that to the planner.
+
+    Exits 2 where the job does not say enough for it, 1 where no plan can exist.
+    """
+    if not chooses_recomputation(job):
+        return None
+    compile_planner()
+    try:
+        return choose_recomputation(job, options)
+    except JobError as error:
+        refuse(f"{path}: {error}")
+    except NoPlanError as error:
+        answer_no(error)
 
 
 @contextmanager

@@ -100,6 +100,8 @@ class _Cost(NamedTuple):
     activation: float
     """Bytes; so is the stash."""
     stash: float
+    recomputed: float
+    """As `activation`, where it is computed again: what each layer takes."""
     parameters: float
 
     @property
@@ -169,6 +171,7 @@ def _costs(shape: ModelShape, layout: Layout, begin: int, end: int, *, whole: bo
         backward_weight=backward_weight + backward_input if whole else backward_weight,
         activation=(34 * count * tokens * shape.hidden + 4 * tokens * shape.vocabulary * last) / layout.tensor_parallel,
         stash=32 * count * tokens * shape.hidden / layout.tensor_parallel,
+        recomputed=(2 * count * tokens * shape.hidden + 4 * tokens * shape.vocabulary * last) / layout.tensor_parallel,
         parameters=(count * shape.layer_parameters + (first + last) * shape.vocabulary * shape.hidden)
         / layout.tensor_parallel)
 
@@ -200,7 +203,8 @@ def _sizes(costs: Sequence[_Cost]) -> dict[str, list[int]]:
     """What is held on each GPU, by stage or by layer."""
     return {"activation": [math.ceil(cost.activation / UNIT_BYTES) for cost in costs],
             "weight_stash": [math.ceil(cost.stash / UNIT_BYTES) for cost in costs],
-            "weights": [math.ceil(cost.held_bytes / UNIT_BYTES) for cost in costs]}
+            "weights": [math.ceil(cost.held_bytes / UNIT_BYTES) for cost in costs],
+            "recomputed": [math.ceil(cost.recomputed / UNIT_BYTES) for cost in costs]}
 
 
 def _comments(shape: ModelShape, layout: Layout) -> dict[str, list[str]]:
@@ -215,6 +219,7 @@ def _comments(shape: ModelShape, layout: Layout) -> dict[str, list[str]]:
         "memory": [f"MB on each GPU. capacity: what is left beside {BYTES_HELD} bytes per parameter, and {BYTES_UNDO} "
                    "by which a step can be undone.",
                    "activation: 34 bytes a token and unit of width and layer (attention fused); weight_stash: 32.",
+                   "recomputed: 2, what is held where [training] recompute = \"auto\" has activations computed again.",
                    f"weights: those {BYTES_HELD + BYTES_UNDO} bytes; unit_bytes: of a worker, which is "
                    f"{layout.tensor_parallel} x {gpu.name}."],
         "placement": ["Model layers of each stage; embedding and head come on top."],

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from planner.job.megatron import layout_counts
 from planner.job.toml_table import JobError as JobError
 from planner.job.toml_table import TomlTable, count, number, shortened
 from schedules.codec import MAX_MICROBATCHES, MAX_WORKERS
@@ -46,6 +47,8 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
     """
     unit_bytes: float = 1.0
     """Bytes on a worker that are one unit."""
+    recomputed: tuple[float, ...] = ()
+    """As `activation`, of a stage that computes its activations again. Empty where the job does not say."""
 
 
 class LayerValues(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +65,7 @@ class LayerValues(msgspec.Struct, frozen=True, kw_only=True):
     activation: tuple[float, ...] | None = None
     weight_stash: tuple[float, ...] | None = None
     weights: tuple[float, ...] | None = None
+    recomputed: tuple[float, ...] | None = None
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,14 +130,9 @@ def _job(table: TomlTable) -> Job:
     pipelines = table.count("pipelines", high=MAX_WORKERS)
     stages = table.count("stages", high=MAX_WORKERS // pipelines)
     microbatches = table.counts("microbatches", pipelines, "pipeline", low=1, high=MAX_MICROBATCHES)
-    placement = table.table("placement")
-    columns, chains = _columns(placement, stages)
+    columns, chains, layers = _placement(table.table("placement"), stages)
     # Copies of a stage are equal, so a list in the file has one value for all copies.
     virtual = len(columns) // chains
-    layers = None
-    if placement.has("layers"):
-        layers = placement.counts("layers", virtual, "virtual stage", low=0, high=MAX_WORKERS) * chains
-    placement.finish()
     time = _times(table.table("time"), virtual, chains, pipelines, stages)
     memory = _memory(table.table("memory"), virtual, chains, stages) if table.has("memory") else None
     layer_values = None
@@ -172,6 +171,34 @@ def placement_table(job: Job) -> dict[str, Any]:
     if job.layers is not None:
         table["layers"] = list(job.layers[:job.depth])
     return table
+
+
+def _placement(table: TomlTable, stages: int) -> tuple[tuple[int, ...], int, tuple[int, ...] | None]:
+    """The column of each virtual stage, the number of chains, and the layers of each virtual stage where given."""
+    layers = None
+    if isinstance(layout := table.value("layers"), str):
+        columns, layers = _megatron_layout(table, layout, stages)
+        chains = 1
+    else:
+        columns, chains = _columns(table, stages)
+        if table.has("layers"):
+            layers = table.counts("layers", len(columns) // chains, "virtual stage", low=0, high=MAX_WORKERS) * chains
+    table.finish()
+    return columns, chains, layers
+
+
+def _megatron_layout(table: TomlTable, layout: str, stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The column and the layers of each stage of a layout, which Megatron-LM deals to the columns in turn."""
+    layers = layout_counts("placement.layers", layout)
+    for key in ("chunks", "order"):
+        if table.has(key):
+            raise JobError(f"placement.{key} is given beside a layout in placement.layers, which says it; leave it out")
+    table.take("layers")
+    chunks, rest = divmod(len(layers), stages)
+    if rest:
+        raise JobError(f"placement.layers has {len(layers)} stages for {stages} workers; expected the same number of "
+                       "stages for each")
+    return _ORDERED["interleaved"](stages, chunks), layers
 
 
 def _columns(table: TomlTable, stages: int) -> tuple[tuple[int, ...], int]:
@@ -236,7 +263,9 @@ def _memory(table: TomlTable, virtual: int, chains: int, stages: int) -> StageMe
                          activation=table.numbers("activation", virtual, per, 1.0) * chains,
                          weight_stash=table.numbers("weight_stash", virtual, per, 0.0) * chains,
                          weights=table.numbers("weights", virtual, per) * chains if table.known("weights") else (),
-                         unit_bytes=table.number("unit_bytes", 1.0))
+                         unit_bytes=table.number("unit_bytes", 1.0),
+                         recomputed=table.numbers("recomputed", virtual, per) * chains
+                         if table.known("recomputed") else ())
     table.finish()
     return memory
 

@@ -24,7 +24,8 @@ class LayerCosts(msgspec.Struct, frozen=True, kw_only=True):
     """0 without `[memory]`; so is the next."""
     weight_stash: tuple[Fraction, ...]
     weights: tuple[Fraction, ...]
-    """0 where the job does not say."""
+    """0 where the job does not say; so is the next."""
+    recomputed: tuple[Fraction, ...]
 
 
 def layer_costs(job: Job) -> LayerCosts:
@@ -47,7 +48,7 @@ def layer_costs(job: Job) -> LayerCosts:
         **{key: divided(key, getattr(time, key))
            for key in ("forward", "backward_input", "backward_weight", "optimizer", "all_reduce")},
         **{key: divided(key, (getattr(memory, key) if memory else ()) or nothing)
-           for key in ("activation", "weight_stash", "weights")})
+           for key in ("activation", "weight_stash", "weights", "recomputed")})
 
 
 def layer_counts(job: Job) -> tuple[int, ...]:

@@ -42,6 +42,10 @@ class TomlTable:
         self._known.append(key)
         return key in self._left
 
+    def value(self, key: str) -> Any:
+        """The value as it stands, to be taken later; None where it is missing."""
+        return self._left.get(key)
+
     def take(self, key: str, default: Any = None) -> Any:
         """The value as it stands, unchecked."""
         self._known.append(key)

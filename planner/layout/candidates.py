@@ -24,6 +24,8 @@ from schedules.layers import layers_in
 
 LARGEST_SHARED = 100_000
 """Micro-batches times stages up to which layouts are made that are not divided into groups."""
+PARTS, LARGEST_FINE = 4, 40_000
+"""Into how many parts a stage is cut for short slices, and micro-batches times parts of stages up to which it is."""
 LARGEST_WHOLE = 5_000
 """The same, up to which layouts that divide over several pipelines are made of the whole beside those of groups."""
 
@@ -64,11 +66,16 @@ def _moved(problem: LayoutProblem, seconds: float, seed: int) -> Iterator[Callab
         yield from _fixed(problem)
         return
     makes: list[Callable[[LayoutProblem], Layout | None]] = [
-        partial(_recut, at_stages=True),
-        partial(_recut, spread=False, at_stages=True),
-        partial(_recut, staggered=True),
-        partial(_recut, spread=False, staggered=True),
-        partial(_recut, spread=False, floating=False)]
+        partial(_recut, parts=1)]
+    if problem.sliced and problem.total_microbatches * len(problem.paths[0]) * PARTS <= LARGEST_FINE:
+        makes += [partial(_recut, staggered=True, parts=PARTS),
+                  partial(_recut, spread=False, parts=PARTS),
+                  partial(_recut, anywhere=True, parts=PARTS)]
+    makes += [partial(_recut, spread=False, parts=1),
+              partial(_recut, staggered=True),
+              partial(_recut, spread=False, staggered=True),
+              partial(_recut, anywhere=True),
+              partial(_recut, spread=False, floating=False)]
     grouped = _Grouped(problem)
     for make in makes:
         yield partial(grouped, make)
@@ -111,8 +118,8 @@ def _assigned(problem: LayoutProblem, *, seconds: float, seed: int) -> Layout | 
 
 
 def _recut(problem: LayoutProblem, *, floating: bool = True, spread: bool = True, staggered: bool = False,
-           anywhere: bool = False, at_stages: bool = False) -> Layout | None:
-    """The layout with the least longest load on lines; `at_stages`: with the slices of `cut_at_stages`."""
+           anywhere: bool = False, parts: int = 0) -> Layout | None:
+    """The layout with the least longest load on lines; `parts`: of `finer_slices`."""
     lines = lines_of(problem)
     found = Divider(problem, lines, floating=floating, spread=spread, staggered=staggered, anywhere=anywhere).least()
     if found is None:
@@ -120,23 +127,27 @@ def _recut(problem: LayoutProblem, *, floating: bool = True, spread: bool = True
     kind = ", ".join(["re-cut pipelines", "floating layers" if floating else "one cut each",
                       f"the rest spread{' anywhere' if anywhere else ''}" if spread else "whole micro-batches"])
     layout = layout_of(problem, lines, found[1], kind)
-    return cut_at_stages(problem, layout) if at_stages else layout
+    return finer_slices(problem, layout, parts) if parts else layout
 
 
-def cut_at_stages(problem: LayoutProblem, layout: Layout) -> Layout:
-    """The same layout with slices that end where the stages of the job end.
+def finer_slices(problem: LayoutProblem, layout: Layout, parts: int) -> Layout:
+    """The same layout with slices that end where the stages of the job end, and so many equal parts of each.
 
     The workers of a stage reduce gradients together, later stages later. A slice over two stages would have to be done
     by the earlier of the two times; in two slices, the second has until the later one.
+
+    In several parts, what is more urgent waits no longer than a part takes, and a worker that waits has work for less
+    time than a whole stage takes. No tensor passes between slices of one worker.
     """
-    ends = {end for path in problem.paths for (_, end), _ in path}
+    ends = {first - (first - end) * number // parts for path in problem.paths for (first, end), _ in path
+            for number in range(1, parts + 1)}
 
     def finer(route: Route) -> Route:
         return tuple(Stop((first, end), worker) for (low, high), worker in route
                      for first, end in _split(low, high, ends))
 
     return msgspec.structs.replace(layout, routes={batch: finer(route) for batch, route in layout.routes.items()},
-                                   kind=f"{layout.kind}, slices end with stages")
+                                   kind=f"{layout.kind}, {'slices end with stages' if parts == 1 else 'short slices'}")
 
 
 def _split(low: int, high: int, ends: set[int]) -> Iterator[tuple[int, int]]:

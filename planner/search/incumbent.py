@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from planner.model import assemble
 from planner.model.decompose import Piece
 from planner.model.problem import Problem
 from planner.model.solution import Solution
@@ -32,14 +33,12 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True):
     solutions: tuple[Solution, ...] = ()
     """By piece; empty until the list schedules are made."""
     periods: tuple[int, ...] = ()
+    """Of each piece by itself."""
+    period: int = 0
+    """Of the whole, its pieces on one clock, with reductions that wait for each other: may be longer than theirs."""
     deadlines: Sequence[int] | None = None
     """Where annealing has put all pieces on one clock: when their compute ops must be done, by column."""
     annealing: AnnealingEffort | None = None
-
-    @property
-    def period(self) -> int:
-        """Of the whole."""
-        return max(self.periods)
 
     @property
     def open(self) -> bool:
@@ -49,17 +48,31 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def longest(self) -> int:
         """The number of the first piece with the longest period."""
-        return self.periods.index(self.period)
+        return self.periods.index(max(self.periods))
 
     def target(self, index: int) -> int:
         """The period below which a piece need not go: the bound, or those of the others."""
         return max([self.bound, *self.periods[:index], *self.periods[index + 1:]])
 
+    @property
+    def alone(self) -> bool:
+        """Whether the period of the only piece is that of the whole."""
+        return len(self.pieces) == 1 and (self.problem.holdings is None or self.problem.interleaved)
+
+    def with_solutions(self, solutions: Sequence[Solution], periods: Sequence[int],
+                       deadlines: Sequence[int] | None = None) -> "Incumbent":
+        """Other solutions of all pieces, with the period of each; on one clock where they have these deadlines."""
+        whole = periods[0] if self.alone else \
+            assemble.period(self.problem, list(zip(self.pieces, solutions, strict=True)), deadlines)
+        return msgspec.structs.replace(self, solutions=tuple(solutions), periods=tuple(periods), period=whole,
+                                       deadlines=deadlines)
+
     def with_piece(self, index: int, solution: Solution, period: int) -> "Incumbent":
-        """Another solution of one piece, on a clock of its own."""
-        return msgspec.structs.replace(
-            self, solutions=(*self.solutions[:index], solution, *self.solutions[index + 1:]),
-            periods=(*self.periods[:index], period, *self.periods[index + 1:]), deadlines=None)
+        """Another solution of one piece, on a clock of its own, unless the whole is longer with it."""
+        solutions, periods = list(self.solutions), list(self.periods)
+        solutions[index], periods[index] = solution, period
+        found = self.with_solutions(solutions, periods)
+        return found if found.period <= self.period else self
 
     def with_bound(self, bound: int, counts: str) -> "Incumbent":
         """Another proven bound."""

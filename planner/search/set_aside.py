@@ -63,7 +63,20 @@ def _by_column(problem: Problem) -> SetAside:
     ample = tuple(most[stage] + sum(most[other] for other in grid.stages_of(problem.column_of[stage])
                                     if grid.original(other) > grid.original(stage)) for stage in stages)
     memory = problem.memory
-    if memory is None or all(ample[stage] <= memory.capacity[problem.column_of[stage]] for stage in stages):
+    if memory is None or (all(ample[stage] <= memory.capacity[problem.column_of[stage]] for stage in stages)
+                          and not _starves(problem)):
         return SetAside(most, ample, chains_in_turn=False)
     return SetAside(tuple(map(problem.activation, stages)), tuple(map(problem.least_room, stages)),
                     chains_in_turn=True)
+
+
+def _starves(problem: Problem) -> bool:
+    """Whether room for the stash of all in flight, where it is more than the activation, keeps too many from starting.
+
+    So it is where activations are computed again: hardly anything is held until I, and then as much as ever.
+    """
+    grid, memory = problem.grid, problem.memory
+    return grid.chains == 1 and memory is not None and any(
+        problem.stash(stage) > problem.activation(stage)
+        and memory.capacity[problem.column_of[stage]] < (grid.depth - stage) * problem.stash(stage)
+        for stage in range(grid.depth))

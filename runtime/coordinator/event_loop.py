@@ -200,6 +200,9 @@ class EventLoop:
             raise NobodyLeftError("nobody is left of the run that another node 0 has led here")
         if not self._take_over.over():
             return
+        for worker in self._reports.incomplete:  # its other ranks would be told to forget what they hold
+            self._workers.give_up(worker, f"worker {worker} was not found whole by the new node 0")
+            self.processes.kill(worker)
         found, self._take_over = self._take_over.found(), None
         self._commits.take_over(found)
         self._coordinator.take_over(found)
@@ -219,8 +222,8 @@ class EventLoop:
             whole = self._reports.take(peer, connection.rank, printable(message))
             if whole is not None:
                 self._messages.handle(peer, whole)
-            if isinstance(message, Ready) and message.known is not None and self._take_over is not None:
-                self._take_over.ready(peer, message.known)
+            if isinstance(whole, Ready) and whole.known is not None and self._take_over is not None:
+                self._take_over.ready(peer, whole.known)
 
     def _admit(self, connection: Connection, message: JoinWorker) -> None:
         worker, run = message.worker, self._run

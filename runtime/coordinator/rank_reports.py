@@ -5,7 +5,7 @@ paused when all have. What one of them says of itself alone passes at once; wher
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -14,6 +14,7 @@ from runtime.protocol.to_coordinator import (
     Checkpoints,
     FetchUpToDate,
     Finished,
+    Known,
     Paused,
     Ran,
     Ready,
@@ -23,7 +24,7 @@ from runtime.protocol.to_coordinator import (
     ToCoordinator,
     Validated,
 )
-from schedules.layers import joined, layers_in
+from schedules.layers import LayerRange, joined, layers_in
 from schedules.schedule import Worker
 
 Key = tuple[type, int, int]
@@ -61,6 +62,11 @@ class RankReports:
             self.forget(worker)
         return _whole(list(said.values()), [said[one] for one in sorted(said)])
 
+    @property
+    def incomplete(self) -> list[Worker]:
+        """Workers of which some ranks are ready, and not all."""
+        return [worker for worker, said in self._open.items() if any(kind is Ready for kind, *_ in said)]
+
     def forget(self, worker: Worker) -> None:
         """A worker is gone, or what its ranks have said is out of date."""
         self._open.pop(worker, None)
@@ -85,8 +91,9 @@ def _whole(in_time: Sequence[ToCoordinator], by_rank: Sequence[ToCoordinator]) -
     first = by_rank[0]
     match first:
         case Ready():
-            return replace(first, addresses=tuple(one for report in by_rank if isinstance(report, Ready)
-                                                  for one in report.addresses))
+            reports = [one for one in by_rank if isinstance(one, Ready)]
+            return replace(first, addresses=tuple(one for report in reports for one in report.addresses),
+                           known=_known([report.known for report in reports]))
         case Ran():
             return _ran(first, [one for one in by_rank if isinstance(one, Ran)])
         case Paused():
@@ -115,9 +122,29 @@ def _paused(first: Paused, reports: Sequence[Paused]) -> Paused:
     """The reason is that of the first to stop: the others have lost it."""
     held = frozenset.intersection(*(layers_in(one.layers) for one in reports))
     known = [one.validated for one in reports if one.validated is not None]
-    return replace(first, layers=joined((layer, layer + 1) for layer in sorted(held)),
+    return replace(first, layers=_ranges(held),
                    validated=max(known, key=lambda one: one.iteration, default=None),
                    reason=next((one.reason for one in reports if one.reason is not None), None))
+
+
+def _known(by_rank: Sequence[Known | None]) -> Known | None:
+    """What a worker knows. Where only some of its ranks have got the last order, it holds nothing that they all can go
+    on with; all have paused, so that none has run anything of that."""
+    found = [known for known in by_rank if known is not None]
+    if len(found) < len(by_rank):
+        return None
+    last = max(found, key=lambda one: (one.order, one.iteration))
+    held = frozenset.intersection(*(layers_in(one.layers) for one in found))
+    if any(one.order != last.order for one in found):
+        held = frozenset()
+    factors = [one.validated for one in found if one.validated is not None]
+    return replace(last, layers=_ranges(held), pending=any(one.pending for one in found),
+                   validated=max(factors, key=lambda one: one.iteration, default=None),
+                   losses={iteration: loss for one in found for iteration, loss in one.losses.items()})
+
+
+def _ranges(layers: Collection[int]) -> tuple[LayerRange, ...]:
+    return joined((layer, layer + 1) for layer in layers)
 
 
 def _digests(by_rank: Sequence[Mapping[str, str]]) -> dict[str, str]:

@@ -67,8 +67,9 @@ def whole_state(state: Mapping[str, Tensor], shards: Shards, group: WorkerGroup 
     """A layer's whole state from what the ranks have of it. All of them must call this together."""
     if group is None:
         return dict(state)
+    # Slots of an optimizer that has been loaded may be in another order than on other ranks.
     return {key: tensor if (shard := _shard_of(key, tensor, shards)) is None
-            else shard.joined(gathered(tensor.detach(), group)) for key, tensor in state.items()}
+            else shard.joined(gathered(tensor.detach(), group)) for key, tensor in sorted(state.items())}
 
 
 def whole_layer(module: nn.Module, group: WorkerGroup | None) -> dict[str, Tensor]:

@@ -24,6 +24,20 @@ class Return(msgspec.Struct, frozen=True):
     iteration: int
 
 
+def whole_workers(adopted: ForkServer, ranks: int) -> list[Worker]:
+    """The workers all of whose processes live, of a run whose launcher has died; those of others are killed.
+
+    Raises ForkServerError.
+    """
+    found: dict[Worker, list[str]] = {}
+    for name in adopted.names():
+        found.setdefault(worker_named(name)[0], []).append(name)
+    for names in found.values():
+        for name in names if len(names) < ranks else ():
+            adopted.kill(name)
+    return [worker for worker, names in found.items() if len(names) == ranks]
+
+
 class NodeProcesses:
     """Starts and kills the worker processes of this node; each takes the next GPU, from `first_card` on.
 

@@ -32,12 +32,6 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long to hold still for another coordinator when that of the run is gone."""
 
 
-def seconds_to_hold(config: RunConfig, wanted: float) -> float:
-    """How long workers hold still for another coordinator: not at all where each is several processes, of which another
-    coordinator would have to find all, and in the same order."""
-    return wanted if config.training.tensor_parallel == 1 else 0.0
-
-
 class WorkerSpec(msgspec.Struct, frozen=True):
     """A worker to be started."""
 

@@ -55,6 +55,8 @@ class StageProfile(msgspec.Struct, frozen=True, kw_only=True):
     """For a micro-batch, from F to I."""
     stash_bytes: int
     """For a micro-batch, from I to W."""
+    recomputed_bytes: int | None = None
+    """For a micro-batch, from F to I, where all layers are computed again; None where that is not to be chosen."""
     static_bytes: int
     """Parameters, gradients, optimizer state, and the copies by which a step is undone."""
     undo_bytes: int
@@ -174,8 +176,8 @@ class _Measurer:
         if task.rank < task.computing:
             mine = [index % len(task.ranges) for index in range(task.rank, max(len(task.ranges), task.rank + 1),
                                                                 task.computing)]
-            benches = {index: self._bench(index) for index in mine}
-            memory = {index: bench.memory() for index, bench in benches.items()}
+            benches = {index: self._bench(index, task.config) for index in mine}
+            memory = {index: {**bench.memory(), **self._recomputed(index)} for index, bench in benches.items()}
             for bench in benches.values():
                 bench.round()
             self._meet(store, "warm", task.computing)
@@ -197,11 +199,19 @@ class _Measurer:
         self._meet(store, "end", max(task.computing, task.communicating))
         return _Answer(stages, all_reduce, transfer, waiting)
 
-    def _bench(self, index: int) -> "_Bench":
+    def _bench(self, index: int, config: RunConfig) -> "_Bench":
         task, layers = self._task, self._task.ranges[index]
-        holding = build_holding(self._model, range(*layers), task.config.training)
-        stage = SliceRunner(layers, holding.modules, self._model, loss_scale=1 / task.microbatches, config=task.config)
-        return _Bench(stage, holding, self._forms, task.config, self._data, self._device)
+        holding = build_holding(self._model, range(*layers), config.training)
+        stage = SliceRunner(layers, holding.modules, self._model, loss_scale=1 / task.microbatches, config=config)
+        return _Bench(stage, holding, self._forms, config, self._data, self._device)
+
+    def _recomputed(self, index: int) -> dict[str, int]:
+        """What a micro-batch holds in a stage that computes its activations again, where the planner is to choose."""
+        config = self._task.config
+        if config.training.recompute != "auto":
+            return {}
+        again = msgspec.structs.replace(config, training=msgspec.structs.replace(config.training, recompute="full"))
+        return {"recomputed_bytes": self._bench(index, again).memory()["activation_bytes"]}
 
     def _communicate(self, store: TCPStore) -> tuple[list[float], float]:
         """Seconds of the all-reduce of each stage, and of a transfer of the largest activation."""

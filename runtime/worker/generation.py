@@ -16,6 +16,7 @@ from runtime.replay.stuck_calls import OPEN_CALLS
 from runtime.worker.activity import Activity
 from runtime.worker.connections import Connections
 from runtime.worker.context import OrderContext, WorkerContext
+from runtime.worker.freed_memory import give_back
 from runtime.worker.layers_of_order import take_layers
 from runtime.worker.reports import Reports
 from runtime.worker.training import Training
@@ -166,6 +167,7 @@ class Generation:
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             communicator.drop()
+        give_back()
 
     def leave(self, order: Order) -> None:
         """The next order has come: go back to the last committed iteration.

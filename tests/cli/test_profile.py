@@ -39,6 +39,7 @@ batch = 2
 clip_norm = 1.0
 betas = [0.8, 0.9]
 device = "cpu"
+recompute = "auto"
 """
 
 
@@ -57,6 +58,8 @@ def test_a_job_is_measured(tmp_path) -> None:
     assert parse_run_config(after.model, after.training) == parse_run_config(before.model, before.training)
     assert plan_job(after, time_limit=1).schedule.period_ticks > 0
     require_sense(after)
+    for stage, (again, kept) in enumerate(zip(after.memory.recomputed, after.memory.activation, strict=True)):
+        assert 0 < again <= (kept if stage == 0 else 0.8 * kept), "what a block takes is little of what it computes"
     costs = layer_costs(after)
     assert len(costs.weights) == 6 and sum(costs.weights) == sum(after.memory.weights)
     assert 0 < min(costs.weights) < max(costs.weights), "a block holds more than the last norm"

@@ -15,6 +15,7 @@ from planner.job.file import parse_job
 from runtime.protocol.authentication import VARIABLE
 from runtime.protocol.rendezvous import host_store
 from schedules import codec
+from schedules.check import check
 from schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.running import below, judge_of_text, schedule_for, wait_until_gone
@@ -108,6 +109,22 @@ def test_kills_returns_checkpoints_and_resuming_on_another_grid(job, tmp_path):
     assert json.loads(again.stdout)["first_iteration"] == 120
     lines = [json.loads(line) for line in (tmp_path / "out" / "losses.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in lines] == list(range(123))
+
+
+def test_what_the_planner_has_computed_again_changes_no_number(job, tmp_path):
+    """Room for less than 2 of 4 micro-batches: the first stage's activations are computed again, and a worker dies."""
+    text = JOB.replace("microbatches = 2", "microbatches = 4").replace("iterations = 4", "iterations = 6")
+    job.write_text(text.replace("[model]", "[placement]\nlayers = [2, 2]\n[memory]\ncapacity = 1.4\nactivation = 1\n"
+                                           "weight_stash = 0.1\nrecomputed = 0.05\n[model]") + "recompute = 'auto'\n")
+    done = train(job, "--dtype", "float64", "--method", "greedy", "--kill", "1.0@2", "--json",
+                 "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    assert "stage 0 computes its activations again: by quick plans" in done.stderr
+    schedule = codec.read(tmp_path / "out" / "schedule.json")
+    first, second = (schedule.times.backward_input[stage] for stage in (0, 1))
+    assert first == second + schedule.times.forward[0] and check(schedule) == []
+    whole = judge_of_text(text.replace("[training]", "[training]\ndtype = 'float64'"))
+    assert json.loads(done.stdout)["losses"] == pytest.approx(whole.losses, abs=1e-9)
 
 
 def test_a_lost_stage_takes_the_run_back_to_its_checkpoint(job, tmp_path):

@@ -3,8 +3,7 @@
     python -m tests.interop.ranks RANK FOLDER
 
 FOLDER holds linear.csv and linear-comms.csv for 3 ranks of one stage, and v.csv and v-comms.csv for 2 ranks of two.
-Each rank leaves a profile of the first run there, and rank 0 dumps torch's own orders for the V. Exits 0 when all
-gradients agree.
+Each rank leaves a profile of the first run there. Exits 0 when all gradients agree.
 """
 
 import sys
@@ -14,11 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    ScheduleDualPipeV,
-    ScheduleZBVZeroBubble,
-    _PipelineScheduleRuntime,
-)
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.profiler import ProfilerActivity, profile
 
 WIDTH, MICROBATCHES, BATCH = 8, 4, 2
@@ -69,10 +64,6 @@ def main() -> None:
     if rank < 2:
         for form, name in (("compute_only", "v"), ("compute_comms", "v-comms")):
             run(folder / f"{name}.csv", form, [rank, 3 - rank], 4, two)
-        for kind in (ScheduleZBVZeroBubble, ScheduleDualPipeV):
-            made = kind(stages([rank, 3 - rank], 4, two), MICROBATCHES, loss_fn=nn.functional.mse_loss)
-            if rank == 0:
-                made._dump_csv(str(folder / f"{kind.__name__}.csv"), format="compute_only")
     dist.barrier()
     dist.destroy_process_group()
 

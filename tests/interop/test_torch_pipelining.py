@@ -17,6 +17,7 @@ from schedules.precedence import op_key
 from schedules.schedule import COMPUTE_KINDS, OpKind, Worker
 from schedules.torchcsv import TorchCsvError, read_order, write_order
 from tests.generate import schedules
+from tests.interop.torch_orders import SIZES
 from tests.jobs import grid
 
 TIMEOUT_SECONDS = 300
@@ -30,7 +31,7 @@ def order_of(job, **how) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Where three ranks of torch's runtime have run our orders, and written theirs."""
+    """Where three ranks of torch's runtime have run our orders."""
     folder = tmp_path_factory.mktemp("torch")
     for name, job in (("linear", grid(1, 3, 4)), ("v", grid(1, 2, 4, more=V_SHAPE))):
         simple, full = order_of(job)
@@ -49,7 +50,7 @@ def folder(tmp_path_factory) -> Path:
 
 def test_torch_runs_our_orders_with_the_gradients_of_one_process(folder):
     """Linear and V-shaped, with torch's communication and with ours; the ranks themselves compare."""
-    assert (folder / "ScheduleDualPipeV.csv").exists()
+    assert (folder / "rank2.json.gz").exists()
 
 
 def test_profiles_of_torch_give_stage_times(folder):
@@ -63,15 +64,45 @@ def test_profiles_of_torch_give_stage_times(folder):
         stage_times(read_ranges(folder / "rank2.json.gz"), "rank2.json.gz")
 
 
-@pytest.mark.parametrize("name", ["ScheduleZBVZeroBubble", "ScheduleDualPipeV"])
-def test_orders_of_torch_are_timed_and_judged(name, folder):
-    job = grid(2, 2, 4, more=V_SHAPE)
-    judged = judge_order(job, read_order((folder / f"{name}.csv").read_text()), name)
-    assert judged.violations == []
-    schedule = judged.plan.schedule
-    best = plan_job(job).schedule
-    assert best.lower_bound_ticks <= best.period_ticks <= schedule.period_ticks
-    assert len(list(schedule.all_ops())) == len(list(best.all_ops()))
+@pytest.fixture(scope="module")
+def orders(tmp_path_factory) -> Path:
+    """Where torch's own schedules have written their orders."""
+    orders = tmp_path_factory.mktemp("orders")
+    subprocess.run([sys.executable, "-m", "tests.interop.torch_orders", str(orders)], check=True,
+                   timeout=TIMEOUT_SECONDS, capture_output=True)
+    return orders
+
+
+ORDERS = {"Schedule1F1B": "linear", "ScheduleInterleaved1F1B": "interleaved",
+          "ScheduleInterleavedZeroBubble": "interleaved", "ScheduleZBVZeroBubble": "v", "ScheduleDualPipeV": "v"}
+
+
+@pytest.mark.parametrize(("kind", "ranks", "chunks", "microbatches"), [
+    (kind.__name__, *size) for kind, sizes in SIZES.items() for size in sizes])
+def test_orders_of_torch_are_timed_and_judged(kind, ranks, chunks, microbatches, orders):
+    """With communication and without they are one schedule, no shorter than a quick plan of ours."""
+    job = grid(2, ranks, microbatches, times="forward = 10\nbackward_input = 11\nbackward_weight = 9\ntransfer = 1",
+               more=f"[placement]\nchunks = {chunks}\norder = '{ORDERS[kind]}'\n")
+    files = list(orders.glob(f"{kind}-{ranks}-{chunks}-{microbatches}-*.csv"))
+    judged = [judge_order(job, read_order(file.read_text(), file.name), file.name) for file in files]
+    assert len(files) == (1 if kind == "Schedule1F1B" else 2) and not any(one.violations for one in judged)
+    first, last = (judged[index].plan.schedule for index in (0, -1))
+    assert first == last
+    best = plan_job(job, method="greedy").schedule
+    assert best.lower_bound_ticks <= best.period_ticks <= first.period_ticks
+    fused = kind in ("Schedule1F1B", "ScheduleInterleaved1F1B")
+    assert first.backward == ("fused" if fused else "split")
+    assert len(list(first.all_ops())) == len(list(plan_job(job, method="greedy", backward=first.backward)
+                                                   .schedule.all_ops()))
+
+
+def test_schedule_1f1b_is_that_of_the_baseline(orders):
+    """Its last rank, whose forwards torch numbers from 1, has them from 0."""
+    rows = read_order((orders / "Schedule1F1B-4-1-8-comms.csv").read_text())
+    assert [str(action) for action in rows[-1][:4]] == ["3F0", "3B0", "3F1", "3B1"]
+    job = grid(1, 4, 8)
+    usual = plan_job(job, method="1f1b").schedule
+    assert judge_order(job, rows, "order", optimizer="synchronous").plan.schedule.period_ticks == usual.period_ticks
 
 
 @settings(max_examples=40)

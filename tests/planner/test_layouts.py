@@ -6,7 +6,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from planner.layout.candidates import cut_at_stages
+from planner.layout.candidates import finer_slices
 from planner.layout.types import Layout, MicroBatch, Stop
 from planner.model.assemble import build_schedule
 from planner.model.bounds import exact_bound, lower_bound
@@ -61,7 +61,7 @@ def test_a_recut_pipeline_is_a_piece_of_its_own(optimizer, all_reduce):
 def test_layers_that_are_done_early_are_reduced_between_the_ops_of_the_others():
     """A worker with layers of two stages goes on with those of the later one when the earlier ones are reduced."""
     job, failed = layered(2, 4, 8), [Worker(1, 2)]
-    problem = problem_of_layout(job, failed, cut_at_stages(layout_problem(job, failed), recut(job, 1, 2)))
+    problem = problem_of_layout(job, failed, finer_slices(layout_problem(job, failed), recut(job, 1, 2), 1))
     assert problem.interleaved
     solved = solve(problem, "cp-sat", Budget(deadline=time.monotonic() + 2))
     schedule = build_schedule(problem, solved.pieces, lower_bound=1, method="cp-sat", deadlines=solved.deadlines)

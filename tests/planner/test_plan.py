@@ -1,5 +1,7 @@
 """Plans of generated jobs: all pass the checker, respect the bounds, and are reproducible."""
 
+import re
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -121,3 +123,17 @@ def test_layers_whose_times_are_rounded_do_not_undercut_the_bound():
     for layers in ("fixed", "move"):
         made = plan_with(PlanOptions(method="greedy", time_limit=1, layers=layers), job, [Worker(1, 1)])
         assert check(made.schedule) == [] and made.schedule.gap < 0.5
+
+
+@pytest.mark.parametrize(("times", "method", "seconds"), [
+    ("all_reduce = 6", "greedy", 0.3), ("all_reduce = 6", "cp-sat", 1.0), ("slow = {'0.1' = 1.5}", "greedy", 0.3)])
+def test_progress_tells_of_no_period_that_the_plan_does_not_have(times, method, seconds):
+    """Pieces are timed on one clock, and their all-reduces may wait for each other."""
+    job = grid(4, 4, 8, times=f"forward = 8\nbackward_input = 8\nbackward_weight = 8\noptimizer = 4\n{times}\n",
+               more="[placement]\nlayers = [4, 4, 4, 4]\n")
+    lines = []
+    plan = plan_with(PlanOptions(layers="move", method=method, time_limit=seconds), job, [Worker(1, 2)],
+                     progress=lines.append)
+    told = [float(found[1]) for line in lines
+            if (found := re.match(r"(?:list scheduler|annealing|CP-SAT): period ([\d.]+) s", line))]
+    assert plan.period == pytest.approx(min(told), rel=1e-5)

@@ -58,10 +58,11 @@ def test_it_comes_back_as_one_and_the_next_rank_dies_while_it_is_taken_in(fork_s
     assert dead(result)[:2] == ["0.0", "0.0"] and set(returned(result)) <= {"0.0"}
 
 
-@pytest.mark.parametrize(("action", "reason"), [
-    ("stop", "worker 1.0 stopped answering"), ("raise", "worker 1.0 failed: InjectedError"), ("cut", None)])
-def test_a_rank_fails_in_another_way(action, reason, fork_server, tmp_path):
-    result = train([at("1.0", 1, 2, 3, action)], fork_server, tmp_path, job=TWO, config=config(2))
+@pytest.mark.parametrize(("model", "action", "reason"), [
+    (GPT, "stop", "worker 1.0 stopped answering"), (GPT, "raise", "worker 1.0 failed: InjectedError"),
+    (BY_TORCH, "cut", None)])
+def test_a_rank_fails_in_another_way(model, action, reason, fork_server, tmp_path):
+    result = train([at("1.0", 1, 2, 3, action)], fork_server, tmp_path, job=TWO, config=config(2, model))
     (recovery,) = result.recoveries
     if reason is None:
         assert recovery.dead == () and recovery.live == 4

@@ -1,7 +1,7 @@
 """Anneals the pieces of a job: always the longest one, in two chains side by side, or the two longest."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -16,6 +16,10 @@ CHAINS = 2
 
 Always as many, so that the plan does not depend on the machine.
 """
+
+
+TELL_SECONDS = 0.5
+"""Between two better plans that are told of: to join their pieces takes as long as some rounds."""
 
 
 class Annealed(msgspec.Struct, frozen=True):
@@ -34,15 +38,15 @@ class Annealed(msgspec.Struct, frozen=True):
 
 
 def anneal_pieces(problems: Sequence[Problem], solutions: Sequence[Solution], goal: int, budget: Budget,
-                  cycles: int | None = None) -> Annealed:
+                  cycles: int | None = None, tell: Callable[[Annealed], None] = lambda _: None) -> Annealed:
     """Solutions no worse than those given, one a piece, after some cooling cycles of every critical piece.
 
     Ends at the budget's end (`cycles` None: only then), or at the period `goal`, in ticks, that no plan can beat.
+    `tell` gets better ones now and then.
     """
     pieces = _Pieces([_PieceChains(problem, solution, goal, budget.seed)
                       for problem, solution in zip(problems, solutions, strict=True)])
-    tick = problems[0].tick_seconds
-    reported, slowest = pieces.period, 0.0
+    told, when, slowest = pieces.period, time.monotonic(), 0.0
     with ThreadPoolExecutor(CHAINS - 1) as others:
         while not budget.stopped and budget.seconds > slowest and pieces.period > goal:
             began = time.monotonic()
@@ -55,9 +59,9 @@ def anneal_pieces(problems: Sequence[Problem], solutions: Sequence[Solution], go
                 chain.result()
             pieces.end_round()
             slowest = max(slowest, time.monotonic() - began)
-            if pieces.period < reported:
-                reported = pieces.period
-                budget.progress(f"annealing: period {reported * tick:g} s, bound {goal * tick:g} s")
+            if pieces.period < told and time.monotonic() > when + TELL_SECONDS:
+                told, when = pieces.period, time.monotonic()
+                tell(pieces.result())
     return pieces.result()
 
 

@@ -1,10 +1,15 @@
 """Step 4: simulated annealing of the pieces that are critical."""
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
 from planner.model.start_times import solution_period
 from planner.search.budget import Budget
 from planner.search.incumbent import AnnealingEffort, Incumbent
+
+if TYPE_CHECKING:
+    from planner.search.annealing.pieces import Annealed
 
 
 def anneal(known: Incumbent, budget: Budget, cycles: int | None = None) -> Incumbent:
@@ -13,8 +18,18 @@ def anneal(known: Incumbent, budget: Budget, cycles: int | None = None) -> Incum
         return known
     from planner.search.annealing.pieces import anneal_pieces  # numba takes a third of a second to load
 
-    problems = [piece.problem for piece in known.pieces]
-    done = anneal_pieces(problems, known.solutions, known.bound, budget, cycles)
+    problems, best = [piece.problem for piece in known.pieces], known
+
+    def tell(done: "Annealed") -> None:
+        nonlocal best
+        periods = list(map(solution_period, problems, done.solutions))
+        made = known.with_solutions(done.solutions, periods, done.deadlines)
+        if made.period < best.period:
+            best = made
+            period, least = (ticks * known.problem.tick_seconds for ticks in (made.period, known.bound))
+            budget.progress(f"annealing: period {period:g} s, bound {least:g} s")
+
+    done = anneal_pieces(problems, known.solutions, known.bound, budget, cycles, tell)
+    tell(done)
     effort = AnnealingEffort(done.steps, done.stale, done.cycles) if done.steps else known.annealing
-    return msgspec.structs.replace(known, solutions=tuple(done.solutions), deadlines=done.deadlines,
-                                   periods=tuple(map(solution_period, problems, done.solutions)), annealing=effort)
+    return msgspec.structs.replace(best, annealing=effort)

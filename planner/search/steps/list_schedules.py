@@ -1,8 +1,5 @@
 """Step 2: a solution of every piece by the list schedulers."""
 
-
-import msgspec
-
 from planner.model.solution import Solution
 from planner.search.budget import Budget
 from planner.search.incumbent import Incumbent
@@ -12,24 +9,25 @@ from planner.search.list_search import search
 def list_schedules(known: Incumbent, budget: Budget) -> Incumbent:
     """The best of many list schedules of each piece. No piece need be shorter than the longest one.
 
-    The smallest pieces first: so better periods of the largest one are those of the whole.
+    Where the period of a piece is not that of the whole, only the latter is reported, in the end.
     """
-    tick, bound = known.problem.tick_seconds, known.bound
     order = sorted(range(len(known.pieces)), key=lambda index: known.pieces[index].problem.operations)
     found: dict[int, tuple[Solution, int]] = {}
-    longest, reported = 0, 2**62
+    longest = 0
 
     def report(period: int) -> None:
-        nonlocal reported
-        if len(found) == len(order) - 1 and max(longest, period) < reported:
-            reported = max(longest, period)
-            budget.progress(f"list scheduler: period {reported * tick:g} s, bound {bound * tick:g} s")
+        ticks, bound = (number * known.problem.tick_seconds for number in (period, known.bound))
+        budget.progress(f"list scheduler: period {ticks:g} s, bound {bound:g} s")
 
     for number, index in enumerate(order):
         problem = known.pieces[index].problem
         left = sum(known.pieces[other].problem.operations for other in order[number:])
         part = budget.share(problem.operations / left)
-        found[index] = search(problem, max(bound, longest), part.deadline, budget.seed, report, budget.stop)
+        found[index] = search(problem, max(known.bound, longest), part.deadline, budget.seed,
+                              report if known.alone else lambda _: None, budget.stop)
         longest = max(longest, found[index][1])
-    return msgspec.structs.replace(known, solutions=tuple(found[index][0] for index in range(len(order))),
-                                   periods=tuple(found[index][1] for index in range(len(order))))
+    solutions, periods = zip(*(found[index] for index in range(len(order))), strict=True)
+    known = known.with_solutions(solutions, periods)
+    if not known.alone:
+        report(known.period)
+    return known

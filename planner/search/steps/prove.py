@@ -32,7 +32,7 @@ def _prove_piece(known: Incumbent, index: int, budget: Budget) -> Incumbent:
     problem, period, target = _asked(known, index), known.periods[index], known.target(index)
 
     def report(ticks: int) -> None:
-        if ticks < period:  # the hint itself is no news
+        if ticks < period and known.alone:  # the hint itself is no news
             budget.progress(f"CP-SAT: period {ticks * problem.tick_seconds:g} s")
 
     result = improve(problem, known.solutions[index], lower_bound=target, deadline=budget.deadline, seed=budget.seed,

@@ -32,6 +32,18 @@ def test_state_is_cut_as_the_parameter_is_and_counters_are_not():
     assert cut_state(state, {}, None) == state
 
 
+def test_all_ranks_gather_in_the_same_order_whatever_that_of_their_states(monkeypatch):
+    """An optimizer's slots are as they were made, or as they came from another worker."""
+    gathered, group = [], WorkerGroup(0, 2)
+    gather = group.all_gather_single
+    monkeypatch.setattr(group, "all_gather_single", lambda output, given, opts=None: (
+        gathered.append(given.flatten()[0].item()), gather(output, given, opts))[1])
+    state = {f"optimizer.{slot}.a": torch.full((2,), float(slot)) for slot in (2, 0, 1)}
+    for one in (state, dict(reversed(state.items()))):
+        assert whole_state(one, {"a": Shard(0)}, group).keys() == state.keys()
+    assert gathered[:3] == gathered[3:] and sorted(gathered[:3]) == [0, 1, 2]
+
+
 def test_a_rank_that_stands_for_all_gives_the_shapes_of_all():
     assert worker_group() is None
     with standing_in(4):

@@ -1,0 +1,61 @@
+"""A model's split into stages as Megatron-LM's `--pipeline-model-parallel-layout` writes it: `Et*3|(t*2|)*29,t|L`.
+
+E is the embedding, t a decoder layer, L the head with the loss; `|` ends a stage, `x*3` is three of a letter, `(..)*3`
+three of what is within, and commas mean nothing. Stages are dealt to ranks in turn. From Megatron Core's user guide
+("Custom Pipeline Model Parallel Layout", docs.nvidia.com/megatron-core) and
+`megatron/core/transformer/pipeline_parallel_layer_layout.py`.
+"""
+
+import re
+from collections.abc import Sequence
+from itertools import groupby
+
+from planner.job.toml_table import JobError, shortened
+from schedules.codec import MAX_WORKERS
+
+_REPEATED_GROUP = re.compile(r"\(([^()]*)\)\*(\d{1,9})")
+_REPEATED_LETTER = re.compile(r"([EtmL|])\*(\d{1,9})")
+
+
+def layout_text(counts: Sequence[int], decoder_layers: int) -> str:
+    """The layout of stages of so many layers each.
+
+    Embedding and head are the first and last of the layers where there are two more than `decoder_layers`; where there
+    are as many, they come on top. Raises JobError for any other number.
+    """
+    layers = sum(counts)
+    if layers - decoder_layers not in (0, 2):
+        raise JobError(f"--decoder-layers {decoder_layers}: the job has {layers} layers; expected {layers}, or "
+                       f"{layers - 2} where embedding and head are layers of it")
+    decoders = list(counts)
+    if layers != decoder_layers:
+        if not decoders[0] or not decoders[-1]:
+            raise JobError("placement.layers gives the first or the last stage no layer; expected embedding and head "
+                           "there")
+        decoders[0] -= 1
+        decoders[-1] -= 1
+    stages = [f"t*{count}" if count > 1 else "t" * count for count in decoders]
+    stages[0] = f"E{stages[0]}"
+    text = ""
+    for stage, equal in groupby(stages[:-1]):
+        times = len(list(equal))
+        text += f"({stage}|)*{times}" if times > 1 else f"{stage}|"
+    return f"{text}{stages[-1]}L"
+
+
+def layout_counts(key: str, layout: str) -> tuple[int, ...]:
+    """The layers of each stage of a layout, embedding and head counted as one each.
+
+    `key` names the text in the job file. Raises JobError where it is not a layout, or has layers for multi-token
+    prediction, which no job has.
+    """
+    text = layout.replace(",", "")
+    for repeated in (_REPEATED_GROUP, _REPEATED_LETTER):
+        if len(text) + sum(len(match[1]) * int(match[2]) for match in repeated.finditer(text)) > 2 * MAX_WORKERS:
+            raise JobError(f"{key} is {shortened(layout)}; expected at most {MAX_WORKERS} layers")
+        text = repeated.sub(lambda match: match[1] * int(match[2]), text)
+    if "m" in text:
+        raise JobError(f"{key} is {shortened(layout)}; layers for multi-token prediction (m) are not known here")
+    if not re.fullmatch(r"E[t|]*L", text):
+        raise JobError(f"{key} is {shortened(layout)}; expected a layout of Megatron-LM, such as 'Et*3|(t*4|)*2,t*3|L'")
+    return tuple(map(len, text.split("|")))

@@ -1,0 +1,158 @@
+"""Which stages compute their activations again: they hold less memory from F to I, and run F again before I.
+
+Where memory is tight, a stage that holds less lets more micro-batches wait, and the pipeline idles less; where it is
+not, the second forward is lost time. A run computes the same layers again all the time, whoever fails, so the choice is
+made once, for a pipeline with all workers alive. List schedules decide: of the first 0, 1, 2 ... stages, as the first
+hold the most micro-batches; then of the best of these with each stage changed.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+from msgspec.structs import replace
+
+from planner.job.file import Job, JobError, LayerValues
+from planner.job.layers import exact, layer_costs, layer_counts
+from planner.model.bounds import lower_bound
+from planner.model.problem import NoPlanError
+from planner.options import PlanOptions
+from planner.plan import plan_only
+
+AUTO = "auto"
+SHARE = 0.2
+"""Of the time limit, to choose in."""
+
+
+class Recomputation(msgspec.Struct, frozen=True, kw_only=True):
+    """What is chosen for a job."""
+
+    job: Job
+    """With the times and the memory of the choice."""
+    stages: tuple[int, ...]
+    """Those of a chain whose layers are computed again."""
+    period: float
+    """Seconds, of a list schedule of the choice, all workers alive."""
+    without: float | None
+    """Seconds, of a list schedule in which nothing is computed again; None where memory allows none."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers of these stages."""
+        counts = layer_counts(self.job)
+        return tuple(layer for stage in self.stages for layer in range(sum(counts[:stage]), sum(counts[:stage + 1])))
+
+
+def chooses_recomputation(job: Job) -> bool:
+    """Whether the job leaves it to the planner: `[training] recompute = "auto"`."""
+    return job.training.get("recompute") == AUTO
+
+
+def choose_recomputation(job: Job, options: PlanOptions) -> Recomputation:
+    """The stages whose activations are computed again, for the shortest period.
+
+    Raises JobError where the job does not say what a micro-batch holds then, NoPlanError where no choice fits.
+    """
+    if job.memory is None or not job.memory.recomputed:
+        raise JobError("training.recompute is 'auto', and memory.recomputed is missing, what a micro-batch holds then; "
+                       "`slipstream profile` measures it")
+    quick = msgspec.structs.replace(options, method="greedy", layers="fixed", from_checkpoint=False, holds=(),
+                                    time_limit=SHARE * options.time_limit / (2 * job.depth + 1))
+    one = replace(job, pipelines=1, microbatches=(max(job.microbatches),), time=replace(job.time, slow=()))
+    periods: dict[tuple[int, ...], float | None] = {}
+    best: tuple[int, ...] = ()
+    for stages in (tuple(range(count)) for count in range(job.depth + 1)):
+        best = _better(best, stages, periods, one, quick)
+    for stage in range(job.depth):
+        best = _better(best, tuple(sorted({*best} ^ {stage})), periods, one, quick)
+    period = periods[best]
+    if period is None:
+        quick.problem(one)  # says what does not fit
+        raise NoPlanError("no schedule fits into memory, whatever is computed again")
+    return Recomputation(job=recomputing(job, best), stages=best, period=period, without=periods[()])
+
+
+def _better(best: tuple[int, ...], stages: tuple[int, ...], periods: dict[tuple[int, ...], float | None], job: Job,
+            options: PlanOptions) -> tuple[int, ...]:
+    """The better of two choices by their periods, which are kept; of equals the first."""
+    if stages not in periods:
+        periods[stages] = _list_period(recomputing(job, stages), options, periods.get(best))
+    period, shortest = periods[stages], periods[best]
+    return stages if period is not None and (shortest is None or period < shortest) else best
+
+
+def _list_period(job: Job, options: PlanOptions, shortest: float | None) -> float | None:
+    """Seconds, of a list schedule; None where none fits, or none can be shorter than the shortest so far."""
+    try:
+        problem = options.problem(job)
+        if shortest is not None and lower_bound(problem) * problem.tick_seconds >= shortest:
+            return None
+        return plan_only(options, job, ()).period
+    except NoPlanError:
+        return None
+
+
+def recomputing(job: Job, stages: Iterable[int]) -> Job:
+    """The job in which these stages of each chain compute their activations again.
+
+    F is run again in I; a first stage that leaves its whole backward to W runs it there, and holds as little until
+    then. While a layer is computed again its activation is there once more, beside what W will need: a worker has room
+    for the largest less.
+    """
+    again, memory, time = frozenset(stages), job.memory, job.time
+    if not again:
+        return job
+    assert memory is not None
+    places = range(len(job.columns))
+    chosen = [place % job.depth in again for place in places]
+    late = [chosen[place] and place % job.depth == 0 and not time.backward_input[place] for place in places]
+    held = [min(memory.recomputed[place], memory.activation[place]) if chosen[place] else memory.activation[place]
+            for place in places]
+    stash = [min(memory.weight_stash[place], held[place]) if late[place] else memory.weight_stash[place]
+             for place in places]
+    reserve = [0.0] * job.stages
+    for place, column in enumerate(job.columns):
+        if chosen[place]:
+            once_more = _largest_layer(job, place % job.depth) + max(0.0, stash[place] - held[place])
+            reserve[column] = max(reserve[column], once_more)
+    return replace(
+        job,
+        time=replace(time, backward_input=tuple(
+                         _sum(value, time.forward[place]) if chosen[place] and not late[place] else value
+                         for place, value in enumerate(time.backward_input)),
+                     backward_weight=tuple(_sum(value, time.forward[place]) if late[place] else value
+                                           for place, value in enumerate(time.backward_weight))),
+        memory=replace(memory, activation=tuple(held), weight_stash=tuple(stash), capacity=tuple(
+            max(0.0, _sum(room, -less)) for room, less in zip(memory.capacity, reserve, strict=True))),
+        layer_values=_by_layer(job, chosen, late))
+
+
+def _sum(one: float, other: float) -> float:
+    """Of the decimal numbers that the user wrote, so that ticks stay coarse."""
+    return float(exact(one) + exact(other))
+
+
+def _largest_layer(job: Job, stage: int) -> float:
+    """The most that a layer of a stage holds from its F to its I."""
+    counts = layer_counts(job)
+    first = sum(counts[:stage])
+    return float(max(layer_costs(job).activation[first:first + counts[stage]]))
+
+
+def _by_layer(job: Job, chosen: list[bool], late: list[bool]) -> LayerValues | None:
+    """How the stages' values divide over their layers then; evenly, as before, where the job does not say."""
+    if job.layer_values is None:
+        return None
+    costs = layer_costs(job)
+    stage_of = [stage for stage, count in enumerate(layer_counts(job)) for _ in range(count)]
+    again, at_w = ([flags[stage] for stage in stage_of] for flags in (chosen, late))
+    layers = range(len(stage_of))
+    return replace(
+        job.layer_values,
+        backward_input=tuple(float(costs.backward_input[layer] + (costs.forward[layer] if again[layer] and not
+                                                                  at_w[layer] else 0)) for layer in layers),
+        backward_weight=tuple(float(costs.backward_weight[layer] + (costs.forward[layer] if at_w[layer] else 0))
+                              for layer in layers),
+        activation=tuple(float(costs.recomputed[layer] if again[layer] else costs.activation[layer])
+                         for layer in layers),
+        weight_stash=tuple(float(costs.recomputed[layer] if at_w[layer] else costs.weight_stash[layer])
+                           for layer in layers))

@@ -1,0 +1,110 @@
+"""Plans in torchtitan: its own command line and code run them, and gradients are those of one process.
+
+torchtitan needs triton, which takes a gigabyte; `pip install -e '.[torchtitan]'` installs both.
+"""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.app import app
+from planner.plan import plan_job
+from schedules import codec
+from schedules.schedule import Worker
+from tests import general
+from tests.generate import SHED, by_hand
+from tests.jobs import grid
+
+TIMEOUT_SECONDS = 240
+PLANS = {"one-stage-a-rank": ("layers = [3, 3]", 4, []),
+         "v": ("order = 'v'\nchunks = 2\nlayers = [2, 1, 1, 2]", 5, ["--decoder-layers", 6]),
+         "three-stages-a-rank": ("order = 'interleaved'\nchunks = 3\nlayers = [2, 2, 1, 1, 1, 1]", 3,
+                                 ["--decoder-layers", 6])}
+"""A placement, micro-batches, and options. In the last plan embedding and head are layers."""
+
+
+def export(*arguments):
+    return CliRunner().invoke(app, ["export", *map(str, arguments)])
+
+
+def plan_file(path, job, failed=()):
+    codec.write(plan_job(job, failed, method="greedy", optimizer="synchronous").schedule, path)
+    return path
+
+
+@pytest.mark.skipif(not all(map(importlib.util.find_spec, ("torchtitan", "triton"))),
+                    reason="torchtitan is not installed: pip install -e '.[torchtitan]'")
+def test_torchtitan_runs_plans_with_the_gradients_of_one_process(tmp_path):
+    for name, (placement, microbatches, options) in PLANS.items():
+        plan = plan_file(tmp_path / f"{name}.json", grid(1, 2, microbatches, more=f"[placement]\n{placement}\n"))
+        assert export(plan, tmp_path / name, "--to", "torchtitan", *options).exit_code == 0
+    ranks = [subprocess.Popen([sys.executable, "-m", "tests.interop.titan_ranks", str(rank),
+                               *(str(tmp_path / name) for name in PLANS)],
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in range(2)]
+    try:
+        said = [rank.communicate(timeout=TIMEOUT_SECONDS)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+
+
+def test_the_folder_holds_the_order_and_its_flags(tmp_path):
+    plan = plan_file(tmp_path / "plan.json", grid(2, 2, 3))
+    done = export(plan, tmp_path / "a folder", "--to", "torchtitan", "--json")
+    assert done.exit_code == 0 and done.stderr == ""
+    answer = json.loads(done.stdout)
+    assert answer["flags"][-2:] == ["--training.local_batch_size", "3"]
+    assert (tmp_path / "a folder" / "schedule.csv").read_text() == export(plan).stdout
+    listed = subprocess.run(["xargs", "-a", tmp_path / "a folder" / "flags", "printf", "%s\\n"], capture_output=True,
+                            text=True, check=True).stdout.splitlines()
+    assert listed == answer["flags"] and str(tmp_path / "a folder" / "schedule.csv") in listed
+    again = export(plan, tmp_path / "a folder", "--to", "torchtitan")
+    assert again.exit_code == 2 and "something is there already" in again.stderr
+
+
+def test_a_staggered_plan_is_told_of(tmp_path):
+    codec.write(plan_job(grid(1, 2, 3), method="greedy").schedule, tmp_path / "plan.json")
+    done = export(tmp_path / "plan.json", tmp_path / "out", "--to", "torchtitan")
+    assert done.exit_code == 0 and "plan with --optimizer synchronous" in done.stderr
+
+
+LINEAR_PAIRS = "[placement]\nchunks = 2\nlayers = [1, 1, 1, 1]"
+
+
+@pytest.mark.parametrize(("schedule", "options", "says"), [
+    (plan_job(grid(2, 2, 3), [Worker(1, 0)], method="greedy").schedule, [],
+     "worker 1.0 is down, and torchtitan runs whole pipelines: export a plan with all workers alive"),
+    (by_hand(SHED), [], "shed to worker 1.0, of another pipeline; torch's runtime knows one pipeline: export a plan"),
+    (general.floating_layer(), [], "holds layers of its own choice"),
+    (plan_job(grid(2, 2, [3, 4]), method="greedy").schedule, [], "pipelines have 3 to 4 micro-batches"),
+    (plan_job(grid(1, 1, 3), method="greedy").schedule, [], "torchtitan has no pipeline of one rank"),
+    (plan_job(grid(1, 2, 3, more=LINEAR_PAIRS), method="greedy").schedule, [],
+     r"its stages are on ranks \[0, 0, 1, 1\]; torchtitan deals them in turn, or two a rank as a V: plan with"),
+    (plan_job(grid(1, 2, 3, more="[placement]\nchunks = 3\norder = 'interleaved'"), method="greedy").schedule, [],
+     "the layers of 3 stages a rank: give --decoder-layers"),
+    (plan_job(grid(1, 2, 3, more="[placement]\nlayers = [4, 4]"), method="greedy").schedule, ["--decoder-layers", 7],
+     "--decoder-layers 7: the plan has 8 layers; expected 8, or 6 where embedding and head are layers of it"),
+])
+def test_what_torchtitan_cannot_run_is_answered_no_in_one_line(tmp_path, schedule, options, says):
+    codec.write(schedule, tmp_path / "plan.json")
+    done = export(tmp_path / "plan.json", tmp_path / "out", "--to", "torchtitan", *options)
+    assert done.exit_code == 1 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert re.search(says, done.stderr), done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["--to", "torchtitan"], "name the folder to write: slipstream export PLAN --to torchtitan DIR"),
+    (["--to", "torchtitan", "--communication"], "--communication: only with --to torch-csv"),
+    (["--decoder-layers", "3"], "--decoder-layers: only with --to torchtitan or megatron"),
+])
+def test_options_of_other_formats_are_refused(tmp_path, arguments, says):
+    plan = plan_file(tmp_path / "plan.json", grid(1, 2, 3))
+    done = export(plan, *arguments)
+    assert done.exit_code == 2 and says in done.stderr and done.stderr.count("\n") == 1

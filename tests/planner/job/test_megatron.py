@@ -1,0 +1,71 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.job.file import JobError, parse_job, placement_table
+from planner.job.megatron import layout_counts, layout_text
+
+JOB = """pipelines = 1
+stages = {}
+microbatches = 1
+[time]
+forward = 1
+backward_input = 1
+backward_weight = 1
+[placement]
+layers = {}
+"""
+
+
+@given(st.lists(st.integers(0, 12), min_size=2, max_size=12), st.booleans())
+def test_there_and_back(decoders, own):
+    """With embedding and head as layers of their own, or on top of the first and last stage's layers."""
+    counts = [decoders[0] + 1, *decoders[1:-1], decoders[-1] + 1]
+    text = layout_text(counts if own else decoders, sum(decoders))
+    assert layout_counts("layers", text) == tuple(counts)
+
+
+@pytest.mark.parametrize(("layout", "counts"), [
+    ("Et*3|(tt|)*29,m|L", None),  # of Megatron Core's user guide: DeepSeek-V3, with a layer for multi-token prediction
+    ("Et*3|(tt|)*29,t|L", (4, *[2] * 29, 1, 1)),
+    ("E||t|L", (1, 0, 1, 1)),
+    ("Ettt|(tt|)*2t*2L", (4, 2, 2, 3)),
+    ("E(t|t)*2,tL", (2, 2, 3)),
+])
+def test_known_layouts(layout, counts):
+    if counts is None:
+        with pytest.raises(JobError, match=r"multi-token prediction \(m\) are not known"):
+            layout_counts("layers", layout)
+    else:
+        assert layout_counts("layers", layout) == counts
+
+
+@pytest.mark.parametrize(("counts", "decoder_layers", "layout"), [
+    ([8, 8, 8, 8], 32, "Et*8|(t*8|)*2t*8L"),
+    ([9, 8, 8, 9], 32, "Et*8|(t*8|)*2t*8L"),
+    ([4, *[2] * 29, 1, 1], 62, "Et*3|(t*2|)*29t|L"),
+    ([3], 1, "EtL"),
+    ([1, 1, 1], 1, "E|t|L"),
+])
+def test_layouts_as_they_are_written(counts, decoder_layers, layout):
+    assert layout_text(counts, decoder_layers) == layout
+
+
+def test_a_job_takes_a_layout_for_its_layers():
+    job = parse_job(JOB.format(2, "'Et|tt|t|tL'"))
+    assert (job.layers, job.columns) == ((2, 2, 1, 2), (0, 1, 0, 1))
+    assert placement_table(job) == {"chunks": 2, "order": "interleaved", "layers": [2, 2, 1, 2]}
+
+
+@pytest.mark.parametrize(("stages", "layers", "says"), [
+    (2, "'Et|t|tL'", "placement.layers has 3 stages for 2 workers; expected the same number of stages for each"),
+    (2, "'Et|tL'\nchunks = 1", "placement.chunks is given beside a layout in placement.layers"),
+    (1, "'tL'", "placement.layers is 'tL'; expected a layout of Megatron-LM, such as"),
+    (1, "'E(t*2|L'", "expected a layout of Megatron-LM"),
+    (1, "'E(t*9999|)*99999L'", "expected at most"),
+    (1, "'Et*999999999L'", "expected at most"),
+])
+def test_what_is_not_a_layout_is_refused(stages, layers, says):
+    with pytest.raises(JobError) as caught:
+        parse_job(JOB.format(stages, layers))
+    assert says in str(caught.value) and "\n" not in str(caught.value)
