@@ -48,6 +48,7 @@ from cli.shared.train_options import (
     NodeNumber,
     Nodes,
     OutFolder,
+    RanksPerWorker,
     Rendezvous,
     Resume,
     ScheduleToFollow,
@@ -88,7 +89,8 @@ KILL_BEFORE_OP = 2
 def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, iterations: Iterations = None,
           failed: Failed = None, backward: Backward = None, optimizer: Optimizer = None, method: MethodName = "cp-sat",
           time_limit: TimeLimit = 10.0, dtype: Dtype = None, seed: TrainingSeed = None, out_folder: OutFolder = None,
-          nodes: Nodes = None, node: NodeNumber = None, rendezvous: Rendezvous = None, table: TableFolder = None,
+          nodes: Nodes = None, node: NodeNumber = None, rendezvous: Rendezvous = None,
+          ranks_per_worker: RanksPerWorker = None, table: TableFolder = None,
           checkpoint_every: CheckpointEvery = None, force: Force = False, resume: Resume = None, kill: Kill = None,
           bring_back: BringBack = None, slow: Slow = None, heartbeat_timeout: HeartbeatTimeout = 5.0,
           join_timeout: JoinTimeout = JOIN_TIMEOUT_SECONDS,
@@ -103,12 +105,15 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
     On several machines, run the same command on each, with --nodes, --node and --rendezvous, or by torchrun, srun or
     mpirun; all need the same secret, and --out on a file system that they share.
     """
-    here = launched_as(nodes, node, rendezvous)
+    here = launched_as(nodes, node, rendezvous, ranks_per_worker or 1)
+    if here is None:
+        _say("another process of this worker starts all of its ranks: this one has nothing to do")
+        return
     if here.tied:  # else this process would train on, without anyone who knows of it
         signal_at_death_of_parent(signal.SIGTERM)
     folder = out_folder or Path("runs") / job.stem
     wanted = read_job_or_refuse(job)
-    config = _config(wanted, job, dtype=dtype, seed=seed, iterations=iterations)
+    config = _config(wanted, job, dtype=dtype, seed=seed, iterations=iterations, tensor_parallel=ranks_per_worker)
     secret = given_secret_or_refuse(here)
     if here.node > 0:
         assert secret is not None

@@ -33,7 +33,7 @@ from runtime.model.holding import state_bytes
 from runtime.model.parameters import load_layer
 from runtime.model.tensor_codec import TensorError
 from runtime.processes.fork_server import AdoptedForkServer, ForkServer, adopt
-from runtime.processes.process_manager import NodeProcesses, ProcessManager
+from runtime.processes.process_manager import NodeProcesses, ProcessManager, whole_workers
 from runtime.processes.stop_signals import RunStopped, StopSignals, stop_signals
 from runtime.processes.worker_start import NodeSettings
 from runtime.protocol.authentication import HOW, Secret, new_secret
@@ -147,7 +147,7 @@ class _Launch:
             left = self._left(opened, first, settings, fork_server, behind)
             setup = replace(setup_for(self.schedule, config, self.fit, store_address, options, self.resilience),
                             first_iteration=first, epoch=left.epoch)
-            alive = [] if adopted is None else [Worker.parse(name) for name in adopted.names()]
+            alive = [] if adopted is None else whole_workers(adopted, config.training.tensor_parallel)
             events = EventLoop(
                 self._run(setup, settings, behind, losses, alive), log,
                 stack.enter_context(LossFile(out / LOSSES, begins, self.progress, metrics)),

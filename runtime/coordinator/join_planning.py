@@ -77,7 +77,7 @@ class JoinPlanner:
         return self._join is not None and not self._join.lacking
 
     def begin(self, order: int, schedule: Schedule, moves: tuple[LayerMove, ...],
-              addresses: Mapping[Worker, tuple[str, int]], iteration: int, speeds: Speeds | None, *,
+              addresses: Mapping[Worker, tuple[tuple[str, int], ...]], iteration: int, speeds: Speeds | None, *,
               settles: bool = False) -> bool:
         """Have the targets of the moves get their layers from the sources.
 

@@ -50,7 +50,7 @@ class World:
             listeners=Listeners(events=log, speed=lambda event: self.told.append(str(event))))
         self.acknowledged: dict[Worker, Acknowledged] = {}
         for worker in FIRST.seat_of:
-            self.coordinator.ready(Ready(worker, "corpus", ("", 1)))
+            self.coordinator.ready(Ready(worker, "corpus", (("", 1),)))
             self.coordinator.advance()
 
     def send(self, worker, message) -> None:
