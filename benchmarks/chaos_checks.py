@@ -20,7 +20,7 @@ from runtime.tools.reference import ReferenceResult
 REASONS = ("SIGKILL", "stopped answering", "InjectedError", "exit status 3", "was not found by the new node 0")
 """What is said of a worker that was lost on purpose."""
 KEPT = re.compile(r"losses\.jsonl|metrics\.jsonl|events\.jsonl|schedule\.json|trace\.json|schedules/[0-9a-f]{16}\.json"
-                  r"|parameters/layer-\d+\.safetensors|logs/worker-\d+\.\d+\.log|checkpoints/iteration-\d+/[^.][^/]*")
+                  r"|parameters/layer-\d+\.safetensors|logs/worker-\d+\.\d+(-rank-\d+)?\.log|checkpoints/iteration-\d+/[^.][^/]*")
 """What a run leaves in its folder."""
 NOTICED_SECONDS = 10.0
 """A process that ends is found out in a second; on a busy machine, in a few."""
@@ -52,6 +52,8 @@ class Tally:
     """The largest, of any loss and any parameter."""
     reasons: Counter[str] = field(default_factory=Counter)
     runs: int = 0
+    told: list[str] = field(default_factory=list)
+    """What a run has said besides."""
 
     @property
     def kills(self) -> int:
@@ -153,13 +155,15 @@ class Survivors:
 
     def observe(self, event: Event) -> None:
         """Of the run."""
-        name = str(event.worker) if isinstance(event, Failed) else None
+        worker = str(event.worker) if isinstance(event, Failed) else None
         if isinstance(event, Noted) and (match := _BEFORE.match(event.text)):
-            name = match[1]
-        if name is not None:
-            self._found.pop(name, None)
-            self._ended.pop(name, None)
-            self._lost |= {pids[name] for pids in (self._pids, self._running()) if name in pids}
+            worker = match[1]
+        if worker is not None:
+            for pids in (self._found, self._ended):
+                for name in [name for name in pids if _worker_of(name) == worker]:
+                    del pids[name]
+            self._lost |= {pid for pids in (self._pids, self._running()) for name, pid in pids.items()
+                           if _worker_of(name) == worker}
 
     def look(self, pids: Mapping[str, int]) -> None:
         """Compare with the processes that there are, by the names of the workers, at a commit."""
@@ -178,6 +182,11 @@ class Survivors:
             raise ChaosError("; ".join([*self._wrong, *late]))
 
 
+def _worker_of(process: str) -> str:
+    """Whose process this is, where a worker may be several."""
+    return process.partition("/")[0]
+
+
 class Leaks:
     """What this process and those below it hold after the first run, and must not hold more of after others.
 
@@ -188,14 +197,18 @@ class Leaks:
         self._before: dict[str, list[str]] | None = None
 
     def require(self, others: Mapping[str, int]) -> None:
-        """Raises ChaosError where something is left after a moment; `others` are processes that must be gone, too."""
-        if self._before is None:
+        """Raises ChaosError where something is left after a moment; `others` are processes that must be gone, too.
+
+        A run that has adopted these does not use all that others do: it is compared with them, and they not with it.
+        """
+        if self._before is None and not others:
             time.sleep(0.5)
             self._before = _held()
         deadline = time.monotonic() + NOTICED_SECONDS
         while True:
-            left = [f"{len(more)} more {what} ({', '.join(sorted(more)[:5])})"
-                    for what, found in _held().items() if (more := set(found) - set(self._before[what]))]
+            left = [] if self._before is None else [
+                f"{len(more)} more {what} ({', '.join(sorted(more)[:5])})"
+                for what, found in _held().items() if (more := set(found) - set(self._before[what]))]
             left += [f"process {pid} of worker {name}" for name, pid in others.items() if lives(pid)]
             if not left:
                 return

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -60,8 +61,12 @@ class ChaosScenario:
     """Whether layers move to better schedules."""
     slows: bool = False
     """Whether workers are slow now and then."""
+    ranks: int = 1
+    """How many processes a worker is."""
     gap: tuple[int, int] = (4, 16)
     """Iterations between two failures that are planned."""
+    away: tuple[int, int] = (1, 4)
+    """Iterations until whoever is dead then comes back."""
     heartbeat_timeout_seconds: float = 1.0
 
     @property
@@ -71,14 +76,17 @@ class ChaosScenario:
                 for column in range(self.job.stages)]
 
 
-KINDS: Mapping[str, Mapping[str, bool]] = {
-    "plain": {}, "roles": {"moves": True}, "slow": {"slows": True}, "settling": {"settles": True},
-    "slow-settling": {"slows": True, "settles": True}}
+SETTLING: Mapping[str, Any] = {"settles": True, "gap": (25, 40), "away": (15, 35)}
+"""A schedule is planned, and layers are fetched, before the next worker comes or goes."""
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "plain": {}, "roles": {"moves": True}, "slow": {"slows": True}, "settling": SETTLING,
+    "slow-settling": {"slows": True, **SETTLING}, "ranks": {"ranks": 2},
+    "ranks-settling": {"ranks": 2, "slows": True, **SETTLING}}
 
 
 def settings(grid: str, iterations: int) -> dict[str, ChaosScenario]:
-    """By their names: plain, with roles that move, with slow workers, with layers that move, with both; each of them
-    with and without clipping.
+    """By their names: plain, with roles that move, with slow workers, with layers that move, with both; with workers of
+    two processes, and that with the latter; each of them with and without clipping.
     """
     pipelines, stages = map(int, grid.split("x"))
     made = {}
@@ -88,7 +96,7 @@ def settings(grid: str, iterations: int) -> dict[str, ChaosScenario]:
         model = {"blocks": sum(layers) - 2 if layers else max(2, stages - 2), "width": 16, "heads": 2, "context": 16,
                  "dropout": 0.1}
         config = parse_run_config(model, {"batch": 1, "dtype": "float64", "device": "cpu", "iterations": iterations,
-                                          "clip_norm": clip_norm})
+                                          "clip_norm": clip_norm, "tensor_parallel": more.get("ranks", 1)})
         name = kind if clip_norm is None else f"{kind}-clipped"
         made[name] = ChaosScenario(name=f"{grid}:{name}", job=job, config=config, iterations=iterations, **more)
     return made
@@ -133,16 +141,23 @@ def _failures(setting: ChaosScenario, rng: random.Random, first: int) -> tuple[l
     at = first
     while (at := at + rng.randint(*setting.gap)) < setting.iterations:
         for worker in rng.sample(workers, rng.choices((1, 2, 3), (8, 3, 1))[0]):
-            injections.append(Injection(worker, at, rng.choice(places), _action(rng)))
+            injections.append(Injection(worker, at, rng.choice(places), _action(rng), _rank(setting, rng)))
         if rng.random() < 0.4:
             worker, place = rng.choice(workers), rng.choice(IN_RECOVERY)
-            injections += [Injection(worker, iteration, place, _action(rng)) for iteration in (at, at + 1)]
+            injections += [Injection(worker, iteration, place, _action(rng), _rank(setting, rng))
+                           for iteration in (at, at + 1)]
         if rng.random() < 0.3:
             worker, place, action = rng.choice(workers), rng.choice(IN_FETCH), _action(rng)
-            injections += [Injection(worker, iteration, place, action)
+            rank = _rank(setting, rng)
+            injections += [Injection(worker, iteration, place, action, rank)
                            for iteration in range(at, min(at + IN_FETCH_SPAN, setting.iterations))]
-        returns += [Return(worker, at + rng.randint(1, 4)) for worker in workers]
+        returns += [Return(worker, at + rng.randint(*setting.away)) for worker in workers]
     return injections, returns
+
+
+def _rank(setting: ChaosScenario, rng: random.Random) -> int:
+    """Of the process that fails."""
+    return 0 if setting.ranks == 1 else rng.randrange(setting.ranks)
 
 
 def _slowdowns(setting: ChaosScenario, rng: random.Random) -> Iterator[Slowdown]:

@@ -1,4 +1,4 @@
-"""Replays schedules with torch: one process for each worker.
+"""Replays schedules with torch: one process for each worker, or a group of them.
 
     api            the public names
     config         what to train: the model's and the training's settings, checked

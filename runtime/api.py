@@ -6,7 +6,10 @@ from runtime.model.calling import add_to_loss
 from runtime.model.data import Data, Microbatch
 from runtime.model.layers import LayeredModel
 from runtime.model.seeds import derive_seed, seeded
+from runtime.model.shards import Shard, cut_parameters
 from runtime.model.split import weight_work
+from runtime.model.tensor_parallel import for_all_ranks, gather_parts, part_of, sum_parts, sum_ranks
+from runtime.model.worker_group import WorkerGroup, worker_group
 from runtime.tools.reference import ReferenceResult, reference_run
 
 __all__ = [
@@ -20,12 +23,21 @@ __all__ = [
     "RunError",
     "RunOptions",
     "RunResult",
+    "Shard",
     "TrainingConfig",
+    "WorkerGroup",
     "add_to_loss",
+    "cut_parameters",
     "derive_seed",
+    "for_all_ranks",
+    "gather_parts",
     "parse_run_config",
+    "part_of",
     "reference_run",
     "run",
     "seeded",
+    "sum_parts",
+    "sum_ranks",
     "weight_work",
+    "worker_group",
 ]

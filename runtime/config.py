@@ -192,6 +192,8 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     share of. Default: known for some GPUs with "bf16", else there is no MFU."""
     threads: Annotated[int, Meta(ge=1, le=1024, description="a whole number from 1 to 1024")] = 1
     """CPU threads a worker computes with."""
+    tensor_parallel: Annotated[int, Meta(ge=1, le=64, description="a whole number from 1 to 64")] = 1
+    """How many processes a worker is, each with a device of its own and its shard of each layer."""
 
     def __hash__(self) -> int:
         return hash(msgspec.json.encode(self))  # a table has no hash of its own

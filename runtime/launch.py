@@ -33,7 +33,7 @@ from runtime.model.holding import state_bytes
 from runtime.model.parameters import load_layer
 from runtime.model.tensor_codec import TensorError
 from runtime.processes.fork_server import AdoptedForkServer, ForkServer, adopt
-from runtime.processes.process_manager import NodeProcesses, ProcessManager
+from runtime.processes.process_manager import NodeProcesses, ProcessManager, whole_workers
 from runtime.processes.stop_signals import RunStopped, StopSignals, stop_signals
 from runtime.processes.worker_start import NodeSettings
 from runtime.protocol.authentication import HOW, Secret, new_secret
@@ -98,7 +98,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
                 return launch.lead(fork_server, behind)
             except NobodyLeftError as error:
                 forget_left_behind(out)
-                anew = options.force and resilience.resume is None
+                anew = resilience.resume is None and (options.force or options.again)
                 options.notify(f"{error}{'; starts with iteration 0' if anew else ''}")
         return launch.lead(fork_server)
 
@@ -147,16 +147,18 @@ class _Launch:
             left = self._left(opened, first, settings, fork_server, behind)
             setup = replace(setup_for(self.schedule, config, self.fit, store_address, options, self.resilience),
                             first_iteration=first, epoch=left.epoch)
-            alive = [] if adopted is None else [Worker.parse(name) for name in adopted.names()]
+            alive = [] if adopted is None else whole_workers(adopted, config.training.tensor_parallel)
             events = EventLoop(
                 self._run(setup, settings, behind, losses, alive), log,
                 stack.enter_context(LossFile(out / LOSSES, begins, self.progress, metrics)),
                 self._processes(fork_server, opened, settings, alive if behind is not None else None), event_log)
             leave_behind(out, left)
             stack.callback(forget_left_behind, out)
-            with events.processes.running(found=behind is not None):
-                asyncio.run(events.serve(listener, self.stop))
-            del store
+            try:
+                with events.processes.running(found=behind is not None):
+                    asyncio.run(events.serve(listener, self.stop))
+            finally:
+                del store  # closes it, whatever an error keeps
             if events.stopped:
                 number = self.stop.received or signal.SIGTERM
                 raise RunStopped(number, f"interrupted by {number.name}" + (

@@ -14,6 +14,7 @@ from runtime.model.flops import counted
 from runtime.model.forms import forms
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
 from runtime.model.parameter_groups import require_matches
+from runtime.model.worker_group import standing_in
 from runtime.processes.launchers import GpuShare, gpu_share
 from runtime.protocol.rendezvous import Rendezvous
 from runtime.protocol.setup import FormSpec, Setup
@@ -47,16 +48,17 @@ def prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> Fit:
     if violations:
         raise PlacementError(f"the schedule breaks a rule: {violations[0]}")
     training = config.training
-    device = choose_device(training.device)
-    model = model_for(config.model, training.seed, parameter_dtype(training.dtype), torch.device(device))
+    device, ranks = choose_device(training.device), training.tensor_parallel
+    with standing_in(ranks):
+        model = model_for(config.model, training.seed, parameter_dtype(training.dtype), torch.device(device))
+        with counted() as flops:
+            at_layer = forms(model, config)
+        require_matches(model, training)
     placement = place(schedule.grid, model.layers)
-    require_matches(model, training)
     load_corpus(config, schedule.grid.microbatches)
     load_validation(config, schedule.grid.microbatches)
     shares = assign_to_nodes([seat.worker for seat in schedule.seats], options.nodes)
-    gpus = gpu_share([len(share) for share in shares], 0, options.local)
-    with counted() as flops:
-        at_layer = forms(model, config)
+    gpus = gpu_share([len(share) * ranks for share in shares], 0, options.local)
     microbatches = schedule.grid.total_microbatches
     return Fit(device, model, placement, shares, gpus,
                 choose_transport(training.backend, device, gpus.workers, gpu_count(device)),

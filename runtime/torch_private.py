@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore as HashStore
 from torch._C._distributed_c10d import PrefixStore
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
@@ -23,7 +24,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 
-# Store, TCPStore, PrefixStore: documented as torch.distributed.Store, ..., where type checkers do not find them.
+# Store, TCPStore, HashStore, PrefixStore: documented as torch.distributed.Store, ..., where type checkers do not find
+#   them.
 #   Replaced by: `from torch.distributed import TCPStore`, once torch exports it in words that mypy reads.
 # FakeTensorMode, unset_fake_temporarily: shapes and dtypes of a model's activations without computing or memory.
 #   Replaced by: the documented part of torch.compiler's fake tensors, or by running layers on the meta device once all

@@ -1,18 +1,24 @@
 """Which node of a run this process is: from the options of `slipstream train`, or from the launcher's environment."""
 
 from cli.shared.console import refuse
-from runtime.processes.launchers import Launched, launched
+from runtime.processes.launchers import Launched, launched, of_ranks
 from runtime.protocol.authentication import HOW, Secret, SecretError, given_secret
 from runtime.protocol.rendezvous import Rendezvous
 
 
-def launched_as(nodes: int | None, node: int | None, rendezvous: str | None) -> Launched:
-    """Which node this process is. Options have precedence. Exits 2 when options or environment make no sense."""
+def launched_as(nodes: int | None, node: int | None, rendezvous: str | None, ranks: int = 1) -> Launched | None:
+    """Which node this process is; None: none, as `ranks` were started for each worker, and it is not the first.
+
+    Options have precedence. Exits 2 when options or environment make no sense.
+    """
     if nodes is None and node is None and rendezvous is None:
         try:
-            return launched() or Launched()
+            here = launched()
+            return Launched() if here is None else of_ranks(here, ranks)
         except ValueError as error:
             refuse(error)
+    if node and nodes is None:
+        refuse(f"--node {node} needs --nodes, how many there are, and --rendezvous HOST:PORT, an address of node 0")
     nodes, node = nodes or 1, node or 0
     if node >= nodes:
         refuse(f"--node {node}: expected 0 to {nodes - 1}, with --nodes {nodes}")

@@ -26,6 +26,10 @@ TrainingSeed = Annotated[int | None, typer.Option("--seed", rich_help_panel=MODE
     "Seed of parameters, text and planner. Default: what the job file says."))]
 OutFolder = Annotated[Path | None, typer.Option("--out", rich_help_panel=FILES, metavar="DIR", help=(
     "Where results go. Default: runs/NAME, with the job file's name."))]
+RanksPerWorker = Annotated[int | None, typer.Option("--ranks-per-worker", rich_help_panel=CLUSTER,
+                                                    metavar="N", min=1, max=64, help=(
+    "Processes of each worker, one device each: [training] tensor_parallel. torchrun, srun or mpirun start as many, "
+    "and the first of each worker starts them."))]
 Nodes = Annotated[int | None, typer.Option("--nodes", rich_help_panel=CLUSTER, metavar="N", min=1, max=2**20, help=(
     "Machines to train on; run the command on each. Default: what torchrun, srun or mpirun say, else 1."))]
 NodeNumber = Annotated[int | None, typer.Option("--node", rich_help_panel=CLUSTER, metavar="I", min=0, max=2**20, help=(

@@ -4,6 +4,7 @@
     run                  what it is given
     server               connections, and who may say what over them
     worker_connections   which workers are connected, silent, given up, or at their end
+    rank_reports         what the processes of a worker say, put together into what it says
     node_agents          which other nodes are there, and what they are told
     plausible            what a message may say
     gathering            who is waited for before the first order

@@ -71,7 +71,7 @@ class RunState:
     """Members that were told to end by somebody else, and stay until the others can go on without them."""
     holds: dict[Worker, frozenset[int]] = field(default_factory=dict)
     """The layers of each member that has paused, or is told to finish."""
-    addresses: dict[Worker, tuple[str, int]] = field(default_factory=dict)
+    addresses: dict[Worker, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     """Where each worker sends layers from."""
 
     @property

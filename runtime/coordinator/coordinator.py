@@ -143,7 +143,7 @@ class Coordinator:
         """A worker waits for an order."""
         self._lost.back(report.worker)
         self._state.ready.add(report.worker)
-        self._state.addresses[report.worker] = report.address
+        self._state.addresses[report.worker] = report.addresses
 
     def ran(self, report: Ran) -> None:
         """Acknowledge a report that the commit log has: the worker goes on, or stops where all members will."""

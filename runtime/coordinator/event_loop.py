@@ -23,6 +23,7 @@ from runtime.coordinator.news import News
 from runtime.coordinator.node_agents import NodeAgents
 from runtime.coordinator.planning import ScheduleService
 from runtime.coordinator.plausible import Bounds, printable
+from runtime.coordinator.rank_reports import RankReports
 from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.run import Run
 from runtime.coordinator.server import Connection, Server, serve
@@ -39,7 +40,7 @@ from runtime.processes.stop_signals import StopSignals
 from runtime.protocol.channel import frame
 from runtime.protocol.to_coordinator import Ended, JoinNode, JoinWorker, Leaving, Ready, ToCoordinator
 from runtime.protocol.to_node_agent import STILL_RUNNING_SECONDS
-from runtime.protocol.to_worker import ReportStatus
+from runtime.protocol.to_worker import EndOrder, ReportStatus
 from runtime.replay.placement import Placement
 from schedules.schedule import Worker
 
@@ -65,6 +66,8 @@ class EventLoop:
         self.processes = processes
         self.news = News(run, event_log)
         self._workers = WorkerConnections(run, processes, self._put, self._lose)
+        self._reports = RankReports(run.config.training.tensor_parallel, lambda worker, order: self._workers.send(
+            worker, EndOrder(order)))
         self._stall = StallWatch(run.stall_timeout_seconds, lambda worker: self._workers.send(worker, ReportStatus()))
         self._events: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
         schedules = ScheduleService(run.schedule, run.scheduler, lambda: self._put(lambda: None), event_log,
@@ -198,6 +201,9 @@ class EventLoop:
             raise NobodyLeftError("nobody is left of the run that another node 0 has led here")
         if not self._take_over.over():
             return
+        for worker in self._reports.incomplete:  # its other ranks would be told to forget what they hold
+            self._workers.give_up(worker, f"worker {worker} was not found whole by the new node 0")
+            self.processes.kill(worker)
         found, self._take_over = self._take_over.found(), None
         self._commits.take_over(found)
         self._coordinator.take_over(found)
@@ -214,9 +220,11 @@ class EventLoop:
         elif isinstance(message, JoinWorker):
             self._admit(connection, message)
         elif peer is not None and self._workers.hears(connection):
-            self._messages.handle(peer, printable(message))
-            if isinstance(message, Ready) and message.known is not None and self._take_over is not None:
-                self._take_over.ready(peer, message.known)
+            whole = self._reports.take(peer, connection.rank, printable(message))
+            if whole is not None:
+                self._messages.handle(peer, whole)
+            if isinstance(whole, Ready) and whole.known is not None and self._take_over is not None:
+                self._take_over.ready(peer, whole.known)
 
     def _admit(self, connection: Connection, message: JoinWorker) -> None:
         worker, run = message.worker, self._run
@@ -224,7 +232,7 @@ class EventLoop:
             late = message.epoch > 0 and self._take_over is None
             connection.send(frame(replace(run.setup, forget=late, injections=tuple(
                 (index, one) for index, one in enumerate(run.injections)
-                if one.worker == worker and index not in self._messages.injected),
+                if (one.worker, one.rank) == (worker, message.rank) and index not in self._messages.injected),
                 slowdowns=tuple(one for one in run.slowdowns if one.worker == worker))))
 
     def _handle_agent(self, connection: Connection, message: ToCoordinator) -> None:
@@ -260,6 +268,7 @@ class EventLoop:
 
     def _lose(self, worker: Worker, reason: str, since: float) -> None:
         """A worker is gone."""
+        self._reports.forget(worker)
         if self._take_over is not None:
             self._take_over.lost(worker)
         if not self._coordinator.left:

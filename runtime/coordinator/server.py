@@ -72,6 +72,8 @@ class Connection(asyncio.Protocol):
         self._address = ""
         self.peer: Worker | int | None = None
         """The worker, or the number of the node; None before the first message."""
+        self.rank = 0
+        """Of the worker's process."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Greet, and wait for the first message, which names the peer."""
@@ -152,7 +154,7 @@ class Connection(asyncio.Protocol):
     def _take(self, message: ToCoordinator) -> None:
         if self.peer is None:
             if isinstance(message, JoinWorker):
-                self.peer = message.worker
+                self.peer, self.rank = message.worker, message.rank
             elif isinstance(message, JoinNode):
                 self.peer = message.node
             else:

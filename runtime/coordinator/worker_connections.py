@@ -38,8 +38,10 @@ class WorkerConnections:
         self._put = put
         self._lost = lost
         self._known = frozenset(run.schedule.grid.workers())
-        self._monitor = HeartbeatMonitor(run.setup.heartbeat_timeout_seconds)
-        self._connections: dict[Worker, Connection] = {}
+        self._ranks = range(run.config.training.tensor_parallel)
+        self._monitor: HeartbeatMonitor[tuple[Worker, int]] = HeartbeatMonitor(run.setup.heartbeat_timeout_seconds)
+        self._connections: dict[Worker, dict[int, Connection]] = {}
+        """By rank, of those that are there."""
         self._ended: dict[Worker, Ended] = {}
         """Processes that have ended, as long as messages of theirs may still arrive."""
         self._given_up: set[Worker] = set()
@@ -62,38 +64,43 @@ class WorkerConnections:
             connection.send(frame(Leave()))  # it was given up, or belongs to another run, or follows a newer one
             connection.close()
             return False
-        if worker in self._connections or worker not in self._known:
+        if message.rank in self._connections.get(worker, {}) or worker not in self._known \
+                or message.rank not in self._ranks:
             connection.close()  # not ours: a process is started anew only once its end has been handled
             return False
-        self._connections[worker] = connection
+        self._connections.setdefault(worker, {})[message.rank] = connection
         self._given_up.discard(worker)
         return True
 
     def send(self, worker: Worker, message: msgspec.Struct) -> None:
-        """Send; nothing happens where the worker is not there."""
+        """Send to all processes of a worker; nothing happens where they are not there."""
         if isinstance(message, Leave):  # its end is no news
             self._given_up.add(worker)
-            self._monitor.remove(worker)
+            self._unwatch(worker)
         if message is not self._last_sent[0]:
             self._last_sent = message, frame(message)
-        if worker in self._connections:
-            self._connections[worker].send(self._last_sent[1])
+        for connection in self._connections.get(worker, {}).values():
+            connection.send(self._last_sent[1])
 
     def hears(self, connection: Connection) -> bool:
-        """Whether a worker's present connection is the one that a message came over, which shows that it lives."""
+        """Whether a process's present connection is the one that a message came over, which shows that it lives."""
         worker = connection.peer
-        if not isinstance(worker, Worker) or self._connections.get(worker) is not connection:
+        if not isinstance(worker, Worker) or not self._is_present(connection):
             return False
-        self._monitor.heard(worker)
+        self._monitor.heard((worker, connection.rank))
         return True
 
     def ready(self, worker: Worker) -> None:
         """It sends heartbeats from now on."""
-        self._monitor.add(worker)
+        for rank in self._ranks:
+            self._monitor.add((worker, rank))
 
     def give_up_silent(self) -> None:
         """Give up who has shown no sign of life for too long."""
-        for worker, heard in self._monitor.missed():
+        silent = dict[Worker, float]()
+        for (worker, _), heard in self._monitor.missed():
+            silent.setdefault(worker, heard)
+        for worker, heard in silent.items():
             self.give_up(worker, f"worker {worker} stopped answering", heard)
             self._processes.kill(worker)
 
@@ -114,18 +121,20 @@ class WorkerConnections:
     def disconnected(self, connection: Connection) -> None:
         """A connection has ended, and all messages that came over it have been handled."""
         worker = connection.peer
-        if isinstance(worker, Worker) and self._connections.get(worker) is connection:
-            del self._connections[worker]
-            if worker in self._ended:
-                self._handle_end(self._ended.pop(worker))
+        if isinstance(worker, Worker) and self._is_present(connection):
+            del self._connections[worker][connection.rank]
+            if not self._connections[worker]:
+                del self._connections[worker]
+                if worker in self._ended:
+                    self._handle_end(self._ended.pop(worker))
 
     def node_gone(self, node: int) -> None:
         """A node agent is gone: one that has lost the coordinator, or has died, ends its workers."""
         for worker in self._processes.workers_of(node):
-            if worker in self._monitor:
+            if (worker, 0) in self._monitor:
                 self.give_up(worker, f"worker {worker} is gone with node {node}")
-            elif worker in self._connections:  # it was not ready yet
-                self._connections.pop(worker).close()
+            else:  # it was not ready yet
+                self._close(worker)
 
     def process_ended(self, ended: Ended) -> None:
         """Handle a worker's last messages before its end: one that ends by itself has sent the reason."""
@@ -137,8 +146,20 @@ class WorkerConnections:
 
     def close(self) -> None:
         """Close all connections, once what was sent has gone out."""
-        for connection in self._connections.values():
+        for worker in list(self._connections):
+            self._close(worker)
+
+    def _close(self, worker: Worker) -> None:
+        for connection in self._connections.pop(worker, {}).values():
             connection.close()
+
+    def _unwatch(self, worker: Worker) -> None:
+        for rank in self._ranks:
+            self._monitor.remove((worker, rank))
+
+    def _is_present(self, connection: Connection) -> bool:
+        worker = connection.peer
+        return isinstance(worker, Worker) and self._connections.get(worker, {}).get(connection.rank) is connection
 
     def _drained(self, ended: Ended) -> None:
         if self._ended.get(ended.worker) is ended:
@@ -154,10 +175,8 @@ class WorkerConnections:
 
     def _lose(self, worker: Worker, reason: str, since: float = 0.0) -> None:
         """Count a worker as lost, and close its connection."""
-        self._monitor.remove(worker)
-        connection = self._connections.pop(worker, None)
-        if connection is not None:
-            connection.close()
+        self._unwatch(worker)
+        self._close(worker)
         ended = self._ended.pop(worker, None)
         if ended is not None:
             self._put(lambda: self._handle_end(ended))

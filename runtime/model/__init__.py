@@ -2,6 +2,11 @@
 
     layers            a model as a list of layers
     gpt               the GPT that comes with the package
+    gpt_parallel      its layers as one of several processes of a worker has them
+    worker_group      the process group of a worker's ranks, for layers
+    tensor_parallel   collectives in it that a backward goes through
+    shards            what a rank has of a layer, and the whole of it
+    distributed_tensors  layers that torch's parallelize_module has cut
     object_reference  a user's own model, data or optimizer, named in the job file
     passed            what passes from layer to layer: a tensor, or a tuple of tensors
     calling           what a layer is given, and what it may add to the loss

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
+from runtime.model.distributed_tensors import as_called
 from runtime.model.passed import Value, changed, handed_on
 
 Batch = tuple[Tensor, ...]
@@ -35,10 +37,18 @@ class LayerCall:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self.takes_batch = takes_batch(module.forward)
+        self._is_placed = hasattr(module, "placed")
+        """Whether torch's own functions have cut it."""
 
     def __call__(self, value: Value, batch: Batch | None) -> Value:
         """What the layer gives. `batch` may be None where it takes none."""
-        given = self._module(value, batch=batch) if self.takes_batch else self._module(value)
+        more = {"batch": batch} if self.takes_batch else {}
+        if self._is_placed:
+            given = functional_call(self._module, as_called(self._module), (value,), more)
+            # It may be on its way still.
+            given = changed(given, lambda tensor: tensor if type(tensor) is Tensor else tensor.clone())
+        else:
+            given = self._module(value, **more)
         return given if isinstance(given, Tensor) else handed_on(given)
 
 

@@ -16,8 +16,10 @@ from runtime.config import ConfigError, RunConfig
 from runtime.errors import first_line
 from runtime.model.calling import Batch, loss_call, takes_batch
 from runtime.model.data import batch_form
+from runtime.model.distributed_tensors import as_called, with_local_parameters
 from runtime.model.layers import LayeredModel, autocast, recomputed_layers
 from runtime.model.passed import Form, Value, form_of, handed_on, has_gradient, made, tensors_of
+from runtime.model.shards import shards_of
 from runtime.model.sharing import sharing_of
 from runtime.torch_private import DATA_DEPENDENT, FakeTensorMode, unset_fake_temporarily
 
@@ -31,6 +33,7 @@ def forms(model: LayeredModel, config: RunConfig) -> list[Form]:
     recomputed_layers(config.training, model.layers)
     modules = [_without_memory(model, layer, config) for layer in range(model.layers)]
     _check_shared(model, modules, config)
+    _check_shards(modules, config)
     with FakeTensorMode(), model.device, torch.no_grad(), autocast(config.training.dtype, model.device):
         batch = made(given, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
         assert isinstance(batch, tuple)
@@ -48,6 +51,8 @@ def _without_memory(model: LayeredModel, layer: int, config: RunConfig) -> nn.Mo
     try:
         with torch.device("meta"):
             module = model.build(layer)
+        if isinstance(module, nn.Module):
+            module = with_local_parameters(module)
     except Exception as error:  # whatever the user's code raises
         raise _refusal(config, f"layer {layer} cannot be built: {_told(error)}") from error
     if not isinstance(module, nn.Module):
@@ -67,6 +72,20 @@ def _check_shared(model: LayeredModel, modules: Sequence[nn.Module], config: Run
                                        "to be the same")
 
 
+def _check_shards(modules: Sequence[nn.Module], config: RunConfig) -> None:
+    """Where a worker is several processes, the layers must be cut over them."""
+    ranks = config.training.tensor_parallel
+    if ranks == 1:
+        return
+    if not any(map(shards_of, modules)):
+        raise ConfigError(f"training.tensor_parallel is {ranks}, and no layer of the model has `shards`: all ranks "
+                          "would do the same; expected 1")
+    for layer, module in enumerate(modules):
+        names = dict(module.named_parameters())
+        for name in shards_of(module).keys() - names:
+            raise _refusal(config, f"layer {layer} has shards of {name!r}; expected the name of a parameter of it")
+
+
 def _passed_on(layer: int, module: nn.Module, value: Value, batch: Batch, config: RunConfig) -> Value:
     """What a layer gives, under FakeTensorMode. Raises ConfigError unless it can be passed on."""
     name = f"layer {layer} ({type(module).__name__})"
@@ -75,7 +94,7 @@ def _passed_on(layer: int, module: nn.Module, value: Value, batch: Batch, config
         named = dict(chain(module.named_parameters(), module.named_buffers()))
     state = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in named.items()}
     try:
-        given = functional_call(module, state, (value,), more)
+        given = functional_call(module, {**state, **as_called(module, state)}, (value,), more)
     except DATA_DEPENDENT as error:
         raise _refusal(config, f"{name} has shapes that depend on its data ({first_line(error)}); expected shapes that "
                                "are the same for all micro-batches") from error

@@ -3,6 +3,7 @@
 Nothing here knows of stages: the layers are whichever a schedule gives to the worker, and they change with it.
 """
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
@@ -10,10 +11,12 @@ from torch import Tensor, nn
 
 from runtime.config import TrainingConfig
 from runtime.model.digest import parameter_digest
+from runtime.model.distributed_tensors import with_local_parameters
 from runtime.model.layers import LayeredModel
 from runtime.model.optimizer import UndoableOptimizer, build_optimizer
 from runtime.model.seeds import GENERATORS
 from runtime.model.sharing import NOTHING_SHARED, Sharing, sharing_of
+from runtime.model.worker_group import standing_in, worker_group
 from schedules.layers import LayerRange, joined
 
 
@@ -83,6 +86,8 @@ class Holding:
 
         For people to look at; `UndoableOptimizer.squares` gives the same bits wherever a layer is.
         """
+        if worker_group() is not None:  # whose ranks have some parameters alike
+            return math.fsum(squares for layer, squares in self.optimizer.squares().items() if layer in layers)
         found = [flat for one, flats in self._gradients.items() if one[0] in layers for flat in flats]
         found += [flat for first, _ in self._sharing.held(self.modules) if first.layer in layers
                   for flat in self.shared_gradients[str(first)]]
@@ -107,7 +112,7 @@ class Holding:
 def built(model: LayeredModel, layer: int) -> nn.Module:
     """A layer on the model's device; another thread may compute meanwhile, whose random numbers are not disturbed."""
     with GENERATORS, torch.no_grad():
-        module = model.build(layer)
+        module = with_local_parameters(model.build(layer))
         for name, first in sharing_of(model).copies(layer).items():
             module.get_parameter(name).copy_(model.build(first.layer).get_parameter(first.name))
         return module.to(model.device)
@@ -119,15 +124,15 @@ def build_holding(model: LayeredModel, layers: Iterable[int], config: TrainingCo
 
 
 def state_bytes(model: LayeredModel, config: TrainingConfig) -> list[int]:
-    """About what another worker needs of each layer: parameters, buffers, and the optimizer's state.
+    """About what a process of another worker needs of each layer: parameters, buffers, and the optimizer's state.
 
     Optimizers of one's own are taken to remember as much as AdamW does.
     """
     slots = 2 + config.amsgrad if config.optimizer != "sgd" else 1 if config.momentum else 0
     found = []
     for layer in range(model.layers):
-        with torch.device("meta"):
-            module = model.build(layer)
+        with standing_in(config.tensor_parallel), torch.device("meta"):
+            module = with_local_parameters(model.build(layer))
         found.append(sum(one.nbytes for one in module.buffers())
                      + (1 + slots) * sum(one.nbytes for one in module.parameters()))
     return found

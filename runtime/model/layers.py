@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from runtime.config import ConfigError, DtypeName, ModelConfig, TrainingConfig
 from runtime.errors import first_line
-from runtime.model.gpt import GPT
+from runtime.model.gpt_parallel import gpt
 from runtime.model.object_reference import is_reference, load_reference
 from runtime.model.seeds import derive_seed, seeded
 
@@ -48,7 +48,7 @@ class LayeredModel(Protocol):
 
 
 Factory = Callable[[ModelConfig, int, torch.dtype, torch.device], LayeredModel]
-MODELS: dict[str, Factory] = {"gpt": GPT}
+MODELS: dict[str, Factory] = {"gpt": gpt}
 """Models by the name that `[model] name` gives; one of the user's own is named `module:function`, a `Factory`."""
 
 

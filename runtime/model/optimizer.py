@@ -16,7 +16,9 @@ from runtime.config import ConfigError, TrainingConfig
 from runtime.model.learning_rate import is_scheduled, scale
 from runtime.model.object_reference import is_reference, load_reference
 from runtime.model.parameter_groups import Groups, grouped
+from runtime.model.shards import shards_of
 from runtime.model.sharing import NOTHING_SHARED, Sharing
+from runtime.model.worker_group import first_rank
 from runtime.torch_private import copy_all
 
 Factory = Callable[[Groups, TrainingConfig], torch.optim.Optimizer]
@@ -85,10 +87,10 @@ class UndoableOptimizer:
     def squares(self) -> dict[int, float]:
         """The sum of squares of each layer's gradients, computed in float64, whoever holds the layer.
 
-        What several layers share counts as the first one's.
+        What several layers share counts as the first one's, and what all ranks of a worker have as the first rank's.
         """
         layers = [(layer, [parameter.grad.double().square().sum() for name, parameter in trained.items()
-                           if parameter.grad is not None and self._sharing.first(layer, name) == (layer, name)])
+                           if parameter.grad is not None and self._counts(layer, name)])
                   for layer, trained in self._trained.items()]
         sums = [one for _, parts in layers for one in parts]
         values = iter(torch.stack(sums).tolist() if sums else ())
@@ -207,6 +209,11 @@ class UndoableOptimizer:
             raise ConfigError(f"training.optimizer is {self._config.optimizer!r}, whose groups have no 'lr' for "
                               "training.learning_rate_schedule to set")
         return [(group, group["lr"]) for group in groups]
+
+    def _counts(self, layer: int, name: str) -> bool:
+        """Whether a parameter is not counted with another layer, or by another rank."""
+        return self._sharing.first(layer, name) == (layer, name) and (
+            first_rank() or name in shards_of(self._layers[layer]))
 
     def _parameters(self) -> list[nn.Parameter]:
         """Each once."""

@@ -20,6 +20,7 @@ from typing import Protocol
 from runtime.config import TrainingConfig
 from runtime.model.clipping import clip_factor, watches_gradients
 from runtime.model.holding import Holding
+from runtime.model.worker_group import first_rank, worker_group
 
 UNCLIPPED = 4
 """Iterations without clipping after which guessing pays again: a wrong guess costs less than one iteration."""
@@ -51,7 +52,8 @@ class Steps:
     share
         None where `watches_gradients` is false.
     staggered
-        Whether steps may be guessed; with a synchronous optimizer all gradients are known soon anyway.
+        Whether steps may be guessed; with a synchronous optimizer all gradients are known soon anyway. They are not
+        where a worker is a group of processes.
     stepped
         Called with each iteration whose step has been made for good, while the gradients are still those it was made
         by.
@@ -66,7 +68,8 @@ class Steps:
         self._speaks_for = frozenset(speaks_for)
         self._layers = layers
         self._share = share
-        self._staggered = staggered
+        # The ranks of a worker must agree at each op whether it is void: they meet within it.
+        self._may_guess = staggered and worker_group() is None
         self._stepped = stepped
         self._unclipped = UNCLIPPED
         self.squares = 0.0
@@ -94,8 +97,8 @@ class Steps:
         squares = self._optimizer.squares()
         contribution = self._contribution(squares)
         self.squares = math.fsum(contribution)
-        self._sums = self._share([*contribution, loss])
-        self._others_guess = self._staggered and self._unclipped >= UNCLIPPED
+        self._sums = self._share([*contribution, loss if first_rank() else 0.0])
+        self._others_guess = self._may_guess and self._unclipped >= UNCLIPPED
         # What this worker holds may already be too much: then the guess is known to be wrong.
         self._guessed = self._others_guess and clip_factor(squares.values(), self._config) == 1.0
         if self._guessed:

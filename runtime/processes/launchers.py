@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -108,6 +108,20 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
                         tied=agent or rank.startswith("OMPI"),
                         attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return None
+
+
+def of_ranks(here: Launched, ranks: int) -> Launched | None:
+    """The node that so many neighbouring processes are, which were started for one worker: the first of them is it, and
+    starts all ranks of the worker; None: this is another one, with nothing to do.
+
+    Raises ValueError where they cannot be workers whose ranks are on one machine.
+    """
+    if here.nodes % ranks or here.local.processes % ranks:
+        raise ValueError(f"{here.nodes} processes were started, {here.local.processes} of them on this machine; "
+                         f"expected a multiple of --ranks-per-worker, {ranks}, on each")
+    node, rank = divmod(here.node, ranks)
+    local = LocalProcess(rank=here.local.rank // ranks, processes=here.local.processes // ranks)
+    return None if rank else replace(here, node=node, nodes=here.nodes // ranks, local=local)
 
 
 def announce(here: Launched, opened: Rendezvous) -> None:

@@ -7,7 +7,7 @@ import msgspec
 
 from runtime.errors import RunError
 from runtime.processes.fork_server import ForkServer, ForkServerError
-from runtime.processes.worker_start import NodeSettings, WorkerSpec
+from runtime.processes.worker_start import NodeSettings, WorkerSpec, process_name, worker_named
 from runtime.protocol.rendezvous import Rendezvous
 from runtime.protocol.to_coordinator import Ended
 from runtime.protocol.to_node_agent import KillWorker, StartWorker, ToNodeAgent
@@ -24,8 +24,26 @@ class Return(msgspec.Struct, frozen=True):
     iteration: int
 
 
+def whole_workers(adopted: ForkServer, ranks: int) -> list[Worker]:
+    """The workers all of whose processes live, of a run whose launcher has died; those of others are killed.
+
+    Raises ForkServerError.
+    """
+    found: dict[Worker, list[str]] = {}
+    for name in adopted.names():
+        found.setdefault(worker_named(name)[0], []).append(name)
+    for names in found.values():
+        for name in names if len(names) < ranks else ():
+            adopted.kill(name)
+    return [worker for worker, names in found.items() if len(names) == ranks]
+
+
 class NodeProcesses:
-    """Starts and kills the worker processes of this node; each takes the next GPU, from `first_card` on."""
+    """Starts and kills the worker processes of this node; each takes the next GPU, from `first_card` on.
+
+    The processes of a worker, where there are several, live and die together: when one ends, the others are killed, and
+    the worker has ended when all have.
+    """
 
     def __init__(self, fork_server: ForkServer, coordinator: Rendezvous, workers: Sequence[Worker], cards: int,
                  settings: NodeSettings, first_card: int = 0) -> None:
@@ -35,6 +53,9 @@ class NodeProcesses:
         self._first_card = first_card
         self._places = {worker: index for index, worker in enumerate(workers)}
         self._settings = settings
+        self._ranks = range(settings.config.training.tensor_parallel)
+        self._ending: dict[Worker, Ended] = {}
+        """Of workers of which a process has ended: the first to do so."""
 
     @contextmanager
     def running(self, *, restarted: bool = False, found: bool = False) -> Iterator[None]:
@@ -53,20 +74,26 @@ class NodeProcesses:
 
     def do(self, command: StartWorker | KillWorker) -> None:
         """Start or kill a worker. Raises ForkServerError."""
+        worker = command.worker
         if isinstance(command, KillWorker):
-            self._fork_server.kill(str(command.worker))
-        elif not self._fork_server.lives(str(command.worker)):
-            self._fork_server.start(WorkerSpec(command.worker, self._coordinator, self.card(command.worker),
-                                               self._settings, command.restarted).process())
+            for rank in self._ranks:
+                self._fork_server.kill(process_name(worker, rank))
+        elif not self._lives(worker):
+            for rank in self._ranks:
+                self._fork_server.start(WorkerSpec(worker, self._coordinator, self.card(worker, rank), self._settings,
+                                                   command.restarted, rank).process())
 
     def alive(self) -> list[Worker]:
         """Those that have been started, and not ended."""
-        return [worker for worker in self._places if self._fork_server.lives(str(worker))]
+        return [worker for worker in self._places if self._lives(worker)]
 
-    def card(self, worker: Worker) -> int | None:
-        """The GPU of a worker; None where there are none."""
-        place = self._places.setdefault(worker, len(self._places))
+    def card(self, worker: Worker, rank: int = 0) -> int | None:
+        """The GPU of a worker's process; None where there are none."""
+        place = self._places.setdefault(worker, len(self._places)) * len(self._ranks) + rank
         return (self._first_card + place) % self._cards if self._cards else None
+
+    def _lives(self, worker: Worker) -> bool:
+        return any(self._fork_server.lives(process_name(worker, rank)) for rank in self._ranks)
 
     def fileno(self) -> int:
         """For a selector: readable when `poll` has something to report."""
@@ -74,7 +101,13 @@ class NodeProcesses:
 
     def poll(self) -> list[Ended]:
         """The workers here that have ended. Raises ForkServerError."""
-        return [Ended(Worker.parse(one.name), one.status) for one in self._fork_server.poll(0)]
+        for one in self._fork_server.poll(0):
+            worker, _ = worker_named(one.name)
+            self._ending.setdefault(worker, Ended(worker, one.status))
+        over = [worker for worker in self._ending if not self._lives(worker)]
+        for worker in self._ending.keys() - over:
+            self.do(KillWorker(worker))
+        return [self._ending.pop(worker) for worker in over]
 
 
 class ProcessManager:

@@ -43,15 +43,29 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     settings: NodeSettings
     restarted: bool = False
     """Whether the run has been going on without it."""
+    rank: int = 0
+    """Which of the worker's processes this is, where it is several."""
 
     def process(self) -> ProcessSpec:
         """The request to the fork server, over a pipe that nobody else reads: the secret is in no command line and no
         environment. A worker that comes back appends to its log."""
-        return ProcessSpec(str(self.worker), "runtime.worker.main:main", msgspec.json.encode(self).decode(),
-                           str(self.log), append=self.restarted,
+        return ProcessSpec(process_name(self.worker, self.rank), "runtime.worker.main:main",
+                           msgspec.json.encode(self).decode(), str(self.log), append=self.restarted,
                            imports=() if self.settings.config.model.hugging_face is None else (HUGGING_FACE,))
 
     @property
     def log(self) -> Path:
         """Where the process's standard output and error go."""
-        return Path(self.settings.out) / "logs" / f"worker-{self.worker}.log"
+        of_rank = f"-rank-{self.rank}" if self.rank else ""
+        return Path(self.settings.out) / "logs" / f"worker-{self.worker}{of_rank}.log"
+
+
+def process_name(worker: Worker, rank: int) -> str:
+    """What the fork server calls a worker's process."""
+    return f"{worker}/{rank}" if rank else str(worker)
+
+
+def worker_named(name: str) -> tuple[Worker, int]:
+    """The worker and the rank of a process."""
+    worker, _, rank = name.partition("/")
+    return Worker.parse(worker), int(rank or 0)

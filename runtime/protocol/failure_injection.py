@@ -32,6 +32,8 @@ class Injection(msgspec.Struct, frozen=True):
     place: Place = 0
     action: Action = "kill"
     """SIGKILL, SIGSTOP, an exception, connections that break, or a process that just ends."""
+    rank: int = 0
+    """Which of the worker's processes fails, where it is several."""
 
 
 class Slowdown(msgspec.Struct, frozen=True):

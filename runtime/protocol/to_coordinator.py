@@ -16,6 +16,8 @@ class JoinWorker(msgspec.Struct, frozen=True, tag=True):
     worker: Worker
     epoch: int = 0
     """Of the coordinator that it has followed, and lost; 0: it has just been started."""
+    rank: int = 0
+    """Of the process, where a worker is several."""
 
 
 class JoinNode(msgspec.Struct, frozen=True, tag=True):
@@ -62,8 +64,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     worker: Worker
     corpus: str
     """Digest of the text it will read: the same for all, or the run ends."""
-    address: tuple[str, int]
-    """Where others may get layers from it."""
+    addresses: tuple[tuple[str, int], ...]
+    """Where others may get layers from it: each rank from the one with its own number."""
     folder: str | None = None
     """`runtime.run_folder.holder` of its node's --out: the same for all who share one."""
     known: Known | None = None

@@ -42,8 +42,8 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     schedule: msgspec.Raw
     moves: tuple[LayerMove, ...] = ()
     """Made before the first op, while all wait."""
-    addresses: tuple[tuple[Worker, tuple[str, int]], ...] = ()
-    """Where each of their sources listens (`runtime.worker.layer_sender`)."""
+    addresses: tuple[tuple[Worker, tuple[tuple[str, int], ...]], ...] = ()
+    """Where each rank of their sources listens (`runtime.worker.layer_sender`)."""
     fetch: int = 0
     """The `Fetch` that gave those who need them their layers before; 0: none."""
     factor: Factor | None = None
@@ -97,8 +97,8 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     order: int
     """The one that is being followed."""
     moves: tuple[LayerMove, ...] = ()
-    addresses: tuple[tuple[Worker, tuple[str, int]], ...] = ()
-    """Where each source listens (`runtime.worker.layer_sender`)."""
+    addresses: tuple[tuple[Worker, tuple[tuple[str, int], ...]], ...] = ()
+    """Where each rank of a source listens (`runtime.worker.layer_sender`)."""
 
 
 class ReportStatus(msgspec.Struct, frozen=True, tag=True):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from time import perf_counter
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.distributed import Work
 
 from runtime.config import ConfigError
 from runtime.errors import first_line
+from runtime.model.worker_group import Backend, Connection, WorkerGroup
 from runtime.replay.group_store import GroupStore
 from runtime.replay.stuck_calls import OPEN_CALLS
 from runtime.torch_private import Group, Store, TCPStore, gloo_group, nccl_group
@@ -32,6 +33,7 @@ CLOCK_ROUNDS = 8
 _WORLD = "the world"
 _SUMS = "sums"
 _CLOCK = "clock"
+_RANKS = "the ranks of worker"
 _GLOO_PLACE = re.compile(r"\[[^\s\]]*gloo[^\s\]]*:[0-9]+\] ")
 BUCKET_BYTES = 2**20
 """Gradients up to this size are summed together: on a slow network each sum takes several trips there and back. Larger
@@ -99,6 +101,8 @@ class Membership(NamedTuple):
     ranks: Mapping[Worker, int]
     """Of every member, 0 upwards, the same at every member."""
     worker: Worker
+    group: WorkerGroup | None = None
+    """The processes of this worker, where there are several; those of one index in all workers communicate."""
 
 
 class Communicator:
@@ -115,6 +119,9 @@ class Communicator:
         Whether `sum_over_all` will be used.
     require
         May raise what shall end the wait for the others at the store.
+
+    Where a worker is a group of processes, each is one of this among those of its own index in all workers; only
+    `sum_over_all` is over all processes. The worker's own group is connected with it.
 
     Gloo carries host memory only, so tensors of a GPU pass through pinned buffers. Gloo matches transfers by tag; NCCL
     by their order, so every worker must issue its transfers in an order that all of them agree on (that of
@@ -138,10 +145,18 @@ class Communicator:
         self._generation = membership.generation
         self._store = store
         self._require = require
+        self._between_ranks: Connection | None = None
+        self._index, self._processes, self._worker_group = 0, 1, membership.group
+        if membership.group is not None:
+            self._index, self._processes = membership.group.rank(), membership.group.size()
         everyone = sorted(self._ranks, key=self._ranks.__getitem__)
-        self._join(_WORLD, everyone, transport)
+        if len(everyone) > 1:
+            self._join(_WORLD, everyone, transport)
         if sums:  # numbers of the host: over gloo also where tensors go over NCCL, whose stream they would hold up
-            self._join(_SUMS, everyone, "gloo")
+            place = everyone.index(self.worker) * self._processes + self._index
+            self._meet(_SUMS, _SUMS, (place, len(everyone) * self._processes), "gloo")
+        if membership.group is not None:
+            self._connect(membership.group, transport)
         self._sharers = {what: tuple(sorted(members)) for what, members in sharers.items() if len(members) > 1}
         # One group for each set of workers, however many ranges they share. All members make their groups in the order
         # of the sets: no two wait for each other in different groups.
@@ -211,6 +226,8 @@ class Communicator:
 
     def wait_for_all(self) -> None:
         """Wait until all members get here, so that none closes a connection another still reads from."""
+        if len(self._ranks) == 1:
+            return
         present = torch.ones(1, device=self._transport_device)
         with _told_in_one_line("waiting for all workers to end"):
             self._group(_WORLD).allreduce([present]).wait()
@@ -218,19 +235,35 @@ class Communicator:
 
     def drop(self) -> None:
         """Close all groups; peers that wait for this worker are released with an error."""
+        if self._worker_group is not None and self._between_ranks is not None:
+            self._worker_group.disconnect(self._between_ranks)
         groups, self._groups = self._groups, {}
         for group in reversed(groups.values()):
             group.abort()
 
     def _join(self, name: str, members: Sequence[Worker], transport: Transport) -> None:
-        prefix, rank = f"generation{self._generation}/{name}", members.index(self.worker)
+        """Meet workers, here those of their processes that have this one's index."""
+        place = members.index(self.worker), len(members)
+        self._meet(name, name if self._processes == 1 else f"{self._index} of {name}", place, transport)
+
+    def _connect(self, group: WorkerGroup, transport: Transport) -> None:
+        """Meet the other processes of this worker."""
+        name = f"{_RANKS} {self.worker}"
+        self._meet(name, name, (self._index, self._processes), transport)
+        backend = cast(Backend, self._groups[name])
+        self._between_ranks = Connection(backend, _told_in_one_line, self.device, self._staged)
+        group.connect(self._between_ranks)
+
+    def _meet(self, name: str, key: str, place: tuple[int, int], transport: Transport) -> None:
+        """Make a group whose members leave their addresses under a key; `place` is the rank in it and its size."""
+        prefix = f"generation{self._generation}/{key}"
         with _told_in_one_line(f"meeting the workers of {name}"):
             if transport == "gloo":
-                self._stores.append(GroupStore(self._store, f"{prefix}/", TIMEOUT, self._require, len(members)))
-                self._groups[name] = gloo_group(self._stores[-1], rank, len(members), TIMEOUT)
+                self._stores.append(GroupStore(self._store, f"{prefix}/", TIMEOUT, self._require, place[1]))
+                self._groups[name] = gloo_group(self._stores[-1], *place, TIMEOUT)
             else:
                 assert isinstance(self._store, TCPStore)
-                self._groups[name] = nccl_group(self._store, prefix, rank, len(members), TIMEOUT)
+                self._groups[name] = nccl_group(self._store, prefix, *place, TIMEOUT)
 
     def _group(self, name: str) -> Group:
         try:

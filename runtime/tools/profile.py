@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from runtime.config import RunConfig
+from runtime.config import ConfigError, RunConfig
 from runtime.device import choose_device
 from runtime.model.calling import on_device
 from runtime.model.clipping import watches_gradients
@@ -116,6 +116,9 @@ def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int
     `workers` of the whole job and the `copies` of each stage in it decide how many processes measure at a time,
     `microbatches` of all pipelines the scale of the loss. Raises ConfigError and ProfileError.
     """
+    if config.training.tensor_parallel > 1:
+        raise ConfigError(f"training.tensor_parallel is {config.training.tensor_parallel}; workers of one process are "
+                          "all that can be measured so far")
     device = choose_device(config.training.device)
     cards = torch.cuda.device_count() if device == "cuda" else 0
     room = cards or max(1, (os.cpu_count() or 1) // config.training.threads)

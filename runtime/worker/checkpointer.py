@@ -64,8 +64,9 @@ class Checkpointer:
     def save_last(self, order: Finish, layer_store: LayerStore) -> None:
         """Save, to the end, the layers that an order gives to this worker."""
         layers = [layer for layer, worker in order.writers if worker == self._worker]
-        self.save(order.first_iteration, {layer: layer_store.layer_state(layer) for layer in layers})
-        self._wait()
+        if self._folder is not None:
+            self.save(order.first_iteration, layer_store.whole_states(layers))
+            self._wait()
 
     def _wait(self) -> None:
         saving, self._saving = self._saving, None

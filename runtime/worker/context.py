@@ -10,6 +10,7 @@ from runtime.model.data import Data
 from runtime.model.layers import LayeredModel
 from runtime.model.passed import Form
 from runtime.model.sharing import Sharing
+from runtime.model.worker_group import WorkerGroup
 from runtime.protocol.coordinator_link import CoordinatorLink
 from runtime.protocol.failure_injection import Injector
 from runtime.protocol.setup import Setup
@@ -34,6 +35,8 @@ class WorkerContext:
     """What a worker keeps from order to order."""
 
     worker: Worker
+    group: WorkerGroup | None
+    """The processes of this worker, where it is several."""
     channel: WorkerLink
     store: TCPStore
     """Where process groups find each other."""
@@ -56,6 +59,11 @@ class WorkerContext:
     checkpointer: Checkpointer
     layer_sender: LayerSender
     layer_receiver: LayerReceiver
+
+    @property
+    def rank(self) -> int:
+        """Which of the worker's processes this is."""
+        return 0 if self.group is None else self.group.rank()
 
     def lasting_sockets(self) -> Sockets:
         """Those that outlive an order."""

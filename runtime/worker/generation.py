@@ -80,11 +80,13 @@ class Generation:
         """The order has ended: break the connections, so that `run` stops whatever it waits for."""
         self._ended_at = time.monotonic()
         self._connections.end()
+        if self._context.group is not None:  # the report of one rank is acknowledged only with those of the others
+            self._reports.order_ended()
 
     def end_without_coordinator(self) -> None:
         """The coordinator is gone, and with it the order: no report is acknowledged any more."""
         self.end()
-        self._reports.coordinator_gone()
+        self._reports.order_ended()
 
     def known(self) -> Known:
         """What another coordinator must know of this order, once it has paused."""
@@ -191,7 +193,8 @@ class Generation:
         order, context = self._order, self._context
         members = sorted(seat.worker for seat in self._schedule.seats)
         return Communicator(
-            Membership(order.number, {worker: rank for rank, worker in enumerate(members)}, context.worker),
+            Membership(order.number, {worker: rank for rank, worker in enumerate(members)}, context.worker,
+                       context.group),
             context.placement.sharers(self._schedule, context.worker, context.sharing),
             transport=context.setup.transport, device=context.device, store=context.store,
             sums=watches_gradients(context.config.training), require=self._connections.require)

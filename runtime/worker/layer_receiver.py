@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,10 +62,10 @@ class LayerFetch(NamedTuple):
     """Whether the senders train meanwhile."""
 
 
-def senders_for(worker: Worker, moves: Iterable[LayerMove], addresses: Iterable[tuple[Worker, Address]]
-                ) -> dict[Worker, Sender]:
+def senders_for(worker: Worker, moves: Iterable[LayerMove], addresses: Iterable[tuple[Worker, Sequence[Address]]],
+                rank: int = 0) -> dict[Worker, Sender]:
     """Where the layers come from that some moves bring to a worker; `addresses` are those of all their sources."""
-    at = dict(addresses)
+    at = {source: by_rank[rank] for source, by_rank in addresses}
     layers: dict[Worker, list[int]] = defaultdict(list)
     for move in moves:
         if move.target == worker:

@@ -5,11 +5,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from torch import Tensor
 
 from runtime.model.holding import Holding
+from runtime.model.shards import cut_state, shards_of, whole_state
+from runtime.model.worker_group import first_rank, worker_group
 
 Build = Callable[[Iterable[int]], Holding]
 """Makes layers as they are before iteration 0."""
 Restore = Callable[[int, Iterable[int]], Mapping[int, Mapping[str, Tensor]]]
-"""The states of layers before an iteration, by a checkpoint; nothing where they are as they are built."""
+"""The whole states of layers before an iteration, by a checkpoint; nothing where they are as they are built."""
 
 
 class LayerStore:
@@ -39,7 +41,8 @@ class LayerStore:
         lacking = sorted(set(layers) - self.holding.modules.keys())
         fresh = {layer: self.fresh(layer) for layer in lacking}
         for layer, state in self._restore(iteration, lacking).items():
-            fresh[layer].optimizer.load_layer_state(layer, state)
+            one = fresh[layer]
+            one.optimizer.load_layer_state(layer, cut_state(state, shards_of(one.modules[layer]), worker_group()))
         self.holding.change({*self.holding.modules, *lacking}, fresh.values())
 
     def keep(self, layers: Collection[int], fetched: Mapping[int, Holding]) -> None:
@@ -57,3 +60,12 @@ class LayerStore:
     def layer_state(self, layer: int) -> dict[str, Tensor]:
         """A layer with its optimizer's state, for another worker; the tensors themselves."""
         return self.holding.optimizer.layer_state(layer)
+
+    def whole_states(self, layers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
+        """Whole layers to be saved. All ranks of a worker must ask together; the first has them, the others nothing."""
+        group, found = worker_group(), dict[int, dict[str, Tensor]]()
+        for layer in sorted(layers):
+            state = whole_state(self.layer_state(layer), shards_of(self.holding.modules[layer]), group)
+            if first_rank():
+                found[layer] = state if group is None else {key: tensor.cpu() for key, tensor in state.items()}
+        return found

@@ -36,7 +36,7 @@ def _restore(part: OrderContext, layers: tuple[int, ...]) -> None:
 def _move(part: OrderContext, needed: frozenset[int]) -> None:
     """Take over layers that were fetched for this order, or move now while all wait; drop those not needed now."""
     order, context, require = part.order, part.context, part.connections.require
-    senders = senders_for(part.worker, order.moves, order.addresses)
+    senders = senders_for(part.worker, order.moves, order.addresses, context.rank)
     part.activity.begins(f"{WAITS} for layers to move")
     context.layer_receiver.begin(LayerFetch(0, order.number, senders, follow=False))
     receivers = {move.target for move in order.moves if move.source == part.worker}

@@ -87,7 +87,7 @@ class MainThread:
             self._context.layer_store.prepare(self._context.setup.columns[self._worker.column])
         known = None
         while True:
-            self._channel.send(Ready(self._worker, self._data_digest(), self._context.layer_sender.address,
+            self._channel.send(Ready(self._worker, self._data_digest(), (self._context.layer_sender.address,),
                                      holder(Path(self._spec.settings.out)), known))
             try:
                 return self._follow()
@@ -157,7 +157,7 @@ class MainThread:
                 continue
             with contextlib.suppress(RendezvousError):
                 store = self._channel.follow_another(
-                    JoinWorker(self._worker, self._channel.setup.epoch), Leave,
+                    JoinWorker(self._worker, self._channel.setup.epoch, self._spec.rank), Leave,
                     lambda setup: connect_store(setup.store, STORE_TIMEOUT))
                 if isinstance(store, Leave):
                     return False
@@ -207,7 +207,7 @@ class MainThread:
             case Acknowledged() if generation is not None and generation.number == message.order:
                 generation.acknowledged(message)
             case Fetch():
-                self._context.layer_receiver.begin(_fetch_for(self._worker, message))
+                self._context.layer_receiver.begin(_fetch_for(self._worker, message, self._spec.rank))
             case MeasureSpeed():
                 self._threads.measure_speed(self._context, message)
             case ReportStatus():
@@ -225,6 +225,6 @@ class MainThread:
         return Status(self._worker, "waits for an order", 0.0, waits=True)
 
 
-def _fetch_for(worker: Worker, fetch: Fetch) -> LayerFetch:
+def _fetch_for(worker: Worker, fetch: Fetch, rank: int) -> LayerFetch:
     """One worker's part; where it has none, this ends what was fetched in the same order."""
-    return LayerFetch(fetch.number, fetch.order, senders_for(worker, fetch.moves, fetch.addresses), follow=True)
+    return LayerFetch(fetch.number, fetch.order, senders_for(worker, fetch.moves, fetch.addresses, rank), follow=True)

@@ -9,9 +9,11 @@ import torch
 from runtime.model.digest import tensor_digest
 from runtime.model.holding import build_holding
 from runtime.model.parameters import save_layer
+from runtime.model.shards import whole_layer
 from runtime.model.slices import SliceRunner
 from runtime.protocol.to_coordinator import Finished, SpeedMeasured
 from runtime.protocol.to_worker import Finish, MeasureSpeed, Order, Train
+from runtime.replay.communication import Communicator, Membership
 from runtime.replay.recorder import OpTime
 from runtime.replay.stuck_calls import AbandonedError
 from runtime.worker.context import WorkerContext
@@ -30,6 +32,8 @@ class OrderThreads:
         self._finishing = threading.Lock()
         """Held while the layers are written at the end, and while an order changes what is held: that to finish may
         end early."""
+        self._between_ranks: Communicator | None = None
+        """Of the last order to finish."""
 
     @property
     def finishing(self) -> bool:
@@ -41,6 +45,9 @@ class OrderThreads:
         def work() -> None:
             with self._finishing:
                 leave(context, previous, order)
+                if previous is not None and self._between_ranks is not None:
+                    self._between_ranks.drop()  # all ranks have met for another order since, and so have done with it
+                    self._between_ranks = None
                 if order.restore is not None:
                     context.layer_store.clear()
                     context.checkpoints.go_back(order.first_iteration)
@@ -62,6 +69,7 @@ class OrderThreads:
         def work() -> None:
             with self._finishing:
                 leave(context, previous, order)
+                self._between_ranks = _connect_ranks(context, order)
                 _write(context, order)
 
         self.begin(context.device, "finish", work)
@@ -99,13 +107,23 @@ def leave(context: WorkerContext, previous: Generation | None, order: Order) -> 
         context.layer_sender.generation_begins(order.number, order.first_iteration - 1)
 
 
+def _connect_ranks(context: WorkerContext, order: Finish) -> Communicator | None:
+    """What the ranks of this worker gather their shards over; None where it is one process."""
+    if context.group is None:
+        return None
+    alone = Membership(order.number, {context.worker: 0}, context.worker, context.group)
+    return Communicator(alone, {}, transport=context.setup.transport, device=context.device, store=context.store)
+
+
 def _write(context: WorkerContext, order: Finish) -> None:
     holding = context.layer_store.holding
     for layer, worker in order.writers:
         if worker == context.worker and order.parameters:
-            copies = context.sharing.copies(layer)
-            save_layer(Path(context.out), layer, {
-                name: tensor for name, tensor in holding.modules[layer].state_dict().items() if name not in copies})
+            copies, module = context.sharing.copies(layer), holding.modules[layer]
+            whole = whole_layer(module, context.group)
+            if context.rank == 0:
+                save_layer(Path(context.out), layer, {
+                    name: tensor for name, tensor in whole.items() if name not in copies})
     context.checkpointer.save_last(order, context.layer_store)
     digests = {name: tensor_digest(name, parameter) for name, parameter in holding.parameters().items()}
     context.channel.send(Finished(context.worker, order.number, digests))

@@ -36,7 +36,7 @@ class Reports:
         """The coordinator has acknowledged a report."""
         self._acknowledged.put(message)
 
-    def coordinator_gone(self) -> None:
+    def order_ended(self) -> None:
         """No report is acknowledged any more."""
         self._acknowledged.put(None)
 
@@ -68,7 +68,7 @@ class Reports:
         except queue.Empty:
             raise CommunicationError(f"node 0 has not answered within {ANSWER_SECONDS:.0f} s") from None
         if answer is None:
-            raise OrderEndedError("node 0 is gone")
+            raise OrderEndedError("the order is over, or node 0 is gone")
         assert answer.iteration == iteration
         if answer.save:
             context.checkpointer.ask(iteration + 1)

@@ -8,6 +8,7 @@ from runtime.model.data import load_corpus, load_validation
 from runtime.model.holding import build_holding
 from runtime.model.layers import model_for, parameter_dtype
 from runtime.model.sharing import sharing_of
+from runtime.model.worker_group import enter_group
 from runtime.processes.worker_start import WorkerSpec
 from runtime.protocol.failure_injection import Injector
 from runtime.protocol.rendezvous import address_towards, connect_store
@@ -28,14 +29,15 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
     config = settings.config
     training, device = config.training, _claim_device(setup.device, spec.card)
     torch.set_num_threads(training.threads)
+    group = enter_group(spec.rank, training.tensor_parallel)
     model = model_for(config.model, training.seed, parameter_dtype(training.dtype), device)
     sharing = sharing_of(model)
     checkpoints = CheckpointReader(setup.first_iteration, settings, model.layers, sharing)
     layer_store = LayerStore(lambda layers: build_holding(model, layers, training), checkpoints.load)
     injector = Injector(setup.injections, lambda index: channel.send(Injected(spec.worker, index, time.monotonic())))
     return WorkerContext(
-        worker=spec.worker, channel=channel, store=connect_store(setup.store), setup=setup, config=config,
-        out=settings.out, device=device, model=model, sharing=sharing, placement=Placement(setup.cuts),
+        worker=spec.worker, group=group, channel=channel, store=connect_store(setup.store), setup=setup,
+        config=config, out=settings.out, device=device, model=model, sharing=sharing, placement=Placement(setup.cuts),
         corpus=load_corpus(config, setup.microbatches), validation=load_validation(config, setup.microbatches),
         forms=[spec.form() for spec in setup.forms], layer_store=layer_store, injector=injector,
         checkpoints=checkpoints,

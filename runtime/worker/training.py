@@ -122,8 +122,7 @@ class Training:
             context.injector.at(iteration, "O")
             if context.checkpointer.due(iteration):
                 # A worker that is about to step an iteration knows that all have stepped the one before.
-                context.checkpointer.save(iteration, {
-                    layer: context.layer_store.layer_state(layer) for layer in sorted(self._speaks_for)})
+                context.checkpointer.save(iteration, context.layer_store.whole_states(self._speaks_for))
             context.layer_sender.wait_for_room(require)
             if context.layer_sender.asked:
                 context.injector.at(iteration, "asked")

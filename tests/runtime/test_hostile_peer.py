@@ -71,7 +71,7 @@ class Victim:
         ready = Coordinator.ready
 
         def watch(coordinator, report) -> None:
-            self.layers[report.worker] = report.address
+            self.layers[report.worker] = report.addresses[0]
             ready(coordinator, report)
 
         monkeypatch.setattr(Coordinator, "ready", watch)

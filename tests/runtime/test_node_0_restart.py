@@ -39,7 +39,7 @@ LEAD, FOLLOW = (f"tests.runtime.test_node_0_restart:{function}" for function in 
 
 
 def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "240",
-         secret: str = "") -> None:
+         secret: str = "", ranks: str = "1") -> None:
     """Node 0. It is killed right before, right after, or some time after the losses of some iteration are written, as
     `dies` says; or while it does not know yet how all have stepped that one, and they have stepped the next.
 
@@ -50,7 +50,7 @@ def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "
     from tests.runtime.test_going_back import on_the_spot
 
     place, _, at = dies.partition("@")
-    config = tiny(iterations=ITERATIONS, clip_norm=float(clip) if clip else None)
+    config = tiny(iterations=ITERATIONS, clip_norm=float(clip) if clip else None, tensor_parallel=int(ranks))
 
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -120,18 +120,19 @@ def assert_right(out: Path, clip: float | None = None) -> None:
     assert max(abs(ours - theirs) for ours, theirs in zip(losses, reference.losses, strict=True)) <= 1e-9
 
 
-@pytest.mark.parametrize(("dies", "clip"), [("committed@7", "1.8"), ("training@9", "1e-3"), ("joining@6", ""),
-                                          ("stepped@7", "1.8"), ("committing@7", "")])
-def test_on_one_node_its_workers_are_adopted(dies, clip, tmp_path):
+@pytest.mark.parametrize(("dies", "clip", "ranks"), [
+    ("committed@7", "1.8", 1), ("training@9", "1e-3", 1), ("joining@6", "", 1), ("stepped@7", "1.8", 1),
+    ("committing@7", "", 1), ("training@9", "1.8", 2)])
+def test_on_one_node_its_workers_are_adopted(dies, clip, ranks, tmp_path):
     """Killed in the middle of an iteration, between a commit and its acknowledgement, while layers are fetched, between
     a commit and the line that tells of it, and where the workers have stepped on before the commit."""
     out, log = tmp_path / "out", tmp_path / "log"
-    first = Launcher(LEAD, out, 0, 1, dies, clip, log=log)
+    first = Launcher(LEAD, out, 0, 1, dies, clip, 240, "", ranks, log=log)
     started(out, first, log)
     pids = below(first.pid)
     killed(first, log)
     assert left_behind(out) is not None
-    second = Launcher(LEAD, out, 0, 1, "", clip, log=log)
+    second = Launcher(LEAD, out, 0, 1, "", clip, 240, "", ranks, log=log)
     assert second.wait(240) == 0, log.read_text()
     told = log.read_text()
     assert "node 0 goes on with the" in told and "Traceback" not in told, told

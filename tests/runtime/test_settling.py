@@ -70,3 +70,9 @@ def test_one_dies_after_layers_have_moved_and_both_come_back(fork_server, tmp_pa
     assert dead(result) == ["1.2", "1.0"] and sorted(returned(result)) == ["1.0", "1.2"]
     assert phases(events)[:3] == ["whole", "at once", "settled"] and phases(events)[-1] == "whole"
     assert sum(isinstance(event, HandedOver) for event in events) >= 3
+
+
+def test_shards_of_workers_of_two_processes_move_too(fork_server, tmp_path):
+    config = eight_layers(iterations=60, clip_norm=1.6, evaluate_every=10, validation_text=__file__, tensor_parallel=2)
+    result, events, _ = train([at("1.2", 2, "O")], fork_server, tmp_path, config=config)
+    assert dead(result) == ["1.2"] and phases(events) == ["whole", "at once", "settled"]

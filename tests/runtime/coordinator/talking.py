@@ -116,7 +116,7 @@ class Talker:
     def _answer(self, message):
         match message:
             case Setup():
-                self.say(Ready(self.worker, "corpus", ("127.0.0.1", 1), self.folder))
+                self.say(Ready(self.worker, "corpus", (("127.0.0.1", 1),), self.folder))
             case Train() if self.worker in decode(bytes(message.schedule)).seat_of:
                 self.say(Started(self.worker, message.number))
                 self._run(message.number, message.first_iteration)

@@ -111,7 +111,7 @@ def run():
 
 
 def ready(worker):
-    return Ready(worker, "corpus", ("127.0.0.1", 1 + 10 * worker.pipeline + worker.column))
+    return Ready(worker, "corpus", (("127.0.0.1", 1 + 10 * worker.pipeline + worker.column),))
 
 
 def test_one_that_comes_back_fetches_its_layers_and_is_taken_in_at_a_turn(run):
@@ -120,7 +120,7 @@ def test_one_that_comes_back_fetches_its_layers_and_is_taken_in_at_a_turn(run):
     told = run.last(Fetch)
     assert told == run.last(Fetch, BACK) and told.order == 1 and {move.target for move in told.moves} == {BACK}
     assert told.moves == (LayerMove(BACK, Worker(0, 1), 2), LayerMove(BACK, Worker(0, 1), 3))
-    assert told.addresses == ((Worker(0, 1), ("127.0.0.1", 2)),)
+    assert told.addresses == ((Worker(0, 1), (("127.0.0.1", 2),)),)
     assert run.ran(1) == [False] * 3
     run.fetch_up_to_date(1)
     assert run.ran(2) == [True] * 3 and run.last(EndOrder) is None

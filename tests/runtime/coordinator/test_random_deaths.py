@@ -78,7 +78,7 @@ class Counting:
         self.paused = True
 
     def ready(self, known):
-        return Ready(self.worker, "corpus", ("127.0.0.1", 1), None, known)
+        return Ready(self.worker, "corpus", (("127.0.0.1", 1),), None, known)
 
     def go_back(self, committed) -> None:
         """By one step at most."""

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from runtime.processes.launchers import GpuShare, Launched, LocalProcess, gpu_share, launched, to_open
+from runtime.processes.launchers import GpuShare, Launched, LocalProcess, gpu_share, launched, of_ranks, to_open
 from runtime.protocol.rendezvous import Rendezvous
 from runtime.replay.placement import assign_to_nodes
 from schedules.schedule import Worker
@@ -105,3 +105,16 @@ def test_torchrun_trains_as_one_process_does_also_when_a_worker_dies(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "worker 1.1 was killed by SIGKILL" in done.stderr
     assert losses_in(out) == pytest.approx(judge_of_text(JOB).losses, rel=0, abs=1e-9)
+
+
+def test_the_first_of_the_processes_of_a_worker_is_its_node():
+    """Eight processes on each of two machines, two for each worker."""
+    nodes = [of_ranks(Launched(node=8 * machine + one, nodes=16, local=LocalProcess(rank=one, processes=8)), 2)
+             for machine in range(2) for one in range(8)]
+    assert [None if here is None else (here.node, here.local.rank) for here in nodes[8:]] == [
+        (4, 0), None, (5, 1), None, (6, 2), None, (7, 3), None]
+    assert nodes[0] == Launched(node=0, nodes=8, local=LocalProcess(rank=0, processes=4)) and nodes[1] is None
+    for processes, here in ((6, 3), (8, 2)):
+        with pytest.raises(ValueError, match=f"^{processes} processes were started, {here} of them on this machine; "
+                                             "expected a multiple of --ranks-per-worker, 4, on each$"):
+            of_ranks(Launched(nodes=processes, local=LocalProcess(processes=here)), 4)

@@ -66,7 +66,8 @@ class Team:
     def fetch(self, number: int = 1, generation: int = 1, right: tuple[str, int] | None = None, *,
               follow: bool = True) -> None:
         """Have layers 0 and 2 come from the left, 1 from the right."""
-        addresses = (LEFT, self.members[LEFT].sender.address), (RIGHT, right or self.members[RIGHT].sender.address)
+        left, right = self.members[LEFT].sender.address, right or self.members[RIGHT].sender.address
+        addresses = (LEFT, (left,)), (RIGHT, (right,))
         moves = (LayerMove(TARGET, LEFT, 0), LayerMove(TARGET, RIGHT, 1), LayerMove(TARGET, LEFT, 2),
                  LayerMove(LEFT, RIGHT, 1))
         self.receiver.begin(LayerFetch(number, generation, senders_for(TARGET, moves, addresses), follow))

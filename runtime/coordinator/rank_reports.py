@@ -1,0 +1,153 @@
+"""Rank reports: what the processes of a worker say, put together into what the worker says.
+
+A worker that is a group of processes counts as one: it is ready when all of its ranks are, and has run an iteration or
+paused when all have. What one of them says of itself alone passes at once; where a worker is one process, everything.
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from msgspec.structs import replace
+
+from runtime.model.digest import combined_digest
+from runtime.protocol.to_coordinator import (
+    Checkpoints,
+    FetchUpToDate,
+    Finished,
+    Known,
+    Paused,
+    Ran,
+    Ready,
+    SpeedMeasured,
+    Started,
+    Status,
+    ToCoordinator,
+    Validated,
+)
+from schedules.layers import LayerRange, joined, layers_in
+from schedules.schedule import Worker
+
+Key = tuple[type, int, int]
+Break = Callable[[Worker, int], None]
+"""Has the other ranks of a worker stop, which wait for one that has stopped in an order of this number."""
+
+
+class RankReports:
+    """Of all workers of a run, `ranks` processes each."""
+
+    def __init__(self, ranks: int, break_off: Break) -> None:
+        self._ranks = ranks
+        self._break_off = break_off
+        self._open: dict[Worker, dict[Key, dict[int, ToCoordinator]]] = {}
+        """What some ranks of a worker have said, and not all."""
+
+    def take(self, worker: Worker, rank: int, message: ToCoordinator) -> ToCoordinator | None:
+        """What the worker says now that a rank has said this; None: nothing yet."""
+        if self._ranks == 1:
+            return message
+        if isinstance(message, Validated):
+            return message if rank == 0 else None  # all ranks know the same
+        key = _key(message)
+        if key is None:
+            return message
+        mine = self._open.setdefault(worker, {})
+        said = mine.setdefault(key, {})
+        said[rank] = message
+        if len(said) < self._ranks:
+            if isinstance(message, Paused) and message.reason is not None:
+                self._break_off(worker, message.order)
+            return None
+        del mine[key]
+        if isinstance(message, Paused):  # nothing more comes of this order
+            self.forget(worker)
+        return _whole(list(said.values()), [said[one] for one in sorted(said)])
+
+    @property
+    def incomplete(self) -> list[Worker]:
+        """Workers of which some ranks are ready, and not all."""
+        return [worker for worker, said in self._open.items() if any(kind is Ready for kind, *_ in said)]
+
+    def forget(self, worker: Worker) -> None:
+        """A worker is gone, or what its ranks have said is out of date."""
+        self._open.pop(worker, None)
+
+
+def _key(message: ToCoordinator) -> Key | None:
+    """What must be the same in messages that belong together; None where a rank speaks for itself."""
+    match message:
+        case Ran():
+            return Ran, message.order, message.iteration
+        case Started() | Paused() | Finished():
+            return type(message), message.order, 0
+        case FetchUpToDate():
+            return FetchUpToDate, message.fetch, 0
+        case Ready() | Status() | Checkpoints() | SpeedMeasured():
+            return type(message), 0, 0
+    return None
+
+
+def _whole(in_time: Sequence[ToCoordinator], by_rank: Sequence[ToCoordinator]) -> ToCoordinator:
+    """What a worker says whose ranks have said this: as they came, and by rank."""
+    first = by_rank[0]
+    match first:
+        case Ready():
+            reports = [one for one in by_rank if isinstance(one, Ready)]
+            return replace(first, addresses=tuple(one for report in reports for one in report.addresses),
+                           known=_known([report.known for report in reports]))
+        case Ran():
+            return _ran(first, [one for one in by_rank if isinstance(one, Ran)])
+        case Paused():
+            return _paused(first, [one for one in in_time if isinstance(one, Paused)])
+        case Finished():
+            return replace(first, digests=_digests([one.digests for one in by_rank if isinstance(one, Finished)]))
+        case Checkpoints():
+            found = [set(one.iterations) for one in by_rank if isinstance(one, Checkpoints)]
+            return replace(first, iterations=tuple(sorted(set.intersection(*found))))
+        case Status():
+            return next((one for one in by_rank if isinstance(one, Status) and not one.waits), first)
+        case SpeedMeasured():
+            return max((one for one in by_rank if isinstance(one, SpeedMeasured)),
+                       key=lambda one: sum(time.seconds for time in one.times))
+    return first
+
+
+def _ran(first: Ran, reports: Sequence[Ran]) -> Ran:
+    """The loss is the same at all ranks; sums of squares are of each one's shards."""
+    squares = [one.squares for one in reports]
+    return replace(first, window_seconds=max(one.window_seconds for one in reports),
+                   squares=None if None in squares else math.fsum(one for one in squares if one is not None))
+
+
+def _paused(first: Paused, reports: Sequence[Paused]) -> Paused:
+    """The reason is that of the first to stop: the others have lost it."""
+    held = frozenset.intersection(*(layers_in(one.layers) for one in reports))
+    known = [one.validated for one in reports if one.validated is not None]
+    return replace(first, layers=_ranges(held),
+                   validated=max(known, key=lambda one: one.iteration, default=None),
+                   reason=next((one.reason for one in reports if one.reason is not None), None))
+
+
+def _known(by_rank: Sequence[Known | None]) -> Known | None:
+    """What a worker knows. Where only some of its ranks have got the last order, it holds nothing that they all can go
+    on with; all have paused, so that none has run anything of that."""
+    found = [known for known in by_rank if known is not None]
+    if len(found) < len(by_rank):
+        return None
+    last = max(found, key=lambda one: (one.order, one.iteration))
+    held = frozenset.intersection(*(layers_in(one.layers) for one in found))
+    if any(one.order != last.order for one in found):
+        held = frozenset()
+    factors = [one.validated for one in found if one.validated is not None]
+    return replace(last, layers=_ranges(held), pending=any(one.pending for one in found),
+                   validated=max(factors, key=lambda one: one.iteration, default=None),
+                   losses={iteration: loss for one in found for iteration, loss in one.losses.items()})
+
+
+def _ranges(layers: Collection[int]) -> tuple[LayerRange, ...]:
+    return joined((layer, layer + 1) for layer in layers)
+
+
+def _digests(by_rank: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Of each parameter, one for the shards of all ranks."""
+    return {name: combined_digest({str(rank): digests[name] for rank, digests in enumerate(by_rank)})
+            for name in by_rank[0]}

@@ -1,0 +1,109 @@
+"""What the ranks of a worker say, put together."""
+
+import pytest
+
+from runtime.coordinator.rank_reports import RankReports
+from runtime.protocol.to_coordinator import (
+    Checkpoints,
+    Finished,
+    Known,
+    Note,
+    Paused,
+    Ran,
+    Ready,
+    SpeedMeasured,
+    Status,
+    Validated,
+)
+from runtime.protocol.to_worker import Factor
+from runtime.replay.recorder import OpTime
+from schedules.schedule import OpKind, Worker
+
+WORKER, OTHER = Worker(0, 1), Worker(1, 1)
+
+
+@pytest.fixture
+def reports():
+    return Reports()
+
+
+class Reports(RankReports):
+    def __init__(self):
+        self.broken = []
+        super().__init__(2, lambda worker, order: self.broken.append((worker, order)))
+
+    def both(self, first, second):
+        assert self.take(WORKER, 0, first) is None
+        return self.take(WORKER, 1, second)
+
+
+def ran(iteration, window, squares, loss=1.0):
+    return Ran(WORKER, 1, iteration, loss, window, squares=squares)
+
+
+def test_a_worker_of_one_process_speaks_for_itself():
+    said = ran(3, 0.5, 1.0)
+    assert RankReports(1, lambda *_: None).take(WORKER, 0, said) is said
+
+
+def test_an_iteration_is_run_when_all_ranks_have_run_it(reports):
+    assert reports.both(ran(0, 0.5, 1.0), ran(0, 0.75, 2.0)) == ran(0, 0.75, 3.0)
+    assert reports.take(WORKER, 1, ran(1, 0.5, 2.0)) is None  # the other order, and another worker between
+    assert reports.take(OTHER, 0, ran(1, 0.25, 8.0)) is None
+    assert reports.take(WORKER, 0, ran(1, 0.25, 1.0)) == ran(1, 0.5, 3.0)
+    assert reports.both(ran(2, 0.5, None), ran(2, 0.5, 1.0)).squares is None
+
+
+def test_one_that_has_lost_somebody_has_the_others_stop_and_its_reason_counts(reports):
+    assert reports.take(WORKER, 1, Paused(WORKER, 4, ((0, 3),), None, "peer gone")) is None
+    assert reports.broken == [(WORKER, 4)]
+    whole = reports.take(WORKER, 0, Paused(WORKER, 4, ((0, 2),), Factor(7, 0.5), "the order is over"))
+    assert whole == Paused(WORKER, 4, ((0, 2),), Factor(7, 0.5), "peer gone") and len(reports.broken) == 1
+
+
+def test_one_that_has_stopped_as_told_waits_for_the_others(reports):
+    stopped = Paused(WORKER, 4, ((0, 2),), None, None)
+    assert reports.both(stopped, stopped) == stopped and not reports.broken
+
+
+def test_what_was_said_of_an_order_that_is_over_counts_no_more(reports):
+    reports.take(WORKER, 0, ran(5, 0.5, 1.0))
+    stopped = Paused(WORKER, 1, (), None, None)
+    reports.both(stopped, stopped)
+    assert reports.take(WORKER, 1, ran(5, 0.5, 2.0)) is None
+    reports.forget(WORKER)
+    assert reports.take(WORKER, 0, ran(5, 0.5, 1.0)) is None
+
+
+def test_each_rank_says_where_it_gives_layers(reports):
+    ready = reports.take(WORKER, 1, Ready(WORKER, "corpus", (("b", 2),))), reports.take(
+        WORKER, 0, Ready(WORKER, "corpus", (("a", 1),)))
+    assert ready == (None, Ready(WORKER, "corpus", (("a", 1), ("b", 2))))
+
+
+def test_what_all_ranks_know_of_a_run_whose_node_0_has_died(reports):
+    def known(order, iteration, layers, **more):
+        return Ready(WORKER, "corpus", (("a", 1),), known=Known(order, (WORKER,), iteration, layers, None, **more))
+
+    ahead, behind = known(3, 8, ((0, 3),), pending=True), known(3, 7, ((0, 3),), pending=False, losses={7: 1.5})
+    assert reports.both(ahead, behind).known == Known(3, (WORKER,), 8, ((0, 3),), None, pending=True, losses={7: 1.5})
+    assert reports.both(known(4, 7, ((0, 3),), pending=False), behind).known.layers == ()  # one has not got the order
+    assert reports.take(WORKER, 0, ahead) is None and reports.incomplete == [WORKER]
+    assert reports.take(WORKER, 1, Ready(WORKER, "corpus", (("a", 1),))).known is None and not reports.incomplete
+
+
+def test_notes_pass_at_once_and_factors_from_the_first(reports):
+    note, factor = Note(WORKER, "a line"), Validated(1, Factor(3, 1.0))
+    assert reports.take(WORKER, 1, note) is note
+    assert reports.take(WORKER, 1, factor) is None and reports.take(WORKER, 0, factor) is factor
+
+
+def test_the_rest(reports):
+    assert reports.both(Checkpoints(WORKER, (2, 4, 6)), Checkpoints(WORKER, (4, 6, 8))).iterations == (4, 6)
+    busy = Status(WORKER, "iteration 3, F 0", 9.0, waits=False)
+    assert reports.both(Status(WORKER, "waits", 8.0, waits=True), busy) == busy
+    quick, slow = (SpeedMeasured(WORKER, (OpTime(OpKind.F, 0, 1, seconds),)) for seconds in (1.0, 2.0))
+    assert reports.both(quick, slow) == slow
+    one, same, other = (reports.both(Finished(WORKER, 2, {"0.a": "x"}), Finished(WORKER, 2, {"0.a": name})).digests
+                        for name in "yyz")
+    assert one == same != other and one.keys() == {"0.a"}
