@@ -29,8 +29,8 @@ SAMPLE = 21_000
 """Compute ops of the part of a job by which speed is measured."""
 GRACE_SECONDS, GRACE_SHARE = 1.0, 0.2
 """What a plan may take beyond its time limit: the larger of the two."""
-MARGIN = 1.25
-"""How much longer large things may take, for each op, than the sample."""
+MARGIN, WHOLE_MARGIN = 1.25, 1.75
+"""How much longer large things may take, for each op, than the sample: to join blocks, and to plan without any."""
 BLOCK_SHARE = 0.3
 """Share of the time that the first plan of all blocks may take; the rest improves it."""
 
@@ -90,7 +90,7 @@ def blocks_within(job: Job, ops: int, seconds: float, plan_block: PlanBlock, spe
     began = time.thread_time()
     pace = speed.pace(job, ops, plan_block)
     left = seconds - (time.thread_time() - began)
-    if pace.plan * ops * MARGIN < left:
+    if pace.plan * ops * WHOLE_MARGIN < left:
         return None
     joining = pace.join * ops
     allowed = left - pace.plan * SAMPLE

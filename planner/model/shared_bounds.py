@@ -44,6 +44,8 @@ class _Cells(NamedTuple):
     """between F and W;"""
     stashed: int
     """between I and W."""
+    late: int = 0
+    """How much later than after its round trip the first I starts."""
 
     @property
     def work(self) -> int:
@@ -52,7 +54,7 @@ class _Cells(NamedTuple):
 
     def fill(self, count: int) -> int:
         """Idle time before the first I of a worker that runs so many cells; see `bounds.window_bound`."""
-        return max(0, self.round_trip - (min(count, self.waiting) - 1) * self.forward)
+        return max(0, self.round_trip + self.late - (min(count, self.waiting) - 1) * self.forward)
 
     def drain(self, count: int, *, until_weight: bool) -> int:
         """Idle time from the last F on, until the last I has ended, or its W, too; see `bounds._drain_idle`."""
@@ -77,6 +79,7 @@ def shared_bounds(problem: Problem) -> list[Named]:
         column = problem.column_of[stage]
         window = _window(problem, stage)
         bounds.append((window, f"work and round trips of the busiest worker of column {column}"))
+        bounds.append((_crowded(problem, stage), f"the wait of column {column} for fewer workers at other stages"))
         bounds.append((_chain(problem, stage), f"the way to stage {stage}, its work, and the way back"))
         if problem.optimizer == "synchronous":
             bounds.append((problem.least_ways[0][stage] + window, f"the way to column {column}, and its work"))
@@ -160,6 +163,31 @@ def _window(problem: Problem, stage: int) -> Fraction:
 
     least = bisect_left(range(max(cells.window(total) for cells in kinds)), True, key=enough)
     return Fraction(least, problem.parts_of(stage)) + problem.column_tail(problem.column_of[stage])
+
+
+def _crowded(problem: Problem, stage: int) -> Fraction:
+    """As `_window`, where a later stage has fewer live workers; see `bounds._crowded_bound`. 0 with slices.
+
+    The I that come first on the n holders are of n micro-batches. At a stage with k < n holders no more than k of these
+    have the first F of their worker; the others get it at least one F late, and n - k holders idle that much longer.
+    With fewer holders in use, fewer idle longer, but those that do not run no more than with all.
+    """
+    kinds = _kinds(problem, stage)
+    if problem.sliced or len(kinds) > 1:
+        return Fraction(0)
+    cells, = kinds
+    total, holders, best = _along(problem, stage), len(problem.holders[stage]), 0
+    for later in range(stage + 1, len(problem.grid.stages)):
+        in_time = len(problem.holders[later])
+        if in_time >= holders:
+            continue
+        late = cells._replace(late=problem.fastest(OpKind.F, later))
+
+        def enough(ticks: int, in_time: int = in_time, late: _Cells = late) -> bool:
+            return in_time * _most(cells, ticks, total) + (holders - in_time) * _most(late, ticks, total) >= total
+
+        best = max(best, bisect_left(range(late.window(total)), True, key=enough))
+    return Fraction(best) + problem.column_tail(problem.column_of[stage])
 
 
 def _most(cells: _Cells, ticks: int, total: int) -> int:

@@ -11,6 +11,7 @@ from planner.model.arrays import ProblemArrays
 from planner.model.bounds import lower_bound, whole_fill
 from planner.model.drain import Room, most_left
 from planner.model.from_job import build_problem
+from planner.plan import plan_job
 from planner.search.assignment import assign
 from planner.search.baselines import BASELINES
 from planner.search.budget import Budget
@@ -28,7 +29,7 @@ PAPER = {  # forward, backward_input, backward_weight, transfer in ms; activatio
 @st.composite
 def small(draw):
     """A job of one or two pipelines with scarce memory, small enough for CP-SAT to prove its optimum; its failures."""
-    pipelines, stages, count = draw(st.sampled_from([(1, 1, 5), (1, 2, 3), (1, 2, 4), (1, 3, 3), (2, 2, 2)]))
+    pipelines, stages, count = draw(st.sampled_from([(1, 1, 5), (1, 2, 3), (1, 2, 4), (1, 3, 3), (2, 2, 2), (3, 2, 2)]))
     failed = [Worker(0, draw(st.integers(0, stages - 1)))] if pipelines > 1 and draw(st.booleans()) else []
     times = "\n".join(f"{key} = {draw(st.lists(st.integers(1, 4), min_size=stages, max_size=stages))}"
                       for key in ("forward", "backward_input", "backward_weight"))
@@ -104,3 +105,11 @@ def test_a_worker_may_run_one_more_forward_so_that_no_other_waits_longer():
     problem = build_problem(job)
     fill = whole_fill(problem)
     assert fill is not None and fill.period * problem.tick_seconds == 32 * 80 + 3
+
+
+def test_where_a_stage_has_fewer_workers_some_first_gradient_is_late():
+    """Of twelve first micro-batches, two meet on one of the eleven workers of stage 3: one F more than 329."""
+    times = "forward = 10\nbackward_input = 10\nbackward_weight = 10\ntransfer = 1\noptimizer = 5"
+    job = grid(12, 8, 8, times=times, more="[memory]\ncapacity = 16\nactivation = 1\nweight_stash = 1\n")
+    plan = plan_job(job, [Worker(1, 3)], time_limit=2.0)
+    assert plan.schedule.period_ticks == plan.schedule.lower_bound_ticks == 339
