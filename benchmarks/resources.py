@@ -5,11 +5,13 @@ is given back.
 
 Trains layers that sleep for 2 ms in an op, in 3 pipelines of 2 stages, with clipping. The workers of one pipeline live,
 or lose their connections; the others are killed again and again, every `gap` iterations, and come back. At every
-commit, the open descriptors and the threads of the living are counted; at every fifth, the memory that no other process
-shares, and that of the coordinator, which is this process. A worker holds more for a moment, while orders change, so
-that minima are compared: those of each fifth of the recoveries. Exit status 1 when the last fifth's is higher than the
-first's by more than one process group, which a worker has or has not, by who lives when it is counted; for memory, when
-it is more than 2 % and 1 MiB above the second's: in the first, what is made when first used is made.
+commit, the open descriptors and the threads of the living are counted; at every fifth, their memory, and that of the
+coordinator, which is this process. Memory is counted twice: all that is no part of a file, and what no other process
+shares. The fork server's pages are the workers', too, until they are written to, which makes them private, and the
+memory no larger. A worker holds more for a moment, while orders change, so that minima are compared: those of each
+fifth of the recoveries. Exit status 1 when the last fifth's is higher than the first's by more than one process group,
+which a worker has or has not, by who lives when it is counted; when memory is more than 2 % and 1 MiB above the
+second's: in the first, what is made when first used is made; or when private memory is so much above the third's.
 """
 
 import argparse
@@ -58,8 +60,8 @@ class Samples:
     recoveries: int = 0
     counts: dict[Worker, list[tuple[int, int, int]]] = field(default_factory=lambda: {one: [] for one in STABLE})
     """Recoveries, descriptors, threads."""
-    memory: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
-    """Recoveries, and KiB."""
+    memory: dict[str, list[tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(list))
+    """Recoveries, KiB in all, and KiB that are private."""
 
     def notify(self, news: Recovery | str) -> None:
         """Something has changed."""
@@ -74,15 +76,15 @@ class Samples:
         if iteration % MEMORY_EVERY == 0:
             pids = {f"worker {worker}": self.fork_server.pids[str(worker)] for worker in STABLE}
             for name, pid in {"coordinator": os.getpid(), **pids}.items():
-                self.memory[name].append((self.recoveries, private_kib(pid)))
+                self.memory[name].append((self.recoveries, memory_kib(pid), private_kib(pid)))
 
     def minima(self, worker: Worker, what: int) -> list[int]:
         """Of descriptors (1) or threads (2) in each part of the recoveries."""
         return self._parts([(one[0], one[what]) for one in self.counts[worker]])
 
-    def memory_minima(self) -> dict[str, list[int]]:
-        """In KiB, in each part of the recoveries."""
-        return {name: self._parts(mine) for name, mine in self.memory.items()}
+    def memory_minima(self, what: int) -> dict[str, list[int]]:
+        """In KiB, of all memory (1) or what is private (2), in each part of the recoveries."""
+        return {name: self._parts([(one[0], one[what]) for one in mine]) for name, mine in self.memory.items()}
 
     def _parts(self, mine: Sequence[tuple[int, int]]) -> list[int]:
         return [min(found for recoveries, found in mine
@@ -90,10 +92,19 @@ class Samples:
                 for part in range(PARTS)]
 
 
+def memory_kib(pid: int) -> int:
+    """Memory of a process that is no part of a file, also where it is still that of the process it was forked from."""
+    return _kib(pid, "Anonymous:")
+
+
 def private_kib(pid: int) -> int:
     """Memory of a process that no other one shares."""
+    return _kib(pid, "Private_Clean:", "Private_Dirty:")
+
+
+def _kib(pid: int, *names: str) -> int:
     lines = (line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines())
-    return sum(int(words[1]) for words in lines if words[0] in ("Private_Clean:", "Private_Dirty:"))
+    return sum(int(words[1]) for words in lines if words[0] in names)
 
 
 def kills(count: int, gap: int, seed: int, fork_server: ForkServer, out: Path) -> Samples:
@@ -135,9 +146,10 @@ def main() -> None:
             minima = samples.minima(worker, number)
             rose |= minima[-1] > minima[0] + slack
             print(f"worker {worker}: {what} {' '.join(map(str, minima))}")
-    for name, minima in samples.memory_minima().items():
-        rose |= minima[-1] > max(MOST_GROWTH * minima[1], minima[1] + 1024)
-        print(f"{name}: private memory {' '.join(f'{kib / 1024:.1f}' for kib in minima)} MiB")
+    for number, (what, since) in enumerate((("memory", 1), ("private memory", 2)), start=1):
+        for name, minima in samples.memory_minima(number).items():
+            rose |= minima[-1] > max(MOST_GROWTH * minima[since], minima[since] + 1024)
+            print(f"{name}: {what} {' '.join(f'{kib / 1024:.1f}' for kib in minima)} MiB")
     sys.exit(rose)
 
 

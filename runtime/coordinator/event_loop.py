@@ -109,8 +109,8 @@ class EventLoop:
         Raises RunError when there is no way to go on.
         """
         self.processes.connect(self._agents.send)
-        server = await serve(listener, Server(self._run.secret, self._heard, self._run.notify,
-                                              MOST_UNKNOWN + len(self._bounds.workers)))
+        connected = Server(self._run.secret, self._heard, self._run.notify, MOST_UNKNOWN + len(self._bounds.workers))
+        server = await serve(listener, connected)
         loop, descriptor = asyncio.get_running_loop(), self.processes.fileno()
         loop.add_reader(descriptor, self._read_ends)
         loop.call_later(self._run.join_timeout_seconds, self._put, self._require_all_there)
@@ -144,6 +144,7 @@ class EventLoop:
             server.close()
             await self._agents.announce_end(error, anew=anew)
             self._workers.close()
+            connected.end()
 
     def _stop(self) -> None:
         """A signal has come: end at the next iteration, or in it where that takes too much of the time there is."""

@@ -55,6 +55,11 @@ class Server:
         """The peer is known, or has gone."""
         self._unknown.pop(connection, None)
 
+    def end(self) -> None:
+        """The run is over: nobody waits any more for those to say who they are that have not."""
+        for connection in list(self._unknown):
+            connection.abort()
+
 
 class Connection(asyncio.Protocol):
     """One connection to a worker or a node agent."""
@@ -123,6 +128,12 @@ class Connection(asyncio.Protocol):
         """Close the connection, once what was sent has gone out."""
         if self._transport is not None:
             self._transport.close()
+
+    def abort(self) -> None:
+        """End the connection at once."""
+        self._settle()
+        if self._transport is not None:
+            self._transport.abort()
 
     def cut_off(self, why: str) -> None:
         """End the connection at once, and say so."""

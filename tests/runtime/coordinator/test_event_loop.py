@@ -1,6 +1,9 @@
 """What the coordinator makes of what workers say, of their silence, and of their ends."""
 
 import asyncio
+import contextlib
+import gc
+import socket
 import time
 
 import pytest
@@ -30,6 +33,23 @@ def test_workers_train_to_the_end_and_leave(tmp_path):
     world = World(tmp_path)
     world.play()
     assert world.log.losses == [3.0] * 4 and world.events.recoveries == []
+
+
+def test_who_has_not_said_who_it_is_is_cut_off_at_the_end(tmp_path):
+    """As a worker that was just started again."""
+    world, found = World(tmp_path), []
+
+    async def script(world):
+        found.append(socket.create_connection((world.address.host, world.address.port), timeout=5))
+        await asyncio.to_thread(found[0].recv, 1000)  # the greeting
+
+    gc.disable()
+    try:
+        world.play(script)
+        with found[0] as connection, contextlib.suppress(ConnectionError):
+            assert connection.recv(1000) == b""
+    finally:
+        gc.enable()
 
 
 def test_first_what_a_worker_said_then_that_it_is_gone(tmp_path):
