@@ -3,6 +3,7 @@
 import contextlib
 import getpass
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -27,6 +28,14 @@ def missing() -> str:
 def program(name: str) -> str | None:
     """Debian has daemons where only root looks for programs."""
     return shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
+
+
+def _number_of_job() -> int:
+    """One whose port, by the documented script, is free: other such tests may run on this machine."""
+    while True:
+        number = random.randrange(1, 9_990)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", 20_000 + number)):
+            return number
 
 
 class Cluster:
@@ -66,7 +75,7 @@ class Cluster:
             f"SlurmctldPidFile={folder / 'slurmctld.pid'}", "ProctrackType=proctrack/linuxproc", "TaskPlugin=task/none",
             "SelectType=select/cons_tres", "SelectTypeParameters=CR_CPU",
             "SlurmdParameters=config_overrides",  # of processors
-            "ReturnToService=2", "MpiDefault=none",
+            "ReturnToService=2", "MpiDefault=none", f"FirstJobId={_number_of_job()}",
             *(f"NodeName=n{node} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=8"
               for node in range(self._nodes)),
             "PartitionName=all Nodes=ALL Default=YES",

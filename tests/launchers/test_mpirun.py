@@ -1,6 +1,7 @@
 """A real Open MPI runs the command line of docs/clusters.md, and what it says of failures is so."""
 
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -32,7 +33,7 @@ class Run:
         (folder / "job.toml").write_text(paced_model.job(100_000))
         secret = folder / "secret"
         secret.touch(mode=0o600)
-        secret.write_text("0123456789abcdef")
+        secret.write_text(secrets.token_hex(16))
         self._script = replaced(blocks("mpirun", "sh")[0], {
             "~/secret": str(secret), "/shared/run": str(self.out), "=29500": f"={free_port()}",
             "sigkill_timeout 25": "sigkill_timeout 5", "--out": "--coordinator-timeout 5 --out"})

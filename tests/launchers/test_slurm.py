@@ -1,6 +1,7 @@
 """A real SLURM runs the batch script of docs/clusters.md, and what it says of failures is so."""
 
 import os
+import secrets
 import signal
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ class Run:
         self.train(100_000)
         secret = folder / "secret"
         secret.touch(mode=0o600)
-        secret.write_text("0123456789abcdef")
+        secret.write_text(secrets.token_hex(16))
         (folder / "script.sh").write_text(replaced(blocks("SLURM", "sh")[0], {
             "~/secret": str(secret), "/shared/run": str(self.out), "--out": "--coordinator-timeout 15 --out"}))
 
