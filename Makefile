@@ -6,8 +6,9 @@ INSTALLED := $(VENV)/.installed
 # Processes of pytest: one more than two cores, as tests of real processes also wait for timeouts. `--dist worksteal` keeps
 # most tests of a module in one process, so that what they share is made once.
 TEST_PROCESSES ?= 3
+SUDO ?= $(shell test $$(id -u) = 0 || echo sudo)
 
-.PHONY: demo demo-short test lint docs picture library clean
+.PHONY: demo demo-short test launchers lint docs picture library clean
 
 demo: $(INSTALLED)         ## plan the worked example, train a small GPT with and without a failed worker
 	$(BIN)/slipstream demo
@@ -17,6 +18,15 @@ demo-short: $(INSTALLED)   ## the same in seconds
 
 test: $(INSTALLED)         ## all tests
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
+
+# The tests run daemons of their own. Where there is systemd, munge's package also starts its service.
+launchers: $(INSTALLED)    ## tests of real launchers; installs SLURM and Open MPI (Debian, Ubuntu) and Kubernetes' schemas
+	@for name in sbatch slurmctld slurmd munged mpirun; do \
+	  PATH="$$PATH:/usr/sbin" command -v $$name > /dev/null || missing=1; \
+	done; test -z "$$missing" || { $(SUDO) apt-get update && $(SUDO) apt-get install --yes --no-install-recommends \
+	  munge openmpi-bin slurm-client slurmctld slurmd; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[launchers]'
+	$(BIN)/python -m pytest tests/launchers
 
 lint: $(INSTALLED)         ## style, types, and which package may import which
 	$(BIN)/ruff check .

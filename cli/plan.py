@@ -37,7 +37,7 @@ from planner.judge import judge_order
 from planner.model.problem import NoPlanError
 from planner.options import LAYERS
 from planner.plan import Plan
-from planner.recompute import Recomputation
+from planner.recompute import SHARE, Recomputation
 from planner.report import plan_report
 from planner.transition import BANDWIDTH, transition
 from schedules.codec import encode
@@ -90,7 +90,8 @@ def plan(job: JobFile, failed: Failed = None, backward: Backward = None, optimiz
         options = plan_options(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit, seed=seed,
                                layers=layers, from_checkpoint=from_checkpoint)
         again = chosen_recomputation(job, wanted, options)
-        wanted = wanted if again is None else again.job
+        if again is not None:
+            wanted, time_limit = again.job, (1 - SHARE) * time_limit
         comparing = 0.0 if json else min(COMPARE_SECONDS, COMPARE_SHARE * time_limit) * (1.0 if down else ALONE)
         made = make_plan(wanted, down, options.within(time_limit - comparing), normalise=normalise)
         if comparing:

@@ -109,7 +109,7 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
     if here is None:
         _say("another process of this worker starts all of its ranks: this one has nothing to do")
         return
-    if here.agent:  # one that is killed tells nobody: this process would train on, without anyone who knows of it
+    if here.tied:  # else this process would train on, without anyone who knows of it
         signal_at_death_of_parent(signal.SIGTERM)
     folder = out_folder or Path("runs") / job.stem
     wanted = read_job_or_refuse(job)

@@ -10,6 +10,7 @@ from planner.model.problem import NoPlanError
 from planner.normalise import normal_form
 from planner.options import PlanOptions
 from planner.plan import Plan, plan_only
+from planner.recompute import choose_recomputation
 from planner.search.baselines import BASELINES
 from schedules.schedule import Schedule, Worker
 from schedules.tables.relabel import relabel
@@ -19,6 +20,7 @@ LARGEST = 50_000
 ONE_F_ONE_B = "--method 1f1b"
 ROOMIER = 1.5
 MORE_MEMORY = "half as much memory again for activations"
+COMPUTED_AGAIN = "activations computed again"
 
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,7 +28,7 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
 
     what: str
     option: str | None
-    """Of `slipstream plan`; None for what it does not plan."""
+    """Of `slipstream plan`, or of the job file; None for what it does not plan."""
     period: float
     """Seconds, of the best plan found in a short time."""
     throughput: float
@@ -51,7 +53,10 @@ def alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: PlanOp
     deadline = time.monotonic() + seconds
     best = plan.period  # each that moves more is at least as good as those that move less
     quick = list(_quick_plans(job, failed, options, normalise=normalise))
+    memory_limits = True
     for number, (what, option, attempt) in enumerate(quick):
+        if what == COMPUTED_AGAIN and not memory_limits:
+            continue
         left = max(0.01, (deadline - time.monotonic()) / (len(quick) - number))
         try:
             schedule = attempt(left)
@@ -59,8 +64,9 @@ def alternatives(job: Job, failed: Sequence[Worker], plan: Plan, options: PlanOp
             continue
         if schedule is not None:
             period = schedule.seconds(schedule.period_ticks)
-            if what == MORE_MEMORY:
+            if what in (MORE_MEMORY, COMPUTED_AGAIN):
                 period = min(period, plan.period)
+                memory_limits = period < plan.period
             elif option != ONE_F_ONE_B:
                 period = best = min(period, best)
             yield Alternative(what=what, option=option, period=period, throughput=whole / period)
@@ -81,10 +87,19 @@ def _quick_plans(job: Job, failed: Sequence[Worker], options: PlanOptions, *, no
         roomier = tuple(room * ROOMIER for room in job.memory.capacity)
         more = msgspec.structs.replace(job, memory=msgspec.structs.replace(job.memory, capacity=roomier))
         yield MORE_MEMORY, None, plan(more, quick)
+        if job.memory.recomputed and job.training.get("recompute", "none") == "none":
+            yield COMPUTED_AGAIN, 'training.recompute = "auto"', lambda left: _computed_again(
+                job, failed, quick.within(left))
     if failed and options.layers == "fixed":
         if not normalise:
             yield "roles moved", "--normalise", lambda left: _moved_roles(job, failed, quick.within(left))
         yield "layers moved", "--layers move", plan(job, msgspec.structs.replace(quick, layers="move"))
+
+
+def _computed_again(job: Job, failed: Sequence[Worker], options: PlanOptions) -> Schedule | None:
+    """None where nothing would be computed again."""
+    chosen = choose_recomputation(job, options)
+    return plan_only(options, chosen.job, failed).schedule if chosen.stages else None
 
 
 def _without_replicas(job: Job, failed: Sequence[Worker], whole: float) -> Alternative:

@@ -17,6 +17,7 @@ from planner.model.bounds import lower_bound
 from planner.model.problem import NoPlanError
 from planner.options import PlanOptions
 from planner.plan import plan_only
+from planner.repetition import TooLargeError
 
 AUTO = "auto"
 SHARE = 0.2
@@ -66,7 +67,7 @@ def choose_recomputation(job: Job, options: PlanOptions) -> Recomputation:
         best = _better(best, tuple(sorted({*best} ^ {stage})), periods, one, quick)
     period = periods[best]
     if period is None:
-        quick.problem(one)  # says what does not fit
+        plan_only(quick.within(options.time_limit), job, ())  # says what does not fit
         raise NoPlanError("no schedule fits into memory, whatever is computed again")
     return Recomputation(job=recomputing(job, best), stages=best, period=period, without=periods[()])
 
@@ -81,13 +82,13 @@ def _better(best: tuple[int, ...], stages: tuple[int, ...], periods: dict[tuple[
 
 
 def _list_period(job: Job, options: PlanOptions, shortest: float | None) -> float | None:
-    """Seconds, of a list schedule; None where none fits, or none can be shorter than the shortest so far."""
+    """Seconds, of a list schedule; None where none fits or is found in time, or can be shorter than the shortest."""
     try:
         problem = options.problem(job)
         if shortest is not None and lower_bound(problem) * problem.tick_seconds >= shortest:
             return None
         return plan_only(options, job, ()).period
-    except NoPlanError:
+    except (NoPlanError, TooLargeError):
         return None
 
 

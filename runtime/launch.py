@@ -98,7 +98,8 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
                 return launch.lead(fork_server, behind)
             except NobodyLeftError as error:
                 forget_left_behind(out)
-                options.notify(str(error))
+                anew = options.force and resilience.resume is None
+                options.notify(f"{error}{'; starts with iteration 0' if anew else ''}")
         return launch.lead(fork_server)
 
 

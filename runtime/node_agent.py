@@ -20,7 +20,7 @@ from runtime.device import gpu_count
 from runtime.errors import RunError
 from runtime.model.checkpoint import CheckpointError, open_checkpoint
 from runtime.processes.fork_server import ForkServer, ForkServerError
-from runtime.processes.launchers import ALONE, LocalProcess, gpu_share
+from runtime.processes.launchers import ALONE, GpuShare, LocalProcess, gpu_share
 from runtime.processes.process_manager import NodeProcesses
 from runtime.processes.start_limit import StartLimit, StartLimitError
 from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped, StopSignals, stop_signals
@@ -68,33 +68,44 @@ def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Pa
     do not fit, FolderError when another process writes to `out` as this node, RunError when the run fails, and
     RunStopped.
     """
-    channel, setup = _join_node(rendezvous, job.secret, node, join_timeout_seconds, notify)
-    link = CoordinatorLink(channel, setup, lambda hello, seconds: Channel(
-        rendezvous, job.secret, hello, to_node_agent.decode, seconds))
-    with closing(link):
-        if len(setup.shares) != nodes:
-            raise ConfigError(f"--nodes is {nodes} here and {len(setup.shares)} at node 0; expected the same")
-        settings = _own_settings(job, setup, out)
-        cards, gpus = gpu_count(setup.device), gpu_share([
-            workers * job.config.training.tensor_parallel for workers in setup.shares], node, local)
-        if setup.device == "cuda" and (cards == 0 or (setup.transport == "nccl" and cards < gpus.workers)):
-            raise ConfigError(f"node {node} has {cards} GPUs for {gpus.workers} workers; {setup.transport} needs more")
-        with ExitStack() as stack:
+    anew = True
+    while anew:
+        channel, setup = _join_node(rendezvous, job.secret, node, join_timeout_seconds, notify)
+        link = CoordinatorLink(channel, setup, lambda hello, seconds: Channel(
+            rendezvous, job.secret, hello, to_node_agent.decode, seconds))
+        with closing(link), ExitStack() as stack:
+            gpus = _own_gpus(setup, node, nodes, local)
+            settings = _own_settings(job, setup, out)
             stop = stack.enter_context(stop_signals())
             stack.enter_context(locked(out, node))
             if not setup.restarted:
                 clear_parameters(out)  # the folder may be shared with node 0, whose workers have logs there
-            fork_server = fork_server or stack.enter_context(ForkServer())
-            processes = NodeProcesses(fork_server, rendezvous, setup.workers, cards, settings, gpus.first)
+            processes = NodeProcesses(fork_server or stack.enter_context(ForkServer()), rendezvous, setup.workers,
+                                      gpu_count(setup.device), settings, gpus.first)
             with processes.running(restarted=setup.restarted):
-                error = _NodeAgent(node, link, processes, StartLimit(setup.workers), stop, notify=notify,
+                agent = _NodeAgent(node, link, processes, StartLimit(setup.workers), stop, notify=notify,
                                    grace_seconds=grace_seconds,
-                                   coordinator_timeout_seconds=job.coordinator_timeout_seconds).serve()
+                                   coordinator_timeout_seconds=job.coordinator_timeout_seconds)
+                error = agent.serve()
+        anew = agent.anew and stop.received is None
+        if anew:
+            notify(f"{error}: joins node 0 again, which begins anew")
     if stop.received is not None:
         raise RunStopped(stop.received, f"interrupted by {stop.received.name}; the workers of node {node} have left"
                          + ("" if error is None else f": {error}"))
     if error is not None:
         raise RunError(error)
+
+
+def _own_gpus(setup: NodeSetup, node: int, nodes: int, local: LocalProcess) -> GpuShare:
+    """Those of this node's workers. Raises ConfigError where node 0 has other options, or there are too few."""
+    if len(setup.shares) != nodes:
+        raise ConfigError(f"--nodes is {nodes} here and {len(setup.shares)} at node 0; expected the same")
+    ranks = setup.config.training.tensor_parallel
+    cards, gpus = gpu_count(setup.device), gpu_share([share * ranks for share in setup.shares], node, local)
+    if setup.device == "cuda" and (cards == 0 or (setup.transport == "nccl" and cards < gpus.workers)):
+        raise ConfigError(f"node {node} has {cards} GPUs for {gpus.workers} workers; {setup.transport} needs more")
+    return gpus
 
 
 def _own_settings(job: NodeJob, setup: NodeSetup, out: Path) -> NodeSettings:
@@ -175,6 +186,8 @@ class _NodeAgent:
         self._coordinator_timeout_seconds = coordinator_timeout_seconds
         self._deadline: float | None = None
         """Once it was told to end."""
+        self.anew = False
+        """Whether node 0 begins the run anew after this one has ended."""
 
     def serve(self) -> str | None:
         """How it ended: None, or why it failed.
@@ -190,6 +203,7 @@ class _NodeAgent:
                     except RendezvousError as gone:
                         ended = self._find_another(str(gone), woken)
                         if ended is not None:
+                            self.anew = ended.anew
                             return ended.error
             except StartLimitError as error:
                 raise RunError(str(error)) from None
@@ -215,6 +229,7 @@ class _NodeAgent:
                 for message in link.read() if link.pending or link in ready else ():
                     match message:
                         case RunEnded():
+                            self.anew = message.anew
                             return message.error
                         case StartWorker():
                             self._limit.require(message.worker)

@@ -1,12 +1,13 @@
 """Forwards alone: what validation runs, by a schedule for training.
 
-Each forward stays on its worker, and each worker keeps the order of its forwards, so whoever can train by the schedule
-can evaluate by it: whichever workers are down, and wherever layers are. Without backwards no forward waits for memory
-or for a gradient, and all start as soon as they can. Where all workers are there, one stage each, no order is better:
-they pass micro-batches on in one order, and nobody waits between its first forward and its last.
+Each forward stays on its worker, so whoever can train by the schedule can evaluate by it: whichever workers are down,
+and wherever layers are. Without backwards no forward waits for memory or for a gradient. A list schedule starts, of the
+forwards whose input is there, the one with the most layers to go; where the order of the training is quicker, that.
 """
 
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush
 
 from msgspec.structs import replace
 
@@ -15,15 +16,34 @@ from schedules.schedule import Op, OpKind, Program, ProgramOp, Schedule, Seat, W
 
 
 def forwards_of(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule, as early as they can run; `schedules.check.check(..., forwards=True)` has its rules.
+    """The forwards of a schedule, planned by themselves; `schedules.check.check(..., forwards=True)` has their rules.
 
     Its lower bound is that of the work: no worker of those that live can have less than its share.
     """
     planned = sorted((op for op in schedule.all_ops() if op.kind is OpKind.F), key=lambda op: (
         op.start_ticks, op.end_ticks, schedule.layers_by_slice[op.slice or 0]))
+    quickest = min(_listed(schedule, planned), _as_trained(schedule, planned), key=_length)
+    moved: dict[Worker, list[Op]] = {seat.worker: [] for seat in schedule.seats}
+    for op in quickest:
+        moved[op.worker].append(op)
+    seats, programs = _stored(schedule, moved)
+    ticks = period_ticks(quickest)
+    least = min(ticks, _work_bound(schedule, planned))
+    return replace(schedule, seats=seats, programs=programs, memory=None, backward="fused", optimizer="staggered",
+                   period_ticks=ticks, lower_bound_ticks=least, status="optimal" if least == ticks else "feasible",
+                   method="forwards")
+
+
+def _length(ops: Iterable[Op]) -> tuple[int, int]:
+    """Ticks until all are done, and the period of many such in a row."""
+    ops = list(ops)
+    return max((op.end_ticks for op in ops), default=0), period_ticks(ops)
+
+
+def _as_trained(schedule: Schedule, planned: Sequence[Op]) -> list[Op]:
+    """Each worker's forwards in the order in which it trains, as early as they can run."""
     free: dict[Worker, int] = defaultdict(int)
     done: dict[object, Op] = {}
-    moved: dict[Worker, list[Op]] = {seat.worker: [] for seat in schedule.seats}
     for op in planned:
         assert op.pipeline is not None and op.microbatch is not None
         start, key = free[op.worker], op_key(op)
@@ -31,13 +51,47 @@ def forwards_of(schedule: Schedule) -> Schedule:
             start = max(start, before.end_ticks + (schedule.times.transfer if before.worker != op.worker else 0))
         placed = replace(op, start_ticks=start, end_ticks=start + op.end_ticks - op.start_ticks)
         free[op.worker], done[key] = placed.end_ticks, placed
-        moved[op.worker].append(placed)
-    seats, programs = _stored(schedule, moved)
-    ticks = period_ticks(op for ops in moved.values() for op in ops)
-    least = min(ticks, _work_bound(schedule, planned))
-    return replace(schedule, seats=seats, programs=programs, memory=None, backward="fused", optimizer="staggered",
-                   period_ticks=ticks, lower_bound_ticks=least, status="optimal" if least == ticks else "feasible",
-                   method="forwards")
+    return list(done.values())
+
+
+def _listed(schedule: Schedule, planned: Sequence[Op]) -> list[Op]:
+    """A list schedule, in the order of its starts: of equals the first micro-batch goes first."""
+    after = _next_of_route(schedule, planned)
+    begins = set(range(len(planned))) - set(after.values())
+    events = [(0, number) for number in begins]  # the input of an op is there; of ~number: the op has ended
+    heapify(events)
+    ready: dict[Worker, list[tuple[object, int]]] = defaultdict(list)
+    busy_until: dict[Worker, int] = defaultdict(int)
+    listed: list[Op] = []
+    while events:
+        tick = events[0][0]
+        concerned: dict[Worker, None] = {}
+        while events and events[0][0] == tick:
+            number = heappop(events)[1]
+            op = planned[max(number, ~number)]
+            concerned[op.worker] = None
+            if number >= 0:
+                urgency = (schedule.layers_by_slice[op.slice or 0], op.microbatch, op.pipeline)
+                heappush(ready[op.worker], (urgency, number))
+        for worker in concerned:
+            if busy_until[worker] > tick or not ready[worker]:
+                continue
+            number = heappop(ready[worker])[1]
+            op = planned[number]
+            end = busy_until[worker] = tick + op.end_ticks - op.start_ticks
+            listed.append(replace(op, start_ticks=tick, end_ticks=end))
+            heappush(events, (end, ~number))
+            if number in after:
+                hop = schedule.times.transfer if planned[after[number]].worker != worker else 0
+                heappush(events, (end + hop, after[number]))
+    return listed
+
+
+def _next_of_route(schedule: Schedule, planned: Sequence[Op]) -> dict[int, int]:
+    """The numbers of the ops that wait for others, by those of the ops that they wait for."""
+    number = {op_key(op): index for index, op in enumerate(planned)}
+    return {number[before]: index for index, op in enumerate(planned)
+            for before in producers(op_key(op), schedule.path(op.pipeline or 0, op.microbatch or 0))}
 
 
 def _stored(schedule: Schedule, moved: dict[Worker, list[Op]]) -> tuple[tuple[Seat, ...], tuple[Program, ...]]:

@@ -6,6 +6,7 @@ no; 2: bad input.
 
 import difflib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import NoReturn
@@ -13,8 +14,20 @@ from typing import NoReturn
 import typer
 from rich.console import Console
 
+
+class _StandardError(Console):
+    """Where nobody reads it any more, as when what has started a run is dead, the work goes on without a word."""
+
+    def on_broken_pipe(self) -> None:
+        """Rich's own ends the program."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stderr.fileno())
+        os.close(nowhere)
+
+
 out = Console()
-err = Console(stderr=True)
+err = _StandardError(stderr=True)
 
 
 def screen(taken: int) -> int | None:

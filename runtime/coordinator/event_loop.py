@@ -122,6 +122,7 @@ class EventLoop:
             self._every(FIND_AGAIN_SECONDS, self._find)
         self._every(STILL_RUNNING_SECONDS, self._agents.reassure)
         error: str | None = "node 0 ended the run"
+        anew = False
         try:
             with stop.asking(partial(loop.call_soon_threadsafe, self._stop)):
                 while not self._coordinator.left and not self.out_of_time:
@@ -132,7 +133,7 @@ class EventLoop:
                         self._stall.progressed()
             error = "node 0 was told to end the run" if self.stopped else None
         except NobodyLeftError as reason:
-            error = str(reason)
+            error, anew = str(reason), True
             raise
         except (CommitLogError, ForkServerError, RunError) as reason:
             error = f"{reason}; {self.news.how_far(self._log.next_iteration)}"
@@ -141,7 +142,7 @@ class EventLoop:
             self._event_log.write(RunFinished(error=error))
             loop.remove_reader(descriptor)
             server.close()
-            await self._agents.announce_end(error)
+            await self._agents.announce_end(error, anew=anew)
             self._workers.close()
 
     def _stop(self) -> None:

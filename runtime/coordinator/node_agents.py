@@ -92,10 +92,10 @@ class NodeAgents:
         for node in self._connections:
             self.send(node, StillRunning())
 
-    async def announce_end(self, error: str | None) -> None:
+    async def announce_end(self, error: str | None, *, anew: bool) -> None:
         """Tell all how the run has ended, and wait until they have disconnected."""
         for node in self._connections:
-            self.send(node, RunEnded(error))
+            self.send(node, RunEnded(error, anew))
         with suppress(TimeoutError):
             async with asyncio.timeout(ANNOUNCE_SECONDS):
                 while not all(connection.closed for connection in self._connections.values()):

@@ -65,6 +65,8 @@ class Launched:
     """
     agent: bool = False
     """Whether torchrun's store is there, which holds the address where node 0 listens."""
+    tied: bool = False
+    """Whether it was started by an agent of torchrun or a daemon of mpirun: one that is killed tells nobody."""
     attempt: str = "0"
     """Which of torchrun's attempts to run this is."""
 
@@ -74,10 +76,12 @@ _MOST = 2**20
 _SLURM_COUNT = re.compile(r"([0-9]{1,7})(?:\(x([0-9]{1,5})\))?")
 _FAMILIES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
-"""Variables of torchrun and those who write its names by hand, of srun, and of mpirun (Open MPI)."""
+"""Variables of torchrun and those who write its names by hand, of mpirun (Open MPI), and of srun. The first that are
+there count: within SLURM, mpirun starts a daemon on each machine by srun, and processes inherit the daemon's variables.
+"""
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
@@ -98,9 +102,10 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
         master = Rendezvous(host, _number(environment, "MASTER_PORT", 1, 2**16 - 1, DEFAULT_PORT))
         index = _number(environment, local_rank, 0, nodes - 1, 0)
         beside = max(index + 1, _local_size(environment, local_size))
+        agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return Launched(node=_number(environment, rank, 0, nodes - 1), nodes=nodes,
-                        local=LocalProcess(rank=index, processes=beside), master=master,
-                        agent=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+                        local=LocalProcess(rank=index, processes=beside), master=master, agent=agent,
+                        tied=agent or rank.startswith("OMPI"),
                         attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return None
 

@@ -60,6 +60,8 @@ class RunEnded(msgspec.Struct, frozen=True, tag=True):
 
     error: str | None
     """None: all iterations are done."""
+    anew: bool = False
+    """Whether node 0 begins the run anew, and is to be joined again."""
 
 
 ToNodeAgent = NodeSetup | NodeTaken | StartWorker | KillWorker | StillRunning | RunEnded

@@ -181,6 +181,7 @@ class Generation:
             committed, factor = order.first_iteration - 1, order.factor
             assert factor is None or factor.iteration == committed
             self._training.steps.go_back(committed, None if factor is None else factor.factor)
+            self._training.evaluation_mode.end()
         self._context.layer_store.holding.zero_gradients()
 
     def _say_paused(self, reason: str | None) -> None:

@@ -11,7 +11,7 @@ from runtime.model.slices import Slices
 from runtime.model.steps import Steps
 from runtime.protocol.to_coordinator import Started
 from runtime.replay.communication import Communicator
-from runtime.replay.evaluation import Evaluation
+from runtime.replay.evaluation import Evaluation, EvaluationMode
 from runtime.replay.exchange import Exchange
 from runtime.replay.executor import Executor
 from runtime.worker.context import OrderContext, WorkerContext
@@ -32,6 +32,7 @@ class Training:
         self._part = part
         self._communicator = communicator
         self._reports = reports
+        self.evaluation_mode = EvaluationMode()
         self._speaks_for = frozenset(layer for layer, worker in context.placement.first_holders(schedule).items()
                                      if worker == part.worker)
         self.steps = Steps(
@@ -103,7 +104,7 @@ class Training:
                 made.append(Evaluation(
                     part.schedule, communicator=self._communicator, slices=slices, steps=self.steps,
                     exchange=self._exchange, feed=partial(self._read, context.validation), before_op=before_op,
-                    iterations=context.config.training.evaluation_iterations))
+                    iterations=context.config.training.evaluation_iterations, mode=self.evaluation_mode))
             return made[0].run()
 
         return evaluate

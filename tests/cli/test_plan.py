@@ -103,6 +103,34 @@ def test_no_plan_exits_1_with_the_reason(job, tmp_path):
     assert "period" in said and "drop" not in said
 
 
+TIGHT = """[memory]
+capacity = 1.6
+activation = 1
+weight_stash = 0.1
+recomputed = 0.05
+[placement]
+layers = 4
+"""
+
+
+def test_what_is_computed_again_where_memory_is_tight(tmp_path):
+    """By the job file's choice; where it leaves none to the planner, the answer says what that would give."""
+    plain, auto = tmp_path / "plain.toml", tmp_path / "auto.toml"
+    plain.write_text(JOB + TIGHT)
+    auto.write_text(JOB + TIGHT + "[training]\nrecompute = 'auto'\n")
+    answer = json.loads(slipstream("plan", auto, "--method", "greedy", "--json", "--out", tmp_path / "s.json").stdout)
+    assert answer["recomputed_stages"] and answer["quick_period"] < answer["quick_period_without_recomputation"]
+    without = json.loads(slipstream("plan", plain, "--method", "greedy", "--json").stdout)
+    assert answer["period"] < without["period"] and without["recomputed_stages"] is None
+    schedule = read(tmp_path / "s.json")
+    assert check(schedule) == [] and schedule.memory.capacity[0] < schedule.memory.capacity[3]
+    said = " ".join(slipstream("plan", auto, "--method", "greedy", "--failed", "1.2").stdout.split())
+    assert re.search(r"stages [\d,-]+ compute their activations again: by quick plans with all workers alive the "
+                     r"period is [\d.]+ s; without, [\d.]+ s", said)
+    said = " ".join(slipstream("plan", plain, "--method", "greedy").stdout.split())
+    assert 'best: training.recompute = "auto", ' in said
+
+
 WEIGHTS = "[memory]\ncapacity = 9\nweights = 2\nunit_bytes = 1e9\n"
 
 

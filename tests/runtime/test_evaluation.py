@@ -1,14 +1,29 @@
 """Validation losses are those of one process, whoever fails in which moment; test_settling has layers that move."""
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
 import numpy as np
 import pytest
+import torch
 
 from runtime.config import ConfigError, parse_run_config
 from runtime.launch import Resilience, run
 from runtime.model.checkpoint import latest
-from runtime.model.data import load_validation
+from runtime.model.data import load_corpus, load_validation
+from runtime.model.holding import build_holding
+from runtime.model.layers import model_for
+from runtime.model.slices import Slices, forms
+from runtime.model.steps import Steps
+from runtime.protocol.rendezvous import host_store
+from runtime.replay.communication import Communicator, Membership
+from runtime.replay.evaluation import Evaluation, EvaluationMode
+from runtime.replay.exchange import Exchange
+from runtime.replay.placement import Placement
+from schedules.schedule import Worker
+from tests.jobs import grid
 from tests.runtime.failing import JOB, TIMEOUT_SECONDS, at, dead, planned
-from tests.runtime.running import assert_same_evaluations, judge, tiny
+from tests.runtime.running import assert_same_evaluations, judge, schedule_for, tiny
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +52,40 @@ def test_failures_before_in_and_after_evaluations(modes, clip, files, fork_serve
     assert [*result.losses, *resumed.losses] == pytest.approx(reference.losses, rel=0, abs=1e-9)
     assert list(reference.evaluations) == [1, 3, 5, 7, 9]
     assert_same_evaluations(tmp_path, reference)
+
+
+def test_an_evaluation_that_is_left_behind_leaves_layers_as_they_were():
+    """A thread that is stuck in the network is left behind; the iteration is run again on its layers, with dropout."""
+    config, schedule, (store, _) = tiny(), schedule_for(grid(1, 1, 2)), host_store()
+    model = model_for(config.model, 0, torch.float64, torch.device("cpu"))
+    worker, placement = Worker(0, 0), Placement([0, model.layers])
+    communicator = Communicator(Membership(1, {worker: 0}, worker), {}, transport="gloo", device=model.device,
+                                store=store)
+    holding = build_holding(model, range(model.layers), config.training)
+    stuck, freed, mode = Event(), Event(), EvaluationMode()
+
+    def before_op(*_):
+        stuck.set()
+        assert freed.wait(TIMEOUT_SECONDS)
+
+    evaluation = Evaluation(
+        schedule, communicator=communicator, steps=Steps(holding, config.training, layers=model.layers, share=None,
+                                                         speaks_for=range(model.layers), staggered=False),
+        slices=Slices(holding, placement.slices(schedule, worker), model, loss_scale=0.5, config=config),
+        exchange=lambda one, iterations: Exchange(one, communicator, forms(model, config), iterations),
+        feed=lambda one: load_corpus(config).batch(one, 1, config.model.context), before_op=before_op, iterations=1,
+        mode=mode)
+    modules = [one for module in holding.modules.values() for one in module.modules()]
+    assert all(one.training for one in modules)
+    with ThreadPoolExecutor(1) as pool:
+        loss = pool.submit(evaluation.run)
+        assert stuck.wait(TIMEOUT_SECONDS) and not any(one.training for one in modules)
+        mode.end()
+        assert all(one.training for one in modules)
+        modules[0].training = False  # another evaluation has begun
+        freed.set()
+        assert loss.result(TIMEOUT_SECONDS) > 0 and not modules[0].training
+    communicator.drop()
 
 
 @pytest.mark.parametrize(("training", "said"), [

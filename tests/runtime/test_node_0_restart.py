@@ -43,8 +43,10 @@ def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "
     """Node 0. It is killed right before, right after, or some time after the losses of some iteration are written, as
     `dies` says; or while it does not know yet how all have stepped that one, and they have stepped the next.
 
-    With `secret`, and where there are other nodes, it is given one.
+    With `secret`, and where there are other nodes, it is given one. "anew" looks for other workers for a moment, and
+    begins anew where there are none.
     """
+    from runtime.coordinator import take_over
     from tests.runtime.test_going_back import on_the_spot
 
     place, _, at = dies.partition("@")
@@ -74,6 +76,8 @@ def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "
 
     heard, CommitLog.validated = CommitLog.validated, validated  # type: ignore[method-assign]
     entered, CommitLog.ran = CommitLog.ran, ran  # type: ignore[method-assign]
+    if place == "anew":
+        take_over.FIND_SECONDS = 3.0
     scheduler = on_the_spot(JOB)
     injections, returns = [], []
     if place == "joining":
@@ -82,7 +86,7 @@ def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "
         injections = [Injection(Worker(1, 0), 20, "A", "cut")]
     result = run(scheduler(()), config, out=Path(out), progress=progress, options=RunOptions(
         nodes=int(nodes), rendezvous=Rendezvous("127.0.0.1", int(port)) if int(port) else None,
-        secret=SECRET if int(nodes) > 1 or secret else None,
+        secret=SECRET if int(nodes) > 1 or secret else None, force=place == "anew",
         notify=lambda news: print(news, file=sys.stderr, flush=True)),
         resilience=Resilience(scheduler=scheduler, heartbeat_timeout_seconds=TIMEOUT_SECONDS,
                               injections=tuple(injections), returns=tuple(returns), fetch_bytes_per_second=50e3,
@@ -182,6 +186,23 @@ def test_on_two_nodes_the_others_hold_still(machine, tmp_path):
     assert "Traceback" not in told + other.read_text(), told + other.read_text()
     assert_right(out)
     wait_until_gone(held)
+
+
+def test_a_node_that_is_started_with_a_new_node_0_that_finds_nobody_joins_it_again(tmp_path):
+    """As where a scheduler has killed all, and starts all."""
+    out, port, log, other = tmp_path / "out", free_port(), tmp_path / "log", tmp_path / "other"
+    node = Launcher(FOLLOW, out, port, "", log=other)
+    first = Launcher(LEAD, out, port, 2, "", "", log=log)
+    started(out, first, log)
+    for pid in (*below(node.pid), *below(first.pid), node.pid, first.pid):
+        os.kill(pid, signal.SIGKILL)
+    killed(node, other)
+    killed(first, log)
+    node = Launcher(FOLLOW, out, port, "", log=other)
+    second = Launcher(LEAD, out, port, 2, "anew", "", log=log)
+    assert second.wait(240) == 0 and node.wait(60) == 0, log.read_text() + other.read_text()
+    assert "starts with iteration 0" in log.read_text() and "joins node 0 again" in other.read_text()
+    assert_right(out)
 
 
 def test_where_nobody_comes_all_end(tmp_path):

@@ -25,9 +25,10 @@ MPIRUN = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_W
     ({"RANK": "0", "WORLD_SIZE": "1"}, None),
     ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
     (TORCHRUN, Launched(node=3, nodes=4, local=LocalProcess(rank=1, processes=2), master=Rendezvous("host", 1234),
-                        agent=True)),
+                        agent=True, tied=True)),
     (SRUN, Launched(node=2, nodes=8, local=LocalProcess(rank=2, processes=4), master=Rendezvous("host", 29500))),
-    (MPIRUN, Launched(node=0, nodes=2, local=LocalProcess(), master=Rendezvous("fe80::1", 99))),
+    (MPIRUN, Launched(node=0, nodes=2, local=LocalProcess(), master=Rendezvous("fe80::1", 99), tied=True)),
+    ({**SRUN, **MPIRUN}, Launched(node=0, nodes=2, local=LocalProcess(), master=Rendezvous("fe80::1", 99), tied=True)),
 ])
 def test_what_launchers_tell(environment, expected):
     assert launched(environment) == expected

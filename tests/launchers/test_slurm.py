@@ -1,0 +1,90 @@
+"""A real SLURM runs the batch script of docs/clusters.md, and what it says of failures is so."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime.model.checkpoint import Checkpoint, latest
+from tests.launchers import paced_model, slurm
+from tests.launchers.documents import blocks, replaced
+from tests.launchers.processes import wait_until
+from tests.runtime.processes.torchrun import losses_in_lines
+
+pytestmark = [pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing()),
+              pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The documented batch script on three nodes, which all tests here go on with."""
+    with slurm.cluster(tmp_path_factory.mktemp("slurm"), 3) as cluster:
+        yield Run(cluster, tmp_path_factory.mktemp("run"))
+
+
+class Run:
+    """The documented batch script, and its job. Paths are this test's, and node 0 is not waited for as long."""
+
+    def __init__(self, cluster: slurm.Cluster, folder: Path) -> None:
+        self.cluster, self.job, self.out = cluster, "", folder / "out"
+        self._folder, self._log = folder, folder / "job.log"
+        self.train(100_000)
+        secret = folder / "secret"
+        secret.touch(mode=0o600)
+        secret.write_text("0123456789abcdef")
+        (folder / "script.sh").write_text(replaced(blocks("SLURM", "sh")[0], {
+            "~/secret": str(secret), "/shared/run": str(self.out), "--out": "--coordinator-timeout 15 --out"}))
+
+    def submit(self) -> None:
+        """Options of a command line go before those of a script."""
+        self.job = self.cluster.command(
+            "sbatch", "--parsable", "--nodes=3", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1",
+            f"--chdir={self._folder}", f"--output={self._log}", str(self._folder / "script.sh"))
+
+    def start_again(self) -> Checkpoint:
+        """Once it is in the queue again, where SLURM would let it wait for two minutes; what it will go on from."""
+        self.wait_for_state("PENDING")
+        found = latest(self.out / "checkpoints")
+        assert found is not None, self.said()
+        self.cluster.command("scontrol", "update", f"JobId={self.job}", "StartTime=now")
+        return found
+
+    def train(self, iterations: int, seed: int = 0) -> None:
+        """What the job file asks for."""
+        (self._folder / "job.toml").write_text(paced_model.job(iterations, seed))
+
+    def wait_for(self, text: str) -> None:
+        wait_until(lambda: text in self.log(), self.said)
+
+    def trains_on(self, iterations: int = 20) -> None:
+        wanted = len(losses_in_lines(self.out)) + iterations
+        wait_until(lambda: len(losses_in_lines(self.out)) >= wanted, self.said)
+
+    def wait_for_state(self, *states: str) -> None:
+        wait_until(lambda: self.cluster.state(self.job) in states, self.said)
+
+    def log(self) -> str:
+        """Without a line for each iteration."""
+        lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
+        return "\n".join(line for line in lines if not line.startswith("iteration "))
+
+    def said(self) -> str:
+        return self.log() + self.cluster.said()
+
+
+def test_the_run_goes_on_when_tasks_are_killed_and_when_a_machine_is_lost(run):
+    """Killed tasks are started again in place, that of node 0 too."""
+    run.submit()
+    run.trains_on(5)
+    os.kill(run.cluster.task(2), signal.SIGKILL)
+    run.wait_for("gone with node 2")
+    run.wait_for("is back: iteration")
+    os.kill(run.cluster.task(0), signal.SIGKILL)
+    run.wait_for("node 0 goes on with")
+    run.trains_on()
+    run.cluster.lose_node(2)
+    run.trains_on()
+    assert run.cluster.state(run.job) == "RUNNING" and run.cluster.nodes_of(run.job) == "n[0-1]", run.said()
+
