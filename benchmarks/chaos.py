@@ -149,6 +149,8 @@ def _live(setting: ChaosScenario, rng: random.Random, fork_server: ForkServer, o
             tally.add(news)
         elif isinstance(news, SpeedEvent):
             tally.add_speeds(news)
+        else:
+            tally.told.append(news)
 
     def progress(*_: object) -> None:
         storm.progress()
@@ -234,6 +236,7 @@ def one_run(seed: int, options: argparse.Namespace, fork_server: ForkServer, lea
             wrong = f"{type(error).__name__}: {error}"
         if wrong is not None and options.keep is not None and out.exists():
             shutil.copytree(out, options.keep / f"seed-{seed}", dirs_exist_ok=True)
+            (options.keep / f"seed-{seed}" / "told.log").write_text("\n".join(tally.told))
     if options.log is not None:
         with options.log.open("a") as file:
             file.write(json.dumps({

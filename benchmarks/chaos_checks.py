@@ -52,6 +52,8 @@ class Tally:
     """The largest, of any loss and any parameter."""
     reasons: Counter[str] = field(default_factory=Counter)
     runs: int = 0
+    told: list[str] = field(default_factory=list)
+    """What a run has said besides."""
 
     @property
     def kills(self) -> int:
@@ -195,14 +197,18 @@ class Leaks:
         self._before: dict[str, list[str]] | None = None
 
     def require(self, others: Mapping[str, int]) -> None:
-        """Raises ChaosError where something is left after a moment; `others` are processes that must be gone, too."""
-        if self._before is None:
+        """Raises ChaosError where something is left after a moment; `others` are processes that must be gone, too.
+
+        A run that has adopted these does not use all that others do: it is compared with them, and they not with it.
+        """
+        if self._before is None and not others:
             time.sleep(0.5)
             self._before = _held()
         deadline = time.monotonic() + NOTICED_SECONDS
         while True:
-            left = [f"{len(more)} more {what} ({', '.join(sorted(more)[:5])})"
-                    for what, found in _held().items() if (more := set(found) - set(self._before[what]))]
+            left = [] if self._before is None else [
+                f"{len(more)} more {what} ({', '.join(sorted(more)[:5])})"
+                for what, found in _held().items() if (more := set(found) - set(self._before[what]))]
             left += [f"process {pid} of worker {name}" for name, pid in others.items() if lives(pid)]
             if not left:
                 return

@@ -65,6 +65,8 @@ class ChaosScenario:
     """How many processes a worker is."""
     gap: tuple[int, int] = (4, 16)
     """Iterations between two failures that are planned."""
+    away: tuple[int, int] = (1, 4)
+    """Iterations until whoever is dead then comes back."""
     heartbeat_timeout_seconds: float = 1.0
 
     @property
@@ -74,10 +76,12 @@ class ChaosScenario:
                 for column in range(self.job.stages)]
 
 
+SETTLING: Mapping[str, Any] = {"settles": True, "gap": (25, 40), "away": (15, 35)}
+"""A schedule is planned, and layers are fetched, before the next worker comes or goes."""
 KINDS: Mapping[str, Mapping[str, Any]] = {
-    "plain": {}, "roles": {"moves": True}, "slow": {"slows": True}, "settling": {"settles": True},
-    "slow-settling": {"slows": True, "settles": True}, "ranks": {"ranks": 2},
-    "ranks-settling": {"ranks": 2, "slows": True, "settles": True}}
+    "plain": {}, "roles": {"moves": True}, "slow": {"slows": True}, "settling": SETTLING,
+    "slow-settling": {"slows": True, **SETTLING}, "ranks": {"ranks": 2},
+    "ranks-settling": {"ranks": 2, "slows": True, **SETTLING}}
 
 
 def settings(grid: str, iterations: int) -> dict[str, ChaosScenario]:
@@ -147,7 +151,7 @@ def _failures(setting: ChaosScenario, rng: random.Random, first: int) -> tuple[l
             rank = _rank(setting, rng)
             injections += [Injection(worker, iteration, place, action, rank)
                            for iteration in range(at, min(at + IN_FETCH_SPAN, setting.iterations))]
-        returns += [Return(worker, at + rng.randint(1, 4)) for worker in workers]
+        returns += [Return(worker, at + rng.randint(*setting.away)) for worker in workers]
     return injections, returns
 
 

@@ -91,6 +91,8 @@ def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None
     ways = [preset_name is not None, bool(trace), layers is not None or hidden is not None]
     if sum(ways) > 1:
         refuse("--preset, --trace and --layers are three ways to begin: take one")
+    if preset_name is not None:
+        _preset(preset_name)  # refused before a file that is there already
     require_writable(out_file)
     if is_there(out_file) and not force:
         refuse(f"{out_file}: is there already; --force overwrites it")

@@ -66,6 +66,8 @@ def show(files: Files = None, run: Run = None, html: Html = None, perfetto: Perf
         return
     if not files:
         refuse("give schedule files, or --run DIR")
+    for folder in (path for path in files if path.is_dir()):
+        refuse(f"{folder}: a folder; that of a run is shown with --run {folder}")
     given = [ScheduleInFile(path, read_schedule_or_refuse(path)) for path in files]
     if len(given) > 1:
         for option, value in (("--perfetto", perfetto), ("--svg", svg), ("--measured", measured)):

@@ -2,7 +2,7 @@
 
 import math
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from cli.shared.console import answer_no, duration, err, out, print_json, refuse
 from cli.shared.device_peak import peak_flops
 from cli.shared.failure_schedules import scheduler, scheduler_at_speeds
-from cli.shared.going_on import how_to_resume, left_by
+from cli.shared.going_on import done_without_this_node, how_to_resume, left_by
 from cli.shared.inputs import parse_workers, read_job_or_refuse, read_schedule_or_refuse, require_choice
 from cli.shared.launch_options import given_secret_or_refuse, launched_as
 from cli.shared.options import Backward, Failed, JobFile, Json, MethodName, Optimizer, TimeLimit
@@ -61,7 +61,7 @@ from cli.shared.train_options import (
 from planner.job.file import Job
 from planner.options import LAYERS
 from planner.recompute import chooses_recomputation
-from runtime.config import ConfigError, RunConfig, TrainingConfig, parse_run_config
+from runtime.config import ConfigError, ModelConfig, RunConfig, TrainingConfig, parse_run_config
 from runtime.coordinator.settling import Settling
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
 from runtime.coordinator.tensorboard import require_package
@@ -120,9 +120,12 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
         own = NodeJob(config=config, secret=secret, resume=resume, coordinator_timeout_seconds=coordinator_timeout,
                       workers=[Worker(pipeline, column) for pipeline in range(wanted.pipelines)
                                for column in range(wanted.stages)])
-        with _refusals():
-            join(find(here, join_timeout, _say), own, node=here.node, nodes=here.nodes, out=folder, local=here.local,
-                 join_timeout_seconds=join_timeout, grace_seconds=grace, notify=_say)
+        if done_without_this_node(folder, resume, config.training.iterations):
+            _say(f"{folder}: all iterations are done; node {here.node} has nothing to do")
+        else:
+            with _refusals():
+                join(find(here, join_timeout, _say), own, node=here.node, nodes=here.nodes, out=folder,
+                     local=here.local, join_timeout_seconds=join_timeout, grace_seconds=grace, notify=_say)
         if json:
             print_json({"node": here.node})
         return
@@ -130,6 +133,7 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
         with _refusals():
             require_package()
     loaded = None if table is None else read_table(table, wanted)
+    _require_model(wanted, job)
     wanted, config = _recomputing(job, wanted, config, backward, optimizer, time_limit)
     if schedule is not None and (failed or backward or optimizer):
         refuse("--schedule says which workers are down and how to run: leave out --failed, --backward and --optimizer")
@@ -147,6 +151,7 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
             _require_free(folder, resume_from, config, force=force, again=_is_same(resume, folder))
     kills, returns = events("--kill", kill, wanted), events("--return", bring_back, wanted)
     slowed = slowdowns(slow, wanted)
+    _say_what_never_happens({"--kill": kills, "--return": returns}, config.training.iterations)
     fault_free = None
     if goes_on and (folder / "schedule.json").exists():
         chosen = _fitting(folder / "schedule.json", wanted)  # they do not wait for ever
@@ -214,7 +219,8 @@ def summary(result: RunResult) -> str:
     """A few lines for a reader: the losses, the periods, and where the files are."""
     lines = []
     if result.losses and result.measured_period_seconds is not None:
-        lines.append(f"{len(result.losses)} iterations, loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}")
+        count = len(result.losses)
+        lines.append(f"{count} iteration{'s' * (count > 1)}, loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}")
         lines.append(f"period {duration(result.measured_period_seconds)} measured, "
                      f"{duration(result.planned_period_seconds)} planned with the job file's times")
     if result.recoveries:
@@ -232,6 +238,22 @@ def _config(job: Job, path: Path, **overrides: object) -> RunConfig:
         return parse_run_config(job.model, job.training, **overrides)
     except ConfigError as error:
         refuse(f"{path}: {error}")
+
+
+def _say_what_never_happens(rehearsals: Mapping[str, Sequence[tuple[Worker, int]]], iterations: int) -> None:
+    """Where an option names an iteration that is not run; the first one is 0."""
+    for option, given in rehearsals.items():
+        for worker, at in given:
+            if at >= iterations:
+                _say(f"{option} {worker}@{at} will not happen: the last iteration is {iterations - 1}")
+
+
+def _require_model(job: Job, path: Path) -> None:
+    """What `slipstream new` writes says how long the stages of a model take, and not which model it is: exits 2."""
+    layers = sum(job.layers or ()) // job.chains
+    if not job.model and layers not in (0, ModelConfig().blocks + 2):
+        refuse(f"{path}: has no [model], and its stages have {layers} layers: say which model is trained, by "
+               "`hugging_face`, `name` or `blocks`")
 
 
 def _recomputing(path: Path, job: Job, config: RunConfig, backward: str | None, optimizer: str | None,

@@ -98,7 +98,7 @@ def run(schedule: Schedule, config: RunConfig, *, out: Path, iterations: int | N
                 return launch.lead(fork_server, behind)
             except NobodyLeftError as error:
                 forget_left_behind(out)
-                anew = options.force and resilience.resume is None
+                anew = resilience.resume is None and (options.force or options.again)
                 options.notify(f"{error}{'; starts with iteration 0' if anew else ''}")
         return launch.lead(fork_server)
 
@@ -154,9 +154,11 @@ class _Launch:
                 self._processes(fork_server, opened, settings, alive if behind is not None else None), event_log)
             leave_behind(out, left)
             stack.callback(forget_left_behind, out)
-            with events.processes.running(found=behind is not None):
-                asyncio.run(events.serve(listener, self.stop))
-            del store
+            try:
+                with events.processes.running(found=behind is not None):
+                    asyncio.run(events.serve(listener, self.stop))
+            finally:
+                del store  # closes it, whatever an error keeps
             if events.stopped:
                 number = self.stop.received or signal.SIGTERM
                 raise RunStopped(number, f"interrupted by {number.name}" + (

@@ -74,7 +74,7 @@ def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Pa
         link = CoordinatorLink(channel, setup, lambda hello, seconds: Channel(
             rendezvous, job.secret, hello, to_node_agent.decode, seconds))
         with closing(link), ExitStack() as stack:
-            gpus = _own_gpus(setup, node, nodes, local)
+            gpus = _own_gpus(setup, node, nodes, local, job.config.training.tensor_parallel)
             settings = _own_settings(job, setup, out)
             stop = stack.enter_context(stop_signals())
             stack.enter_context(locked(out, node))
@@ -97,12 +97,11 @@ def join(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int, out: Pa
         raise RunError(error)
 
 
-def _own_gpus(setup: NodeSetup, node: int, nodes: int, local: LocalProcess) -> GpuShare:
+def _own_gpus(setup: NodeSetup, node: int, nodes: int, local: LocalProcess, ranks: int) -> GpuShare:
     """Those of this node's workers. Raises ConfigError where node 0 has other options, or there are too few."""
     if len(setup.shares) != nodes:
         raise ConfigError(f"--nodes is {nodes} here and {len(setup.shares)} at node 0; expected the same")
-    ranks = setup.config.training.tensor_parallel
-    cards, gpus = gpu_count(setup.device), gpu_share([share * ranks for share in setup.shares], node, local)
+    cards, gpus = gpu_count(setup.device), gpu_share([workers * ranks for workers in setup.shares], node, local)
     if setup.device == "cuda" and (cards == 0 or (setup.transport == "nccl" and cards < gpus.workers)):
         raise ConfigError(f"node {node} has {cards} GPUs for {gpus.workers} workers; {setup.transport} needs more")
     return gpus

@@ -8,11 +8,12 @@ from pathlib import Path
 import typer
 from torch import Tensor
 
+from cli.shared.train_inputs import find_checkpoint
 from runtime.model.checkpoint import Checkpoint, CheckpointError, latest
 from runtime.model.digest import combined_digest, tensor_digest
 from runtime.model.parameters import layer_path, load_layer
 from runtime.model.tensor_codec import TensorError
-from runtime.run_folder import CHECKPOINTS
+from runtime.run_folder import CHECKPOINTS, left_behind
 from schedules.codec import read
 from schedules.document import DocumentError
 
@@ -48,17 +49,30 @@ def _options(ctx: typer.Context) -> Iterator[str]:
                 yield str(one)
 
 
+def done_without_this_node(folder: Path, resume: Path | None, iterations: int) -> bool:
+    """Whether node 0 finds nothing left to do, as far as its files are seen here: it would be waited for in vain."""
+    with suppress(CheckpointError, OSError):
+        found = None if resume is None or left_behind(folder) is not None else find_checkpoint(resume)
+        return found is not None and all_done(folder, found, iterations)
+    return False
+
+
+def all_done(folder: Path, resume: Checkpoint, iterations: int) -> bool:
+    """Whether a run in the folder has done all iterations, and written its parameters. Raises CheckpointError."""
+    newest = latest(folder / CHECKPOINTS)
+    return (resume.iteration >= iterations and newest is not None and newest.path.resolve() == resume.path.resolve()
+            and all(layer_path(folder, layer).exists() for layer in range(len(resume.manifest.layers))))
+
+
 def left_by(folder: Path, resume: Checkpoint, iterations: int) -> dict[str, object] | None:
     """The answer of `train --json` where a run in the folder has done all iterations; None where something is left.
 
     Also a run that has done them all leaves something to do where its parameters are missing.
     """
     with suppress(CheckpointError, DocumentError, TensorError, OSError):
-        newest = latest(folder / CHECKPOINTS)
-        layers = range(len(resume.manifest.layers))
-        if resume.iteration < iterations or newest is None or newest.path.resolve() != resume.path.resolve() \
-                or not all(layer_path(folder, layer).exists() for layer in layers):
+        if not all_done(folder, resume, iterations):
             return None
+        layers = range(len(resume.manifest.layers))
         schedule = read(folder / "schedule.json")
         digests = {name: tensor_digest(name, tensor) for layer in layers
                    for name, tensor in _named(layer, folder).items()}

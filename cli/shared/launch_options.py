@@ -17,6 +17,8 @@ def launched_as(nodes: int | None, node: int | None, rendezvous: str | None, ran
             return Launched() if here is None else of_ranks(here, ranks)
         except ValueError as error:
             refuse(error)
+    if node and nodes is None:
+        refuse(f"--node {node} needs --nodes, how many there are, and --rendezvous HOST:PORT, an address of node 0")
     nodes, node = nodes or 1, node or 0
     if node >= nodes:
         refuse(f"--node {node}: expected 0 to {nodes - 1}, with --nodes {nodes}")

@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
+from itertools import accumulate
 
 from planner.layout.parts import parts_of
 from planner.layout.problem import LayoutProblem
@@ -32,8 +33,30 @@ def ticks_of_work(work: int, slowness: Iterable[int]) -> Fraction:
 
 
 def period_bound(problem: LayoutProblem) -> int:
-    """The best bound known: `work_bound`, and where layers stay where they are, `fixed_bound`."""
-    return work_bound(problem) if problem.layers == "move" else max(work_bound(problem), fixed_bound(problem))
+    """The best bound known: `cell_bound`, or where layers stay where they are, `fixed_bound`; at least `work_bound`."""
+    return max(work_bound(problem), cell_bound(problem) if problem.layers == "move" else fixed_bound(problem))
+
+
+def cell_bound(problem: LayoutProblem) -> int:
+    """A bound for all holdings: workers run whole layers of whole micro-batches, and hold the layers that they run.
+
+    A worker that holds h layers does no more of the usual work than all micro-batches have in h layers. Of a period the
+    all-reduces and steps of h layers are not F, I or W; in the rest it does a sum of layers' work, which is a multiple
+    of the greatest common divisor of these.
+    """
+    unit, total = math.gcd(*problem.work), problem.total_microbatches
+    if not unit:
+        return 0
+    most = [total * work for work in accumulate(sorted(problem.work, reverse=True))]
+    tails = list(accumulate(sorted(problem.tail)))
+    kinds = Counter(map(problem.slowness, problem.live))
+
+    def enough(limit: int) -> bool:
+        return sum(count * max(min(work, max(0, limit - tail) * 1000 // (slow * unit) * unit)
+                               for work, tail in zip(most, tails, strict=True))
+                   for slow, count in kinds.items()) >= most[-1]
+
+    return bisect_left(range(4 * problem.ample_ticks), True, key=enough)
 
 
 def fixed_bound(problem: LayoutProblem) -> int:

@@ -10,6 +10,7 @@ Among them are the layouts of published systems as special cases, so that the be
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -65,25 +66,26 @@ def _moved(problem: LayoutProblem, seconds: float, seed: int) -> Iterator[Callab
     if len(problem.paths) > 1:
         yield from _fixed(problem)
         return
-    makes: list[Callable[[LayoutProblem], Layout | None]] = [
-        partial(_recut, parts=1)]
-    if problem.sliced and problem.total_microbatches * len(problem.paths[0]) * PARTS <= LARGEST_FINE:
-        makes += [partial(_recut, staggered=True, parts=PARTS),
-                  partial(_recut, spread=False, parts=PARTS),
-                  partial(_recut, anywhere=True, parts=PARTS)]
-    makes += [partial(_recut, spread=False, parts=1),
-              partial(_recut, staggered=True),
-              partial(_recut, spread=False, staggered=True),
-              partial(_recut, anywhere=True),
-              partial(_recut, spread=False, floating=False)]
+    size = problem.total_microbatches * len(problem.paths[0])
     grouped = _Grouped(problem)
-    for make in makes:
-        yield partial(grouped, make)
-    if problem.total_microbatches * len(problem.paths[0]) <= LARGEST_SHARED:
+
+    def recut(**how: Any) -> Callable[[], Layout | None]:
+        return partial(grouped, partial(_recut, **how))
+
+    yield recut(parts=1)
+    yield recut(spread=False, parts=1)
+    yield recut(staggered=True)
+    yield recut(spread=False, staggered=True)
+    yield recut(spread=False, floating=False)
+    if size <= LARGEST_SHARED:
         yield partial(one_cut, problem)
         yield partial(fixed_layout, problem, sliced=problem.sliced)
+    if problem.sliced and size * PARTS <= LARGEST_FINE:  # they take longest to list, so others come first
+        yield recut(staggered=True, parts=PARTS)
+        yield recut(anywhere=True, parts=PARTS)
+        yield recut(spread=False, parts=PARTS)
     yield partial(grouped, partial(_assigned, seconds=seconds, seed=seed))
-    if len(problem.microbatches) > UNDIVIDED and problem.total_microbatches * len(problem.paths[0]) <= LARGEST_WHOLE:
+    if len(problem.microbatches) > UNDIVIDED and size <= LARGEST_WHOLE:
         yield partial(_recut, problem, staggered=True)
 
 

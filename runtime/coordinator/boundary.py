@@ -4,8 +4,6 @@ Workers that join and layers that move are fetched meanwhile. Once they are ther
 another schedule is better for the workers' speeds, all members stop before the same iteration.
 """
 
-import contextlib
-
 from runtime.coordinator.context import CoordinatorContext
 from runtime.coordinator.layer_moves import plan_moves
 from runtime.coordinator.planning import NoScheduleError
@@ -23,8 +21,8 @@ class BoundaryPlanner:
     def look(self) -> None:
         """Prepare what has become possible, while all train."""
         self._look_for_slow()
-        self._plan_join()
-        self._plan_settling()
+        if not self._plan_join():
+            self._plan_settling()
         self._choose_stop()
         self._choose_save()
 
@@ -34,25 +32,28 @@ class BoundaryPlanner:
         if state.phase == "training" and not state.ended:
             state.ready |= self._context.slow.look(state.current, self._context.log.next_iteration)
 
-    def _plan_join(self) -> None:
+    def _plan_join(self) -> bool:
         """Where workers want to join, start a fetch of the layers that this needs, while training goes on.
 
-        Where there is no schedule with them, they wait, and the members train on.
+        Where there is no schedule with them, or they would have nothing to do, they wait, and the members train on.
+        Whether one is being found.
         """
         context, state = self._context, self._context.state
-        if not state.ready - state.members:
-            return
-        context.joins.give_way()
-        if not context.joins.open or not self._may_stop():
-            return
-        schedule = None
-        with contextlib.suppress(NoScheduleError, RunError):
+        waiting = state.ready - state.members
+        if not waiting or not context.joins.open_to_join or not self._may_stop():
+            return False
+        try:
             schedule = self._choice.with_joining(state.everyone)
-        if schedule is None:
-            return
-        moves = plan_moves(context.placement.held_by(schedule), context.held_now())
-        context.joins.begin(state.number, schedule, moves, state.addresses, context.log.next_iteration,
-                            context.schedules.speeds)
+        except (NoScheduleError, RunError):
+            return False
+        if schedule is None or not waiting & schedule.seat_of.keys():
+            return schedule is None
+        context.joins.give_way()
+        if context.joins.open:
+            moves = plan_moves(context.placement.held_by(schedule), context.held_now())
+            context.joins.begin(state.number, schedule, moves, state.addresses, context.log.next_iteration,
+                                context.schedules.speeds)
+        return False
 
     def _plan_settling(self) -> None:
         """Where there is a schedule for the same members that is worth moving layers, start a fetch of these."""

@@ -66,6 +66,12 @@ class JoinPlanner:
         return self._join is None and time.monotonic() >= self._not_before
 
     @property
+    def open_to_join(self) -> bool:
+        """Whether one may be planned for workers that want to join: where layers only move to settle, this gives way.
+        """
+        return self.open or (self._join is not None and self._join.settles and not self.complete)
+
+    @property
     def complete(self) -> bool:
         """Whether all have the layers that the join gives them."""
         return self._join is not None and not self._join.lacking
@@ -93,7 +99,7 @@ class JoinPlanner:
         return True
 
     def give_way(self) -> None:
-        """Workers want to join: where layers only move to settle, all that is planned anew, with these."""
+        """Workers can join: where layers only move to settle, this comes first."""
         if self._join is not None and self._join.settles and not self.complete:
             self._cancel(self._join, "a worker wants to join")
 

@@ -32,7 +32,10 @@ class Orders:
         context.recovery.ordered(live - state.members, settled=join is not None and join.settles,
                                  meanwhile=first - join.began if join is not None and join.fetch else 0)
         told = state.everyone
-        state.members, state.ready, state.paused, state.holds = live, state.ready - live, set(), {}
+        decision = context.slow.decision
+        slow = set(decision.left_out) if decision is not None and decision.schedule is schedule else set()
+        state.ready = (state.everyone - slow) - live  # whoever has nothing to do waits to join again
+        state.members, state.paused, state.holds = live, set(), {}
         state.phase, state.current, state.ended, state.began = "training", schedule, False, first
         state.stop_before = state.save_before = None
         state.number += 1

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
+from msgspec.structs import replace
+
 from runtime.coordinator.event_log import EventLog
 from runtime.errors import RunError
 from runtime.events import Phase, PlanAnswered, PlanAsked
@@ -113,7 +115,8 @@ class ScheduleService:
     def for_workers(self, live: Sequence[Worker]) -> Schedule | None:
         """The schedule for these workers, in order; None: it is being found, as `get` says.
 
-        Raises NoScheduleError, and RunError where the scheduler's answer does not fit.
+        Whoever would hold nothing has no part in it (`without_idle`). Raises NoScheduleError, and RunError where the
+        scheduler's answer does not fit.
         """
         if self.speeds is None and live == [seat.worker for seat in self.first.seats]:
             return self.first
@@ -156,7 +159,7 @@ class ScheduleService:
                                      or [seat.worker for seat in schedule.seats] != list(live)):
             down = ", ".join(map(str, self._down(live)))
             raise RunError(f"the schedule for the failure of {down} is one of another job")
-        return schedule
+        return None if schedule is None else without_idle(schedule)
 
     def get(self, down: tuple[Worker, ...]) -> Schedule | None:
         """The schedule for these failures; None: it is being found, call again when `answered` has been called.
@@ -203,6 +206,21 @@ class ScheduleService:
         self._events.write(PlanAnswered(down=question.down, phase=question.phase, took=round(took, 3),
                                         error=str(answer) if isinstance(answer, BaseException) else None))
         self.answered()
+
+
+def without_idle(schedule: Schedule) -> Schedule:
+    """A schedule without those who hold nothing.
+
+    Nobody would wait for them, nor they for anybody: they could be many iterations ahead, or behind.
+    """
+    seats = [seat for seat in schedule.seats if schedule.holds_of(seat)]
+    if len(seats) == len(schedule.seats):
+        return schedule
+    used = sorted({seat.program for seat in seats})
+    there = {seat.worker for seat in seats}
+    return replace(schedule, failed=tuple(worker for worker in schedule.grid.workers() if worker not in there),
+                   seats=tuple(replace(seat, program=used.index(seat.program)) for seat in seats),
+                   programs=tuple(schedule.programs[program] for program in used))
 
 
 def in_background(work: Callable[[], T], done: Callable[[T | BaseException], None]) -> None:

@@ -16,10 +16,16 @@ from typer.testing import CliRunner
 
 from cli.app import app
 from runtime.model.checkpoint import latest
+from runtime.protocol.authentication import VARIABLE
 from tests.runtime.running import command_environment, free_port, judge_of_text, losses_in, tiny_text
 
 JOB = tiny_text(pipelines=2, iterations=40)
 COMMON = ("--method", "greedy", "--json")
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "0123456789abcdef")
 
 
 @pytest.fixture
@@ -77,6 +83,10 @@ def test_the_command_that_is_printed_goes_on_and_a_run_that_is_done_has_nothing_
     assert again.keys() == answer.keys() and again["parameter_digest"] == answer["parameter_digest"]
     assert again["losses"] == [] and again["first_iteration"] == 40
     assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+    other = train(job, "--nodes", 2, "--node", 1, "--rendezvous", f"127.0.0.1:{free_port()}", "--json", "--out", out,
+                  "--resume", out, "--join-timeout", 1)
+    assert other.exit_code == 0 and json.loads(other.stdout) == {"node": 1}, "it does not wait for a node 0"
 
     next((out / "parameters").iterdir()).unlink()
     fourth = CliRunner().invoke(app, arguments)

@@ -330,3 +330,9 @@ def test_a_trace_of_slices_that_the_schedule_does_not_have(tmp_path):
     done = run(tmp_path / "plan.json", "--measured", tmp_path / "trace.json")
     assert done.exit_code == 2
     assert "F on 0.1 is of slice 3; " in done.stderr and "plan.json has 2; give the schedule that" in done.stderr
+
+
+def test_a_folder_is_refused_with_the_option_for_runs(tmp_path):
+    refused = run(tmp_path)
+    assert refused.exit_code == 2 and f"{tmp_path}: a folder; that of a run is shown with --run {tmp_path}" \
+        in refused.stderr.replace("\n", "")

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from cli.app import app
 from planner.job.file import parse_job
+from planner.job.presets import preset
 from runtime.protocol.authentication import VARIABLE
 from runtime.protocol.rendezvous import host_store
 from schedules import codec
@@ -219,6 +220,7 @@ def test_one_command_a_node(job, tmp_path):
     (["--backward", "odd"], "--backward odd: expected split or fused"),
     (["--nodes", "2"], "--nodes needs --rendezvous"),
     (["--nodes", "2", "--node", "2", "--rendezvous", "127.0.0.1:1"], "--node 2: expected 0 to 1"),
+    (["--node", "1"], "--node 1 needs --nodes, how many there are"),
     (["--nodes", "2", "--node", "1", "--rendezvous", "127.0.0.1:1"],
      "a run on 2 nodes needs a secret that all of them have: set SLIPSTREAM_SECRET_FILE"),
     (["--rendezvous", "nowhere"], "'nowhere' is not an address: write HOST:PORT"),
@@ -245,6 +247,21 @@ def test_bad_tables_are_refused_with_the_file(job):
     job.write_text(JOB.replace("width = 16", "widht = 16"))
     refused = train(job)
     assert refused.exit_code == 2 and f"{job}: unknown key model.widht; did you mean model.width?" in refused.stderr
+
+
+def test_a_rehearsal_after_the_last_iteration_is_told_of(job):
+    told = train(job, "--iterations", 3, "--kill", "1.0@3", "--return", "1.0@2", "--schedule", "/no/such.json")
+    assert "--kill 1.0@3 will not happen: the last iteration is 2" in told.stderr
+    assert "--return 1.0@2" not in told.stderr
+
+
+def test_a_job_that_names_no_model_is_refused_before_it_is_planned(tmp_path):
+    """As `slipstream new` writes them."""
+    job = tmp_path / "job.toml"
+    job.write_text(preset("llama-3-8b"))
+    refused = train(job)
+    assert refused.exit_code == 2 and refused.stderr.count("\n") == 1
+    assert "has no [model], and its stages have 32 layers: say which model is trained" in refused.stderr
 
 
 def test_a_schedule_of_another_job_is_refused(job, tmp_path):

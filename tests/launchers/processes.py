@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.runtime.processes.torchrun import environment_of
 
-SECONDS = 90.0
+SECONDS = 240.0
 """What anything may take on a busy machine."""
 
 

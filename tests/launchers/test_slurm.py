@@ -12,9 +12,10 @@ from tests.launchers import paced_model, slurm
 from tests.launchers.documents import blocks, replaced
 from tests.launchers.processes import wait_until
 from tests.runtime.processes.torchrun import losses_in_lines
+from tests.runtime.running import losses_in
 
 pytestmark = [pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing()),
-              pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
+              pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"), pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +89,29 @@ def test_the_run_goes_on_when_tasks_are_killed_and_when_a_machine_is_lost(run):
     run.trains_on()
     assert run.cluster.state(run.job) == "RUNNING" and run.cluster.nodes_of(run.job) == "n[0-1]", run.said()
 
+
+def test_the_run_goes_on_when_it_is_queued_again_also_because_the_first_machine_is_lost(run):
+    """The first time by `scontrol requeue`, the second time by the tasks of the other machines."""
+    run.cluster.start_node(2)
+    run.cluster.command("scontrol", "requeue", run.job)
+    newest = run.start_again()
+    assert newest.iteration == len(losses_in(run.out)), run.said()
+    run.trains_on()
+    run.cluster.lose_node(0)
+    run.train(newest.iteration + 100)
+    run.wait_for_state("PENDING")
+    run.cluster.start_node(0)
+    run.start_again()
+    run.wait_for_state("COMPLETED", "FAILED")
+    assert run.cluster.state(run.job) == "COMPLETED", run.said()
+    assert len(losses_in(run.out)) == newest.iteration + 100
+
+
+def test_nobody_waits_for_a_node_0_that_has_nothing_to_do_or_refuses_to_start(run):
+    run.train(100)
+    run.submit()
+    run.wait_for_state("COMPLETED")
+    run.train(1000, seed=1)
+    run.submit()
+    run.wait_for_state("FAILED")
+    assert "training.seed is 0, here it is 1" in run.log(), run.said()

@@ -11,10 +11,14 @@ from planner.search.incumbent import AnnealingEffort, Incumbent
 if TYPE_CHECKING:
     from planner.search.annealing.pieces import Annealed
 
+BEGIN_SECONDS = 12e-6
+"""What it takes to begin, to do one round and to time what comes of it: seconds for each op."""
+
 
 def anneal(known: Incumbent, budget: Budget, cycles: int | None = None) -> Incumbent:
     """Better solutions, after so many cooling cycles of every critical piece; None: for all of the time."""
-    if not known.open or budget.stopped or budget.seconds <= 0:
+    begin = BEGIN_SECONDS * sum(piece.problem.operations for piece in known.pieces)
+    if not known.open or budget.stopped or budget.seconds <= begin:
         return known
     from planner.search.annealing.pieces import anneal_pieces  # numba takes a third of a second to load
 

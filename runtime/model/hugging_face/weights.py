@@ -51,7 +51,7 @@ class Weights:
                 return dict.fromkeys(file.keys(), SINGLE)
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{self._wrong}: its weights cannot be read ({' '.join(str(error).split())}); expected "
-                              f"{SINGLE} or {INDEX}") from None
+                              f"{SINGLE} or {INDEX}; for random weights, name the config.json itself") from None
 
     def _read(self, names: Mapping[str, str] | list[str]) -> dict[str, Tensor]:
         by_file: dict[str, list[str]] = {}

@@ -53,6 +53,18 @@ def test_fill_bound_is_met():
     assert optimal_period(build_problem(job)) == period_bound(given_problem) + 1
 
 
+def test_somebody_runs_one_layer_of_a_micro_batch_more_than_the_mean():
+    """16 layers of 16 micro-batches over 7 workers: 37 at least on some worker, which holds three layers for that."""
+    given_problem = problem(2, 4, 8, 4, failed=["1.2"])
+    assert work_bound(given_problem) == 1 + 1098
+    assert period_bound(given_problem) == 37 * 30 + 3
+
+
+def test_slow_workers_run_whole_layers_of_whole_micro_batches_too():
+    """2 layers of 4 micro-batches over a worker that takes 30 ticks for each and one that takes 40: 5 and 3."""
+    assert period_bound(problem(2, 1, 2, 2, slow={"1.0": 1333})) == 5 * 30 + 2
+
+
 @pytest.mark.parametrize(("slow", "least"), [(1340, 35), (2000, 37)])
 def test_whole_micro_batches_of_a_stage_with_a_slow_worker(slow, least):
     """4 x 8 with 32 micro-batches each: 26 x 1.34 or 18 x 2 are less than what the three others then have."""

@@ -1,6 +1,7 @@
 """A worker becomes slow: work is shed, then layers move; it recovers, and they go back. All of it where it pays."""
 
 import pytest
+from msgspec.structs import replace
 
 from runtime.coordinator import planning, slow_detector, slow_workers
 from runtime.coordinator.commit_log import CommitLog
@@ -10,13 +11,14 @@ from runtime.coordinator.event_log import EventLog
 from runtime.coordinator.planning import NoScheduleError, ScheduleService
 from runtime.coordinator.settling import Cost, Settler
 from runtime.coordinator.speed_planning import period_at
-from runtime.events import FetchAbandoned, HandedOver, OrderGiven, SettlingChosen
+from runtime.events import FetchAbandoned, FetchBegun, HandedOver, OrderGiven, SettlingChosen
 from runtime.protocol.to_coordinator import FetchUpToDate, Paused, Ran, Ready
 from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Train
 from runtime.replay.placement import Placement
 from runtime.replay.recorder import OpTime
+from schedules.check import check
 from schedules.codec import decode
-from schedules.schedule import COMPUTE_KINDS, Schedule, Worker
+from schedules.schedule import COMPUTE_KINDS, OpKind, Schedule, Seat, Worker
 from tests.jobs import grid
 from tests.runtime.failing import Planning, planned
 from tests.runtime.running import schedule_for
@@ -174,6 +176,32 @@ def test_it_does_not_settle_where_something_else_comes_sooner_and_asks_no_more()
     world.run(60)
     assert world.phases == ["whole", "whole"] and not world.moved
     assert [one.settles for one in world.of(SettlingChosen)] == [False]
+
+
+def test_whoever_has_nothing_to_do_takes_no_part_and_waits():
+    """It would wait for nobody, and nobody for it: it could be any number of iterations ahead."""
+    def none(down, speeds):
+        raise NoScheduleError("the table has none")
+
+    world = World(none)
+    world.rebalancer.settled = lambda down, held, speeds: idle(SLOW, planned(JOB)((*down, SLOW)))
+    world.run(20)
+    world.factor = 20.0
+    world.run(20)
+    assert len(world.of(HandedOver)) == 1 and len(world.schedule.seats) == 3
+    assert world.schedule.failed == (SLOW,) and not check(world.schedule)
+    assert world.coordinator._state.everyone == FIRST.seat_of.keys(), "it may come in again"
+    world.run(40)
+    assert len(world.of(FetchBegun)) == 1 and world.order.number == 2, "what it could join has nothing for it"
+
+
+def idle(worker, schedule):
+    """A schedule in which one more worker is alive, and holds nothing."""
+    steps = next(op for op in schedule.programs[0] if op.kind is OpKind.O)
+    seats = {**schedule.seat_of, worker: Seat(worker, worker, len(schedule.programs), ())}
+    times = replace(schedule.times, optimizer_of_layer=(1,) * schedule.grid.layer_count)
+    return replace(schedule, failed=tuple(one for one in schedule.failed if one != worker), times=times,
+                   seats=tuple(seats[one] for one in sorted(seats)), programs=(*schedule.programs, (steps,)))
 
 
 def test_a_fetch_for_a_worker_that_has_recovered_meanwhile_is_dropped():

@@ -15,7 +15,7 @@ pipelines, the cost changes by what a step changes.
 """
 
 from planner.search.kernel.annealing.arrays import TOUCHED
-from planner.search.kernel.jit import inlined, jit
+from planner.search.kernel.jit import borrowing, inlined
 
 
 @inlined
@@ -47,7 +47,7 @@ def _cost_of(instance, timing, cycle, pipeline):
         cycle.pull * timing.excess[pipeline] / instance.members.shape[1]
 
 
-@jit
+@borrowing
 def cost(instance, timing, cycle):
     """The cost of a state as timed, in ticks."""
     total = 0.0

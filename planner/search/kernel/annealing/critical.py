@@ -2,7 +2,7 @@
 
 from planner.search.kernel.annealing.cost import window
 from planner.search.kernel.annealing.random import below
-from planner.search.kernel.jit import inlined, jit
+from planner.search.kernel.jit import borrowing, inlined
 
 
 @inlined
@@ -26,7 +26,7 @@ def critical_worker(random, instance, state, timing, goal):
     return worker
 
 
-@jit
+@borrowing
 def critical_path(random, instance, state, late, op, within):
     """Follow what keeps an op from starting later: (op, last).
 

@@ -16,7 +16,7 @@ from planner.search.kernel.annealing.critical import critical_path, critical_wor
 from planner.search.kernel.annealing.random import below
 from planner.search.kernel.annealing.retiming import call, retime, touch, waits_for_itself
 from planner.search.kernel.annealing.timing import keep_ends, time
-from planner.search.kernel.jit import inlined, jit
+from planner.search.kernel.jit import borrowing, inlined, jit
 
 NEVER = Move(NONE, -1, -1, -1, 0, 0, 0)
 
@@ -49,18 +49,21 @@ def retime_after(instance, state, timing, queue, log, limits, move, places):
         _no_circle(instance, state, timing, queue, move)
 
 
-@jit
+@inlined
 def _no_circle(instance, state, timing, queue, move):
-    """Whether none of the ops that changed their places waits for itself. Any circle would pass one of them."""
+    """Whether no op that changed its place waits for itself. Any circle would pass one of them, and take no time."""
+    sequence, duration, kinds = state.sequence, state.duration, instance.kinds
     if move.kind == EXCHANGE:
         for place in range(move.begin, move.end):
-            if waits_for_itself(instance, state, timing, queue, state.sequence[move.worker, place]):
+            op = sequence[move.worker, place]
+            if duration[op] == 0 and waits_for_itself(instance, state, timing, queue, op):
                 return False
         return True
-    for kind in range(instance.kinds):
-        if waits_for_itself(instance, state, timing, queue, move.unit * instance.kinds + kind):
+    for kind in range(kinds):
+        op, twin = move.unit * kinds + kind, (move.other if move.kind == TRADE else move.unit) * kinds + kind
+        if duration[op] == 0 and waits_for_itself(instance, state, timing, queue, op):
             return False
-        if move.kind == TRADE and waits_for_itself(instance, state, timing, queue, move.other * instance.kinds + kind):
+        if duration[twin] == 0 and waits_for_itself(instance, state, timing, queue, twin):
             return False
     return True
 
@@ -178,7 +181,7 @@ def _within(instance, late, cycle, unit):
     return late[unit * kinds] < cycle.high and late[(unit + 1) * kinds - 1] >= cycle.low
 
 
-@jit
+@borrowing
 def _trade(instance, state, unit, other):
     worker, other_worker = state.worker[unit], state.worker[other]
     for kind in range(instance.kinds):
@@ -193,7 +196,7 @@ def _trade(instance, state, unit, other):
 # --- Move to another worker -------------------------------------------------------------------------------------------
 
 
-@jit
+@borrowing
 def propose_move(random, instance, state, late, cycle, places):
     """Move a unit to another worker; NEVER where there is none."""
     unit = instance.movable[below(random, instance.movable.shape[0])]
@@ -206,7 +209,7 @@ def propose_move(random, instance, state, late, cycle, places):
     return Move(MOVE, unit, left, -1, 0, 0, 0)
 
 
-@jit
+@borrowing
 def _other_worker(random, instance, state, unit):
     """Another worker that may run a unit and has room in its row; -1 for none."""
     hosts = instance.hosts[instance.slice[unit]]
@@ -218,7 +221,7 @@ def _other_worker(random, instance, state, unit):
     return -1 if full or worker == state.worker[unit] else worker
 
 
-@jit
+@borrowing
 def _find_places(instance, state, late, unit, worker, places):
     """Where the ops of a unit fit into another worker's order by the time at which they run now."""
     kinds = instance.kinds
@@ -229,21 +232,22 @@ def _find_places(instance, state, late, unit, worker, places):
         places[kind] = place + kind
 
 
-@jit
+@borrowing
 def _move(instance, state, unit, worker, places):
     """Have a worker run a unit, its ops at these places in their order; `places` becomes where they were."""
     kinds, left, number = instance.kinds, state.worker[unit], instance.slice[unit]
-    before = state.place[unit * kinds:(unit + 1) * kinds].copy()
     for kind in range(kinds):
         _remove(state, unit * kinds + kind, left)
     for kind in range(kinds):
-        _insert(state, unit * kinds + kind, worker, places[kind])
-        state.duration[unit * kinds + kind] = instance.cost[kind, number, worker]
+        op = unit * kinds + kind
+        before = state.place[op] + kind  # those removed before it were in front of it
+        _insert(state, op, worker, places[kind])
+        state.duration[op] = instance.cost[kind, number, worker]
+        places[kind] = before
     state.worker[unit] = worker
-    places[:] = before
 
 
-@jit
+@borrowing
 def _remove(state, op, worker):
     """Take an op out of a worker's order."""
     row = state.sequence[worker]
@@ -253,7 +257,7 @@ def _remove(state, op, worker):
     state.size[worker] -= 1
 
 
-@jit
+@borrowing
 def _insert(state, op, worker, place):
     """Put an op into a worker's order, before the one that is at this place."""
     row = state.sequence[worker]
@@ -265,7 +269,7 @@ def _insert(state, op, worker, place):
     state.size[worker] += 1
 
 
-@jit
+@borrowing
 def _call_unit(instance, state, timing, queue, log, unit):
     """Call the ops of a unit that came to another worker or place, and those that they follow there."""
     worker, predecessors = state.worker[unit], instance.predecessors
@@ -277,7 +281,7 @@ def _call_unit(instance, state, timing, queue, log, unit):
         call(queue, timing.late, state.sequence[worker, state.place[op] - 1] if state.place[op] else -1)
 
 
-@jit
+@borrowing
 def _call_left(instance, state, timing, queue, log, worker, places):
     """Call the ops behind which those of a unit were taken away, at these places of a worker."""
     touch(timing, log, instance.pipeline[worker])
@@ -317,7 +321,7 @@ def shift(chain, cycle, before, allowance):
     return after
 
 
-@jit
+@borrowing
 def _first_to_end(instance, state, late, op):
     """Of the groups linked to that of the last op of a path, the one whose end is its deadline."""
     group = instance.group[state.worker[instance.unit[op]]]
@@ -330,7 +334,7 @@ def _first_to_end(instance, state, late, op):
     return group
 
 
-@jit
+@borrowing
 def _first_to_reduce(instance, state, group, tick):
     """Of the groups that share a reduction with this one which begins at this tick, the one that ends with it."""
     for number in range(instance.between.shape[1]):

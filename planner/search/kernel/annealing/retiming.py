@@ -6,7 +6,7 @@ A log keeps what was before, for `revert`.
 """
 
 from planner.search.kernel.annealing.arrays import BASE, BUCKETS, CHANGED, SPAN, TOP, TOUCHED, WAITING
-from planner.search.kernel.jit import inlined, jit
+from planner.search.kernel.jit import borrowing, inlined
 from planner.search.kernel.start_times import clear_of, first_awaiting
 
 
@@ -49,7 +49,7 @@ def _retiming(interleaved):
     longer than what it does.
     """
 
-    @jit
+    @borrowing
     def retime_ops(instance, state, timing, queue, log, limits, run):
         unit, group, tail, owner = instance.unit, instance.group, instance.tail, instance.pipeline
         first_successor, successor, transfer = instance.successors.start, instance.successors.op, \
@@ -144,32 +144,33 @@ def retime(instance, state, timing, queue, log, limits, run):
     return _RETIME(instance, state, timing, queue, log, limits, run)
 
 
-@jit
+@borrowing
 def waits_for_itself(instance, state, timing, queue, op):
     """Whether an op without duration waits for itself. The queue must be empty.
 
-    Of such ops `retime` cannot tell: in a circle they all have one start, while with others it would fall for ever.
+    `retime` cannot tell: in a circle of such ops all start at once. In any other circle they would ever start earlier.
     """
-    if state.duration[op]:
-        return False
-    successors, found, seen = instance.successors, queue.next, queue.queued
-    tick, found[0], count, at, circle = timing.late[op], op, 1, 0, False
-    while at < count and not circle:
+    unit, first, successor, late = instance.unit, instance.successors.start, instance.successors.op, timing.late
+    worker_of, duration, sequence, size, place = state.worker, state.duration, state.sequence, state.size, state.place
+    found, seen = queue.next, queue.queued
+    tick, found[0], count, at = late[op], op, 1, 0
+    while at < count and not seen[op]:
         before = found[at]
-        worker, after = state.worker[instance.unit[before]], state.place[before] + 1
         at += 1
-        for arc in range(successors.start[before] - 1, successors.start[before + 1]):
-            later = successors.op[arc]
-            if arc < successors.start[before]:  # the next op of its worker
-                if after == state.size[worker]:
-                    continue
-                later = state.sequence[worker, after]
-            if timing.late[later] == tick and not state.duration[later] and not seen[later]:
-                seen[later] = 1
-                found[count] = later
+        worker, after = worker_of[unit[before]], place[before] + 1
+        arc, last = first[before], first[before + 1]
+        other = sequence[worker, after] if after < size[worker] else -1
+        while True:  # the next op of its worker, then its successors
+            if other >= 0 and late[other] == tick and duration[other] == 0 and not seen[other]:
+                seen[other] = 1
+                found[count] = other
                 count += 1
-                circle = circle or later == op
-    for number in range(1, count):
+            if arc == last:
+                break
+            other = successor[arc]
+            arc += 1
+    circle = seen[op] == 1
+    for number in range(count):
         seen[found[number]] = 0
     return circle
 

@@ -2,11 +2,11 @@
 
 from planner.search.kernel.annealing.arrays import FOREVER, Instance, Sorting, State, Timing
 from planner.search.kernel.annealing.cost import measure
-from planner.search.kernel.jit import inlined, jit
+from planner.search.kernel.jit import borrowing, inlined, jit
 from planner.search.kernel.start_times import clear_of, first_awaiting
 
 
-@jit
+@borrowing
 def _sort(instance, state, sorting):
     """Fill in `order` and `early`. False where ops wait for each other in a circle."""
     unit, successors, predecessors = instance.unit, instance.successors, instance.predecessors
