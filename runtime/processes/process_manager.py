@@ -1,12 +1,13 @@
 """The processes of a run's workers, on all nodes: starts, kills and restarts them."""
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import msgspec
 
 from runtime.errors import RunError
-from runtime.processes.fork_server import ForkServer, ForkServerError
+from runtime.processes.fork_server import KILL_SECONDS, ForkServer, ForkServerError
 from runtime.processes.worker_start import NodeSettings, WorkerSpec, process_name, worker_named
 from runtime.protocol.rendezvous import Rendezvous
 from runtime.protocol.to_coordinator import Ended
@@ -25,17 +26,21 @@ class Return(msgspec.Struct, frozen=True):
 
 
 def whole_workers(adopted: ForkServer, ranks: int) -> list[Worker]:
-    """The workers all of whose processes live, of a run whose launcher has died; those of others are killed.
+    """The workers all of whose processes live, of a run whose launcher has died; those of others are killed before.
 
     Raises ForkServerError.
     """
-    found: dict[Worker, list[str]] = {}
-    for name in adopted.names():
-        found.setdefault(worker_named(name)[0], []).append(name)
-    for names in found.values():
-        for name in names if len(names) < ranks else ():
+    deadline = time.monotonic() + KILL_SECONDS
+    while True:
+        found: dict[Worker, list[str]] = {}
+        for name in adopted.names():
+            found.setdefault(worker_named(name)[0], []).append(name)
+        left = [name for names in found.values() if len(names) < ranks for name in names]
+        if not left or time.monotonic() > deadline:
+            return [worker for worker, names in found.items() if len(names) == ranks]
+        for name in left:
             adopted.kill(name)
-    return [worker for worker, names in found.items() if len(names) == ranks]
+        adopted.poll(1.0)
 
 
 class NodeProcesses:
