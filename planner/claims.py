@@ -13,7 +13,8 @@ def proven_bound(schedule: Schedule) -> int:
 
     Of whole stages, unless the schedule cuts some. Where workers hold other layers than those of their role, all
     holdings are allowed: only work bounds the period, and the optimizer step of a layer. That of the planner counts
-    the all-reduce of a layer, too, which no file tells. CP-SAT proves more of small problems than this.
+    the all-reduce of a layer, too, and that whole layers are run, whose times no file tells. CP-SAT proves more of
+    small problems than this.
     """
     if any(seat.holds is not None for seat in schedule.seats):
         return min(schedule.times.optimizer_of_layer, default=0) + math.ceil(shared_ticks(schedule))

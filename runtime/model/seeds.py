@@ -7,8 +7,48 @@ from contextlib import contextmanager
 
 import torch
 
-GENERATORS = threading.RLock()
-"""Held while torch's default generators, which belong to the process, are seeded or may be."""
+
+class Generators:
+    """torch's default generators, which belong to the process: a lock for threads that seed them, or may.
+
+    A thread may enter it again. One that is stuck in a call, and that nobody waits for any more
+    (`runtime.replay.stuck_calls`), can lose it to the others; it then leaves without a change.
+    """
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._thread: int | None = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        with self._condition:
+            self._condition.wait_for(lambda: self._thread in (None, me))
+            self._thread = me
+            self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._condition:
+            if self.mine:
+                self._depth -= 1
+                if self._depth == 0:
+                    self.take_from(threading.get_ident())
+
+    @property
+    def mine(self) -> bool:
+        """Whether this thread has them, and has not lost them."""
+        return self._thread == threading.get_ident()
+
+    def take_from(self, thread: int) -> None:
+        """Others may have them now, if a thread has them."""
+        with self._condition:
+            if self._thread == thread:
+                self._thread, self._depth = None, 0
+                self._condition.notify_all()
+
+
+GENERATORS = Generators()
+"""Of this process."""
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -46,5 +86,6 @@ def seeding(device: torch.device | None = None) -> Iterator[Callable[[int], None
         try:
             yield seed_them
         finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+            if GENERATORS.mine:
+                for generator, state in zip(generators, states, strict=True):
+                    generator.set_state(state)

@@ -9,6 +9,7 @@ import threading
 import time
 
 from runtime.model.clipping import watches_gradients
+from runtime.model.seeds import GENERATORS
 from runtime.protocol.to_coordinator import Known, Paused, Status
 from runtime.protocol.to_worker import Acknowledged, Factor, Order, Train
 from runtime.replay.communication import CommunicationError, Communicator, Membership
@@ -127,6 +128,7 @@ class Generation:
         call = OPEN_CALLS.of(thread)
         if call is not None and time.monotonic() - self._ended_at > patience and OPEN_CALLS.abandon(thread, patience):
             self._thread = None
+            GENERATORS.take_from(thread)
             self._connections.release()
             self._communicator = None  # the thread keeps it: dropping what is stuck would not return
             self._say_paused(f"stuck while {call.what}")

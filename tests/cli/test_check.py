@@ -50,15 +50,29 @@ def test_the_bound_of_a_file_is_a_claim_that_can_be_proven(tmp_path):
         {"file": str(path), "claimed": 30.0, "proven": 30.0, "verified": True}]
 
 
-def test_the_bound_of_moved_layers_counts_the_step_of_one(tmp_path):
-    """Three workers for 96 ticks of work, each of which steps at least one of four layers, 2 ticks each."""
-    job = parse_job("pipelines = 2\nstages = 2\nmicrobatches = 4\n[time]\nforward = 2\nbackward_input = 2\n"
-                    "backward_weight = 2\noptimizer = 4\n[placement]\nlayers = [2, 2]\n")
-    plan = plan_with(PlanOptions(layers="move", method="greedy", time_limit=2), job, [Worker(0, 1)])
+def moved_bounds(layers, tmp_path):
+    """What the file of a plan claims, and what is proven from it, where one of four workers is down: the work of
+    `layers` layers, 3 ticks for each of 8 micro-batches; to step one takes 2 ticks."""
+    stages = (layers - layers // 2, layers // 2)
+    each, step = list(stages), [2 * count for count in stages]
+    job = parse_job(f"pipelines = 2\nstages = 2\nmicrobatches = 4\n[time]\nforward = {each}\nbackward_input = {each}\n"
+                    f"backward_weight = {each}\noptimizer = {step}\n[placement]\nlayers = {list(stages)}\n")
+    plan = plan_with(PlanOptions(layers="move", method="greedy", time_limit=2), job, [Worker(0, 0)])
     assert any(seat.holds for seat in plan.schedule.seats)
     write(plan.schedule, tmp_path / "s.json")
-    (bound,) = json.loads(run(tmp_path / "s.json", "--bound", "--json").stdout)["bounds"]
-    assert bound["proven"] == bound["claimed"] == 96 / 3 + 2
+    done = run(tmp_path / "s.json", "--bound", "--json")
+    (bound,) = json.loads(done.stdout)["bounds"]
+    return bound["claimed"], bound["proven"], done.exit_code
+
+
+def test_the_bound_of_moved_layers_counts_the_step_of_one(tmp_path):
+    assert moved_bounds(3, tmp_path) == (3 * 24 / 3 + 2, 3 * 24 / 3 + 2, 0)
+
+
+def test_what_a_layer_takes_is_not_in_the_file(tmp_path):
+    """32 layers of micro-batches on three workers: one runs eleven, of two layers, both of which it steps."""
+    claimed, proven, exit_code = moved_bounds(4, tmp_path)
+    assert (claimed, proven) == (3 * 11 + 2 * 2, 4 * 24 / 3 + 2) and exit_code == 1
 
 
 def test_a_false_bound_is_found_out(tmp_path):

@@ -1,19 +1,25 @@
 """A worker that is stuck in its process group for good goes on all the same."""
 
 import os
+import signal
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 from torch import nn
 
+from runtime.config import parse_run_config
 from runtime.launch import Resilience, run
 from runtime.model.gpt import GPT
+from runtime.model.gpt_parallel import ParallelGPT
+from runtime.model.worker_group import worker_group
 from runtime.processes.fork_server import ForkServer
 from runtime.protocol.failure_injection import Injection
 from runtime.replay.stuck_calls import AbandonedError, OpenCalls
 from schedules.schedule import Worker
+from tests.jobs import grid
 from tests.runtime.failing import TIMEOUT_SECONDS, WIDE, planned
 from tests.runtime.running import assert_same_numbers, judge, tiny
 
@@ -57,6 +63,57 @@ def test_a_worker_stuck_for_good_in_its_process_group_goes_on(monkeypatch, tmp_p
     (recovery,) = result.recoveries
     assert recovery.dead == (Worker(1, 1),) and recovery.live == 5
     assert_same_numbers(result, judge(config, WIDE.microbatches, 6))
+
+
+class StuckRank(ParallelGPT):
+    """A GPT in workers of two ranks, one of which never comes back from a call in its first F; then another dies."""
+
+    def build(self, layer: int) -> nn.Module:
+        from torch.distributed import ProcessGroupGloo
+
+        path, original = str(os.environ.get(FILE)), ProcessGroupGloo._reduce_scatter_base
+
+        def first(name):
+            try:
+                os.close(os.open(path + name, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                return False
+            return True
+
+        def stays(group, *arguments):
+            if first("-stuck"):
+                threading.Event().wait()
+            return original(group, *arguments)
+
+        def dies(group, *arguments):
+            if Path(path + "-stuck").exists() and first("-dead"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(group, *arguments)
+
+        forked = sys.argv[0].endswith("fork_server_process.py")
+        if forked and "_reduce_scatter_base" not in vars(ProcessGroupGloo):
+            ProcessGroupGloo._reduce_scatter_base = stays if layer == 0 else dies
+        return ParallelGPT.build(self, layer)
+
+
+def stuck_rank(config, seed, dtype, device):
+    return StuckRank(config, seed, dtype, device, worker_group())
+
+
+def test_a_rank_that_is_stuck_within_a_forward_goes_on(monkeypatch, tmp_path):
+    """It must not keep what the next order's thread needs, such as torch's random generators."""
+    monkeypatch.setenv(FILE, str(tmp_path / "one"))
+    config = parse_run_config({"blocks": 2, "width": 8, "heads": 2, "context": 8}, {
+        "batch": 1, "dtype": "float64", "device": "cpu", "iterations": 3, "tensor_parallel": 2})
+    stuck = replace(config, model=replace(config.model, name="tests.runtime.replay.test_stuck_calls:stuck_rank"))
+    job = grid(2, 2, 2, more="optimizer = 1")
+    with ForkServer() as fork_server:
+        result = run(planned(job)(()), stuck, out=tmp_path, fork_server=fork_server, resilience=Resilience(
+            scheduler=planned(job), heartbeat_timeout_seconds=TIMEOUT_SECONDS))
+    (recovery,) = result.recoveries
+    assert recovery.dead in {(Worker(0, 1),), (Worker(1, 1),)} and recovery.live == 3
+    one = replace(config, training=replace(config.training, tensor_parallel=1))
+    assert_same_numbers(result, judge(one, job.microbatches, 3))
 
 
 def test_who_comes_out_of_a_call_after_being_left_behind_is_stopped():
