@@ -8,11 +8,11 @@ import msgspec
 import typer
 
 from cli.shared.console import answer_no, completing, duration, err, near, out, print_json, refuse
-from cli.shared.inputs import is_there, parse_workers, require_writable, write_or_refuse
-from cli.shared.options import Failed, Json, OutFile
+from cli.shared.inputs import failed_workers, is_there, parse_workers, require_writable, write_or_refuse
+from cli.shared.options import Failed, FailedNode, Json, OutFile
 from cli.shared.planning import compile_planner
 from cli.shared.role_changes import role_change_lines
-from planner.job.file import JobError, parse_job
+from planner.job.file import Job, JobError, parse_job
 from planner.model.problem import NoPlanError
 from planner.options import PlanOptions
 from planner.plan import plan_only
@@ -41,8 +41,8 @@ class _Answer(msgspec.Struct, frozen=True):
     seconds: float
 
 
-def lookup(folder: Folder, failed: Failed = None, settled: Settled = False, out_file: OutFile = None,
-           json: Json = False) -> None:
+def lookup(folder: Folder, failed: Failed = None, failed_node: FailedNode = None, settled: Settled = False,
+           out_file: OutFile = None, json: Json = False) -> None:
     """Look up the schedule for the workers that are down, and say who plays which role.
 
     Failures that the table does not cover are planned on the spot, by the list schedulers.
@@ -51,6 +51,8 @@ def lookup(folder: Folder, failed: Failed = None, settled: Settled = False, out_
     require_writable(out_file)
     try:
         table = Table.load(folder if is_there(folder) else library(str(folder)) or _missing(folder))
+        if failed_node:
+            down = failed_workers(_job(table), failed, failed_node)
         answer = _look_up(table, down, settled=settled) or _plan(table, down, settled=settled)
     except TableError as error:
         refuse(error)
@@ -89,6 +91,7 @@ def _look_up(table: Table, down: tuple[Worker, ...], *, settled: bool) -> _Answe
 def _plan(table: Table, down: tuple[Worker, ...], *, settled: bool) -> _Answer:
     names = ", ".join(map(str, down)) or "no worker"
     covered = f"up to {table.index.max_failures} failures" + (" and their patterns" if table.index.exact else "")
+    covered += " and one or two nodes" if any(row.nodes for row in table.rows()) else ""
     covered += " that leave every stage a live worker" if dead_column(down, table.basis.grid) is not None else ""
     err.print(f"{names} down: not in the table, which covers {covered}; planning on the spot", style="yellow",
               markup=False, highlight=False, soft_wrap=True)
@@ -97,14 +100,21 @@ def _plan(table: Table, down: tuple[Worker, ...], *, settled: bool) -> _Answer:
     options = PlanOptions(backward=basis.backward, optimizer=basis.optimizer, method="greedy", seed=basis.seed,
                           time_limit=PLAN_SECONDS, layers="move" if settled else "fixed", slices=settled)
     try:
-        job = parse_job(table.job_text().decode(), f"{table.folder / 'job.toml'}")
         compile_planner()
-        made = plan_only(options, job, down)
-    except (JobError, UnicodeDecodeError) as error:
+        made = plan_only(options, _job(table), down)
+    except JobError as error:
         refuse(error)
     except NoPlanError as error:
         answer_no(error)
     return _Answer(None, made.schedule, time.monotonic() - began)
+
+
+def _job(table: Table) -> Job:
+    """The job that the table is of."""
+    try:
+        return parse_job(table.job_text().decode(), f"{table.folder / 'job.toml'}")
+    except (JobError, UnicodeDecodeError) as error:
+        refuse(error)
 
 
 def _report(answer: _Answer) -> dict[str, object]:

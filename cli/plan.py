@@ -9,7 +9,7 @@ import typer
 from cli.drawing.text_timeline import timeline
 from cli.shared.console import answer_no, completing, err, out, print_json, refuse, screen
 from cli.shared.inputs import (
-    parse_workers,
+    failed_workers,
     read_job_or_refuse,
     read_text_or_refuse,
     require_choice,
@@ -21,6 +21,7 @@ from cli.shared.options import (
     PLANNED,
     Backward,
     Failed,
+    FailedNode,
     JobFile,
     Json,
     MethodName,
@@ -67,10 +68,11 @@ ALONE = 0.2
 """The part of it with no failures, where there is less to compare with."""
 
 
-def plan(job: JobFile, failed: Failed = None, backward: Backward = None, optimizer: Optimizer = None,
-         method: MethodName = "cp-sat", time_limit: TimeLimit = 10.0, normalise: Normalise = False,
-         layers: LayersMode = "fixed", from_checkpoint: FromCheckpoint = False, bandwidth: Bandwidth = BANDWIDTH,
-         seed: Seed = 0, given: Given = None, out_file: OutFile = None, json: Json = False) -> None:
+def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, backward: Backward = None,
+         optimizer: Optimizer = None, method: MethodName = "cp-sat", time_limit: TimeLimit = 10.0,
+         normalise: Normalise = False, layers: LayersMode = "fixed", from_checkpoint: FromCheckpoint = False,
+         bandwidth: Bandwidth = BANDWIDTH, seed: Seed = 0, given: Given = None, out_file: OutFile = None,
+         json: Json = False) -> None:
     """Plan one schedule for a job and the workers that are down.
 
     Ctrl-C ends the search early; the best plan found until then is printed and written.
@@ -78,12 +80,12 @@ def plan(job: JobFile, failed: Failed = None, backward: Backward = None, optimiz
     began = time.monotonic()
     wanted = read_job_or_refuse(job)
     require_writable(out_file)
-    down = parse_workers(failed or [])
+    down = failed_workers(wanted, failed, failed_node)
     others: list[Alternative] = []
     again: Recomputation | None = None
     if given is not None:
-        if failed or backward or normalise or layers != "fixed":
-            refuse("--from gives the order: leave out --failed, --backward, --normalise and --layers")
+        if failed or failed_node or backward or normalise or layers != "fixed":
+            refuse("--from gives the order: leave out --failed, --failed-node, --backward, --normalise and --layers")
         made = _judge(wanted, *given, optimizer=optimizer)
     else:
         _require_one_way(normalise=normalise, layers=layers, from_checkpoint=from_checkpoint)

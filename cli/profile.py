@@ -12,6 +12,7 @@ from cli.shared.console import duration, err, out, print_json, refuse
 from cli.shared.inputs import read_job_or_refuse, require_writable, write_or_refuse
 from cli.shared.interrupts import importing
 from planner.job.file import Job, placement_table
+from planner.job.topology import topology_table
 from planner.job.writer import job_text, rounded
 
 if TYPE_CHECKING:
@@ -101,6 +102,8 @@ def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
         tables["time"]["slow"] = {str(worker): factor for worker, factor in job.time.slow}
     if laid_out := placement_table(job):
         tables["placement"] = laid_out
+    if shared := topology_table(job.nodes, job.pipelines, job.stages):
+        tables["topology"] = shared
     return tables
 
 

@@ -18,7 +18,7 @@ from cli.shared.inputs import is_there, read_job_or_refuse, require_writable, wr
 from cli.shared.interrupts import checking_interrupts
 from cli.shared.options import ANSWER, JobFile, Json
 from cli.shared.planning import chosen_recomputation, compile_planner
-from planner.fleet.availability_trace import AvailabilityTrace, fit_to_job, group_gpus
+from planner.fleet.availability_trace import AvailabilityTrace, fail_together, fit_to_job, group_gpus
 from planner.fleet.costs import Costs, costs_for
 from planner.fleet.policies import POLICIES
 from planner.fleet.policy import Cause, Policy
@@ -50,7 +50,8 @@ Preset = Annotated[str | None, typer.Option("--preset", rich_help_panel=FAILURES
     f"Failure rates to draw from where there is no trace: {', '.join(PRESETS)}. Default: {DEFAULT_PRESET}."))]
 Mtbf = Annotated[float | None, typer.Option("--mtbf", rich_help_panel=FAILURES,
                                             metavar="HOURS", min=1e-3, max=1e9, help=(
-    "Mean time between failures of one worker, in place of the preset's."))]
+    "Mean time between failures of one worker, in place of the preset's. Where the job has [topology], each takes its "
+    "whole node."))]
 Days = Annotated[float | None, typer.Option("--days", rich_help_panel=FAILURES,
                                             metavar="DAYS", min=1e-3, max=36500, help=(
     f"Length of a drawn trace. Default: {DEFAULT_DAYS:g}."))]
@@ -60,7 +61,7 @@ Seeds = Annotated[int, typer.Option("--seeds", rich_help_panel=FAILURES, metavar
     "Draw so many traces (or fit the given one to the job in so many ways), and tell the spread of the throughputs."))]
 Gpus = Annotated[int, typer.Option("--gpus-per-worker", rich_help_panel=FAILURES, metavar="N", min=1, max=4096, help=(
     "GPUs of a worker (a tensor-parallel group). Drawn failures are of single GPUs; a worker that has lost some goes "
-    "on slower or is down, by policy."))]
+    "on slower or is down, by policy. Where the job has [topology], all workers of its node are down."))]
 FailSlow = Annotated[bool, typer.Option("--fail-slow", rich_help_panel=FAILURES, help=(
     "Draw slow workers, too, at a published rate: a job that waits for the slowest takes 1.34 times as long."))]
 Tokens = Annotated[int | None, typer.Option("--tokens", rich_help_panel=ANSWER,
@@ -158,15 +159,19 @@ def _trace_maker(job: Job, path: Path | None, preset: str, mtbf: float | None, d
                  fail_slow: bool) -> Callable[[int], AvailabilityTrace]:
     """A function from a seed to a trace fitted to the job. Exits 2 where none can be made."""
     workers = job.pipelines * job.stages
+    nodes = [tuple(worker.pipeline * job.stages + worker.column for worker in node) for node in job.nodes]
     if path is not None:
         read = functools.lru_cache(maxsize=1)(lambda: _read(path, 0, gpus))
         read()
-        return lambda seed: fit_to_job(_read(path, seed, gpus) if seed else read(), workers, seed)
+        return lambda seed: fit_to_job(_read(path, seed, gpus) if seed else read(), workers, seed, nodes)
     failures = _failures(preset, mtbf, gpus)
 
     def draw(seed: int) -> AvailabilityTrace:
         try:
             drawn = draw_trace(failures, workers * gpus, days, seed, name=preset if mtbf is None else "--mtbf")
+            if nodes:
+                drawn = fail_together(drawn, [tuple(worker * gpus + gpu for worker in node for gpu in range(gpus))
+                                              for node in nodes])
             drawn = group_gpus(drawn, gpus) if gpus > 1 else drawn
             return draw_slow_workers(drawn, published_fail_slow(workers), seed) if fail_slow else drawn
         except ValueError as error:

@@ -23,6 +23,9 @@ MaxFailures = Annotated[int, typer.Option("--max-failures", rich_help_panel=PLAN
     "Schedules for each number of failures up to this."))]
 Exact = Annotated[bool, typer.Option("--exact", rich_help_panel=PLANNED, help=(
     "Also for each failure pattern of up to K failures, with which no worker has to change its role."))]
+ByNode = Annotated[bool, typer.Option("--by-node", rich_help_panel=PLANNED, help=(
+    "Also for each one and each two nodes (machines) that are lost, with all of their workers by [topology] of the job "
+    "file; with these, no worker has to change its role."))]
 Jobs = Annotated[int | None, typer.Option("--jobs", rich_help_panel=SEARCH, metavar="N", min=1, max=1024, help=(
     "Processes to plan in. Default: one for each core."))]
 TimeLimit = Annotated[float, typer.Option("--time-limit", rich_help_panel=SEARCH,
@@ -31,8 +34,8 @@ TimeLimit = Annotated[float, typer.Option("--time-limit", rich_help_panel=SEARCH
 OutFolder = Annotated[Path, typer.Option("--out", rich_help_panel=ANSWER, metavar="DIR", help="The table's folder.")]
 
 
-def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact: Exact = False, jobs: Jobs = None,
-          backward: Backward = None, optimizer: Optimizer = None, method: MethodName = "cp-sat",
+def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact: Exact = False, by_node: ByNode = False,
+          jobs: Jobs = None, backward: Backward = None, optimizer: Optimizer = None, method: MethodName = "cp-sat",
           time_limit: TimeLimit = 5.0, seed: Seed = 0, json: Json = False) -> None:
     """Plan a table of schedules: two for every number of failures.
 
@@ -52,7 +55,7 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
         compile_planner()
         with _progress() as tell:
             built = build_table(read, text.encode(), out_folder, options, max_failures=max_failures, exact=exact,
-                                jobs=jobs or os.cpu_count() or 1, progress=tell)
+                                by_node=by_node, jobs=jobs or os.cpu_count() or 1, progress=tell)
     except (JobError, TableError) as error:
         refuse(error)
     except OSError as error:

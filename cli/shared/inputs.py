@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cli.shared.console import near, refuse
 from planner.job.file import Job, JobError, read_job
+from planner.job.topology import workers_of_nodes
 from schedules.codec import ScheduleError, read
 from schedules.files import read_at_most, write_atomically
 from schedules.schedule import Schedule, Worker
@@ -17,6 +18,15 @@ def parse_workers(texts: list[str]) -> tuple[Worker, ...]:
     try:
         return tuple(sorted({Worker.parse(text) for text in texts}))
     except ValueError as error:
+        refuse(error)
+
+
+def failed_workers(job: Job, workers: list[str] | None, nodes: list[int] | None) -> tuple[Worker, ...]:
+    """Workers given as --failed options, and those of the nodes of --failed-node; sorted, each once."""
+    try:
+        of_nodes = workers_of_nodes(job.nodes, nodes or [], "--failed-node")
+        return tuple(sorted({*parse_workers(workers or []), *of_nodes}))
+    except JobError as error:
         refuse(error)
 
 

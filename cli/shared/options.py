@@ -16,6 +16,9 @@ ScheduleFile = Annotated[Path, typer.Argument(metavar="FILE", help=(
 ScheduleFiles = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Schedule files.")]
 Failed = Annotated[list[str] | None, typer.Option("--failed", rich_help_panel=PLANNED, metavar="D.S", help=(
     "A worker that is down, as PIPELINE.STAGE; may be repeated."))]
+FailedNode = Annotated[list[int] | None, typer.Option("--failed-node", rich_help_panel=PLANNED,
+                                                        metavar="N", min=0, help=(
+    "A node (machine) that is down, with all of its workers by [topology] of the job file, from 0; may be repeated."))]
 Backward = Annotated[str | None, typer.Option("--backward", rich_help_panel=PLANNED, metavar="split|fused",
                                               autocompletion=completing("split", "fused"), help=(
     "split: gradients of the weights are computed by ops of their own, which fill bubbles; fused: together with the "

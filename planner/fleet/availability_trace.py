@@ -8,7 +8,7 @@ some of them: whether it goes on with the others, slower, is for the policy to s
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TypeVar
 
@@ -167,24 +167,54 @@ def group_gpus(trace: AvailabilityTrace, gpus: int) -> AvailabilityTrace:
         changes=tuple(change for change in changes if change.removed or change.added or change.gpus))
 
 
-def fit_to_job(trace: AvailabilityTrace, workers: int, seed: int = 0) -> AvailabilityTrace:
+def fail_together(trace: AvailabilityTrace, nodes: Sequence[tuple[int, ...]]) -> AvailabilityTrace:
+    """The trace where the places of a node are there only while all of them are: a failure of one takes the others.
+
+    `nodes`: the places of each node; each place of the trace once.
+    """
+    node_of = {place: number for number, places in enumerate(nodes) for place in places}
+    missing = [len(places) for places in nodes]
+    for place in trace.live:
+        missing[node_of[place]] -= 1
+    live = tuple(place for place in range(trace.places) if not missing[node_of[place]])
+    changes = []
+    for change in trace.changes:
+        before = {node_of[place]: missing[node_of[place]] for place in (*change.removed, *change.added)}
+        for places, step in ((change.removed, 1), (change.added, -1)):
+            for place in places:
+                missing[node_of[place]] += step
+        removed, added = (tuple(sorted(place for number in before for place in nodes[number]
+                                       if bool(before[number]) == was and bool(missing[number]) != was))
+                          for was in (False, True))
+        changes.append(msgspec.structs.replace(change, removed=removed, added=added))
+    return msgspec.structs.replace(
+        trace, live=live, notes=(*trace.notes, f"{len(nodes)} nodes: all of a node is down while a part of it is"),
+        changes=tuple(one for one in changes if one.removed or one.added or one.slowed or one.gpus))
+
+
+def fit_to_job(trace: AvailabilityTrace, workers: int, seed: int = 0,
+               nodes: Sequence[tuple[int, ...]] = ()) -> AvailabilityTrace:
     """The trace for a job of so many workers, with places 0 to workers - 1.
 
-    A job smaller than the fleet gets places drawn at random. So it sees the fleet's failure rate per machine, and the
-    same share of machines alive. For a job larger than the fleet, each place of the trace stands for several
-    neighbouring workers, which fail together. Raises ValueError for a trace without places.
+    A place of the given trace is a worker; with `nodes`, the workers of each node, it is a node, whose workers come and
+    go together. A job smaller than the fleet gets places drawn at random. So it sees the fleet's failure rate per
+    machine, and the same share of machines alive. For a job larger than the fleet, each place of the trace stands for
+    several neighbouring workers or nodes, which fail together. Raises ValueError for a trace without places.
     """
     if trace.places < 1 or workers < 1:
         raise ValueError(f"a trace of {trace.places} places cannot be fitted to {workers} workers")
-    if workers == trace.places:
+    units = nodes or tuple((worker,) for worker in range(workers))
+    if len(units) == trace.places and not nodes:
         return trace
-    if workers < trace.places:
-        chosen = sorted(random.Random(seed).sample(range(trace.places), workers))
-        members: dict[int, tuple[int, ...]] = {place: (index,) for index, place in enumerate(chosen)}
-        note = f"the job's {workers} workers are drawn at random from the trace's {trace.places} places"
+    if len(units) < trace.places:
+        chosen = sorted(random.Random(seed).sample(range(trace.places), len(units)))
+        members = {place: units[index] for index, place in enumerate(chosen)}
+        note = (f"the job's {len(units)} {'nodes' if nodes else 'workers'} are drawn at random from the trace's "
+                f"{trace.places} places")
     else:
-        edges = [workers * place // trace.places for place in range(trace.places + 1)]
-        members = {place: tuple(range(edges[place], edges[place + 1])) for place in range(trace.places)}
+        edges = [len(units) * place // trace.places for place in range(trace.places + 1)]
+        members = {place: tuple(worker for unit in units[edges[place]:edges[place + 1]] for worker in unit)
+                   for place in range(trace.places)}
         note = f"each of the trace's {trace.places} places stands for {workers / trace.places:.3g} workers"
 
     def renamed(places: tuple[int, ...]) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import msgspec
 from planner.job.megatron import layout_counts
 from planner.job.toml_table import JobError as JobError
 from planner.job.toml_table import TomlTable, count, number, shortened
+from planner.job.topology import Nodes, read_nodes, require_in_grid
 from schedules.codec import MAX_MICROBATCHES, MAX_WORKERS
 from schedules.files import read_at_most
 from schedules.schedule import Worker
@@ -87,6 +88,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Model layers of each virtual stage, where the job says so."""
     layer_values: LayerValues | None = None
     """The `[layers]` table."""
+    nodes: Nodes = ()
+    """The workers that share a node, and so fail together. Empty where the job does not say."""
     model: Mapping[str, Any] = {}
     """The `[model]` table, unchecked; the runtime reads it."""
     training: Mapping[str, Any] = {}
@@ -138,13 +141,15 @@ def _job(table: TomlTable) -> Job:
     layer_values = None
     if table.has("layers"):
         layer_values = _layer_values(table.table("layers"), virtual if layers is None else sum(layers[:virtual]))
+    nodes = read_nodes(table.table("topology"), pipelines, stages) if table.known("topology") else ()
     model, training = table.take("model", {}), table.take("training", {})
     for key, value in (("model", model), ("training", training)):
         if not isinstance(value, dict):
             raise JobError(f"{key} is {shortened(value)}; expected a table")
     table.finish()
     return Job(name=name, pipelines=pipelines, stages=stages, microbatches=microbatches, time=time, memory=memory,
-               columns=columns, chains=chains, layers=layers, layer_values=layer_values, model=model, training=training)
+               columns=columns, chains=chains, layers=layers, layer_values=layer_values, nodes=nodes, model=model,
+               training=training)
 
 
 _ORDERED: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {
@@ -274,13 +279,6 @@ def _layer_values(table: TomlTable, layers: int) -> LayerValues:
     values = {key: table.numbers(key, layers, "layer") for key in LayerValues.__struct_fields__ if table.known(key)}
     table.finish()
     return LayerValues(**values)
-
-
-def require_in_grid(name: str, worker: Worker, pipelines: int, stages: int) -> None:
-    """Raise JobError unless the job has this worker."""
-    if worker.pipeline >= pipelines or worker.column >= stages:
-        raise JobError(f"{name}: the job has no worker {worker}; expected pipeline 0 to {pipelines - 1} and stage 0 to "
-                       f"{stages - 1}")
 
 
 def require_known(failed: Sequence[Worker], job: Job) -> None:

@@ -83,7 +83,7 @@ class TomlTable:
         """Refuse keys that were not taken. Raises JobError that names the nearest known key."""
         for key in self._left:
             near = difflib.get_close_matches(key, self._known, 1)
-            hint = f"did you mean {self.path(near[0])!r}?" if near else f"known: {', '.join(sorted(self._known))}"
+            hint = f"did you mean {self.path(near[0])!r}?" if near else f"known: {', '.join(sorted(set(self._known)))}"
             raise JobError(f"unknown key {self.path(key)!r}; {hint}")
 
 

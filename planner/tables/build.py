@@ -1,5 +1,5 @@
-"""Builds tables: for every number of failures, optionally for every failure pattern, a schedule that runs at once and a
-settled one, for which layers may have moved.
+"""Builds tables: for every number of failures, optionally for every failure pattern and every one or two nodes lost, a
+schedule that runs at once and a settled one, for which layers may have moved.
 
 Entries are planned in parallel processes, the most expensive first. Only the parent writes (`planner.tables.folder`).
 It writes all entries in the order of their keys, so the table does not depend on which process finished first.
@@ -7,7 +7,9 @@ It writes all entries in the order of their keys, so the table does not depend o
 
 import math
 import time
+from collections.abc import Iterator
 from contextlib import closing
+from itertools import chain, combinations
 from pathlib import Path
 
 import msgspec
@@ -27,8 +29,10 @@ from planner.transition import transition
 from schedules.schedule import Schedule, Worker
 from schedules.tables.file import Basis, Index, TableError
 from schedules.tables.pattern import (
+    Pattern,
     count_key,
     pattern_key,
+    pattern_of,
     patterns,
     pipeline_classes,
     representative,
@@ -47,6 +51,8 @@ class EntryTask(msgspec.Struct, frozen=True):
     """The roles that are down, for a failure pattern."""
     settled: bool = False
     """Whether layers may move."""
+    nodes: tuple[tuple[int, ...], ...] = ()
+    """Each set of nodes whose loss has this failure pattern, in a table by node."""
 
     def __str__(self) -> str:
         return f"entry {self.key}"
@@ -74,7 +80,7 @@ class BuiltTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *, max_failures: int,
-                exact: bool = False, settled: bool = True, jobs: int = 1,
+                exact: bool = False, by_node: bool = False, settled: bool = True, jobs: int = 1,
                 progress: CountCallback = lambda _done, _total: None) -> BuiltTable:
     """Plan the entries that are missing and write the table. `job_text` is the job file; the table keeps a copy.
 
@@ -85,10 +91,11 @@ def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *
     """
     began = time.monotonic()
     basis = basis_of(job, options)
-    tasks = all_tasks(job, max_failures, exact=exact, settled=settled)
+    tasks = all_tasks(job, max_failures, exact=exact, by_node=by_node, settled=settled)
+    nodes = {task.key: task.nodes for task in tasks if task.nodes}
     keys = [task.key for task in tasks]
     table_folder = TableFolder(folder, basis)
-    index = table_folder.published(keys)
+    index = table_folder.published(keys, nodes)
     missing: list[EntryTask] = []
     if index is None:
         finished = table_folder.reopen()
@@ -105,7 +112,8 @@ def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *
         counts = [task.key for task in tasks if task.failed is None]
         for part in improved(table_folder.parts(counts), max_failures).values():
             table_folder.add(part)
-        index = table_folder.publish(keys, job_text, max_failures=max_failures, exact=exact, settled=settled)
+        index = table_folder.publish(keys, job_text, max_failures=max_failures, exact=exact, settled=settled,
+                                     nodes=nodes)
     return BuiltTable(index=index, planned=len(missing), seconds=time.monotonic() - began, bytes=table_folder.size())
 
 
@@ -117,28 +125,58 @@ def basis_of(job: Job, options: PlanOptions) -> Basis:
                  time_limit=float(options.time_limit), seed=options.seed)
 
 
-def all_tasks(job: Job, max_failures: int, *, exact: bool, settled: bool = False) -> list[EntryTask]:
-    """All entries of a table in its order: counts, then patterns by number of failures, then the settled ones of all.
+def all_tasks(job: Job, max_failures: int, *, exact: bool, by_node: bool = False,
+              settled: bool = False) -> list[EntryTask]:
+    """All entries of a table in its order: counts, then patterns by number of failures, then those of nodes that are no
+    such pattern, then the settled ones of all.
 
-    Raises TableError for more failures than workers, or too many patterns.
+    Raises TableError for more failures than workers, too many patterns, or a job that does not say what its nodes are.
     """
     workers = job.pipelines * job.stages
     if max_failures > workers:
         raise TableError(f"--max-failures {max_failures}: the job has only {workers} workers")
-    tasks = [EntryTask(count_key(failures), failures) for failures in range(max_failures + 1)]
+    tasks = {count_key(failures): EntryTask(count_key(failures), failures) for failures in range(max_failures + 1)}
     if exact:
-        _require_few(job, max_failures)
-        problem = build_problem(job)
-        classes = pipeline_classes(problem.grid, problem.times)
-        for failures in range(1, max_failures + 1):
-            for pattern in patterns(failures, job.stages, classes):
-                tasks.append(EntryTask(pattern_key(pattern, classes), failures, representative(pattern, classes)))
-                if len(tasks) > MAX_ENTRIES:
-                    raise _too_many(max_failures)
-    if settled:
-        tasks += [msgspec.structs.replace(task, key=settled_key(task.key), settled=True)
-                  for task in tasks if task.failures]
-    return tasks
+        tasks |= {task.key: task for task in _pattern_tasks(job, max_failures)}
+    if by_node:
+        for task in _node_tasks(job):
+            tasks[task.key] = task  # where the pattern is there already, its place stays
+    settling = [msgspec.structs.replace(task, key=settled_key(task.key), settled=True)
+                for task in tasks.values() if task.failures and settled]
+    return [*tasks.values(), *settling]
+
+
+def _pattern_tasks(job: Job, max_failures: int) -> Iterator[EntryTask]:
+    """The patterns of up to so many failures. Raises TableError for too many."""
+    _require_few(job, max_failures)
+    problem = build_problem(job)
+    classes = pipeline_classes(problem.grid, problem.times)
+    found = (EntryTask(pattern_key(pattern, classes), failures, representative(pattern, classes))
+             for failures in range(1, max_failures + 1) for pattern in patterns(failures, job.stages, classes))
+    for number, task in enumerate(found, max_failures + 2):
+        if number > MAX_ENTRIES:
+            raise _too_many(max_failures)
+        yield task
+
+
+def _node_tasks(job: Job) -> Iterator[EntryTask]:
+    """The patterns of one and of two nodes lost, each once. Raises TableError where nodes are unknown or too many."""
+    if not job.nodes:
+        raise TableError("--by-node: the job file does not say which workers share a node; add [topology] "
+                         "workers_per_node = N")
+    sets = len(job.nodes) + math.comb(len(job.nodes), 2)
+    if sets > MAX_ENTRIES:
+        raise TableError(f"--by-node: one or two of {len(job.nodes)} nodes are lost in {sets} ways; expected at most "
+                         f"{MAX_ENTRIES}: leave out --by-node, or let [topology] have more workers a node")
+    problem = build_problem(job)
+    classes = pipeline_classes(problem.grid, problem.times)
+    lost: dict[Pattern, list[tuple[int, ...]]] = {}
+    for chosen in chain(*(combinations(range(len(job.nodes)), count) for count in (1, 2))):
+        pattern = pattern_of((worker for number in chosen for worker in job.nodes[number]), classes)
+        lost.setdefault(pattern, []).append(chosen)
+    for pattern, nodes in lost.items():
+        failed = representative(pattern, classes)
+        yield EntryTask(pattern_key(pattern, classes), len(failed), failed, nodes=tuple(nodes))
 
 
 def _require_few(job: Job, max_failures: int) -> None:

@@ -5,7 +5,7 @@ killed goes on where it stopped, and a part of another job or of other options i
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -42,6 +42,9 @@ from schedules.tables.file import (
 from schedules.tables.table import Table
 
 PARTS = "parts"
+NodesOfEntry = Mapping[str, tuple[tuple[int, ...], ...]]
+"""The sets of nodes whose loss an entry is for, by its key."""
+NO_NODES: NodesOfEntry = {}
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -107,9 +110,10 @@ class TableFolder:
             self._table = Table.load(path)
         self._finished = {self._read_part(part).entry.key for part in self._parts()}
 
-    def published(self, keys: Sequence[str]) -> Index | None:
-        """The index of the finished table, if it has exactly these entries."""
-        if self._table is None or [row.key for row in self._table.rows()] != list(keys):
+    def published(self, keys: Sequence[str], nodes: NodesOfEntry = NO_NODES) -> Index | None:
+        """The index of the finished table, if it has exactly these entries, for these nodes."""
+        wanted = [(key, nodes.get(key, ())) for key in keys]
+        if self._table is None or [(row.key, row.nodes) for row in self._table.rows()] != wanted:
             return None
         return self._table.index
 
@@ -134,7 +138,7 @@ class TableFolder:
         return {key: self._read_part(self._part_path(key)) for key in keys}
 
     def publish(self, keys: Sequence[str], job_text: bytes, *, max_failures: int, exact: bool,
-                settled: bool = False) -> Index:
+                settled: bool = False, nodes: NodesOfEntry = NO_NODES) -> Index:
         """Write the table of these keys in this order. All are finished, and the first one is fault-free.
 
         The index is written last: until then the folder holds no table for a reader. Raises OSError, TableError.
@@ -146,7 +150,7 @@ class TableFolder:
         for key in keys:
             part = self._read_part(self._part_path(key))
             fault_free = fault_free or part.entry.period_ticks * part.entry.tick_seconds(part.basis)
-            row = _row(part, fault_free)
+            row = msgspec.structs.replace(_row(part, fault_free), nodes=nodes.get(key, ()))
             if part.reason is None:
                 files[entry_file(key)] = data = encode_document(_document(part, numbers))
                 row = msgspec.structs.replace(row, sha256=digest(data))

@@ -1,6 +1,6 @@
 """The index of a table of schedules as text for a reader."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from schedules.tables.file import Index, Row
 from schedules.tables.pattern import settled_key
@@ -8,14 +8,18 @@ from schedules.tables.pattern import settled_key
 HEAD = ("failures", "period s", "throughput", "fault-scaled", "gap", "status", "roles down", "key")
 SETTLED = ("settled s", "throughput", "GB to move", "s to move")
 """Further columns, after the period and the throughput, where the table has settled entries."""
-LEFT = ("status", "roles down", "key")
+NODES = "nodes down"
+"""The column before the key where the table is by node."""
+LEFT = ("status", "roles down", NODES, "key")
 
 
 def index_markdown(index: Index) -> str:
     """The index as a Markdown table with aligned columns, and a line that explains it."""
     rows = {row.key: row for row in index.entries}
-    head = (*HEAD[:3], *SETTLED, *HEAD[3:]) if index.settled else HEAD
-    lines = [head, *(_cells(row, rows, index) for row in index.entries if not row.key.startswith(settled_key("")))]
+    by_node = any(row.nodes for row in index.entries)
+    head = (*HEAD[:3], *(SETTLED if index.settled else ()), *HEAD[3:-1], *((NODES,) if by_node else ()), HEAD[-1])
+    lines = [head, *(_cells(row, rows, by_node=by_node, settled=index.settled) for row in index.entries
+                     if not row.key.startswith(settled_key("")))]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     text = ["| " + " | ".join(cell.ljust(width) if name in LEFT else cell.rjust(width)
                               for name, cell, width in zip(head, line, widths, strict=True)) + " |" for line in lines]
@@ -30,17 +34,25 @@ def index_markdown(index: Index) -> str:
     if index.settled:
         about += (" Settled: with layers moved, which runs when they have\ncome; what moves is where the roles of that "
                   "entry, in index.json, are down; s to move at 12.5 GB/s a\nworker.")
+    if by_node:
+        about += ("\nNodes (machines) are numbered from 0, as [topology] of the job file has them; 0+1: both are lost.")
     return "\n".join([title, "", about, "", text[0], rule, *text[1:]]) + "\n"
 
 
-def _cells(row: Row, rows: Mapping[str, Row], index: Index) -> tuple[str, ...]:
-    roles = " ".join(map(str, row.failed)) or "-"
-    roles = roles if len(roles) <= 60 else roles[:roles.rindex(" ", 0, 57)] + " ..."
-    settled = _settled(rows.get(settled_key(row.key))) if index.settled else ()
+def _cells(row: Row, rows: Mapping[str, Row], *, by_node: bool, settled: bool) -> tuple[str, ...]:
+    nodes = (_shortened("+".join(map(str, chosen)) for chosen in row.nodes),) if by_node else ()
+    last = (_shortened(map(str, row.failed)), *nodes, row.key)
+    answer = _settled(rows.get(settled_key(row.key))) if settled else ()
     if row.period is None or row.throughput is None or row.fault_scaled is None or row.gap is None:
-        return (str(row.failures), "-", "-", *settled, "-", "-", f"no plan: {row.reason}", roles, row.key)
-    return (str(row.failures), f"{row.period:.6g}", f"{row.throughput:.2%}", *settled, f"{row.fault_scaled:.2%}",
-            f"{row.gap:.2%}", row.status, roles, row.key)
+        return (str(row.failures), "-", "-", *answer, "-", "-", f"no plan: {row.reason}", *last)
+    return (str(row.failures), f"{row.period:.6g}", f"{row.throughput:.2%}", *answer, f"{row.fault_scaled:.2%}",
+            f"{row.gap:.2%}", row.status, *last)
+
+
+def _shortened(names: Iterable[str]) -> str:
+    """The names in a row, 60 characters at most."""
+    text = " ".join(names) or "-"
+    return text if len(text) <= 60 else text[:text.rindex(" ", 0, 57)] + " ..."
 
 
 def _settled(row: Row | None) -> tuple[str, ...]:

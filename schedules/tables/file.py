@@ -107,6 +107,8 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     fault_scaled: float | None = None
     """Live workers / all workers."""
     reason: str | None = None
+    nodes: tuple[tuple[int, ...], ...] = ()
+    """Each set of nodes (machines) whose loss the entry is for, in a table by node."""
     layers_moved: int | None = None
     """Of a settled entry: copies of layers that workers load, for these roles."""
     bytes_moved: float | None = None

@@ -55,6 +55,19 @@ def test_what_is_not_in_the_table_is_planned_on_the_spot(table, tmp_path):
     assert check(read(out)) == [] and len(read(out).failed) == 3
 
 
+def test_lost_nodes_are_looked_up_by_number(tmp_path):
+    (tmp_path / "job.toml").write_text(JOB + "[topology]\nworkers_per_node = 2\n")
+    out = tmp_path / "table"
+    result = slipstream("table", tmp_path / "job.toml", "--max-failures", "1", "--by-node", "--method", "greedy",
+                        "--jobs", "1", "--out", out)
+    assert result.exit_code == 0 and "nodes down" in result.stdout
+    answers = [json.loads(slipstream("lookup", out, *down, "--json").stdout) for down in (
+        ["--failed-node", "1"], ["--failed", "1.0", "--failed", "1.1"], ["--failed-node", "0", "--failed-node", "2"])]
+    assert [answer["key"] for answer in answers] == ["pattern-0,1", "pattern-0,1", "pattern-0,1+0,1"]
+    refused = slipstream("lookup", out, "--failed-node", "3")
+    assert refused.exit_code == 2 and "--failed-node 3: expected a node of the job, 0 to 2" in refused.stderr
+
+
 def test_a_dead_stage_exits_1(table):
     failed = [option for worker in ("0.0", "1.0", "2.0") for option in ("--failed", worker)]
     result = slipstream("lookup", table, *failed)

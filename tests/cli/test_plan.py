@@ -73,6 +73,7 @@ def test_methods_and_modes(job):
     (["--backward", "both"], "--backward both: expected split or fused"),
     (["--optimizer", "lazy"], "--optimizer lazy: expected staggered or synchronous"),
     (["--method", "magic"], "--method magic: expected cp-sat or greedy or 1f1b"),
+    (["--failed-node", "0"], "--failed-node: the job file does not say which workers share a node; add [topology]"),
     (["--out", "/dev/null/s.json"], "/dev/null/s.json: cannot be written"),
     (["--time-limit", "-1"], "--time-limit"),
     (["--layers", "moves"], "--layers moves: expected fixed or move; did you mean 'move'?"),
@@ -83,6 +84,16 @@ def test_methods_and_modes(job):
 def test_bad_options_exit_2(job, arguments, says):
     result = slipstream("plan", job, *arguments)
     assert result.exit_code == 2 and says in result.stderr and "Traceback" not in result.stderr
+
+
+def test_all_workers_of_a_failed_node_are_down(tmp_path):
+    path, out = tmp_path / "job.toml", tmp_path / "plan.json"
+    path.write_text(JOB + "[topology]\nworkers_per_node = 2\n")
+    arguments = ("plan", path, "--method", "greedy", "--failed", "0.0", "--failed-node", "5", "--failed-node", "2")
+    assert slipstream(*arguments, "--out", out).exit_code == 0
+    assert list(map(str, read(out).failed)) == ["0.0", "1.0", "1.1", "2.2", "2.3"]
+    result = slipstream("plan", path, "--failed-node", "6")
+    assert result.exit_code == 2 and "--failed-node 6: expected a node of the job, 0 to 5" in result.stderr
 
 
 def test_a_bad_job_exits_2_in_one_line(tmp_path):

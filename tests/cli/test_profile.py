@@ -128,6 +128,12 @@ def test_slow_workers_stay_slow() -> None:
     assert parse_job(job_text(job_tables(job, measured(job)), {})).time.slow == job.time.slow
 
 
+@pytest.mark.parametrize("topology", ["workers_per_node = 3", 'node = [["0.1", "1.0"], ["0.0", "1.1"]]'])
+def test_the_nodes_are_kept(topology) -> None:
+    job = parse_job(JOB.replace("[placement]", f"[topology]\n{topology}\n[placement]"))
+    assert job.nodes and parse_job(job_text(job_tables(job, measured(job)), {})).nodes == job.nodes
+
+
 def require_sense(job: Job) -> None:
     time, memory = job.time, job.memory
     assert memory is not None

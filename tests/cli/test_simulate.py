@@ -171,6 +171,17 @@ def test_slow_workers_and_lost_gpus_in_a_trace(job, tmp_path):
     assert answer["policies"]["recycle"] < answer["policies"]["slipstream"]
 
 
+def test_workers_of_a_node_fail_together(job, tmp_path):
+    job.write_text(JOB + "[topology]\nworkers_per_node = 3\n")
+    (tmp_path / "events.csv").write_text("0,add,a\n0,add,b\n60000,remove,b\n1800000,add,b\n3600000,slow,a,1\n")
+    arguments = ("simulate", job, "--json", "--policy", "recycle", "--policy", "fault-scaled")
+    recorded = json.loads(slipstream(*arguments, "--trace", "events.csv").stdout)["trace"]
+    assert (recorded["workers"], recorded["removals"]) == (6, 3)
+    drawn = json.loads(slipstream(*arguments, "--mtbf", "20", "--days", "2", "--gpus-per-worker", "2").stdout)["trace"]
+    assert drawn["removals"] % 3 == 0 < drawn["removals"] and drawn["partial_losses"] == 0
+    assert "2 nodes: all of a node is down while a part of it is" in drawn["notes"]
+
+
 def test_slow_workers_are_drawn(job):
     arguments = ("simulate", job, "--mtbf", "20", "--days", "2", "--json", "--policy", "slipstream", "--policy",
                  "recycle")

@@ -3,8 +3,10 @@
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from planner.fleet.availability_trace import AvailabilityTrace, Change, fit_to_job, group_gpus
+from planner.fleet.availability_trace import AvailabilityTrace, Change, fail_together, fit_to_job, group_gpus
 from planner.fleet.synthetic_trace import (
     PRESETS,
     FailSlowRates,
@@ -196,6 +198,46 @@ def test_in_a_large_job_a_place_stands_for_several_workers():
     large = fit_to_job(parse_availability_trace(EVENTS), 7)
     assert large.live == tuple(range(7))
     assert [change.removed for change in large.changes] == [(0, 1, 2, 3), (), (4, 5, 6)]
+
+
+def test_a_place_is_a_node_where_the_job_has_nodes():
+    nodes = ((0, 3), (1,), (2, 4))
+    fitted = fit_to_job(parse_availability_trace(EVENTS), 5, nodes=nodes)
+    assert (fitted.places, fitted.live) == (5, (0, 1, 2, 3, 4))
+    assert fitted.changes == (
+        Change(60.0, removed=(0, 1, 3)), Change(90.0, added=(0, 3)), Change(120.0, removed=(2, 4)))
+    small = fit_to_job(parse_availability_trace(EVENTS), 4, nodes=((0, 1), (2, 3)))
+    assert all(set(change.removed) | set(change.added) <= {0, 1, 2, 3} for change in small.changes)
+    assert small.notes == ("the job's 2 nodes are drawn at random from the trace's 3 places",)
+    large = fit_to_job(parse_availability_trace(EVENTS), 12, nodes=tuple((n, n + 6) for n in range(6)))
+    assert large.changes[0].removed == (0, 1, 2, 3, 6, 7, 8, 9)
+
+
+def test_a_node_is_there_while_all_of_it_is():
+    gpus = AvailabilityTrace(name="gpus", places=6, live=(0, 1, 2, 3, 4), length_seconds=10.0, changes=(
+        Change(1.0, removed=(1,)), Change(2.0, removed=(4,)), Change(3.0, added=(1, 5), removed=(2,)),
+        Change(4.0, added=(4,)), Change(5.0, added=(2,)), Change(6.0, removed=(0, 1))))
+    together = fail_together(gpus, ((0, 4), (1, 2), (3,), (5,)))
+    assert together.live == (0, 1, 2, 3, 4)
+    assert together.changes == (
+        Change(1.0, removed=(1, 2)), Change(2.0, removed=(0, 4)), Change(3.0, added=(5,)), Change(4.0, added=(0, 4)),
+        Change(5.0, added=(1, 2)), Change(6.0, removed=(0, 1, 2, 4)))
+
+
+@given(seed=st.integers(0, 2**16), size=st.sampled_from([1, 2, 3, 4, 6, 12]))
+def test_nodes_of_drawn_failures_are_whole_or_down(seed, size):
+    drawn = draw_trace(FailureRates(machine_mtbf_hours=30, node_size=3, node_mtbf_hours=200), 12, 2, seed)
+    nodes = tuple(tuple(range(first, first + size)) for first in range(0, 12, size))
+    together = fail_together(drawn, nodes)
+    live, single, changes = set(together.live), set(drawn.live), {one.seconds: one for one in together.changes}
+    for change in drawn.changes:
+        single = single - set(change.removed) | set(change.added)
+        if change.seconds in changes:
+            one = changes[change.seconds]
+            assert set(one.removed) <= live and not set(one.added) & live
+            live = live - set(one.removed) | set(one.added)
+        assert live == {place for node in nodes if set(node) <= single for place in node}
+    assert size > 1 or together.changes == drawn.changes
 
 
 def test_failures_come_at_the_rate_asked_for():

@@ -202,6 +202,63 @@ def test_too_many_patterns_are_refused_at_once():
         all_tasks(parse_job(JOB.decode()), 5, exact=False)
 
 
+THREE = JOB[:JOB.index(b"[memory]")].replace(b"pipelines = 2", b"pipelines = 3")
+CROSSED = b'[topology]\nnode = [["0.0", "1.1"], ["0.1", "2.0"], ["1.0", "2.1"]]\n'
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_one_and_two_nodes_lost_are_found_and_equal_ones_planned_once(tmp_path, exact):
+    text = THREE + CROSSED
+    built = build(tmp_path, text=text, max_failures=2, by_node=True, exact=exact)
+    table = Table.load(tmp_path)
+    nodes, classes = parse_job(text.decode()).nodes, pipeline_classes(table.basis.grid, table.basis.times)
+    of_nodes = {row.key: row.nodes for row in built.index.entries if row.nodes}
+    assert of_nodes == {f"{settled}pattern-{key}": sets for settled in ("", "settled-") for key, sets in (
+        ("0+1", ((0,), (1,), (2,))), ("0+0,1+1", ((0, 1), (0, 2), (1, 2))))}
+    for lost in (1, 2):
+        for chosen in combinations(range(3), lost):
+            down = {worker for number in chosen for worker in nodes[number]}
+            key = pattern_key(pattern_of(down, classes), classes)
+            assert chosen in of_nodes[key]
+            found = table.lookup(down)
+            assert found is not None and check(found.schedule) == [] and set(found.schedule.failed) == down
+            assert found.schedule.period_ticks <= table.entry(key).period_ticks
+            if lost == 2:  # more failures than are planned by their number: only by node
+                assert found.key == key and not found.moves
+                settled = table.lookup(down, settled=True)
+                assert settled is not None and settled.schedule.period_ticks <= found.schedule.period_ticks
+    lines = (tmp_path / "index.md").read_text().splitlines()
+    cells = {line.split("|")[-2].strip(): line.split("|")[-3].strip() for line in lines if line.startswith("| ")}
+    assert cells["key"] == "nodes down" and cells["count-1"] == "-"
+    assert (cells["pattern-0+1"], cells["pattern-0+0,1+1"]) == ("0 1 2", "0+1 0+2 1+2")
+
+
+def test_a_table_by_node_is_added_to_one_without_and_taken_back(tmp_path):
+    text = THREE + CROSSED
+    before = build(tmp_path, text=text, exact=True)
+    plain = contents(tmp_path)
+    with_nodes = build(tmp_path, text=text, exact=True, by_node=True)
+    assert with_nodes.planned == 2, "two nodes lost, at once and settled; one node is a pattern of two failures"
+    assert build(tmp_path, text=text, exact=True, by_node=True).planned == 0
+    assert len(with_nodes.index.entries) == len(before.index.entries) + 2
+    assert build(tmp_path, text=text, exact=True).planned == 0 and contents(tmp_path) == plain
+
+
+def test_nodes_that_hold_all_of_a_stage_have_no_plan(tmp_path):
+    text = JOB + b'[topology]\nnode = [["0.0", "1.0"], ["0.1", "1.1"]]\n'
+    built = build(tmp_path, text=text, max_failures=0, by_node=True, settled=False)
+    rows = {row.nodes: row for row in built.index.entries if row.nodes}
+    assert set(rows) == {((0,),), ((1,),), ((0, 1),)} and all(row.reason for row in rows.values())
+
+
+def test_what_cannot_be_planned_by_node_is_refused_at_once():
+    with pytest.raises(TableError, match="--by-node: the job file does not say which workers share a node; add "):
+        all_tasks(parse_job(JOB.decode()), 1, exact=False, by_node=True)
+    many = JOB.replace(b"stages = 2", b"stages = 101") + b"[topology]\nworkers_per_node = 1\n"
+    with pytest.raises(TableError, match="one or two of 202 nodes are lost in 20503 ways; expected at most 20000"):
+        all_tasks(parse_job(many.decode()), 1, exact=False, by_node=True)
+
+
 def test_index_is_json_that_anything_can_read(exact):
     index = json.loads((exact[0] / "index.json").read_text())
     assert index["format"] == "slipstream.table" and index["entries"][1]["key"] == "count-1"
