@@ -139,9 +139,12 @@ class ScheduleService:
         return self._fitting(live, self._find(Question(self._down(live), self.speeds, from_checkpoint=True)))
 
     def planner_at_speeds(self, present: Schedule) -> SchedulerAtSpeeds | None:
-        """What plans for speeds where workers hold what a schedule gives them, and none of it moves; None: nothing."""
+        """What plans for speeds where workers hold what a schedule gives them, and none of it moves.
+
+        None where the run has nothing that plans for speeds: settled schedules are not planned for them then, either.
+        """
         rebalancer = self._rebalancer
-        if rebalancer is None or all(seat.holds is None for seat in present.seats):
+        if self.at_speeds is None or rebalancer is None or all(seat.holds is None for seat in present.seats):
             return self.at_speeds
         held = {seat.worker: present.holds_of(seat) for seat in present.seats}
 

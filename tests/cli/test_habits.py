@@ -51,7 +51,7 @@ def test_version():
     (["chek", "x.json"], "did you mean 'check'?"),
     (["frobnicate"], "no such command 'frobnicate' (see slipstream --help)"),
     (["--verson"], "no such option: --verson; did you mean --version?"),
-    (["plan", "job.toml", "--faild", "1.2"], "did you mean --failed? (see slipstream plan --help)"),
+    (["plan", "job.toml", "--faild", "1.2"], "did you mean --failed, --failed-node? (see slipstream plan --help)"),
     (["plan"], "missing argument 'JOB' (see slipstream plan --help)"),
     (["plan", "job.toml", "--time-limit", "soon"], "invalid value for '--time-limit'"),
     (["lookup", "gpt-1.6b"], "did you mean 'gpt-1.5b'?"),
@@ -103,7 +103,7 @@ def test_completion_in_bash(tmp_path):
     """
     variables = environment(PATH=f"{tmp_path}:{os.environ['PATH']}", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
     done = subprocess.run([bash, "-c", script], capture_output=True, text=True, timeout=120, check=True, env=variables)
-    assert done.stdout.splitlines() == ["plan", "--failed", "cp-sat greedy 1f1b recycle", "gpt-1.5b"]
+    assert done.stdout.splitlines() == ["plan", "--failed --failed-node", "cp-sat greedy 1f1b recycle", "gpt-1.5b"]
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])

@@ -194,7 +194,7 @@ def test_a_node_that_is_started_with_a_new_node_0_that_finds_nobody_joins_it_aga
     node = Launcher(FOLLOW, out, port, "", log=other)
     first = Launcher(LEAD, out, port, 2, "", "", log=log)
     started(out, first, log)
-    for pid in (*below(node.pid), *below(first.pid), node.pid, first.pid):
+    for pid in (node.pid, first.pid, *below(node.pid), *below(first.pid)):  # who starts workers sees nobody else die
         os.kill(pid, signal.SIGKILL)
     killed(node, other)
     killed(first, log)

@@ -7,7 +7,9 @@ import pytest
 
 from runtime.coordinator.planning import NoScheduleError, ScheduleService
 from schedules.schedule import Worker
+from tests.general import layers_moved
 from tests.jobs import grid
+from tests.runtime.failing import Planning
 from tests.runtime.running import schedule_for
 
 JOB = grid(2, 2, 2)
@@ -57,3 +59,14 @@ def test_what_the_scheduler_raises_is_raised():
             service.get(DEATH)
 
     asyncio.run(script())
+
+
+def test_a_run_that_has_nothing_for_speeds_plans_for_none_where_layers_have_moved_either():
+    """Else it would change between a schedule for a slow worker and a settled one, which is not for it, for ever."""
+    first = schedule_for(JOB, [])
+    rebalancer, moved = Planning(JOB), layers_moved()
+    without = ScheduleService(first, schedule_for, lambda: None, rebalancer=rebalancer)
+    given = ScheduleService(first, schedule_for, lambda: None, at_speeds=rebalancer.at_once, rebalancer=rebalancer)
+    assert without.planner_at_speeds(moved) is None and without.planner_at_speeds(first) is None
+    assert given.planner_at_speeds(moved) not in {None, rebalancer.at_once}
+    assert given.planner_at_speeds(first) == rebalancer.at_once
