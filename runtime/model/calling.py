@@ -1,5 +1,6 @@
 """How a layer is called: what it is given besides what the layer before it gave, and what it may add to the loss."""
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,19 +38,26 @@ class LayerCall:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self.takes_batch = takes_batch(module.forward)
-        self._is_placed = hasattr(module, "placed")
-        """Whether torch's own functions have cut it."""
+        self._copy = _copy_of(module) if hasattr(module, "placed") else None
+        """Where torch's own functions have cut it: what is called with other parameters in the place of its own. A
+        thread that is left behind within a call leaves the layer itself as it is."""
 
     def __call__(self, value: Value, batch: Batch | None) -> Value:
         """What the layer gives. `batch` may be None where it takes none."""
         more = {"batch": batch} if self.takes_batch else {}
-        if self._is_placed:
-            given = functional_call(self._module, as_called(self._module), (value,), more)
+        if self._copy is not None:
+            given = functional_call(self._copy.train(self._module.training), as_called(self._module), (value,), more)
             # It may be on its way still.
             given = changed(given, lambda tensor: tensor if type(tensor) is Tensor else tensor.clone())
         else:
             given = self._module(value, **more)
         return given if isinstance(given, Tensor) else handed_on(given)
+
+
+def _copy_of(module: nn.Module) -> nn.Module:
+    """The same layer in other objects, with the same parameters and buffers."""
+    shared = (*module.parameters(), *module.buffers(), *(getattr(module, name) for name in ("placed", "shards")))
+    return copy.deepcopy(module, {id(one): one for one in shared})
 
 
 def loss_call(loss: Callable[..., Tensor]) -> Callable[[Value, Tensor, Batch | None], Tensor]:
