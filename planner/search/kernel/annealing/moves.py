@@ -60,10 +60,10 @@ def _no_circle(instance, state, timing, queue, move):
                 return False
         return True
     for kind in range(kinds):
-        op, twin = move.unit * kinds + kind, (move.other if move.kind == TRADE else move.unit) * kinds + kind
+        op, twin = move.unit * kinds + kind, move.other * kinds + kind
         if duration[op] == 0 and waits_for_itself(instance, state, timing, queue, op):
             return False
-        if duration[twin] == 0 and waits_for_itself(instance, state, timing, queue, twin):
+        if move.kind == TRADE and duration[twin] == 0 and waits_for_itself(instance, state, timing, queue, twin):
             return False
     return True
 
