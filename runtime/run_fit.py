@@ -61,14 +61,14 @@ def prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> Fit:
     gpus = gpu_share([len(share) * ranks for share in shares], 0, options.local)
     microbatches = schedule.grid.total_microbatches
     return Fit(device, model, placement, shares, gpus,
-                choose_transport(training.backend, device, gpus.workers, gpu_count(device)),
-                tuple(FormSpec.of(at_layer[cut]) for cut in placement.cuts),
-                Work(tokens=training.batch * config.model.context * microbatches, flops=flops.training(microbatches),
-                     peak_flops=training.peak_flops or options.peak_flops))
+               choose_transport(training.backend, device, gpus.workers, gpu_count(device)),
+               tuple(FormSpec.of(at_layer[cut]) for cut in placement.cuts),
+               Work(tokens=training.batch * config.model.context * microbatches, flops=flops.training(microbatches),
+                    peak_flops=training.peak_flops or options.peak_flops))
 
 
 def setup_for(schedule: Schedule, config: RunConfig, fit: Fit, store: Rendezvous, options: RunOptions,
-           resilience: Resilience) -> Setup:
+              resilience: Resilience) -> Setup:
     """What the workers must know."""
     grid = schedule.grid
     return Setup(

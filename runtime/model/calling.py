@@ -46,7 +46,9 @@ class LayerCall:
         """What the layer gives. `batch` may be None where it takes none."""
         more = {"batch": batch} if self.takes_batch else {}
         if self._copy is not None:
-            given = functional_call(self._copy.train(self._module.training), as_called(self._module), (value,), more)
+            if self._copy.training != self._module.training:
+                self._copy.train(self._module.training)
+            given = functional_call(self._copy, as_called(self._module), (value,), more)
             # It may be on its way still.
             given = changed(given, lambda tensor: tensor if type(tensor) is Tensor else tensor.clone())
         else:

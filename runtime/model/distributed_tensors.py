@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from runtime.model.shards import Shard, shards_of
+from runtime.model.shards import Shard, put_parameter, shards_of
 
 Placed = Mapping[str, tuple[Any, tuple[Any, ...]]]
 """By the names of parameters, their device mesh and placements on it."""
@@ -30,9 +30,8 @@ def with_local_parameters(module: nn.Module) -> nn.Module:
                     raise ValueError(f"{name} is {list(found.shape)}, and cut over {ranks} ranks along dimension "
                                      f"{placement.dim}; expected equal parts")
                 shards[name] = Shard(placement.dim)
-        owner, _, own_name = name.rpartition(".")
         local = found.detach().to_local()
-        setattr(module.get_submodule(owner), own_name, nn.Parameter(local, requires_grad=found.requires_grad))
+        put_parameter(module, name, nn.Parameter(local, requires_grad=found.requires_grad))
     if placed:
         module.shards, module.placed = shards, placed  # type: ignore[assignment]
     return module

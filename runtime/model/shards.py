@@ -50,9 +50,14 @@ def shards_of(module: nn.Module) -> Shards:
 def cut_parameters(module: nn.Module, shards: Shards, group: WorkerGroup) -> None:
     """Put this rank's parts in the place of whole parameters."""
     for name, shard in shards.items():
-        owner, _, own_name = name.rpartition(".")
         part = shard.cut(module.get_parameter(name).detach(), group.rank(), group.size())
-        setattr(module.get_submodule(owner), own_name, nn.Parameter(part))
+        put_parameter(module, name, nn.Parameter(part))
+
+
+def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Put a parameter in the place of the one of this name."""
+    owner, _, own_name = name.rpartition(".")
+    setattr(module.get_submodule(owner), own_name, parameter)
 
 
 def cut_state(state: Mapping[str, Tensor], shards: Shards, group: WorkerGroup | None) -> dict[str, Tensor]:

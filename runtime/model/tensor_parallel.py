@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from runtime.model.shards import in_parts
+from runtime.model.shards import gathered, in_parts
 from runtime.model.worker_group import WorkerGroup
 
 
@@ -43,9 +43,7 @@ def part_of(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
 
 
 def _gather(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
-    found = tensor.new_empty((group.size(), *tensor.shape))
-    distributed.all_gather_single(found, tensor.contiguous(), group)
-    return found.movedim(0, dim).flatten(dim, dim + 1)
+    return gathered(tensor, group).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _sum(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:

@@ -17,6 +17,7 @@ from schedules.precedence import op_key
 from schedules.schedule import COMPUTE_KINDS, OpKind, Worker
 from schedules.torchcsv import TorchCsvError, read_order, write_order
 from tests.generate import schedules
+from tests.interop.running import run_ranks
 from tests.interop.torch_orders import SIZES
 from tests.jobs import grid
 
@@ -37,14 +38,7 @@ def folder(tmp_path_factory) -> Path:
         simple, full = order_of(job)
         (folder / f"{name}.csv").write_text(simple)
         (folder / f"{name}-comms.csv").write_text(full)
-    ranks = [subprocess.Popen([sys.executable, "-m", "tests.interop.ranks", str(rank), str(folder)],
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in range(3)]
-    try:
-        said = [rank.communicate(timeout=TIMEOUT_SECONDS)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0, 0], "\n".join(said)
+    run_ranks("tests.interop.ranks", 3, str(folder), seconds=TIMEOUT_SECONDS)
     return folder
 
 

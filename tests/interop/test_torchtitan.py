@@ -7,7 +7,6 @@ import importlib.util
 import json
 import re
 import subprocess
-import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -18,6 +17,7 @@ from schedules import codec
 from schedules.schedule import Worker
 from tests import general
 from tests.generate import SHED, by_hand
+from tests.interop.running import run_ranks
 from tests.jobs import grid
 
 TIMEOUT_SECONDS = 240
@@ -43,15 +43,7 @@ def test_torchtitan_runs_plans_with_the_gradients_of_one_process(tmp_path):
     for name, (placement, microbatches, options) in PLANS.items():
         plan = plan_file(tmp_path / f"{name}.json", grid(1, 2, microbatches, more=f"[placement]\n{placement}\n"))
         assert export(plan, tmp_path / name, "--to", "torchtitan", *options).exit_code == 0
-    ranks = [subprocess.Popen([sys.executable, "-m", "tests.interop.titan_ranks", str(rank),
-                               *(str(tmp_path / name) for name in PLANS)],
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in range(2)]
-    try:
-        said = [rank.communicate(timeout=TIMEOUT_SECONDS)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    run_ranks("tests.interop.titan_ranks", 2, *(str(tmp_path / name) for name in PLANS), seconds=TIMEOUT_SECONDS)
 
 
 def test_the_folder_holds_the_order_and_its_flags(tmp_path):
