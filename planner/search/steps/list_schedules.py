@@ -28,7 +28,7 @@ def list_schedules(known: Incumbent, budget: Budget) -> Incumbent:
     Where the period of a piece is not that of the whole, only the latter is reported, in the end. Pieces of a layout
     reduce gradients at times that each would choose otherwise: as one they are ordered for the same times.
     """
-    join = len(known.pieces) > 1 and known.problem.interleaved and known.problem.grid.chains == 1 and \
+    join = len(known.pieces) > 1 and known.problem.routes is not None and known.problem.grid.chains == 1 and \
         sum(piece.problem.operations for piece in known.pieces) <= LARGEST_JOINED
     found = _each_alone(known, budget.share(APART_SHARE) if join else budget)
     if not known.alone:
@@ -58,16 +58,16 @@ def _each_alone(known: Incumbent, budget: Budget) -> Incumbent:
 
 def _on_one_clock(known: Incumbent, budget: Budget) -> Incumbent:
     """All pieces as one, with the better of their own plans and of list schedules of the whole."""
-    piece = joined(known.problem, known.pieces)
-    solution = _together(known)
-    period = solution_period(piece.problem, solution)
+    piece, solution = joined(known.problem, known.pieces), _together(known)
+    empty = msgspec.structs.replace(known, pieces=(piece,))
+    best = empty.with_solutions([solution], [solution_period(piece.problem, solution)])
     with contextlib.suppress(StuckError):
         other, ticks = search(piece.problem, known.bound, budget.deadline, budget.seed, lambda _: None, budget.stop)
-        if ticks < period:
-            solution, period = other, ticks
-            _report(period, known, budget)
-    return msgspec.structs.replace(known, pieces=(piece,), solutions=(solution,), periods=(period,), period=period,
-                                   deadlines=None)
+        found = empty.with_solutions([other], [ticks])
+        if found.period < best.period:
+            best = found
+            _report(best.period, known, budget)
+    return best
 
 
 def _together(known: Incumbent) -> Solution:

@@ -20,10 +20,10 @@ from tests.jobs import grid
 STAGES, MICROBATCHES = 3, 4
 
 
-def problem_of(runners):
+def problem_of(runners, all_reduce=0):
     """A layout in which each micro-batch passes the stages of these pipelines: [pipeline][micro-batch] one a stage."""
     job = grid(len(runners), STAGES, MICROBATCHES, times="forward = 4\nbackward_input = 4\nbackward_weight = 4\n"
-               "transfer = 1\noptimizer = 2\n", more="[placement]\nlayers = [2, 2, 2]\n")
+               f"transfer = 1\noptimizer = 2\nall_reduce = {all_reduce}\n", more="[placement]\nlayers = [2, 2, 2]\n")
     routes = {MicroBatch(pipeline, number): tuple(
         Stop((2 * stage, 2 * stage + 2), Worker(runner, stage)) for stage, runner in enumerate(passed))
         for pipeline, own in enumerate(runners) for number, passed in enumerate(own)}
@@ -71,7 +71,7 @@ def test_schedules_of_any_pieces_pass_the_checker(data):
     for _ in range(crossing):
         own, number = data.draw(st.integers(0, pipelines - 1)), data.draw(st.integers(0, MICROBATCHES - 1))
         runners[own][number] = tuple(data.draw(st.integers(0, pipelines - 1)) for _ in range(STAGES))
-    assert check(listed(problem_of(runners))) == []
+    assert check(listed(problem_of(runners, all_reduce=data.draw(st.sampled_from([0, 2]))))) == []
 
 
 def listed(problem):
