@@ -141,6 +141,7 @@ class Coordinator:
             reason = f"worker {worker} was not found by the new node 0"
             self._lost.add(worker, reason, ())
             self._next_order.enter_loss(worker, reason, time.monotonic())
+        self._next_order.enter_nodes(found.missing)
 
     def ready(self, report: Ready) -> None:
         """A worker waits for an order."""
@@ -187,7 +188,7 @@ class Coordinator:
         if state.phase == "left" or not was_member:
             return False
         self._next_order.enter_loss(worker, reason, since)
-        self._next_order.enter_node(worker)
+        self._next_order.enter_nodes([worker])
         if state.phase == "training":
             self._orders.end()
         elif state.phase == "finishing":

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from runtime.coordinator.context import CoordinatorContext
 from runtime.coordinator.going_back import GoingBack
@@ -62,14 +62,14 @@ class NextOrder:
         context.recovery.lost(worker, reason, since)
         context.events.write(Failed(worker=worker, reason=reason))
 
-    def enter_node(self, worker: Worker) -> None:
-        """Enter that a whole node is gone, where one that is lost was the last of its machine."""
-        context, state = self._context, self._context.state
-        together, node = context.domains.together(worker), context.domains.number(worker)
-        if node is not None and len(together) > 1 and \
-                not any(other in state.everyone or other in context.slow.left_out for other in together):
-            context.recovery.node_lost(node)
-            context.events.write(NodeLost(node=node, workers=together))
+    def enter_nodes(self, lost: Iterable[Worker]) -> None:
+        """Enter that whole nodes are gone, where these, which are lost, were the last of their machines."""
+        context, left = self._context, self._context.state.everyone | self._context.slow.left_out
+        together = {context.domains.number(worker): context.domains.together(worker) for worker in lost}
+        for node, workers in together.items():
+            if node is not None and len(workers) > 1 and left.isdisjoint(workers):
+                context.recovery.node_lost(node)
+                context.events.write(NodeLost(node=node, workers=workers))
 
     def _train(self, untouched: bool) -> None:
         context = self._context
