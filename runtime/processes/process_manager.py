@@ -25,6 +25,13 @@ class Return(msgspec.Struct, frozen=True):
     iteration: int
 
 
+class NodeFailure(msgspec.Struct, frozen=True):
+    """The workers of a node, whose processes are to be killed at once when an iteration begins. For rehearsals."""
+
+    workers: tuple[Worker, ...]
+    iteration: int
+
+
 def whole_workers(adopted: ForkServer, ranks: int) -> list[Worker]:
     """The workers all of whose processes live, of a run whose launcher has died; those of others are killed before.
 
@@ -126,16 +133,19 @@ class ProcessManager:
         The workers to start again.
     absent
         The workers that are not there from the start.
+    failures
+        Nodes whose workers to kill.
     """
 
     def __init__(self, local: NodeProcesses, nodes: Mapping[Worker, int], returns: Sequence[Return] = (),
-                 absent: Sequence[Worker] = ()) -> None:
+                 absent: Sequence[Worker] = (), failures: Sequence[NodeFailure] = ()) -> None:
         self._local = local
         self._nodes = nodes
         self._later = list(returns)
         self._due: list[Worker] = []
         """Each as often as it is to be started."""
         self._dead = set(absent)
+        self._failures = list(failures)
         self._send: SendToAgent = lambda *_: None
 
     def running(self, *, found: bool) -> AbstractContextManager[None]:
@@ -182,8 +192,18 @@ class ProcessManager:
         self._dead.add(worker)
         self._bring_back()
 
+    def begins(self, iteration: int) -> None:
+        """An iteration begins, for the first time or again. Raises ForkServerError."""
+        due = [one for one in self._failures if one.iteration <= iteration]
+        self._failures = [one for one in self._failures if one.iteration > iteration]
+        for one in due:
+            if one.iteration == iteration:  # else it was in what another coordinator has led
+                for worker in one.workers:
+                    self.kill(worker)
+
     def committed(self, iteration: int) -> None:
         """The iteration after this one begins. Raises ForkServerError."""
+        self.begins(iteration + 1)
         for one in [one for one in self._later if one.iteration <= iteration + 1]:
             self._later.remove(one)
             self._due.append(one.worker)
