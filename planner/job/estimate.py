@@ -140,6 +140,8 @@ def estimate(name: str, shape: ModelShape, layout: Layout) -> tuple[dict[str, An
                    "unit_bytes": UNIT_BYTES * layout.tensor_parallel},
         "placement": {"layers": counts},
         "layers": {key: by_layer[key] for key in by_layer if len(set(by_layer[key])) > 1}}
+    if layout.tensor_parallel > 1:
+        tables["training"] = {"tensor_parallel": layout.tensor_parallel}
     return tables, _comments(shape, layout)
 
 
@@ -209,7 +211,7 @@ def _sizes(costs: Sequence[_Cost]) -> dict[str, list[int]]:
 
 def _comments(shape: ModelShape, layout: Layout) -> dict[str, list[str]]:
     gpu = layout.gpu
-    return {
+    comments = {
         "": [f"Estimated, not measured: {shape.parameters / 1e9:.3g} billion parameters ({shape.layers} layers of "
              f"width {shape.hidden}), sequences of {shape.sequence},",
              f"micro-batches of {layout.microbatch_size}, workers of {layout.tensor_parallel} x {gpu.name} at "
@@ -225,6 +227,13 @@ def _comments(shape: ModelShape, layout: Layout) -> dict[str, list[str]]:
         "placement": ["Model layers of each stage; embedding and head come on top."],
         "layers": ["How a stage divides over its layers; the embedding is with the first, the head with the last."],
     }
+    if layout.tensor_parallel > 1:
+        comments["time"] += [f"A worker is {layout.tensor_parallel} ranks, each with its part of activations and "
+                             "gradients: transfer and all_reduce are from rank to",
+                             "rank, all at the same time. What ranks of a worker send each other is a part of the "
+                             f"{layout.efficiency:.0%}."]
+        comments["training"] = ["Processes of a worker, one GPU each."]
+    return comments
 
 
 def _layers_by_stage(layers: int, stages: int, layer: float, head: float) -> list[int]:
