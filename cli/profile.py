@@ -16,7 +16,8 @@ from planner.job.topology import topology_table
 from planner.job.writer import job_text, rounded
 
 if TYPE_CHECKING:
-    from runtime.tools.profile import Profile, StageProfile
+    from runtime.tools.profile import Profile
+    from runtime.tools.stage_bench import StageProfile
 
 DEFAULT = Path(__file__).parent / "jobs" / "small-gpt.toml"
 KIB = 1024

@@ -10,6 +10,7 @@ from runtime.config import RunConfig
 from runtime.coordinator.metrics import Work
 from runtime.device import choose_device, gpu_count
 from runtime.model.data import load_corpus, load_validation
+from runtime.model.degraded import require_degradable
 from runtime.model.flops import counted
 from runtime.model.forms import forms
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
@@ -54,6 +55,7 @@ def prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> Fit:
         with counted() as flops:
             at_layer = forms(model, config)
         require_matches(model, training)
+        require_degradable(model, config, at_layer)
     placement = place(schedule.grid, model.layers)
     load_corpus(config, schedule.grid.microbatches)
     load_validation(config, schedule.grid.microbatches)

@@ -72,7 +72,9 @@ class RunState:
     holds: dict[Worker, frozenset[int]] = field(default_factory=dict)
     """The layers of each member that has paused, or is told to finish."""
     addresses: dict[Worker, tuple[tuple[str, int], ...]] = field(default_factory=dict)
-    """Where each worker sends layers from."""
+    """Where each rank of a worker sends layers from."""
+    stand_for: dict[Worker, int] = field(default_factory=dict)
+    """For how many ranks each process does of a worker."""
 
     @property
     def grid(self) -> Grid:

@@ -144,6 +144,7 @@ class Coordinator:
         self._lost.back(report.worker)
         self._state.ready.add(report.worker)
         self._state.addresses[report.worker] = report.addresses
+        self._state.stand_for[report.worker] = report.stands_for
 
     def ran(self, report: Ran) -> None:
         """Acknowledge a report that the commit log has: the worker goes on, or stops where all members will."""

@@ -66,7 +66,7 @@ class EventLoop:
         self.processes = processes
         self.news = News(run, event_log)
         self._workers = WorkerConnections(run, processes, self._put, self._lose)
-        self._reports = RankReports(run.config.training.tensor_parallel, lambda worker, order: self._workers.send(
+        self._reports = RankReports(self._workers.processes_of, lambda worker, order: self._workers.send(
             worker, EndOrder(order)))
         self._stall = StallWatch(run.stall_timeout_seconds, lambda worker: self._workers.send(worker, ReportStatus()))
         self._events: asyncio.Queue[Callable[[], None]] = asyncio.Queue()

@@ -1,14 +1,16 @@
 """Executor: runs one worker's program, op by op, in its order. It decides nothing."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
+
+from torch import Tensor
 
 from runtime.model.calling import Batch
 from runtime.model.data import Microbatch
 from runtime.model.passed import Value
 from runtime.model.slices import SliceRunner, Slices
 from runtime.model.steps import Steps
-from runtime.replay.communication import Communicator
+from runtime.replay.communication import Communicator, Shared
 from runtime.replay.exchange import Exchange, TensorName
 from runtime.replay.recorder import Recorder
 from schedules.precedence import consumers, op_key, waits
@@ -152,16 +154,21 @@ class Executor:
         slice = step.op.slice
         assert slice is not None
         self._before_exchange()
-        with self._recorder.timing(step.op):
-            self._communicator.sum_over_sharers(self._slices.layers[slice], self._slices.gradients(slice))
+        with self._recorder.timing(step.op), self._slices.summed(slice) as by_rank:
+            self._sum(self._slices.layers[slice], by_rank)
+
+    def _sum(self, what: Shared, by_rank: Sequence[Sequence[Tensor]]) -> None:
+        for part, gradients in enumerate(by_rank):
+            self._communicator.sum_over_sharers(what, gradients, part)
 
     def _optimize(self, step: _Step) -> None:
         """What layers share is summed first: all that hold a copy are at their O, with nothing left to give before."""
         self._before_exchange()
         self._loss = self._slices.take_loss()
         with self._recorder.timing(step.op):
-            for name, gradients in self._slices.shared_gradients().items():
-                self._communicator.sum_over_sharers(name, gradients)
+            for name in self._slices.shared:
+                with self._slices.summed_shared(name) as by_rank:
+                    self._sum(name, by_rank)
             self._steps.step(self._iteration, self._loss)
 
     def _runner(self, step: _Step) -> SliceRunner:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from runtime.config import RunConfig
 from runtime.model.data import load_corpus
@@ -182,11 +182,7 @@ class _Measurer:
 
     def _all_ranks(self, ready: bool) -> bool:
         """Whether all ranks of this worker are ready: they must do the same. Waits for them."""
-        if self._group is None:
-            return ready
-        found = torch.tensor([float(ready)], device=self._device)
-        distributed.all_reduce(found, distributed.ReduceOp.MIN, self._group)
-        return bool(found.item())
+        return ready if self._group is None else self._group.all_ready(ready)
 
     def _meet(self, what: str, workers: int) -> None:
         """Wait until all processes of so many workers are here."""

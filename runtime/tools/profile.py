@@ -10,6 +10,7 @@ from rank r to rank r, all ranks at the same time.
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -112,4 +113,5 @@ def _slowest(ranks: Sequence[StageProfile]) -> StageProfile:
     if len(ranks) == 1:
         return ranks[0]
     values = {name: [getattr(one, name) for one in ranks] for name in StageProfile.__struct_fields__}
-    return StageProfile(**{name: None if None in given else max(given) for name, given in values.items()})
+    most: dict[str, Any] = {name: None if None in given else max(given) for name, given in values.items()}
+    return StageProfile(**most)

@@ -36,9 +36,10 @@ def _restore(part: OrderContext, layers: tuple[int, ...]) -> None:
 def _move(part: OrderContext, needed: frozenset[int]) -> None:
     """Take over layers that were fetched for this order, or move now while all wait; drop those not needed now."""
     order, context, require = part.order, part.context, part.connections.require
-    senders = senders_for(part.worker, order.moves, order.addresses, context.rank)
     part.activity.begins(f"{WAITS} for layers to move")
-    context.layer_receiver.begin(LayerFetch(0, order.number, senders, follow=False))
+    context.layer_receiver.begin([
+        LayerFetch(0, order.number, senders_for(part.worker, order.moves, order.addresses, rank), follow=False)
+        for rank in context.ranks])
     receivers = {move.target for move in order.moves if move.source == part.worker}
-    context.layer_sender.give(order.number, order.first_iteration - 1, len(receivers), context.layer_store, require)
+    context.layer_sender.give(order.number, order.first_iteration - 1, len(receivers), require)
     context.layer_store.keep(needed, context.layer_receiver.take(order.number, order.fetch, require))

@@ -125,8 +125,10 @@ def _write(context: WorkerContext, order: Finish) -> None:
                 save_layer(Path(context.out), layer, {
                     name: tensor for name, tensor in whole.items() if name not in copies})
     context.checkpointer.save_last(order, context.layer_store)
-    digests = {name: tensor_digest(name, parameter) for name, parameter in holding.parameters().items()}
-    context.channel.send(Finished(context.worker, order.number, digests))
+    ranks = len(context.ranks)
+    first, *others = [{name: tensor_digest(name, parameter) for name, parameter in found.items()} for found in (
+        [holding.parameters()] if ranks == 1 else [holding.part(part, ranks) for part in range(ranks)])]
+    context.channel.send(Finished(context.worker, order.number, first, tuple(others)))
 
 
 def _measure_speed(context: WorkerContext, request: MeasureSpeed) -> None:

@@ -83,7 +83,8 @@ class Training:
         return range(first, end if every is None else min(end, (first // every + 1) * every))
 
     def _exchange(self, schedule: Schedule, iterations: range) -> Exchange:
-        return Exchange(schedule, self._communicator, self._part.context.forms, iterations)
+        context = self._part.context
+        return Exchange(schedule, self._communicator, context.forms, iterations, context.by_rank)
 
     def _evaluation(self, slices: Slices) -> Callable[[int], float]:
         """What evaluates after an iteration. It is made when it is first used: no recovery waits for it."""
@@ -126,7 +127,7 @@ class Training:
             context.layer_sender.wait_for_room(require)
             if context.layer_sender.asked:
                 context.injector.at(iteration, "asked")
-                context.layer_sender.before_step(iteration, context.layer_store)
+                context.layer_sender.before_step(iteration)
 
     def _read(self, data: Data, microbatch: Microbatch) -> Batch:
         config, device = self._part.context.config, self._part.context.device
@@ -134,4 +135,4 @@ class Training:
 
 
 def _pass_on(context: WorkerContext, iteration: int) -> None:
-    context.layer_sender.stepped(iteration, context.layer_store)
+    context.layer_sender.stepped(iteration)

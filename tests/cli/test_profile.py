@@ -16,7 +16,8 @@ from planner.plan import plan_job
 from runtime.config import parse_run_config
 from runtime.model.layers import model_for
 from runtime.model.worker_group import standing_in
-from runtime.tools.profile import Profile, StageProfile
+from runtime.tools.profile import Profile
+from runtime.tools.stage_bench import StageProfile
 
 JOB = """
 name = "tiny \\"quoted\\" é"
