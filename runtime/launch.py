@@ -241,7 +241,7 @@ class _Launch:
         there = places if alive is None else alive
         return ProcessManager(local, places, self.resilience.returns,
                               [worker for worker in self.schedule.grid.workers() if worker not in there],
-                              degraded=self.config.training.degraded_ranks)
+                              self.resilience.node_failures, degraded=self.config.training.degraded_ranks)
 
 
 def _started(schedule: Schedule, config: RunConfig, options: RunOptions) -> Started:

@@ -17,6 +17,7 @@ from runtime.coordinator.planning import ScheduleService
 from runtime.coordinator.recovery import RecoveryClock
 from runtime.coordinator.settling import Settler
 from runtime.coordinator.slow_workers import SlowWorkers, SpeedEvent
+from runtime.failure_domains import FailureDomains
 from runtime.protocol.to_worker import Fetch, Leave, ToWorker
 from runtime.replay.placement import Placement
 from schedules.schedule import Grid, Schedule, Worker
@@ -112,6 +113,7 @@ class CoordinatorContext:
     recovery: RecoveryClock
     lost: LostWorkers
     listeners: Listeners
+    domains: FailureDomains
 
     @property
     def events(self) -> EventLog:

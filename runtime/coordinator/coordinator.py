@@ -26,6 +26,7 @@ from runtime.coordinator.settling import Settler
 from runtime.coordinator.slow_workers import SlowWorkers, SpeedEvent
 from runtime.coordinator.take_over import Found
 from runtime.events import CoordinatorRestarted, Resumed
+from runtime.failure_domains import ALONE, FailureDomains
 from runtime.protocol.to_coordinator import (
     Checkpoints,
     FetchFailed,
@@ -56,11 +57,13 @@ class Coordinator:
         Says when one is due that the workers do not know of; None: never.
     settler
         Decides whether layers move to a better schedule; None: they stay where they are.
+    domains
+        Which workers fail together.
     """
 
     def __init__(self, schedules: ScheduleService, send: Send, log: CommitLog, *, iterations: range,
                  placement: Placement, checkpoints: CheckpointTimer | None = None, settler: Settler | None = None,
-                 listeners: Listeners | None = None) -> None:
+                 listeners: Listeners | None = None, domains: FailureDomains = ALONE) -> None:
         listeners = listeners or Listeners()
         first = schedules.first
         self._log = log
@@ -73,7 +76,7 @@ class Coordinator:
         self._context = CoordinatorContext(
             state=state, iterations=iterations, placement=placement, send=send, log=log, schedules=schedules,
             joins=self._joins, slow=self._slow, settler=settler, recovery=self._recovery, lost=self._lost,
-            checkpoints=checkpoints or CheckpointTimer(automatic=False), listeners=listeners)
+            checkpoints=checkpoints or CheckpointTimer(automatic=False), listeners=listeners, domains=domains)
         choice = ScheduleChoice(self._context)
         self._orders = Orders(self._context)
         self._boundary = BoundaryPlanner(self._context, choice)
@@ -185,6 +188,7 @@ class Coordinator:
         if state.phase == "left" or not was_member:
             return False
         self._next_order.enter_loss(worker, reason, since)
+        self._next_order.enter_node(worker)
         if state.phase == "training":
             self._orders.end()
         elif state.phase == "finishing":
@@ -229,6 +233,11 @@ class Coordinator:
             if not self._state.ended:
                 self._recovery.broke(report.worker, report.reason)
             self._orders.end()
+
+    def disconnected(self, worker: Worker) -> None:
+        """The connection to a process of a member has ended, so that it will be lost in a moment: no order is given
+        before that. Workers that die together are then lost in one recovery, also those that have paused before."""
+        self._state.paused.discard(worker)
 
     def started(self, report: Started) -> Recovery | None:
         """A member begins its first op; the recovery that this ends, for the first of them."""

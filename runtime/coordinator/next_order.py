@@ -11,7 +11,7 @@ from runtime.coordinator.orders import Orders
 from runtime.coordinator.planning import NoScheduleError
 from runtime.coordinator.schedule_choice import ScheduleChoice
 from runtime.errors import RunError
-from runtime.events import Failed
+from runtime.events import Failed, NodeLost
 from runtime.protocol.to_worker import Leave
 from schedules.schedule import Schedule, Worker
 
@@ -53,12 +53,23 @@ class NextOrder:
             self._train(untouched)
 
     def enter_loss(self, worker: Worker, reason: str, since: float) -> None:
-        """Enter that a member is gone, since a time by time.monotonic."""
+        """Enter that a member is gone, since a time by time.monotonic. Those of one machine that go together are one
+        failure."""
         context = self._context
-        context.recovery.lost(worker, reason, since)
-        if context.settler is not None:
+        together = context.domains.together(worker)
+        if context.settler is not None and not any(other in together for other in context.recovery.dead):
             context.settler.failed()
+        context.recovery.lost(worker, reason, since)
         context.events.write(Failed(worker=worker, reason=reason))
+
+    def enter_node(self, worker: Worker) -> None:
+        """Enter that a whole node is gone, where one that is lost was the last of its machine."""
+        context, state = self._context, self._context.state
+        together, node = context.domains.together(worker), context.domains.number(worker)
+        if node is not None and len(together) > 1 and \
+                not any(other in state.everyone or other in context.slow.left_out for other in together):
+            context.recovery.node_lost(node)
+            context.events.write(NodeLost(node=node, workers=together))
 
     def _train(self, untouched: bool) -> None:
         context = self._context

@@ -14,6 +14,7 @@ import msgspec
 from runtime.coordinator.heartbeat_monitor import HeartbeatMonitor
 from runtime.coordinator.run import Run
 from runtime.coordinator.server import Connection
+from runtime.failure_domains import FailureDomains
 from runtime.processes.process_manager import ProcessManager
 from runtime.protocol.channel import Frame, frame
 from runtime.protocol.to_coordinator import Ended, JoinWorker
@@ -22,6 +23,9 @@ from schedules.schedule import Worker
 
 DRAIN_SECONDS = 1.0
 """How long the last messages of a process that has ended may take to arrive."""
+
+SILENT_TOO = 0.5
+"""Of the heartbeat timeout: whoever lives is heard several times in that."""
 
 Put = Callable[[Callable[[], None]], None]
 """Has something done as an event of its own, later."""
@@ -41,6 +45,7 @@ class WorkerConnections:
         self._ranks = run.config.training.tensor_parallel
         self._stand_for: dict[Worker, int] = {}
         """For how many ranks each process does of a worker that has connected."""
+        self._domains = FailureDomains(run.setup.failure_domains)
         self._monitor: HeartbeatMonitor[tuple[Worker, int]] = HeartbeatMonitor(run.setup.heartbeat_timeout_seconds)
         self._connections: dict[Worker, dict[int, Connection]] = {}
         """By rank, of those that are there."""
@@ -105,12 +110,15 @@ class WorkerConnections:
             self._monitor.add((worker, rank))
 
     def give_up_silent(self) -> None:
-        """Give up who has shown no sign of life for too long."""
+        """Give up who has shown no sign of life for too long, and all of its machine with it where none there has."""
+        missed = {worker for (worker, _), _ in self._monitor.missed()}
+        if not missed:
+            return
         silent = dict[Worker, float]()
-        for (worker, _), heard in self._monitor.missed():
-            silent.setdefault(worker, heard)
-        for worker, heard in silent.items():
-            self.give_up(worker, f"worker {worker} stopped answering", heard)
+        for (worker, _), heard in self._monitor.silent(SILENT_TOO):
+            silent[worker] = min(heard, silent.get(worker, heard))
+        for worker in sorted(missed | {other for one in missed for other in self._gone_with(one, silent)}):
+            self.give_up(worker, f"worker {worker} stopped answering", silent[worker])
             self._processes.kill(worker)
 
     def give_up(self, worker: Worker, reason: str, since: float = 0.0) -> None:
@@ -127,15 +135,18 @@ class WorkerConnections:
         return bool(workers) and all(worker in self._given_up and worker not in self._connections
                                      for worker in workers)
 
-    def disconnected(self, connection: Connection) -> None:
-        """A connection has ended, and all messages that came over it have been handled."""
+    def disconnected(self, connection: Connection) -> bool:
+        """A connection has ended, and all messages that came over it have been handled; whether one of a worker that
+        is there."""
         worker = connection.peer
-        if isinstance(worker, Worker) and self._is_present(connection):
-            del self._connections[worker][connection.rank]
-            if not self._connections[worker]:
-                del self._connections[worker]
-                if worker in self._ended:
-                    self._handle_end(self._ended.pop(worker))
+        if not isinstance(worker, Worker) or not self._is_present(connection):
+            return False
+        del self._connections[worker][connection.rank]
+        if not self._connections[worker]:
+            del self._connections[worker]
+            if worker in self._ended:
+                self._handle_end(self._ended.pop(worker))
+        return True
 
     def node_gone(self, node: int) -> None:
         """A node agent is gone: one that has lost the coordinator, or has died, ends its workers."""
@@ -157,6 +168,15 @@ class WorkerConnections:
         """Close all connections, once what was sent has gone out."""
         for worker in list(self._connections):
             self._close(worker)
+
+    def _gone_with(self, worker: Worker, silent: Collection[Worker]) -> list[Worker]:
+        """All others of the machine of one that is gone, where all of them are silent, too: the machine is gone.
+
+        Not that of this process, which would be gone, too.
+        """
+        others = [one for one in self._domains.together(worker) if one != worker and (one, 0) in self._monitor]
+        here = any(one in self._run.shares[0] for one in (worker, *others))
+        return [] if here or not all(one in silent for one in others) else others
 
     def _close(self, worker: Worker) -> None:
         for connection in self._connections.pop(worker, {}).values():

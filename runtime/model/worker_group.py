@@ -80,8 +80,8 @@ class WorkerGroup(distributed.ProcessGroup):
         self._lock = threading.Lock()
         self._group_name = NAME
 
-    def connect(self, connection: Connection) -> None:
-        """From now on, tensors go this way."""
+    def connect(self, connection: Connection | None) -> None:
+        """From now on, tensors go this way; None: this rank stands for all."""
         with self._lock:
             self._connection = connection
 

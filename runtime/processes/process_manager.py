@@ -26,6 +26,13 @@ class Return(msgspec.Struct, frozen=True):
     iteration: int
 
 
+class NodeFailure(msgspec.Struct, frozen=True):
+    """The workers of a node, whose processes are to be killed at once when an iteration begins. For rehearsals."""
+
+    workers: tuple[Worker, ...]
+    iteration: int
+
+
 def whole_workers(adopted: ForkServer, ranks: int) -> list[Worker]:
     """The workers all of whose processes live, of a run whose launcher has died; those of others are killed before.
 
@@ -148,12 +155,15 @@ class ProcessManager:
         The workers to start again.
     absent
         The workers that are not there from the start.
+    failures
+        Nodes whose workers to kill.
     degraded
         Whether a worker that has lost one of its processes is started again at once, as half as many.
     """
 
     def __init__(self, local: NodeProcesses, nodes: Mapping[Worker, int], returns: Sequence[Return] = (),
-                 absent: Sequence[Worker] = (), *, degraded: bool = False) -> None:
+                 absent: Sequence[Worker] = (), failures: Sequence[NodeFailure] = (), *,
+                 degraded: bool = False) -> None:
         self._local = local
         self._nodes = nodes
         self._later = list(returns)
@@ -161,6 +171,7 @@ class ProcessManager:
         """Each as often as it is to be started."""
         self._dead = set(absent)
         self._may_degrade = degraded
+        self._failures = list(failures)
         self._send: SendToAgent = lambda *_: None
 
     def running(self, *, found: bool) -> AbstractContextManager[None]:
@@ -214,8 +225,18 @@ class ProcessManager:
             self._dead.remove(worker)
             self._do(StartWorker(worker, without=ended.without))
 
+    def begins(self, iteration: int) -> None:
+        """An iteration begins, for the first time or again. Raises ForkServerError."""
+        due = [one for one in self._failures if one.iteration <= iteration]
+        self._failures = [one for one in self._failures if one.iteration > iteration]
+        for one in due:
+            if one.iteration == iteration:  # else it was in what another coordinator has led
+                for worker in one.workers:
+                    self.kill(worker)
+
     def committed(self, iteration: int) -> None:
         """The iteration after this one begins. Raises ForkServerError."""
+        self.begins(iteration + 1)
         for one in [one for one in self._later if one.iteration <= iteration + 1]:
             self._later.remove(one)
             self._due.append(one.worker)

@@ -34,6 +34,8 @@ class OrderThreads:
         end early."""
         self._between_ranks: Communicator | None = None
         """Of the last order to finish."""
+        self._speed_test: threading.Thread | None = None
+        """The last one."""
 
     @property
     def finishing(self) -> bool:
@@ -43,6 +45,8 @@ class OrderThreads:
     def train(self, context: WorkerContext, order: Train, generation: Generation, previous: Generation | None) -> None:
         """Take part in an order."""
         def work() -> None:
+            if context.group is not None and self._speed_test is not None:
+                self._speed_test.join()  # else its ops would meet those of other ranks, once these are connected
             with self._finishing:
                 leave(context, previous, order)
                 if previous is not None and self._between_ranks is not None:
@@ -61,6 +65,8 @@ class OrderThreads:
         def work() -> None:
             leave(context, previous, order)
             context.layer_store.clear()
+            if context.group is not None:  # a thread that was left behind, or never met all, has not taken it back
+                context.group.connect(None)
 
         self.begin(context.device, "leaving the order", work)
 
@@ -76,14 +82,21 @@ class OrderThreads:
 
     def measure_speed(self, context: WorkerContext, request: MeasureSpeed) -> None:
         """Run ops of slices that nobody waits for."""
-        self.begin(context.device, "speed test", lambda: _measure_speed(context, request))
+        before = self._speed_test
+
+        def work() -> None:
+            if before is not None:
+                before.join()
+            _measure_speed(context, request)
+
+        self._speed_test = self.begin(context.device, "speed test", work)
 
     def forget(self, context: WorkerContext) -> None:
         """Hold nothing any more, once nothing is being written."""
         with self._finishing:
             context.layer_store.clear()
 
-    def begin(self, device: torch.device, name: str, work: Callable[[], None]) -> None:
+    def begin(self, device: torch.device, name: str, work: Callable[[], None]) -> threading.Thread:
         """Run long work in a thread."""
         def run() -> None:
             try:
@@ -95,7 +108,9 @@ class OrderThreads:
             except BaseException as error:
                 self._failed(error)
 
-        threading.Thread(target=run, daemon=True, name=name).start()
+        thread = threading.Thread(target=run, daemon=True, name=name)
+        thread.start()
+        return thread
 
 
 def leave(context: WorkerContext, previous: Generation | None, order: Order) -> None:

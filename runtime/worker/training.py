@@ -44,7 +44,7 @@ class Training:
         """All iterations from the order's first one on, or those before it stops. Raises CommunicationError."""
         part, context, setup = self._part, self._part.context, self._part.context.setup
         first, steps = part.order.first_iteration, self.steps
-        recorder = recorder_for(setup.slowdowns, context.device)
+        recorder = recorder_for(setup.slowdowns, context.device, context.group)
         exchange = self._exchange(part.schedule, self._stretch(first))
         slices = Slices(context.layer_store.holding, context.placement.slices(part.schedule, part.worker),
                         context.model, loss_scale=setup.loss_scale, config=context.config)
