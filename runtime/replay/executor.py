@@ -153,16 +153,24 @@ class Executor:
         assert slice is not None
         self._before_exchange()
         with self._recorder.timing(step.op):
-            self._communicator.sum_over_sharers(self._slices.layers[slice], self._slices.gradients(slice))
+            layers, gradients, cut = self._slices.layers[slice], self._slices.gradients(slice), self._slices.cut(slice)
+            if cut is None:
+                self._communicator.sum_over_sharers(layers, gradients)
+            else:
+                self._communicator.reduce_parts(layers, gradients[0], cut)
 
     def _optimize(self, step: _Step) -> None:
-        """What layers share is summed first: all that hold a copy are at their O, with nothing left to give before."""
+        """What layers share is summed first, and parameters are gathered last: all that hold them are at their O, with
+        nothing left to give before."""
         self._before_exchange()
         self._loss = self._slices.take_loss()
         with self._recorder.timing(step.op):
             for name, gradients in self._slices.shared_gradients().items():
                 self._communicator.sum_over_sharers(name, gradients)
             self._steps.step(self._iteration, self._loss)
+            for layers, parameters, cut in self._slices.flat_parameters():
+                self._communicator.gather_parts(layers, parameters, cut)
+            self._slices.gathered(self._iteration)
 
     def _runner(self, step: _Step) -> SliceRunner:
         assert step.runner is not None

@@ -165,7 +165,7 @@ class _Measurer:
             torch.cuda.set_device(self._device)
         training = task.config.training
         torch.set_num_threads(training.threads)
-        self._model: LayeredModel = model_for(task.config.model, training.seed, parameter_dtype(training.dtype),
+        self._model: LayeredModel = model_for(task.config.model, training.seed, parameter_dtype(training),
                                               self._device)
         self._forms = forms(self._model, task.config)
         self._data = load_corpus(task.config)

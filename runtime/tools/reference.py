@@ -44,7 +44,7 @@ def reference_run(config: RunConfig, microbatches: Sequence[int], iterations: in
     `microbatches` holds one number a pipeline. Raises ConfigError when model or text cannot be had.
     """
     training = config.training
-    model = model_for(config.model, training.seed, parameter_dtype(training.dtype), device)
+    model = model_for(config.model, training.seed, parameter_dtype(training), device)
     corpus = load_corpus(config, microbatches)
     layers = nn.ModuleList(model.build(layer).to(device) for layer in range(model.layers))
     sharing = sharing_of(model)
@@ -82,7 +82,7 @@ def _loss(config: RunConfig, model: LayeredModel, layers: nn.ModuleList, corpus:
     training = config.training
     batch = on_device(corpus.batch(microbatch, training.batch, config.model.context), model.device)
     value: Value = batch[0]
-    with autocast(training.dtype, model.device), adding_losses() as added:
+    with autocast(training, model.device), adding_losses() as added:
         for index, layer in enumerate(layers):
             with layer_randomness(training.seed, *microbatch, index, model.device):
                 value = LayerCall(layer)(value, batch)

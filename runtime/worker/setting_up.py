@@ -30,7 +30,7 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
     training, device = config.training, _claim_device(setup.device, spec.card)
     torch.set_num_threads(training.threads)
     group = enter_group(spec.rank, training.tensor_parallel)
-    model = model_for(config.model, training.seed, parameter_dtype(training.dtype), device)
+    model = model_for(config.model, training.seed, parameter_dtype(training), device)
     sharing = sharing_of(model)
     checkpoints = CheckpointReader(setup.first_iteration, settings, model.layers, sharing)
     layer_store = LayerStore(lambda layers: build_holding(model, layers, training), checkpoints.load)
