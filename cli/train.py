@@ -183,8 +183,8 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
             _shown(config.training, config.model.context) as shown:
         result = run(chosen, config, out=folder, progress=shown.committed, resilience=resilience, options=RunOptions(
             nodes=here.nodes, rendezvous=to_open(here), announce=partial(announce, here), local=here.local,
-            notify=shown.say, observe=shown.observe, fault_free_seconds=fault_free, secret=secret, force=force,
-            again=_is_same(resume, folder), grace_seconds=grace, tensorboard=tensorboard,
+            topology=wanted.nodes, notify=shown.say, observe=shown.observe, fault_free_seconds=fault_free,
+            secret=secret, force=force, again=_is_same(resume, folder), grace_seconds=grace, tensorboard=tensorboard,
             peak_flops=peak_flops(config.training)))
     if json:
         print_json(report(result))

@@ -9,6 +9,7 @@ import torch
 from runtime.config import RunConfig
 from runtime.coordinator.metrics import Work
 from runtime.device import choose_device, gpu_count
+from runtime.failure_domains import FailureDomains, find_domains, shares_of_nodes
 from runtime.model.data import load_corpus, load_validation
 from runtime.model.flops import counted
 from runtime.model.forms import forms
@@ -20,7 +21,7 @@ from runtime.processes.launchers import GpuShare, gpu_share
 from runtime.protocol.rendezvous import Rendezvous
 from runtime.protocol.setup import FormSpec, Setup
 from runtime.replay.communication import Transport, choose_transport
-from runtime.replay.placement import Placement, PlacementError, assign_to_nodes, place
+from runtime.replay.placement import Placement, PlacementError, place
 from runtime.run_options import Resilience, RunOptions
 from schedules.check import check
 from schedules.schedule import Schedule, Worker
@@ -35,6 +36,7 @@ class Fit:
     placement: Placement
     shares: Sequence[Sequence[Worker]]
     """The workers of each node that are there from the start."""
+    domains: FailureDomains
     gpus: GpuShare
     transport: Transport
     forms: tuple[FormSpec, ...]
@@ -61,10 +63,11 @@ def prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> Fit:
     placement = place(schedule.grid, model.layers)
     load_corpus(config, schedule.grid.microbatches)
     load_validation(config, schedule.grid.microbatches)
-    shares = assign_to_nodes([seat.worker for seat in schedule.seats], options.nodes)
+    shares = shares_of_nodes([seat.worker for seat in schedule.seats], options.nodes, options.topology)
+    domains = find_domains(schedule.grid, shares, options.local.processes, options.topology)
     gpus = gpu_share([len(share) * ranks for share in shares], 0, options.local)
     microbatches = schedule.grid.total_microbatches
-    return Fit(device, model, placement, shares, gpus,
+    return Fit(device, model, placement, shares, domains, gpus,
                choose_transport(training.backend, device, gpus.workers, gpu_count(device)),
                tuple(FormSpec.of(at_layer[cut]) for cut in placement.cuts),
                Work(tokens=training.batch * config.model.context * microbatches, flops=flops.training(microbatches),
@@ -80,7 +83,7 @@ def setup_for(schedule: Schedule, config: RunConfig, fit: Fit, store: Rendezvous
         iterations=config.training.iterations, traced=options.traced, nodes=options.nodes, transport=fit.transport,
         device=fit.device, store=store, cuts=fit.placement.cuts,
         columns=tuple(tuple(sorted(fit.placement.held_in_column(grid, column))) for column in range(grid.columns)),
-        forms=fit.forms,
+        forms=fit.forms, failure_domains=fit.domains.domains,
         microbatches=grid.microbatches, loss_scale=1 / grid.total_microbatches,
         heartbeat_timeout_seconds=resilience.heartbeat_timeout_seconds,
         checkpoint_every=resilience.checkpoint_every, fetch_bytes_per_second=resilience.fetch_bytes_per_second)

@@ -1,6 +1,6 @@
 """What a run is given besides a schedule and a configuration: how it deals with failures, and where it takes place."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from runtime.protocol.authentication import Secret
 from runtime.protocol.failure_injection import Injection, Slowdown
 from runtime.protocol.rendezvous import Rendezvous
 from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
+from schedules.schedule import Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,8 @@ class RunOptions:
     """Called with the address once node 0 listens there."""
     local: LocalProcess = ALONE
     """Which of the processes that share this machine this is."""
+    topology: Sequence[Collection[Worker]] = ()
+    """The workers of each machine, where the job says so; else the nodes are what they are started as."""
     secret: Secret | None = None
     """What all nodes know (`runtime.protocol.authentication`); None: there is one node, and it makes one."""
     traced: int = 3

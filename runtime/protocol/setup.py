@@ -9,6 +9,7 @@ from runtime.model.passed import Form, TensorForm, TupleForm
 from runtime.protocol.failure_injection import Injection, Slowdown
 from runtime.protocol.rendezvous import Rendezvous
 from runtime.replay.communication import Transport
+from schedules.schedule import Worker
 
 JOIN_TIMEOUT_SECONDS = 600.0
 """For all workers to be there: on several machines, people start them."""
@@ -61,6 +62,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The layers of the model that the stages of each column have."""
     forms: tuple[FormSpec, ...]
     """Of what passes at each cut."""
+    failure_domains: tuple[tuple[Worker, ...], ...] = ()
+    """Which workers share a machine (`runtime.failure_domains`)."""
     loss_scale: float
     microbatches: tuple[int, ...] = (1,)
     """Of each pipeline in an iteration."""

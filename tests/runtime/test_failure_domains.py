@@ -1,0 +1,51 @@
+"""Which workers share a machine, by the job file or by the nodes that launchers have started."""
+
+import pytest
+
+from runtime.failure_domains import FailureDomains, find_domains, shares_of_nodes
+from runtime.replay.placement import PlacementError
+from schedules.schedule import Worker
+from tests.jobs import grid
+from tests.runtime.running import schedule_for
+
+GRID = schedule_for(grid(2, 2, 2)).grid
+A, B, C, D = GRID.workers()
+BY_STAGE = [(A, C), (B, D)]
+
+
+def test_workers_of_one_machine_fail_together():
+    domains = FailureDomains([(C, A), (B, D)])
+    assert domains.domains == ((A, C), (B, D))
+    assert [domains.number(worker) for worker in (A, B, C, D)] == [0, 1, 0, 1]
+    assert domains.together(C) == (A, C)
+    assert domains.apart(A, B) and not domains.apart(A, C) and not domains.apart(A, A)
+
+
+def test_each_node_is_a_machine_where_nothing_else_is_known():
+    shares = shares_of_nodes([A, B, C, D], 2, ())
+    assert shares == [[A, B], [C, D]]
+    assert find_domains(GRID, shares, 1, ()).domains == ((A, B), (C, D))
+
+
+def test_nodes_that_share_a_machine_are_one_domain():
+    shares = shares_of_nodes([A, B, C, D], 4, ())
+    assert find_domains(GRID, shares, 2, ()).domains == ((A, B), (C, D))
+    assert find_domains(GRID, shares, 3, ()).domains == ((A, B, C), (D,))
+
+
+def test_who_is_not_there_from_the_start_would_be_on_node_0():
+    assert find_domains(GRID, shares_of_nodes([A, B, D], 3, ()), 1, ()).domains == ((A, C), (B,), (D,))
+
+
+def test_a_topology_overrides_the_nodes_and_says_who_is_where():
+    assert find_domains(GRID, shares_of_nodes([A, B, C, D], 1, BY_STAGE), 1, BY_STAGE).domains == ((A, C), (B, D))
+    assert shares_of_nodes([A, B, C, D], 1, BY_STAGE) == [[A, B, C, D]]
+    assert shares_of_nodes([A, B, D], 2, BY_STAGE) == [[A], [B, D]]
+    assert shares_of_nodes([A, B, C, D], 4, BY_STAGE) == [[A], [C], [B], [D]]  # two processes on each machine
+
+
+@pytest.mark.parametrize(("topology", "wrong"), [([(A, B, C)], D), ([(A, B), (C, D, A)], A),
+                                                  ([(A, B), (C, D, Worker(2, 0))], Worker(2, 0))])
+def test_a_topology_of_another_job_is_refused(topology, wrong):
+    with pytest.raises(PlacementError, match=f"see worker {wrong}"):
+        find_domains(GRID, [[A, B, C, D]], 1, topology)
