@@ -29,6 +29,13 @@ def keeps_parts(config: TrainingConfig) -> bool:
     return config.shard_optimizer or config.master_weights
 
 
+def gradient_dtype(config: TrainingConfig) -> torch.dtype | None:
+    """In which gradients are added up; None: that of each parameter."""
+    if not config.master_weights:
+        return None
+    return torch.float32 if config.reduce_dtype == "float32" else torch.bfloat16
+
+
 class Holding:
     """Layers of a model with gradients and optimizer. Parameters' `.grad` are views of flat tensors: sum in place.
 
@@ -118,10 +125,11 @@ class Holding:
             parameter.grad = None  # the memory goes before it is taken anew
         self._gradients = {one: _flatten_gradients([
             parameter for layer in range(*one) for name, parameter in self.modules[layer].named_parameters()
-            if not self._sharing.is_shared(layer, name)], self._gradient_dtype, self.cuts.get(one)) for one in ranges}
+            if not self._sharing.is_shared(layer, name)], gradient_dtype(self._config), self.cuts.get(one))
+            for one in ranges}
         self.shared_gradients = {
             str(first): _flatten_gradients([self.modules[mine[0].layer].get_parameter(mine[0].name)],
-                                           self._gradient_dtype)
+                                           gradient_dtype(self._config))
             for first, mine in self._sharing.held(self.modules)}
 
     def gradients(self, layers: LayerRange | None = None) -> list[Tensor]:
@@ -143,13 +151,6 @@ class Holding:
                   for flat in self.shared_gradients[str(first)]]
         norms = [torch.linalg.vector_norm(flat, dtype=torch.float64) for flat in found]
         return float(torch.stack(norms).square().sum().item()) if norms else 0.0
-
-    @property
-    def _gradient_dtype(self) -> torch.dtype | None:
-        """None: that of each parameter."""
-        if not self._config.master_weights:
-            return None
-        return torch.float32 if self._config.reduce_dtype == "float32" else torch.bfloat16
 
     def _build(self, modules: Mapping[int, nn.Module]) -> UndoableOptimizer | PartOptimizer:
         if not keeps_parts(self._config):

@@ -20,8 +20,11 @@ from runtime.model.calling import on_device
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import Data, Microbatch, load_corpus
 from runtime.model.forms import forms
-from runtime.model.holding import Holding, build_holding
+from runtime.model.holding import Holding, build_holding, gradient_dtype, keeps_parts
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
+from runtime.model.part_optimizer import PartOptimizer
+from runtime.model.part_state import elements_of
+from runtime.model.parts import cut
 from runtime.model.passed import Form, TensorForm, Value, carrier_form, gradient_form, made, tensors_of
 from runtime.model.slices import SliceRunner
 from runtime.processes.children import ChildError, Children
@@ -96,11 +99,15 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True):
     transport: Transport
     rendezvous: Rendezvous
     rounds: int
+    copies: int
+    """Workers that hold each stage."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
     stages: dict[int, StageProfile]
     all_reduce: list[float]
+    gather: list[float]
+    """Seconds after a step, where the optimizer's state is sharded."""
     transfer: float
     waiting: float
 
@@ -129,14 +136,15 @@ def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int
     store, opened = host_store()
     tasks = [_Task(config=config, ranges=tuple(ranges), microbatches=microbatches, rank=rank, computing=computing,
                    communicating=communicating, reduce_group=reduce_group, device=device, cards=cards,
-                   transport=transport, rendezvous=opened, rounds=rounds)
+                   transport=transport, rendezvous=opened, rounds=rounds, copies=copies)
              for rank in range(max(computing, communicating))]
     answers = _ask(tasks)
     del store
     measured: dict[int, StageProfile] = {}
     for answer in reversed(answers):  # those who are first to have a stage count: the others repeat it
         measured |= answer.stages
-    stages = tuple(msgspec.structs.replace(measured[index], all_reduce=answers[0].all_reduce[index])
+    stages = tuple(msgspec.structs.replace(measured[index], all_reduce=answers[0].all_reduce[index],
+                                           optimizer=measured[index].optimizer + answers[0].gather[index])
                    for index in range(len(ranges)))
     memory = torch.cuda.mem_get_info(0)[1] if cards else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Profile(stages=stages, transfer=answers[0].transfer, device=device, device_bytes=memory,
@@ -179,6 +187,7 @@ class _Measurer:
             benches = {index: self._bench(index, task.config) for index in mine}
             memory = {index: {**bench.memory(), **self._recomputed(index)} for index, bench in benches.items()}
             for bench in benches.values():
+                bench.keep(task.copies)
                 bench.round()
             self._meet(store, "warm", task.computing)
             began, ran = time.perf_counter(), time.thread_time()
@@ -193,17 +202,19 @@ class _Measurer:
             while store.add("measured", 0) < task.computing:
                 bench.round()
         self._meet(store, "measured by all", max(task.computing, task.communicating))
-        all_reduce, transfer = [0.0] * len(task.ranges), 0.0
+        all_reduce, gather, transfer = [0.0] * len(task.ranges), [0.0] * len(task.ranges), 0.0
         if task.communicating > 1 and task.rank < task.communicating:
-            all_reduce, transfer = self._communicate(store)
+            all_reduce, gather, transfer = self._communicate(store)
         self._meet(store, "end", max(task.computing, task.communicating))
-        return _Answer(stages, all_reduce, transfer, waiting)
+        return _Answer(stages, all_reduce, gather, transfer, waiting)
 
     def _bench(self, index: int, config: RunConfig) -> "_Bench":
         task, layers = self._task, self._task.ranges[index]
         holding = build_holding(self._model, range(*layers), config.training)
         stage = SliceRunner(layers, holding.modules, self._model, loss_scale=1 / task.microbatches, config=config)
-        return _Bench(stage, holding, self._forms, config, self._data, self._device)
+        bench = _Bench(stage, holding, self._forms, config, self._data, self._device)
+        bench.keep(max(1, task.copies - 1))  # there must be room for state when a worker of the stage is lost
+        return bench
 
     def _recomputed(self, index: int) -> dict[str, int]:
         """What a micro-batch holds in a stage that computes its activations again, where the planner is to choose."""
@@ -213,8 +224,9 @@ class _Measurer:
         again = msgspec.structs.replace(config, training=msgspec.structs.replace(config.training, recompute="full"))
         return {"recomputed_bytes": self._bench(index, again).memory()["activation_bytes"]}
 
-    def _communicate(self, store: TCPStore) -> tuple[list[float], float]:
-        """Seconds of the all-reduce of each stage, and of a transfer of the largest activation."""
+    def _communicate(self, store: TCPStore) -> tuple[list[float], list[float], float]:
+        """Seconds of the all-reduce of each stage, of gathering its parameters where the optimizer's state is sharded,
+        and of a transfer of the largest activation."""
         task = self._task
         everyone = [Worker(rank, 0) for rank in range(task.communicating)]
         me, reduce_group = everyone[task.rank], everyone[:task.reduce_group]
@@ -224,14 +236,31 @@ class _Measurer:
         passed = [carrier_form(self._forms[end]) for _, end in task.ranges]
         largest = max(passed[:-1], key=_bytes_of, default=passed[-1])
         transfer = self._median(lambda: _ping_pong(communicator, task.rank, everyone, largest, self._device) / 2)
-        all_reduce = []
+        all_reduce, gather = [], []
         for layers in task.ranges:
             gradients = self._gradients(layers)
+            if task.config.training.shard_optimizer and me in reduce_group:
+                reduced, gathered = self._reduce_parts(communicator, sum(map(len, gradients)), reduce_group)
+                all_reduce.append(reduced)
+                gather.append(gathered)
+                continue
+            gather.append(0.0)
             all_reduce.append(self._median(lambda: self._timed(
                 lambda: communicator.sum_over_sharers(_LAYERS, gradients))))  # noqa: B023  # called within the loop
         communicator.wait_for_all()
         communicator.drop()
-        return all_reduce, transfer
+        return all_reduce, gather, transfer
+
+    def _reduce_parts(self, communicator: Communicator, total: int, members: Sequence[Worker]) -> tuple[float, float]:
+        """Seconds that gradients of so many elements, and parameters, take where each has a part."""
+        training, one = self._task.config.training, cut(total, members, (), sharded=True)
+        if not one.sharded:
+            return 0.0, 0.0
+        gradients = torch.zeros(one.length, dtype=gradient_dtype(training) or parameter_dtype(training),
+                                device=self._device)
+        parameters = torch.zeros(one.length, dtype=parameter_dtype(training), device=self._device)
+        return (self._median(lambda: self._timed(lambda: communicator.reduce_parts(_LAYERS, gradients, one))),
+                self._median(lambda: self._timed(lambda: communicator.gather_parts(_LAYERS, parameters, one))))
 
     def _gradients(self, layers: tuple[int, int]) -> list[Tensor]:
         sizes: dict[torch.dtype, int] = {}
@@ -270,6 +299,16 @@ class _Bench:
         self._device = device
         self._rounds = 0
 
+    def keep(self, members: int) -> None:
+        """Where workers keep parts of layers' optimizer states: keep that of one of so many, without what it was."""
+        if not keeps_parts(self._config.training):
+            return
+        self._holding = Holding(self._holding.modules, self._config.training)
+        workers = [Worker(pipeline, 0) for pipeline in range(members)]
+        total = sum(map(elements_of, self._holding.modules.values()))
+        one = cut(total, workers, (), sharded=self._config.training.shard_optimizer)
+        self._holding.keep(self._holding.modules, {self._stage.layers: one}, workers[0], [], -1)
+
     def round(self) -> dict[str, float]:
         """Seconds of each op, mean over a row of micro-batches, then of an optimizer step."""
         stage, row = self._stage, [Microbatch(self._rounds, 0, index) for index in range(ROW)]
@@ -298,8 +337,13 @@ class _Bench:
             stage.backward_weight(microbatch)
         for _ in range(2):  # state appears with the first step, and is first copied by the second
             self._step()
-        undo, state = self._holding.optimizer.undo_bytes(), self._holding.optimizer.layer_state
-        held = sum(tensor.nbytes for layer in range(*stage.layers) for tensor in state(layer).values())
+        optimizer, undo = self._holding.optimizer, self._holding.optimizer.undo_bytes()
+        if isinstance(optimizer, PartOptimizer):
+            held = optimizer.state_bytes() + sum(tensor.nbytes for module in self._holding.modules.values()
+                                                 for tensor in module.state_dict().values())
+        else:
+            held = sum(tensor.nbytes for layer in range(*stage.layers)
+                       for tensor in optimizer.layer_state(layer).values())
         gradients = sum(flat.nbytes for flat in self._holding.gradients())
         return {"activation_bytes": activation, "stash_bytes": stash, "undo_bytes": undo,
                 "static_bytes": held + gradients + undo}
