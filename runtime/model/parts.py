@@ -53,7 +53,7 @@ def cut(total: int, members: Sequence[Worker], domains: Domains, *, sharded: boo
     """Cut so many elements over members; where state is not sharded, each keeps all of them."""
     members = tuple(sorted(members))
     count = len(members)
-    if not sharded or count == 1:
+    if not sharded or count == 1 or not total:
         return Cut(members, ((0, total), *((0, 0),) * (count - 1)), ((), *((0,),) * (count - 1)), sharded=False)
     size = -(-total // count)
     spans = tuple((min(total, place * size), min(total, (place + 1) * size)) for place in range(count))

@@ -128,7 +128,7 @@ class LayerSender:
 
     def _holds_all(self, receiver: Receiver, layers: Layers) -> bool:
         request = receiver.request
-        held = all(map(layers.holds, request.layers)) and all(map(layers.keeps, request.parts))
+        held = all(map(layers.holds, request.layers)) and all(layers.keeps(part) for part in request.parts)
         if not held:
             self._server.drop(receiver)
         return held
