@@ -89,7 +89,6 @@ def test_bf16_parameters_with_float32_masters(training, share, fork_server, tmp_
     assert {tensor.dtype for tensor in ours.values()} == {torch.float32}
     off, gone = (sum((one[name] - other[name]).square().sum() for name in reference.masters) ** 0.5
                  for one, other in ((ours, reference.masters), (reference.masters, first.masters)))
-    print(off, gone)
     assert off <= share * gone
 
 
