@@ -58,7 +58,7 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
     try:
         config = parse_run_config(wanted.model, wanted.training)
         with standing_in(config.training.tensor_parallel):
-            layers = model_for(config.model, 0, parameter_dtype(config.training.dtype), torch.device("meta")).layers
+            layers = model_for(config.model, 0, parameter_dtype(config.training), torch.device("meta")).layers
         ranges = _ranges(wanted.layers[:wanted.depth], layers) if wanted.layers else split_layers(layers, wanted.depth)
         with err.status("measuring"):
             measured, by_layer = (

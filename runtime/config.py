@@ -37,6 +37,7 @@ STANDS_FOR = 2
 """Ranks for which each process does of a worker that has lost some, with `degraded_ranks`."""
 MANY = 16
 """Keys that are not listed in a line."""
+_NO_FLOAT16 = ": in float16 small gradients are lost without loss scaling, which there is not, and bf16 needs none"
 _PLACE = re.compile(r" - at `\$\.(\w+)(?:\[(\d+)\])?")
 """Where msgspec says which key is wrong, and which entry of its list."""
 _MISSING = re.compile(r"missing required field `(\w+)`")
@@ -154,6 +155,12 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Every random choice derives from it: initial parameters, the text's cuts, dropout."""
     dtype: DtypeName = "float32"
     """Of parameters and arithmetic; "bf16" is bfloat16 autocast over float32 parameters."""
+    master_weights: bool = False
+    """With "bf16": parameters are bfloat16, too, without autocast, and the optimizer steps float32 ones of its own."""
+    reduce_dtype: Literal["float32", "bf16"] = "float32"
+    """In which gradients are added up and reduced, with `master_weights`."""
+    shard_optimizer: bool = False
+    """Whether the workers that hold a layer share its optimizer state: each keeps a part, and a copy of another's."""
     backend: BackendName = "auto"
     """What carries tensors between workers; "auto": nccl where every worker has a GPU of its own, else gloo."""
     device: DeviceName = "auto"
@@ -218,6 +225,11 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.final_learning_rate is not None and schedule == "constant":
             raise ValueError(f"training.final_learning_rate is {self.final_learning_rate}, and learning_rate_schedule "
                              "'constant'; expected another schedule")
+        if self.master_weights and self.dtype != "bf16":
+            raise ValueError(f"training.master_weights is true, and training.dtype {self.dtype!r}; expected 'bf16'")
+        if self.reduce_dtype != "float32" and not self.master_weights:
+            raise ValueError(f"training.reduce_dtype is {self.reduce_dtype!r}, and there are no master_weights; "
+                             "expected them, or 'float32'")
         _require_json("training.options", self.options)
         if self.tokens is not None and self.text is not None and self.data is None:
             raise ValueError("training.tokens and training.text are both given; expected one of them")
@@ -320,7 +332,9 @@ def _explain(name: str, values: Mapping[str, object], kind: type[msgspec.Struct]
                 _explain(inside, entry, ParameterGroup, error.replace(place[0], " - at `$"))
     shown = repr(value)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return f"{name}.{place[1]} is {shown}; expected {_expected(types[place[1]])}{_nearest(types[place[1]], value)}"
+    why = _NO_FLOAT16 if place[1] == "dtype" and value in ("float16", "fp16", "half") else \
+        _nearest(types[place[1]], value)
+    return f"{name}.{place[1]} is {shown}; expected {_expected(types[place[1]])}{why}"
 
 
 def _nearest(kind: Any, value: object) -> str:

@@ -48,6 +48,9 @@ class Group(Protocol):
     def allreduce(self, tensors: Sequence[Tensor]) -> Work:
         """Start to sum in place."""
 
+    def _allgather_base(self, output: Tensor, input: Tensor) -> Work:
+        """Start to gather equal parts, one after the other."""
+
     def abort(self) -> None:
         """End all transfers with an error. Gloo's does so only when the last reference to the group is gone."""
 

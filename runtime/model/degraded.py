@@ -8,6 +8,7 @@ from torch import nn
 from runtime.config import STANDS_FOR, ConfigError, RunConfig
 from runtime.model.distributed_tensors import with_local_parameters
 from runtime.model.forms import forms
+from runtime.model.holding import keeps_parts
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
 from runtime.model.passed import Form
 from runtime.model.rank_parts import cut_dims
@@ -24,6 +25,9 @@ def require_degradable(model: LayeredModel, config: RunConfig, at_layer: Sequenc
     training = config.training
     if not training.degraded_ranks:
         return
+    if keeps_parts(training):
+        raise ConfigError("training.degraded_ranks is true, and workers keep parts of optimizer states "
+                          "(shard_optimizer or master_weights); expected one or the other")
     fewer = training.tensor_parallel // STANDS_FOR
     whole = [_built(model, layer) for layer in range(model.layers)]
     for layer, module in enumerate(whole):
@@ -31,7 +35,7 @@ def require_degradable(model: LayeredModel, config: RunConfig, at_layer: Sequenc
             raise ConfigError(f"training.degraded_ranks is true, and layer {layer} is cut by torch's "
                               "parallelize_module; expected layers that have `shards`")
     with standing_in(fewer, stands_for=STANDS_FOR):
-        halved = model_for(config.model, training.seed, parameter_dtype(training.dtype), model.device)
+        halved = model_for(config.model, training.seed, parameter_dtype(training), model.device)
         passed = forms(halved, config)
         modules = [_built(halved, layer) for layer in range(halved.layers)]
     for layer, (module, other) in enumerate(zip(whole, modules, strict=True)):

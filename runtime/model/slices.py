@@ -16,6 +16,8 @@ from runtime.model.data import Microbatch as Microbatch
 from runtime.model.forms import forms as forms
 from runtime.model.holding import Holding
 from runtime.model.layers import LayeredModel, autocast, layer_randomness, layer_seed, recomputed_layers
+from runtime.model.part_optimizer import PartOptimizer
+from runtime.model.parts import Cut
 from runtime.model.passed import TensorForm as TensorForm
 from runtime.model.passed import Value, changed, form_of, has_gradient, of_form, tensors_of
 from runtime.model.seeds import seeding
@@ -148,7 +150,7 @@ class SliceRunner:
 
     def _run_layers(self, microbatch: Microbatch, value: Value, target: Tensor | None, batch: Batch | None) -> Value:
         training, device = self._config.training, self._model.device
-        with autocast(training.dtype, device):
+        with autocast(training, device):
             with seeding(device) as seed_generators:
                 for layer, call in self._calls.items():
                     if layer in self._recomputed:
@@ -192,6 +194,20 @@ class Slices:
     def summed(self, slice: int) -> AbstractContextManager[list[list[Tensor]]]:
         """The gradients of a slice that the holding reduces by: `Holding.summed`."""
         return self._holding.summed(self.layers[slice])
+
+    def cut(self, slice: int) -> Cut | None:
+        """How a slice's gradients are cut, where its optimizer's state is sharded."""
+        found = self._holding.cuts.get(self.layers[slice])
+        return found if found is not None and found.sharded else None
+
+    def flat_parameters(self) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
+        """Of each range that is cut, the parameters, whose parts are to be gathered after a step."""
+        return self._holding.flat_parameters()
+
+    def gathered(self, iteration: int) -> None:
+        """They are as they should be after an iteration."""
+        if isinstance(self._holding.optimizer, PartOptimizer):
+            self._holding.optimizer.gathered(iteration)
 
     @property
     def shared(self) -> Iterable[str]:

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from runtime.config import TrainingConfig
 from runtime.model.clipping import clip_factor, watches_gradients
-from runtime.model.holding import Holding
+from runtime.model.holding import Holding, keeps_parts
 from runtime.model.worker_group import first_rank, worker_group
 
 UNCLIPPED = 4
@@ -52,7 +52,8 @@ class Steps:
     share
         None where `watches_gradients` is false.
     staggered
-        Whether steps may be guessed; with a synchronous optimizer all gradients are known soon anyway.
+        Whether steps may be guessed; with a synchronous optimizer all gradients are known soon anyway. They are not
+        where optimizers keep parts of layers' states.
     stepped
         Called with each iteration whose step has been made for good, while the gradients are still those it was made
         by.
@@ -67,7 +68,9 @@ class Steps:
         self._speaks_for = frozenset(speaks_for)
         self._layers = layers
         self._share = share
-        self._may_guess = staggered
+        # Where parameters are gathered after a step, a second one would have to be gathered, too, at a place in the
+        # program where all are together.
+        self._may_guess = staggered and not keeps_parts(config)
         self._stepped = stepped
         self._unclipped = UNCLIPPED
         self.squares = 0.0
@@ -92,12 +95,14 @@ class Steps:
         """O: step all layers, for good or on a guess. `loss` is this worker's part. Raises CommunicationError."""
         self._iteration = iteration
         if self._share is None:
-            self.squares = self._holding.squares(self._speaks_for)
+            self.squares = self._holding.squares(self._holding.modules if self._holding.cuts else self._speaks_for)
             self._optimizer.step(iteration)
             self._end(1.0)
             return
         squares = self._optimizer.squares()
-        contribution = self._contribution(squares)
+        # Of layers whose state is in parts, each has the squares of its own.
+        contribution = [squares.get(layer, 0.0) for layer in range(self._layers)] if self._holding.cuts else \
+            self._contribution(squares)
         self.squares = math.fsum(contribution)
         self._sums = self._share([*contribution, loss if first_rank() else 0.0])
         self._others_guess = self._may_guess and self._unclipped >= UNCLIPPED

@@ -36,6 +36,15 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """A worker is alive. Sent a few times in each heartbeat timeout; a worker silent for longer is given up."""
 
 
+class Kept(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker keeps of layers' optimizer states, where it keeps parts (`runtime.model.parts`)."""
+
+    parts: tuple[tuple[int, int, int], ...]
+    """Each a layer and the elements [start, stop) of it."""
+    whole_after: int | None
+    """The iteration after which it has the whole parameters of its layers; None: it lacks some."""
+
+
 class Known(msgspec.Struct, frozen=True, array_like=True):
     """What a worker knows whose coordinator is gone. It has paused."""
 
@@ -55,6 +64,8 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
     """The last iteration before the order."""
     losses: dict[int, float] = {}
     """Where steps depend on all gradients: of the last iterations, where they are finite."""
+    kept: Kept | None = None
+    """As in `Paused`."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -131,6 +142,8 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
     """Of the last iteration of which it knows."""
     reason: str | None
     """An error, which ends the order for all; None when it stopped as told."""
+    kept: Kept | None = None
+    """None: of the layers that it holds, everything."""
 
 
 class FetchUpToDate(msgspec.Struct, frozen=True, tag=True):

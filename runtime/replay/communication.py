@@ -17,6 +17,7 @@ from torch.distributed import Work
 
 from runtime.config import ConfigError
 from runtime.errors import first_line
+from runtime.model.parts import Cut
 from runtime.model.worker_group import Backend, Connection, WorkerGroup
 from runtime.replay.group_store import GroupStore
 from runtime.replay.stuck_calls import OPEN_CALLS
@@ -33,6 +34,9 @@ CLOCK_ROUNDS = 8
 _WORLD = "the world"
 _SUMS = "sums"
 _CLOCK = "clock"
+_BYTES_GROUP = "bytes"
+_REDUCE, _COPY, _GATHER, _BYTES = range(2**24, 2**24 + 4)
+"""Tags above those of any schedule's transfers."""
 _RANKS = "the ranks of worker"
 _GLOO_PLACE = re.compile(r"\[[^\s\]]*gloo[^\s\]]*:[0-9]+\] ")
 BUCKET_BYTES = 2**20
@@ -133,6 +137,8 @@ class Communicator:
         Where the process groups find each other: one that all members share, a TCPStore for NCCL.
     sums
         Whether `sum_over_all` will be used.
+    bytes_too
+        Whether `send_bytes` will be.
     require
         May raise what shall end the wait for the others at the store.
 
@@ -146,7 +152,7 @@ class Communicator:
     """
 
     def __init__(self, membership: Membership, sharers: Mapping[Shared, Sequence[Worker]], *, transport: Transport,
-                 device: torch.device, store: Store, sums: bool = False,
+                 device: torch.device, store: Store, sums: bool = False, bytes_too: bool = False,
                  require: Callable[[], None] = lambda: None) -> None:
         self.device = device
         self.worker = membership.worker
@@ -168,6 +174,9 @@ class Communicator:
         everyone = sorted(self._ranks, key=self._ranks.__getitem__)
         if len(everyone) > 1:
             self._join(_WORLD, everyone, transport)
+        self._bytes = _BYTES_GROUP if bytes_too and transport != "gloo" and len(everyone) > 1 else _WORLD
+        if self._bytes != _WORLD:
+            self._join(_BYTES_GROUP, everyone, "gloo")
         if sums:  # numbers of the host: over gloo also where tensors go over NCCL, whose stream they would hold up
             self._meet(_SUMS, _SUMS, membership.place_of_all, "gloo")
         if membership.group is not None:
@@ -214,6 +223,84 @@ class Communicator:
         if self._staged:
             for tensor, total in zip(tensors, carried, strict=True):
                 tensor.copy_(total)
+
+    def reduce_parts(self, layers: LayerRange, gradients: Tensor, cut: Cut) -> None:
+        """Sum the gradients of a range over its sharers. Each then has the sums of what it keeps, as the cut says.
+
+        Over gloo each part is summed by its owner, always in the order of the members, and sent on to its buddy.
+        Raises CommunicationError.
+        """
+        if layers not in self._sharers:
+            return
+        if self.ordered:
+            self.sum_over_sharers(layers, [gradients])
+            return
+        group, place = self._group(_name_of(self._sharers[layers])), cut.members.index(self.worker)
+        with _told_in_one_line(f"reducing the gradients of {layers_text(layers)}"):
+            carried = gradients.cpu() if self._staged else gradients
+            parts = [carried[first:end] for first, end in cut.spans]
+            sent = [group.send([part], other, _REDUCE) for other, part in enumerate(parts)
+                    if other != place and len(part)]
+            arrived = [torch.empty_like(parts[place]) if other != place else parts[place]
+                       for other in range(len(parts))]
+            for work in [group.recv([part], other, _REDUCE) for other, part in enumerate(arrived)
+                         if other != place and len(part)] + sent:
+                work.wait()
+            total = arrived[0].to(torch.promote_types(carried.dtype, torch.float32), copy=True)
+            for part in arrived[1:]:
+                total.add_(part)
+            parts[place].copy_(total)
+            works = [group.send([parts[place]], other, _COPY) for other, wards in enumerate(cut.wards)
+                     if place in wards and len(parts[place])]
+            works += [group.recv([parts[ward]], ward, _COPY) for ward in cut.wards[place] if len(parts[ward])]
+            for work in works:
+                work.wait()
+        if self._staged:
+            for first, end in cut.kept(self.worker):
+                gradients[first:end].copy_(carried[first:end])
+
+    def gather_parts(self, layers: LayerRange, parameters: Tensor, cut: Cut) -> None:
+        """Bring each member's own part of a range's parameters to all sharers that do not keep it, and have stepped it
+        themselves. Raises CommunicationError."""
+        if layers not in self._sharers:
+            return
+        group, (first, end) = self._group(_name_of(self._sharers[layers])), cut.own(self.worker)
+        place = cut.members.index(self.worker)
+        with _told_in_one_line(f"gathering the parameters of {layers_text(layers)}"):
+            if self.ordered:
+                length = cut.length // len(cut.members)
+                group._allgather_base(parameters, parameters[place * length:(place + 1) * length].clone()).wait()
+                return
+            carried = torch.empty(parameters.shape, dtype=parameters.dtype) if self._staged else parameters
+            if self._staged:
+                carried[first:end].copy_(parameters[first:end])
+            lacking = [(other, span) for other, span in enumerate(cut.spans)
+                       if other not in (place, *cut.wards[place]) and span[0] < span[1]]
+            works = [group.send([carried[first:end]], other, _GATHER) for other, wards in enumerate(cut.wards)
+                     if place not in (other, *wards) and first < end]
+            works += [group.recv([carried[start:stop]], other, _GATHER) for other, (start, stop) in lacking]
+            for work in works:
+                work.wait()
+        for _, (start, stop) in lacking if self._staged else ():
+            parameters[start:stop].copy_(carried[start:stop])
+
+    def send_bytes(self, data: bytes, target: Worker) -> None:
+        """Send bytes of this host. Raises CommunicationError."""
+        with _told_in_one_line(f"sending to worker {target}"):
+            group, rank = self._group(self._bytes), self._ranks[target]
+            payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            for tensor in (torch.tensor([len(data)]), payload):
+                group.send([tensor], rank, _BYTES).wait()
+
+    def receive_bytes(self, source: Worker) -> bytes:
+        """Receive what `send_bytes` sends. Raises CommunicationError."""
+        with _told_in_one_line(f"receiving from worker {source}"):
+            group, rank = self._group(self._bytes), self._ranks[source]
+            length = torch.empty(1, dtype=torch.int64)
+            group.recv([length], rank, _BYTES).wait()
+            payload = torch.empty(int(length.item()), dtype=torch.uint8)
+            group.recv([payload], rank, _BYTES).wait()
+            return payload.numpy().tobytes()
 
     def sum_over_all(self, values: Sequence[float]) -> Summing:
         """Start to sum numbers over all members; computing goes on. Needs `sums`."""

@@ -155,14 +155,19 @@ class Executor:
         assert slice is not None
         self._before_exchange()
         with self._recorder.timing(step.op), self._slices.summed(slice) as by_rank:
-            self._sum(self._slices.layers[slice], by_rank)
+            layers, cut = self._slices.layers[slice], self._slices.cut(slice)
+            if cut is None:
+                self._sum(layers, by_rank)
+            else:
+                self._communicator.reduce_parts(layers, by_rank[0][0], cut)
 
     def _sum(self, what: Shared, by_rank: Sequence[Sequence[Tensor]]) -> None:
         for part, gradients in enumerate(by_rank):
             self._communicator.sum_over_sharers(what, gradients, part)
 
     def _optimize(self, step: _Step) -> None:
-        """What layers share is summed first: all that hold a copy are at their O, with nothing left to give before."""
+        """What layers share is summed first, and parameters are gathered last: all that hold them are at their O, with
+        nothing left to give before."""
         self._before_exchange()
         self._loss = self._slices.take_loss()
         with self._recorder.timing(step.op):
@@ -170,6 +175,9 @@ class Executor:
                 with self._slices.summed_shared(name) as by_rank:
                     self._sum(name, by_rank)
             self._steps.step(self._iteration, self._loss)
+            for layers, parameters, cut in self._slices.flat_parameters():
+                self._communicator.gather_parts(layers, parameters, cut)
+            self._slices.gathered(self._iteration)
 
     def _runner(self, step: _Step) -> SliceRunner:
         assert step.runner is not None

@@ -13,8 +13,9 @@ from runtime.config import RunConfig
 from runtime.model.data import load_corpus
 from runtime.model.distributed_tensors import with_local_parameters
 from runtime.model.forms import forms
-from runtime.model.holding import build_holding
+from runtime.model.holding import build_holding, gradient_dtype
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
+from runtime.model.parts import cut
 from runtime.model.passed import TensorForm, carrier_form
 from runtime.model.slices import SliceRunner
 from runtime.model.worker_group import enter_group
@@ -48,6 +49,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     transport: Transport
     rendezvous: Rendezvous
     rounds: int
+    copies: int
+    """Workers that hold each stage."""
 
     @property
     def ranks(self) -> int:
@@ -68,6 +71,8 @@ class Answer(msgspec.Struct, frozen=True):
 
     stages: dict[int, StageProfile]
     all_reduce: list[float]
+    gather: list[float]
+    """Seconds after a step, where the optimizer's state is sharded."""
     transfer: float
     waiting: float
 
@@ -87,7 +92,7 @@ class _Measurer:
         training = task.config.training
         torch.set_num_threads(training.threads)
         self._group = enter_group(task.rank, task.ranks)
-        self._model: LayeredModel = model_for(task.config.model, training.seed, parameter_dtype(training.dtype),
+        self._model: LayeredModel = model_for(task.config.model, training.seed, parameter_dtype(training),
                                               self._device)
         self._forms = forms(self._model, task.config)
         self._data = load_corpus(task.config)
@@ -102,12 +107,12 @@ class _Measurer:
                                     transport=task.transport, device=self._device, store=self._store)
         stages, waiting = self._compute() if task.stages else ({}, 0.0)
         self._meet("measured by all", task.workers)
-        all_reduce, transfer = [0.0] * len(task.ranges), 0.0
+        all_reduce, gather, transfer = [0.0] * len(task.ranges), [0.0] * len(task.ranges), 0.0
         if task.workers > 1:
-            all_reduce, transfer = self._communicate(communicator, everyone)
+            all_reduce, gather, transfer = self._communicate(communicator, everyone)
         self._meet("end", task.workers)
         communicator.drop()
-        return Answer(stages, all_reduce, transfer, waiting)
+        return Answer(stages, all_reduce, gather, transfer, waiting)
 
     def _compute(self) -> tuple[dict[int, StageProfile], float]:
         """This worker's stages, and the share of the time in which this process had to wait for others."""
@@ -115,6 +120,7 @@ class _Measurer:
         benches = {index: self._bench(index, task.config) for index in task.stages}
         memory = {index: {**bench.memory(), **self._recomputed(index)} for index, bench in benches.items()}
         for bench in benches.values():
+            bench.keep(task.copies)
             bench.round()
         self._meet("warm", task.computing)
         stages, waiting = {}, 0.0
@@ -136,7 +142,9 @@ class _Measurer:
         task, layers = self._task, self._task.ranges[index]
         holding = build_holding(self._model, range(*layers), config.training)
         stage = SliceRunner(layers, holding.modules, self._model, loss_scale=1 / task.microbatches, config=config)
-        return StageBench(stage, holding, self._forms, config, self._data, self._device)
+        bench = StageBench(stage, holding, self._forms, config, self._data, self._device)
+        bench.keep(max(1, task.copies - 1))  # there must be room for state when a worker of the stage is lost
+        return bench
 
     def _recomputed(self, index: int) -> dict[str, int]:
         """What a micro-batch holds in a stage that computes its activations again, where the planner is to choose."""
@@ -146,8 +154,10 @@ class _Measurer:
         again = msgspec.structs.replace(config, training=msgspec.structs.replace(config.training, recompute="full"))
         return {"recomputed_bytes": self._bench(index, again).memory()["activation_bytes"]}
 
-    def _communicate(self, communicator: Communicator, everyone: Sequence[Worker]) -> tuple[list[float], float]:
-        """Seconds of the all-reduce of each stage, and of a transfer of the largest activation.
+    def _communicate(self, communicator: Communicator, everyone: Sequence[Worker]
+                     ) -> tuple[list[float], list[float], float]:
+        """Seconds of the all-reduce of each stage, of gathering its parameters where the optimizer's state is sharded,
+        and of a transfer of the largest activation.
 
         All ranks of a worker do this at the same time, each with those of its own index.
         """
@@ -155,12 +165,29 @@ class _Measurer:
         passed = [carrier_form(self._forms[end]) for _, end in task.ranges]
         largest = max(passed[:-1], key=_bytes_of, default=passed[-1])
         transfer = self._median(lambda: _ping_pong(communicator, task.worker, everyone, largest, self._device) / 2)
-        all_reduce = []
+        all_reduce, gather, reduce_group = [], [], everyone[:task.reduce_group]
         for layers in task.ranges:
             gradients = self._gradients(layers)
+            if task.config.training.shard_optimizer and everyone[task.worker] in reduce_group:
+                reduced, gathered = self._reduce_parts(communicator, sum(map(len, gradients)), reduce_group)
+                all_reduce.append(reduced)
+                gather.append(gathered)
+                continue
+            gather.append(0.0)
             all_reduce.append(self._median(lambda: timed(
                 lambda: communicator.sum_over_sharers(_LAYERS, gradients), self._device)))  # noqa: B023  # called here
-        return all_reduce, transfer
+        return all_reduce, gather, transfer
+
+    def _reduce_parts(self, communicator: Communicator, total: int, members: Sequence[Worker]) -> tuple[float, float]:
+        """Seconds that gradients of so many elements, and parameters, take where each has a part."""
+        training, one = self._task.config.training, cut(total, members, (), sharded=True)
+        if not one.sharded:
+            return 0.0, 0.0
+        gradients = torch.zeros(one.length, dtype=gradient_dtype(training) or parameter_dtype(training),
+                                device=self._device)
+        parameters = torch.zeros(one.length, dtype=parameter_dtype(training), device=self._device)
+        return (self._median(lambda: timed(lambda: communicator.reduce_parts(_LAYERS, gradients, one), self._device)),
+                self._median(lambda: timed(lambda: communicator.gather_parts(_LAYERS, parameters, one), self._device)))
 
     def _gradients(self, layers: tuple[int, int]) -> list[Tensor]:
         sizes: dict[torch.dtype, int] = {}

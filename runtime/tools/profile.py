@@ -75,7 +75,7 @@ def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int
     store, opened = host_store()
     tasks = [Task(config=config, ranges=tuple(ranges), microbatches=microbatches, worker=worker, rank=rank,
                   workers=measuring, computing=computing, reduce_group=reduce_group, device=device, cards=cards,
-                  transport=transport, rendezvous=opened, rounds=rounds)
+                  transport=transport, rendezvous=opened, rounds=rounds, copies=copies)
              for worker in range(measuring) for rank in range(ranks)]
     answers = _ask(tasks)
     del store
@@ -102,9 +102,11 @@ def _stages(tasks: Sequence[Task], answers: Sequence[Answer]) -> tuple[StageProf
     for stage in range(len(tasks[0].ranges)):
         first = next(task.worker for task in tasks if stage in task.stages)
         by_rank = [answer for task, answer in zip(tasks, answers, strict=True) if task.worker == first]
-        reduced = max(answer.all_reduce[stage] for task, answer in zip(tasks, answers, strict=True) if not task.worker)
-        found.append(msgspec.structs.replace(_slowest([answer.stages[stage] for answer in by_rank]),
-                                             all_reduce=reduced))
+        of_first = [answer for task, answer in zip(tasks, answers, strict=True) if not task.worker]
+        one = _slowest([answer.stages[stage] for answer in by_rank])
+        found.append(msgspec.structs.replace(
+            one, all_reduce=max(answer.all_reduce[stage] for answer in of_first),
+            optimizer=one.optimizer + max(answer.gather[stage] for answer in of_first)))
     return tuple(found)
 
 

@@ -10,10 +10,14 @@ from runtime.config import RunConfig
 from runtime.model.calling import on_device
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import Data, Microbatch
-from runtime.model.holding import Holding
+from runtime.model.holding import Holding, keeps_parts
+from runtime.model.part_optimizer import PartOptimizer
+from runtime.model.part_state import elements_of
+from runtime.model.parts import cut
 from runtime.model.passed import Form, Value, gradient_form, made, tensors_of
 from runtime.model.slices import SliceRunner
 from runtime.torch_private import LivingStorages, TensorWatch
+from schedules.schedule import Worker
 
 ROW = 4
 """Micro-batches run in a row: as in a run, each op finds caches filled by others."""
@@ -55,6 +59,16 @@ class StageBench:
         self._device = device
         self._rounds = 0
 
+    def keep(self, members: int) -> None:
+        """Where workers keep parts of layers' optimizer states: keep that of one of so many, without what it was."""
+        if not keeps_parts(self._config.training):
+            return
+        self._holding = Holding(self._holding.modules, self._config.training)
+        workers = [Worker(pipeline, 0) for pipeline in range(members)]
+        total = sum(map(elements_of, self._holding.modules.values()))
+        one = cut(total, workers, (), sharded=self._config.training.shard_optimizer)
+        self._holding.keep(self._holding.modules, {self._stage.layers: one}, workers[0], [], -1)
+
     def round(self) -> dict[str, float]:
         """Seconds of each op, mean over a row of micro-batches, then of an optimizer step."""
         stage, row = self._stage, [Microbatch(self._rounds, 0, index) for index in range(ROW)]
@@ -83,8 +97,13 @@ class StageBench:
             stage.backward_weight(microbatch)
         for _ in range(2):  # state appears with the first step, and is first copied by the second
             self._step()
-        undo, state = self._holding.optimizer.undo_bytes(), self._holding.optimizer.layer_state
-        held = sum(tensor.nbytes for layer in range(*stage.layers) for tensor in state(layer).values())
+        optimizer, undo = self._holding.optimizer, self._holding.optimizer.undo_bytes()
+        if isinstance(optimizer, PartOptimizer):
+            held = optimizer.state_bytes() + sum(tensor.nbytes for module in self._holding.modules.values()
+                                                 for tensor in module.state_dict().values())
+        else:
+            held = sum(tensor.nbytes for layer in range(*stage.layers)
+                       for tensor in optimizer.layer_state(layer).values())
         gradients = sum(flat.nbytes for flat in self._holding.gradients())
         return {"activation_bytes": activation, "stash_bytes": stash, "undo_bytes": undo,
                 "static_bytes": held + gradients + undo}

@@ -183,7 +183,7 @@ class MainThread:
         return Known(
             self._finish_order.number, self._members, self._finish_order.first_iteration - 1,
             self._context.layer_store.holding.ranges, self._finish_order.factor, pending=False,
-            begun=self._finish_order.first_iteration - 1)
+            begun=self._finish_order.first_iteration - 1, kept=self._context.layer_store.kept())
 
     def _handle(self, message: ToWorker) -> None:
         generation = self._generation

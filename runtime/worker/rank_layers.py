@@ -10,8 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from runtime.model.holding import Holding
+from runtime.model.optimizer import UndoableOptimizer
+from runtime.model.part_state import PartState
 from runtime.model.rank_parts import joined_state
 from runtime.model.shards import Shards, part_of_state, shards_of
+from runtime.worker.layer_messages import MessageError, PartName
 from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents
 from runtime.worker.layer_sender import Layers, LayerSender
 from runtime.worker.layer_store import LayerStore
@@ -34,6 +37,12 @@ class _RankLayers:
         shards = self._shards(layer)
         return {name: shards[name].cut(tensor, self._part, self._parts) if name in shards else tensor
                 for name, tensor in self._store.layer_gradients(layer).items()}
+
+    def keeps(self, part: PartName) -> bool:  # noqa: ARG002  # where workers keep parts, none stands for others
+        return False
+
+    def part_state(self, part: PartName) -> Mapping[str, Tensor]:
+        raise MessageError(f"it asked for a part of layer {part.layer}, where layers are kept whole")
 
     def _shards(self, layer: int) -> Shards:
         return shards_of(self._store.holding.modules[layer])
@@ -105,6 +114,10 @@ class RankReceivers:
         return {layer: self._joined(layer, [holding, *(other[layer] for other in others)])
                 for layer, holding in first.items()} if others else first
 
+    def take_parts(self, generation: int, require: Callable[[], None]) -> list[PartState]:
+        """See `LayerReceiver.take_parts`."""
+        return [part for one in self._receivers for part in one.take_parts(generation, require)]
+
     def drop(self, generation: int) -> None:
         """See `LayerReceiver.drop`."""
         for one in self._receivers:
@@ -116,9 +129,14 @@ class RankReceivers:
 
     def _joined(self, layer: int, by_rank: Sequence[Holding]) -> Holding:
         found = self._store.fresh(layer)
-        found.optimizer.load_layer_state(layer, joined_state(
-            [one.optimizer.layer_state(layer) for one in by_rank], shards_of(found.modules[layer])))
+        _whole(found).load_layer_state(layer, joined_state(
+            [_whole(one).layer_state(layer) for one in by_rank], shards_of(found.modules[layer])))
         return found
+
+
+def _whole(holding: Holding) -> UndoableOptimizer:
+    assert isinstance(holding.optimizer, UndoableOptimizer), "where workers keep parts, none stands for others"
+    return holding.optimizer
 
 
 class AllUpToDate(ReceiverEvents):

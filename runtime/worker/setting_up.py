@@ -34,7 +34,7 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
     training, device = config.training, _claim_device(setup.device, spec.card)
     torch.set_num_threads(training.threads)
     group = enter_group(spec.rank, training.tensor_parallel // spec.stands_for, spec.stands_for)
-    model = model_for(config.model, training.seed, parameter_dtype(training.dtype), device)
+    model = model_for(config.model, training.seed, parameter_dtype(training), device)
     passed = [one.form() for one in setup.forms]
     sharing = sharing_of(model)
     checkpoints = CheckpointReader(setup.first_iteration, settings, model.layers, sharing)
@@ -62,7 +62,7 @@ def _receivers(spec: WorkerSpec, device: torch.device, store: LayerStore, events
 
     def built_at(rank: int, layer: int) -> Holding:
         with standing_in(training.tensor_parallel, rank):
-            model = model_for(spec.settings.config.model, training.seed, parameter_dtype(training.dtype), device)
+            model = model_for(spec.settings.config.model, training.seed, parameter_dtype(training), device)
             return build_holding(model, [layer], training)
 
     told = AllUpToDate(events, ranks)
