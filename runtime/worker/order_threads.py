@@ -36,8 +36,8 @@ class OrderThreads:
         end early."""
         self._between_ranks: Communicator | None = None
         """Of the last order to finish."""
-        self._speed_test: threading.Thread | None = None
-        """The last one."""
+        self._speed_tests: list[threading.Thread] = []
+        """Those that may still run."""
         self._next = threading.Event()
         """Set when the next order has come; another one for each order."""
 
@@ -49,10 +49,11 @@ class OrderThreads:
     def train(self, context: WorkerContext, order: Train, generation: Generation, previous: Generation | None) -> None:
         """Take part in an order."""
         self._begins()
+        tests, self._speed_tests = self._speed_tests, []
 
         def work() -> None:
-            if context.group is not None and self._speed_test is not None:
-                self._speed_test.join()  # else its ops would meet those of other ranks, once these are connected
+            for test in () if context.group is None else tests:
+                test.join()  # else its ops would meet those of other ranks, once these are connected
             with self._finishing:
                 leave(context, previous, order)
                 if previous is not None and self._between_ranks is not None:
@@ -105,14 +106,8 @@ class OrderThreads:
 
     def measure_speed(self, context: WorkerContext, request: MeasureSpeed) -> None:
         """Run ops of slices that nobody waits for."""
-        before = self._speed_test
-
-        def work() -> None:
-            if before is not None:
-                before.join()
-            _measure_speed(context, request)
-
-        self._speed_test = self.begin(context.device, "speed test", work)
+        test = self.begin(context.device, "speed test", lambda: _measure_speed(context, request))
+        self._speed_tests = [*(one for one in self._speed_tests if one.is_alive()), test]
 
     def forget(self, context: WorkerContext) -> None:
         """Hold nothing any more, once nothing is being written."""
