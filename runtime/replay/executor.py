@@ -1,6 +1,7 @@
 """Executor: runs one worker's program, op by op, in its order. It decides nothing."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from runtime.model.calling import Batch
@@ -167,10 +168,20 @@ class Executor:
         with self._recorder.timing(step.op):
             for name, gradients in self._slices.shared_gradients().items():
                 self._communicator.sum_over_sharers(name, gradients)
-            self._steps.step(self._iteration, self._loss)
-            for layers, parameters, cut in self._slices.flat_parameters():
-                self._communicator.gather_parts(layers, parameters, cut)
+            if self._steps.watches:
+                self._communicator.wait_for_copies()  # there may be no step, and gradients are zero afterwards
+            gathering: list[Callable[[], None]] = []
+            with self._slices.when_own_parts_are_stepped(partial(self._gather, gathering)):
+                self._steps.step(self._iteration, self._loss)
+            for finish in gathering:
+                finish()
             self._slices.gathered(self._iteration)
+
+    def _gather(self, gathering: list[Callable[[], None]]) -> None:
+        """While parameters are on their way to others, the copies of others' parts are stepped."""
+        gathering += [self._communicator.gather_parts(layers, parameters, cut)
+                      for layers, parameters, cut in self._slices.flat_parameters()]
+        self._communicator.wait_for_copies()
 
     def _runner(self, step: _Step) -> SliceRunner:
         assert step.runner is not None

@@ -259,8 +259,13 @@ class _Measurer:
         gradients = torch.zeros(one.length, dtype=gradient_dtype(training) or parameter_dtype(training),
                                 device=self._device)
         parameters = torch.zeros(one.length, dtype=parameter_dtype(training), device=self._device)
-        return (self._median(lambda: self._timed(lambda: communicator.reduce_parts(_LAYERS, gradients, one))),
-                self._median(lambda: self._timed(lambda: communicator.gather_parts(_LAYERS, parameters, one))))
+
+        def reduce() -> None:
+            communicator.reduce_parts(_LAYERS, gradients, one)
+            communicator.wait_for_copies()
+
+        return (self._median(lambda: self._timed(reduce)),
+                self._median(lambda: self._timed(lambda: communicator.gather_parts(_LAYERS, parameters, one)())))
 
     def _gradients(self, layers: tuple[int, int]) -> list[Tensor]:
         sizes: dict[torch.dtype, int] = {}
