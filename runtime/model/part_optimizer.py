@@ -4,7 +4,7 @@ It steps *pieces*: what a part has of one parameter, flat. Without master weight
 with them it is a float32 copy, from which the bfloat16 parameter is rounded after each step.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -58,6 +58,8 @@ class PartOptimizer(UndoableSteps):
         super().__init__(self._groups(config), config)
         self.whole_after: int | None = None
         """The iteration after which all elements of the parameters are as they should be; None: they are not."""
+        self.own_stepped: Callable[[], None] | None = None
+        """Called in a step, once the own parts have been stepped, and before gradients of the others are read."""
 
     def squares(self) -> dict[int, float]:
         """The sum of squares of the gradients of each layer's own parts, computed in float64.
@@ -76,12 +78,9 @@ class PartOptimizer(UndoableSteps):
     def step(self, iteration: int, factor: float = 1.0) -> None:
         """Step what is kept, by the parameters' gradients times `factor`; undoable from now on."""
         self.whole_after = None
-        for piece in self._pieces:
-            piece.stepped.grad = piece.gradient()
         super().step(iteration, factor)
         for piece in self._pieces:
             piece.stepped.grad = None
-        self._round()
 
     def gathered(self, iteration: int) -> None:
         """All other elements of the parameters have come, as they are after an iteration."""
@@ -90,7 +89,7 @@ class PartOptimizer(UndoableSteps):
     def undo(self) -> None:
         """Put what is kept back, bit for bit, to before the open step."""
         super().undo()
-        self._round()
+        self._round(self._pieces)
         self.whole_after = None
 
     def part_state(self, layer: int, span: Span, *, state: bool = True) -> PartState:
@@ -152,11 +151,31 @@ class PartOptimizer(UndoableSteps):
         return [{**group, "params": [one for parameter in group["params"] for one in pieces[parameter]]}
                 for group in groups]
 
-    def _round(self) -> None:
+    def _make_step(self, factor: float) -> None:
+        """The own parts first, so that others get them while this steps its copies of theirs."""
+        groups = self._optimizer.param_groups
+        everything = [group["params"] for group in groups]
+        try:
+            for own in (True, False):
+                mine = [piece for piece in self._pieces if piece.own is own]
+                for piece in mine:
+                    piece.stepped.grad = piece.gradient()
+                chosen = {piece.stepped for piece in mine}
+                for group, members in zip(groups, everything, strict=True):
+                    group["params"] = [one for one in members if one in chosen]
+                super()._make_step(factor)
+                self._round(mine)
+                if own and self.own_stepped is not None:
+                    self.own_stepped()
+        finally:
+            for group, members in zip(groups, everything, strict=True):
+                group["params"] = members
+
+    def _round(self, pieces: Iterable[_Piece]) -> None:
         """With master weights, parameters are these in fewer bits."""
         if self._masters:
             with torch.no_grad():
-                for piece in self._pieces:
+                for piece in pieces:
                     piece.of_parameter().copy_(piece.stepped)
 
     def _load(self, piece: _Piece, part: PartState, both: Span) -> None:

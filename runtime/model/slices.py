@@ -1,8 +1,8 @@
 """What a worker runs: slices of a model's layers, and the micro-batches that it has in flight in each of them."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -203,6 +203,18 @@ class Slices:
     def flat_parameters(self) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
         """Of each range that is cut, the parameters, whose parts are to be gathered after a step."""
         return self._holding.flat_parameters()
+
+    @contextmanager
+    def when_own_parts_are_stepped(self, call: Callable[[], None]) -> Iterator[None]:
+        """In here, an optimizer of parts calls this between the steps of its own parts and those of others' copies."""
+        optimizer = self._holding.optimizer
+        if isinstance(optimizer, PartOptimizer):
+            optimizer.own_stepped = call
+        try:
+            yield
+        finally:
+            if isinstance(optimizer, PartOptimizer):
+                optimizer.own_stepped = None
 
     def gathered(self, iteration: int) -> None:
         """They are as they should be after an iteration."""

@@ -91,6 +91,11 @@ class Steps:
         self.void = False
         """Whether what the workers compute from here to the next step rests on a wrong guess; reset it then."""
 
+    @property
+    def watches(self) -> bool:
+        """Whether a step depends on the gradients of all layers, and there may be none."""
+        return self._share is not None
+
     def step(self, iteration: int, loss: float) -> None:
         """O: step all layers, for good or on a guess. `loss` is this worker's part. Raises CommunicationError."""
         self._iteration = iteration

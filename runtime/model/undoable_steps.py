@@ -77,12 +77,15 @@ class UndoableSteps:
         assert self.open_iteration is None or self.open_iteration < iteration, f"iteration {iteration} is open already"
         self._save()
         self.open_iteration = iteration
+        for group, rate in self._rates:
+            group["lr"] = rate * scale(self._config, iteration)
+        self._make_step(factor)
+
+    def _make_step(self, factor: float) -> None:
         if factor != 1.0:
             for parameter in self._stepped():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-        for group, rate in self._rates:
-            group["lr"] = rate * scale(self._config, iteration)
         self._optimizer.step()
 
     def undo(self) -> None:

@@ -17,7 +17,7 @@ from torch.distributed import Work
 
 from runtime.config import ConfigError
 from runtime.errors import first_line
-from runtime.model.parts import Cut
+from runtime.model.parts import Cut, Span
 from runtime.model.worker_group import Backend, Connection, WorkerGroup
 from runtime.replay.group_store import GroupStore
 from runtime.replay.stuck_calls import OPEN_CALLS
@@ -165,6 +165,8 @@ class Communicator:
         self._stores: list[Store] = []
         """Those written in Python live as long as this does: the groups hold only their C++ half."""
 
+        self._copies: list[tuple[list[Work], Tensor, Tensor, tuple[Span, ...]]] = []
+        """Of sums of gradients, on their way: the gradients, what carries them, and what is kept of them."""
         self._generation = membership.generation
         self._store = store
         self._require = require
@@ -225,10 +227,10 @@ class Communicator:
                 tensor.copy_(total)
 
     def reduce_parts(self, layers: LayerRange, gradients: Tensor, cut: Cut) -> None:
-        """Sum the gradients of a range over its sharers. Each then has the sums of what it keeps, as the cut says.
+        """Sum the gradients of a range over its sharers, each part at its owner. Its buddy has the sums once
+        `wait_for_copies` has returned, and until then the gradients must not change.
 
-        Over gloo each part is summed by its owner, always in the order of the members, and sent on to its buddy.
-        Raises CommunicationError.
+        Over gloo, sums are always in the order of the members. Raises CommunicationError.
         """
         if layers not in self._sharers:
             return
@@ -239,12 +241,12 @@ class Communicator:
         with _told_in_one_line(f"reducing the gradients of {layers_text(layers)}"):
             carried = gradients.cpu() if self._staged else gradients
             parts = [carried[first:end] for first, end in cut.spans]
-            sent = [group.send([part], other, _REDUCE) for other, part in enumerate(parts)
-                    if other != place and len(part)]
-            arrived = [torch.empty_like(parts[place]) if other != place else parts[place]
+            others = [other for other in range(len(parts)) if other != place]
+            sent = [group.send([parts[other]], other, _REDUCE) for other in others if len(parts[other])]
+            arrived = [parts[place] if other == place else torch.empty_like(parts[place])
                        for other in range(len(parts))]
-            for work in [group.recv([part], other, _REDUCE) for other, part in enumerate(arrived)
-                         if other != place and len(part)] + sent:
+            got = [group.recv([arrived[other]], other, _REDUCE) for other in others if len(parts[place])]
+            for work in (*got, *sent):
                 work.wait()
             total = arrived[0].to(torch.promote_types(carried.dtype, torch.float32), copy=True)
             for part in arrived[1:]:
@@ -253,36 +255,48 @@ class Communicator:
             works = [group.send([parts[place]], other, _COPY) for other, wards in enumerate(cut.wards)
                      if place in wards and len(parts[place])]
             works += [group.recv([parts[ward]], ward, _COPY) for ward in cut.wards[place] if len(parts[ward])]
-            for work in works:
-                work.wait()
-        if self._staged:
-            for first, end in cut.kept(self.worker):
-                gradients[first:end].copy_(carried[first:end])
+        self._copies.append((works, gradients, carried, cut.kept(self.worker)))
 
-    def gather_parts(self, layers: LayerRange, parameters: Tensor, cut: Cut) -> None:
-        """Bring each member's own part of a range's parameters to all sharers that do not keep it, and have stepped it
-        themselves. Raises CommunicationError."""
+    def wait_for_copies(self) -> None:
+        """Wait until each has the sums of what it keeps copies of. Raises CommunicationError."""
+        copies, self._copies = self._copies, []
+        with _told_in_one_line("copying sums of gradients"):
+            for works, gradients, carried, kept in copies:
+                for work in works:
+                    work.wait()
+                for first, end in kept if self._staged else ():
+                    gradients[first:end].copy_(carried[first:end])
+
+    def gather_parts(self, layers: LayerRange, parameters: Tensor, cut: Cut) -> Callable[[], None]:
+        """Start to bring each member's own part of a range's parameters to all sharers that do not keep it, who step it
+        themselves; what waits for those of the others. Both raise CommunicationError."""
         if layers not in self._sharers:
-            return
+            return lambda: None
         group, (first, end) = self._group(_name_of(self._sharers[layers])), cut.own(self.worker)
-        place = cut.members.index(self.worker)
-        with _told_in_one_line(f"gathering the parameters of {layers_text(layers)}"):
+        place, what = cut.members.index(self.worker), f"gathering the parameters of {layers_text(layers)}"
+        lacking = [(other, span) for other, span in enumerate(cut.spans)
+                   if other not in (place, *cut.wards[place]) and span[0] < span[1]]
+        carried = torch.empty(parameters.shape, dtype=parameters.dtype) if self._staged else \
+            torch.empty_like(parameters) if self.ordered else parameters
+        with _told_in_one_line(what):
             if self.ordered:
                 length = cut.length // len(cut.members)
-                group._allgather_base(parameters, parameters[place * length:(place + 1) * length].clone()).wait()
-                return
-            carried = torch.empty(parameters.shape, dtype=parameters.dtype) if self._staged else parameters
-            if self._staged:
-                carried[first:end].copy_(parameters[first:end])
-            lacking = [(other, span) for other, span in enumerate(cut.spans)
-                       if other not in (place, *cut.wards[place]) and span[0] < span[1]]
-            works = [group.send([carried[first:end]], other, _GATHER) for other, wards in enumerate(cut.wards)
-                     if place not in (other, *wards) and first < end]
-            works += [group.recv([carried[start:stop]], other, _GATHER) for other, (start, stop) in lacking]
-            for work in works:
-                work.wait()
-        for _, (start, stop) in lacking if self._staged else ():
-            parameters[start:stop].copy_(carried[start:stop])
+                works = [group._allgather_base(carried, parameters[place * length:(place + 1) * length])]
+            else:
+                if self._staged:
+                    carried[first:end].copy_(parameters[first:end])
+                works = [group.send([carried[first:end]], other, _GATHER) for other, wards in enumerate(cut.wards)
+                         if place not in (other, *wards) and first < end]
+                works += [group.recv([carried[start:stop]], other, _GATHER) for other, (start, stop) in lacking]
+
+        def finish() -> None:
+            with _told_in_one_line(what):
+                for work in works:
+                    work.wait()
+            for _, (start, stop) in lacking if carried is not parameters else ():
+                parameters[start:stop].copy_(carried[start:stop])
+
+        return finish
 
     def send_bytes(self, data: bytes, target: Worker) -> None:
         """Send bytes of this host. Raises CommunicationError."""

@@ -1,6 +1,7 @@
 """Executor: runs one worker's program, op by op, in its order. It decides nothing."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -174,10 +175,20 @@ class Executor:
             for name in self._slices.shared:
                 with self._slices.summed_shared(name) as by_rank:
                     self._sum(name, by_rank)
-            self._steps.step(self._iteration, self._loss)
-            for layers, parameters, cut in self._slices.flat_parameters():
-                self._communicator.gather_parts(layers, parameters, cut)
+            if self._steps.watches:
+                self._communicator.wait_for_copies()  # there may be no step, and gradients are zero afterwards
+            gathering: list[Callable[[], None]] = []
+            with self._slices.when_own_parts_are_stepped(partial(self._gather, gathering)):
+                self._steps.step(self._iteration, self._loss)
+            for finish in gathering:
+                finish()
             self._slices.gathered(self._iteration)
+
+    def _gather(self, gathering: list[Callable[[], None]]) -> None:
+        """While parameters are on their way to others, the copies of others' parts are stepped."""
+        gathering += [self._communicator.gather_parts(layers, parameters, cut)
+                      for layers, parameters, cut in self._slices.flat_parameters()]
+        self._communicator.wait_for_copies()
 
     def _runner(self, step: _Step) -> SliceRunner:
         assert step.runner is not None

@@ -186,8 +186,15 @@ class _Measurer:
         gradients = torch.zeros(one.length, dtype=gradient_dtype(training) or parameter_dtype(training),
                                 device=self._device)
         parameters = torch.zeros(one.length, dtype=parameter_dtype(training), device=self._device)
-        return (self._median(lambda: timed(lambda: communicator.reduce_parts(_LAYERS, gradients, one), self._device)),
-                self._median(lambda: timed(lambda: communicator.gather_parts(_LAYERS, parameters, one), self._device)))
+
+        def reduce() -> None:
+            communicator.reduce_parts(_LAYERS, gradients, one)
+            communicator.wait_for_copies()
+
+        def gather() -> None:
+            communicator.gather_parts(_LAYERS, parameters, one)()
+
+        return (self._median(lambda: timed(reduce, self._device)), self._median(lambda: timed(gather, self._device)))
 
     def _gradients(self, layers: tuple[int, int]) -> list[Tensor]:
         sizes: dict[torch.dtype, int] = {}

@@ -148,12 +148,14 @@ def test_parts_are_summed_by_their_owners_and_gathered(sharers, total, dtype):
     def work(communicator, gradients, mine):
         for _ in range(2):
             communicator.reduce_parts(LAYERS[0], gradients, one)
-        communicator.gather_parts(LAYERS[0], mine, one)
+            communicator.wait_for_copies()
+        communicator.gather_parts(LAYERS[0], mine, one)()
 
     first = [gradients.clone() for gradients in given]
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda communicator, mine: communicator.reduce_parts(LAYERS[0], mine, one), sharers, first,
                       timeout=20))
+        list(pool.map(Communicator.wait_for_copies, sharers, timeout=20))
         list(pool.map(work, sharers, given, parameters, timeout=20))
     for worker, mine, its in zip(WORKERS, first, parameters, strict=True):
         for start, stop in one.kept(worker):
