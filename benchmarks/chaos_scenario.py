@@ -65,6 +65,8 @@ class ChaosScenario:
     """How many processes a worker is."""
     node_workers: int = 0
     """How many workers a node has, which may all die at once; 0: that happens to none."""
+    shards: bool = False
+    """Whether workers keep parts of layers' optimizer states."""
     gap: tuple[int, int] = (4, 16)
     """Iterations between two failures that are planned."""
     away: tuple[int, int] = (1, 4)
@@ -90,13 +92,15 @@ SETTLING: Mapping[str, Any] = {"settles": True, "gap": (25, 40), "away": (15, 35
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "plain": {}, "roles": {"moves": True}, "slow": {"slows": True}, "settling": SETTLING,
     "slow-settling": {"slows": True, **SETTLING}, "ranks": {"ranks": 2},
-    "ranks-settling": {"ranks": 2, "slows": True, **SETTLING}, "nodes": {"node_workers": 2, "moves": True}}
+    "ranks-settling": {"ranks": 2, "slows": True, **SETTLING}, "sharded": {"shards": True},
+    "sharded-settling": {"shards": True, "moves": True, "slows": True, **SETTLING},
+    "sharded-ranks": {"shards": True, "ranks": 2}, "nodes": {"node_workers": 2, "moves": True}}
 
 
 def settings(grid: str, iterations: int) -> dict[str, ChaosScenario]:
     """By their names: plain, with roles that move, with slow workers, with layers that move, with both; with workers of
-    two processes, and that with the latter; with nodes that die, and roles that move; each of them with and without
-    clipping.
+    two processes, and that with the latter; with sharded optimizer state, by itself and with others; with nodes that
+    die, and roles that move; each of them with and without clipping.
     """
     pipelines, stages = map(int, grid.split("x"))
     made = {}
@@ -106,7 +110,8 @@ def settings(grid: str, iterations: int) -> dict[str, ChaosScenario]:
         model = {"blocks": sum(layers) - 2 if layers else max(2, stages - 2), "width": 16, "heads": 2, "context": 16,
                  "dropout": 0.1}
         config = parse_run_config(model, {"batch": 1, "dtype": "float64", "device": "cpu", "iterations": iterations,
-                                          "clip_norm": clip_norm, "tensor_parallel": more.get("ranks", 1)})
+                                          "clip_norm": clip_norm, "tensor_parallel": more.get("ranks", 1),
+                                          "shard_optimizer": more.get("shards", False)})
         name = kind if clip_norm is None else f"{kind}-clipped"
         made[name] = ChaosScenario(name=f"{grid}:{name}", job=job, config=config, iterations=iterations, **more)
     return made

@@ -70,7 +70,7 @@ def measure(config: RunConfig, index: int) -> dict[str, int]:
     """Bytes of a stage in this process: for a micro-batch after F and after I; always; and of the copies."""
     torch.set_num_threads(1)
     device = torch.device(choose_device(config.training.device))
-    model = model_for(config.model, 0, parameter_dtype(config.training.dtype), device)
+    model = model_for(config.model, 0, parameter_dtype(config.training), device)
     ranges = split_layers(model.layers, STAGES)
     takes, gives = (forms(model, config)[layer] for layer in ranges[index])
     corpus = load_corpus(config)

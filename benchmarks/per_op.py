@@ -137,7 +137,7 @@ def _torch_worker(rank: int, text: str, stages: int, microbatches: int, rival: R
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=stages)
     config = RunConfig.from_json(text)
     training, cpu = config.training, torch.device("cpu")
-    model = model_for(config.model, training.seed, parameter_dtype(training.dtype), cpu)
+    model = model_for(config.model, training.seed, parameter_dtype(training), cpu)
     ranges = split_layers(model.layers, stages)
     module = nn.Sequential(*(model.build(layer) for layer in range(*ranges[rank])))
     schedule = _torch_schedule(rival, PipelineStage(module, rank, stages, cpu), microbatches, model.loss, folder)

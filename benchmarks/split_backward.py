@@ -17,12 +17,12 @@ from runtime.config import RunConfig, parse_run_config
 from runtime.model.holding import build_holding
 from runtime.model.layers import model_for, parameter_dtype
 from runtime.model.slices import Microbatch, SliceRunner, TensorForm, forms
-from runtime.tools.profile import timed
+from runtime.tools.stage_bench import timed
 
 
 def middle_stage(config: RunConfig, device: torch.device) -> tuple[SliceRunner, TensorForm]:
     """One block, and what goes into it."""
-    model = model_for(config.model, 0, parameter_dtype(config.training.dtype), device)
+    model = model_for(config.model, 0, parameter_dtype(config.training), device)
     holding = build_holding(model, [1], config.training)
     return SliceRunner((1, 2), holding.modules, model, loss_scale=1.0, config=config), forms(model, config)[1]
 

@@ -11,7 +11,7 @@ from cli.shared.inputs import is_there, require_writable, write_or_refuse
 from cli.shared.options import ANSWER, Json
 from planner.job.estimate import GPUS, GpuSpec, Layout, ModelShape, estimate
 from planner.job.file import JobError, parse_job
-from planner.job.presets import preset, preset_names
+from planner.job.presets import ESTIMATED, preset, preset_names
 from planner.job.profiler_trace import ProfilerTraceError, job_tables, read_ranges, stage_times
 from planner.job.writer import job_text
 
@@ -52,7 +52,10 @@ Efficiency = Annotated[float, typer.Option("--efficiency", rich_help_panel=CLUST
                                            metavar="N", min=0.01, max=1.0, help=(
     "Share of the peak that matrix products reach."))]
 TensorParallel = Annotated[int, typer.Option("--tensor-parallel", rich_help_panel=CLUSTER,
-                                             metavar="N", min=1, max=1024, help="GPUs that are one worker.")]
+                                             metavar="N", min=1, max=1024, help=(
+    "GPUs that are one worker: [training] tensor_parallel."))]
+ShardOptimizer = Annotated[bool, typer.Option("--shard-optimizer", rich_help_panel=CLUSTER, help=(
+    "The workers of a stage share its optimizer state; also for a preset that is an estimate."))]
 MicrobatchSize = Annotated[int, typer.Option("--microbatch-size", rich_help_panel=CLUSTER,
                                              metavar="N", min=1, max=2**20, help="Sequences in a micro-batch.")]
 Pipelines = Annotated[int | None, typer.Option("--pipelines", rich_help_panel=EITHER,
@@ -80,8 +83,8 @@ def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None
         layers: Layers = None, hidden: Hidden = None, heads: Heads = None, kv_heads: KvHeads = None, ffn: Ffn = None,
         gated: Gated = False, sequence: Sequence = None, vocabulary: Vocabulary = None, gpu: Gpu = None,
         peak_tflops: Peak = None, efficiency: Efficiency = 0.5, tensor_parallel: TensorParallel = 1,
-        microbatch_size: MicrobatchSize = 1, pipelines: Pipelines = None, stages: Stages = None,
-        microbatches: Microbatches = None, transfer: Transfer = 0.0, name: Name = None,
+        shard_optimizer: ShardOptimizer = False, microbatch_size: MicrobatchSize = 1, pipelines: Pipelines = None,
+        stages: Stages = None, microbatches: Microbatches = None, transfer: Transfer = 0.0, name: Name = None,
         out_file: OutFile = Path("job.toml"), force: Force = False, json: Json = False) -> None:
     """Write a job file: from a preset, a trace, or an estimate of a model.
 
@@ -92,7 +95,7 @@ def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None
     if sum(ways) > 1:
         refuse("--preset, --trace and --layers are three ways to begin: take one")
     if preset_name is not None:
-        _preset(preset_name)  # refused before a file that is there already
+        _preset(preset_name, shard_optimizer=shard_optimizer)  # refused before a file that is there already
     require_writable(out_file)
     if is_there(out_file) and not force:
         refuse(f"{out_file}: is there already; --force overwrites it")
@@ -100,7 +103,8 @@ def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None
         _ask("Start from a preset, a trace or a model?", "model", _one_of("preset", "trace", "model"))
     _refuse_unused_options(context, way)
     if way == "preset":
-        text = _preset(preset_name or _ask(f"Which preset ({', '.join(preset_names())})?", "llama-3-8b", str))
+        text = _preset(preset_name or _ask(f"Which preset ({', '.join(preset_names())})?", "llama-3-8b", str),
+                       shard_optimizer=shard_optimizer)
     elif way == "trace":
         files = trace or [_ask("Which trace file?", None, Path)]
         text = _from_trace(files, pattern, name, pipelines, microbatches, transfer)
@@ -113,7 +117,7 @@ def new(context: typer.Context, preset_name: Preset = None, trace: Traces = None
             gpu=_gpu_spec(gpu, peak_tflops), pipelines=pipelines or _count("Pipelines (replicas)?", 4),
             stages=stages or _count("Stages (workers per pipeline)?", 8), efficiency=efficiency,
             microbatches=microbatches or _count("Micro-batches per pipeline in an iteration?", 32),
-            microbatch_size=microbatch_size, tensor_parallel=tensor_parallel)
+            microbatch_size=microbatch_size, tensor_parallel=tensor_parallel, shard_optimizer=shard_optimizer)
         try:
             text = job_text(*estimate(name or "my-model", shape, layout))
         except ValueError as error:
@@ -127,7 +131,7 @@ def _refuse_unused_options(context: typer.Context, way: str) -> None:
         name, source = parameter.name or "", context.get_parameter_source(parameter.name or "")
         if source is None or source.name != "COMMANDLINE" or name in _OF_ALL:
             continue
-        used = {"preset": name == "preset_name", "trace": name in _OF_TRACES,
+        used = {"preset": name in {"preset_name", "shard_optimizer"}, "trace": name in _OF_TRACES,
                 "model": name not in {"preset_name", "trace", "pattern", "transfer"}}
         if not used[way]:
             refuse(f"{parameter.opts[0]}: not used for a job from a {way}; leave it out"
@@ -147,9 +151,11 @@ def _finish(text: str, path: Path, json: bool) -> None:
               f"{duration(max(job.time.forward))}. Next: slipstream plan {path}", highlight=False, soft_wrap=True)
 
 
-def _preset(name: str) -> str:
+def _preset(name: str, *, shard_optimizer: bool) -> str:
+    if shard_optimizer and name in preset_names() and name not in ESTIMATED:
+        refuse(f"--shard-optimizer: the preset {name} was measured; for an estimate, take {' or '.join(ESTIMATED)}")
     try:
-        return preset(name)
+        return preset(name, shard_optimizer=shard_optimizer)
     except KeyError:
         refuse(f"--preset {name}: expected one of {', '.join(preset_names())}{near(name, preset_names())}")
 

@@ -33,8 +33,11 @@ Recompute = Annotated[Literal["none", "full", "auto"] | tuple[Annotated[int, Met
     description="'none', 'full', 'auto', or a list of layers' numbers")]
 Options = Annotated[dict[str, Any], Meta(description="a table")]
 
+STANDS_FOR = 2
+"""Ranks for which each process does of a worker that has lost some, with `degraded_ranks`."""
 MANY = 16
 """Keys that are not listed in a line."""
+_NO_FLOAT16 = ": in float16 small gradients are lost without loss scaling, which there is not, and bf16 needs none"
 _PLACE = re.compile(r" - at `\$\.(\w+)(?:\[(\d+)\])?")
 """Where msgspec says which key is wrong, and which entry of its list."""
 _MISSING = re.compile(r"missing required field `(\w+)`")
@@ -152,6 +155,12 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Every random choice derives from it: initial parameters, the text's cuts, dropout."""
     dtype: DtypeName = "float32"
     """Of parameters and arithmetic; "bf16" is bfloat16 autocast over float32 parameters."""
+    master_weights: bool = False
+    """With "bf16": parameters are bfloat16, too, without autocast, and the optimizer steps float32 ones of its own."""
+    reduce_dtype: Literal["float32", "bf16"] = "float32"
+    """In which gradients are added up and reduced, with `master_weights`."""
+    shard_optimizer: bool = False
+    """Whether the workers that hold a layer share its optimizer state: each keeps a part, and a copy of another's."""
     backend: BackendName = "auto"
     """What carries tensors between workers; "auto": nccl where every worker has a GPU of its own, else gloo."""
     device: DeviceName = "auto"
@@ -194,6 +203,9 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """CPU threads a worker computes with."""
     tensor_parallel: Annotated[int, Meta(ge=1, le=64, description="a whole number from 1 to 64")] = 1
     """How many processes a worker is, each with a device of its own and its shard of each layer."""
+    degraded_ranks: bool = False
+    """Whether a worker that has lost one of its processes goes on as half as many, on devices of the others: slower,
+    and each with twice the shards. Otherwise it is down."""
 
     def __hash__(self) -> int:
         return hash(msgspec.json.encode(self))  # a table has no hash of its own
@@ -213,6 +225,11 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.final_learning_rate is not None and schedule == "constant":
             raise ValueError(f"training.final_learning_rate is {self.final_learning_rate}, and learning_rate_schedule "
                              "'constant'; expected another schedule")
+        if self.master_weights and self.dtype != "bf16":
+            raise ValueError(f"training.master_weights is true, and training.dtype {self.dtype!r}; expected 'bf16'")
+        if self.reduce_dtype != "float32" and not self.master_weights:
+            raise ValueError(f"training.reduce_dtype is {self.reduce_dtype!r}, and there are no master_weights; "
+                             "expected them, or 'float32'")
         _require_json("training.options", self.options)
         if self.tokens is not None and self.text is not None and self.data is None:
             raise ValueError("training.tokens and training.text are both given; expected one of them")
@@ -227,6 +244,9 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError("training.evaluate_every is not given, and validation data are; expected both or neither")
         if sum(one is not None for one in validation) > 1:
             raise ValueError("training.validation_text, validation_tokens and validation_data: expected one of them")
+        if self.degraded_ranks and self.tensor_parallel % 2:
+            raise ValueError(f"training.degraded_ranks is true, and tensor_parallel {self.tensor_parallel}; expected "
+                             "an even number of processes, of which half go on")
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
             raise ValueError("training.nesterov is true; expected a momentum above 0, and no dampening")
 
@@ -312,7 +332,9 @@ def _explain(name: str, values: Mapping[str, object], kind: type[msgspec.Struct]
                 _explain(inside, entry, ParameterGroup, error.replace(place[0], " - at `$"))
     shown = repr(value)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return f"{name}.{place[1]} is {shown}; expected {_expected(types[place[1]])}{_nearest(types[place[1]], value)}"
+    why = _NO_FLOAT16 if place[1] == "dtype" and value in ("float16", "fp16", "half") else \
+        _nearest(types[place[1]], value)
+    return f"{name}.{place[1]} is {shown}; expected {_expected(types[place[1]])}{why}"
 
 
 def _nearest(kind: Any, value: object) -> str:

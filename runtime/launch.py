@@ -227,7 +227,8 @@ class _Launch:
                    setup=setup, out=self.out, config=self.config, rebalancer=resilience.rebalancer,
                    settling=resilience.settling,
                    layer_bytes=() if resilience.settling is None else state_bytes(self.fit.model, self.config.training),
-                   secret=settings.secret, notify=options.notify, grace_seconds=options.grace_seconds,
+                   elements=self.fit.elements, secret=settings.secret, notify=options.notify,
+                   grace_seconds=options.grace_seconds,
                    join_timeout_seconds=resilience.join_timeout_seconds,
                    stall_timeout_seconds=resilience.stall_timeout_seconds, behind=behind, losses=losses,
                    gone=[worker for worker in self.fit.shares[0] if worker not in alive])
@@ -241,7 +242,7 @@ class _Launch:
         there = places if alive is None else alive
         return ProcessManager(local, places, self.resilience.returns,
                               [worker for worker in self.schedule.grid.workers() if worker not in there],
-                              self.resilience.node_failures)
+                              self.resilience.node_failures, degraded=self.config.training.degraded_ranks)
 
 
 def _started(schedule: Schedule, config: RunConfig, options: RunOptions) -> Started:

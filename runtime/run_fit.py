@@ -11,8 +11,10 @@ from runtime.coordinator.metrics import Work
 from runtime.device import choose_device, gpu_count
 from runtime.failure_domains import FailureDomains, find_domains, shares_of_nodes
 from runtime.model.data import load_corpus, load_validation
+from runtime.model.degraded import require_degradable
 from runtime.model.flops import counted
 from runtime.model.forms import forms
+from runtime.model.holding import keeps_parts, trained_elements
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
 from runtime.model.parameter_groups import require_matches
 from runtime.model.worker_group import standing_in
@@ -42,6 +44,8 @@ class Fit:
     """What passes each cut. Found out once, for all workers, and before node 0 listens: it takes seconds."""
     work: Work
     """What an iteration is."""
+    elements: tuple[int, ...] = ()
+    """Of each layer: how many are trained, where workers keep parts of layers' optimizer states."""
 
 
 def prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> Fit:
@@ -52,10 +56,12 @@ def prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> Fit:
     training = config.training
     device, ranks = choose_device(training.device), training.tensor_parallel
     with standing_in(ranks):
-        model = model_for(config.model, training.seed, parameter_dtype(training.dtype), torch.device(device))
+        model = model_for(config.model, training.seed, parameter_dtype(training), torch.device(device))
         with counted() as flops:
             at_layer = forms(model, config)
         require_matches(model, training)
+        require_degradable(model, config, at_layer)
+        elements = trained_elements(model) if keeps_parts(training) else ()
     placement = place(schedule.grid, model.layers)
     load_corpus(config, schedule.grid.microbatches)
     load_validation(config, schedule.grid.microbatches)
@@ -67,7 +73,7 @@ def prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> Fit:
                choose_transport(training.backend, device, gpus.workers, gpu_count(device)),
                tuple(FormSpec.of(at_layer[cut]) for cut in placement.cuts),
                Work(tokens=training.batch * config.model.context * microbatches, flops=flops.training(microbatches),
-                    peak_flops=training.peak_flops or options.peak_flops))
+                    peak_flops=training.peak_flops or options.peak_flops), elements)
 
 
 def setup_for(schedule: Schedule, config: RunConfig, fit: Fit, store: Rendezvous, options: RunOptions,

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 #   models under test allow that.
 # DATA_DEPENDENT: what it raises where shapes, or the way of the computation, depend on data.
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
-# TorchDispatchMode, tree_leaves: every tensor that a stage makes, to measure its memory (`runtime.tools.profile`).
+# TorchDispatchMode, tree_leaves: every tensor that a stage makes, to measure its memory (`runtime.tools.stage_bench`).
 #   Replaced by: torch.cuda.memory_stats on a GPU; nothing public on a CPU.
 
 
@@ -47,6 +47,9 @@ class Group(Protocol):
 
     def allreduce(self, tensors: Sequence[Tensor]) -> Work:
         """Start to sum in place."""
+
+    def _allgather_base(self, output: Tensor, input: Tensor) -> Work:
+        """Start to gather equal parts, one after the other."""
 
     def abort(self) -> None:
         """End all transfers with an error. Gloo's does so only when the last reference to the group is gone."""

@@ -21,6 +21,8 @@ BYTES_HELD = 18
 """For each parameter: bf16 weight, float32 gradient, float32 master weight and two moments of AdamW."""
 BYTES_UNDO = 12
 """For each parameter: the copies by which a step can be undone, of master weight and moments."""
+BYTES_WHOLE = 6
+"""Of these, what is not sharded with the optimizer's state: weight and gradient."""
 UNIT_BYTES = 10**6
 """The unit of memory, on each GPU."""
 BYTES_STEPPED = 34
@@ -88,6 +90,19 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: int = 1
     efficiency: float = 0.5
     """Share of the peak that matrix products reach."""
+    shard_optimizer: bool = False
+    """Whether the workers of a stage share its optimizer state: each keeps a part, and a copy of another's."""
+
+    @property
+    def stepped(self) -> float:
+        """Share of a stage's parameters that each of its workers steps."""
+        return min(1.0, 2 / self.pipelines) if self.shard_optimizer else 1.0
+
+    @property
+    def held_bytes(self) -> float:
+        """For each parameter, all the time. Where state is sharded, with room for one worker of the stage lost."""
+        shared = min(1.0, 2 / max(1, self.pipelines - 1)) if self.shard_optimizer else 1.0
+        return BYTES_WHOLE + (BYTES_HELD + BYTES_UNDO - BYTES_WHOLE) * shared
 
 
 class _Cost(NamedTuple):
@@ -103,11 +118,8 @@ class _Cost(NamedTuple):
     recomputed: float
     """As `activation`, where it is computed again: what each layer takes."""
     parameters: float
-
-    @property
-    def held_bytes(self) -> float:
-        """Held all the time."""
-        return (BYTES_HELD + BYTES_UNDO) * self.parameters
+    held_bytes: float
+    """All the time."""
 
 
 def estimate(name: str, shape: ModelShape, layout: Layout) -> tuple[dict[str, Any], dict[str, list[str]]]:
@@ -140,6 +152,13 @@ def estimate(name: str, shape: ModelShape, layout: Layout) -> tuple[dict[str, An
                    "unit_bytes": UNIT_BYTES * layout.tensor_parallel},
         "placement": {"layers": counts},
         "layers": {key: by_layer[key] for key in by_layer if len(set(by_layer[key])) > 1}}
+    training: dict[str, Any] = {}
+    if layout.tensor_parallel > 1:
+        training["tensor_parallel"] = layout.tensor_parallel
+    if layout.shard_optimizer:
+        training |= {"dtype": "bf16", "master_weights": True, "shard_optimizer": True}
+    if training:
+        tables["training"] = training
     return tables, _comments(shape, layout)
 
 
@@ -165,6 +184,8 @@ def _costs(shape: ModelShape, layout: Layout, begin: int, end: int, *, whole: bo
     first, last = begin == 0, end == shape.layers
     head = 2 * tokens * shape.hidden * shape.vocabulary * last
     backward_input, backward_weight = count * (products + 2 * attention) + head, count * products + head
+    parameters = (count * shape.layer_parameters + (first + last) * shape.vocabulary * shape.hidden) \
+        / layout.tensor_parallel
     return _Cost(
         forward=count * (products + attention) + head,
         backward_input=0 if whole else backward_input,
@@ -172,8 +193,7 @@ def _costs(shape: ModelShape, layout: Layout, begin: int, end: int, *, whole: bo
         activation=(34 * count * tokens * shape.hidden + 4 * tokens * shape.vocabulary * last) / layout.tensor_parallel,
         stash=32 * count * tokens * shape.hidden / layout.tensor_parallel,
         recomputed=(2 * count * tokens * shape.hidden + 4 * tokens * shape.vocabulary * last) / layout.tensor_parallel,
-        parameters=(count * shape.layer_parameters + (first + last) * shape.vocabulary * shape.hidden)
-        / layout.tensor_parallel)
+        parameters=parameters, held_bytes=layout.held_bytes * parameters)
 
 
 def _times(costs: Sequence[_Cost], layout: Layout) -> dict[str, list[float]]:
@@ -181,11 +201,14 @@ def _times(costs: Sequence[_Cost], layout: Layout) -> dict[str, list[float]]:
     gpu = layout.gpu
     rate = gpu.flops * layout.efficiency * layout.tensor_parallel
     ring = 2 * (layout.pipelines - 1) / layout.pipelines * 4 / gpu.network
+    step, gather = layout.stepped * BYTES_STEPPED / gpu.memory_bandwidth, 0.0
+    if layout.shard_optimizer:  # reduced to the owner of each part, then copied to its buddy; bf16 weights are gathered
+        ring, gather = 4 / gpu.network, 2 * (layout.pipelines - 1) / layout.pipelines / gpu.network
     return {
         "forward": rounded([cost.forward / rate for cost in costs]),
         "backward_input": rounded([cost.backward_input / rate for cost in costs]),
         "backward_weight": rounded([cost.backward_weight / rate for cost in costs]),
-        "optimizer": rounded([cost.parameters * BYTES_STEPPED / gpu.memory_bandwidth for cost in costs]),
+        "optimizer": rounded([cost.parameters * (step + gather) for cost in costs]),
         "all_reduce": rounded([cost.parameters * ring for cost in costs]),
     }
 
@@ -209,22 +232,33 @@ def _sizes(costs: Sequence[_Cost]) -> dict[str, list[int]]:
 
 def _comments(shape: ModelShape, layout: Layout) -> dict[str, list[str]]:
     gpu = layout.gpu
-    return {
+    held = [f"MB on each GPU. capacity: what is left beside {BYTES_HELD} bytes per parameter, and {BYTES_UNDO} by "
+            "which a step can be undone."]
+    if layout.shard_optimizer:
+        held = [f"MB on each GPU. capacity: what is left beside {layout.held_bytes:.3g} bytes per parameter: optimizer",
+                "state and its undo copies are sharded, with room for one lost worker of the stage."]
+    comments = {
         "": [f"Estimated, not measured: {shape.parameters / 1e9:.3g} billion parameters ({shape.layers} layers of "
              f"width {shape.hidden}), sequences of {shape.sequence},",
              f"micro-batches of {layout.microbatch_size}, workers of {layout.tensor_parallel} x {gpu.name} at "
              f"{layout.efficiency:.0%} of {gpu.flops / 1e12:.0f} TFLOP/s. `slipstream profile` measures."],
         "time": ["Seconds. Matrix products and attention only; optimizer: AdamW, bound by memory bandwidth;",
                  f"all_reduce: a ring of float32 gradients at {gpu.network / 1e9:g} GB/s; transfer: bf16."],
-        "memory": [f"MB on each GPU. capacity: what is left beside {BYTES_HELD} bytes per parameter, and {BYTES_UNDO} "
-                   "by which a step can be undone.",
+        "memory": [*held,
                    "activation: 34 bytes a token and unit of width and layer (attention fused); weight_stash: 32.",
                    "recomputed: 2, what is held where [training] recompute = \"auto\" has activations computed again.",
-                   f"weights: those {BYTES_HELD + BYTES_UNDO} bytes; unit_bytes: of a worker, which is "
+                   f"weights: those {layout.held_bytes:.3g} bytes; unit_bytes: of a worker, which is "
                    f"{layout.tensor_parallel} x {gpu.name}."],
         "placement": ["Model layers of each stage; embedding and head come on top."],
         "layers": ["How a stage divides over its layers; the embedding is with the first, the head with the last."],
     }
+    if layout.tensor_parallel > 1:
+        comments["time"] += [f"A worker is {layout.tensor_parallel} ranks, each with its part of activations and "
+                             "gradients: transfer and all_reduce are from rank to",
+                             "rank, all at the same time. What ranks of a worker send each other is a part of the "
+                             f"{layout.efficiency:.0%}."]
+        comments["training"] = ["Processes of a worker, one GPU each."]
+    return comments
 
 
 def _layers_by_stage(layers: int, stages: int, layer: float, head: float) -> list[int]:

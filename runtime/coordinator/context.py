@@ -4,7 +4,7 @@
 changes it with them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -12,12 +12,15 @@ from runtime.coordinator.checkpoint_timer import CheckpointTimer
 from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.event_log import EventLog
 from runtime.coordinator.join_planning import JoinPlanner
+from runtime.coordinator.layer_moves import layers_without_holder
 from runtime.coordinator.lost_workers import LostWorkers
+from runtime.coordinator.part_moves import Partition
 from runtime.coordinator.planning import ScheduleService
 from runtime.coordinator.recovery import RecoveryClock
 from runtime.coordinator.settling import Settler
 from runtime.coordinator.slow_workers import SlowWorkers, SpeedEvent
 from runtime.failure_domains import FailureDomains
+from runtime.protocol.to_coordinator import Kept
 from runtime.protocol.to_worker import Fetch, Leave, ToWorker
 from runtime.replay.placement import Placement
 from schedules.schedule import Grid, Schedule, Worker
@@ -72,8 +75,12 @@ class RunState:
     """Members that were told to end by somebody else, and stay until the others can go on without them."""
     holds: dict[Worker, frozenset[int]] = field(default_factory=dict)
     """The layers of each member that has paused, or is told to finish."""
+    kept: dict[Worker, Kept] = field(default_factory=dict)
+    """The same of what they keep of optimizer states, where workers keep parts."""
     addresses: dict[Worker, tuple[tuple[str, int], ...]] = field(default_factory=dict)
-    """Where each worker sends layers from."""
+    """Where each rank of a worker sends layers from."""
+    stand_for: dict[Worker, int] = field(default_factory=dict)
+    """For how many ranks each process does of a worker."""
 
     @property
     def grid(self) -> Grid:
@@ -90,6 +97,7 @@ class RunState:
         for group in (self.members, self.ready, self.paused, self.finished, self.leaving):
             group.discard(worker)
         self.holds.pop(worker, None)
+        self.kept.pop(worker, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +120,17 @@ class CoordinatorContext:
     lost: LostWorkers
     listeners: Listeners
     domains: FailureDomains
+    partition: Partition | None = None
+    """How optimizer states are cut, where workers keep parts of them."""
+
+    def lost_layers(self, workers: Collection[Worker]) -> list[int]:
+        """The layers that nobody of these has, or of whose optimizer state nobody has all."""
+        state = self.state
+        lost = layers_without_holder({one: held for one, held in state.holds.items() if one in workers},
+                                     self.placement.layers)
+        if lost or self.partition is None:
+            return lost
+        return self.partition.lost({one: kept for one, kept in state.kept.items() if one in workers})
 
     @property
     def events(self) -> EventLog:

@@ -19,6 +19,7 @@ from runtime.coordinator.join_planning import JoinPlanner
 from runtime.coordinator.lost_workers import LostWorkers
 from runtime.coordinator.next_order import NextOrder
 from runtime.coordinator.orders import Orders
+from runtime.coordinator.part_moves import Partition
 from runtime.coordinator.planning import ScheduleService
 from runtime.coordinator.recovery import Recovery, RecoveryClock
 from runtime.coordinator.schedule_choice import ScheduleChoice
@@ -59,11 +60,14 @@ class Coordinator:
         Decides whether layers move to a better schedule; None: they stay where they are.
     domains
         Which workers fail together.
+    partition
+        How optimizer states are cut, where workers keep parts of them.
     """
 
     def __init__(self, schedules: ScheduleService, send: Send, log: CommitLog, *, iterations: range,
                  placement: Placement, checkpoints: CheckpointTimer | None = None, settler: Settler | None = None,
-                 listeners: Listeners | None = None, domains: FailureDomains = ALONE) -> None:
+                 listeners: Listeners | None = None, domains: FailureDomains = ALONE,
+                 partition: Partition | None = None) -> None:
         listeners = listeners or Listeners()
         first = schedules.first
         self._log = log
@@ -72,11 +76,13 @@ class Coordinator:
         self._recovery = RecoveryClock()
         self._lost = LostWorkers(state.grid, placement)
         self._events = listeners.events
-        self._joins = JoinPlanner(lambda fetch: self._context.tell_all(fetch), listeners.events)
+        self._joins = JoinPlanner(lambda fetch: self._context.tell_all(fetch), listeners.events,
+                                  fetches=partition is None)
         self._context = CoordinatorContext(
             state=state, iterations=iterations, placement=placement, send=send, log=log, schedules=schedules,
             joins=self._joins, slow=self._slow, settler=settler, recovery=self._recovery, lost=self._lost,
-            checkpoints=checkpoints or CheckpointTimer(automatic=False), listeners=listeners, domains=domains)
+            checkpoints=checkpoints or CheckpointTimer(automatic=False), listeners=listeners, domains=domains,
+            partition=partition)
         choice = ScheduleChoice(self._context)
         self._orders = Orders(self._context)
         self._boundary = BoundaryPlanner(self._context, choice)
@@ -136,7 +142,7 @@ class Coordinator:
         state, members = self._state, set(found.holds)
         state.phase, state.number, state.ended = "training", found.number, True
         state.members, state.paused, state.ready = members, set(members), state.ready - members
-        state.holds = dict(found.holds)
+        state.holds, state.kept = dict(found.holds), dict(found.kept)
         for worker in found.missing:
             reason = f"worker {worker} was not found by the new node 0"
             self._lost.add(worker, reason, ())
@@ -148,6 +154,7 @@ class Coordinator:
         self._lost.back(report.worker)
         self._state.ready.add(report.worker)
         self._state.addresses[report.worker] = report.addresses
+        self._state.stand_for[report.worker] = report.stands_for
 
     def ran(self, report: Ran) -> None:
         """Acknowledge a report that the commit log has: the worker goes on, or stops where all members will."""
@@ -229,6 +236,8 @@ class Coordinator:
             return
         self._state.paused.add(report.worker)
         self._state.holds[report.worker] = layers_in(report.layers)
+        if report.kept is not None:
+            self._state.kept[report.worker] = report.kept
         if report.reason is not None:
             if not self._state.ended:
                 self._recovery.broke(report.worker, report.reason)

@@ -21,6 +21,7 @@ from runtime.coordinator.gathering import TELL_SECONDS, who_is_awaited
 from runtime.coordinator.loss_file import LossFile
 from runtime.coordinator.news import News
 from runtime.coordinator.node_agents import NodeAgents
+from runtime.coordinator.part_moves import Partition
 from runtime.coordinator.planning import ScheduleService
 from runtime.coordinator.plausible import Bounds, printable
 from runtime.coordinator.rank_reports import RankReports
@@ -67,7 +68,7 @@ class EventLoop:
         self.processes = processes
         self.news = News(run, event_log)
         self._workers = WorkerConnections(run, processes, self._put, self._lose)
-        self._reports = RankReports(run.config.training.tensor_parallel, lambda worker, order: self._workers.send(
+        self._reports = RankReports(self._workers.processes_of, lambda worker, order: self._workers.send(
             worker, EndOrder(order)))
         self._stall = StallWatch(run.stall_timeout_seconds, lambda worker: self._workers.send(worker, ReportStatus()))
         self._events: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
@@ -80,6 +81,8 @@ class EventLoop:
             iterations=range(setup.first_iteration, max(setup.first_iteration, setup.iterations)),
             settler=None if run.settling is None else Settler(
                 Cost(run.layer_bytes, setup.fetch_bytes_per_second), run.settling.mtbf_seconds, event_log, run.notify),
+            partition=Partition(run.elements, Placement(setup.cuts), setup.failure_domains,
+                                run.config.training.shard_optimizer) if run.elements else None,
             listeners=Listeners(events=event_log, note=self.news.note, speed=self.news.speed,
                                 went_back=commits.go_back), domains=FailureDomains(setup.failure_domains))
         self._take_over = None

@@ -75,7 +75,9 @@ class GoingBack:
         context, state = self._context, self._context.state
         everyone = state.everyone
         reasons = context.lost.reasons_of(missing, state.members, state.ready)
-        why = f"stage {context.placement.stage_of(state.grid, missing)} has no live worker left: {reasons}"
+        held = any(missing in layers for layers in state.holds.values())
+        why = f"optimizer state of layer {missing} is lost with two workers that both kept it: {reasons}" if held else \
+            f"stage {context.placement.stage_of(state.grid, missing)} has no live worker left: {reasons}"
         if state.stopping:
             self._orders.leave(why)
             return
@@ -96,7 +98,13 @@ class GoingBack:
         self._forget_from(iteration, why)
         needs = context.placement.held_by(schedule)
         reads = who_reads_what(needs, readers)
-        self._orders.train(schedule, plan_moves(needs, reads), restore=reads)
+        partition = context.partition
+        if partition is None:
+            self._orders.train(schedule, plan_moves(needs, reads), restore=reads)
+            return
+        kept = {reader: partition.read(layers, iteration) for reader, layers in reads.items()}
+        self._orders.train(schedule, (), part_moves=partition.moves(schedule, kept, reads, iteration - 1),
+                           restore=reads)
 
     def _forget_from(self, iteration: int, why: str) -> None:
         """Iterations from this one on are no longer committed."""

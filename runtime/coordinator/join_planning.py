@@ -49,10 +49,12 @@ class Join:
 class JoinPlanner:
     """Plans one join at a time; a worker that is ready after it was planned waits for the next.
 
-    `send` sends a `Fetch` to all members and all workers that want to join.
+    `send` sends a `Fetch` to all members and all workers that want to join. Unless there are `fetches`, nothing is
+    prepared: all moves while all wait.
     """
 
-    def __init__(self, send: Callable[[Fetch], None], events: EventLog) -> None:
+    def __init__(self, send: Callable[[Fetch], None], events: EventLog, *, fetches: bool = True) -> None:
+        self._fetches = fetches
         self._send = send
         self._events = events
         self._number = 0
@@ -85,6 +87,9 @@ class JoinPlanner:
         failed too often, the join is complete as it is, and nothing is fetched; where nobody joins, it is given up.
         Whether there is one now.
         """
+        if not self._fetches:
+            self._join = Join(schedule, order, 0, Counter(), iteration, speeds=speeds, settles=settles)
+            return True
         if self._failures >= FAILURES:
             if not settles:
                 self._join = Join(schedule, order, 0, Counter(), iteration, speeds=speeds)

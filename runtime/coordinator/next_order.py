@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 
 from runtime.coordinator.context import CoordinatorContext
 from runtime.coordinator.going_back import GoingBack
-from runtime.coordinator.layer_moves import layers_without_holder, plan_moves
+from runtime.coordinator.layer_moves import plan_moves
 from runtime.coordinator.orders import Orders
 from runtime.coordinator.planning import NoScheduleError
 from runtime.coordinator.schedule_choice import ScheduleChoice
@@ -32,7 +32,7 @@ class NextOrder:
         context, state = self._context, self._context.state
         first = context.log.next_iteration
         untouched = first == context.iterations.start
-        missing = [] if untouched else layers_without_holder(state.holds, context.placement.layers)
+        missing = [] if untouched else context.lost_layers(state.holds)
         if missing or not state.everyone:
             state.ready |= context.slow.take_back()
         if missing:
@@ -77,8 +77,13 @@ class NextOrder:
         schedule = join.schedule if join is not None else self._for_speeds() or self._next_schedule(untouched)
         if schedule is None:
             return
-        fetched = join is not None and join.fetch
-        moves = () if untouched or fetched else plan_moves(context.placement.held_by(schedule), context.state.holds)
+        fetched, partition, state = join is not None and join.fetch, context.partition, context.state
+        if partition is not None:
+            parts = () if untouched else partition.moves(schedule, state.kept, state.holds,
+                                                         context.log.next_iteration - 1)
+            self._orders.train(schedule, (), join, parts)
+            return
+        moves = () if untouched or fetched else plan_moves(context.placement.held_by(schedule), state.holds)
         self._orders.train(schedule, moves, join)
 
     def saved_for_leaving(self) -> bool:
@@ -101,11 +106,10 @@ class NextOrder:
         """
         context, state = self._context, self._context.state
         staying = state.members - state.leaving
-        holds = {worker: layers for worker, layers in state.holds.items() if worker in staying}
         if state.stopping or not (state.everyone | context.slow.left_out) - state.leaving:
             state.stopping = True
             return True
-        if not untouched and layers_without_holder(holds, context.placement.layers):
+        if not untouched and context.lost_layers(staying):
             self._orders.finish()
             return False
         try:

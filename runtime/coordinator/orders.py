@@ -1,15 +1,17 @@
 """Orders: tells workers to train, to stop, to finish and to leave, and enters what was told."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from runtime.coordinator.context import CoordinatorContext
 from runtime.coordinator.join_planning import Join
 from runtime.events import HandedOver, Joined, OrderGiven
-from runtime.protocol.to_worker import EndOrder, Finish, LayerMove, Leave, Train
+from runtime.protocol.to_worker import EndOrder, Finish, LayerMove, Leave, PartMove, Train
 from schedules import codec
 from schedules.schedule import Schedule, Worker
+
+Address = tuple[str, int]
 
 
 class Orders:
@@ -19,7 +21,7 @@ class Orders:
         self._context = context
 
     def train(self, schedule: Schedule, moves: tuple[LayerMove, ...], join: Join | None = None,
-              restore: Mapping[Worker, tuple[int, ...]] | None = None) -> None:
+              part_moves: tuple[PartMove, ...] = (), restore: Mapping[Worker, tuple[int, ...]] | None = None) -> None:
         """Train by a schedule from the first iteration that is not committed.
 
         The moves are made before, while all wait; `join` is what was fetched for it while all trained; `restore` are
@@ -35,16 +37,17 @@ class Orders:
         decision = context.slow.decision
         slow = set(decision.left_out) if decision is not None and decision.schedule is schedule else set()
         state.ready = (state.everyone - slow) - live  # whoever has nothing to do waits to join again
-        state.members, state.paused, state.holds = live, set(), {}
+        state.members, state.paused, state.holds, state.kept = live, set(), {}, {}
         state.phase, state.current, state.ended, state.began = "training", schedule, False, first
         state.stop_before = state.save_before = None
         state.number += 1
         self._begins(schedule, join)
-        sources = sorted({move.source for move in moves})
         text = codec.encode(schedule)
         context.tell(told, Train(
             number=state.number, first_iteration=first, moves=moves, fetch=0 if join is None else join.fetch,
-            addresses=tuple((source, state.addresses[source]) for source in sources), schedule=msgspec.Raw(text),
+            part_moves=part_moves, addresses=self._addresses((*moves, *part_moves)), schedule=msgspec.Raw(text),
+            stand_for=tuple((worker, state.stand_for[worker]) for worker in sorted(live)
+                            if state.stand_for.get(worker, 1) > 1),
             factor=context.log.factor, restore=None if restore is None else tuple(restore.items())))
         self._record(schedule, text, joining, join)
 
@@ -60,6 +63,8 @@ class Orders:
         context, state = self._context, self._context.state
         writers = {layer: worker for worker, layers in sorted(state.holds.items(), reverse=True)
                    for layer in sorted(layers)}
+        partition = context.partition
+        part_moves = () if partition is None else partition.to_writers(writers, state.kept)
         state.phase, state.outdated = "finishing", False
         if not state.leaving:
             context.slow.over(context.log.next_iteration)
@@ -68,7 +73,13 @@ class Orders:
         context.log.begin(state.number, state.members)
         context.tell(state.members, Finish(
             number=state.number, first_iteration=context.log.next_iteration, writers=tuple(writers.items()),
-            factor=context.log.factor, parameters=context.log.next_iteration >= context.iterations.stop))
+            factor=context.log.factor, part_moves=part_moves, addresses=self._addresses(part_moves),
+            parameters=context.log.next_iteration >= context.iterations.stop))
+
+    def _addresses(self, moves: Iterable[LayerMove | PartMove]) -> tuple[tuple[Worker, tuple[Address, ...]], ...]:
+        """Where the sources listen."""
+        addresses = self._context.state.addresses
+        return tuple((source, addresses[source]) for source in sorted({move.source for move in moves}))
 
     def leave(self, why: str | None = None) -> None:
         """The workers end: everything is done, or cannot be any more, although the run was told to end well."""
@@ -94,7 +105,7 @@ class Orders:
         if join is not None:
             events.write(HandedOver(fetch=join.fetch, order=number))
         for worker in sorted(joining):
-            events.write(Joined(worker=worker))
+            events.write(Joined(worker=worker, stands_for=self._context.state.stand_for.get(worker, 1)))
         whole = len(schedule.seats) == schedule.grid.pipelines * schedule.grid.columns
         moved = any(map(schedule.holds_others, schedule.seats))
         events.write(OrderGiven(

@@ -14,6 +14,7 @@ from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import (
     Failed,
     Injected,
+    Kept,
     Known,
     Note,
     Paused,
@@ -31,6 +32,8 @@ from schedules.schedule import Worker
 AHEAD = 8
 """Iterations after the last committed one of which reports may come: members are one ahead, and two where clipping
 decides later."""
+MOST_RANKS = 64
+"""Of a worker, by `[training] tensor_parallel`."""
 TEXT_CHARACTERS = 1000
 """Of a message for people."""
 
@@ -62,18 +65,26 @@ class Bounds:
                 return "it says that it holds layers that there are not"
             case Paused() if message.validated is not None and not _known(message.validated, iterations):
                 return f"it has a factor of iteration {message.validated.iteration}, where {next_iteration} is the next"
+            case Paused(kept=Kept()) if not self._may_keep(message.kept):
+                return "it says that it keeps parts of layers that there are not"
             case Ready(known=Known()) if not self._may_know(message.known):
                 return "it says that it knows what nobody can"
+            case Ready() if not 0 < message.stands_for <= MOST_RANKS:
+                return f"it says that it stands for {message.stands_for} ranks"
             case Injected() if not 0 <= message.index < self.injections:
                 return f"it says that failure {message.index} on purpose has happened, which there is not"
         return None
+
+    def _may_keep(self, kept: Kept | None) -> bool:
+        return kept is None or all(layer in range(self.setup.cuts[-1]) and 0 <= start < stop
+                                   for layer, start, stop in kept.parts)
 
     def _may_know(self, known: Known | None) -> bool:
         assert known is not None
         iterations = range(self.setup.first_iteration - 1, self.setup.iterations)
         return (0 <= known.order < 2**31 and known.iteration in iterations
                 and _ascending(known.layers, self.setup.cuts[-1]) and set(known.members) <= self.workers
-                and (known.validated is None or _known(known.validated, iterations)))
+                and self._may_keep(known.kept) and (known.validated is None or _known(known.validated, iterations)))
 
 
 def printable(message: ToCoordinator) -> ToCoordinator:

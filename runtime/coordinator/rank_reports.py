@@ -14,6 +14,7 @@ from runtime.protocol.to_coordinator import (
     Checkpoints,
     FetchUpToDate,
     Finished,
+    Kept,
     Known,
     Paused,
     Ran,
@@ -33,18 +34,19 @@ Break = Callable[[Worker, int], None]
 
 
 class RankReports:
-    """Of all workers of a run, `ranks` processes each."""
+    """Of all workers of a run, `processes` of each."""
 
-    def __init__(self, ranks: int, break_off: Break) -> None:
-        self._ranks = ranks
+    def __init__(self, processes: Callable[[Worker], int], break_off: Break) -> None:
+        self._processes = processes
         self._break_off = break_off
         self._open: dict[Worker, dict[Key, dict[int, ToCoordinator]]] = {}
         """What some ranks of a worker have said, and not all."""
 
     def take(self, worker: Worker, rank: int, message: ToCoordinator) -> ToCoordinator | None:
         """What the worker says now that a rank has said this; None: nothing yet."""
-        if self._ranks == 1:
-            return message
+        processes = self._processes(worker)
+        if processes == 1:
+            return _whole([message], [message]) if isinstance(message, Finished) and message.of_others else message
         if isinstance(message, Validated):
             return message if rank == 0 else None  # all ranks know the same
         key = _key(message)
@@ -53,7 +55,7 @@ class RankReports:
         mine = self._open.setdefault(worker, {})
         said = mine.setdefault(key, {})
         said[rank] = message
-        if len(said) < self._ranks:
+        if len(said) < processes:
             if isinstance(message, Paused) and message.reason is not None:
                 self._break_off(worker, message.order)
             return None
@@ -99,7 +101,8 @@ def _whole(in_time: Sequence[ToCoordinator], by_rank: Sequence[ToCoordinator]) -
         case Paused():
             return _paused(first, [one for one in in_time if isinstance(one, Paused)])
         case Finished():
-            return replace(first, digests=_digests([one.digests for one in by_rank if isinstance(one, Finished)]))
+            return replace(first, of_others=(), digests=_digests([
+                digests for one in by_rank if isinstance(one, Finished) for digests in (one.digests, *one.of_others)]))
         case Checkpoints():
             found = [set(one.iterations) for one in by_rank if isinstance(one, Checkpoints)]
             return replace(first, iterations=tuple(sorted(set.intersection(*found))))
@@ -122,7 +125,7 @@ def _paused(first: Paused, reports: Sequence[Paused]) -> Paused:
     """The reason is that of the first to stop: the others have lost it."""
     held = frozenset.intersection(*(layers_in(one.layers) for one in reports))
     known = [one.validated for one in reports if one.validated is not None]
-    return replace(first, layers=_ranges(held),
+    return replace(first, layers=_ranges(held), kept=_kept([one.kept for one in reports]),
                    validated=max(known, key=lambda one: one.iteration, default=None),
                    reason=next((one.reason for one in reports if one.reason is not None), None))
 
@@ -138,9 +141,20 @@ def _known(by_rank: Sequence[Known | None]) -> Known | None:
     if any(one.order != last.order for one in found):
         held = frozenset()
     factors = [one.validated for one in found if one.validated is not None]
-    return replace(last, layers=_ranges(held), pending=any(one.pending for one in found),
+    kept = _kept([one.kept for one in found]) if held else None
+    return replace(last, layers=_ranges(held), kept=kept, pending=any(one.pending for one in found),
                    validated=max(factors, key=lambda one: one.iteration, default=None),
                    losses={iteration: loss for one in found for iteration, loss in one.losses.items()})
+
+
+def _kept(by_rank: Sequence[Kept | None]) -> Kept | None:
+    """What all ranks keep. They have cut alike, and one may have been stopped before it did."""
+    found = [kept for kept in by_rank if kept is not None]
+    if not found:
+        return None
+    after = {kept.whole_after for kept in found}
+    return Kept(tuple(part for part in found[0].parts if all(part in kept.parts for kept in found)),
+                found[0].whole_after if len(after) == 1 else None)
 
 
 def _ranges(layers: Collection[int]) -> tuple[LayerRange, ...]:

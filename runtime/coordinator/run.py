@@ -47,6 +47,8 @@ class Run:
     """Whether and how layers move to better schedules after failures; None: they stay as long as they can."""
     layer_bytes: Sequence[int] = ()
     """What is sent of each layer of the model."""
+    elements: Sequence[int] = ()
+    """Of each layer of the model: how many are trained, where workers keep parts of layers' optimizer states."""
     notify: Notify = field(default=lambda _: None)
     join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS
     """For all workers to be there."""

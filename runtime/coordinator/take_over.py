@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from runtime.protocol.to_coordinator import Known
+from runtime.protocol.to_coordinator import Kept, Known
 from runtime.protocol.to_worker import Factor
 from schedules.layers import layers_in
 from schedules.schedule import Worker
@@ -39,6 +39,8 @@ class Found:
     holds: Mapping[Worker, frozenset[int]]
     """The layers of each member that was found; nothing of one that cannot go back to `committed`. Who was about
     to take part is none."""
+    kept: Mapping[Worker, Kept]
+    """And what they keep of optimizer states, where workers keep parts."""
     missing: tuple[Worker, ...]
     """Members that were not found."""
 
@@ -111,7 +113,9 @@ class TakeOver:
                      loss=next((one.losses[committed] for one in everyone if committed in one.losses), None),
                      missing=tuple(sorted(self.missing)) if self._number else (),
                      holds={worker: layers_in(known.layers) if _fits(known, committed) else frozenset()
-                            for worker, known in self._known.items() if known.order or not self._number})
+                            for worker, known in self._known.items() if known.order or not self._number},
+                     kept={worker: known.kept for worker, known in self._known.items()
+                           if known.kept is not None and _fits(known, committed)})
 
 
 def _fits(known: Known, committed: int) -> bool:

@@ -42,8 +42,10 @@ class WorkerConnections:
         self._put = put
         self._lost = lost
         self._known = frozenset(run.schedule.grid.workers())
+        self._ranks = run.config.training.tensor_parallel
+        self._stand_for: dict[Worker, int] = {}
+        """For how many ranks each process does of a worker that has connected."""
         self._domains = FailureDomains(run.setup.failure_domains)
-        self._ranks = range(run.config.training.tensor_parallel)
         self._monitor: HeartbeatMonitor[tuple[Worker, int]] = HeartbeatMonitor(run.setup.heartbeat_timeout_seconds)
         self._connections: dict[Worker, dict[int, Connection]] = {}
         """By rank, of those that are there."""
@@ -62,6 +64,10 @@ class WorkerConnections:
         """From one look for silent ones to the next."""
         return self._monitor.interval_seconds
 
+    def processes_of(self, worker: Worker) -> int:
+        """How many a worker is."""
+        return self._ranks // self._stand_for.get(worker, 1)
+
     def admit(self, connection: Connection, message: JoinWorker) -> bool:
         """Take in a worker that has connected; whether it may come in. Else it is told to leave, or to ask again."""
         worker, epoch = message.worker, self._run.setup.epoch
@@ -69,10 +75,13 @@ class WorkerConnections:
             connection.send(frame(Leave()))  # it was given up, or belongs to another run, or follows a newer one
             connection.close()
             return False
-        if message.rank in self._connections.get(worker, {}) or worker not in self._known \
-                or message.rank not in self._ranks:
+        others, stands_for = self._connections.get(worker, {}), message.stands_for
+        if message.rank in others or worker not in self._known or not 0 < stands_for <= self._ranks \
+                or message.rank not in range(self._ranks // stands_for) \
+                or (others and stands_for != self._stand_for[worker]):
             connection.close()  # not ours: a process is started anew only once its end has been handled
             return False
+        self._stand_for[worker] = stands_for
         self._connections.setdefault(worker, {})[message.rank] = connection
         self._given_up.discard(worker)
         return True
@@ -97,7 +106,7 @@ class WorkerConnections:
 
     def ready(self, worker: Worker) -> None:
         """It sends heartbeats from now on."""
-        for rank in self._ranks:
+        for rank in range(self.processes_of(worker)):
             self._monitor.add((worker, rank))
 
     def give_up_silent(self) -> None:
@@ -174,7 +183,7 @@ class WorkerConnections:
             connection.close()
 
     def _unwatch(self, worker: Worker) -> None:
-        for rank in self._ranks:
+        for rank in range(self._ranks):
             self._monitor.remove((worker, rank))
 
     def _is_present(self, connection: Connection) -> bool:
@@ -191,7 +200,7 @@ class WorkerConnections:
             self._given_up.remove(ended.worker)
         else:
             self._lose(ended.worker, self._describe(ended))
-        self._processes.ended(ended.worker)
+        self._processes.ended(ended)
 
     def _lose(self, worker: Worker, reason: str, since: float = 0.0) -> None:
         """Count a worker as lost, and close its connection."""

@@ -6,6 +6,8 @@
     worker_group      the process group of a worker's ranks, for layers
     tensor_parallel   collectives in it that a backward goes through
     shards            what a rank has of a layer, and the whole of it
+    rank_parts        what a process has that stands for several ranks, as each of them has it
+    degraded          whether a worker could go on as half its processes
     distributed_tensors  layers that torch's parallelize_module has cut
     object_reference  a user's own model, data or optimizer, named in the job file
     passed            what passes from layer to layer: a tensor, or a tuple of tensors
@@ -16,7 +18,11 @@
     slices            the slices that a worker runs, and their micro-batches in flight
     split             the backward in two: I and W
     holding           the layers that a worker holds, their gradients, their optimizer
-    optimizer         steps that can be undone exactly; state by layer
+    undoable_steps    steps that can be undone exactly; the optimizers there are
+    optimizer         the optimizer of whole layers; state by layer
+    parts             which worker keeps which part of a layer's optimizer state, and a copy of which
+    part_state        parts of layers' states, as they are moved and saved
+    part_optimizer    the optimizer of parts, and of float32 master weights
     learning_rate     the learning rate of an iteration
     parameter_groups  which options of the optimizer each parameter has
     clipping          how far to scale a step down, or not to make it

@@ -34,7 +34,7 @@ def forms(model: LayeredModel, config: RunConfig) -> list[Form]:
     modules = [_without_memory(model, layer, config) for layer in range(model.layers)]
     _check_shared(model, modules, config)
     _check_shards(modules, config)
-    with FakeTensorMode(), model.device, torch.no_grad(), autocast(config.training.dtype, model.device):
+    with FakeTensorMode(), model.device, torch.no_grad(), autocast(config.training, model.device):
         batch = made(given, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
         assert isinstance(batch, tuple)
         value: Value = batch[0]

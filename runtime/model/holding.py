@@ -4,24 +4,46 @@ Nothing here knows of stages: the layers are whichever a schedule gives to the w
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from runtime.config import TrainingConfig
+from runtime.config import ConfigError, TrainingConfig
 from runtime.model.digest import parameter_digest
 from runtime.model.distributed_tensors import with_local_parameters
 from runtime.model.layers import LayeredModel
 from runtime.model.optimizer import UndoableOptimizer, build_optimizer
+from runtime.model.part_optimizer import PartOptimizer
+from runtime.model.part_state import PartState, elements_of, put, trained
+from runtime.model.parts import Cut, parts_of
+from runtime.model.rank_parts import summed_by_rank
 from runtime.model.seeds import GENERATORS
+from runtime.model.shards import shards_of
 from runtime.model.sharing import NOTHING_SHARED, Sharing, sharing_of
 from runtime.model.worker_group import standing_in, worker_group
 from schedules.layers import LayerRange, joined
+from schedules.schedule import Worker
+
+
+def keeps_parts(config: TrainingConfig) -> bool:
+    """Whether optimizers keep parts of layers' states, or master weights (`runtime.model.part_optimizer`)."""
+    return config.shard_optimizer or config.master_weights
+
+
+def gradient_dtype(config: TrainingConfig) -> torch.dtype | None:
+    """In which gradients are added up; None: that of each parameter."""
+    if not config.master_weights:
+        return None
+    return torch.float32 if config.reduce_dtype == "float32" else torch.bfloat16
 
 
 class Holding:
-    """Layers of a model with gradients and optimizer. Parameters' `.grad` are views of flat tensors: sum in place."""
+    """Layers of a model with gradients and optimizer. Parameters' `.grad` are views of flat tensors: sum in place.
+
+    Where optimizers keep parts, `keep` says which; before that, and where a process trains alone, they keep all.
+    """
 
     def __init__(self, modules: Mapping[int, nn.Module], config: TrainingConfig,
                  sharing: Sharing = NOTHING_SHARED) -> None:
@@ -29,7 +51,10 @@ class Holding:
         self._sharing = sharing
         self.modules: dict[int, nn.Module] = dict(sorted(modules.items()))
         sharing.tie(self.modules)
-        self.optimizer: UndoableOptimizer = build_optimizer(self.modules, config, sharing)
+        self.cuts: dict[LayerRange, Cut] = {}
+        """How each range that is reduced is cut, where optimizers keep parts."""
+        self._flat_parameters: dict[LayerRange, Tensor] = {}
+        self.optimizer: UndoableOptimizer | PartOptimizer = self._build(self.modules)
         self._gradients: dict[LayerRange, list[Tensor]] = {}
         self.shared_gradients: dict[str, list[Tensor]] = {}
         """Of each parameter that layers share, by its first name: to be summed in place over all that hold a copy."""
@@ -51,12 +76,46 @@ class Holding:
         found = {layer: module for one in (self, *others) for layer, module in one.modules.items()}
         modules = {layer: found[layer] for layer in sorted(layers)}
         self._sharing.tie(modules)
-        optimizer = build_optimizer(modules, self._config, self._sharing)
+        optimizer = self._build(modules)
         for one in (self, *others):
-            optimizer.take_over(one.optimizer)
+            if isinstance(optimizer, UndoableOptimizer) and isinstance(one.optimizer, UndoableOptimizer):
+                optimizer.take_over(one.optimizer)
         self.modules, self.optimizer = modules, optimizer
-        self._gradients = {}
+        self._gradients, self.cuts, self._flat_parameters = {}, {}, {}
         self.reduce_by(self.ranges)
+
+    def keep(self, modules: Mapping[int, nn.Module], cuts: Mapping[LayerRange, Cut], worker: Worker,
+             parts: Sequence[PartState], after: int) -> None:
+        """Hold exactly these layers, and of their optimizer's state what a worker keeps by these cuts.
+
+        `parts`, and those that are kept until now, have all of that, or nothing of it before the first step, and all
+        that is lacking of the parameters, which are those after an iteration.
+        """
+        before, held = self.optimizer, self.modules
+        assert isinstance(before, PartOptimizer)
+        self.modules = dict(sorted(modules.items()))
+        self.cuts = dict(sorted(cuts.items()))
+        self._gradients, self._flat_parameters = {}, {}
+        self.reduce_by(self.cuts)
+        for layers, one in self.cuts.items():
+            if one.sharded:
+                self._flat_parameters[layers] = _flatten_parameters(self._trained(layers), one.length)
+
+        for layer, module in self.modules.items():
+            put(module, [part for part in parts if part.layer == layer], untrained_too=held.get(layer) is not module)
+
+        def elements(layer: int) -> int:
+            return elements_of(self.modules[layer])
+
+        self.optimizer = optimizer = PartOptimizer(
+            self.modules, self._config, parts_of(worker, self.cuts, elements),
+            parts_of(worker, self.cuts, elements, own=True))
+        optimizer.load([*before.kept_states(), *parts])
+        optimizer.gathered(after)
+
+    def flat_parameters(self) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
+        """Of each range whose optimizer's state is sharded, the parameters: one flat tensor, with padding."""
+        return [(layers, flat, self.cuts[layers]) for layers, flat in self._flat_parameters.items()]
 
     def reduce_by(self, ranges: Iterable[LayerRange]) -> None:
         """From now on, gradients are summed by these ranges, which tile the layers. They are zero where this is new."""
@@ -69,9 +128,11 @@ class Holding:
             parameter.grad = None  # the memory goes before it is taken anew
         self._gradients = {one: _flatten_gradients([
             parameter for layer in range(*one) for name, parameter in self.modules[layer].named_parameters()
-            if not self._sharing.is_shared(layer, name)]) for one in ranges}
+            if not self._sharing.is_shared(layer, name)], gradient_dtype(self._config), self.cuts.get(one))
+            for one in ranges}
         self.shared_gradients = {
-            str(first): _flatten_gradients([self.modules[mine[0].layer].get_parameter(mine[0].name)])
+            str(first): _flatten_gradients([self.modules[mine[0].layer].get_parameter(mine[0].name)],
+                                           gradient_dtype(self._config))
             for first, mine in self._sharing.held(self.modules)}
 
     def gradients(self, layers: LayerRange | None = None) -> list[Tensor]:
@@ -81,18 +142,51 @@ class Holding:
             return self._gradients[layers]
         return [flat for flats in (*self._gradients.values(), *self.shared_gradients.values()) for flat in flats]
 
+    @contextmanager
+    def summed(self, layers: LayerRange) -> Iterator[list[list[Tensor]]]:
+        """The gradients of a range, to be summed in place: for each rank that this process stands for, its tensors."""
+        parts = _stands_for()
+        if parts == 1:
+            yield [self._gradients[layers]]
+            return
+        with summed_by_rank([(parameter, shards_of(self.modules[layer]).get(name)) for layer in range(*layers)
+                             for name, parameter in self.modules[layer].named_parameters()
+                             if not self._sharing.is_shared(layer, name)], parts) as found:
+            yield found
+
+    @contextmanager
+    def summed_shared(self, first: str) -> Iterator[list[list[Tensor]]]:
+        """As `summed`, of a parameter that layers share, by its first name."""
+        parts = _stands_for()
+        if parts == 1:
+            yield [self.shared_gradients[first]]
+            return
+        mine = next(one for place, (one, *_) in self._sharing.held(self.modules) if str(place) == first)
+        module = self.modules[mine.layer]
+        with summed_by_rank([(module.get_parameter(mine.name), shards_of(module).get(mine.name))], parts) as found:
+            yield found
+
     def squares(self, layers: Collection[int]) -> float:
         """The sum of squares of the gradients of some layers: of each range that begins with one of them.
 
         For people to look at; `UndoableOptimizer.squares` gives the same bits wherever a layer is.
         """
-        if worker_group() is not None:  # whose ranks have some parameters alike
+        if worker_group() is not None or self.cuts:  # whose ranks have some parameters alike; and others have parts
             return math.fsum(squares for layer, squares in self.optimizer.squares().items() if layer in layers)
         found = [flat for one, flats in self._gradients.items() if one[0] in layers for flat in flats]
         found += [flat for first, _ in self._sharing.held(self.modules) if first.layer in layers
                   for flat in self.shared_gradients[str(first)]]
         norms = [torch.linalg.vector_norm(flat, dtype=torch.float64) for flat in found]
         return float(torch.stack(norms).square().sum().item()) if norms else 0.0
+
+    def _build(self, modules: Mapping[int, nn.Module]) -> UndoableOptimizer | PartOptimizer:
+        if not keeps_parts(self._config):
+            return build_optimizer(modules, self._config, self._sharing)
+        everything = {layer: ((0, elements_of(module)),) for layer, module in modules.items()}
+        return PartOptimizer(modules, self._config, everything, everything)
+
+    def _trained(self, layers: LayerRange) -> list[nn.Parameter]:
+        return [parameter for layer in range(*layers) for parameter in trained(self.modules[layer]).values()]
 
     def zero_gradients(self) -> None:
         """Start the next sum of gradients; after the optimizer's step."""
@@ -104,9 +198,20 @@ class Holding:
         return {str(self._sharing.first(layer, name)): parameter for layer, module in self.modules.items()
                 for name, parameter in module.named_parameters()}
 
+    def part(self, part: int, parts: int) -> dict[str, Tensor]:
+        """`parameters`, as one of the ranks has them that this process stands for."""
+        return {str(self._sharing.first(layer, name)): parameter if (shard := shards_of(module).get(name)) is None
+                else shard.cut(parameter.detach(), part, parts)
+                for layer, module in self.modules.items() for name, parameter in module.named_parameters()}
+
     def digest(self) -> str:
         """Digest of the parameters; see `runtime.model.digest`."""
         return parameter_digest(self.parameters())
+
+
+def _stands_for() -> int:
+    group = worker_group()
+    return 1 if group is None else group.stands_for
 
 
 def built(model: LayeredModel, layer: int) -> nn.Module:
@@ -123,12 +228,14 @@ def build_holding(model: LayeredModel, layers: Iterable[int], config: TrainingCo
     return Holding({layer: built(model, layer) for layer in layers}, config, sharing_of(model))
 
 
-def state_bytes(model: LayeredModel, config: TrainingConfig) -> list[int]:
-    """About what a process of another worker needs of each layer: parameters, buffers, and the optimizer's state.
+def slots_of(config: TrainingConfig) -> int:
+    """How many numbers an optimizer remembers of each element. Those of one's own are taken to be like AdamW."""
+    return 2 + config.amsgrad if config.optimizer != "sgd" else 1 if config.momentum else 0
 
-    Optimizers of one's own are taken to remember as much as AdamW does.
-    """
-    slots = 2 + config.amsgrad if config.optimizer != "sgd" else 1 if config.momentum else 0
+
+def state_bytes(model: LayeredModel, config: TrainingConfig) -> list[int]:
+    """About what a process of another worker needs of each layer: parameters, buffers, and the optimizer's state."""
+    slots = slots_of(config)
     found = []
     for layer in range(model.layers):
         with standing_in(config.tensor_parallel), torch.device("meta"):
@@ -138,17 +245,50 @@ def state_bytes(model: LayeredModel, config: TrainingConfig) -> list[int]:
     return found
 
 
-def _flatten_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+def trained_elements(model: LayeredModel) -> tuple[int, ...]:
+    """How many elements of each layer are trained, where workers keep parts of their state. Raises ConfigError."""
+    if sharing_of(model).groups:
+        raise ConfigError("training.shard_optimizer and master_weights: the model's layers share parameters, whose "
+                          "state cannot be cut yet; expected layers that share none, or neither option")
+    found = []
+    for layer in range(model.layers):
+        with torch.device("meta"):
+            module = with_local_parameters(model.build(layer))
+        dtypes = {parameter.dtype for parameter in trained(module).values()}
+        if len(dtypes) > 1:
+            raise ConfigError(f"training.shard_optimizer and master_weights: layer {layer} of the model has parameters "
+                              f"of {len(dtypes)} dtypes; expected one")
+        found.append(elements_of(module))
+    return tuple(found)
+
+
+def _flatten_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None,
+                       cut: Cut | None = None) -> list[Tensor]:
     """Give the parameters zero gradients that lie one after the other in one flat tensor a dtype."""
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.requires_grad:
-            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+            by_dtype.setdefault(dtype or parameter.dtype, []).append(parameter)
     flats = []
-    for dtype, group in by_dtype.items():
-        flat = torch.zeros(sum(parameter.numel() for parameter in group), dtype=dtype, device=group[0].device)
-        views = torch.split(flat, [parameter.numel() for parameter in group])
-        for parameter, view in zip(group, views, strict=True):
+    for kind, group in by_dtype.items():
+        sizes = [parameter.numel() for parameter in group]
+        length = sum(sizes) if cut is None else cut.length
+        flat = torch.zeros(length, dtype=kind, device=group[0].device)
+        for parameter, view in zip(group, torch.split(flat[:sum(sizes)], sizes), strict=True):
+            if kind != parameter.dtype:
+                parameter.grad_dtype = kind
             parameter.grad = view.view_as(parameter)
         flats.append(flat)
     return flats
+
+
+def _flatten_parameters(parameters: Sequence[nn.Parameter], length: int) -> Tensor:
+    """Have parameters of one dtype lie one after the other in a flat tensor of so many elements."""
+    flat = torch.zeros(length, dtype=parameters[0].dtype, device=parameters[0].device)
+    start = 0
+    for parameter in parameters:
+        view = flat[start:start + parameter.numel()].view_as(parameter)
+        view.copy_(parameter.detach())
+        parameter.data = view
+        start += parameter.numel()
+    return flat

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from runtime.config import ConfigError, DtypeName, ModelConfig, TrainingConfig
+from runtime.config import ConfigError, ModelConfig, TrainingConfig
 from runtime.errors import first_line
 from runtime.model.gpt_parallel import gpt
 from runtime.model.object_reference import is_reference, load_reference
@@ -124,14 +124,17 @@ def recomputed_layers(config: TrainingConfig, layers: int) -> frozenset[int]:
     return frozenset(config.recompute)
 
 
-def parameter_dtype(name: DtypeName) -> torch.dtype:
-    """The dtype of parameters: bf16 autocast keeps them in float32."""
-    return torch.float64 if name == "float64" else torch.float32
+def parameter_dtype(config: TrainingConfig) -> torch.dtype:
+    """The dtype of parameters: bf16 autocast keeps them in float32, master weights are kept by the optimizer."""
+    if config.master_weights:
+        return torch.bfloat16
+    return torch.float64 if config.dtype == "float64" else torch.float32
 
 
-def autocast(name: DtypeName, device: torch.device) -> AbstractContextManager[object]:
-    """The arithmetic a forward runs under: bfloat16 autocast for "bf16", else as it is."""
-    return torch.autocast(device.type, torch.bfloat16) if name == "bf16" else nullcontext()
+def autocast(config: TrainingConfig, device: torch.device) -> AbstractContextManager[object]:
+    """The arithmetic a forward runs under: bfloat16 autocast for "bf16", else that of the parameters."""
+    wanted = config.dtype == "bf16" and not config.master_weights
+    return torch.autocast(device.type, torch.bfloat16) if wanted else nullcontext()
 
 
 def layer_seed(seed: int, iteration: int, pipeline: int, microbatch: int, layer: int) -> int:

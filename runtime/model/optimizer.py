@@ -1,42 +1,20 @@
 """The optimizer of one worker: steps that can be undone bit for bit, and state that moves layer by layer.
 
-Elementwise, so that it matters to no parameter who holds it. With a staggered optimizer a worker steps before it knows
-that all others will: until that is known, `UndoableOptimizer` keeps what it takes to go back. It goes back by
-copies, one of the parameters and one of the optimizer's state: computing backwards (as in Zero Bubble, Qi et al., ICLR
-2024) needs no copy but is not exact in floating point, and then a worker that undid a step would drift from its peers.
+Elementwise, so that it matters to no parameter who holds it. Where a worker keeps only parts of the state,
+`runtime.model.part_optimizer` is in its place.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from runtime.config import ConfigError, TrainingConfig
-from runtime.model.learning_rate import is_scheduled, scale
-from runtime.model.object_reference import is_reference, load_reference
-from runtime.model.parameter_groups import Groups, grouped
+from runtime.config import TrainingConfig
+from runtime.model.parameter_groups import grouped
 from runtime.model.shards import shards_of
 from runtime.model.sharing import NOTHING_SHARED, Sharing
+from runtime.model.undoable_steps import UndoableSteps
 from runtime.model.worker_group import first_rank
-from runtime.torch_private import copy_all
-
-Factory = Callable[[Groups, TrainingConfig], torch.optim.Optimizer]
-
-
-def _adamw(groups: Groups, config: TrainingConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon,
-                             amsgrad=config.amsgrad, maximize=config.maximize, fused=True)
-
-
-def _sgd(groups: Groups, config: TrainingConfig) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, dampening=config.dampening,
-                           nesterov=config.nesterov, maximize=config.maximize, fused=True)
-
-
-OPTIMIZERS: dict[str, Factory] = {"adamw": _adamw, "sgd": _sgd}
-"""By the name that `[training] optimizer` gives. One of your own is named `module:function` and must update each
-element of a parameter from that element's gradient and state alone, and remember only tensors, in its `state`."""
 
 
 def build_optimizer(layers: Mapping[int, nn.Module], config: TrainingConfig,
@@ -45,25 +23,8 @@ def build_optimizer(layers: Mapping[int, nn.Module], config: TrainingConfig,
     return UndoableOptimizer(layers, config, sharing)
 
 
-def optimizer_factory(name: str) -> Factory:
-    """What makes the optimizer of a name. Raises ConfigError."""
-    if name in OPTIMIZERS:
-        return OPTIMIZERS[name]
-    if not is_reference(name):
-        raise ConfigError(f"training.optimizer is {name!r}; expected one of {', '.join(map(repr, OPTIMIZERS))}, or "
-                          "'module:function'")
-    factory: Factory = load_reference("training.optimizer", name)
-    return factory
-
-
-class UndoableOptimizer:
-    """Steps the parameters of some layers by their `.grad`.
-
-    An iteration's step is *open* from `step` until it is committed or undone. At most one is open: stepping the next
-    iteration commits the one before, because a worker gets there only after all others have validated that one. So
-    recovery is, on each survivor, when c is the last iteration that all have committed, `go_back(c)`: parameters and
-    state are bit for bit those after iteration c.
-    """
+class UndoableOptimizer(UndoableSteps):
+    """Steps the parameters of some layers by their `.grad`."""
 
     def __init__(self, layers: Mapping[int, nn.Module], config: TrainingConfig,
                  sharing: Sharing = NOTHING_SHARED) -> None:
@@ -71,18 +32,9 @@ class UndoableOptimizer:
         self._sharing = sharing
         self._trained = {layer: {name: parameter for name, parameter in module.named_parameters()
                                  if parameter.requires_grad} for layer, module in layers.items()}
-        self._config = config
-        self._optimizer = optimizer_factory(config.optimizer)(grouped(
+        super().__init__(grouped(
             {str(sharing.first(layer, name)): parameter for layer, trained in self._trained.items()
              for name, parameter in trained.items()}, config), config)
-        self._rates = self._scheduled_rates()
-        self._state: Any = self._optimizer.state
-        self._saved: list[tuple[Tensor, Tensor]] = []
-        """Live tensors, each with its copy from before the open step."""
-        self._slots: dict[nn.Parameter, dict[str, Any]] = {}
-        """The optimizer's state before the open step, as it names it; tensors are the live ones."""
-        self.open_iteration: int | None = None
-        """The iteration whose step can be undone."""
 
     def squares(self) -> dict[int, float]:
         """The sum of squares of each layer's gradients, computed in float64, whoever holds the layer.
@@ -95,46 +47,6 @@ class UndoableOptimizer:
         sums = [one for _, parts in layers for one in parts]
         values = iter(torch.stack(sums).tolist() if sums else ())
         return {layer: sum(next(values) for _ in parts) for layer, parts in layers}
-
-    def step(self, iteration: int, factor: float = 1.0) -> None:
-        """Update the parameters with the gradients times `factor`, which `.grad` then holds; undoable from now on."""
-        assert self.open_iteration is None or self.open_iteration < iteration, f"iteration {iteration} is open already"
-        self._save()
-        self.open_iteration = iteration
-        if factor != 1.0:
-            for parameter in self._parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
-        for group, rate in self._rates:
-            group["lr"] = rate * scale(self._config, iteration)
-        self._optimizer.step()
-
-    def undo(self) -> None:
-        """Put parameters and state back, bit for bit, to before the open step; gradients stay as they are."""
-        assert self.open_iteration is not None, "no step is open"
-        with torch.no_grad():
-            copy_all([copy for _, copy in self._saved], [live for live, _ in self._saved])
-        for parameter in list(self._state):
-            before = self._slots.get(parameter)
-            if before is None:
-                del self._state[parameter]
-            else:
-                self._state[parameter] = dict(before)
-        self.open_iteration = None
-
-    def go_back(self, committed: int) -> None:
-        """Undo the open step where it is of a later iteration than the last committed one; else it is final."""
-        if self.open_iteration is not None and self.open_iteration > committed:
-            self.undo()
-        self.commit()
-
-    def commit(self) -> None:
-        """Give up the way back: the open step, if there is one, is final. Memory is kept for the next."""
-        self.open_iteration = None
-
-    def undo_bytes(self) -> int:
-        """Memory that the way back takes."""
-        return sum(copy.nbytes for _, copy in self._saved)
 
     def layer_state(self, layer: int) -> dict[str, Tensor]:
         """All that another worker needs to go on with a layer: the tensors themselves, not copies.
@@ -186,9 +98,9 @@ class UndoableOptimizer:
         No step may be open here; one that is open there is final.
         """
         assert self.open_iteration is None, "a step is open: undo or commit it first"
-        mine = set(self._parameters())
+        mine = set(self._stepped())
         live: set[int] = set()
-        for parameter in other._parameters():
+        for parameter in other._stepped():
             if parameter in mine:
                 self._state.pop(parameter, None)
                 if parameter in other._state:
@@ -197,45 +109,10 @@ class UndoableOptimizer:
         # Their memory, for the next step.
         self._saved += [(tensor, copy) for tensor, copy in other._saved if id(tensor) in live]
 
-    def _scheduled_rates(self) -> list[tuple[dict[str, Any], float]]:
-        """Each group with its highest learning rate; none where the learning rate is constant.
-
-        Raises ConfigError where the optimizer, one of the user's own, has none that could be set.
-        """
-        if not is_scheduled(self._config):
-            return []
-        groups = self._optimizer.param_groups
-        if not all("lr" in group for group in groups):
-            raise ConfigError(f"training.optimizer is {self._config.optimizer!r}, whose groups have no 'lr' for "
-                              "training.learning_rate_schedule to set")
-        return [(group, group["lr"]) for group in groups]
-
     def _counts(self, layer: int, name: str) -> bool:
         """Whether a parameter is not counted with another layer, or by another rank."""
         return self._sharing.first(layer, name) == (layer, name) and (
             first_rank() or name in shards_of(self._layers[layer]))
-
-    def _parameters(self) -> list[nn.Parameter]:
-        """Each once."""
-        return list(dict.fromkeys(parameter for trained in self._trained.values() for parameter in trained.values()))
-
-    def _device_of(self, slot: str, parameter: nn.Parameter) -> torch.device:
-        """Where torch.optim keeps a slot: counters of steps on the CPU, unless they are part of one fused kernel."""
-        options = self._optimizer.defaults
-        beside = slot != "step" or options.get("fused") or options.get("capturable")
-        return parameter.device if beside else torch.device("cpu")
-
-    def _save(self) -> None:
-        live: list[Tensor] = [*self._parameters()]
-        self._slots = {}
-        for parameter, slots in self._state.items():
-            self._slots[parameter] = dict(slots)
-            live += [value for value in slots.values() if isinstance(value, Tensor)]
-        copies = {id(tensor): copy for tensor, copy in self._saved}
-        self._saved = [(tensor, copies[id(tensor)] if id(tensor) in copies else torch.empty_like(tensor))
-                       for tensor in live]
-        with torch.no_grad():
-            copy_all(live, [copy for _, copy in self._saved])
 
 
 def _require_equal_shapes(layer: int, ours: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:

@@ -1,8 +1,8 @@
 """What a worker runs: slices of a model's layers, and the micro-batches that it has in flight in each of them."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -16,6 +16,8 @@ from runtime.model.data import Microbatch as Microbatch
 from runtime.model.forms import forms as forms
 from runtime.model.holding import Holding
 from runtime.model.layers import LayeredModel, autocast, layer_randomness, layer_seed, recomputed_layers
+from runtime.model.part_optimizer import PartOptimizer
+from runtime.model.parts import Cut
 from runtime.model.passed import TensorForm as TensorForm
 from runtime.model.passed import Value, changed, form_of, has_gradient, of_form, tensors_of
 from runtime.model.seeds import seeding
@@ -148,7 +150,7 @@ class SliceRunner:
 
     def _run_layers(self, microbatch: Microbatch, value: Value, target: Tensor | None, batch: Batch | None) -> Value:
         training, device = self._config.training, self._model.device
-        with autocast(training.dtype, device):
+        with autocast(training, device):
             with seeding(device) as seed_generators:
                 for layer, call in self._calls.items():
                     if layer in self._recomputed:
@@ -189,13 +191,44 @@ class Slices:
         """All layers that are held."""
         return self._holding.modules.values()
 
-    def gradients(self, slice: int) -> list[Tensor]:
-        """The gradients of a slice that the holding reduces by: one flat tensor a dtype, to be summed in place."""
-        return self._holding.gradients(self.layers[slice])
+    def summed(self, slice: int) -> AbstractContextManager[list[list[Tensor]]]:
+        """The gradients of a slice that the holding reduces by: `Holding.summed`."""
+        return self._holding.summed(self.layers[slice])
 
-    def shared_gradients(self) -> Mapping[str, list[Tensor]]:
-        """Those of what layers share, by its first name, to be summed in place."""
+    def cut(self, slice: int) -> Cut | None:
+        """How a slice's gradients are cut, where its optimizer's state is sharded."""
+        found = self._holding.cuts.get(self.layers[slice])
+        return found if found is not None and found.sharded else None
+
+    def flat_parameters(self) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
+        """Of each range that is cut, the parameters, whose parts are to be gathered after a step."""
+        return self._holding.flat_parameters()
+
+    @contextmanager
+    def when_own_parts_are_stepped(self, call: Callable[[], None]) -> Iterator[None]:
+        """In here, an optimizer of parts calls this between the steps of its own parts and those of others' copies."""
+        optimizer = self._holding.optimizer
+        if isinstance(optimizer, PartOptimizer):
+            optimizer.own_stepped = call
+        try:
+            yield
+        finally:
+            if isinstance(optimizer, PartOptimizer):
+                optimizer.own_stepped = None
+
+    def gathered(self, iteration: int) -> None:
+        """They are as they should be after an iteration."""
+        if isinstance(self._holding.optimizer, PartOptimizer):
+            self._holding.optimizer.gathered(iteration)
+
+    @property
+    def shared(self) -> Iterable[str]:
+        """What layers share, by its first name."""
         return self._holding.shared_gradients
+
+    def summed_shared(self, first: str) -> AbstractContextManager[list[list[Tensor]]]:
+        """The gradients of what layers share: `Holding.summed_shared`."""
+        return self._holding.summed_shared(first)
 
     def take_loss(self) -> float:
         """This worker's part of the mean loss since the last call."""

@@ -18,6 +18,8 @@ class JoinWorker(msgspec.Struct, frozen=True, tag=True):
     """Of the coordinator that it has followed, and lost; 0: it has just been started."""
     rank: int = 0
     """Of the process, where a worker is several."""
+    stands_for: int = 1
+    """For how many ranks each process of the worker does, which has lost some where it is more than one."""
 
 
 class JoinNode(msgspec.Struct, frozen=True, tag=True):
@@ -32,6 +34,15 @@ class JoinNode(msgspec.Struct, frozen=True, tag=True):
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """A worker is alive. Sent a few times in each heartbeat timeout; a worker silent for longer is given up."""
+
+
+class Kept(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker keeps of layers' optimizer states, where it keeps parts (`runtime.model.parts`)."""
+
+    parts: tuple[tuple[int, int, int], ...]
+    """Each a layer and the elements [start, stop) of it."""
+    whole_after: int | None
+    """The iteration after which it has the whole parameters of its layers; None: it lacks some."""
 
 
 class Known(msgspec.Struct, frozen=True, array_like=True):
@@ -53,6 +64,8 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
     """The last iteration before the order."""
     losses: dict[int, float] = {}
     """Where steps depend on all gradients: of the last iterations, where they are finite."""
+    kept: Kept | None = None
+    """As in `Paused`."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -70,6 +83,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """`runtime.run_folder.holder` of its node's --out: the same for all who share one."""
     known: Known | None = None
     """Where it has followed another coordinator."""
+    stands_for: int = 1
+    """As in `JoinWorker`."""
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -127,6 +142,8 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
     """Of the last iteration of which it knows."""
     reason: str | None
     """An error, which ends the order for all; None when it stopped as told."""
+    kept: Kept | None = None
+    """None: of the layers that it holds, everything."""
 
 
 class FetchUpToDate(msgspec.Struct, frozen=True, tag=True):
@@ -153,6 +170,8 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     order: int
     digests: dict[str, str]
     """Of each of its parameters, by name; those who hold the same ones must agree."""
+    of_others: tuple[dict[str, str], ...] = ()
+    """Those of the other ranks that a process stands for."""
 
 
 class Saved(msgspec.Struct, frozen=True, tag=True):
@@ -222,6 +241,9 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     worker: Worker
     status: int
     """As in subprocess, the exit code or minus the signal."""
+    without: int | None = None
+    """Of its processes, the one that has ended, where enough devices are left to go on without that one's as half as
+    many."""
 
 
 FromWorker = (JoinWorker | Heartbeat | Ready | Started | Ran | Validated | Paused

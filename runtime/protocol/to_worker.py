@@ -28,6 +28,18 @@ class LayerMove(msgspec.Struct, frozen=True, array_like=True, order=True):
     layer: int
 
 
+class PartMove(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """Elements [start, stop) of a layer that `target` lacks and gets from `source`, where workers keep parts."""
+
+    target: Worker
+    source: Worker
+    layer: int
+    start: int
+    stop: int
+    state: bool
+    """With the optimizer's state, else parameters alone."""
+
+
 class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """An order: run iterations by a schedule, until the last one or until told otherwise.
 
@@ -42,10 +54,14 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     schedule: msgspec.Raw
     moves: tuple[LayerMove, ...] = ()
     """Made before the first op, while all wait."""
+    part_moves: tuple[PartMove, ...] = ()
+    """The same, where workers keep parts of layers' optimizer states."""
     addresses: tuple[tuple[Worker, tuple[tuple[str, int], ...]], ...] = ()
     """Where each rank of their sources listens (`runtime.worker.layer_sender`)."""
     fetch: int = 0
     """The `Fetch` that gave those who need them their layers before; 0: none."""
+    stand_for: tuple[tuple[Worker, int], ...] = ()
+    """Members that have lost ranks, and for how many each of their processes stands."""
     factor: Factor | None = None
     """Of the last committed iteration, for workers that do not know it."""
     restore: tuple[tuple[Worker, tuple[int, ...]], ...] | None = None
@@ -64,6 +80,10 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     parameters: bool = True
     """Whether to write the final parameters; else a checkpoint only, as where the run ends early."""
     factor: Factor | None = None
+    part_moves: tuple[PartMove, ...] = ()
+    """What the writers lack, where workers keep parts of layers' optimizer states."""
+    addresses: tuple[tuple[Worker, tuple[tuple[str, int], ...]], ...] = ()
+    """Where each rank of their sources listens."""
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):

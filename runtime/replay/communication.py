@@ -17,6 +17,7 @@ from torch.distributed import Work
 
 from runtime.config import ConfigError
 from runtime.errors import first_line
+from runtime.model.parts import Cut, Span
 from runtime.model.worker_group import Backend, Connection, WorkerGroup
 from runtime.replay.group_store import GroupStore
 from runtime.replay.stuck_calls import OPEN_CALLS
@@ -33,6 +34,9 @@ CLOCK_ROUNDS = 8
 _WORLD = "the world"
 _SUMS = "sums"
 _CLOCK = "clock"
+_BYTES_GROUP = "bytes"
+_REDUCE, _COPY, _GATHER, _BYTES = range(2**24, 2**24 + 4)
+"""Tags above those of any schedule's transfers."""
 _RANKS = "the ranks of worker"
 _GLOO_PLACE = re.compile(r"\[[^\s\]]*gloo[^\s\]]*:[0-9]+\] ")
 BUCKET_BYTES = 2**20
@@ -102,7 +106,23 @@ class Membership(NamedTuple):
     """Of every member, 0 upwards, the same at every member."""
     worker: Worker
     group: WorkerGroup | None = None
-    """The processes of this worker, where there are several; those of one index in all workers communicate."""
+    """The processes of this worker, where there are several; those that stand for one rank in all workers communicate.
+    """
+    stand_for: Mapping[Worker, int] = {}
+    """For how many ranks each process stands of the workers that have lost some."""
+
+    @property
+    def stands_for(self) -> int:
+        """For how many ranks this process does."""
+        return 1 if self.group is None else self.group.stands_for
+
+    @property
+    def place_of_all(self) -> tuple[int, int]:
+        """The place of this process among all processes, and how many there are."""
+        index, ranks = (0, 1) if self.group is None else (self.group.rank(), self.group.size() * self.stands_for)
+        counts = {worker: ranks // self.stand_for.get(worker, 1) for worker in self.ranks}
+        before = sum(count for worker, count in counts.items() if self.ranks[worker] < self.ranks[self.worker])
+        return before + index, sum(counts.values())
 
 
 class Communicator:
@@ -117,11 +137,14 @@ class Communicator:
         Where the process groups find each other: one that all members share, a TCPStore for NCCL.
     sums
         Whether `sum_over_all` will be used.
+    bytes_too
+        Whether `send_bytes` will be.
     require
         May raise what shall end the wait for the others at the store.
 
-    Where a worker is a group of processes, each is one of this among those of its own index in all workers; only
-    `sum_over_all` is over all processes. The worker's own group is connected with it.
+    Where a worker is a group of processes, each communicates with those of the same rank in all workers; only
+    `sum_over_all` is over all processes. The worker's own group is connected with it. A process that stands for several
+    ranks communicates as each of them: `part` says which, counted from 0.
 
     Gloo carries host memory only, so tensors of a GPU pass through pinned buffers. Gloo matches transfers by tag; NCCL
     by their order, so every worker must issue its transfers in an order that all of them agree on (that of
@@ -129,7 +152,7 @@ class Communicator:
     """
 
     def __init__(self, membership: Membership, sharers: Mapping[Shared, Sequence[Worker]], *, transport: Transport,
-                 device: torch.device, store: Store, sums: bool = False,
+                 device: torch.device, store: Store, sums: bool = False, bytes_too: bool = False,
                  require: Callable[[], None] = lambda: None) -> None:
         self.device = device
         self.worker = membership.worker
@@ -138,23 +161,26 @@ class Communicator:
         self._staged = transport == "gloo" and device.type != "cpu"
         self._transport_device = torch.device("cpu") if self._staged else device
         self._ranks = membership.ranks
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[tuple[str, int], Group] = {}
         self._stores: list[Store] = []
         """Those written in Python live as long as this does: the groups hold only their C++ half."""
 
+        self._copies: list[tuple[list[Work], Tensor, Tensor, tuple[Span, ...]]] = []
+        """Of sums of gradients, on their way: the gradients, what carries them, and what is kept of them."""
         self._generation = membership.generation
         self._store = store
         self._require = require
         self._between_ranks: Connection | None = None
-        self._index, self._processes, self._worker_group = 0, 1, membership.group
-        if membership.group is not None:
-            self._index, self._processes = membership.group.rank(), membership.group.size()
+        self._worker_group = membership.group
+        self._parts = range(membership.stands_for)
         everyone = sorted(self._ranks, key=self._ranks.__getitem__)
         if len(everyone) > 1:
             self._join(_WORLD, everyone, transport)
+        self._bytes = _BYTES_GROUP if bytes_too and transport != "gloo" and len(everyone) > 1 else _WORLD
+        if self._bytes != _WORLD:
+            self._join(_BYTES_GROUP, everyone, "gloo")
         if sums:  # numbers of the host: over gloo also where tensors go over NCCL, whose stream they would hold up
-            place = everyone.index(self.worker) * self._processes + self._index
-            self._meet(_SUMS, _SUMS, (place, len(everyone) * self._processes), "gloo")
+            self._meet(_SUMS, _SUMS, membership.place_of_all, "gloo")
         if membership.group is not None:
             self._connect(membership.group, transport)
         self._sharers = {what: tuple(sorted(members)) for what, members in sharers.items() if len(members) > 1}
@@ -163,21 +189,22 @@ class Communicator:
         for members in sorted(set(self._sharers.values())):
             self._join(_name_of(members), members, transport)
 
-    def send(self, tensor: Tensor, target: Worker, tag: int) -> Outgoing:
+    def send(self, tensor: Tensor, target: Worker, tag: int, part: int = 0) -> Outgoing:
         """Start sending; computing goes on."""
         payload = tensor.detach().contiguous()
         if self._staged:
             payload = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True).copy_(payload)
         with _told_in_one_line(f"sending to worker {target}"):
-            return Outgoing(self._group(_WORLD).send([payload], self._ranks[target], tag), payload, target)
+            return Outgoing(self._group(_WORLD, part).send([payload], self._ranks[target], tag), payload, target)
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: Worker, tag: int) -> Arriving:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: Worker, tag: int, part: int = 0) -> Arriving:
         """Make room for a tensor, and start receiving it."""
         payload = self._buffer(shape, dtype)
         with _told_in_one_line(f"receiving from worker {source}"):
-            return Arriving(self._group(_WORLD).recv([payload], self._ranks[source], tag), payload, source, self.device)
+            work = self._group(_WORLD, part).recv([payload], self._ranks[source], tag)
+            return Arriving(work, payload, source, self.device)
 
-    def sum_over_sharers(self, what: Shared, tensors: Sequence[Tensor]) -> None:
+    def sum_over_sharers(self, what: Shared, tensors: Sequence[Tensor], part: int = 0) -> None:
         """Replace each tensor by its sum over all live workers that reduce these layers, or hold a copy of this
         parameter. Raises CommunicationError."""
         members = self._sharers.get(what)
@@ -185,7 +212,7 @@ class Communicator:
             return
         with _told_in_one_line(f"summing the gradients of {what if isinstance(what, str) else layers_text(what)}"):
             carried = [tensor.cpu() for tensor in tensors] if self._staged else list(tensors)
-            group, buckets = self._group(_name_of(members)), _buckets(carried)
+            group, buckets = self._group(_name_of(members), part), _buckets(carried)
             joined = [bucket[0] if len(bucket) == 1 else torch.cat([tensor.flatten() for tensor in bucket])
                       for bucket in buckets]
             for work in [group.allreduce([one]) for one in joined]:
@@ -198,6 +225,96 @@ class Communicator:
         if self._staged:
             for tensor, total in zip(tensors, carried, strict=True):
                 tensor.copy_(total)
+
+    def reduce_parts(self, layers: LayerRange, gradients: Tensor, cut: Cut) -> None:
+        """Sum the gradients of a range over its sharers, each part at its owner. Its buddy has the sums once
+        `wait_for_copies` has returned, and until then the gradients must not change.
+
+        Over gloo, sums are always in the order of the members. Raises CommunicationError.
+        """
+        if layers not in self._sharers:
+            return
+        if self.ordered:
+            self.sum_over_sharers(layers, [gradients])
+            return
+        group, place = self._group(_name_of(self._sharers[layers])), cut.members.index(self.worker)
+        with _told_in_one_line(f"reducing the gradients of {layers_text(layers)}"):
+            carried = gradients.cpu() if self._staged else gradients
+            parts = [carried[first:end] for first, end in cut.spans]
+            others = [other for other in range(len(parts)) if other != place]
+            sent = [group.send([parts[other]], other, _REDUCE) for other in others if len(parts[other])]
+            arrived = [parts[place] if other == place else torch.empty_like(parts[place])
+                       for other in range(len(parts))]
+            got = [group.recv([arrived[other]], other, _REDUCE) for other in others if len(parts[place])]
+            for work in (*got, *sent):
+                work.wait()
+            total = arrived[0].to(torch.promote_types(carried.dtype, torch.float32), copy=True)
+            for part in arrived[1:]:
+                total.add_(part)
+            parts[place].copy_(total)
+            works = [group.send([parts[place]], other, _COPY) for other, wards in enumerate(cut.wards)
+                     if place in wards and len(parts[place])]
+            works += [group.recv([parts[ward]], ward, _COPY) for ward in cut.wards[place] if len(parts[ward])]
+        self._copies.append((works, gradients, carried, cut.kept(self.worker)))
+
+    def wait_for_copies(self) -> None:
+        """Wait until each has the sums of what it keeps copies of. Raises CommunicationError."""
+        copies, self._copies = self._copies, []
+        with _told_in_one_line("copying sums of gradients"):
+            for works, gradients, carried, kept in copies:
+                for work in works:
+                    work.wait()
+                for first, end in kept if self._staged else ():
+                    gradients[first:end].copy_(carried[first:end])
+
+    def gather_parts(self, layers: LayerRange, parameters: Tensor, cut: Cut) -> Callable[[], None]:
+        """Start to bring each member's own part of a range's parameters to all sharers that do not keep it, who step it
+        themselves; what waits for those of the others. Both raise CommunicationError."""
+        if layers not in self._sharers:
+            return lambda: None
+        group, (first, end) = self._group(_name_of(self._sharers[layers])), cut.own(self.worker)
+        place, what = cut.members.index(self.worker), f"gathering the parameters of {layers_text(layers)}"
+        lacking = [(other, span) for other, span in enumerate(cut.spans)
+                   if other not in (place, *cut.wards[place]) and span[0] < span[1]]
+        carried = torch.empty(parameters.shape, dtype=parameters.dtype) if self._staged else \
+            torch.empty_like(parameters) if self.ordered else parameters
+        with _told_in_one_line(what):
+            if self.ordered:
+                length = cut.length // len(cut.members)
+                works = [group._allgather_base(carried, parameters[place * length:(place + 1) * length])]
+            else:
+                if self._staged:
+                    carried[first:end].copy_(parameters[first:end])
+                works = [group.send([carried[first:end]], other, _GATHER) for other, wards in enumerate(cut.wards)
+                         if place not in (other, *wards) and first < end]
+                works += [group.recv([carried[start:stop]], other, _GATHER) for other, (start, stop) in lacking]
+
+        def finish() -> None:
+            with _told_in_one_line(what):
+                for work in works:
+                    work.wait()
+            for _, (start, stop) in lacking if carried is not parameters else ():
+                parameters[start:stop].copy_(carried[start:stop])
+
+        return finish
+
+    def send_bytes(self, data: bytes, target: Worker) -> None:
+        """Send bytes of this host. Raises CommunicationError."""
+        with _told_in_one_line(f"sending to worker {target}"):
+            group, rank = self._group(self._bytes), self._ranks[target]
+            payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            for tensor in (torch.tensor([len(data)]), payload):
+                group.send([tensor], rank, _BYTES).wait()
+
+    def receive_bytes(self, source: Worker) -> bytes:
+        """Receive what `send_bytes` sends. Raises CommunicationError."""
+        with _told_in_one_line(f"receiving from worker {source}"):
+            group, rank = self._group(self._bytes), self._ranks[source]
+            length = torch.empty(1, dtype=torch.int64)
+            group.recv([length], rank, _BYTES).wait()
+            payload = torch.empty(int(length.item()), dtype=torch.uint8)
+            group.recv([payload], rank, _BYTES).wait()
+            return payload.numpy().tobytes()
 
     def sum_over_all(self, values: Sequence[float]) -> Summing:
         """Start to sum numbers over all members; computing goes on. Needs `sums`."""
@@ -212,9 +329,12 @@ class Communicator:
         of a few round trips, as in NTP; rank 0 answers the others one by one.
         """
         by_rank = sorted(self._ranks, key=self._ranks.__getitem__)
-        if _CLOCK not in self._groups:
+        if (_CLOCK, 0) not in self._groups:
             self._join(_CLOCK, by_rank, "gloo")
-        group = self._group(_CLOCK)
+        first, *_ = [self._offset(self._group(_CLOCK, part), by_rank) for part in self._parts]
+        return first
+
+    def _offset(self, group: Group, by_rank: Sequence[Worker]) -> float:
         with _told_in_one_line("comparing clocks"):
             if self.worker == by_rank[0]:
                 for rank in range(1, len(by_rank)):
@@ -230,8 +350,9 @@ class Communicator:
             return
         present = torch.ones(1, device=self._transport_device)
         with _told_in_one_line("waiting for all workers to end"):
-            self._group(_WORLD).allreduce([present]).wait()
-            assert present.item() == len(self._ranks)  # reading it waits for the GPU, too
+            for part in self._parts:
+                self._group(_WORLD, part).allreduce([present.fill_(1.0)]).wait()
+                assert present.item() == len(self._ranks)  # reading it waits for the GPU, too
 
     def drop(self) -> None:
         """Close all groups; peers that wait for this worker are released with an error."""
@@ -242,32 +363,34 @@ class Communicator:
             group.abort()
 
     def _join(self, name: str, members: Sequence[Worker], transport: Transport) -> None:
-        """Meet workers, here those of their processes that have this one's index."""
+        """Meet workers, here those of their processes that stand for the same rank."""
         place = members.index(self.worker), len(members)
-        self._meet(name, name if self._processes == 1 else f"{self._index} of {name}", place, transport)
+        for part in self._parts:
+            rank = 0 if self._worker_group is None else self._worker_group.rank() * len(self._parts) + part
+            self._meet(name, name if self._worker_group is None else f"{rank} of {name}", place, transport, part)
 
     def _connect(self, group: WorkerGroup, transport: Transport) -> None:
         """Meet the other processes of this worker."""
         name = f"{_RANKS} {self.worker}"
-        self._meet(name, name, (self._index, self._processes), transport)
-        backend = cast(Backend, self._groups[name])
+        self._meet(name, name, (group.rank(), group.size()), transport)
+        backend = cast(Backend, self._group(name))
         self._between_ranks = Connection(backend, _told_in_one_line, self.device, self._staged)
         group.connect(self._between_ranks)
 
-    def _meet(self, name: str, key: str, place: tuple[int, int], transport: Transport) -> None:
+    def _meet(self, name: str, key: str, place: tuple[int, int], transport: Transport, part: int = 0) -> None:
         """Make a group whose members leave their addresses under a key; `place` is the rank in it and its size."""
         prefix = f"generation{self._generation}/{key}"
         with _told_in_one_line(f"meeting the workers of {name}"):
             if transport == "gloo":
                 self._stores.append(GroupStore(self._store, f"{prefix}/", TIMEOUT, self._require, place[1]))
-                self._groups[name] = gloo_group(self._stores[-1], *place, TIMEOUT)
+                self._groups[name, part] = gloo_group(self._stores[-1], *place, TIMEOUT)
             else:
                 assert isinstance(self._store, TCPStore)
-                self._groups[name] = nccl_group(self._store, prefix, *place, TIMEOUT)
+                self._groups[name, part] = nccl_group(self._store, prefix, *place, TIMEOUT)
 
-    def _group(self, name: str) -> Group:
+    def _group(self, name: str, part: int = 0) -> Group:
         try:
-            return self._groups[name]
+            return self._groups[name, part]
         except KeyError:
             raise RuntimeError("the connections are closed") from None
 

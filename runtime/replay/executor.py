@@ -1,14 +1,17 @@
 """Executor: runs one worker's program, op by op, in its order. It decides nothing."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
+
+from torch import Tensor
 
 from runtime.model.calling import Batch
 from runtime.model.data import Microbatch
 from runtime.model.passed import Value
 from runtime.model.slices import SliceRunner, Slices
 from runtime.model.steps import Steps
-from runtime.replay.communication import Communicator
+from runtime.replay.communication import Communicator, Shared
 from runtime.replay.exchange import Exchange, TensorName
 from runtime.replay.recorder import Recorder
 from schedules.precedence import consumers, op_key, waits
@@ -152,17 +155,40 @@ class Executor:
         slice = step.op.slice
         assert slice is not None
         self._before_exchange()
-        with self._recorder.timing(step.op):
-            self._communicator.sum_over_sharers(self._slices.layers[slice], self._slices.gradients(slice))
+        with self._recorder.timing(step.op), self._slices.summed(slice) as by_rank:
+            layers, cut = self._slices.layers[slice], self._slices.cut(slice)
+            if cut is None:
+                self._sum(layers, by_rank)
+            else:
+                self._communicator.reduce_parts(layers, by_rank[0][0], cut)
+
+    def _sum(self, what: Shared, by_rank: Sequence[Sequence[Tensor]]) -> None:
+        for part, gradients in enumerate(by_rank):
+            self._communicator.sum_over_sharers(what, gradients, part)
 
     def _optimize(self, step: _Step) -> None:
-        """What layers share is summed first: all that hold a copy are at their O, with nothing left to give before."""
+        """What layers share is summed first, and parameters are gathered last: all that hold them are at their O, with
+        nothing left to give before."""
         self._before_exchange()
         self._loss = self._slices.take_loss()
         with self._recorder.timing(step.op):
-            for name, gradients in self._slices.shared_gradients().items():
-                self._communicator.sum_over_sharers(name, gradients)
-            self._steps.step(self._iteration, self._loss)
+            for name in self._slices.shared:
+                with self._slices.summed_shared(name) as by_rank:
+                    self._sum(name, by_rank)
+            if self._steps.watches:
+                self._communicator.wait_for_copies()  # there may be no step, and gradients are zero afterwards
+            gathering: list[Callable[[], None]] = []
+            with self._slices.when_own_parts_are_stepped(partial(self._gather, gathering)):
+                self._steps.step(self._iteration, self._loss)
+            for finish in gathering:
+                finish()
+            self._slices.gathered(self._iteration)
+
+    def _gather(self, gathering: list[Callable[[], None]]) -> None:
+        """While parameters are on their way to others, the copies of others' parts are stepped."""
+        gathering += [self._communicator.gather_parts(layers, parameters, cut)
+                      for layers, parameters, cut in self._slices.flat_parameters()]
+        self._communicator.wait_for_copies()
 
     def _runner(self, step: _Step) -> SliceRunner:
         assert step.runner is not None

@@ -72,16 +72,19 @@ class Placement:
                 found.setdefault(layer, worker)
         return found
 
-    def reduced(self, schedule: Schedule, worker: Worker) -> dict[LayerRange, list[Worker]]:
-        """The ranges by which a live worker reduces gradients, each with all live workers that do; ascending."""
+    def reduced_by_all(self, schedule: Schedule) -> dict[LayerRange, list[Worker]]:
+        """All ranges by which gradients are reduced, each with all live workers that do; ascending."""
         sharers: dict[LayerRange, set[Worker]] = defaultdict(set)
         by_program = [{schedule.layers_of(op.slice) for op in program if op.kind is OpKind.A and op.slice is not None}
                       for program in schedule.programs]
         for seat in schedule.seats:
             for layers in by_program[seat.program]:
                 sharers[layers].add(seat.worker)
-        mine = sorted(by_program[schedule.seat_of[worker].program])
-        return {self.range_of(layers): sorted(sharers[layers]) for layers in mine}
+        return {self.range_of(layers): sorted(workers) for layers, workers in sorted(sharers.items())}
+
+    def reduced(self, schedule: Schedule, worker: Worker) -> dict[LayerRange, list[Worker]]:
+        """The ranges by which a live worker reduces gradients, each with all live workers that do; ascending."""
+        return {layers: workers for layers, workers in self.reduced_by_all(schedule).items() if worker in workers}
 
     def sharers(self, schedule: Schedule, worker: Worker, sharing: Sharing) -> dict[Shared, Sequence[Worker]]:
         """`reduced`, and the parameters that layers share: each that a live worker holds with all that do."""

@@ -5,20 +5,23 @@ It shares the model, the text and the optimizer with the runtime, and nothing of
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from runtime.config import RunConfig
+from runtime.config import RunConfig, TrainingConfig
 from runtime.model.calling import LayerCall, adding_losses, loss_call, on_device
 from runtime.model.clipping import clip_factor
 from runtime.model.data import Data, Microbatch, is_evaluated, load_corpus, load_validation
 from runtime.model.digest import parameter_digest
 from runtime.model.layers import LayeredModel, autocast, layer_randomness, model_for, parameter_dtype
+from runtime.model.learning_rate import scale
 from runtime.model.optimizer import build_optimizer
+from runtime.model.parameter_groups import grouped
 from runtime.model.passed import Value
 from runtime.model.sharing import sharing_of
+from runtime.model.undoable_steps import optimizer_factory
 
 CPU = torch.device("cpu")
 
@@ -35,6 +38,8 @@ class ReferenceResult:
     """`parameter_digest` of the parameters."""
     evaluations: dict[int, float]
     """The loss of validation data after iterations, by the number of each."""
+    masters: dict[str, Tensor] = field(default_factory=dict)
+    """Where there are master weights: those of the parameters."""
 
 
 def reference_run(config: RunConfig, microbatches: Sequence[int], iterations: int,
@@ -44,12 +49,13 @@ def reference_run(config: RunConfig, microbatches: Sequence[int], iterations: in
     `microbatches` holds one number a pipeline. Raises ConfigError when model or text cannot be had.
     """
     training = config.training
-    model = model_for(config.model, training.seed, parameter_dtype(training.dtype), device)
+    model = model_for(config.model, training.seed, parameter_dtype(training), device)
     corpus = load_corpus(config, microbatches)
     layers = nn.ModuleList(model.build(layer).to(device) for layer in range(model.layers))
     sharing = sharing_of(model)
     sharing.tie(dict(enumerate(layers)))
-    optimizer = build_optimizer(dict(enumerate(layers)), training, sharing)
+    optimizer = MasterWeights(layers, training) if training.master_weights else \
+        build_optimizer(dict(enumerate(layers)), training, sharing)
     validation = load_validation(config, microbatches)
     losses, evaluations = [], {}
     for iteration in range(iterations):
@@ -74,7 +80,44 @@ def reference_run(config: RunConfig, microbatches: Sequence[int], iterations: in
                     for pipeline, count in enumerate(microbatches) for index in range(count))
             layers.train()
     parameters = {name: parameter.detach().cpu() for name, parameter in layers.named_parameters()}
-    return ReferenceResult(losses, parameters, parameter_digest(parameters), evaluations)
+    return ReferenceResult(losses, parameters, parameter_digest(parameters), evaluations,
+                           optimizer.masters() if isinstance(optimizer, MasterWeights) else {})
+
+
+class MasterWeights:
+    """Steps float32 copies of bfloat16 parameters, whose gradients add up in the dtype that is configured."""
+
+    def __init__(self, layers: nn.ModuleList, config: TrainingConfig) -> None:
+        self._layers, self._config = layers, config
+        self._rate = config.learning_rate
+        self._pairs = [(parameter, nn.Parameter(parameter.detach().float())) for parameter in layers.parameters()]
+        for parameter, _ in self._pairs:
+            parameter.grad_dtype = torch.float32 if config.reduce_dtype == "float32" else torch.bfloat16
+        groups = grouped(dict(layers.named_parameters()), config)
+        masters = dict(self._pairs)
+        self._optimizer = optimizer_factory(config.optimizer)(
+            [{**group, "params": [masters[parameter] for parameter in group["params"]]} for group in groups], config)
+
+    def squares(self) -> dict[int, float]:
+        """The sum of squares of each layer's gradients."""
+        return {index: sum(parameter.grad.double().square().sum().item() for parameter in layer.parameters()
+                           if parameter.grad is not None) for index, layer in enumerate(self._layers)}
+
+    def step(self, iteration: int, factor: float) -> None:
+        """Step by the gradients times a factor."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._rate * scale(self._config, iteration)
+        for parameter, master in self._pairs:
+            master.grad = None if parameter.grad is None else parameter.grad.float() * factor
+        self._optimizer.step()
+        with torch.no_grad():
+            for parameter, master in self._pairs:
+                parameter.copy_(master)
+
+    def masters(self) -> dict[str, Tensor]:
+        """By "layer.name"."""
+        return {name: master.detach() for (name, _), (_, master) in
+                zip(self._layers.named_parameters(), self._pairs, strict=True)}
 
 
 def _loss(config: RunConfig, model: LayeredModel, layers: nn.ModuleList, corpus: Data,
@@ -82,7 +125,7 @@ def _loss(config: RunConfig, model: LayeredModel, layers: nn.ModuleList, corpus:
     training = config.training
     batch = on_device(corpus.batch(microbatch, training.batch, config.model.context), model.device)
     value: Value = batch[0]
-    with autocast(training.dtype, model.device), adding_losses() as added:
+    with autocast(training, model.device), adding_losses() as added:
         for index, layer in enumerate(layers):
             with layer_randomness(training.seed, *microbatch, index, model.device):
                 value = LayerCall(layer)(value, batch)

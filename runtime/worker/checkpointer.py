@@ -15,7 +15,6 @@ from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import Note, Saved
 from runtime.protocol.to_worker import Finish
 from runtime.run_folder import CHECKPOINTS
-from runtime.worker.layer_store import LayerStore
 from schedules.schedule import Worker
 
 
@@ -61,11 +60,11 @@ class Checkpointer:
         if self._folder is not None:
             drop_newer(self._folder, iteration)
 
-    def save_last(self, order: Finish, layer_store: LayerStore) -> None:
-        """Save, to the end, the layers that an order gives to this worker."""
+    def save_last(self, order: Finish, states: Callable[[list[int]], Mapping[int, Mapping[str, Tensor]]]) -> None:
+        """Save, to the end, the layers that an order gives to this worker; `states` gives them whole."""
         layers = [layer for layer, worker in order.writers if worker == self._worker]
         if self._folder is not None:
-            self.save(order.first_iteration, layer_store.whole_states(layers))
+            self.save(order.first_iteration, states(layers))
             self._wait()
 
     def _wait(self) -> None:

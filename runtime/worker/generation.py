@@ -99,7 +99,8 @@ class Generation:
         losses = self._training.steps.losses if self._training is not None else ()
         return Known(self.number, tuple(seat.worker for seat in self._schedule.seats), reached,
                      self._context.layer_store.holding.ranges, validated, pending, begins - 1,
-                     {iteration: loss for iteration, loss in losses if math.isfinite(loss)})
+                     {iteration: loss for iteration, loss in losses if math.isfinite(loss)},
+                     self._context.layer_store.kept())
 
     def fits(self, order: Order) -> bool:
         """Whether what this worker holds can be brought to where an order begins."""
@@ -154,7 +155,7 @@ class Generation:
             self._activity.begins("meets the other workers")
             self._communicator = self._meet()
             self._connections.made()
-            take_layers(self._part)
+            take_layers(self._part, self._communicator)
             self._activity.begins("prepares its program")
             self._training = Training(self._part, self._communicator, self._reports)
             self._training.run()
@@ -189,14 +190,16 @@ class Generation:
     def _say_paused(self, reason: str | None) -> None:
         self._paused = True
         self._context.channel.send(Paused(self._context.worker, self.number,
-                                          self._context.layer_store.holding.ranges, self._validated, reason))
+                                          self._context.layer_store.holding.ranges, self._validated, reason,
+                                          self._context.layer_store.kept()))
 
     def _meet(self) -> Communicator:
         order, context = self._order, self._context
         members = sorted(seat.worker for seat in self._schedule.seats)
         return Communicator(
             Membership(order.number, {worker: rank for rank, worker in enumerate(members)}, context.worker,
-                       context.group),
+                       context.group, dict(order.stand_for)),
             context.placement.sharers(self._schedule, context.worker, context.sharing),
             transport=context.setup.transport, device=context.device, store=context.store,
-            sums=watches_gradients(context.config.training), require=self._connections.require)
+            sums=watches_gradients(context.config.training), bytes_too=context.config.training.shard_optimizer,
+            require=self._connections.require)

@@ -3,7 +3,8 @@
 Header and pieces are each between their length and their tag (`runtime.protocol.authentication`). Nothing of what a
 peer sends is used before its tag has been checked.
 
-A worker that needs layers sends a `LayerRequest` to one that holds them, which answers with a `LayerState` for each.
+A worker that needs layers sends a `LayerRequest` to one that holds them, which answers with a `LayerState` for each,
+or with a `LayerPart` where workers keep parts of layers' states.
 While training goes on, `LayerGradients` of every step of the sender follow, so that the receiver can make the same
 steps (`runtime.worker.layer_sender`, `runtime.worker.layer_receiver`).
 """
@@ -30,10 +31,21 @@ _BLOB_LENGTH = struct.Struct("<Q")
 
 _Number = Annotated[int, Meta(ge=-1, le=2**62)]
 _Layer = Annotated[int, Meta(ge=0, le=2**20)]
+_Elements = Annotated[int, Meta(ge=0, le=2**62)]
 
 
 class MessageError(ValueError):
     """What a peer sent makes no sense. The message is one line."""
+
+
+class PartName(msgspec.Struct, frozen=True, array_like=True):
+    """Elements [start, stop) of a layer."""
+
+    layer: _Layer
+    start: _Elements
+    stop: _Elements
+    state: bool
+    """With the optimizer's state, else parameters alone."""
 
 
 class LayerRequest(msgspec.Struct, frozen=True, tag=True):
@@ -42,6 +54,8 @@ class LayerRequest(msgspec.Struct, frozen=True, tag=True):
     layers: Annotated[tuple[_Layer, ...], Meta(max_length=4096)]
     generation: _Number | None = None
     """The state as this generation begins, where all wait for it; None: from the next step on, and all steps after."""
+    parts: Annotated[tuple[PartName, ...], Meta(max_length=4096)] = ()
+    """Parts of layers, in the place of whole ones."""
 
 
 class LayerState(msgspec.Struct, frozen=True, tag=True):
@@ -49,6 +63,12 @@ class LayerState(msgspec.Struct, frozen=True, tag=True):
 
     layer: _Layer
     iteration: _Number
+
+
+class LayerPart(msgspec.Struct, frozen=True, tag=True):
+    """A part of a layer, as it is after the last committed iteration."""
+
+    part: PartName
 
 
 class LayerGradients(msgspec.Struct, frozen=True, tag=True):
@@ -69,7 +89,7 @@ class UpToDate(msgspec.Struct, frozen=True, tag=True):
     """All that was to be sent until now has been sent."""
 
 
-Message = LayerRequest | LayerState | LayerGradients | GenerationBegins | UpToDate
+Message = LayerRequest | LayerState | LayerPart | LayerGradients | GenerationBegins | UpToDate
 
 
 class _Header(msgspec.Struct, frozen=True, array_like=True):
@@ -83,7 +103,8 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(_Header)
 # msgspec crashes where two threads are the first to read a type at the same moment: each kind is read once, here.
-for _message in (LayerRequest(()), LayerState(0, 0), LayerGradients(0, 0), GenerationBegins(0, 0), UpToDate()):
+for _message in (LayerRequest(()), LayerState(0, 0), LayerPart(PartName(0, 0, 0, True)),
+                 LayerGradients(0, 0), GenerationBegins(0, 0), UpToDate()):
     _DECODER.decode(_ENCODER.encode(_Header(_message)))
 
 

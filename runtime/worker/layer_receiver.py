@@ -20,16 +20,19 @@ from torch import Tensor
 
 from runtime.model.holding import Holding
 from runtime.model.optimizer import UndoableOptimizer
+from runtime.model.part_state import PartState
 from runtime.protocol.authentication import Secret, introduce
-from runtime.protocol.to_worker import LayerMove
+from runtime.protocol.to_worker import LayerMove, PartMove
 from runtime.replay.communication import TIMEOUT, CommunicationError
 from runtime.worker.layer_messages import (
     GenerationBegins,
     LayerGradients,
+    LayerPart,
     LayerRequest,
     LayerState,
     Message,
     MessageError,
+    PartName,
     UpToDate,
     pack,
     read_message,
@@ -48,6 +51,7 @@ class Sender(NamedTuple):
 
     address: Address
     layers: tuple[int, ...]
+    parts: tuple[PartName, ...] = ()
 
 
 class LayerFetch(NamedTuple):
@@ -71,6 +75,17 @@ def senders_for(worker: Worker, moves: Iterable[LayerMove], addresses: Iterable[
         if move.target == worker:
             layers[move.source].append(move.layer)
     return {source: Sender(at[source], tuple(mine)) for source, mine in layers.items()}
+
+
+def part_senders_for(worker: Worker, moves: Iterable[PartMove],
+                     addresses: Iterable[tuple[Worker, Sequence[Address]]], rank: int = 0) -> dict[Worker, Sender]:
+    """As `senders_for`, where workers keep parts of layers' states."""
+    at = {source: by_rank[rank] for source, by_rank in addresses}
+    parts: dict[Worker, list[PartName]] = defaultdict(list)
+    for move in moves:
+        if move.target == worker:
+            parts[move.source].append(PartName(move.layer, move.start, move.stop, move.state))
+    return {source: Sender(at[source], (), tuple(mine)) for source, mine in parts.items()}
 
 
 class ReceiverEvents:
@@ -122,14 +137,24 @@ class LayerReceiver:
         Waits until all senders are in the generation, too; `require` is called meanwhile and may raise. Raises
         CommunicationError when a sender is gone. What was fetched under any number but `fetch` is dropped.
         """
-        fetched: dict[int, Holding] = {}
+        transfer = self._taken(generation, fetch, require)
+        return {} if transfer is None else transfer.layers
+
+    def take_parts(self, generation: int, require: Callable[[], None]) -> list[PartState]:
+        """The parts of layers that were fetched for a generation, where all wait. Raises as `take`."""
+        transfer = self._taken(generation, 0, require)
+        return [] if transfer is None else transfer.parts
+
+    def _taken(self, generation: int, fetch: int, require: Callable[[], None]) -> "_Transfer | None":
+        found = None
         for transfer in self._until(generation):
             try:
                 if transfer.fetch.number == fetch:
-                    fetched = transfer.take(generation, require)
+                    transfer.take(generation, require)
+                    found = transfer
             finally:
                 transfer.close()
-        return fetched
+        return found
 
     def drop(self, generation: int) -> None:
         """A generation begins without this worker: what was fetched for it is of no use."""
@@ -158,8 +183,9 @@ class _Transfer:
         self._build = build
         self._device = device
         self._events = events
-        self._layers: dict[int, Holding] = {}
+        self.layers: dict[int, Holding] = {}
         """Each layer with an optimizer of its own."""
+        self.parts: list[PartState] = []
         self._changed = threading.Condition()
         self._connections: list[socket.socket] = []
         self._up_to_date: set[Worker] = set()
@@ -169,8 +195,8 @@ class _Transfer:
         self._over = False
         threading.Thread(target=self._start, daemon=True, name="layer receiver").start()
 
-    def take(self, generation: int, require: Callable[[], None]) -> dict[int, Holding]:
-        """See `LayerReceiver.take`."""
+    def take(self, generation: int, require: Callable[[], None]) -> None:
+        """Wait until all is here. See `LayerReceiver.take`."""
         with self._changed:
             while any(self._generations.get(sender) != generation for sender in self.fetch.senders):
                 if self._broken is not None:
@@ -178,7 +204,6 @@ class _Transfer:
                 require()
                 self._changed.wait(POLL_SECONDS)
             self._over = True
-        return self._layers
 
     def close(self) -> None:
         """End the connections to the senders."""
@@ -198,7 +223,7 @@ class _Transfer:
             for layer in (layer for sender in self.fetch.senders.values() for layer in sender.layers):
                 if self._over:
                     return
-                self._layers[layer] = self._build(layer)
+                self.layers[layer] = self._build(layer)
         except Exception as error:
             self._break(f"building its layers failed: {type(error).__name__}: {error}")
             return
@@ -215,7 +240,8 @@ class _Transfer:
                 if not self._enter(connection):
                     return
                 try:
-                    request = LayerRequest(sender.layers, None if self.fetch.follow else self.fetch.generation)
+                    request = LayerRequest(sender.layers, None if self.fetch.follow else self.fetch.generation,
+                                           sender.parts)
                     keys = introduce(connection, self._secret, "layers", lambda tags: b"".join(pack(tags, request)))
                     connection.settimeout(TIMEOUT.total_seconds())
                     with connection.makefile("rb") as stream:
@@ -239,6 +265,10 @@ class _Transfer:
                 self._mine(sender, message.layer).load_layer_state(message.layer, tensors)
                 if self.fetch.follow:
                     self._events.loaded(message.iteration)
+            case LayerPart():
+                if message.part not in self.fetch.senders[sender].parts:
+                    raise MessageError(f"it sent a part of layer {message.part.layer} for which it was not asked")
+                self.parts.append(PartState(message.part.layer, message.part.start, message.part.stop, tensors))
             case LayerGradients():
                 self._step(self._mine(sender, message.layer), message, tensors)
             case GenerationBegins():
@@ -251,7 +281,9 @@ class _Transfer:
     def _mine(self, sender: Worker, layer: int) -> UndoableOptimizer:
         if layer not in self.fetch.senders[sender].layers:
             raise MessageError(f"it sent layer {layer}, for which it was not asked")
-        return self._layers[layer].optimizer
+        optimizer = self.layers[layer].optimizer
+        assert isinstance(optimizer, UndoableOptimizer), "parts of layers are fetched as parts"
+        return optimizer
 
     def _step(self, optimizer: UndoableOptimizer, step: LayerGradients, gradients: Mapping[str, Tensor]) -> None:
         mine = optimizer.layer_gradients(step.layer)
@@ -263,7 +295,7 @@ class _Transfer:
 
     def _go_back(self, sender: Worker, begins: GenerationBegins) -> None:
         for layer in self.fetch.senders[sender].layers:
-            self._layers[layer].optimizer.go_back(begins.iteration)
+            self.layers[layer].optimizer.go_back(begins.iteration)
         with self._changed:
             self._generations[sender] = begins.generation
             self._changed.notify_all()

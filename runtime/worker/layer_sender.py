@@ -16,7 +16,7 @@ from typing import Protocol
 from torch import Tensor
 
 from runtime.protocol.authentication import Secret
-from runtime.worker.layer_messages import GenerationBegins, LayerGradients
+from runtime.worker.layer_messages import GenerationBegins, LayerGradients, LayerPart, PartName
 from runtime.worker.layer_server import LayerServer, Receiver
 from runtime.worker.sockets import Sockets, sockets_of
 
@@ -34,6 +34,12 @@ class Layers(Protocol):
 
     def layer_gradients(self, layer: int) -> Mapping[str, Tensor]:
         """A layer's gradients; the tensors themselves."""
+
+    def keeps(self, part: PartName) -> bool:
+        """Whether it keeps a part of a layer."""
+
+    def part_state(self, part: PartName) -> Mapping[str, Tensor]:
+        """A part of a layer that it keeps; the tensors themselves."""
 
 
 class LayerSender:
@@ -99,6 +105,8 @@ class LayerSender:
                 if one.request.generation == generation and self._holds_all(one, layers):
                     self._server.answer(one, {layer: layers.layer_state(layer) for layer in one.request.layers},
                                         committed + 1)
+                    for part in one.request.parts:
+                        self._server.put(one, LayerPart(part), layers.part_state(part))
                     self._server.put(one, GenerationBegins(generation, committed))
                     answered.append(one)
             require()
@@ -119,7 +127,8 @@ class LayerSender:
         self._server.close()
 
     def _holds_all(self, receiver: Receiver, layers: Layers) -> bool:
-        held = all(map(layers.holds, receiver.request.layers))
+        request = receiver.request
+        held = all(map(layers.holds, request.layers)) and all(layers.keeps(part) for part in request.parts)
         if not held:
             self._server.drop(receiver)
         return held

@@ -1,12 +1,20 @@
 """Layer store: the layers that a worker holds. They change with the schedule."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from runtime.model.holding import Holding
+from runtime.model.optimizer import UndoableOptimizer
+from runtime.model.part_optimizer import PartOptimizer
+from runtime.model.part_state import PartState, as_parts, elements_of, part_of, whole
+from runtime.model.parts import Cut
 from runtime.model.shards import cut_state, shards_of, whole_state
 from runtime.model.worker_group import first_rank, worker_group
+from runtime.protocol.to_coordinator import Kept
+from runtime.worker.layer_messages import PartName
+from schedules.layers import LayerRange
+from schedules.schedule import Worker
 
 Build = Callable[[Iterable[int]], Holding]
 """Makes layers as they are before iteration 0."""
@@ -22,6 +30,10 @@ class LayerStore:
         self._restore = restore
         self.holding = build(())
         self._prepared: dict[int, Holding] = {}
+        self._read: list[PartState] = []
+        """Whole layers that have been read for an order, where workers keep parts of layers' states."""
+        self._built: dict[int, nn.Module] = {}
+        """Layers that an order needs and that are not held yet."""
 
     def prepare(self, layers: Iterable[int]) -> None:
         """Build layers that are likely to be needed soon."""
@@ -35,6 +47,7 @@ class LayerStore:
     def clear(self) -> None:
         """Hold nothing."""
         self.holding.change(())
+        self._read = []
 
     def restore(self, layers: Collection[int], iteration: int) -> None:
         """Take up layers as they were before an iteration, beside those held already. Raises CheckpointError."""
@@ -42,6 +55,7 @@ class LayerStore:
         fresh = {layer: self.fresh(layer) for layer in lacking}
         for layer, state in self._restore(iteration, lacking).items():
             one = fresh[layer]
+            assert isinstance(one.optimizer, UndoableOptimizer)
             one.optimizer.load_layer_state(layer, cut_state(state, shards_of(one.modules[layer]), worker_group()))
         self.holding.change({*self.holding.modules, *lacking}, fresh.values())
 
@@ -49,17 +63,96 @@ class LayerStore:
         """Hold exactly these layers: of those held already, and those that have come. No step may be open."""
         self.holding.change(layers, [one for layer, one in fetched.items() if layer not in self.holding.modules])
 
+    def read(self, layers: Collection[int], iteration: int) -> None:
+        """Where workers keep parts: read layers as they were before an iteration. Raises CheckpointError."""
+        self._read = []
+        for layer, state in self._restore(iteration, sorted(layers)).items():
+            module = self._module(layer)
+            self._read.append(as_parts(module, layer, cut_state(state, shards_of(module), worker_group())))
+
+    def keep_parts(self, cuts: Mapping[LayerRange, Cut], worker: Worker, received: Sequence[PartState],
+                   after: int) -> None:
+        """Hold the layers of these cuts, and of their optimizer's state what a worker keeps by them.
+
+        What has been read and received is as it is after an iteration; no step may be open.
+        """
+        modules = {layer: self._module(layer) for layers in cuts for layer in range(*layers)}
+        self.holding.keep(modules, cuts, worker, [*self._read, *received], after)
+        self._read, self._built = [], {}
+
+    def kept(self) -> Kept | None:
+        """What is kept, where workers keep parts of layers' states."""
+        optimizer = self.holding.optimizer
+        if not isinstance(optimizer, PartOptimizer):
+            return None
+        return Kept(tuple((layer, *span) for layer, spans in optimizer.kept.items() for span in spans),
+                    optimizer.whole_after)
+
+    def keeps(self, part: PartName) -> bool:
+        """Whether a part of a layer is kept, or the whole layer has been read."""
+        span = part.start, part.stop
+        spans = self._parts.kept.get(part.layer, ())
+        return any(one.layer == part.layer for one in self._read) or any(
+            first <= span[0] and span[1] <= end for first, end in spans)
+
+    def part_state(self, part: PartName) -> dict[str, Tensor]:
+        """A part of a layer that is kept, for another worker; the tensors themselves."""
+        span = part.start, part.stop
+        for one in self._read:
+            if one.layer == part.layer:
+                return part_of(self._module(part.layer), one, span, state=part.state)
+        return dict(self._parts.part_state(part.layer, span, state=part.state).tensors)
+
+    def own_parts(self, layers: LayerRange) -> list[PartState]:
+        """This worker's own parts of a range of layers; the tensors themselves."""
+        return [part for layer in range(*layers) for part in self._parts.own_states(layer)]
+
+    def whole_layers(self, layers: Iterable[int], received: Sequence[PartState]) -> dict[int, dict[str, Tensor]]:
+        """As `whole_states`, with what was received of what is not kept here."""
+        group, found = worker_group(), dict[int, dict[str, Tensor]]()
+        for layer in sorted(layers):
+            parts = [*self._parts.kept_states(), *received]
+            module = self.holding.modules[layer]
+            state = whole_state(whole(module, [one for one in parts if one.layer == layer]), shards_of(module), group)
+            if first_rank():
+                found[layer] = state
+        return found
+
+    @property
+    def _whole(self) -> UndoableOptimizer:
+        optimizer = self.holding.optimizer
+        assert isinstance(optimizer, UndoableOptimizer)
+        return optimizer
+
+    @property
+    def _parts(self) -> PartOptimizer:
+        optimizer = self.holding.optimizer
+        assert isinstance(optimizer, PartOptimizer)
+        return optimizer
+
+    def elements(self, layer: int) -> int:
+        """How many a layer has that is held, or will be."""
+        return elements_of(self._module(layer))
+
+    def _module(self, layer: int) -> nn.Module:
+        """A layer: one that is held, or a new one, which is kept for `keep_parts`."""
+        if layer in self.holding.modules:
+            return self.holding.modules[layer]
+        if layer not in self._built:
+            self._built[layer] = self.fresh(layer).modules[layer]
+        return self._built[layer]
+
     def holds(self, layer: int) -> bool:
         """Whether a layer is held."""
         return layer in self.holding.modules
 
     def layer_gradients(self, layer: int) -> dict[str, Tensor]:
         """A layer's gradients; the tensors themselves."""
-        return self.holding.optimizer.layer_gradients(layer)
+        return self._whole.layer_gradients(layer)
 
     def layer_state(self, layer: int) -> dict[str, Tensor]:
         """A layer with its optimizer's state, for another worker; the tensors themselves."""
-        return self.holding.optimizer.layer_state(layer)
+        return self._whole.layer_state(layer)
 
     def whole_states(self, layers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
         """Whole layers to be saved. All ranks of a worker must ask together; the first has them, the others nothing."""

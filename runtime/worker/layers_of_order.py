@@ -1,20 +1,31 @@
 """The layers that a worker needs for an order: read from a checkpoint, taken from others, kept; the others dropped."""
 
+from collections.abc import Callable
+
 from runtime.model.checkpoint import CheckpointError
+from runtime.model.holding import keeps_parts
+from runtime.model.part_state import PartState
+from runtime.model.parts import cut
 from runtime.protocol.to_coordinator import Note
-from runtime.replay.communication import CommunicationError
+from runtime.protocol.to_worker import Finish, Train
+from runtime.replay.communication import CommunicationError, Communicator
 from runtime.worker.activity import WAITS
-from runtime.worker.context import OrderContext
-from runtime.worker.layer_receiver import LayerFetch, senders_for
+from runtime.worker.context import OrderContext, WorkerContext
+from runtime.worker.layer_receiver import LayerFetch, part_senders_for, senders_for
 
 
-def take_layers(part: OrderContext) -> None:
+def take_layers(part: OrderContext, communicator: Communicator) -> None:
     """Hold exactly what the order's schedule needs of this worker. Raises CommunicationError."""
     order, context = part.order, part.context
     context.injector.at(order.first_iteration, "met")
+    if keeps_parts(context.config.training):
+        _take_parts(part, communicator)
+        context.injector.at(order.first_iteration, "moved")
+        return
     needed = context.placement.held(part.schedule, part.worker)
     if order.restore is not None:
-        _restore(part, next((layers for worker, layers in order.restore if worker == part.worker), ()))
+        _restore(part, next((layers for worker, layers in order.restore if worker == part.worker), ()),
+                 context.layer_store.restore)
     elif order.first_iteration == context.setup.first_iteration:
         context.layer_store.restore(needed, order.first_iteration)
     _move(part, needed)
@@ -22,12 +33,40 @@ def take_layers(part: OrderContext) -> None:
     context.injector.at(order.first_iteration, "moved")
 
 
-def _restore(part: OrderContext, layers: tuple[int, ...]) -> None:
+def _take_parts(part: OrderContext, communicator: Communicator) -> None:
+    """Where workers keep parts: what is kept changes only once all have what they need of it."""
+    order, context, store = part.order, part.context, part.context.layer_store
+    reduced = context.placement.reduced(part.schedule, part.worker)
+    if order.restore is not None:
+        _restore(part, next((layers for worker, layers in order.restore if worker == part.worker), ()), store.read)
+    elif order.first_iteration == context.setup.first_iteration:
+        store.clear()
+        store.read(context.placement.held(part.schedule, part.worker), order.first_iteration)
+    part.activity.begins(f"{WAITS} for parts of layers to move")
+    received = move_parts(context, order, part.connections.require)
+    communicator.wait_for_all()
+    training, domains = context.config.training, context.setup.failure_domains
+    cuts = {layers: cut(sum(map(store.elements, range(*layers))), members, domains, sharded=training.shard_optimizer)
+            for layers, members in reduced.items()}
+    store.keep_parts(cuts, part.worker, received, order.first_iteration - 1)
+
+
+def move_parts(context: WorkerContext, order: Train | Finish, require: Callable[[], None]) -> list[PartState]:
+    """Give what others lack, and get what is lacking here, while all wait. Raises CommunicationError."""
+    context.layer_receiver.begin([
+        LayerFetch(0, order.number, part_senders_for(context.worker, order.part_moves, order.addresses, rank),
+                   follow=False) for rank in context.ranks])
+    receivers = {move.target for move in order.part_moves if move.source == context.worker}
+    context.layer_sender.give(order.number, order.first_iteration - 1, len(receivers), require)
+    return context.layer_receiver.take_parts(order.number, require)
+
+
+def _restore(part: OrderContext, layers: tuple[int, ...], read: Callable[[tuple[int, ...], int], None]) -> None:
     """Read layers from a checkpoint. One that is damaged ends the order: the coordinator finds another one."""
     part.activity.begins("reads a checkpoint")
     iteration = part.order.first_iteration
     try:
-        part.context.layer_store.restore(layers, iteration)
+        read(layers, iteration)
     except CheckpointError as error:
         part.context.channel.send(Note(part.worker, str(error)))
         raise CommunicationError(f"going back to iteration {iteration} failed: {error}") from None
@@ -36,9 +75,10 @@ def _restore(part: OrderContext, layers: tuple[int, ...]) -> None:
 def _move(part: OrderContext, needed: frozenset[int]) -> None:
     """Take over layers that were fetched for this order, or move now while all wait; drop those not needed now."""
     order, context, require = part.order, part.context, part.connections.require
-    senders = senders_for(part.worker, order.moves, order.addresses, context.rank)
     part.activity.begins(f"{WAITS} for layers to move")
-    context.layer_receiver.begin(LayerFetch(0, order.number, senders, follow=False))
+    context.layer_receiver.begin([
+        LayerFetch(0, order.number, senders_for(part.worker, order.moves, order.addresses, rank), follow=False)
+        for rank in context.ranks])
     receivers = {move.target for move in order.moves if move.source == part.worker}
-    context.layer_sender.give(order.number, order.first_iteration - 1, len(receivers), context.layer_store, require)
+    context.layer_sender.give(order.number, order.first_iteration - 1, len(receivers), require)
     context.layer_store.keep(needed, context.layer_receiver.take(order.number, order.fetch, require))

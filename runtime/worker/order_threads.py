@@ -1,23 +1,25 @@
 """What takes a worker long: its part in orders, and tests of its speed. Each runs in a thread of its own."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from runtime.model.digest import tensor_digest
-from runtime.model.holding import build_holding
+from runtime.model.holding import build_holding, keeps_parts
 from runtime.model.parameters import save_layer
+from runtime.model.part_state import PartState
 from runtime.model.shards import whole_layer
 from runtime.model.slices import SliceRunner
 from runtime.protocol.to_coordinator import Finished, SpeedMeasured
 from runtime.protocol.to_worker import Finish, MeasureSpeed, Order, Train
-from runtime.replay.communication import Communicator, Membership
+from runtime.replay.communication import CommunicationError, Communicator, Membership
 from runtime.replay.recorder import OpTime
 from runtime.replay.stuck_calls import AbandonedError
 from runtime.worker.context import WorkerContext
 from runtime.worker.generation import Generation
+from runtime.worker.layers_of_order import move_parts
 from runtime.worker.speed_test import measure_slice
 
 
@@ -36,6 +38,8 @@ class OrderThreads:
         """Of the last order to finish."""
         self._speed_tests: list[threading.Thread] = []
         """Those that may still run."""
+        self._next = threading.Event()
+        """Set when the next order has come; another one for each order."""
 
     @property
     def finishing(self) -> bool:
@@ -44,6 +48,7 @@ class OrderThreads:
 
     def train(self, context: WorkerContext, order: Train, generation: Generation, previous: Generation | None) -> None:
         """Take part in an order."""
+        self._begins()
         tests, self._speed_tests = self._speed_tests, []
 
         def work() -> None:
@@ -64,6 +69,8 @@ class OrderThreads:
 
     def stand_aside(self, context: WorkerContext, order: Train, previous: Generation | None) -> None:
         """Take no part in an order. What this worker held is out of date from now on."""
+        self._begins()
+
         def work() -> None:
             leave(context, previous, order)
             context.layer_store.clear()
@@ -73,12 +80,27 @@ class OrderThreads:
         self.begin(context.device, "leaving the order", work)
 
     def finish(self, context: WorkerContext, order: Finish, previous: Generation | None) -> None:
-        """Write some layers, and report the digests of all, which must agree between peers."""
+        """Write some layers, and report the digests of all, which must agree between peers.
+
+        Where others have parts of these layers, and one of them is lost, there will be another order.
+        """
+        over = self._begins()
+
+        def require() -> None:
+            if over.is_set():
+                raise CommunicationError("the order is over")
+
         def work() -> None:
             with self._finishing:
                 leave(context, previous, order)
+                received = None
+                if keeps_parts(context.config.training):
+                    try:
+                        received = move_parts(context, order, require)
+                    except CommunicationError:
+                        return
                 self._between_ranks = _connect_ranks(context, order)
-                _write(context, order)
+                _write(context, order, received)
 
         self.begin(context.device, "finish", work)
 
@@ -91,6 +113,12 @@ class OrderThreads:
         """Hold nothing any more, once nothing is being written."""
         with self._finishing:
             context.layer_store.clear()
+
+    def _begins(self) -> threading.Event:
+        """An order begins, which ends what the last one waits for; set when the next one does."""
+        self._next.set()
+        self._next = threading.Event()
+        return self._next
 
     def begin(self, device: torch.device, name: str, work: Callable[[], None]) -> threading.Thread:
         """Run long work in a thread."""
@@ -126,7 +154,8 @@ def _connect_ranks(context: WorkerContext, order: Finish) -> Communicator | None
     return Communicator(alone, {}, transport=context.setup.transport, device=context.device, store=context.store)
 
 
-def _write(context: WorkerContext, order: Finish) -> None:
+def _write(context: WorkerContext, order: Finish, received: Sequence[PartState] | None) -> None:
+    """`received` are parts of layers, where others have them."""
     holding = context.layer_store.holding
     for layer, worker in order.writers:
         if worker == context.worker and order.parameters:
@@ -135,9 +164,14 @@ def _write(context: WorkerContext, order: Finish) -> None:
             if context.rank == 0:
                 save_layer(Path(context.out), layer, {
                     name: tensor for name, tensor in whole.items() if name not in copies})
-    context.checkpointer.save_last(order, context.layer_store)
-    digests = {name: tensor_digest(name, parameter) for name, parameter in holding.parameters().items()}
-    context.channel.send(Finished(context.worker, order.number, digests))
+    store = context.layer_store
+    context.checkpointer.save_last(
+        order, store.whole_states if received is None else lambda layers: store.whole_layers(layers, received))
+    kept, ranks = store.kept(), len(context.ranks)
+    by_rank = [holding.parameters()] if ranks == 1 else [holding.part(part, ranks) for part in range(ranks)]
+    first, *others = [{} if kept is not None and kept.whole_after != order.first_iteration - 1 else {
+        name: tensor_digest(name, parameter) for name, parameter in found.items()} for found in by_rank]
+    context.channel.send(Finished(context.worker, order.number, first, tuple(others)))
 
 
 def _measure_speed(context: WorkerContext, request: MeasureSpeed) -> None:

@@ -4,9 +4,13 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 
+from torch import Tensor
+
 from runtime.model.calling import Batch, on_device
 from runtime.model.clipping import watches_gradients
 from runtime.model.data import Data, Microbatch, is_evaluated
+from runtime.model.holding import keeps_parts
+from runtime.model.part_state import PartState, pack_parts, unpack_parts
 from runtime.model.slices import Slices
 from runtime.model.steps import Steps
 from runtime.protocol.to_coordinator import Started
@@ -83,7 +87,8 @@ class Training:
         return range(first, end if every is None else min(end, (first // every + 1) * every))
 
     def _exchange(self, schedule: Schedule, iterations: range) -> Exchange:
-        return Exchange(schedule, self._communicator, self._part.context.forms, iterations)
+        context = self._part.context
+        return Exchange(schedule, self._communicator, context.forms, iterations, context.by_rank)
 
     def _evaluation(self, slices: Slices) -> Callable[[int], float]:
         """What evaluates after an iteration. It is made when it is first used: no recovery waits for it."""
@@ -122,11 +127,25 @@ class Training:
             context.injector.at(iteration, "O")
             if context.checkpointer.due(iteration):
                 # A worker that is about to step an iteration knows that all have stepped the one before.
-                context.checkpointer.save(iteration, context.layer_store.whole_states(self._speaks_for))
+                context.checkpointer.save(iteration, self._whole_states())
             context.layer_sender.wait_for_room(require)
             if context.layer_sender.asked:
                 context.injector.at(iteration, "asked")
-                context.layer_sender.before_step(iteration, context.layer_store)
+                context.layer_sender.before_step(iteration)
+
+    def _whole_states(self) -> dict[int, dict[str, Tensor]]:
+        """The layers that this worker saves; where states are sharded, all give their own parts to who saves them."""
+        store = self._part.context.layer_store
+        if not keeps_parts(self._part.context.config.training):
+            return store.whole_states(self._speaks_for)
+        received: list[PartState] = []
+        for layers, cut in store.holding.cuts.items():
+            for member in cut.members[1:] if cut.sharded else ():
+                if self._part.worker == cut.members[0]:
+                    received += unpack_parts(self._communicator.receive_bytes(member))
+                elif self._part.worker == member:
+                    self._communicator.send_bytes(pack_parts(store.own_parts(layers)), cut.members[0])
+        return store.whole_layers(self._speaks_for, received)
 
     def _read(self, data: Data, microbatch: Microbatch) -> Batch:
         config, device = self._part.context.config, self._part.context.device
@@ -134,4 +153,4 @@ class Training:
 
 
 def _pass_on(context: WorkerContext, iteration: int) -> None:
-    context.layer_sender.stepped(iteration, context.layer_store)
+    context.layer_sender.stepped(iteration)

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from planner.job.estimate import GPUS, Layout, ModelShape, estimate
 from planner.job.writer import job_text
 from schedules.tables.table import LIBRARY, library_names
@@ -25,10 +27,14 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted({*library_names(), *(path.stem for path in MEASURED.glob("*.toml")), *ESTIMATED}))
 
 
-def preset(name: str) -> str:
-    """The text of a preset's job file. Raises KeyError for unknown names."""
+def preset(name: str, *, shard_optimizer: bool = False) -> str:
+    """The text of a preset's job file, of an estimated one with sharded optimizer state if wanted.
+
+    Raises KeyError for unknown names.
+    """
     if name in ESTIMATED:
-        return job_text(*estimate(name, *ESTIMATED[name]))
+        shape, layout = ESTIMATED[name]
+        return job_text(*estimate(name, shape, replace(layout, shard_optimizer=shard_optimizer)))
     for path in (MEASURED / f"{name}.toml", LIBRARY / name / "job.toml"):
         if name in preset_names() and path.exists():
             return path.read_text()

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from runtime.config import ConfigError, ModelConfig
+from runtime.config import ConfigError, ModelConfig, TrainingConfig
 from runtime.model.layers import autocast, layer_randomness, model_for, parameter_dtype, split_layers
 from runtime.model.seeds import derive_seed, seeded
 
@@ -39,13 +39,15 @@ def test_unknown_model() -> None:
 
 
 def test_dtypes() -> None:
-    assert parameter_dtype("bf16") is torch.float32
-    assert parameter_dtype("float64") is torch.float64
+    bf16, masters = TrainingConfig(dtype="bf16"), TrainingConfig(dtype="bf16", master_weights=True)
+    assert parameter_dtype(bf16) is torch.float32 and parameter_dtype(masters) is torch.bfloat16
+    assert parameter_dtype(TrainingConfig(dtype="float64")) is torch.float64
     product = torch.ones(2, 2)
-    with autocast("bf16", CPU):
+    with autocast(bf16, CPU):
         assert (product @ product).dtype is torch.bfloat16
-    with autocast("float32", CPU):
-        assert (product @ product).dtype is torch.float32
+    for config in (TrainingConfig(), masters):
+        with autocast(config, CPU):
+            assert (product @ product).dtype is torch.float32
 
 
 def test_seeds_depend_on_every_part() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from runtime.config import ConfigError
+from runtime.model.parts import cut
 from runtime.protocol.rendezvous import host_store
 from runtime.replay import communication
 from runtime.replay.communication import CommunicationError, Communicator, Membership, choose_transport
@@ -76,7 +77,7 @@ def test_small_gradients_are_summed_together_and_large_ones_alone(communicators,
     for one in communicators[1:]:
         group = one._group("0.1 1.1")
         allreduce = group.allreduce
-        monkeypatch.setattr(one, "_group", lambda _, allreduce=allreduce: SimpleNamespace(
+        monkeypatch.setattr(one, "_group", lambda _, __, allreduce=allreduce: SimpleNamespace(
             allreduce=lambda tensors: (summed.append(tensors[0].numel()), allreduce(tensors))[1]))
 
     def gradients(factor):
@@ -118,3 +119,58 @@ def test_transport(wanted, device, workers, cards, chosen):
 def test_nccl_needs_a_card_for_each_worker():
     with pytest.raises(ConfigError, match="here are 1 for 2 workers"):
         choose_transport("nccl", "cuda", 2, 1)
+
+
+@pytest.fixture
+def sharers():
+    """Communicators of three workers that hold layers 0 and 1 together."""
+    store, _ = host_store()
+    ranks = {worker: rank for rank, worker in enumerate(WORKERS)}
+    with ThreadPoolExecutor(3) as pool:
+        made = list(pool.map(lambda worker: Communicator(
+            Membership(1, ranks, worker), {LAYERS[0]: WORKERS}, transport="gloo", device=CPU, store=store), WORKERS,
+            timeout=20))
+    yield made
+    for communicator in made:
+        communicator.drop()
+
+
+@pytest.mark.parametrize("total", [10, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_parts_are_summed_by_their_owners_and_gathered(sharers, total, dtype):
+    """Who keeps a part has its sums; of four elements, the last of three workers has none."""
+    one = cut(total, WORKERS, (), sharded=True)
+    draw = torch.Generator().manual_seed(total)
+    given = [torch.randn(one.length, generator=draw).to(dtype) for _ in WORKERS]
+    sums = torch.stack(given).to(torch.float64).sum(0)
+    parameters = [torch.full((one.length,), float(rank), dtype=dtype) for rank in range(3)]
+
+    def work(communicator, gradients, mine):
+        for _ in range(2):
+            communicator.reduce_parts(LAYERS[0], gradients, one)
+            communicator.wait_for_copies()
+        communicator.gather_parts(LAYERS[0], mine, one)()
+
+    first = [gradients.clone() for gradients in given]
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda communicator, mine: communicator.reduce_parts(LAYERS[0], mine, one), sharers, first,
+                      timeout=20))
+        list(pool.map(Communicator.wait_for_copies, sharers, timeout=20))
+        list(pool.map(work, sharers, given, parameters, timeout=20))
+    for worker, mine, its in zip(WORKERS, first, parameters, strict=True):
+        for start, stop in one.kept(worker):
+            torch.testing.assert_close(mine[start:stop].double(), sums[start:stop], rtol=1e-2, atol=1e-6
+                                       if dtype is torch.bfloat16 else 1e-12)
+        keepers = {element: next(rank for rank, other in enumerate(WORKERS) for span in [one.own(other)]
+                             if span[0] <= element < span[1]) for element in range(total)}
+        rank = WORKERS.index(worker)
+        for element in range(total):
+            kept = any(start <= element < stop for start, stop in one.kept(worker))
+            assert its[element].item() == (rank if kept else keepers[element])
+
+
+def test_bytes_go_from_worker_to_worker(sharers):
+    with ThreadPoolExecutor(1) as pool:
+        arrived = pool.submit(sharers[2].receive_bytes, WORKERS[0])
+        sharers[0].send_bytes(b"some bytes", WORKERS[2])
+        assert arrived.result(20) == b"some bytes"

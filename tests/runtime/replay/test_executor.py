@@ -36,7 +36,7 @@ def test_a_lone_worker_runs_its_program_as_it_stands(backward):
     store, _ = host_store()
     communicator = Communicator(Membership(1, {worker: 0}, worker), {(0, 4): [worker]}, transport="gloo", device=CPU,
                                 store=store)
-    model = model_for(config.model, config.training.seed, parameter_dtype("float64"), CPU)
+    model = model_for(config.model, config.training.seed, parameter_dtype(config.training), CPU)
     placement = place(schedule.grid, model.layers)
     holding = build_holding(model, placement.held(schedule, worker), config.training)
     slices = Slices(holding, placement.slices(schedule, worker), model, loss_scale=1 / 3, config=config)
@@ -82,11 +82,13 @@ class Wire:
         self.worker = worker
         self._log = log
 
-    def send(self, tensor: torch.Tensor, target: Worker, tag: int) -> "Sent":
+    def send(self, tensor: torch.Tensor, target: Worker, tag: int, part: int) -> "Sent":
+        assert part == 0
         self._log.append((self.worker, "to", target, tag))
         return Sent()
 
-    def receive(self, shape: object, dtype: object, source: Worker, tag: int) -> "Sent":
+    def receive(self, shape: object, dtype: object, source: Worker, tag: int, part: int) -> "Sent":
+        assert part == 0
         self._log.append((self.worker, "from", source, tag))
         return Sent()
 

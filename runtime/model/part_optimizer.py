@@ -1,0 +1,197 @@
+"""The optimizer of a worker that keeps parts of layers' optimizer state, or float32 master weights, or both.
+
+It steps *pieces*: what a part has of one parameter, flat. Without master weights a piece is a view of the parameter;
+with them it is a float32 copy, from which the bfloat16 parameter is rounded after each step.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from runtime.config import TrainingConfig
+from runtime.model.parameter_groups import Groups, grouped
+from runtime.model.part_state import PartState, name_of, placed, slice_of, untrained
+from runtime.model.parts import Parts, Span, common
+from runtime.model.shards import shards_of
+from runtime.model.undoable_steps import UndoableSteps
+from runtime.model.worker_group import first_rank
+
+
+class _Piece(NamedTuple):
+    """What a part has of a parameter."""
+
+    layer: int
+    name: str
+    parameter: nn.Parameter
+    part: Span
+    whole: Span
+    """Elements of the layer: those of the parameter."""
+    span: Span
+    """And these."""
+    stepped: nn.Parameter
+    own: bool
+
+    def of_parameter(self) -> Tensor:
+        """These elements of the parameter itself."""
+        return slice_of(self.parameter.detach().view(-1), self.whole, self.span)
+
+    def gradient(self) -> Tensor | None:
+        """Of these elements, in the dtype that is stepped: a view where that is the gradients' own."""
+        gradient = self.parameter.grad
+        return None if gradient is None else slice_of(gradient.view(-1), self.whole, self.span).to(self.stepped.dtype)
+
+
+class PartOptimizer(UndoableSteps):
+    """Steps the parts that are `kept` of some layers; of these, some are this worker's `own`.
+
+    Other elements of the parameters come from other workers after each step: then `gathered` is to be called.
+    """
+
+    def __init__(self, modules: Mapping[int, nn.Module], config: TrainingConfig, kept: Parts, own: Parts) -> None:
+        self.kept, self._own = kept, own
+        self._masters = config.master_weights
+        self._modules = modules
+        self._pieces = [piece for layer, spans in kept.items() for part in spans
+                        for piece in self._cut(layer, modules[layer], part)]
+        super().__init__(self._groups(config), config)
+        self.whole_after: int | None = None
+        """The iteration after which all elements of the parameters are as they should be; None: they are not."""
+        self.own_stepped: Callable[[], None] | None = None
+        """Called in a step, once the own parts have been stepped, and before gradients of the others are read."""
+
+    def squares(self) -> dict[int, float]:
+        """The sum of squares of the gradients of each layer's own parts, computed in float64.
+
+        What all ranks of a worker have counts as the first rank's.
+        """
+        counted = [piece for piece in self._pieces if piece.own and piece.parameter.grad is not None
+                   and (first_rank() or piece.name in shards_of(self._modules[piece.layer]))]
+        sums = [gradient.double().square().sum() for piece in counted
+                if (gradient := piece.gradient()) is not None]
+        found = dict.fromkeys(self._modules, 0.0)
+        for piece, value in zip(counted, torch.stack(sums).tolist() if sums else (), strict=True):
+            found[piece.layer] += value
+        return found
+
+    def step(self, iteration: int, factor: float = 1.0) -> None:
+        """Step what is kept, by the parameters' gradients times `factor`; undoable from now on."""
+        self.whole_after = None
+        super().step(iteration, factor)
+        for piece in self._pieces:
+            piece.stepped.grad = None
+
+    def gathered(self, iteration: int) -> None:
+        """All other elements of the parameters have come, as they are after an iteration."""
+        self.whole_after = iteration
+
+    def undo(self) -> None:
+        """Put what is kept back, bit for bit, to before the open step."""
+        super().undo()
+        self._round(self._pieces)
+        self.whole_after = None
+
+    def part_state(self, layer: int, span: Span, *, state: bool = True) -> PartState:
+        """Some elements, which lie in one part that is kept: the tensors themselves. Without `state`, the parameters
+        alone."""
+        tensors: dict[str, Tensor] = {}
+        part = next(one for one in self.kept[layer] if one[0] <= span[0] and span[1] <= one[1])
+        for piece in self._pieces:
+            both = common(piece.span, span) if piece.layer == layer and piece.part == part else None
+            if both is None:
+                continue
+            tensors[f"model.{piece.name}"] = slice_of(piece.stepped.detach(), piece.span, both)
+            for slot, value in self._state.get(piece.stepped, {}).items() if state else ():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer.{slot}.{piece.name}"] = slice_of(value, piece.span, both)
+        if span[0] == 0:
+            tensors |= {f"model.{name}": tensor for name, tensor in untrained(self._modules[layer]).items()}
+        return PartState(layer, *span, tensors)
+
+    def own_states(self, layer: int) -> list[PartState]:
+        """This worker's own parts of a layer."""
+        return [self.part_state(layer, span) for span in self._own.get(layer, ())]
+
+    def kept_states(self) -> list[PartState]:
+        """All that is kept."""
+        return [self.part_state(layer, span) for layer, spans in self.kept.items() for span in spans]
+
+    def load(self, parts: Iterable[PartState]) -> None:
+        """Take over, by copies, what others have of the parts that are kept here. No step may be open."""
+        assert self.open_iteration is None, "a step is open: undo or commit it first"
+        with torch.no_grad():
+            for part in parts:
+                for piece in self._pieces:
+                    both = common(piece.span, (part.start, part.stop)) if piece.layer == part.layer else None
+                    if both is not None:
+                        self._load(piece, part, both)
+
+    def state_bytes(self) -> int:
+        """Memory of the optimizer's state, and of master weights."""
+        masters = sum(piece.stepped.nbytes for piece in self._pieces) if self._masters else 0
+        return masters + sum(value.nbytes for slots in self._state.values() for value in slots.values()
+                             if isinstance(value, Tensor))
+
+    def _cut(self, layer: int, module: nn.Module, part: Span) -> Iterable[_Piece]:
+        for name, parameter, span in placed(module):
+            both = common(span, part)
+            if both is None:
+                continue
+            view = slice_of(parameter.detach().view(-1), span, both)
+            stepped = nn.Parameter(view.float() if self._masters else view)
+            yield _Piece(layer, name, parameter, part, span, both, stepped, part in self._own.get(layer, ()))
+
+    def _groups(self, config: TrainingConfig) -> Groups:
+        """Pieces in the groups of their parameters."""
+        pieces: dict[nn.Parameter, list[nn.Parameter]] = {}
+        for piece in self._pieces:
+            pieces.setdefault(piece.parameter, []).append(piece.stepped)
+        groups = grouped({f"{piece.layer}.{piece.name}": piece.parameter for piece in self._pieces}, config)
+        return [{**group, "params": [one for parameter in group["params"] for one in pieces[parameter]]}
+                for group in groups]
+
+    def _make_step(self, factor: float) -> None:
+        """The own parts first, so that others get them while this steps its copies of theirs."""
+        groups = self._optimizer.param_groups
+        everything = [group["params"] for group in groups]
+        try:
+            for own in (True, False):
+                mine = [piece for piece in self._pieces if piece.own is own]
+                for piece in mine:
+                    piece.stepped.grad = piece.gradient()
+                chosen = {piece.stepped for piece in mine}
+                for group, members in zip(groups, everything, strict=True):
+                    group["params"] = [one for one in members if one in chosen]
+                super()._make_step(factor)
+                self._round(mine)
+                if own and self.own_stepped is not None:
+                    self.own_stepped()
+        finally:
+            for group, members in zip(groups, everything, strict=True):
+                group["params"] = members
+
+    def _round(self, pieces: Iterable[_Piece]) -> None:
+        """With master weights, parameters are these in fewer bits."""
+        if self._masters:
+            with torch.no_grad():
+                for piece in pieces:
+                    piece.of_parameter().copy_(piece.stepped)
+
+    def _load(self, piece: _Piece, part: PartState, both: Span) -> None:
+        has = max(piece.whole[0], part.start), min(piece.whole[1], part.stop)
+        stepped, slots = piece.stepped, self._state[piece.stepped]
+        for key, tensor in part.tensors.items():
+            kind, slot, *_ = key.split(".")
+            if name_of(key) != piece.name:
+                continue
+            if kind == "model":
+                slice_of(stepped.detach(), piece.span, both).copy_(slice_of(tensor, has, both))
+            elif tensor.dim() == 0:
+                slots[slot] = tensor.detach().to(self._device_of(slot, stepped), copy=True)
+            else:
+                if slot not in slots:
+                    slots[slot] = torch.empty(stepped.shape, dtype=tensor.dtype, device=stepped.device)
+                slice_of(slots[slot], piece.span, both).copy_(slice_of(tensor, has, both))
+        if not slots:
+            del self._state[stepped]

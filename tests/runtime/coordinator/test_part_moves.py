@@ -1,0 +1,101 @@
+"""Which parts of layers move: everybody gets what it is to keep, and nothing twice, whoever has failed."""
+
+import itertools
+
+import pytest
+
+from runtime.coordinator.part_moves import Partition
+from runtime.model.parts import cut, parts_of, without
+from runtime.protocol.to_coordinator import Kept
+from runtime.replay.placement import place
+from schedules.schedule import Worker
+from tests.jobs import grid
+from tests.runtime.running import schedule_for
+
+JOB = grid(4, 2, 2)
+ELEMENTS = (100, 7, 0, 41)
+WHOLE = schedule_for(JOB)
+PLACEMENT = place(WHOLE.grid, len(ELEMENTS))
+
+
+def partition(*, sharded=True):
+    return Partition(ELEMENTS, PLACEMENT, (), sharded)
+
+
+def cuts_of(schedule, *, sharded=True):
+    return {layers: cut(sum(ELEMENTS[slice(*layers)]), members, (), sharded=sharded)
+            for layers, members in PLACEMENT.reduced_by_all(schedule).items()}
+
+
+def keepers(schedule, after, *, sharded=True):
+    found = {}
+    for seat in schedule.seats:
+        mine = {layers: one for layers, one in cuts_of(schedule, sharded=sharded).items()
+                if seat.worker in one.members}
+        parts = parts_of(seat.worker, mine, ELEMENTS.__getitem__)
+        found[seat.worker] = Kept(tuple((layer, *span) for layer, spans in parts.items() for span in spans), after)
+    return found
+
+
+def workers(*names):
+    return {Worker.parse(name) for name in names}
+
+
+@pytest.mark.parametrize("dead", [(), ("0.0",), ("0.0", "2.0"), ("1.0", "1.1"), ("0.0", "2.0", "1.1", "3.1")])
+@pytest.mark.parametrize("undone", [(), ("3.0", "0.1")])
+def test_all_get_what_they_are_to_keep_and_all_parameters(dead, undone):
+    old = keepers(WHOLE, 5)
+    left = {worker: kept if str(worker) not in undone else Kept(kept.parts, None)
+            for worker, kept in old.items() if worker not in workers(*dead)}
+    holds = {worker: layers for worker, layers in PLACEMENT.held_by(WHOLE).items() if worker in left}
+    assert partition().lost(left) == []
+    schedule = schedule_for(JOB, dead)
+    moves, cuts = partition().moves(schedule, left, holds, 5), cuts_of(schedule)
+    for worker, layers in PLACEMENT.held_by(schedule).items():
+        needs = parts_of(worker, {one: its for one, its in cuts.items() if worker in its.members},
+                         ELEMENTS.__getitem__)
+        mine = [move for move in moves if move.target == worker]
+        for layer in layers:
+            has = [(start, stop) for one, start, stop in left[worker].parts if one == layer]
+            got = [(move.start, move.stop) for move in mine if move.layer == layer and move.state]
+            for span in needs.get(layer, ()):
+                assert without(span, [*has, *got]) == ()
+            seen = [*got, *((move.start, move.stop) for move in mine if move.layer == layer and not move.state)]
+            if str(worker) in undone:
+                assert without((0, ELEMENTS[layer]), [*has, *seen]) == ()
+            else:
+                assert seen == got, "parameters are there"
+            for one, other in itertools.combinations([*has, *seen], 2):
+                assert max(one[0], other[0]) >= min(one[1], other[1]), "nothing comes twice"
+    for move in moves:
+        assert any(layer == move.layer and start <= move.start and move.stop <= stop
+                   for layer, start, stop in left[move.source].parts)
+
+
+def test_buddies_lost_together_are_noticed_and_layers_read_anew():
+    left = {worker: kept for worker, kept in keepers(WHOLE, 5).items() if worker not in workers("0.0", "1.0")}
+    assert partition().lost(left) == [0]  # half of its elements, and none of layer 1
+    schedule = schedule_for(JOB, ("0.0", "1.0"))
+    reads = {worker: tuple(layers) for worker, layers in PLACEMENT.held_by(schedule).items() if worker.pipeline > 2}
+    kept = {reader: partition().read(layers, 4) for reader, layers in reads.items()}
+    moves = partition().moves(schedule, kept, reads, 3)
+    assert {move.target for move in moves} == {seat.worker for seat in schedule.seats} - reads.keys()
+    assert {move.source for move in moves} <= reads.keys()
+
+
+def test_writers_get_all_that_they_lack():
+    old = keepers(WHOLE, 5)
+    writers = {layer: Worker(0, 0 if layer < 2 else 1) for layer in range(4)}
+    moves = partition().to_writers(writers, old)
+    for layer, writer in writers.items():
+        has = [(start, stop) for one, start, stop in old[writer].parts if one == layer]
+        got = [(move.start, move.stop) for move in moves if (move.target, move.layer) == (writer, layer)]
+        assert without((0, ELEMENTS[layer]), [*has, *got]) == () and all(move.state for move in moves)
+
+
+def test_where_all_keep_everything_only_who_comes_gets_something():
+    old = keepers(schedule_for(JOB, ["2.1"]), 5, sharded=False)
+    assert partition(sharded=False).to_writers({0: Worker(3, 0)}, old) == ()
+    moves = partition(sharded=False).moves(WHOLE, old, {worker: PLACEMENT.held(WHOLE, worker) for worker in old}, 5)
+    assert {move.target for move in moves} == {Worker(2, 1)}
+    assert sum(move.stop - move.start for move in moves) == sum(ELEMENTS[2:])

@@ -1,0 +1,104 @@
+"""Workers keep parts of layers' optimizer states: whatever fails, the numbers are those of one process that has all."""
+
+import pytest
+import torch
+
+from runtime.config import ConfigError, parse_run_config
+from runtime.launch import Resilience, run
+from runtime.model.checkpoint import latest, load
+from runtime.processes.process_manager import Return
+from runtime.run_folder import CHECKPOINTS
+from schedules.schedule import Worker
+from tests.jobs import grid
+from tests.runtime.failing import TIMEOUT_SECONDS, Planning, at, dead, planned, returned, train
+from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
+
+WIDE = grid(3, 2, 2, more="optimizer = 1")
+FOUR = grid(4, 1, 2, more="optimizer = 1")
+V = grid(2, 2, 2, more="[placement]\norder = 'v'\nchunks = 2")
+
+
+def sharded(iterations=6, **training):
+    return tiny(iterations=iterations, shard_optimizer=True, **training)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.8])
+def test_killed_anywhere_and_back(clip_norm, fork_server, tmp_path):
+    """Where one dies before its step, another has stepped, and waits for the parameters: it undoes the step."""
+    kills = [at("0.0", 2, "O"), at("2.1", 4, "A"), at("1.0", 20, "stepped"), at("1.1", 21, 2)]
+    back = (Return(Worker(0, 0), 3), Return(Worker(2, 1), 5))
+    result = train(kills, fork_server, tmp_path, job=WIDE, config=sharded(26, clip_norm=clip_norm), returns=back)
+    assert set(dead(result)) == {"0.0", "2.1", "1.0", "1.1"} and sorted(returned(result)) == ["0.0", "2.1"]
+    assert all(one.went_back_to is None for one in result.recoveries)
+
+
+def test_two_that_are_not_buddies_lose_nothing(fork_server, tmp_path):
+    """Of four, each is the next one's buddy. All but one keep a part of what the others lack."""
+    result = train([at("0.0", 2, "O"), at("2.0", 2, "O"), at("3.0", 4, "stepped")], fork_server, tmp_path, job=FOUR,
+                   config=sharded())
+    assert sorted(dead(result)) == ["0.0", "2.0", "3.0"]
+    assert all(one.went_back_to is None for one in result.recoveries)
+
+
+def test_two_that_are_buddies_take_the_run_back_to_its_newest_checkpoint(fork_server, tmp_path):
+    result = train([at("1.0", 5, "A"), at("2.0", 5, "A")], fork_server, tmp_path, job=FOUR, config=sharded(9),
+                   checkpoint_every=3, rebalancer=Planning(FOUR))
+    assert sorted(dead(result)) == ["1.0", "2.0"] and [one.went_back_to for one in result.recoveries][-1] in (0, 3)
+
+
+def test_v_placement_ranks_and_another_optimizer(fork_server, tmp_path):
+    """Within each plane of ranks it is the same."""
+    model = {"blocks": 2, "width": 16, "heads": 4, "context": 16, "dropout": 0.1}
+    training = {"batch": 1, "dtype": "float64", "device": "cpu", "iterations": 5, "optimizer": "sgd", "momentum": 0.9,
+                "clip_norm": 0.5}
+    config = parse_run_config(model, {**training, "tensor_parallel": 2, "shard_optimizer": True})
+    result = run(schedule_for(V), config, out=tmp_path, fork_server=fork_server, resilience=Resilience(
+        scheduler=planned(V), heartbeat_timeout_seconds=TIMEOUT_SECONDS, injections=(at("0.1", 2, "O"),)))
+    assert dead(result) == ["0.1"]
+    assert_same_numbers(result, judge(parse_run_config(model, training), V.microbatches, 5))
+
+
+def test_a_checkpoint_is_whole_and_goes_anywhere(fork_server, tmp_path):
+    first, then = tmp_path / "sharded", tmp_path / "then"
+    run(schedule_for(WIDE), sharded(4), out=first, fork_server=fork_server, resilience=Resilience(checkpoint_every=2))
+    run(schedule_for(grid(2, 4, 3)), tiny(iterations=6), out=then, fork_server=fork_server,
+        resilience=Resilience(resume=latest(first / CHECKPOINTS)))
+    result = run(schedule_for(WIDE), sharded(8), out=tmp_path / "again", fork_server=fork_server,
+                 resilience=Resilience(resume=latest(then / CHECKPOINTS)))
+    assert_same_numbers(result, judge(tiny(iterations=8), (2, 2, 2), 8))
+
+
+@pytest.mark.parametrize(("training", "share"), [
+    ({"shard_optimizer": True, "clip_norm": 1.8}, 1e-4),
+    ({"reduce_dtype": "bf16", "optimizer": "sgd", "learning_rate": 0.1}, 0.02)])
+def test_bf16_parameters_with_float32_masters(training, share, fork_server, tmp_path):
+    """Replicas end with the same bits (the run requires it), and masters where those of one process are.
+
+    Gradients are bf16 numbers, whose sums in float32 are all but exact in any order. Each sum in bf16 is off by up to
+    2^-9: masters by that share of the way that they have gone, about.
+    """
+    config = tiny(iterations=6, dtype="bf16", master_weights=True, **training)
+    result = run(schedule_for(WIDE), config, out=tmp_path, fork_server=fork_server, resilience=Resilience(
+        scheduler=planned(WIDE), checkpoint_every=3, injections=(at("0.0", 2, "O"),)))
+    assert dead(result) == ["0.0"]
+    reference, first = judge(config, WIDE.microbatches, 6), judge(config, WIDE.microbatches, 0)
+    assert result.losses == pytest.approx(reference.losses, rel=1e-3)
+    states = load(latest(tmp_path / CHECKPOINTS), range(4))
+    ours = {name: states[int(layer)][f"model.{of}"] for name in reference.masters
+            for layer, _, of in [name.partition(".")]}
+    assert {tensor.dtype for tensor in ours.values()} == {torch.float32}
+    off, gone = (sum((one[name] - other[name]).square().sum() for name in reference.masters) ** 0.5
+                 for one, other in ((ours, reference.masters), (reference.masters, first.masters)))
+    assert off <= share * gone
+
+
+@pytest.mark.parametrize(("training", "message"), [
+    ({"dtype": "float16"}, "training.dtype is 'float16'; expected one of .*: in float16 small gradients are lost "
+                           "without loss scaling, which there is not, and bf16 needs none"),
+    ({"master_weights": True, "dtype": "float32"}, "training.master_weights is true, and training.dtype 'float32'; "
+                                                   "expected 'bf16'"),
+    ({"reduce_dtype": "bf16"}, "training.reduce_dtype is 'bf16', and there are no master_weights; expected them, or"),
+])
+def test_what_cannot_be_is_refused(training, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_run_config({}, training)
