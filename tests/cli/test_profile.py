@@ -14,7 +14,7 @@ from planner.job.layers import layer_costs
 from planner.job.writer import job_text
 from planner.plan import plan_job
 from runtime.config import parse_run_config
-from runtime.tools.profile import Profile, StageProfile
+from runtime.tools.profile import Profile, StageProfile, profile
 
 JOB = """
 name = "tiny \\"quoted\\" é"
@@ -100,6 +100,19 @@ def test_a_bidirectional_job_is_measured_as_one_chain(tmp_path) -> None:
     assert after.layers == (2, 2) * 2, "the layers of each stage that were measured"
     assert len(set(after.time.forward)) == 2, "two measured values, each for both chains"
     assert plan_job(after, time_limit=1).schedule.period_ticks > 0
+
+
+def test_parts_of_optimizer_state_are_measured(tmp_path) -> None:
+    """Of four workers three keep it all when one is lost: two parts of three, each with what undoes a step."""
+    config = parse_run_config({"blocks": 1, "width": 64, "heads": 2, "context": 16},
+                              {"device": "cpu", "batch": 1, "dtype": "bf16", "master_weights": True,
+                               "shard_optimizer": True})
+    found = profile(config, [(0, 3)], copies=4, workers=4, microbatches=4, rounds=1)
+    (stage,) = found.stages
+    parameters = 256 * 64 + 16 * 64 + 12 * 64**2 + 13 * 64 + 2 * 64 + 256 * 64
+    assert stage.static_bytes == pytest.approx(parameters * (2 + 4 + 2 * 24 / 3), rel=0.02)
+    assert stage.undo_bytes == pytest.approx(parameters * 2 * 12 / 3, rel=0.02)
+    assert stage.all_reduce > 0 and stage.optimizer > 0
 
 
 def measured(job: Job) -> Profile:
