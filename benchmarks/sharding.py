@@ -6,17 +6,18 @@
 A GPT of one stage on so many workers, in float32 on CPUs: without and with `[training] shard_optimizer`, and under
 torch.distributed's DistributedDataParallel with a ZeroRedundancyOptimizer over AdamW, which reads the same
 micro-batches and keeps no copy of any part. In turns; the least wall time of an iteration counts, over the last half
-of a run. Exit status 1 when what a worker keeps of the optimizer is more than 2 % off (1 + buddy) x 20 bytes a
-parameter / workers.
+of a run. Then what buddies cost: reducing, stepping and gathering alone, with and without them, in turns. Exit status
+1 when what a worker keeps of the optimizer is more than 2 % off (1 + buddy) x 20 bytes a parameter / workers.
 """
 
 import argparse
 import contextlib
 import os
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -37,14 +38,18 @@ from runtime.model.holding import Holding
 from runtime.model.layers import model_for, parameter_dtype
 from runtime.model.part_optimizer import PartOptimizer
 from runtime.model.part_state import elements_of
-from runtime.model.parts import cut
+from runtime.model.parts import Cut, cut
 from runtime.processes.children import Children
 from runtime.processes.fork_server import ForkServer
+from runtime.protocol.rendezvous import Rendezvous, connect_store, host_store
+from runtime.replay.communication import Communicator, Membership
+from schedules.layers import LayerRange
 from schedules.schedule import Worker
 
 BYTES = 20
 """Of the optimizer for each parameter that is stepped: two moments, and what undoes a step of them and of itself."""
 LIMIT = 0.02
+STEPS = 24
 CPU = torch.device("cpu")
 
 
@@ -52,8 +57,9 @@ class _Rank(msgspec.Struct, frozen=True):
     config: RunConfig
     rank: int
     workers: int
-    microbatches: int
-    folder: str
+    microbatches: int = 1
+    folder: str = ""
+    rendezvous: Rendezvous | None = None
 
 
 def ours(config: RunConfig, workers: int, microbatches: int, fork_server: ForkServer) -> float:
@@ -83,9 +89,11 @@ def zero(data: bytes) -> bytes:
                                    world_size=task.workers)
     training = task.config.training
     model = model_for(task.config.model, training.seed, parameter_dtype(training), CPU)
-    module = DistributedDataParallel(nn.Sequential(*(model.build(layer) for layer in range(model.layers))))
+    module = DistributedDataParallel(nn.Sequential(*(model.build(layer) for layer in range(model.layers))),
+                                     gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=training.learning_rate,
-                                        betas=training.betas, weight_decay=training.weight_decay, fused=True)
+                                        betas=training.betas, weight_decay=training.weight_decay, fused=True,
+                                        parameters_as_bucket_view=True)
     corpus, ends = load_corpus(task.config, (task.microbatches,) * task.workers), list[float]()
     for iteration in range(training.iterations):
         for index in range(task.microbatches):
@@ -99,6 +107,60 @@ def zero(data: bytes) -> bytes:
         ends.append(time.perf_counter())
     distributed.destroy_process_group()
     return str(_least(ends)).encode()
+
+
+def cost_of_buddies(config: RunConfig, workers: int) -> tuple[float, float]:
+    """Seconds of reducing, stepping and gathering the whole model, without buddies and with."""
+    store, opened = host_store()
+    with Children("benchmarks.sharding:step_parts", [_Rank(config, rank, workers, rendezvous=opened)
+                                                     for rank in range(workers)]) as children:
+        found = [msgspec.json.decode(answer, type=tuple[float, float]) for answer in children.answers(300)]
+    del store
+    return max(without for without, _ in found), max(beside for _, beside in found)
+
+
+def step_parts(data: bytes) -> bytes:
+    """One process of those that reduce, step and gather, with and without buddies in turns."""
+    task = msgspec.json.decode(data, type=_Rank)
+    assert task.rendezvous is not None
+    torch.set_num_threads(1)
+    model = model_for(task.config.model, 0, parameter_dtype(task.config.training), CPU)
+    members, layers = [Worker(one, 0) for one in range(task.workers)], (0, model.layers)
+    me = members[task.rank]
+    communicator = Communicator(Membership(1, {worker: rank for rank, worker in enumerate(members)}, me),
+                                {layers: members}, transport="gloo", device=CPU, store=connect_store(task.rendezvous))
+    seconds: list[list[float]] = [[], []]
+    holdings = []
+    for buddies in (False, True):
+        holding = Holding({layer: model.build(layer) for layer in range(model.layers)}, task.config.training)
+        one = cut(sum(map(elements_of, holding.modules.values())), members, (), sharded=True)
+        one = one if buddies else one._replace(wards=((),) * task.workers)
+        holding.keep(holding.modules, {layers: one}, me, [], -1)
+        holdings.append((holding, one))
+    for iteration in range(STEPS):
+        for (holding, one), times in zip(holdings, seconds, strict=True):
+            communicator.wait_for_all()
+            began = time.perf_counter()
+            _reduce_and_step(communicator, holding, one, layers, iteration)
+            times.append(time.perf_counter() - began)
+    communicator.wait_for_all()
+    return msgspec.json.encode([statistics.median(times[STEPS // 4:]) for times in seconds])
+
+
+def _reduce_and_step(communicator: Communicator, holding: Holding, cut: Cut, layers: LayerRange,
+                     iteration: int) -> None:
+    """As the executor's A and O do."""
+    ((_, parameters, _),), optimizer, finish = holding.flat_parameters(), holding.optimizer, list[Callable[[], None]]()
+    assert isinstance(optimizer, PartOptimizer)
+
+    def own_stepped() -> None:
+        finish.append(communicator.gather_parts(layers, parameters, cut))
+        communicator.wait_for_copies()
+
+    communicator.reduce_parts(layers, holding.gradients(layers)[0], cut)
+    optimizer.own_stepped = own_stepped
+    optimizer.step(iteration)
+    finish[0]()
 
 
 def _least(ends: Sequence[float]) -> float:
@@ -137,6 +199,9 @@ def main() -> None:
     for name, seconds in found.items():
         table.add_row(name, f"{min(seconds) * 1e3:.1f}", f"{rival / min(seconds):.2f}")
     Console().print(table)
+    without, beside = cost_of_buddies(sharded, options.workers)
+    print(f"A and O alone: {without * 1e3:.1f} ms without buddies, {beside * 1e3:.1f} ms with them, which is "
+          f"{(beside - without) / min(found['sharded, with buddies']):+.1%} of an iteration")
     kept, parameters = bytes_kept(sharded, options.workers)
     formula = 2 * BYTES * parameters / options.workers
     print(f"{parameters / 1e6:.2f} million parameters: a worker keeps {kept / parameters:.2f} bytes each of the "

@@ -153,7 +153,7 @@ def _finish(text: str, path: Path, json: bool) -> None:
 
 def _preset(name: str, *, shard_optimizer: bool) -> str:
     if shard_optimizer and name in preset_names() and name not in ESTIMATED:
-        refuse(f"--shard-optimizer: the preset {name} was measured; for an estimate, take {' or '.join(ESTIMATED)}")
+        refuse(f"--shard-optimizer: the preset {name} is no estimate; {' and '.join(ESTIMATED)} are")
     try:
         return preset(name, shard_optimizer=shard_optimizer)
     except KeyError:

@@ -26,6 +26,12 @@ def test_presets(name, tmp_path):
     assert (tmp_path / "job.toml").read_text() == preset(name)
 
 
+def test_an_estimated_preset_with_sharded_optimizer_state(tmp_path):
+    done = new("--preset", "llama-3-8b", "--shard-optimizer", "--out", tmp_path / "job.toml")
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "job.toml").read_text() == preset("llama-3-8b", shard_optimizer=True) != preset("llama-3-8b")
+
+
 def test_a_model_by_options_or_by_answers(tmp_path):
     assert new(*MODEL, "--out", tmp_path / "a.toml").exit_code == 0
     job = read_job(tmp_path / "a.toml")
@@ -94,6 +100,7 @@ def test_whole_backwards_gpu_ranges_and_other_names(tmp_path):
 
 @pytest.mark.parametrize(("arguments", "says"), [
     (["--preset", "gpt-9"], "--preset gpt-9: expected one of gpt-1.5b"),
+    (["--preset", "gpt-1.5b", "--shard-optimizer"], "--shard-optimizer: the preset gpt-1.5b is no estimate"),
     (["--preset", "gpt-1.5b", "--layers", 3], "three ways to begin: take one"),
     ([*MODEL, "--gpu", "abacus"], "--gpu abacus: expected one of"),
     ([*MODEL, "--stages", 9], "9 stages for 8 layers"),

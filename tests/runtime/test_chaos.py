@@ -24,7 +24,7 @@ ITERATIONS = 24
 
 
 @pytest.mark.parametrize(("seed", "name"), [(1, "plain"), (2, "slow-settling-clipped"),
-                                            (3, "ranks-settling-clipped")])
+                                            (3, "ranks-settling-clipped"), (4, "sharded-settling-clipped")])
 def test_chaos(seed, name, fork_server, tmp_path):
     tally, setting = Tally(), replace(settings("3x2", ITERATIONS)[name], gap=(3, 8), away=(1, 4))
     train_through(setting, random.Random(seed), fork_server, tmp_path, tally, storm_seconds=2.0)

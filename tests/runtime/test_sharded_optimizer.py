@@ -1,9 +1,12 @@
 """Workers keep parts of layers' optimizer states: whatever fails, the numbers are those of one process that has all."""
 
+import json
+
 import pytest
 import torch
 
 from runtime.config import ConfigError, parse_run_config
+from runtime.events import EVENTS, WentBack
 from runtime.launch import Resilience, run
 from runtime.model.checkpoint import latest, load
 from runtime.processes.process_manager import Return
@@ -11,7 +14,7 @@ from runtime.run_folder import CHECKPOINTS
 from schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import TIMEOUT_SECONDS, Planning, at, dead, planned, returned, train
-from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
+from tests.runtime.running import assert_same_evaluations, assert_same_numbers, judge, schedule_for, tiny
 
 WIDE = grid(3, 2, 2, more="optimizer = 1")
 FOUR = grid(4, 1, 2, more="optimizer = 1")
@@ -44,18 +47,23 @@ def test_two_that_are_buddies_take_the_run_back_to_its_newest_checkpoint(fork_se
     result = train([at("1.0", 5, "A"), at("2.0", 5, "A")], fork_server, tmp_path, job=FOUR, config=sharded(9),
                    checkpoint_every=3, rebalancer=Planning(FOUR))
     assert sorted(dead(result)) == ["1.0", "2.0"] and [one.went_back_to for one in result.recoveries][-1] in (0, 3)
+    events = [json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines()]
+    (reason,) = [event["reason"] for event in events if event["event"] == WentBack.__struct_config__.tag]
+    assert reason.startswith("optimizer state of layer 0 is lost with two workers that both kept it: worker ")
 
 
-def test_v_placement_ranks_and_another_optimizer(fork_server, tmp_path):
+def test_v_placement_ranks_evaluation_and_another_optimizer(fork_server, tmp_path):
     """Within each plane of ranks it is the same."""
     model = {"blocks": 2, "width": 16, "heads": 4, "context": 16, "dropout": 0.1}
     training = {"batch": 1, "dtype": "float64", "device": "cpu", "iterations": 5, "optimizer": "sgd", "momentum": 0.9,
-                "clip_norm": 0.5}
+                "clip_norm": 0.5, "evaluate_every": 2, "validation_text": __file__}
     config = parse_run_config(model, {**training, "tensor_parallel": 2, "shard_optimizer": True})
     result = run(schedule_for(V), config, out=tmp_path, fork_server=fork_server, resilience=Resilience(
         scheduler=planned(V), heartbeat_timeout_seconds=TIMEOUT_SECONDS, injections=(at("0.1", 2, "O"),)))
     assert dead(result) == ["0.1"]
-    assert_same_numbers(result, judge(parse_run_config(model, training), V.microbatches, 5))
+    reference = judge(parse_run_config(model, training), V.microbatches, 5)
+    assert_same_numbers(result, reference)
+    assert_same_evaluations(tmp_path, reference)
 
 
 def test_a_checkpoint_is_whole_and_goes_anywhere(fork_server, tmp_path):

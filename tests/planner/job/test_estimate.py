@@ -14,6 +14,7 @@ from planner.job.presets import preset, preset_names
 from planner.job.writer import job_text
 from planner.model.ticks import tick_of
 from planner.plan import plan_job
+from runtime.config import parse_run_config
 
 
 def gpt(layers, hidden, heads, vocabulary=50_304):
@@ -48,6 +49,21 @@ def test_presets_are_jobs(name):
 def test_sizes_of_llama_3():
     sizes = [float(preset(name).split("measured: ")[1].split(" billion")[0]) for name in ("llama-3-8b", "llama-3-70b")]
     assert sizes == [pytest.approx(8.03, abs=0.01), pytest.approx(70.6, abs=0.1)]
+
+
+@pytest.mark.parametrize(("pipelines", "bytes_kept"), [(2, 24), (4, 2 * 24 / 3), (8, 2 * 24 / 7)])
+def test_sharded_optimizer_state_leaves_room(pipelines, bytes_kept):
+    """Weight and gradient stay whole; what the optimizer keeps is what it is when one worker of a stage is lost."""
+    shape = gpt(32, 4096, 32)
+    whole, sharded = (parse_job(job_text(*estimate("x", shape, layout(8, pipelines=pipelines, shard_optimizer=one,
+                                                                      gpu=GPUS["h200"])))) for one in (False, True))
+    for before, after in zip(whole.memory.weights, sharded.memory.weights, strict=True):
+        assert after / before == pytest.approx((6 + bytes_kept) / 30, abs=1e-3)
+    freed = [after - before for before, after in zip(whole.memory.capacity, sharded.memory.capacity, strict=True)]
+    less = [before - after for before, after in zip(whole.memory.weights, sharded.memory.weights, strict=True)]
+    assert freed == pytest.approx(less, abs=10)
+    training = parse_run_config({}, sharded.training).training
+    assert training.shard_optimizer and training.master_weights and not whole.training
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "llama-3-70b"])
