@@ -17,17 +17,17 @@ def list_schedules(known: Incumbent, budget: Budget) -> Incumbent:
 
     def report(period: int) -> None:
         ticks, bound = (number * known.problem.tick_seconds for number in (period, known.bound))
-        budget.progress(f"list scheduler: period {ticks:g} s, bound {bound:g} s")
+        budget.progress.found("list scheduler", ticks, bound)
 
     for number, index in enumerate(order):
         problem = known.pieces[index].problem
         left = sum(known.pieces[other].problem.operations for other in order[number:])
         part = budget.share(problem.operations / left)
         found[index] = search(problem, max(known.bound, longest), part.deadline, budget.seed,
-                              report if known.alone else lambda _: None, budget.stop)
+                              report if len(order) == 1 else lambda _: None, budget.stop)
         longest = max(longest, found[index][1])
     solutions, periods = zip(*(found[index] for index in range(len(order))), strict=True)
     known = known.with_solutions(solutions, periods)
-    if not known.alone:
+    if len(order) > 1:
         report(known.period)
     return known
