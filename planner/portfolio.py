@@ -37,7 +37,7 @@ from planner.search.steps.list_schedules import list_schedules
 from schedules.layers import layers_in
 from schedules.schedule import Worker
 
-LIST_SHARE = 0.3
+LIST_SHARE = 0.4
 """Share of the time for list schedules of all candidates."""
 FIRST_SHARE = 0.25
 """Share of that for the problem as it is."""

@@ -5,13 +5,16 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
+from planner.layout.types import MicroBatch
 from planner.model import start_times
 from planner.model.arrays import Ints, ProblemArrays
 from planner.model.closing import closing_key, closing_programs
-from planner.model.decompose import Piece, undivided
+from planner.model.decompose import NOBODY, Piece, undivided
 from planner.model.problem import Problem
 from planner.model.solution import Solution
 from schedules.schedule import Program, ProgramOp, Schedule, Seat, Status, Worker
+
+Names = tuple[tuple[MicroBatch, tuple[int | None, int]], ...]
 
 
 class TimedPiece(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,24 +110,43 @@ def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, So
 
 
 def _programs(timed: TimedPiece, closing: Mapping[int, Program]) -> dict[Worker, Program]:
-    """The program of every role of all copies of a piece; those without re-routed ops are one object for all copies."""
-    arrays, row_of = timed.arrays, timed.arrays.ops.worker.tolist()
-    kinds = timed.piece.problem.kinds
+    """The program of every role of all copies of a piece; those that are equal in several copies are one object."""
+    piece, arrays = timed.piece, timed.arrays
+    kinds, row_of = piece.problem.kinds, timed.arrays.ops.worker.tolist()
     bodies: list[list[ProgramOp]] = [[] for _ in arrays.workers]
-    rerouted: list[list[tuple[int, int]]] = [[] for _ in arrays.workers]
+    owners: list[list[MicroBatch]] = [[] for _ in arrays.workers]
     for op, begin in zip(timed.order.tolist(), timed.start[timed.order].tolist(), strict=True):
         number, kind = divmod(op, len(kinds))
         unit, row = arrays.units[number], row_of[number]
-        if unit.pipeline != arrays.workers[row].pipeline:
-            rerouted[row].append((len(bodies[row]), unit.pipeline))
         bodies[row].append(ProgramOp(kinds[kind], unit.slice, unit.microbatch, begin))
+        owners[row].append(MicroBatch(unit.pipeline, unit.microbatch))
+    closed = [_closed(piece.problem, worker, body, closing)
+              for worker, body in zip(arrays.workers, bodies, strict=True)]
+    made: dict[tuple[int, Names], Program] = {}
     programs: dict[Worker, Program] = {}
-    for row, worker in enumerate(arrays.workers):
-        program, at = _closed(timed.piece.problem, worker, bodies[row], closing)
-        moved = [(at[index], pipeline) for index, pipeline in rerouted[row]]
-        for copy in timed.piece.copies:
-            programs[Worker(copy[worker.pipeline], worker.column)] = _named(program, moved, copy)
+    for copy in piece.copies:
+        names = [_names(piece, copy, pipeline) for pipeline in range(len(copy))]
+        for row, worker in enumerate(arrays.workers):
+            if copy[worker.pipeline] == NOBODY:
+                continue
+            own = names[worker.pipeline]
+            if (row, own) not in made:
+                made[row, own] = _named(*closed[row], owners[row], dict(own))
+            programs[Worker(copy[worker.pipeline], worker.column)] = made[row, own]
     return programs
+
+
+def _names(piece: Piece, copy: Sequence[int], pipeline: int) -> Names:
+    """The micro-batches of a piece that are not named as in its own problem in the programs of a pipeline's workers:
+    with their names there, pipeline (None: that of the worker) and number."""
+    names = []
+    for owner, count in enumerate(piece.problem.grid.microbatches):
+        for number in range(count if copy[owner] != NOBODY else 0):
+            known = piece.named(copy, owner, number)
+            name = None if known.pipeline == copy[pipeline] else known.pipeline, known.microbatch
+            if name != (None, number):
+                names.append((MicroBatch(owner, number), name))
+    return tuple(names)
 
 
 def _closed(problem: Problem, worker: Worker, body: Sequence[ProgramOp],
@@ -144,13 +166,16 @@ def _closed(problem: Problem, worker: Worker, body: Sequence[ProgramOp],
     return (*program, *left), places
 
 
-def _named(program: Program, rerouted: Sequence[tuple[int, int]], copy: Sequence[int]) -> Program:
-    """The program with the pipelines of its re-routed ops as they are numbered in the whole problem."""
-    if not rerouted:
+def _named(program: Program, places: Sequence[int], owners: Sequence[MicroBatch],
+           names: Mapping[MicroBatch, tuple[int | None, int]]) -> Program:
+    """The program with micro-batches as they are named in the whole problem. `places` and `owners`: of compute ops."""
+    if not names:
         return program
     ops = list(program)
-    for index, pipeline in rerouted:
-        ops[index] = msgspec.structs.replace(ops[index], pipeline=copy[pipeline])
+    for index, owner in zip(places, owners, strict=True):
+        if owner in names:
+            pipeline, microbatch = names[owner]
+            ops[index] = msgspec.structs.replace(ops[index], pipeline=pipeline, microbatch=microbatch)
     return tuple(ops)
 
 

@@ -1,7 +1,7 @@
 """The pieces of a problem with a layout: pipelines that some route joins; equal ones once."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -10,10 +10,29 @@ from planner.model.problem import Leg, Problem
 from schedules.schedule import Slow, Worker
 
 
+def by_runner(problem: Problem) -> tuple[Problem, Mapping[MicroBatch, MicroBatch]]:
+    """The same with micro-batches numbered in the pipeline that runs them, not in the one that they come from.
+
+    In order of their own numbers, those of several pipelines in turn; where several run one, in the first of these.
+    The mapping is from the new names to those of the problem.
+    """
+    assert problem.routes is not None
+    counts = [0] * problem.grid.pipelines
+    names: dict[MicroBatch, MicroBatch] = {}
+    for batch in sorted(problem.routes, key=lambda batch: (batch.microbatch, batch.pipeline)):
+        runners = {leg.worker.pipeline for leg in problem.routes[batch]}
+        pipeline = batch.pipeline if batch.pipeline in runners else min(runners)
+        names[MicroBatch(pipeline, counts[pipeline])] = batch
+        counts[pipeline] += 1
+    routes = {new: problem.routes[batch] for new, batch in sorted(names.items())}
+    grid = msgspec.structs.replace(problem.grid, microbatches=tuple(counts))
+    return msgspec.structs.replace(problem, grid=grid, routes=routes), names
+
+
 def components(problem: Problem) -> list[list[tuple[int, ...]]]:
     """Pipelines by the piece they belong to: for each different piece, all its copies, their pipelines in equal order.
 
-    Pipelines are joined where one runs micro-batches of the other.
+    Pipelines are joined where a micro-batch of one passes the other; one that runs nothing, with the first.
     """
     assert problem.routes is not None
     copies: dict[object, list[tuple[int, ...]]] = defaultdict(list)
@@ -39,6 +58,9 @@ def _joined(problem: Problem) -> list[list[int]]:
             if leg.worker.pipeline != batch.pipeline:
                 first, second = top(batch.pipeline), top(leg.worker.pipeline)
                 above[max(first, second)] = min(first, second)
+    busy = [top(batch.pipeline) for batch in problem.routes or {}]
+    for pipeline in set(map(top, range(problem.grid.pipelines))).difference(busy):
+        above[pipeline] = min(busy)
     found: dict[int, list[int]] = defaultdict(list)
     for pipeline in range(problem.grid.pipelines):
         found[top(pipeline)].append(pipeline)

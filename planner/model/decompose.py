@@ -10,12 +10,16 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from planner.model.components import components, part_of
+from planner.layout.types import MicroBatch
+from planner.model.components import by_runner, components, part_of
 from planner.model.problem import Problem
 from schedules.tables.pattern import Columns, columns_by_pipeline
 
 LARGEST_GROUP = 60_000
 """Compute ops of a group up to which it is given more healthy pipelines than it needs."""
+
+NOBODY = -1
+"""In a copy: the pipeline of that number stands for none of the whole problem."""
 
 Dead = Mapping[int, Columns]
 """The columns in which each broken pipeline has no worker."""
@@ -26,7 +30,15 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 
     problem: Problem
     copies: tuple[tuple[int, ...], ...]
-    """For each copy, the pipeline of the whole problem that each pipeline of the small one stands for."""
+    """For each copy, the pipeline of the whole problem that each pipeline of the small one stands for; or `NOBODY`."""
+    names: Mapping[MicroBatch, MicroBatch] | None = None
+    """The micro-batches of the whole problem by the names that they have in a copy, before its pipelines are numbered
+    anew; None: the same."""
+
+    def named(self, copy: Sequence[int], pipeline: int, microbatch: int) -> MicroBatch:
+        """The micro-batch of the whole problem that one of this piece stands for in a copy."""
+        batch = MicroBatch(copy[pipeline], microbatch)
+        return self.names[batch] if self.names else batch
 
 
 def undivided(problem: Problem) -> Piece:
@@ -42,7 +54,9 @@ def decompose(problem: Problem) -> tuple[Piece, ...]:
     """
     whole = undivided(problem)
     if problem.routes is not None:
-        return tuple(Piece(problem=part_of(problem, copies[0]), copies=tuple(copies)) for copies in components(problem))
+        renamed, names = by_runner(problem) if problem.grid.chains == 1 else (problem, None)
+        return tuple(Piece(problem=part_of(renamed, copies[0]), copies=tuple(copies), names=names)
+                     for copies in components(renamed))
     if problem.times.slow:
         return (whole,)
     dead = columns_by_pipeline(problem.failed)
@@ -57,6 +71,21 @@ def decompose(problem: Problem) -> tuple[Piece, ...]:
     if len(groups) == 1 and len(rest) < 2:
         return (whole,)
     return (*_distinct(problem, dead, groups), *([_healthy(problem, rest)] if rest else []))
+
+
+def joined(problem: Problem, pieces: Sequence[Piece]) -> Piece:
+    """All pieces of a problem with routes as one, in which each stands once, so that they are ordered on one clock.
+
+    Nobody may run what is another's there: it would be another piece that its copies share with.
+    """
+    renamed, names = by_runner(problem)
+    starts = [sum(len(piece.copies[0]) for piece in pieces[:index]) for index in range(len(pieces) + 1)]
+    copies = [[NOBODY] * starts[-1] for _ in range(max(len(piece.copies) for piece in pieces))]
+    for start, piece in zip(starts, pieces, strict=False):
+        for row, copy in zip(copies, piece.copies, strict=False):
+            row[start:start + len(copy)] = copy
+    part = msgspec.structs.replace(part_of(renamed, copies[0]), sharing=False)
+    return Piece(problem=part, copies=tuple(map(tuple, copies)), names=names)
 
 
 def _by_count(problem: Problem, pipelines: Sequence[int]) -> list[list[int]]:

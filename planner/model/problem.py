@@ -60,8 +60,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     backward: BackwardMode = "split"
     optimizer: OptimizerMode = "staggered"
     sharing: bool = False
-    """Any live holder of a slice may run any micro-batch of it. Else only micro-batches of failed workers go to others.
-    """
+    """Any live holder of a slice may run any micro-batch of it. Else only micro-batches of failed workers go to others;
+    with routes, none."""
     parts: tuple[int, ...] = ()
     """By stage, into how many equal layers a micro-batch may be cut, 0 where layers are not equal; (): never. What is
     planned here are whole stages: it is the bound that counts them.
@@ -155,9 +155,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.sharing and (bool(self.times.slow) or len(set(self.grid.microbatches)) > 1)
 
     def hosts(self, slice_: int, pipeline: int) -> tuple[Worker, ...]:
-        """The workers that may run this slice of this pipeline's micro-batches."""
+        """The workers that may run this slice of this pipeline's micro-batches. On fixed routes, none but those there.
+        """
         if self.sharing:
             return self.holders[slice_]
+        if self.routes is not None:
+            return ()
         own = self.worker(slice_, pipeline)
         return self.holders[slice_] if own in self.failed else (own,)
 

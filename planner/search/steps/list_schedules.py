@@ -1,33 +1,85 @@
 """Step 2: a solution of every piece by the list schedulers."""
 
+import contextlib
+
+import msgspec
+
+from planner.model import assemble
+from planner.model.decompose import joined
+from planner.model.problem import Unit
 from planner.model.solution import Solution
+from planner.model.start_times import solution_period
 from planner.search.budget import Budget
 from planner.search.incumbent import Incumbent
+from planner.search.list_scheduler import StuckError
 from planner.search.list_search import search
+from schedules.precedence import OpKey
+from schedules.schedule import Worker
+
+LARGEST_JOINED = 60_000
+"""Compute ops of all different pieces up to which they are put on one clock."""
+APART_SHARE = 0.5
+"""Share of the time for each piece by itself, where they are put on one clock then."""
 
 
 def list_schedules(known: Incumbent, budget: Budget) -> Incumbent:
     """The best of many list schedules of each piece. No piece need be shorter than the longest one.
 
-    Where the period of a piece is not that of the whole, only the latter is reported, in the end.
+    Where the period of a piece is not that of the whole, only the latter is reported, in the end. Pieces of a layout
+    reduce gradients at times that each would choose otherwise: as one they are ordered for the same times.
     """
+    join = len(known.pieces) > 1 and known.problem.routes is not None and known.problem.grid.chains == 1 and \
+        sum(piece.problem.operations for piece in known.pieces) <= LARGEST_JOINED
+    found = _each_alone(known, budget.share(APART_SHARE) if join else budget)
+    if len(known.pieces) > 1:
+        _report(found.period, known, budget)
+    return _on_one_clock(found, budget) if join and found.open else found
+
+
+def _report(period: int, known: Incumbent, budget: Budget) -> None:
+    ticks, bound = (number * known.problem.tick_seconds for number in (period, known.bound))
+    budget.progress.found("list scheduler", ticks, bound)
+
+
+def _each_alone(known: Incumbent, budget: Budget) -> Incumbent:
     order = sorted(range(len(known.pieces)), key=lambda index: known.pieces[index].problem.operations)
     found: dict[int, tuple[Solution, int]] = {}
     longest = 0
-
-    def report(period: int) -> None:
-        ticks, bound = (number * known.problem.tick_seconds for number in (period, known.bound))
-        budget.progress.found("list scheduler", ticks, bound)
-
     for number, index in enumerate(order):
         problem = known.pieces[index].problem
         left = sum(known.pieces[other].problem.operations for other in order[number:])
         part = budget.share(problem.operations / left)
         found[index] = search(problem, max(known.bound, longest), part.deadline, budget.seed,
-                              report if len(order) == 1 else lambda _: None, budget.stop)
+                              lambda period: _report(period, known, budget) if len(order) == 1 else None, budget.stop)
         longest = max(longest, found[index][1])
     solutions, periods = zip(*(found[index] for index in range(len(order))), strict=True)
-    known = known.with_solutions(solutions, periods)
-    if len(order) > 1:
-        report(known.period)
-    return known
+    return known.with_solutions(solutions, periods)
+
+
+def _on_one_clock(known: Incumbent, budget: Budget) -> Incumbent:
+    """All pieces as one, with the better of their own plans and of list schedules of the whole."""
+    piece, solution = joined(known.problem, known.pieces), _together(known)
+    empty = msgspec.structs.replace(known, pieces=(piece,))
+    best = empty.with_solutions([solution], [solution_period(piece.problem, solution)])
+    with contextlib.suppress(StuckError):
+        other, ticks = search(piece.problem, known.bound, budget.deadline, budget.seed, lambda _: None, budget.stop)
+        found = empty.with_solutions([other], [ticks])
+        if found.period < best.period:
+            best = found
+            _report(best.period, known, budget)
+    return best
+
+
+def _together(known: Incumbent) -> Solution:
+    """The solutions of all pieces as one of the joined piece."""
+    hosts: dict[Unit, Worker] = {}
+    starts: dict[OpKey, int] = {}
+    first = 0
+    for one in assemble.align(known.problem, list(zip(known.pieces, known.solutions, strict=True)), known.deadlines):
+        own = one.arrays.solution(one.order, one.start)
+        hosts |= {Unit(slice_, first + pipeline, microbatch): Worker(first + worker.pipeline, worker.column)
+                  for (slice_, pipeline, microbatch), worker in own.hosts.items()}
+        starts |= {(kind, slice_, first + pipeline, microbatch): start
+                   for (kind, slice_, pipeline, microbatch), start in own.starts.items()}
+        first += one.piece.problem.grid.pipelines
+    return Solution(hosts=hosts, starts=starts)

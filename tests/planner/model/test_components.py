@@ -1,0 +1,83 @@
+"""Pieces of a layout: pipelines whose workers share micro-batches, wherever these come from."""
+
+import time
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.layout.types import Layout, MicroBatch, Stop
+from planner.model.assemble import build_schedule
+from planner.model.components import by_runner
+from planner.model.decompose import NOBODY, decompose, joined
+from planner.model.from_layout import problem_of_layout
+from planner.search.budget import Budget
+from planner.search.steps.bound import divided
+from planner.search.steps.list_schedules import list_schedules
+from schedules.check import check
+from schedules.schedule import Worker
+from tests.jobs import grid
+
+STAGES, MICROBATCHES = 3, 4
+
+
+def problem_of(runners, all_reduce=0):
+    """A layout in which each micro-batch passes the stages of these pipelines: [pipeline][micro-batch] one a stage."""
+    job = grid(len(runners), STAGES, MICROBATCHES, times="forward = 4\nbackward_input = 4\nbackward_weight = 4\n"
+               f"transfer = 1\noptimizer = 2\nall_reduce = {all_reduce}\n", more="[placement]\nlayers = [2, 2, 2]\n")
+    routes = {MicroBatch(pipeline, number): tuple(
+        Stop((2 * stage, 2 * stage + 2), Worker(runner, stage)) for stage, runner in enumerate(passed))
+        for pipeline, own in enumerate(runners) for number, passed in enumerate(own)}
+    holds = {Worker(pipeline, stage): ((2 * stage, 2 * stage + 2),) for pipeline in range(len(runners))
+             for stage in range(STAGES)}
+    return problem_of_layout(job, [], Layout(kind="by hand", holds=holds, routes=routes))
+
+
+def whole(*runners):
+    return [[(runner,) * STAGES for runner in own] for own in runners]
+
+
+def test_whole_micro_batches_of_another_pipeline_join_nothing():
+    problem = problem_of(whole([0, 1, 0, 2], [1, 1, 1, 1], [2, 2, 2, 2]))
+    renamed, names = by_runner(problem)
+    assert renamed.grid.microbatches == (2, 5, 5)
+    assert [names[MicroBatch(1, number)] for number in range(5)] == [(1, 0), (0, 1), (1, 1), (1, 2), (1, 3)]
+    alike, = (piece for piece in decompose(problem) if len(piece.copies) == 2)
+    assert alike.copies == ((1,), (2,)) and alike.problem.grid.microbatches == (5,)
+    assert alike.named((2,), 0, 3) == MicroBatch(0, 3) and alike.named((2,), 0, 4) == MicroBatch(2, 3)
+
+
+def test_each_different_piece_stands_once_in_the_joined_one():
+    problem = problem_of(whole([0, 1, 0, 2], [1, 1, 1, 1], [2, 2, 2, 2]))
+    piece = joined(problem, decompose(problem))
+    assert piece.problem.grid.microbatches == (2, 5)
+    assert piece.copies == ((0, 1), (NOBODY, 2))
+    assert not any(piece.problem.hosts(0, pipeline) for pipeline in range(2)), "its copies cannot share with others"
+
+
+def test_a_pipeline_that_runs_nothing_still_reduces_and_steps():
+    problem = problem_of(whole([1, 1, 1, 1], [1, 1, 1, 1]))
+    schedule = listed(problem)
+    assert check(schedule) == []
+    assert len(schedule.programs[schedule.seats[0].program]) == 2, "A and O"
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_schedules_of_any_pieces_pass_the_checker(data):
+    pipelines = data.draw(st.integers(2, 5))
+    crossing = data.draw(st.integers(0, 2))
+    runners = whole(*([data.draw(st.sampled_from([own, own, data.draw(st.integers(0, pipelines - 1))]))
+                       for _ in range(MICROBATCHES)] for own in range(pipelines)))
+    for _ in range(crossing):
+        own, number = data.draw(st.integers(0, pipelines - 1)), data.draw(st.integers(0, MICROBATCHES - 1))
+        runners[own][number] = tuple(data.draw(st.integers(0, pipelines - 1)) for _ in range(STAGES))
+    assert check(listed(problem_of(runners, all_reduce=data.draw(st.sampled_from([0, 2]))))) == []
+
+
+def listed(problem):
+    """The best list schedule, whose period is what the search says."""
+    known = list_schedules(divided(problem, 1, "nothing"), Budget(deadline=time.monotonic() + 0.1))
+    schedule = build_schedule(problem, list(zip(known.pieces, known.solutions, strict=True)), lower_bound=1,
+                              method="greedy", deadlines=known.deadlines)
+    assert schedule.period_ticks == known.period
+    return schedule
