@@ -11,6 +11,7 @@ from runtime.model.slices import SliceRunner, Slices
 from runtime.model.steps import Steps
 from runtime.replay.communication import Communicator
 from runtime.replay.exchange import Exchange, TensorName
+from runtime.replay.part_exchange import PartExchange
 from runtime.replay.recorder import Recorder
 from schedules.precedence import consumers, op_key, waits
 from schedules.schedule import Op, OpKind, Schedule
@@ -65,6 +66,7 @@ class Executor:
         self._slices = slices
         self._steps = steps
         self._communicator = communicator
+        self._parts = PartExchange(communicator)
         self._exchange = exchange
         self._feed = feed
         self._recorder = recorder
@@ -158,7 +160,7 @@ class Executor:
             if cut is None:
                 self._communicator.sum_over_sharers(layers, gradients)
             else:
-                self._communicator.reduce_parts(layers, gradients[0], cut)
+                self._parts.reduce(layers, gradients[0], cut)
 
     def _optimize(self, step: _Step) -> None:
         """What layers share is summed first, and parameters are gathered last: all that hold them are at their O, with
@@ -169,7 +171,7 @@ class Executor:
             for name, gradients in self._slices.shared_gradients().items():
                 self._communicator.sum_over_sharers(name, gradients)
             if self._steps.watches:
-                self._communicator.wait_for_copies()  # there may be no step, and gradients are zero afterwards
+                self._parts.wait_for_copies()  # there may be no step, and gradients are zero afterwards
             gathering: list[Callable[[], None]] = []
             with self._slices.when_own_parts_are_stepped(partial(self._gather, gathering)):
                 self._steps.step(self._iteration, self._loss)
@@ -179,9 +181,9 @@ class Executor:
 
     def _gather(self, gathering: list[Callable[[], None]]) -> None:
         """While parameters are on their way to others, the copies of others' parts are stepped."""
-        gathering += [self._communicator.gather_parts(layers, parameters, cut)
+        gathering += [self._parts.gather(layers, parameters, cut)
                       for layers, parameters, cut in self._slices.flat_parameters()]
-        self._communicator.wait_for_copies()
+        self._parts.wait_for_copies()
 
     def _runner(self, step: _Step) -> SliceRunner:
         assert step.runner is not None

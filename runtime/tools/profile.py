@@ -30,6 +30,7 @@ from runtime.model.slices import SliceRunner
 from runtime.processes.children import ChildError, Children
 from runtime.protocol.rendezvous import Rendezvous, connect_store, host_store, interface_towards
 from runtime.replay.communication import Communicator, Membership, Transport, choose_transport
+from runtime.replay.part_exchange import PartExchange
 from runtime.torch_private import LivingStorages, TCPStore, TensorWatch
 from schedules.schedule import Worker
 
@@ -256,16 +257,17 @@ class _Measurer:
         training, one = self._task.config.training, cut(total, members, (), sharded=True)
         if not one.sharded:
             return 0.0, 0.0
+        exchange = PartExchange(communicator)
         gradients = torch.zeros(one.length, dtype=gradient_dtype(training) or parameter_dtype(training),
                                 device=self._device)
         parameters = torch.zeros(one.length, dtype=parameter_dtype(training), device=self._device)
 
         def reduce() -> None:
-            communicator.reduce_parts(_LAYERS, gradients, one)
-            communicator.wait_for_copies()
+            exchange.reduce(_LAYERS, gradients, one)
+            exchange.wait_for_copies()
 
         return (self._median(lambda: self._timed(reduce)),
-                self._median(lambda: self._timed(lambda: communicator.gather_parts(_LAYERS, parameters, one)())))
+                self._median(lambda: self._timed(lambda: exchange.gather(_LAYERS, parameters, one)())))
 
     def _gradients(self, layers: tuple[int, int]) -> list[Tensor]:
         sizes: dict[torch.dtype, int] = {}
