@@ -4,14 +4,15 @@
                                [--switch-interval 1e-6] [--node-0 0.3] [--log FILE] [--keep FOLDER]
 
 Trains a small GPT in float64, again and again, until so much has happened to the runs: workers die or lose their
-connections, by SIGKILL, SIGSTOP, an exception, a broken connection, or by just ending; before any op, between the
-staggered optimizer steps, in the middle of a recovery, while layers are fetched, several at once, or at any time by the
-clock; they come back; they are slow for a while. Runs differ in whether gradients are clipped, roles move, workers are
-slow, and layers move to better schedules, and in how fast layers can be fetched (`benchmarks.chaos_scenario`). When a
-stage has no worker left, those that live go back to the newest checkpoint in place; when fewer live than there are
-stages, a new run goes on from it. With `--node-0`, such a share of the runs is led by a process of its own at first,
-which is killed, too; another one goes on with its workers. With `--switch-interval`, threads of all processes take
-turns as often as that, and meet in unlucky moments. The seeds of the runs are consecutive.
+connections, by SIGKILL, SIGSTOP, an exception, a broken connection, or by just ending, or all of a node at once; before
+any op, between the staggered optimizer steps, in the middle of a recovery, while layers are fetched, several at once,
+or at any time by the clock; they come back; they are slow for a while. Runs differ in whether gradients are clipped,
+roles move, nodes die, workers are slow, and layers move to better schedules, and in how fast layers can be fetched
+(`benchmarks.chaos_scenario`). When a stage has no worker left, those that live go back to the newest checkpoint in
+place; when fewer live than there are stages, a new run goes on from it. With `--node-0`, such a share of the runs is
+led by a process of its own at first, which is killed, too; another one goes on with its workers. With
+`--switch-interval`, threads of all processes take turns as often as that, and meet in unlucky moments. The seeds of the
+runs are consecutive.
 
 Checked after each run: losses and parameters against the same training in one process; that nobody was started again
 who had not been lost; that no process, thread or open descriptor is left, and in the folder nothing that nobody needs.
@@ -146,7 +147,7 @@ def _live(setting: ChaosScenario, rng: random.Random, fork_server: ForkServer, o
 
     def tell(news: Recovery | SpeedEvent | str) -> None:
         if isinstance(news, Recovery):
-            tally.add(news)
+            tally.add(news, setting.nodes)
         elif isinstance(news, SpeedEvent):
             tally.add_speeds(news)
         else:
@@ -160,7 +161,7 @@ def _live(setting: ChaosScenario, rng: random.Random, fork_server: ForkServer, o
     whole = plan_job(setting.job, method="greedy").schedule  # before the storm: the planner may have to be compiled
     with storming(fork_server, rng, storm_seconds) as storm:
         run(whole, setting.config, out=out, fork_server=fork_server, resilience=how, progress=progress,
-            options=RunOptions(notify=tell, force=True, observe=survivors.observe))
+            options=RunOptions(notify=tell, force=True, observe=survivors.observe, topology=setting.nodes))
     tally.slowdowns += sum(one.iteration < setting.iterations for one in how.slowdowns)
     survivors.require()
 
@@ -186,7 +187,7 @@ def led_by_another(setting: ChaosScenario, rng: random.Random, out: Path, tally:
             if b'"fork server"' in line:
                 pids = json.loads(line)
             else:
-                tally.add(msgspec.json.decode(line, type=Recovery))
+                tally.add(msgspec.json.decode(line, type=Recovery), setting.nodes)
     if status not in (0, 1, -signal.SIGKILL):
         raise ChaosError(f"{out}: a node 0 of its own ended with status {status}")
     tally.leaders += status < 0
@@ -242,7 +243,8 @@ def one_run(seed: int, options: argparse.Namespace, fork_server: ForkServer, lea
             file.write(json.dumps({
                 "seed": seed, "setting": setting.name, "node_0_dies": node_0_dies, "events": tally.events,
                 "kills": tally.kills, "returns": tally.returns, "slowdowns": tally.slowdowns, "leaders": tally.leaders,
-                "settled": tally.settled, "found": tally.found, "left_out": tally.left_out, "back": tally.back,
+                "nodes": tally.nodes, "settled": tally.settled,
+                "found": tally.found, "left_out": tally.left_out, "back": tally.back,
                 "lost": tally.lost, "deviation": tally.deviation, "wrong": wrong}) + "\n")
     return wrong
 

@@ -7,7 +7,7 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from runtime.coordinator.slow_workers import SpeedEvent
 from runtime.events import Event, Failed, Noted
 from runtime.model.parameters import load_parameters
 from runtime.tools.reference import ReferenceResult
+from schedules.schedule import Worker
 
 REASONS = ("SIGKILL", "stopped answering", "InjectedError", "exit status 3", "was not found by the new node 0")
 """What is said of a worker that was lost on purpose."""
@@ -40,6 +41,8 @@ class Tally:
     """Times that fewer workers were left than there are stages."""
     back: int = 0
     """Times that the others went back to a checkpoint, because a stage had no worker left."""
+    nodes: int = 0
+    """Times that all workers of a node were lost in one recovery."""
     leaders: int = 0
     """Times that node 0 was killed, and another one went on."""
     slowdowns: int = 0
@@ -75,9 +78,11 @@ class Tally:
         """All that has happened to the runs from outside."""
         return self.kills + self.returns + self.leaders + self.slowdowns
 
-    def add(self, recovery: Recovery) -> None:
-        """Count a recovery. Raises ChaosError where a worker was lost that should not."""
+    def add(self, recovery: Recovery, nodes: Sequence[Collection[Worker]] = ()) -> None:
+        """Count a recovery; `nodes` are the workers of each. Raises ChaosError where a worker was lost that should not.
+        """
         self.recoveries.append(recovery)
+        self.nodes += sum(set(recovery.dead).issuperset(workers) for workers in nodes)
         self.back += recovery.went_back_to is not None
         for reason in recovery.reasons:
             known = next((known for known in REASONS if known in reason), None)
@@ -96,7 +101,7 @@ class Tally:
         self.recoveries += other.recoveries
         self.reasons += other.reasons
         self.deviation = max(self.deviation, other.deviation)
-        for name in ("lost", "back", "leaders", "slowdowns", "found", "left_out", "runs"):
+        for name in ("lost", "back", "nodes", "leaders", "slowdowns", "found", "left_out", "runs"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def report(self) -> str:
@@ -106,7 +111,7 @@ class Tally:
         causes = ", ".join(f"{count} {reason}" for reason, count in self.reasons.most_common())
         meanwhile = sum(one.meanwhile for one in self.recoveries)
         return (f"{self.runs} runs, {self.events} events: {self.kills} kills ({causes}), {self.returns} returns, "
-                f"{self.slowdowns} changes of speed, node 0 killed {self.leaders} times\n"
+                f"{self.slowdowns} changes of speed, {self.nodes} nodes lost, node 0 killed {self.leaders} times\n"
                 f"{self.settled} times settled, {meanwhile} iterations while layers were fetched, {self.found} changes "
                 f"of speed found, {self.left_out} workers left out, {self.back} times back to a checkpoint, "
                 f"{self.lost} times too few were left\n"

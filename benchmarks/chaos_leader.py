@@ -58,7 +58,7 @@ def main(name: str, iterations: str, seed: str, out: str, news: str, dies: str, 
         try:
             run(plan_job(setting.job, method="greedy").schedule, setting.config, out=Path(out), progress=progress,
                 resilience=resilience(setting, rng), fork_server=fork_server,
-                options=RunOptions(notify=tell, observe=survivors.observe))
+                options=RunOptions(notify=tell, observe=survivors.observe, topology=setting.nodes))
             survivors.require()
         except (RunError, ChaosError) as error:  # too few were left, or a survivor was started again
             print(error, file=sys.stderr)

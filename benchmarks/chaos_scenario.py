@@ -23,7 +23,7 @@ from runtime.coordinator.planning import Held, NoScheduleError, Scheduler, Speed
 from runtime.coordinator.settling import Settling
 from runtime.launch import Resilience
 from runtime.model.checkpoint import Checkpoint
-from runtime.processes.process_manager import Return
+from runtime.processes.process_manager import NodeFailure, Return
 from runtime.protocol.failure_injection import Action, Injection, Place, Slowdown
 from schedules.schedule import Schedule, Worker
 from schedules.tables.relabel import relabel
@@ -63,6 +63,8 @@ class ChaosScenario:
     """Whether workers are slow now and then."""
     ranks: int = 1
     """How many processes a worker is."""
+    node_workers: int = 0
+    """How many workers a node has, which may all die at once; 0: that happens to none."""
     shards: bool = False
     """Whether workers keep parts of layers' optimizer states."""
     gap: tuple[int, int] = (4, 16)
@@ -70,6 +72,13 @@ class ChaosScenario:
     away: tuple[int, int] = (1, 4)
     """Iterations until whoever is dead then comes back."""
     heartbeat_timeout_seconds: float = 1.0
+
+    @property
+    def nodes(self) -> list[tuple[Worker, ...]]:
+        """The workers of each, stage by stage: with a node, a stage loses several."""
+        by_stage = sorted(self.workers, key=lambda worker: (worker.column, worker.pipeline))
+        size = self.node_workers
+        return [tuple(by_stage[first:first + size]) for first in range(0, len(by_stage), size)] if size else []
 
     @property
     def workers(self) -> list[Worker]:
@@ -85,13 +94,13 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "slow-settling": {"slows": True, **SETTLING}, "ranks": {"ranks": 2},
     "ranks-settling": {"ranks": 2, "slows": True, **SETTLING}, "sharded": {"shards": True},
     "sharded-settling": {"shards": True, "moves": True, "slows": True, **SETTLING},
-    "sharded-ranks": {"shards": True, "ranks": 2}}
+    "sharded-ranks": {"shards": True, "ranks": 2}, "nodes": {"node_workers": 2, "moves": True}}
 
 
 def settings(grid: str, iterations: int) -> dict[str, ChaosScenario]:
     """By their names: plain, with roles that move, with slow workers, with layers that move, with both; with workers of
-    two processes, and that with the latter; with sharded optimizer state, by itself and with others; each of them with
-    and without clipping.
+    two processes, and that with the latter; with sharded optimizer state, by itself and with others; with nodes that
+    die, and roles that move; each of them with and without clipping.
     """
     pipelines, stages = map(int, grid.split("x"))
     made = {}
@@ -129,10 +138,12 @@ def watching_closely() -> Iterator[None]:
 
 def resilience(setting: ChaosScenario, rng: random.Random, resume: Checkpoint | None = None) -> Resilience:
     """What happens from a checkpoint on, or from the beginning, and how it is answered."""
-    injections, returns = _failures(setting, rng, 0 if resume is None else resume.iteration)
+    first = 0 if resume is None else resume.iteration
+    injections, returns = _failures(setting, rng, first)
     return Resilience(
         scheduler=scheduler(setting), heartbeat_timeout_seconds=setting.heartbeat_timeout_seconds,
         checkpoint_every=CHECKPOINT_EVERY, resume=resume, injections=tuple(injections), returns=tuple(returns),
+        node_failures=tuple(_node_failures(setting, rng, first)),
         slowdowns=tuple(_slowdowns(setting, rng)) if setting.slows else (),
         at_speeds=_SchedulerAtSpeeds(setting) if setting.slows else None,
         rebalancer=_Rebalancer(setting.job), settling=Settling() if setting.settles else None,
@@ -159,6 +170,13 @@ def _failures(setting: ChaosScenario, rng: random.Random, first: int) -> tuple[l
                            for iteration in range(at, min(at + IN_FETCH_SPAN, setting.iterations))]
         returns += [Return(worker, at + rng.randint(*setting.away)) for worker in workers]
     return injections, returns
+
+
+def _node_failures(setting: ChaosScenario, rng: random.Random, first: int) -> Iterator[NodeFailure]:
+    """Nodes whose workers die at once; they come back with those that other failures hit."""
+    at = first
+    while setting.nodes and (at := at + rng.randint(*setting.gap)) < setting.iterations:
+        yield NodeFailure(rng.choice(setting.nodes), at)
 
 
 def _rank(setting: ChaosScenario, rng: random.Random) -> int:

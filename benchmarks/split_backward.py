@@ -17,7 +17,7 @@ from runtime.config import RunConfig, parse_run_config
 from runtime.model.holding import build_holding
 from runtime.model.layers import model_for, parameter_dtype
 from runtime.model.slices import Microbatch, SliceRunner, TensorForm, forms
-from runtime.tools.profile import timed
+from runtime.tools.stage_bench import timed
 
 
 def middle_stage(config: RunConfig, device: torch.device) -> tuple[SliceRunner, TensorForm]:

@@ -52,7 +52,8 @@ Efficiency = Annotated[float, typer.Option("--efficiency", rich_help_panel=CLUST
                                            metavar="N", min=0.01, max=1.0, help=(
     "Share of the peak that matrix products reach."))]
 TensorParallel = Annotated[int, typer.Option("--tensor-parallel", rich_help_panel=CLUSTER,
-                                             metavar="N", min=1, max=1024, help="GPUs that are one worker.")]
+                                             metavar="N", min=1, max=1024, help=(
+    "GPUs that are one worker: [training] tensor_parallel."))]
 ShardOptimizer = Annotated[bool, typer.Option("--shard-optimizer", rich_help_panel=CLUSTER, help=(
     "The workers of a stage share its optimizer state; also for a preset that is an estimate."))]
 MicrobatchSize = Annotated[int, typer.Option("--microbatch-size", rich_help_panel=CLUSTER,

@@ -30,7 +30,7 @@ from cli.shared.options import (
     Seed,
     TimeLimit,
 )
-from cli.shared.plan_summary import answer, details, recomputation_lines
+from cli.shared.plan_summary import answer, details, rank_lines, recomputation_lines
 from cli.shared.planning import chosen_recomputation, compile_planner, make_plan, plan_options
 from planner.alternatives import Alternative, alternatives
 from planner.job.file import Job, JobError
@@ -61,7 +61,8 @@ FromCheckpoint = Annotated[bool, typer.Option("--from-checkpoint", rich_help_pan
     "With --layers move: layers that no live worker holds come from a checkpoint."))]
 Bandwidth = Annotated[float, typer.Option("--bandwidth", rich_help_panel=ANSWER,
                                           metavar="BYTES", min=1.0, max=1e15, help=(
-    "Bytes a second that a worker sends or receives while layers move."))]
+    "Bytes a second that a worker sends or receives while layers move; with [training] tensor_parallel, each of its "
+    "ranks."))]
 COMPARE_SHARE, COMPARE_SECONDS = 0.25, 4.0
 """What may be spent on what else could be done: a share of the time limit, and seconds at most."""
 ALONE = 0.2
@@ -106,7 +107,8 @@ def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, ba
         return
     chosen = [*(["--normalise"] if normalise else []), *(["--layers move"] if layers == "move" else [])]
     first = answer(made, others, chosen)
-    rest = [*recomputation_lines(again), *details(made, others, transition(made.schedule, wanted, bandwidth))]
+    rest = [*rank_lines(wanted), *recomputation_lines(again),
+            *details(made, others, transition(made.schedule, wanted, bandwidth))]
     out.print("\n".join(first), highlight=False)
     out.print(timeline(made.schedule, out.width, screen(len(first) + len(rest))))
     out.print("\n".join(rest), highlight=False)

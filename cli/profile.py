@@ -16,7 +16,8 @@ from planner.job.topology import topology_table
 from planner.job.writer import job_text, rounded
 
 if TYPE_CHECKING:
-    from runtime.tools.profile import Profile, StageProfile
+    from runtime.tools.profile import Profile
+    from runtime.tools.stage_bench import StageProfile
 
 DEFAULT = Path(__file__).parent / "jobs" / "small-gpt.toml"
 KIB = 1024
@@ -32,10 +33,14 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
                 "Write the measured job file here, instead of printing it."))] = None,
             rounds: Annotated[int, typer.Option("--rounds", metavar="N", min=1, max=1000, help=(
                 "How often each op is measured; the median counts."))] = 7,
+            tensor_parallel: Annotated[int | None, typer.Option("--tensor-parallel", metavar="N", min=1, max=64, help=(
+                "Processes of each worker, one device each: [training] tensor_parallel. Default: as the job says."))
+                ] = None,
             json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Measure the stages of a job's model on this machine: times, memory, transfers and all-reduces.
 
     Writes a complete job file, to be planned and trained. Transfers and all-reduces are measured within this machine.
+    A worker of several processes is measured as one: an op takes until all of them are done.
     """
     require_writable(out_file)
     with importing():
@@ -43,13 +48,17 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
 
         from runtime.config import ConfigError, parse_run_config
         from runtime.model.layers import model_for, parameter_dtype, split_layers
+        from runtime.model.worker_group import standing_in
         from runtime.tools.profile import ProfileError
         from runtime.tools.profile import profile as measure
 
     wanted = read_job_or_refuse(job)
+    if tensor_parallel is not None:
+        wanted = msgspec.structs.replace(wanted, training={**wanted.training, "tensor_parallel": tensor_parallel})
     try:
         config = parse_run_config(wanted.model, wanted.training)
-        layers = model_for(config.model, 0, parameter_dtype(config.training), torch.device("meta")).layers
+        with standing_in(config.training.tensor_parallel):
+            layers = model_for(config.model, 0, parameter_dtype(config.training), torch.device("meta")).layers
         ranges = _ranges(wanted.layers[:wanted.depth], layers) if wanted.layers else split_layers(layers, wanted.depth)
         with err.status("measuring"):
             measured, by_layer = (
@@ -88,13 +97,15 @@ def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
     # A worker holds all of its stages, of every chain; the stages that were measured are those of one.
     static = [sum(stages[index % job.depth].static_bytes for index, at in enumerate(job.columns) if at == column)
               for column in range(job.stages)]
-    room = measured.device_bytes if measured.device == "cuda" else measured.device_bytes // (job.pipelines * job.stages)
+    room = measured.device_bytes
+    if measured.device != "cuda":
+        room //= job.pipelines * job.stages * measured.ranks
     tables: dict[str, Any] = {
         "name": job.name, "pipelines": job.pipelines, "stages": job.stages, "microbatches": _short(job.microbatches),
         "time": {name: seconds(name)
                  for name in ("forward", "backward_input", "backward_weight", "optimizer", "all_reduce")},
         "memory": {"capacity": [max(0, (room - held) // KIB) for held in static],
-                   **_sizes(stages), "unit_bytes": KIB},
+                   **_sizes(stages), "unit_bytes": KIB * measured.ranks},
         "model": dict(job.model), "training": dict(job.training),
     }
     tables["time"]["transfer"], = rounded([measured.transfer], longest)
@@ -131,18 +142,25 @@ def comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
     static = ", ".join(f"{stage.static_bytes / 2**20:.1f}" for stage in measured.stages)
     undo = ", ".join(f"{stage.undo_bytes / 2**20:.1f}" for stage in measured.stages)
     where = "a GPU of this machine" if measured.device == "cuda" else "this machine, shared equally by all workers"
-    talk = f"over {measured.transport}, within this machine"
     copies = f"{job.pipelines} pipelines" if job.chains == 1 else f"{job.pipelines * job.chains} copies of a stage"
-    return {
-        "": [f"Measured by `slipstream profile` on {measured.device}, {measured.processes} processes at a time."],
+    processes = measured.workers * measured.ranks
+    found = {
+        "": [f"Measured by `slipstream profile` on {measured.device}, {processes} processes at a time."],
         "time": ["Seconds, one value per stage: medians, for one micro-batch.",
-                 f"transfer: one activation; all_reduce: {measured.reduce_group} of {copies}; both {talk}.",
+                 f"transfer: one activation; all_reduce: {measured.reduce_group} of {copies}; both over "
+                 f"{measured.transport}, within this machine.",
                  "Between machines, put in what your network takes."],
         "memory": [f"KiB. capacity: what {where}, has beyond what is held always.",
                    f"Held always, in MiB a stage: {static};",
                    f"of it the copies by which a step can be undone: {undo}."],
         "layers": ["Each layer measured by itself: how a stage divides over its layers."],
     }
+    if measured.ranks > 1:
+        found[""][0] += f" Each is a rank of a worker of {measured.ranks}."
+        found["time"] += ["An op takes until all ranks of its worker are done; tensors go from rank r to rank r, all "
+                          "at the same time."]
+        found["memory"] += [f"All of this is what a rank has; unit_bytes: of a worker, which is {measured.ranks}."]
+    return found
 
 
 def _ranges(counts: Sequence[int], layers: int) -> list[tuple[int, int]]:

@@ -59,9 +59,11 @@ Seed = Annotated[int, typer.Option("--seed", rich_help_panel=FAILURES, metavar="
     "Seed of every random choice."))]
 Seeds = Annotated[int, typer.Option("--seeds", rich_help_panel=FAILURES, metavar="N", min=1, max=100_000, help=(
     "Draw so many traces (or fit the given one to the job in so many ways), and tell the spread of the throughputs."))]
-Gpus = Annotated[int, typer.Option("--gpus-per-worker", rich_help_panel=FAILURES, metavar="N", min=1, max=4096, help=(
-    "GPUs of a worker (a tensor-parallel group). Drawn failures are of single GPUs; a worker that has lost some goes "
-    "on slower or is down, by policy. Where the job has [topology], all workers of its node are down."))]
+Gpus = Annotated[int | None, typer.Option("--gpus-per-worker", rich_help_panel=FAILURES,
+                                          metavar="N", min=1, max=4096, help=(
+    "GPUs of a worker (a tensor-parallel group). Default: [training] tensor_parallel of the job. Drawn failures are of "
+    "single GPUs; a worker that has lost some goes on slower or is down, by policy. Where the job has [topology], all "
+    "workers of its node are down."))]
 FailSlow = Annotated[bool, typer.Option("--fail-slow", rich_help_panel=FAILURES, help=(
     "Draw slow workers, too, at a published rate: a job that waits for the slowest takes 1.34 times as long."))]
 Tokens = Annotated[int | None, typer.Option("--tokens", rich_help_panel=ANSWER,
@@ -79,7 +81,7 @@ Switch = Annotated[float | None, typer.Option("--switch", rich_help_panel=FOLLOW
 
 def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, html: HtmlFile = None,
              table: TableFolder = None, preset: Preset = None, mtbf: Mtbf = None, days: Days = None,
-             seed: Seed = 0, seeds: Seeds = 1, gpus: Gpus = 1, fail_slow: FailSlow = False, tokens: Tokens = None,
+             seed: Seed = 0, seeds: Seeds = 1, gpus: Gpus = None, fail_slow: FailSlow = False, tokens: Tokens = None,
              parameters: Parameters = 6.7e9, batch: Batch = None, switch: Switch = None, json: Json = False) -> None:
     """Simulate policies over a failure trace: throughput over time, averages and lost time by cause.
 
@@ -90,7 +92,8 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
     wanted = wanted if again is None else again.job
     kinds = _policies(policy)
     _require_consistent(trace, {"--preset": preset, "--mtbf": mtbf, "--days": days}, html, seeds, fail_slow=fail_slow)
-    make = _trace_maker(wanted, trace, preset or DEFAULT_PRESET, mtbf, days or DEFAULT_DAYS, gpus, fail_slow)
+    make = _trace_maker(wanted, trace, preset or DEFAULT_PRESET, mtbf, days or DEFAULT_DAYS, gpus or wanted.ranks,
+                        fail_slow)
     target = html if html is not None or json else Path(f"{job.stem}-simulation.html")
     require_writable(target if seeds == 1 else None)
     if wanted.time.slow:

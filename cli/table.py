@@ -25,7 +25,7 @@ Exact = Annotated[bool, typer.Option("--exact", rich_help_panel=PLANNED, help=(
     "Also for each failure pattern of up to K failures, with which no worker has to change its role."))]
 ByNode = Annotated[bool, typer.Option("--by-node", rich_help_panel=PLANNED, help=(
     "Also for each one and each two nodes (machines) that are lost, with all of their workers by [topology] of the job "
-    "file; with these, no worker has to change its role."))]
+    "file: with each worker in its role, and for as many failures with roles moved."))]
 Jobs = Annotated[int | None, typer.Option("--jobs", rich_help_panel=SEARCH, metavar="N", min=1, max=1024, help=(
     "Processes to plan in. Default: one for each core."))]
 TimeLimit = Annotated[float, typer.Option("--time-limit", rich_help_panel=SEARCH,

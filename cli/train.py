@@ -2,7 +2,7 @@
 
 import math
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,15 +22,14 @@ from cli.shared.options import Backward, Failed, JobFile, Json, MethodName, Opti
 from cli.shared.plan_summary import recomputation_lines
 from cli.shared.planning import chosen_recomputation, make_plan, plan_options
 from cli.shared.rebalancing import Rebalancing
+from cli.shared.rehearsals import read_rehearsals
 from cli.shared.run_progress import RunProgress
 from cli.shared.train_inputs import (
     checkpoint_or_refuse,
-    events,
     find_checkpoint,
     look_up,
     read_table,
     require_fit,
-    slowdowns,
 )
 from cli.shared.train_options import (
     BringBack,
@@ -71,19 +70,14 @@ from runtime.model.checkpoint import Checkpoint, CheckpointError, identity_of, o
 from runtime.node_agent import NodeJob, join
 from runtime.processes.launchers import announce, find, to_open
 from runtime.processes.parent_death import signal_at_death_of_parent
-from runtime.processes.process_manager import Return
 from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped
 from runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS
-from runtime.protocol.failure_injection import Injection
 from runtime.protocol.rendezvous import RendezvousError
 from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
 from runtime.replay.placement import PlacementError
 from runtime.run_folder import FolderError, iterations_done, left_behind, locked, require_free, saved
 from schedules.check import check
 from schedules.schedule import Schedule, Worker
-
-KILL_BEFORE_OP = 2
-"""--kill kills a worker before the op of its program with this index: in the middle of the iteration."""
 
 
 def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, iterations: Iterations = None,
@@ -149,9 +143,9 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
     if not goes_on:
         with _refusals():
             _require_free(folder, resume_from, config, force=force, again=_is_same(resume, folder))
-    kills, returns = events("--kill", kill, wanted), events("--return", bring_back, wanted)
-    slowed = slowdowns(slow, wanted)
-    _say_what_never_happens({"--kill": kills, "--return": returns}, config.training.iterations)
+    rehearsals = read_rehearsals(wanted, kill, bring_back, slow)
+    for line in rehearsals.never(config.training.iterations):
+        _say(line)
     fault_free = None
     if goes_on and (folder / "schedule.json").exists():
         chosen = _fitting(folder / "schedule.json", wanted)  # they do not wait for ever
@@ -172,10 +166,9 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
         chosen, fault_free = found, whole.seconds(whole.period_ticks) if whole else fault_free
     resilience = Resilience(
         scheduler=scheduler(wanted, chosen, loaded), at_speeds=scheduler_at_speeds(wanted, chosen, loaded),
-        slowdowns=slowed, heartbeat_timeout_seconds=heartbeat_timeout,
-        checkpoint_every=checkpoint_every, resume=resume_from,
-        injections=tuple(Injection(worker, at, KILL_BEFORE_OP) for worker, at in kills),
-        returns=tuple(Return(worker, at) for worker, at in returns), join_timeout_seconds=join_timeout,
+        slowdowns=rehearsals.slowdowns, heartbeat_timeout_seconds=heartbeat_timeout,
+        checkpoint_every=checkpoint_every, resume=resume_from, injections=rehearsals.injections,
+        node_failures=rehearsals.node_failures, returns=rehearsals.returns, join_timeout_seconds=join_timeout,
         stall_timeout_seconds=stall_timeout, coordinator_timeout_seconds=coordinator_timeout,
         rebalancer=Rebalancing(wanted, chosen, loaded),
         settling=Settling(mtbf_seconds=mtbf) if layers == "move" else None)
@@ -201,7 +194,7 @@ def report(result: RunResult) -> dict[str, object]:
         "first_iteration": result.first_iteration,
         "recoveries": [{"iteration": one.iteration, "dead": list(map(str, one.dead)),
                         "returned": list(map(str, one.returned)), "reasons": list(one.reasons),
-                        "live": one.live, "seconds": one.seconds, "broken": one.broken,
+                        "live": one.live, "nodes": list(one.nodes), "seconds": one.seconds, "broken": one.broken,
                         "commit_gap_seconds": one.commit_gap_seconds, "went_back_to": one.went_back_to,
                         "repeated": one.repeated} for one in result.recoveries],
         "slow_workers": [{"worker": str(change.worker), "factor": change.factor, "since": change.since,
@@ -238,14 +231,6 @@ def _config(job: Job, path: Path, **overrides: object) -> RunConfig:
         return parse_run_config(job.model, job.training, **overrides)
     except ConfigError as error:
         refuse(f"{path}: {error}")
-
-
-def _say_what_never_happens(rehearsals: Mapping[str, Sequence[tuple[Worker, int]]], iterations: int) -> None:
-    """Where an option names an iteration that is not run; the first one is 0."""
-    for option, given in rehearsals.items():
-        for worker, at in given:
-            if at >= iterations:
-                _say(f"{option} {worker}@{at} will not happen: the last iteration is {iterations - 1}")
 
 
 def _require_model(job: Job, path: Path) -> None:

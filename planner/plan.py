@@ -15,7 +15,7 @@ from planner.model.decompose import decompose
 from planner.model.problem import NoPlanError, Problem
 from planner.options import PlanOptions
 from planner.portfolio import best_answer
-from planner.progress import ProgressCallback, quiet
+from planner.progress import ProgressCallback, SearchProgress, quiet
 from planner.reference import FaultFree, reference_options
 from planner.repetition import Speed, TooLargeError, blocks_within, repeated
 from planner.search.baselines import BASELINES
@@ -78,9 +78,9 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
     with _garbage_collection_off(), interruptible() as stop:
         budget = Budget(deadline=began + options.time_limit, seed=options.seed, stop=stop)
         speed = Speed(options.time_limit)
-        told = msgspec.structs.replace(budget, progress=progress)
-        aside = msgspec.structs.replace(budget.share(FAULT_FREE_SHARE),
-                                        progress=lambda line: progress(f"with no worker down, to compare with: {line}"))
+        told = msgspec.structs.replace(budget, progress=SearchProgress(progress))
+        aside = msgspec.structs.replace(budget.share(FAULT_FREE_SHARE), progress=SearchProgress(
+            lambda line: progress(f"with no worker down, to compare with: {line}")))
         fault_free = _fault_free(options, job, known, aside, speed) if failed else known
         found = _search(options, job, failed, told, speed)
         schedule = found.schedule
@@ -163,7 +163,7 @@ def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Bu
     in_place = msgspec.structs.replace(options, layers="fixed", slices=False)
 
     def plan_block(block: Job, seconds: float) -> Schedule:
-        within = msgspec.structs.replace(budget, deadline=time.monotonic() + seconds, progress=quiet)
+        within = msgspec.structs.replace(budget, deadline=time.monotonic() + seconds, progress=SearchProgress())
         return _whole(in_place, in_place.problem(block, failed), within).schedule
 
     ops = sum(piece.problem.operations for piece in decompose(problem))
@@ -172,7 +172,7 @@ def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Bu
     if blocks is None:
         return _answered(options, job, failed, problem, budget)
     said = f"{blocks.number} blocks of about {max(job.microbatches) // blocks.number} micro-batches a pipeline"
-    budget.progress(f"too many micro-batches to plan at once in this time: planning {said}")
+    budget.progress.line(f"too many micro-batches to plan at once in this time: planning {said}")
     schedule = repeated(job, blocks, lower_bound(problem), plan_block)
     return _Found(schedule, f"planned as {said}, each of which fills and drains the pipelines; with more time the "
                   "whole iteration is planned at once")

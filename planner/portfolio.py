@@ -51,6 +51,8 @@ MOST_LAYOUTS, FIRST = 12, 2.0
 be the best."""
 ASSIGNMENT_SECONDS, ASSIGNMENT_SHARE = 2.0, 0.2
 """For the exact assignment of layers: at most, and of the time for list schedules."""
+BEYOND = 1.003
+"""Up to how many times the period of the best candidate a bound of another one is sought."""
 LARGEST_BOUNDED = 20_000
 """Compute ops of the pieces of a layout up to which a bound of its own is sought."""
 
@@ -74,7 +76,7 @@ def best_answer(options: PlanOptions, job: Job, failed: Sequence[Worker], proble
     alone = options.method not in ("cp-sat", "greedy") or not (options.layers == "move" or _can_gain(options, problem))
     if problem is not None and alone:
         return Answer(problem, solve(problem, options.method, budget))
-    ready(budget.progress)
+    ready(budget.progress.line)
     given = layout_problem(job, failed, backward=options.backward or "split", layers=options.layers,
                            sliced=options.slices, from_checkpoint=options.from_checkpoint, holds=dict(options.holds))
     return _Portfolio(options, job, failed, given, budget).best(problem)
@@ -199,14 +201,20 @@ class _Portfolio:
     def _best(self) -> _Entry:
         return min(self._entries, key=lambda entry: entry.rank)
 
-    @staticmethod
-    def _least_of(known: Incumbent) -> int:
-        """A bound for the layout of a candidate, to a thousandth; 0 where none is sought."""
+    def _least_of(self, known: Incumbent) -> int:
+        """A bound for the layout of a candidate, to a thousandth; 0 where none is sought.
+
+        Only as far as it matters: to its own period, or a little beyond that of the best candidate.
+        """
         small = sum(piece.problem.operations for piece in known.pieces) <= LARGEST_BOUNDED
         if not small or not known.problem.interleaved:
             return 0
         hosts = [solution.hosts for solution in known.solutions]
-        high = known.period if known.solutions else 2 * known.bound
+        high = 2 * known.bound
+        if known.solutions:
+            high = known.period
+        elif self._entries:
+            high = max(known.bound, math.ceil(BEYOND * self._best.seconds / known.problem.tick_seconds))
         return LayoutBound([piece.problem for piece in known.pieces], hosts).period(known.bound, high)
 
     def _add_layouts(self, budget: Budget) -> None:

@@ -13,7 +13,7 @@ from schedules.schedule import Schedule
 
 def plan_report(plan: Plan, job: Job, bandwidth: float = BANDWIDTH,
                 again: Recomputation | None = None) -> dict[str, object]:
-    """Durations in seconds, memory in the job's unit, bandwidth in bytes a second for each worker.
+    """Durations in seconds, memory in the job's unit, bandwidth in bytes a second for each rank.
 
     `again`: where the planner has chosen what is computed again.
     """

@@ -12,7 +12,7 @@ from schedules.schedule import Schedule, Worker
 from schedules.tables.relabel import layers_lacked
 
 BANDWIDTH = 12.5e9
-"""Bytes a second that a worker sends or receives: a port of 100 Gb/s."""
+"""Bytes a second that each rank of a worker sends or receives: a port of 100 Gb/s."""
 
 
 class Transition(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def transition(schedule: Schedule, job: Job, bandwidth: float = BANDWIDTH) -> Transition:
-    """What a schedule moves, at `bandwidth` bytes a second for each worker."""
+    """What a schedule moves, at `bandwidth` bytes a second for each rank of a worker; all ranks at the same time."""
     received = layers_received(schedule)
     count = sum(map(len, received.values()))
     if not count:
@@ -37,7 +37,7 @@ def transition(schedule: Schedule, job: Job, bandwidth: float = BANDWIDTH) -> Tr
         return Transition(layers=count, bytes=None, seconds=None)
     size = [float(weights) * job.memory.unit_bytes for weights in layer_costs(job).weights]
     return Transition(layers=count, bytes=sum(size[layer] for layers in received.values() for layer in layers),
-                      seconds=_busiest(schedule, received, size) / bandwidth)
+                      seconds=_busiest(schedule, received, size) / job.ranks / bandwidth)
 
 
 def pays_after_iterations(plan: Plan, moved: Transition) -> int | None:

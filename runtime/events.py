@@ -66,6 +66,15 @@ class Failed(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class NodeLost(Event, frozen=True, kw_only=True):
+    """No worker of a node (a machine) that takes part or could is left; each has an event of its own, before."""
+
+    node: Count
+    """By `[topology]`, or as the nodes were started."""
+    workers: tuple[Worker, ...]
+    """All of it."""
+
+
 class OrderGiven(Event, frozen=True, kw_only=True):
     """Members are told to train by a schedule, until the next order."""
 
@@ -148,6 +157,8 @@ class Joined(Event, frozen=True, kw_only=True):
     """A worker takes part that did not before."""
 
     worker: Worker
+    stands_for: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """For how many ranks each of its processes does: more than one where it goes on without some."""
 
 
 class Resumed(Event, frozen=True, kw_only=True):
@@ -215,8 +226,8 @@ class Finished(Event, frozen=True, kw_only=True):
     """Why it ends before its last iteration."""
 
 
-Kind = (Started | Failed | OrderGiven | PlanAsked | PlanAnswered | SettlingChosen | FetchBegun | FetchProgressed
-        | FetchAbandoned | HandedOver | Joined | Resumed | Slowed | Recovered | LeftOut | WentBack
+Kind = (Started | Failed | NodeLost | OrderGiven | PlanAsked | PlanAnswered | SettlingChosen | FetchBegun
+        | FetchProgressed | FetchAbandoned | HandedOver | Joined | Resumed | Slowed | Recovered | LeftOut | WentBack
         | CoordinatorRestarted | CheckpointWritten | Noted | Finished)
 
 

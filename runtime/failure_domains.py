@@ -16,23 +16,28 @@ Domains = tuple[tuple[Worker, ...], ...]
 
 
 class FailureDomains:
-    """Those of one run, numbered from 0: with `[topology]`, as that has them."""
+    """Those of one run, numbered from 0: with `[topology]`, as that has them. A worker in none fails by itself."""
 
     def __init__(self, domains: Iterable[Iterable[Worker]]) -> None:
         self.domains: Domains = tuple(tuple(sorted(one)) for one in domains)
         self._number = {worker: number for number, workers in enumerate(self.domains) for worker in workers}
 
-    def number(self, worker: Worker) -> int:
+    def number(self, worker: Worker) -> int | None:
         """The domain of a worker."""
-        return self._number[worker]
+        return self._number.get(worker)
 
     def together(self, worker: Worker) -> tuple[Worker, ...]:
         """All workers that fail together with a worker: itself, and those that share its machine."""
-        return self.domains[self._number[worker]]
+        number = self._number.get(worker)
+        return (worker,) if number is None else self.domains[number]
 
     def apart(self, one: Worker, other: Worker) -> bool:
         """Whether no failure of one machine takes both."""
-        return self._number[one] != self._number[other]
+        return other not in self.together(one)
+
+
+ALONE = FailureDomains(())
+"""Where each worker fails by itself."""
 
 
 def shares_of_nodes(live: Sequence[Worker], nodes: int, topology: Sequence[Collection[Worker]]) -> list[list[Worker]]:
@@ -41,8 +46,8 @@ def shares_of_nodes(live: Sequence[Worker], nodes: int, topology: Sequence[Colle
         return assign_to_nodes(live, nodes)
     if len(topology) == nodes:
         return [[worker for worker in live if worker in machine] for machine in topology]
-    number = FailureDomains(topology).number
-    return assign_to_nodes(sorted(live, key=lambda worker: (number(worker), worker)), nodes)
+    place = {worker: place for place, worker in enumerate(chain(*topology))}
+    return assign_to_nodes(sorted(live, key=lambda worker: place.get(worker, 0)), nodes)
 
 
 def find_domains(grid: Grid, shares: Sequence[Sequence[Worker]], beside: int,

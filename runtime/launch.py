@@ -241,7 +241,8 @@ class _Launch:
         local = NodeProcesses(fork_server, opened, fit.shares[0], gpu_count(fit.device), settings, fit.gpus.first)
         there = places if alive is None else alive
         return ProcessManager(local, places, self.resilience.returns,
-                              [worker for worker in self.schedule.grid.workers() if worker not in there])
+                              [worker for worker in self.schedule.grid.workers() if worker not in there],
+                              self.resilience.node_failures, degraded=self.config.training.degraded_ranks)
 
 
 def _started(schedule: Schedule, config: RunConfig, options: RunOptions) -> Started:

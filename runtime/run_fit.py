@@ -11,6 +11,7 @@ from runtime.coordinator.metrics import Work
 from runtime.device import choose_device, gpu_count
 from runtime.failure_domains import FailureDomains, find_domains, shares_of_nodes
 from runtime.model.data import load_corpus, load_validation
+from runtime.model.degraded import require_degradable
 from runtime.model.flops import counted
 from runtime.model.forms import forms
 from runtime.model.holding import keeps_parts, trained_elements
@@ -59,6 +60,7 @@ def prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> Fit:
         with counted() as flops:
             at_layer = forms(model, config)
         require_matches(model, training)
+        require_degradable(model, config, at_layer)
         elements = trained_elements(model) if keeps_parts(training) else ()
     placement = place(schedule.grid, model.layers)
     load_corpus(config, schedule.grid.microbatches)

@@ -11,7 +11,7 @@ from runtime.coordinator.settling import Settling
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
 from runtime.model.checkpoint import Checkpoint
 from runtime.processes.launchers import ALONE, LocalProcess
-from runtime.processes.process_manager import Return
+from runtime.processes.process_manager import NodeFailure, Return
 from runtime.processes.stop_signals import GRACE_SECONDS
 from runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS
 from runtime.protocol.authentication import Secret
@@ -53,6 +53,8 @@ class Resilience:
     """Failures on purpose."""
     slowdowns: tuple[Slowdown, ...] = ()
     """Workers that are slow on purpose."""
+    node_failures: tuple[NodeFailure, ...] = ()
+    """Nodes whose workers all fail at once, on purpose."""
     returns: tuple[Return, ...] = ()
     """Workers to start again once they are dead."""
 

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 #   models under test allow that.
 # DATA_DEPENDENT: what it raises where shapes, or the way of the computation, depend on data.
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
-# TorchDispatchMode, tree_leaves: every tensor that a stage makes, to measure its memory (`runtime.tools.profile`).
+# TorchDispatchMode, tree_leaves: every tensor that a stage makes, to measure its memory (`runtime.tools.stage_bench`).
 #   Replaced by: torch.cuda.memory_stats on a GPU; nothing public on a CPU.
 
 

@@ -10,14 +10,15 @@ the pipeline of a micro-batch only where it differs from the pipeline of the rol
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from enum import StrEnum
 from functools import cached_property
 from typing import Literal
 
 import msgspec
 
+from schedules.costs import Memory, Slow, Times
 from schedules.grid import Grid, VirtualStage, Worker
-from schedules.layers import LayerRange, joined, layers_text, total, totals
+from schedules.layers import LayerRange, joined, layers_text
+from schedules.ops import COMPUTE_KINDS, Op, OpKind, Origin, Program, ProgramOp, Seat
 
 __all__ = [
     "COMPUTE_KINDS",
@@ -45,146 +46,6 @@ __all__ = [
 BackwardMode = Literal["split", "fused"]
 OptimizerMode = Literal["staggered", "synchronous"]
 Status = Literal["optimal", "feasible"]
-Origin = Literal["own", "rerouted", "shed"]
-"""Whose micro-batch a worker runs: one of its own pipeline, or of another whose own worker is down, or alive."""
-
-
-class OpKind(StrEnum):
-    """Kinds of op, with the letters torch.distributed.pipelining uses."""
-
-    F = "F"  # forward
-    I = "I"  # backward for the input
-    W = "W"  # backward for the weights
-    B = "B"  # I then W, fused
-    A = "A"  # gradient all-reduce of a slice over all live workers that hold its layers
-    O = "O"  # optimizer step of a worker
-
-
-COMPUTE_KINDS = frozenset({OpKind.F, OpKind.I, OpKind.W, OpKind.B})
-
-
-class Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A worker whose compute ops take `per_mille` / 1000 of the usual time, rounded up to a tick."""
-
-    worker: Worker
-    per_mille: int
-
-
-class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """Durations in ticks: one a slice, stages first; `optimizer` one a column; `transfer` one hop between workers."""
-
-    forward: tuple[int, ...]
-    backward_input: tuple[int, ...]
-    backward_weight: tuple[int, ...]
-    all_reduce: tuple[int, ...]
-    optimizer: tuple[int, ...]
-    transfer: int
-    slow: tuple[Slow, ...] = ()
-    optimizer_of_layer: tuple[int, ...] = ()
-    """One a layer: the O of a seat with `holds` takes the sum over what it holds."""
-
-    def duration_ticks(self, kind: OpKind, where: int, worker: Worker) -> int:
-        """How long an op takes on a physical worker: the one place where durations are looked up.
-
-        `where` is the slice; for O, the column whose role the worker plays (see also `optimizer_ticks`).
-        """
-        if kind is OpKind.O:
-            return self.optimizer[where]
-        if kind is OpKind.A:
-            return self.all_reduce[where]
-        if kind is OpKind.B:
-            return self.duration_ticks(OpKind.I, where, worker) + self.duration_ticks(OpKind.W, where, worker)
-        ticks = _per_slice(self, kind)[where]
-        return -(-ticks * self.per_mille_of.get(worker, 1000) // 1000)
-
-    def optimizer_ticks(self, seat: "Seat") -> int:
-        """How long the O of a live worker takes: by its column, or by the layers that it holds."""
-        if seat.holds is None:
-            return self.optimizer[seat.role.column]
-        return total(self._optimizer_before, seat.holds)
-
-    @cached_property
-    def _optimizer_before(self) -> tuple[int, ...]:
-        return totals(self.optimizer_of_layer)
-
-    @cached_property
-    def per_mille_of(self) -> Mapping[Worker, int]:
-        """The slow workers, each with its share of the usual time."""
-        return {slow.worker: slow.per_mille for slow in self.slow}
-
-
-def _per_slice(times: Times, kind: OpKind) -> tuple[int, ...]:
-    if kind is OpKind.F:
-        return times.forward
-    return times.backward_input if kind is OpKind.I else times.backward_weight
-
-
-class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """Room on a worker, in multiples of `unit`."""
-
-    unit: float
-    capacity: tuple[int, ...]
-    """One a column: what a worker has for activations beside the layers of its own stages."""
-    activation: tuple[int, ...]
-    """One a slice, stages first: held from F start to I end, per micro-batch."""
-    weight_stash: tuple[int, ...]
-    """One a slice, stages first: held from I end to W end, per micro-batch."""
-    weights: tuple[int, ...] = ()
-    """One a layer: parameters, gradients and the optimizer's state, for seats with `holds`."""
-
-    @cached_property
-    def weights_before(self) -> tuple[int, ...]:
-        """The weights of the first 0, 1, 2 ... layers."""
-        return totals(self.weights)
-
-
-class ProgramOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
-    """An op as a program stores it: `[kind, slice, microbatch, start_ticks]`, then the pipeline if not the role's.
-
-    `slice` is a number of `Schedule.layers_of`, None for O; `microbatch` is None for A and O. `pipeline` None means the
-    pipeline of the role that runs it.
-    """
-
-    kind: OpKind
-    slice: int | None
-    microbatch: int | None
-    start_ticks: int
-    pipeline: int | None = None
-
-
-Program = tuple[ProgramOp, ...]
-
-
-class Seat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
-    """A live worker: `[worker, role, program, holds]`. Role equals worker unless normalisation moved it."""
-
-    worker: Worker
-    role: Worker
-    program: int
-    holds: tuple[LayerRange, ...] | None = None
-    """The layers it holds: ascending ranges that do not touch. None: those of its role's stages."""
-
-
-class Op(msgspec.Struct, frozen=True, gc=False, order=True):
-    """An op in place: on a physical worker, with absolute pipeline and both ends of its interval.
-
-    `Schedule.op_text` says which layers its slice has.
-    """
-
-    kind: OpKind
-    slice: int | None
-    pipeline: int | None
-    microbatch: int | None
-    worker: Worker
-    start_ticks: int
-    end_ticks: int
-
-    def __str__(self) -> str:
-        if self.kind is OpKind.O:
-            return f"O on {self.worker}"
-        if self.kind is OpKind.A:
-            return f"A(slice {self.slice}) on {self.worker}"
-        return f"{self.kind}(micro-batch {self.pipeline}.{self.microbatch}, slice {self.slice}) on {self.worker}"
 
 
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):

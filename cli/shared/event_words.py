@@ -16,6 +16,7 @@ from runtime.events import (
     Joined,
     Kind,
     LeftOut,
+    NodeLost,
     Noted,
     OrderGiven,
     PlanAnswered,
@@ -36,7 +37,7 @@ Group = Literal["failure", "order", "join", "slow", "layers", "checkpoint", "oth
 def group(event: Kind) -> Group | None:
     """Of an event's mark; None: it has none, as it repeats what another says or is one of many."""
     match event:
-        case Failed() | WentBack() | CoordinatorRestarted():
+        case Failed() | NodeLost() | WentBack() | CoordinatorRestarted():
             return "failure"
         case OrderGiven():
             return "order"
@@ -61,6 +62,8 @@ def sentence(event: Kind) -> str:
             return "started" if event.iteration == 0 else f"started again, from iteration {event.iteration}"
         case Failed():
             return event.reason
+        case NodeLost():
+            return f"node {event.node} is lost, with all of its workers: {', '.join(map(str, event.workers))}"
         case OrderGiven():
             return (f"{event.phase}: {event.live} workers train, with a period of {duration(event.planned_period)} "
                     "planned")
@@ -70,7 +73,8 @@ def sentence(event: Kind) -> str:
             answer = f"there is none: {event.error}" if event.error is not None else f"there in {duration(event.took)}"
             return f"the schedule {_without(event.down)}{'' if event.phase == 'at once' else ', settled'}: {answer}"
         case Joined():
-            return f"worker {event.worker} takes part"
+            fewer = f", as 1/{event.stands_for} of its processes" if event.stands_for > 1 else ""
+            return f"worker {event.worker} takes part{fewer}"
         case Resumed():
             return f"training goes on with {event.live} workers, after a pause of {duration(event.pause)}"
         case Slowed():

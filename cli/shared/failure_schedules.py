@@ -69,7 +69,10 @@ def _no_schedule() -> Iterator[None]:
 
 
 def _looked_up(table: Table | None, down: tuple[Worker, ...], first: Schedule) -> Schedule | None:
-    found = None if table is None else table.lookup(down)
+    # Where a stage is lost, as with a machine, one of another stage that has taken over there before holds its layers,
+    # or a checkpoint does.
+    lost = dead_column(down, first.grid) is not None
+    found = None if table is None else table.lookup(down, held_elsewhere=lost)
     return found.schedule if found is not None and found.schedule.grid == first.grid else None
 
 

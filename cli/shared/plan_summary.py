@@ -6,6 +6,7 @@ from cli.shared.console import duration
 from cli.shared.role_changes import role_change_lines
 from cli.shared.schedule_summary import bubble_share, busy_shares
 from planner.alternatives import MORE_MEMORY, Alternative
+from planner.job.file import Job
 from planner.plan import Plan
 from planner.recompute import Recomputation
 from planner.reference import FaultFree
@@ -52,6 +53,14 @@ def details(made: Plan, others: Sequence[Alternative], moved: Transition) -> lis
     if schedule.shed:
         lines.append(f"{schedule.shed} micro-batch runs go to workers with time to spare, though their own is alive")
     return [*lines, *role_change_lines(schedule), *_moved(made, moved), *_instead(made, others)]
+
+
+def rank_lines(job: Job) -> list[str]:
+    """What a plan for workers of several processes counts."""
+    if job.ranks == 1:
+        return []
+    return [f"workers of {job.ranks} ranks: times are those of a worker; memory is a rank's, and transfers and "
+            "all-reduces are from rank to rank, all ranks at the same time"]
 
 
 def recomputation_lines(again: Recomputation | None) -> list[str]:

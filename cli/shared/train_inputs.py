@@ -1,20 +1,14 @@
-"""What `slipstream train` reads besides the job: tables, checkpoints and events."""
+"""What `slipstream train` reads besides the job: tables and checkpoints."""
 
-import re
 from pathlib import Path
 
 from cli.shared.console import refuse
-from cli.shared.inputs import is_there, parse_workers
+from cli.shared.inputs import is_there
 from planner.job.file import Job
 from runtime.model.checkpoint import MANIFEST, Checkpoint, CheckpointError, latest, open_checkpoint
-from runtime.protocol.failure_injection import Slowdown
 from schedules.schedule import Grid, Schedule, Worker
 from schedules.tables.file import TableError
 from schedules.tables.table import Table
-
-MOST_SLOW = 1000
-"""Factor of a worker that is slow on purpose, at most."""
-_FACTOR = re.compile(r"[0-9]{1,4}(\.[0-9]{1,9})?", re.ASCII)
 
 
 def require_fit(path: Path, grid: Grid, job: Job) -> None:
@@ -68,31 +62,3 @@ def checkpoint_or_refuse(folder: Path, option: str = "") -> Checkpoint:
     if found is None:
         refuse(f"{option}{folder}: no checkpoint is there, nor in its folder checkpoints")
     return found
-
-
-def slowdowns(texts: list[str] | None, job: Job) -> tuple[Slowdown, ...]:
-    """Workers that are slow on purpose, given as D.S=FACTOR@ITERATION. Exits 2 when one is malformed."""
-    found = []
-    for text in texts or []:
-        name, _, factor = text.partition("@")[0].partition("=")
-        if not _FACTOR.fullmatch(factor) or not 1 <= float(factor) <= MOST_SLOW:
-            refuse(f"--slow {text}: expected D.S=FACTOR@ITERATION with a factor of 1 (usual) to {MOST_SLOW}, for "
-                   "example 1.2=2@10")
-        ((worker, iteration),) = events("--slow", [f"{name}@{text.partition('@')[2]}"], job, text)
-        found.append(Slowdown(worker, iteration, float(factor)))
-    return tuple(found)
-
-
-def events(option: str, texts: list[str] | None, job: Job, said: str | None = None) -> list[tuple[Worker, int]]:
-    """Workers and iterations given as D.S@ITERATION. Exits 2 when one is malformed; `said` is what was written."""
-    events = []
-    for text in texts or []:
-        name, at, iteration = text.partition("@")
-        if not (at and iteration.isascii() and iteration.isdecimal() and len(iteration) < 14):
-            form = "D.S@ITERATION, for example 1.2@10" if said is None else "D.S=FACTOR@ITERATION, for example 1.2=2@10"
-            refuse(f"{option} {said or text}: expected {form}")
-        (worker,) = parse_workers([name])
-        if worker.pipeline >= job.pipelines or worker.column >= job.stages:
-            refuse(f"{option} {said or text}: the job has no worker {worker}")
-        events.append((worker, int(iteration)))
-    return events

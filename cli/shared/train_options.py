@@ -49,14 +49,15 @@ Resume = Annotated[Path | None, typer.Option("--resume", rich_help_panel=FILES, 
     "Go on from the newest checkpoint there: the --out of another run, or one checkpoint's folder. The grid may be "
     "another. The same folder as --out may be empty: then start."))]
 Kill = Annotated[list[str] | None, typer.Option("--kill", rich_help_panel=REHEARSAL, metavar="D.S@ITERATION", help=(
-    "For rehearsals: have this worker killed in that iteration; may be repeated."))]
+    "For rehearsals: have this worker killed in that iteration; or nodeN@ITERATION: all workers of that node at once, "
+    "by [topology]; may be repeated."))]
 BringBack = Annotated[list[str] | None, typer.Option("--return", rich_help_panel=REHEARSAL,
                                                      metavar="D.S@ITERATION", help=(
-    "Start this worker again in that iteration, or when it is dead after that; may be repeated."))]
+    "Start this worker, or those of nodeN, again in that iteration, or when dead after that; may be repeated."))]
 Slow = Annotated[list[str] | None, typer.Option("--slow", rich_help_panel=REHEARSAL,
                                                 metavar="D.S=FACTOR@ITERATION", help=(
-    "For rehearsals: have this worker compute FACTOR times as long from that iteration on; =1 ends it; may be "
-    "repeated."))]
+    "For rehearsals: have this worker, or those of nodeN, compute FACTOR times as long from that iteration on; =1 ends "
+    "it; may be repeated."))]
 HeartbeatTimeout = Annotated[float, typer.Option("--heartbeat-timeout", rich_help_panel=WAITING,
                                                  metavar="SEC", min=0.1, max=3600, help=(
     "Give up a worker that shows no sign of life for so long."))]

@@ -1,9 +1,9 @@
 """What a failure is answered with in the end: layers over all live workers, at a throughput and a price.
 
 At once, a failure is answered with the layers where they are (`throughput`). While that schedule runs, layers move, and
-the settled one follows. Which workers are dead then hardly matters, as any of them may hold any layers: the answer
-depends on how many there are. Large jobs are planned as groups of pipelines, each with its share of the failures; every
-group ends at the same time, and the one with most failures counts.
+the settled one follows. Which workers are dead or slow then hardly matters, as any of them may hold any layers: the
+answer depends on how many there are. Large jobs are planned as groups of pipelines, each with its share of the
+failures; every group ends at the same time, and the one with most failures counts.
 """
 
 import math
@@ -47,6 +47,17 @@ class Settled(NamedTuple):
     """Layers that the busiest worker receives, in stages: what it takes to load one is the unit of time to move."""
 
 
+class Slow(NamedTuple):
+    """Live workers that are slow, all as slow as the slowest."""
+
+    workers: int
+    factor: float
+    """By which their ops take longer."""
+
+
+NONE_SLOW = Slow(0, 1.0)
+
+
 class SettledPlans:
     """The settled answers of a job, each planned once."""
 
@@ -61,27 +72,33 @@ class SettledPlans:
         self._seconds = plan_seconds
         self._wait = 1.0
         """How many seconds a second of a processor took for the last plan."""
-        self._found: dict[tuple[int, int], Settled | None] = {}
+        self._found: dict[tuple[int, int, Slow], Settled | None] = {}
 
-    def answer(self, failures: int) -> Settled | None:
+    def answer(self, failures: int, slow: Slow = NONE_SLOW) -> Settled | None:
         """The best plan found with layers that move, of so many failures or one more; None where there is none.
 
-        So one failure fewer is not slower: a live worker may idle. Without failures, that of one is what counts.
+        So one failure fewer is not slower: a live worker may idle. Without failures, that of one is what counts. Where
+        workers are slow, the plan for just that.
         """
         job = self._job
         groups = max(1, job.pipelines // GROUP) if len(set(job.microbatches)) == 1 else 1
         pipelines, share = job.pipelines // groups, -(-failures // groups)
+        if slow.workers:
+            return self._kept(pipelines, share, Slow(-(-slow.workers // groups), slow.factor))
         found = self._kept(pipelines, share) if share else None
         if found and found.period <= self._least(pipelines, share + 1):
             return found
         more = self._kept(pipelines, share + 1)
         return more if found is None or (more and more.period < found.period) else found
 
-    def _kept(self, pipelines: int, failures: int) -> Settled | None:
-        if (pipelines, failures) not in self._found:
-            self._announce(f"planning for {failures} of {pipelines * self._job.stages} workers down, with layers moved")
-            self._found[pipelines, failures] = self._planned(pipelines, failures)
-        return self._found[pipelines, failures]
+    def _kept(self, pipelines: int, failures: int, slow: Slow = NONE_SLOW) -> Settled | None:
+        key = pipelines, failures, slow
+        if key not in self._found:
+            few = f" and {slow.workers} slow" if slow.workers else ""
+            self._announce(f"planning for {failures} of {pipelines * self._job.stages} workers down{few}, with layers "
+                           "moved")
+            self._found[key] = self._planned(*key)
+        return self._found[key]
 
     def _part(self, pipelines: int) -> Job:
         """The job with the first so many pipelines."""
@@ -95,13 +112,15 @@ class SettledPlans:
         least = work_bound(layout_problem(job, stacked(failures, pipelines, job.stages), layers="move"))
         return float(least * tick_of(job, layer_costs(job)))
 
-    def _planned(self, pipelines: int, failures: int) -> Settled | None:
-        job = self._part(pipelines)
-        if failures >= pipelines * job.stages:
+    def _planned(self, pipelines: int, failures: int, slow: Slow) -> Settled | None:
+        job, affected = self._part(pipelines), failures + slow.workers
+        if failures >= pipelines * job.stages or affected > pipelines * job.stages:
             return None
         best: Schedule | None = None
-        for choose in (stacked, spread_out) if failures > 1 else (stacked,):
-            failed = choose(failures, pipelines, job.stages)
+        for choose in (stacked, spread_out) if affected > 1 else (stacked,):
+            chosen = choose(affected, pipelines, job.stages)
+            failed, slowed = chosen[:failures], tuple((worker, slow.factor) for worker in sorted(chosen[failures:]))
+            job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=slowed))
             try:
                 if best is not None and not _near(self._schedule(job, failed, TRIAL), best):
                     continue

@@ -12,36 +12,31 @@ different times, the assembled schedule can be a little longer.
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
 import msgspec
 
-from planner.fleet.settled import SettledPlans
+from planner.fleet.loads import DownByStage, Loads, spread_over_stages
+from planner.fleet.round_robin import Pieces, round_robin
+from planner.fleet.settled import NONE_SLOW, SettledPlans, Slow
 from planner.job.file import Job
 from planner.model import assemble
-from planner.model.arrays import ProblemArrays
 from planner.model.bounds import lower_bound
-from planner.model.decompose import Piece, decompose
+from planner.model.decompose import decompose
 from planner.model.problem import Problem
-from planner.model.solution import Solution
 from planner.model.start_times import solution_period
 from planner.normalise import Windows, arrangements
 from planner.options import PlanOptions
-from planner.search.assignment import assign
 from planner.search.baselines import one_f_one_b
 from planner.search.budget import Budget
 from planner.search.compiled import ready
-from planner.search.list_scheduler import DispatchRule, ListScheduler, in_flight
 from planner.search.solve import solve
 from schedules.schedule import BackwardMode, OptimizerMode
 from schedules.tables.pattern import Pattern, pattern_of, pipeline_classes
 from schedules.tables.table import Table
 
-DownByStage = tuple[int, ...]
-"""How many workers of each stage (column) are down."""
-Pieces = Sequence[tuple[Piece, Solution]]
 Value = TypeVar("Value")
 
 PLAN_SECONDS = 0.2
@@ -75,11 +70,10 @@ class Throughputs:
         self._announce = announce
         self._planned: dict[DownByStage, float] = {}
         self._in_place: dict[DownByStage, float] = {}
+        self.loads = Loads(self.job)
         self._settled = SettledPlans(self.job, announce, settle_seconds)
-        self._settled_rates: dict[int, tuple[float, float]] = {}
+        self._settled_rates: dict[tuple[int, Slow], tuple[float, float]] = {}
         self._normal_form: dict[int, DownByStage | None] = {}
-        self._even: dict[int, DownByStage | None] = {}
-        self._loads: dict[DownByStage, float] = {}
         self._pieces: dict[Hashable, int] = {}
         self._round_robin: dict[tuple[DownByStage, BackwardMode, OptimizerMode], float] = {}
         self._one_f_one_b: dict[int, float] = {}
@@ -107,15 +101,16 @@ class Throughputs:
             self._in_place[down] = max(self.planned(down), self.one_f_one_b(self.job.pipelines - max(down)))
         return self._in_place[down]
 
-    def settled(self, failures: int) -> tuple[float, float]:
+    def settled(self, failures: int, slow: Slow = NONE_SLOW) -> tuple[float, float]:
         """(samples per second, stages that the busiest worker loads) with so many workers down, once layers have moved.
 
-        (0.0, 0.0) where no plan exists.
+        `slow` are others that are slow. (0.0, 0.0) where no plan exists.
         """
-        if failures not in self._settled_rates:
-            found = self._settled.answer(failures)
-            self._settled_rates[failures] = (self.samples / found.period, found.stages_moved) if found else (0.0, 0.0)
-        return self._settled_rates[failures]
+        key = failures, slow
+        if key not in self._settled_rates:
+            found = self._settled.answer(failures, slow)
+            self._settled_rates[key] = (self.samples / found.period, found.stages_moved) if found else (0.0, 0.0)
+        return self._settled_rates[key]
 
     def normal_form(self, failures: int) -> DownByStage | None:
         """How failure normalisation spreads this many failures: the best, once planned, of its distributions.
@@ -205,50 +200,6 @@ class Throughputs:
         ranked = sorted(range(len(problems)), key=lambda index: (largest[index], -index))
         return [problems[index] for index in ranked if largest[index] <= LARGE or index == ranked[0]]
 
-    # --- Where failures are spread by moving workers ------------------------------------------------------------------
-
-    def even_spread(self, failures: int) -> DownByStage | None:
-        """One failure a stage, then two, and so on; first where one more leaves the others least work.
-
-        Of all distributions it leaves the most workers to the stage that has fewest. Where stages are equal, the last
-        ones come first, which wait least for others. None where some stage would have no live worker.
-        """
-        if failures not in self._even:
-            self._even[failures] = self._even_spread(failures)
-        return self._even[failures]
-
-    def _even_spread(self, failures: int) -> DownByStage | None:
-        each, rest = divmod(failures, self.job.stages)
-        if each + (rest > 0) >= self.job.pipelines:
-            return None
-        order = sorted(range(self.job.stages), key=lambda stage: (self._load(stage, each + 1), -stage))
-        more = set(order[:rest])
-        return tuple(each + (stage in more) for stage in range(self.job.stages))
-
-    def longest_load(self, down: DownByStage) -> float:
-        """Seconds of an iteration that the most loaded worker computes, with so many workers of each stage down."""
-        if down not in self._loads:
-            self._loads[down] = max(self._load(stage, count) for stage, count in enumerate(down))
-        return self._loads[down]
-
-    def _load(self, stage: int, down: int) -> float:
-        """Seconds that the most loaded worker of a stage computes: ceil(M / live) (F + I + W) + A + O."""
-        if down >= self.job.pipelines:
-            return math.inf
-        work, step = self._work[stage]
-        return -(-sum(self.job.microbatches) // (self.job.pipelines - down)) * work + step
-
-    @cached_property
-    def _work(self) -> Sequence[tuple[float, float]]:
-        """(seconds of a micro-batch, seconds of the all-reduce and the optimizer step) by stage (column)."""
-        clock, found = self.job.time, []
-        for column in range(self.job.stages):
-            stages = [stage for stage, of in enumerate(self.job.columns) if of == column]
-            work = sum(clock.forward[stage] + clock.backward_input[stage] + clock.backward_weight[stage]
-                       for stage in stages) * self.job.depth / len(self.job.columns)
-            found.append((work, clock.all_reduce[column] + clock.optimizer[column]))
-        return found
-
     # --- ReCycle ------------------------------------------------------------------------------------------------------
 
     def recycle(self, down: DownByStage) -> float:
@@ -275,7 +226,7 @@ class Throughputs:
         options = msgspec.structs.replace(self._options, backward=backward, optimizer=optimizer)
         best = math.inf
         for problem in self._problems(down, options):
-            best = min(best, self._period_of(problem, _round_robin) * problem.tick_seconds)
+            best = min(best, self._period_of(problem, round_robin) * problem.tick_seconds)
             if best <= lower_bound(problem) * problem.tick_seconds:
                 break
         return best
@@ -307,27 +258,8 @@ class Throughputs:
         return max(self.planned((0,) * self.job.stages), self.one_f_one_b(self.job.pipelines))
 
     def work_conserving(self, live: float) -> float:
-        """An upper bound for synchronous training: the work spread evenly over live workers, then one step.
-
-        A worker at half speed counts half.
-        """
-        if live <= 0:
-            return 0.0
-        work, step = self._work_in_all
-        return self.samples / (work / live + step)
-
-    @cached_property
-    def _work_in_all(self) -> tuple[float, float]:
-        """(seconds of an iteration's micro-batches on all stages, seconds of the shortest optimizer step)."""
-        clock, depth = self.job.time, self.job.depth
-        work = sum(map(sum, zip(clock.forward[:depth], clock.backward_input[:depth], clock.backward_weight[:depth],
-                                strict=True)))
-        return work * sum(self.job.microbatches), min(map(sum, zip(clock.all_reduce, clock.optimizer, strict=True)))
-
-
-def spread_over_stages(failures: int, stages: int) -> DownByStage:
-    """Failures by stage: one a stage, then two, and so on; the last stages first, which wait least for others."""
-    return tuple(failures // stages + (stage >= stages - failures % stages) for stage in range(stages))
+        """No synchronous training has more on so many workers; one at half speed counts half."""
+        return self.samples / self.loads.work_conserving(live)
 
 
 def _table_periods(table: Table, job: Job, options: PlanOptions) -> dict[DownByStage, float]:
@@ -341,29 +273,3 @@ def _table_periods(table: Table, job: Job, options: PlanOptions) -> dict[DownByS
             down = tuple(sum(role.column == column for role in row.failed) for column in range(job.stages))
             periods[down] = min(row.period, periods.get(down, math.inf))
     return periods
-
-
-def _recycle_rules(problem: Problem) -> Iterator[DispatchRule]:
-    """List schedules in place of ReCycle's solver: micro-batches in flight as memory allows, as 1F1B, or twice that."""
-    for ignore in (True, False) if problem.times.transfer else (True,):
-        for factor in (0, 1, 2):
-            yield DispatchRule(ignore_transfers=ignore, in_flight=in_flight(problem, factor) if factor else None)
-
-
-def _round_robin(problem: Problem) -> Pieces:
-    return [(piece, _best_round_robin(piece.problem)) for piece in decompose(problem)]
-
-
-def _best_round_robin(problem: Problem) -> Solution:
-    if problem.backward == "fused":
-        return one_f_one_b(problem)
-    bound = lower_bound(problem)
-    orders = ListScheduler(ProblemArrays(problem, assign(problem, "round-robin")))
-    best, found = math.inf, None
-    for rule in _recycle_rules(problem):
-        if (period := orders.period(rule)) < best:
-            best, found = period, orders.solution()
-        if best <= bound:
-            break
-    assert found is not None
-    return found

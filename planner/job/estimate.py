@@ -152,8 +152,13 @@ def estimate(name: str, shape: ModelShape, layout: Layout) -> tuple[dict[str, An
                    "unit_bytes": UNIT_BYTES * layout.tensor_parallel},
         "placement": {"layers": counts},
         "layers": {key: by_layer[key] for key in by_layer if len(set(by_layer[key])) > 1}}
+    training: dict[str, Any] = {}
+    if layout.tensor_parallel > 1:
+        training["tensor_parallel"] = layout.tensor_parallel
     if layout.shard_optimizer:
-        tables["training"] = {"dtype": "bf16", "master_weights": True, "shard_optimizer": True}
+        training |= {"dtype": "bf16", "master_weights": True, "shard_optimizer": True}
+    if training:
+        tables["training"] = training
     return tables, _comments(shape, layout)
 
 
@@ -232,7 +237,7 @@ def _comments(shape: ModelShape, layout: Layout) -> dict[str, list[str]]:
     if layout.shard_optimizer:
         held = [f"MB on each GPU. capacity: what is left beside {layout.held_bytes:.3g} bytes per parameter: optimizer",
                 "state and its undo copies are sharded, with room for one lost worker of the stage."]
-    return {
+    comments = {
         "": [f"Estimated, not measured: {shape.parameters / 1e9:.3g} billion parameters ({shape.layers} layers of "
              f"width {shape.hidden}), sequences of {shape.sequence},",
              f"micro-batches of {layout.microbatch_size}, workers of {layout.tensor_parallel} x {gpu.name} at "
@@ -247,6 +252,13 @@ def _comments(shape: ModelShape, layout: Layout) -> dict[str, list[str]]:
         "placement": ["Model layers of each stage; embedding and head come on top."],
         "layers": ["How a stage divides over its layers; the embedding is with the first, the head with the last."],
     }
+    if layout.tensor_parallel > 1:
+        comments["time"] += [f"A worker is {layout.tensor_parallel} ranks, each with its part of activations and "
+                             "gradients: transfer and all_reduce are from rank to",
+                             "rank, all at the same time. What ranks of a worker send each other is a part of the "
+                             f"{layout.efficiency:.0%}."]
+        comments["training"] = ["Processes of a worker, one GPU each."]
+    return comments
 
 
 def _layers_by_stage(layers: int, stages: int, layer: float, head: float) -> list[int]:

@@ -96,6 +96,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """The `[training]` table, unchecked; the runtime reads it."""
 
     @property
+    def ranks(self) -> int:
+        """Processes of a worker, one device each: `[training] tensor_parallel`.
+
+        Times are those of a worker. Memory, transfers and all-reduces are those of a rank: rank r of one worker sends
+        to rank r of another, and reduces with it, all ranks at the same time.
+        """
+        given = self.training.get("tensor_parallel", 1)
+        return given if isinstance(given, int) and not isinstance(given, bool) and given > 0 else 1
+
+    @property
     def depth(self) -> int:
         """Virtual stages that a micro-batch passes: those of one chain."""
         return len(self.columns) // self.chains

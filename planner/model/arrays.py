@@ -65,10 +65,12 @@ class Ops(NamedTuple):
 
 
 class Reductions(NamedTuple):
-    """Layers whose gradients are reduced together, where this may lie between compute ops. -1 behind the last."""
+    """Layers whose gradients are reduced together, where layers are not held by column. -1 behind the last."""
 
     sharers: Ints
     """[reduction, number] the groups that hold these layers"""
+    ticks: Ints
+    """[reduction] how long it takes"""
     awaiting: Ints
     """[slice, number] the reductions of its layers: they await its W"""
     between: Ints
@@ -90,7 +92,7 @@ class ProblemArrays:
         self.group = ints([problem.group(worker) for worker in self.workers])
         """[row]"""
         self.tail = ints([problem.tail(worker) for worker in self.workers])
-        """[row] ticks of the all-reduces and the optimizer step"""
+        """[row] ticks from the end of its group to that of its window"""
         self.reductions = reductions_of(problem)
         self.ops = self._ops()
         self.load = np.bincount(self.ops.worker, minlength=len(self.workers))
@@ -161,14 +163,16 @@ class ProblemArrays:
 
 
 def reductions_of(problem: Problem) -> Reductions:
-    """Of an interleaved problem; of others, none."""
-    given = problem.reductions if problem.interleaved else ()
+    """Of a problem with holdings; of others, none."""
+    given = problem.reductions
+    ticks = dict(reversed(list(zip(problem.layers_of, problem.times.all_reduce, strict=True))))
     of_group: list[list[int]] = [[] for _ in problem.linked]
     for number, (_, groups) in enumerate(given):
         for group in groups:
             of_group[group].append(number)
     return Reductions(
-        sharers=padded([groups for _, groups in given]), between=padded(of_group),
+        sharers=padded([groups for _, groups in given]), ticks=ints([ticks[layers] for layers, _ in given]),
+        between=padded(of_group),
         awaiting=padded([[number for number, ((low, high), _) in enumerate(given) if low < end and first < high]
                          for first, end in problem.layers_of]))
 

@@ -8,7 +8,7 @@ import numpy as np
 from planner.layout.types import MicroBatch
 from planner.model import start_times
 from planner.model.arrays import Ints, ProblemArrays
-from planner.model.closing import closing_ends, closing_key, closing_programs
+from planner.model.closing import closing_key, closing_programs
 from planner.model.decompose import NOBODY, Piece, undivided
 from planner.model.problem import Problem
 from planner.model.solution import Solution
@@ -55,7 +55,8 @@ def align(problem: Problem, solved: Sequence[tuple[Piece, Solution]],
     longest = timed[periods.index(least)]
     own = start_times.group_ends(longest.arrays, longest.start)
     common = ends([one.shifted(one.start.min()) for one in timed])
-    choices += [np.where(own > start_times.NEVER, own, common).tolist(), common]
+    choices += [start_times.late_ends(longest.arrays, choice).tolist()
+                for choice in (np.where(own > start_times.NEVER, own, common), common)]
     best: tuple[int, list[TimedPiece]] | None = None
     for choice in choices:
         late = [one.late(choice) for one in timed]
@@ -78,19 +79,11 @@ def ends(timed: Sequence[TimedPiece]) -> list[int]:
 def period(problem: Problem, solved: Sequence[tuple[Piece, Solution]], deadlines: Sequence[int] | None = None) -> int:
     """The period in ticks of the schedule that `build_schedule` would make."""
     timed = align(problem, solved, deadlines)
-    return _true_period(problem, timed, ends(timed))
+    return _period(timed, ends(timed))
 
 
 def _period(timed: Sequence[TimedPiece], last: Sequence[int]) -> int:
     return max(start_times.period(one.arrays, one.start, last) for one in timed)
-
-
-def _true_period(problem: Problem, timed: Sequence[TimedPiece], last: Sequence[int]) -> int:
-    """The period with all-reduces that neighbouring layers wait for; see `closing.by_group`."""
-    if problem.holdings is None:
-        return _period(timed, last)
-    ends = np.array(closing_ends(problem, last))
-    return max(start_times.period_until(one.arrays, one.start, ends) for one in timed)
 
 
 def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, Solution]], *, lower_bound: int,
@@ -100,12 +93,13 @@ def build_schedule(problem: Problem, solved: Solution | Sequence[tuple[Piece, So
         solved = [(undivided(problem), solved)]
     timed = align(problem, solved, deadlines)
     last = ends(timed)
-    begins = start_times.reduction_begins([(one.arrays, one.start) for one in timed]) if problem.interleaved else ()
-    closing = closing_programs(problem, last, list(map(int, begins)))
+    begins = start_times.reduction_begins([(one.arrays, one.start) for one in timed]) if problem.interleaved else \
+        start_times.reduced(timed[0].arrays, last)[0]
+    closing = closing_programs(problem, last, begins.tolist())
     programs: dict[Worker, Program] = {}
     for one in timed:
         programs |= _programs(one, closing)
-    ticks = _true_period(problem, timed, last)
+    ticks = _period(timed, last)
     status: Status = "optimal" if ticks <= lower_bound else "feasible"
     seats, stored = _share(problem, programs)
     return Schedule(job=problem.name, tick_seconds=problem.tick_seconds, grid=problem.grid,

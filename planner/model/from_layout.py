@@ -36,9 +36,7 @@ def problem_of_layout(job: Job, failed: Sequence[Worker], layout: Layout, *, bac
     return Problem(name=job.name, tick_seconds=float(tick), grid=grid, times=times, memory=memory,
                    failed=frozenset(failed), backward=backward, optimizer=optimizer, sharing=True, slices=slices,
                    routes=routes, least=least, reductions=reductions, groups=groups,
-                   holdings=_holdings(grid, times, memory, layout.holds, groups,
-                                      [sum(times.all_reduce[number[layers]] for layers, sharers in reductions
-                                           if group in sharers) for group in range(len(groups))]))
+                   holdings=_holdings(grid, times, memory, layout.holds, groups))
 
 
 def _stage_layers(grid: Grid) -> list[LayerRange]:
@@ -70,8 +68,8 @@ def _reductions(groups: Sequence[Held]) -> tuple[tuple[LayerRange, tuple[int, ..
     return tuple(found)
 
 
-def _holdings(grid: Grid, times: Times, memory: Memory | None, holds: Mapping[Worker, Held], groups: Sequence[Held],
-              reduce_ticks: Sequence[int]) -> dict[Worker, Holding]:
+def _holdings(grid: Grid, times: Times, memory: Memory | None, holds: Mapping[Worker, Held],
+              groups: Sequence[Held]) -> dict[Worker, Holding]:
     number = {held: group for group, held in enumerate(groups)}
     # Layers may be rounded otherwise than the stages that they are of.
     usual = {merged(grid.layers_of(stage) for stage in grid.stages_of(column)): times.optimizer[column]
@@ -86,6 +84,5 @@ def _holdings(grid: Grid, times: Times, memory: Memory | None, holds: Mapping[Wo
         held = sum(sum(weights[first:end]) for first, end in holds[worker])
         return 0 if memory is None else memory.capacity[worker.column] + beside[worker.column] - held
 
-    return {worker: Holding(room=room(worker), step=steps[number[held]],
-                            tail=reduce_ticks[number[held]] + steps[number[held]], group=number[held])
+    return {worker: Holding(room=room(worker), step=steps[number[held]], group=number[held])
             for worker, held in sorted(holds.items())}

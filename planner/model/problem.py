@@ -42,8 +42,6 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Memory for activations."""
     step: int
     """Ticks of the optimizer step."""
-    tail: int
-    """Ticks of the all-reduces and the optimizer step that close an iteration."""
     group: int
     """The same for all workers that hold the same layers; see `Problem.groups`."""
 
@@ -275,8 +273,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.holdings is not None and self.optimizer == "staggered" and not any(self.times.all_reduce)
 
     def tail(self, worker: Worker) -> int:
-        """Ticks of the all-reduces and the optimizer step that close an iteration on a live worker."""
-        return self.column_tail(worker.column) if self.holdings is None else self.holdings[worker].tail
+        """Ticks from the end of a live worker's group to that of its window: the optimizer step.
+
+        Where layers are held by column, which end with their compute ops, the all-reduces besides.
+        """
+        return self.column_tail(worker.column) if self.holdings is None else self.holdings[worker].step
 
     def elsewhere(self, worker: Worker) -> tuple[LayerRange, ...] | None:
         """The layers that a live worker holds; None where they are those of its column."""

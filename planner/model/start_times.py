@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.model.arrays import Ints, ProblemArrays
+from planner.model.arrays import Ints, ProblemArrays, ints
 from planner.model.problem import Problem
 from planner.model.solution import Solution
 
@@ -28,8 +28,10 @@ def latest(arrays: ProblemArrays, order: Ints, ends: Sequence[int] | Ints) -> In
 
 
 def _latest(arrays: ProblemArrays, order: Ints, start: Ints, free: Ints, ends: Ints) -> None:
-    sharers = arrays.reductions.sharers
-    begin = np.where(sharers >= 0, ends[sharers], -NEVER).min(axis=1)
+    begin = ints([])
+    if arrays.problem.interleaved:
+        sharers = arrays.reductions.sharers
+        begin = np.where(sharers >= 0, ends[sharers], -NEVER).min(axis=1)
     _kernel().latest(arrays.ops, order, start, free, arrays.group, arrays.reductions, begin)
 
 
@@ -74,7 +76,7 @@ def reduction_begins(timed: Sequence[tuple[ProblemArrays, Ints]]) -> Ints:
 
 def _awaited(arrays: ProblemArrays, start: Ints) -> Ints:
     """[reduction] when the last W that it awaits ends."""
-    ops, (sharers, awaiting, _) = arrays.ops, arrays.reductions
+    ops, (sharers, _, awaiting, _) = arrays.ops, arrays.reductions
     last = np.full(len(awaiting), NEVER)
     np.maximum.at(last, ops.slice, (start + ops.duration)[ops.kinds - 1::ops.kinds])
     begins = np.full(len(sharers) + 1, NEVER)
@@ -96,23 +98,24 @@ def _ends(arrays: ProblemArrays, last: Ints) -> Ints:
     return ends
 
 
-def reduce_ends(problem: Problem, ends: Sequence[int] | Ints) -> Ints:
-    """[group] when all compute ops are done that the all-reduces of its workers wait for."""
-    ends = np.asarray(ends)
-    if problem.holdings is None or problem.interleaved:
-        return ends
-    return np.array([ends[list(groups)].max() for groups in problem.linked])
+def reduced(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> tuple[Ints, Ints]:
+    """([reduction] when it begins, [group] when its last one is done) where compute ops of groups end at these ticks.
+
+    Of a problem that is not interleaved. Where layers are held by column, there are none: a group is done at its end.
+    """
+    sharers, ticks, *_ = arrays.reductions
+    done, begin = np.array(ends, dtype=np.int64), np.zeros_like(ticks)
+    _kernel().reduce(sharers, ticks, done, begin, np.zeros_like(ticks))
+    return begin, done
 
 
-def late_ends(problem: Problem, ends: Ints) -> Ints:
-    """[group] how late its workers may end without delaying any all-reduce."""
-    if problem.holdings is None or problem.interleaved:
-        return ends
-    latest = np.full_like(ends, ends.max())
-    for _, groups in problem.reductions:
-        members = list(groups)
-        latest[members] = np.minimum(latest[members], ends[members].max())
-    return latest
+def late_ends(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> Ints:
+    """[group] how late its compute ops may end without delaying the end of any reduction."""
+    late = np.array(ends, dtype=np.int64)
+    if not arrays.problem.interleaved:
+        sharers, ticks, *_ = arrays.reductions
+        _kernel().close(sharers, ticks, late, np.zeros_like(late), np.zeros_like(ticks), np.zeros_like(ticks))
+    return late
 
 
 def period(arrays: ProblemArrays, start: Ints, ends: Sequence[int] | Ints | None = None) -> int:
@@ -124,20 +127,32 @@ def period(arrays: ProblemArrays, start: Ints, ends: Sequence[int] | Ints | None
 
 def _period(arrays: ProblemArrays, first: Ints, ends: Ints) -> int:
     """`first`: [worker] when it begins, if it runs anything."""
-    closing = reduce_ends(arrays.problem, ends)[arrays.group] + arrays.tail
+    done = ends if arrays.problem.interleaved else reduced(arrays, ends)[1]
+    closing = done[arrays.group] + arrays.tail
     if arrays.problem.optimizer == "synchronous":
         last = max(closing.max(), ends.max() + arrays.problem.longest_step)
         return int(last - first.min())
     return int((closing - first)[arrays.load > 0].max())
 
 
-def period_until(arrays: ProblemArrays, start: Ints, ends: Ints) -> int:
-    """The longest window in ticks, staggered, where those of [group] end at these ticks; synchronous: the last one."""
-    first = np.full(len(arrays.workers), start.max())
-    np.minimum.at(first, arrays.ops.worker[arrays.ops.unit], start)
-    if arrays.problem.optimizer == "synchronous":
-        return int(ends.max() - first.min())
-    return int((ends[arrays.group] - first)[arrays.load > 0].max())
+def ends_before_last(arrays: ProblemArrays, ends: Ints) -> Ints:
+    """[group] how late its compute ops may end without delaying the end of the job, which is 0.
+
+    Synchronous; `ends` are those of a plan in which the job ends when it does. Where reductions would then come in
+    another order, and some be late, ends stay as they are.
+    """
+    sharers, ticks, *_ = arrays.reductions
+    done, turn, step = ends.copy(), np.zeros_like(ticks), arrays.problem.longest_step
+    _kernel().reduce(sharers, ticks, done, np.zeros_like(ticks), turn)
+    last = max((done[arrays.group] + arrays.tail).max(), ends.max() + step)
+    allowed = np.full_like(ends, last)
+    allowed[arrays.group] = last - arrays.tail
+    late = allowed.copy()
+    _kernel().put_off(sharers, ticks, turn, late)
+    late = np.minimum(late, last - step)
+    if (reduced(arrays, late)[1] > allowed).any():
+        late = ends
+    return late - np.int64(last)
 
 
 def timed(arrays: ProblemArrays, order: Ints) -> tuple[int, Ints]:
@@ -152,7 +167,7 @@ def timed(arrays: ProblemArrays, order: Ints) -> tuple[int, Ints]:
         return _period(arrays, np.zeros_like(free), ends), start
     if arrays.problem.interleaved:  # each reduction after all that are linked to it: annealing begins them earlier
         ends = np.array([ends[list(groups)].max() for groups in arrays.problem.linked])
-    ends = late_ends(arrays.problem, ends)
+    ends = late_ends(arrays, ends)
     free = ends[arrays.group]
     _latest(arrays, order, start, free, ends)
     return _period(arrays, free, ends), start

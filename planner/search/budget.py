@@ -1,11 +1,11 @@
-"""What a search may use: time, one seed, a way to be stopped, and a callback for progress."""
+"""What a search may use: time, one seed, a way to be stopped, and somebody to tell of progress."""
 
 import threading
 import time
 
 import msgspec
 
-from planner.progress import ProgressCallback, quiet
+from planner.progress import SearchProgress
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,7 +14,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float
     """A time.monotonic()."""
     seed: int = 0
-    progress: ProgressCallback = quiet
+    progress: SearchProgress = msgspec.field(default_factory=SearchProgress)
     stop: threading.Event = msgspec.field(default_factory=threading.Event)
     """Set from outside: the search then ends with the best plan so far."""
 

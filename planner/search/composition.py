@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.model.arrays import Ints, ProblemArrays, ints
-from planner.model.start_times import NEVER, earliest, latest
+from planner.model.start_times import NEVER, earliest, late_ends, latest, reduced
 
 SHIFTS = (-64, -32, -16, -8, 8, 16, 32, 64)
 """By how much a set is shifted at once, in 64ths of a mean op and its transfer."""
@@ -55,8 +55,8 @@ class Composition:
             own = order[part.ops[order]]
             ends = np.full(len(arrays.problem.linked), NEVER, dtype=np.int64)
             np.maximum.at(ends, arrays.group[arrays.ops.worker[arrays.ops.unit[own]]], done[own])
-            late = self._linked(ends)
-            found = self._longest(latest(arrays, own, late), late, own)
+            late, closed = self._closed(ends)
+            found = self._longest(latest(arrays, own, late), closed, own)
             if found < part.period:
                 part.period, part.order, part.ends, better = found, own, ends, True
         return better
@@ -87,23 +87,30 @@ class Composition:
     def _at(self, order: Ints, shifts: Ints) -> tuple[int, Ints]:
         """Period and start ticks where every set begins so much later."""
         arrays = self._arrays
-        ends = self._linked(np.max([np.where(part.ends > NEVER, part.ends + shift, NEVER)
-                                    for part, shift in zip(self._parts, shifts, strict=True)], axis=0))
-        start = latest(arrays, order, ends)
-        return self._longest(start, ends, order), start
+        late, done = self._closed(np.max([np.where(part.ends > NEVER, part.ends + shift, NEVER)
+                                          for part, shift in zip(self._parts, shifts, strict=True)], axis=0))
+        start = latest(arrays, order, late)
+        return self._longest(start, done, order), start
 
     def _longest(self, start: Ints, ends: Ints, order: Ints) -> int:
-        """The longest window of the workers of these ops."""
+        """The longest window of the workers of these ops, where the reductions of groups end at these ticks."""
         arrays = self._arrays
         first = np.full(len(arrays.workers), -NEVER)
         np.minimum.at(first, arrays.ops.worker[arrays.ops.unit[order]], start[order])
         here = first < -NEVER
         return int((ends[arrays.group[here]] + arrays.tail[here] - first[here]).max())
 
-    def _linked(self, ends: Ints) -> Ints:
-        """As late as the last of those that a group reduces gradients with; without any, never."""
-        late = ints([ends[list(groups)].max() for groups in self._arrays.problem.linked])
-        return np.where(late > NEVER, late, -NEVER)
+    def _closed(self, ends: Ints) -> tuple[Ints, Ints]:
+        """([group] deadlines of compute ops that end at these ticks at the earliest, [group] when reductions are done).
+        """
+        arrays = self._arrays
+        if not arrays.problem.interleaved:
+            late = late_ends(arrays, ends)
+            return late, reduced(arrays, late)[1]
+        # As late as the last of those that a group reduces gradients with; without any, never.
+        late = ints([ends[list(groups)].max() for groups in arrays.problem.linked])
+        late = np.where(late > NEVER, late, -NEVER)
+        return late, late
 
 
 def _independent(arrays: ProblemArrays) -> list[Ints]:

@@ -35,7 +35,7 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True):
     periods: tuple[int, ...] = ()
     """Of each piece by itself."""
     period: int = 0
-    """Of the whole, its pieces on one clock, with reductions that wait for each other: may be longer than theirs."""
+    """Of the whole, its pieces on one clock: may be longer than theirs."""
     deadlines: Sequence[int] | None = None
     """Where annealing has put all pieces on one clock: when their compute ops must be done, by column."""
     annealing: AnnealingEffort | None = None
@@ -54,15 +54,10 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True):
         """The period below which a piece need not go: the bound, or those of the others."""
         return max([self.bound, *self.periods[:index], *self.periods[index + 1:]])
 
-    @property
-    def alone(self) -> bool:
-        """Whether the period of the only piece is that of the whole."""
-        return len(self.pieces) == 1 and (self.problem.holdings is None or self.problem.interleaved)
-
     def with_solutions(self, solutions: Sequence[Solution], periods: Sequence[int],
                        deadlines: Sequence[int] | None = None) -> "Incumbent":
         """Other solutions of all pieces, with the period of each; on one clock where they have these deadlines."""
-        whole = periods[0] if self.alone else \
+        whole = periods[0] if len(self.pieces) == 1 else \
             assemble.period(self.problem, list(zip(self.pieces, solutions, strict=True)), deadlines)
         return msgspec.structs.replace(self, solutions=tuple(solutions), periods=tuple(periods), period=whole,
                                        deadlines=deadlines)

@@ -46,7 +46,7 @@ class Solved(msgspec.Struct, frozen=True):
 
 def solve(problem: Problem, method: Method, budget: Budget) -> Solved:
     """The best that the method finds within the budget."""
-    ready(budget.progress)
+    ready(budget.progress.line)
     if method in BASELINES:
         return _baseline(problem, method)
     began = time.monotonic()

@@ -109,8 +109,9 @@ def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *
             for done, (_, part) in enumerate(results, 1):
                 table_folder.add(part)
                 progress(len(tasks) - len(missing) + done, len(tasks))
-        counts = [task.key for task in tasks if task.failed is None]
-        for part in improved(table_folder.parts(counts), max_failures).values():
+        counts = [task for task in tasks if task.failed is None]
+        for part in improved(table_folder.parts([task.key for task in counts]),
+                             max(task.failures for task in counts)).values():
             table_folder.add(part)
         index = table_folder.publish(keys, job_text, max_failures=max_failures, exact=exact, settled=settled,
                                      nodes=nodes)
@@ -130,17 +131,20 @@ def all_tasks(job: Job, max_failures: int, *, exact: bool, by_node: bool = False
     """All entries of a table in its order: counts, then patterns by number of failures, then those of nodes that are no
     such pattern, then the settled ones of all.
 
-    Raises TableError for more failures than workers, too many patterns, or a job that does not say what its nodes are.
+    By node, there is also one for each number of workers that one or two nodes have: in that, roles have moved to where
+    their loss costs least. Raises TableError for more failures than workers, too many patterns, or a job that does not
+    say what its nodes are.
     """
     workers = job.pipelines * job.stages
     if max_failures > workers:
         raise TableError(f"--max-failures {max_failures}: the job has only {workers} workers")
-    tasks = {count_key(failures): EntryTask(count_key(failures), failures) for failures in range(max_failures + 1)}
+    of_nodes = list(_node_tasks(job)) if by_node else []
+    counts = sorted({*range(max_failures + 1), *(task.failures for task in of_nodes)})
+    tasks = {count_key(failures): EntryTask(count_key(failures), failures) for failures in counts}
     if exact:
         tasks |= {task.key: task for task in _pattern_tasks(job, max_failures)}
-    if by_node:
-        for task in _node_tasks(job):
-            tasks[task.key] = task  # where the pattern is there already, its place stays
+    for task in of_nodes:
+        tasks[task.key] = task  # where the pattern is there already, its place stays
     settling = [msgspec.structs.replace(task, key=settled_key(task.key), settled=True)
                 for task in tasks.values() if task.failures and settled]
     return [*tasks.values(), *settling]

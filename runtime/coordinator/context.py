@@ -19,6 +19,7 @@ from runtime.coordinator.planning import ScheduleService
 from runtime.coordinator.recovery import RecoveryClock
 from runtime.coordinator.settling import Settler
 from runtime.coordinator.slow_workers import SlowWorkers, SpeedEvent
+from runtime.failure_domains import FailureDomains
 from runtime.protocol.to_coordinator import Kept
 from runtime.protocol.to_worker import Fetch, Leave, ToWorker
 from runtime.replay.placement import Placement
@@ -77,7 +78,9 @@ class RunState:
     kept: dict[Worker, Kept] = field(default_factory=dict)
     """The same of what they keep of optimizer states, where workers keep parts."""
     addresses: dict[Worker, tuple[tuple[str, int], ...]] = field(default_factory=dict)
-    """Where each worker sends layers from."""
+    """Where each rank of a worker sends layers from."""
+    stand_for: dict[Worker, int] = field(default_factory=dict)
+    """For how many ranks each process does of a worker."""
 
     @property
     def grid(self) -> Grid:
@@ -116,6 +119,7 @@ class CoordinatorContext:
     recovery: RecoveryClock
     lost: LostWorkers
     listeners: Listeners
+    domains: FailureDomains
     partition: Partition | None = None
     """How optimizer states are cut, where workers keep parts of them."""
 

@@ -27,6 +27,7 @@ from runtime.coordinator.settling import Settler
 from runtime.coordinator.slow_workers import SlowWorkers, SpeedEvent
 from runtime.coordinator.take_over import Found
 from runtime.events import CoordinatorRestarted, Resumed
+from runtime.failure_domains import ALONE, FailureDomains
 from runtime.protocol.to_coordinator import (
     Checkpoints,
     FetchFailed,
@@ -57,13 +58,16 @@ class Coordinator:
         Says when one is due that the workers do not know of; None: never.
     settler
         Decides whether layers move to a better schedule; None: they stay where they are.
+    domains
+        Which workers fail together.
     partition
         How optimizer states are cut, where workers keep parts of them.
     """
 
     def __init__(self, schedules: ScheduleService, send: Send, log: CommitLog, *, iterations: range,
                  placement: Placement, checkpoints: CheckpointTimer | None = None, settler: Settler | None = None,
-                 listeners: Listeners | None = None, partition: Partition | None = None) -> None:
+                 listeners: Listeners | None = None, domains: FailureDomains = ALONE,
+                 partition: Partition | None = None) -> None:
         listeners = listeners or Listeners()
         first = schedules.first
         self._log = log
@@ -77,7 +81,8 @@ class Coordinator:
         self._context = CoordinatorContext(
             state=state, iterations=iterations, placement=placement, send=send, log=log, schedules=schedules,
             joins=self._joins, slow=self._slow, settler=settler, recovery=self._recovery, lost=self._lost,
-            checkpoints=checkpoints or CheckpointTimer(automatic=False), listeners=listeners, partition=partition)
+            checkpoints=checkpoints or CheckpointTimer(automatic=False), listeners=listeners, domains=domains,
+            partition=partition)
         choice = ScheduleChoice(self._context)
         self._orders = Orders(self._context)
         self._boundary = BoundaryPlanner(self._context, choice)
@@ -142,12 +147,14 @@ class Coordinator:
             reason = f"worker {worker} was not found by the new node 0"
             self._lost.add(worker, reason, ())
             self._next_order.enter_loss(worker, reason, time.monotonic())
+        self._next_order.enter_nodes(found.missing)
 
     def ready(self, report: Ready) -> None:
         """A worker waits for an order."""
         self._lost.back(report.worker)
         self._state.ready.add(report.worker)
         self._state.addresses[report.worker] = report.addresses
+        self._state.stand_for[report.worker] = report.stands_for
 
     def ran(self, report: Ran) -> None:
         """Acknowledge a report that the commit log has: the worker goes on, or stops where all members will."""
@@ -188,6 +195,7 @@ class Coordinator:
         if state.phase == "left" or not was_member:
             return False
         self._next_order.enter_loss(worker, reason, since)
+        self._next_order.enter_nodes([worker])
         if state.phase == "training":
             self._orders.end()
         elif state.phase == "finishing":
@@ -234,6 +242,11 @@ class Coordinator:
             if not self._state.ended:
                 self._recovery.broke(report.worker, report.reason)
             self._orders.end()
+
+    def disconnected(self, worker: Worker) -> None:
+        """The connection to a process of a member has ended, so that it will be lost in a moment: no order is given
+        before that. Workers that die together are then lost in one recovery, also those that have paused before."""
+        self._state.paused.discard(worker)
 
     def started(self, report: Started) -> Recovery | None:
         """A member begins its first op; the recovery that this ends, for the first of them."""

@@ -35,11 +35,12 @@ from runtime.coordinator.worker_connections import WorkerConnections
 from runtime.coordinator.worker_messages import WorkerMessages
 from runtime.errors import RunError
 from runtime.events import Finished as RunFinished
+from runtime.failure_domains import FailureDomains
 from runtime.processes.fork_server import ForkServerError
 from runtime.processes.process_manager import ProcessManager
 from runtime.processes.stop_signals import StopSignals
 from runtime.protocol.channel import frame
-from runtime.protocol.to_coordinator import Ended, JoinNode, JoinWorker, Leaving, Ready, ToCoordinator
+from runtime.protocol.to_coordinator import Ended, JoinNode, JoinWorker, Leaving, Ready, Started, ToCoordinator
 from runtime.protocol.to_node_agent import STILL_RUNNING_SECONDS
 from runtime.protocol.to_worker import EndOrder, ReportStatus
 from runtime.replay.placement import Placement
@@ -67,7 +68,7 @@ class EventLoop:
         self.processes = processes
         self.news = News(run, event_log)
         self._workers = WorkerConnections(run, processes, self._put, self._lose)
-        self._reports = RankReports(run.config.training.tensor_parallel, lambda worker, order: self._workers.send(
+        self._reports = RankReports(self._workers.processes_of, lambda worker, order: self._workers.send(
             worker, EndOrder(order)))
         self._stall = StallWatch(run.stall_timeout_seconds, lambda worker: self._workers.send(worker, ReportStatus()))
         self._events: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
@@ -83,7 +84,7 @@ class EventLoop:
             partition=Partition(run.elements, Placement(setup.cuts), setup.failure_domains,
                                 run.config.training.shard_optimizer) if run.elements else None,
             listeners=Listeners(events=event_log, note=self.news.note, speed=self.news.speed,
-                                went_back=commits.go_back))
+                                went_back=commits.go_back), domains=FailureDomains(setup.failure_domains))
         self._take_over = None
         if run.behind is not None:
             last = None if run.losses is None else setup.first_iteration + len(run.losses) - 1
@@ -227,6 +228,8 @@ class EventLoop:
             whole = self._reports.take(peer, connection.rank, printable(message))
             if whole is not None:
                 self._messages.handle(peer, whole)
+            if isinstance(whole, Started):
+                self.processes.begins(self._log.next_iteration)
             if isinstance(whole, Ready) and whole.known is not None and self._take_over is not None:
                 self._take_over.ready(peer, whole.known)
 
@@ -251,10 +254,14 @@ class EventLoop:
 
     def _disconnected(self, connection: Connection) -> None:
         """A connection has ended, and all messages that came over it have been handled."""
-        if isinstance(connection.peer, Worker):
-            self._workers.disconnected(connection)
-        elif connection.peer is not None and self._agents.disconnected(connection):
-            self._workers.node_gone(connection.peer)
+        peer = connection.peer
+        if isinstance(peer, Worker):
+            if self._workers.disconnected(connection):
+                self._coordinator.disconnected(peer)
+        elif peer is not None and self._agents.disconnected(connection):
+            for worker in self.processes.workers_of(peer):
+                self._reports.forget(worker)  # also what ranks of one have said that is not ready yet
+            self._workers.node_gone(peer)
 
     def _read_ends(self) -> None:
         try:

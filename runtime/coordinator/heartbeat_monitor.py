@@ -46,4 +46,8 @@ class HeartbeatMonitor(Generic[Peer]):
             # all the same; otherwise a silent worker would never be given up where every look is late.
             excused = gap - self.interval_seconds
             self._heard = {peer: heard + excused for peer, heard in self._heard.items()}
-        return [(peer, heard) for peer, heard in self._heard.items() if now - heard > self._timeout]
+        return self.silent(1.0)
+
+    def silent(self, share: float) -> list[tuple[Peer, float]]:
+        """Those silent for more than a share of the timeout, by the last call of `missed`."""
+        return [(peer, heard) for peer, heard in self._heard.items() if self._looked - heard > share * self._timeout]

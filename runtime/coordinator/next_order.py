@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from runtime.coordinator.context import CoordinatorContext
 from runtime.coordinator.going_back import GoingBack
@@ -11,7 +11,7 @@ from runtime.coordinator.orders import Orders
 from runtime.coordinator.planning import NoScheduleError
 from runtime.coordinator.schedule_choice import ScheduleChoice
 from runtime.errors import RunError
-from runtime.events import Failed
+from runtime.events import Failed, NodeLost
 from runtime.protocol.to_worker import Leave
 from schedules.schedule import Schedule, Worker
 
@@ -53,12 +53,23 @@ class NextOrder:
             self._train(untouched)
 
     def enter_loss(self, worker: Worker, reason: str, since: float) -> None:
-        """Enter that a member is gone, since a time by time.monotonic."""
+        """Enter that a member is gone, since a time by time.monotonic. Those of one machine that go together are one
+        failure."""
         context = self._context
-        context.recovery.lost(worker, reason, since)
-        if context.settler is not None:
+        together = context.domains.together(worker)
+        if context.settler is not None and not any(other in together for other in context.recovery.dead):
             context.settler.failed()
+        context.recovery.lost(worker, reason, since)
         context.events.write(Failed(worker=worker, reason=reason))
+
+    def enter_nodes(self, lost: Iterable[Worker]) -> None:
+        """Enter that whole nodes are gone, where these, which are lost, were the last of their machines."""
+        context, left = self._context, self._context.state.everyone | self._context.slow.left_out
+        together = {context.domains.number(worker): context.domains.together(worker) for worker in lost}
+        for node, workers in together.items():
+            if node is not None and len(workers) > 1 and left.isdisjoint(workers):
+                context.recovery.node_lost(node)
+                context.events.write(NodeLost(node=node, workers=workers))
 
     def _train(self, untouched: bool) -> None:
         context = self._context

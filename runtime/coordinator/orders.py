@@ -46,6 +46,8 @@ class Orders:
         context.tell(told, Train(
             number=state.number, first_iteration=first, moves=moves, fetch=0 if join is None else join.fetch,
             part_moves=part_moves, addresses=self._addresses((*moves, *part_moves)), schedule=msgspec.Raw(text),
+            stand_for=tuple((worker, state.stand_for[worker]) for worker in sorted(live)
+                            if state.stand_for.get(worker, 1) > 1),
             factor=context.log.factor, restore=None if restore is None else tuple(restore.items())))
         self._record(schedule, text, joining, join)
 
@@ -103,7 +105,7 @@ class Orders:
         if join is not None:
             events.write(HandedOver(fetch=join.fetch, order=number))
         for worker in sorted(joining):
-            events.write(Joined(worker=worker))
+            events.write(Joined(worker=worker, stands_for=self._context.state.stand_for.get(worker, 1)))
         whole = len(schedule.seats) == schedule.grid.pipelines * schedule.grid.columns
         moved = any(map(schedule.holds_others, schedule.seats))
         events.write(OrderGiven(

@@ -32,6 +32,8 @@ from schedules.schedule import Worker
 AHEAD = 8
 """Iterations after the last committed one of which reports may come: members are one ahead, and two where clipping
 decides later."""
+MOST_RANKS = 64
+"""Of a worker, by `[training] tensor_parallel`."""
 TEXT_CHARACTERS = 1000
 """Of a message for people."""
 
@@ -67,6 +69,8 @@ class Bounds:
                 return "it says that it keeps parts of layers that there are not"
             case Ready(known=Known()) if not self._may_know(message.known):
                 return "it says that it knows what nobody can"
+            case Ready() if not 0 < message.stands_for <= MOST_RANKS:
+                return f"it says that it stands for {message.stands_for} ranks"
             case Injected() if not 0 <= message.index < self.injections:
                 return f"it says that failure {message.index} on purpose has happened, which there is not"
         return None

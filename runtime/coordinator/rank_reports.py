@@ -34,18 +34,19 @@ Break = Callable[[Worker, int], None]
 
 
 class RankReports:
-    """Of all workers of a run, `ranks` processes each."""
+    """Of all workers of a run, `processes` of each."""
 
-    def __init__(self, ranks: int, break_off: Break) -> None:
-        self._ranks = ranks
+    def __init__(self, processes: Callable[[Worker], int], break_off: Break) -> None:
+        self._processes = processes
         self._break_off = break_off
         self._open: dict[Worker, dict[Key, dict[int, ToCoordinator]]] = {}
         """What some ranks of a worker have said, and not all."""
 
     def take(self, worker: Worker, rank: int, message: ToCoordinator) -> ToCoordinator | None:
         """What the worker says now that a rank has said this; None: nothing yet."""
-        if self._ranks == 1:
-            return message
+        processes = self._processes(worker)
+        if processes == 1:
+            return _whole([message], [message]) if isinstance(message, Finished) and message.of_others else message
         if isinstance(message, Validated):
             return message if rank == 0 else None  # all ranks know the same
         key = _key(message)
@@ -54,7 +55,7 @@ class RankReports:
         mine = self._open.setdefault(worker, {})
         said = mine.setdefault(key, {})
         said[rank] = message
-        if len(said) < self._ranks:
+        if len(said) < processes:
             if isinstance(message, Paused) and message.reason is not None:
                 self._break_off(worker, message.order)
             return None
@@ -100,7 +101,8 @@ def _whole(in_time: Sequence[ToCoordinator], by_rank: Sequence[ToCoordinator]) -
         case Paused():
             return _paused(first, [one for one in in_time if isinstance(one, Paused)])
         case Finished():
-            return replace(first, digests=_digests([one.digests for one in by_rank if isinstance(one, Finished)]))
+            return replace(first, of_others=(), digests=_digests([
+                digests for one in by_rank if isinstance(one, Finished) for digests in (one.digests, *one.of_others)]))
         case Checkpoints():
             found = [set(one.iterations) for one in by_rank if isinstance(one, Checkpoints)]
             return replace(first, iterations=tuple(sorted(set.intersection(*found))))

@@ -14,6 +14,8 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     iteration: int
     """The first one that ran with the new workers."""
     dead: tuple[Worker, ...]
+    nodes: tuple[int, ...] = ()
+    """Those (machines) all of whose workers are gone with the dead ones."""
     returned: tuple[Worker, ...]
     reasons: tuple[str, ...]
     """Of each death."""
@@ -38,8 +40,9 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     """Whether layers have moved between members, and nothing else has changed."""
 
     def __str__(self) -> str:
+        lost = [f"so that node {node} is lost" for node in self.nodes]
         back = [f"worker {worker} is back" for worker in self.returned]
-        causes = ", ".join([*self.reasons, *back]) or self.broken or (
+        causes = ", ".join([*self.reasons, *lost, *back]) or self.broken or (
             "layers have moved" if self.settled else "a connection broke")
         again = "" if self.went_back_to is None else (
             f": no live worker had all layers, so the run went back to iteration {self.went_back_to}, and "
@@ -54,6 +57,7 @@ class RecoveryClock:
         self._began: float | None = None
         self._ordered = 0.0
         self._dead: list[tuple[Worker, str]] = []
+        self._nodes: list[int] = []
         self._broken: str | None = None
         self._returned: set[Worker] = set()
         self._meanwhile = 0
@@ -70,6 +74,15 @@ class RecoveryClock:
         self._began = since if self._began is None else min(self._began, since)
         self._dead.append((worker, reason))
         self._returned.discard(worker)
+
+    def node_lost(self, node: int) -> None:
+        """With the last one, all workers of a node are gone."""
+        self._nodes.append(node)
+
+    @property
+    def dead(self) -> list[Worker]:
+        """Those lost since the last recovery has ended."""
+        return [worker for worker, _ in self._dead]
 
     def begin(self) -> None:
         """Members stop, unless they have before."""
@@ -102,12 +115,13 @@ class RecoveryClock:
         if self._began is None:
             return None
         recovery = Recovery(
-            iteration=iteration, dead=tuple(worker for worker, _ in self._dead), live=live,
+            iteration=iteration, dead=tuple(self.dead), nodes=tuple(self._nodes), live=live,
             returned=tuple(sorted(self._returned)), reasons=tuple(reason for _, reason in self._dead),
             seconds=time.monotonic() - self._began, broken=self._broken, meanwhile=self._meanwhile,
             went_back_to=self._back[0], repeated=self._back[1],
             settled=self._settled and not self._dead and not self._returned)
-        self._began, self._dead, self._broken, self._returned, self._back = None, [], None, set(), (None, 0)
+        self._began, self._dead, self._nodes, self._broken = None, [], [], None
+        self._returned, self._back = set(), (None, 0)
         self.recoveries.append(recovery)
         self._without_gap += 1
         return recovery

@@ -14,6 +14,7 @@ import msgspec
 from runtime.coordinator.heartbeat_monitor import HeartbeatMonitor
 from runtime.coordinator.run import Run
 from runtime.coordinator.server import Connection
+from runtime.failure_domains import FailureDomains
 from runtime.processes.process_manager import ProcessManager
 from runtime.protocol.channel import Frame, frame
 from runtime.protocol.to_coordinator import Ended, JoinWorker
@@ -22,6 +23,9 @@ from schedules.schedule import Worker
 
 DRAIN_SECONDS = 1.0
 """How long the last messages of a process that has ended may take to arrive."""
+
+SILENT_TOO = 0.5
+"""Of the heartbeat timeout: whoever lives is heard several times in that."""
 
 Put = Callable[[Callable[[], None]], None]
 """Has something done as an event of its own, later."""
@@ -38,7 +42,10 @@ class WorkerConnections:
         self._put = put
         self._lost = lost
         self._known = frozenset(run.schedule.grid.workers())
-        self._ranks = range(run.config.training.tensor_parallel)
+        self._ranks = run.config.training.tensor_parallel
+        self._stand_for: dict[Worker, int] = {}
+        """For how many ranks each process does of a worker that has connected."""
+        self._domains = FailureDomains(run.setup.failure_domains)
         self._monitor: HeartbeatMonitor[tuple[Worker, int]] = HeartbeatMonitor(run.setup.heartbeat_timeout_seconds)
         self._connections: dict[Worker, dict[int, Connection]] = {}
         """By rank, of those that are there."""
@@ -57,6 +64,10 @@ class WorkerConnections:
         """From one look for silent ones to the next."""
         return self._monitor.interval_seconds
 
+    def processes_of(self, worker: Worker) -> int:
+        """How many a worker is."""
+        return self._ranks // self._stand_for.get(worker, 1)
+
     def admit(self, connection: Connection, message: JoinWorker) -> bool:
         """Take in a worker that has connected; whether it may come in. Else it is told to leave, or to ask again."""
         worker, epoch = message.worker, self._run.setup.epoch
@@ -64,10 +75,13 @@ class WorkerConnections:
             connection.send(frame(Leave()))  # it was given up, or belongs to another run, or follows a newer one
             connection.close()
             return False
-        if message.rank in self._connections.get(worker, {}) or worker not in self._known \
-                or message.rank not in self._ranks:
+        others, stands_for = self._connections.get(worker, {}), message.stands_for
+        if message.rank in others or worker not in self._known or not 0 < stands_for <= self._ranks \
+                or message.rank not in range(self._ranks // stands_for) \
+                or (others and stands_for != self._stand_for[worker]):
             connection.close()  # not ours: a process is started anew only once its end has been handled
             return False
+        self._stand_for[worker] = stands_for
         self._connections.setdefault(worker, {})[message.rank] = connection
         self._given_up.discard(worker)
         return True
@@ -92,16 +106,19 @@ class WorkerConnections:
 
     def ready(self, worker: Worker) -> None:
         """It sends heartbeats from now on."""
-        for rank in self._ranks:
+        for rank in range(self.processes_of(worker)):
             self._monitor.add((worker, rank))
 
     def give_up_silent(self) -> None:
-        """Give up who has shown no sign of life for too long."""
+        """Give up who has shown no sign of life for too long, and all of its machine with it where none there has."""
+        missed = {worker for (worker, _), _ in self._monitor.missed()}
+        if not missed:
+            return
         silent = dict[Worker, float]()
-        for (worker, _), heard in self._monitor.missed():
-            silent.setdefault(worker, heard)
-        for worker, heard in silent.items():
-            self.give_up(worker, f"worker {worker} stopped answering", heard)
+        for (worker, _), heard in self._monitor.silent(SILENT_TOO):
+            silent[worker] = min(heard, silent.get(worker, heard))
+        for worker in sorted(missed | {other for one in missed for other in self._gone_with(one, silent)}):
+            self.give_up(worker, f"worker {worker} stopped answering", silent[worker])
             self._processes.kill(worker)
 
     def give_up(self, worker: Worker, reason: str, since: float = 0.0) -> None:
@@ -118,15 +135,18 @@ class WorkerConnections:
         return bool(workers) and all(worker in self._given_up and worker not in self._connections
                                      for worker in workers)
 
-    def disconnected(self, connection: Connection) -> None:
-        """A connection has ended, and all messages that came over it have been handled."""
+    def disconnected(self, connection: Connection) -> bool:
+        """A connection has ended, and all messages that came over it have been handled; whether one of a worker that
+        is there."""
         worker = connection.peer
-        if isinstance(worker, Worker) and self._is_present(connection):
-            del self._connections[worker][connection.rank]
-            if not self._connections[worker]:
-                del self._connections[worker]
-                if worker in self._ended:
-                    self._handle_end(self._ended.pop(worker))
+        if not isinstance(worker, Worker) or not self._is_present(connection):
+            return False
+        del self._connections[worker][connection.rank]
+        if not self._connections[worker]:
+            del self._connections[worker]
+            if worker in self._ended:
+                self._handle_end(self._ended.pop(worker))
+        return True
 
     def node_gone(self, node: int) -> None:
         """A node agent is gone: one that has lost the coordinator, or has died, ends its workers."""
@@ -149,12 +169,21 @@ class WorkerConnections:
         for worker in list(self._connections):
             self._close(worker)
 
+    def _gone_with(self, worker: Worker, silent: Collection[Worker]) -> list[Worker]:
+        """All others of the machine of one that is gone, where all of them are silent, too: the machine is gone.
+
+        Not that of this process, which would be gone, too.
+        """
+        others = [one for one in self._domains.together(worker) if one != worker and (one, 0) in self._monitor]
+        here = any(one in self._run.shares[0] for one in (worker, *others))
+        return [] if here or not all(one in silent for one in others) else others
+
     def _close(self, worker: Worker) -> None:
         for connection in self._connections.pop(worker, {}).values():
             connection.close()
 
     def _unwatch(self, worker: Worker) -> None:
-        for rank in self._ranks:
+        for rank in range(self._ranks):
             self._monitor.remove((worker, rank))
 
     def _is_present(self, connection: Connection) -> bool:
@@ -171,7 +200,7 @@ class WorkerConnections:
             self._given_up.remove(ended.worker)
         else:
             self._lose(ended.worker, self._describe(ended))
-        self._processes.ended(ended.worker)
+        self._processes.ended(ended)
 
     def _lose(self, worker: Worker, reason: str, since: float = 0.0) -> None:
         """Count a worker as lost, and close its connection."""

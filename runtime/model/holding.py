@@ -4,7 +4,8 @@ Nothing here knows of stages: the layers are whichever a schedule gives to the w
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,9 @@ from runtime.model.optimizer import UndoableOptimizer, build_optimizer
 from runtime.model.part_optimizer import PartOptimizer
 from runtime.model.part_state import PartState, elements_of, put, trained
 from runtime.model.parts import Cut, parts_of
+from runtime.model.rank_parts import summed_by_rank
 from runtime.model.seeds import GENERATORS
+from runtime.model.shards import shards_of
 from runtime.model.sharing import NOTHING_SHARED, Sharing, sharing_of
 from runtime.model.worker_group import standing_in, worker_group
 from schedules.layers import LayerRange, joined
@@ -139,6 +142,30 @@ class Holding:
             return self._gradients[layers]
         return [flat for flats in (*self._gradients.values(), *self.shared_gradients.values()) for flat in flats]
 
+    @contextmanager
+    def summed(self, layers: LayerRange) -> Iterator[list[list[Tensor]]]:
+        """The gradients of a range, to be summed in place: for each rank that this process stands for, its tensors."""
+        parts = _stands_for()
+        if parts == 1:
+            yield [self._gradients[layers]]
+            return
+        with summed_by_rank([(parameter, shards_of(self.modules[layer]).get(name)) for layer in range(*layers)
+                             for name, parameter in self.modules[layer].named_parameters()
+                             if not self._sharing.is_shared(layer, name)], parts) as found:
+            yield found
+
+    @contextmanager
+    def summed_shared(self, first: str) -> Iterator[list[list[Tensor]]]:
+        """As `summed`, of a parameter that layers share, by its first name."""
+        parts = _stands_for()
+        if parts == 1:
+            yield [self.shared_gradients[first]]
+            return
+        mine = next(one for place, (one, *_) in self._sharing.held(self.modules) if str(place) == first)
+        module = self.modules[mine.layer]
+        with summed_by_rank([(module.get_parameter(mine.name), shards_of(module).get(mine.name))], parts) as found:
+            yield found
+
     def squares(self, layers: Collection[int]) -> float:
         """The sum of squares of the gradients of some layers: of each range that begins with one of them.
 
@@ -171,9 +198,20 @@ class Holding:
         return {str(self._sharing.first(layer, name)): parameter for layer, module in self.modules.items()
                 for name, parameter in module.named_parameters()}
 
+    def part(self, part: int, parts: int) -> dict[str, Tensor]:
+        """`parameters`, as one of the ranks has them that this process stands for."""
+        return {str(self._sharing.first(layer, name)): parameter if (shard := shards_of(module).get(name)) is None
+                else shard.cut(parameter.detach(), part, parts)
+                for layer, module in self.modules.items() for name, parameter in module.named_parameters()}
+
     def digest(self) -> str:
         """Digest of the parameters; see `runtime.model.digest`."""
         return parameter_digest(self.parameters())
+
+
+def _stands_for() -> int:
+    group = worker_group()
+    return 1 if group is None else group.stands_for
 
 
 def built(model: LayeredModel, layer: int) -> nn.Module:

@@ -62,10 +62,13 @@ def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 def cut_state(state: Mapping[str, Tensor], shards: Shards, group: WorkerGroup | None) -> dict[str, Tensor]:
     """What this rank has of a layer's whole state (`UndoableOptimizer.layer_state`)."""
-    if group is None:
-        return dict(state)
-    return {key: tensor if (shard := _shard_of(key, tensor, shards)) is None
-            else shard.cut(tensor, group.rank(), group.size()) for key, tensor in state.items()}
+    return dict(state) if group is None else part_of_state(state, shards, group.rank(), group.size())
+
+
+def part_of_state(state: Mapping[str, Tensor], shards: Shards, part: int, parts: int) -> dict[str, Tensor]:
+    """One of so many equal parts of a layer's state; what is not cut is whole in each."""
+    return {key: tensor if (shard := shard_of(key, tensor, shards)) is None
+            else shard.cut(tensor, part, parts) for key, tensor in state.items()}
 
 
 def whole_state(state: Mapping[str, Tensor], shards: Shards, group: WorkerGroup | None) -> dict[str, Tensor]:
@@ -73,7 +76,7 @@ def whole_state(state: Mapping[str, Tensor], shards: Shards, group: WorkerGroup 
     if group is None:
         return dict(state)
     # Slots of an optimizer that has been loaded may be in another order than on other ranks.
-    return {key: tensor if (shard := _shard_of(key, tensor, shards)) is None
+    return {key: tensor if (shard := shard_of(key, tensor, shards)) is None
             else shard.joined(gathered(tensor.detach(), group)) for key, tensor in sorted(state.items())}
 
 
@@ -92,7 +95,7 @@ def gathered(tensor: Tensor, group: WorkerGroup) -> Tensor:
     return found
 
 
-def _shard_of(key: str, tensor: Tensor, shards: Shards) -> Shard | None:
+def shard_of(key: str, tensor: Tensor, shards: Shards) -> Shard | None:
     """How a tensor of a state is cut: as its parameter is, if it has an element for each of the parameter's."""
     kind, _, name = key.partition(".")
     shard = shards.get(name if kind == "model" else name.partition(".")[2])

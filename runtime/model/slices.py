@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -191,9 +191,9 @@ class Slices:
         """All layers that are held."""
         return self._holding.modules.values()
 
-    def gradients(self, slice: int) -> list[Tensor]:
-        """The gradients of a slice that the holding reduces by: one flat tensor a dtype, to be summed in place."""
-        return self._holding.gradients(self.layers[slice])
+    def summed(self, slice: int) -> AbstractContextManager[list[list[Tensor]]]:
+        """The gradients of a slice that the holding reduces by: `Holding.summed`."""
+        return self._holding.summed(self.layers[slice])
 
     def cut(self, slice: int) -> Cut | None:
         """How a slice's gradients are cut, where its optimizer's state is sharded."""
@@ -221,9 +221,14 @@ class Slices:
         if isinstance(self._holding.optimizer, PartOptimizer):
             self._holding.optimizer.gathered(iteration)
 
-    def shared_gradients(self) -> Mapping[str, list[Tensor]]:
-        """Those of what layers share, by its first name, to be summed in place."""
+    @property
+    def shared(self) -> Iterable[str]:
+        """What layers share, by its first name."""
         return self._holding.shared_gradients
+
+    def summed_shared(self, first: str) -> AbstractContextManager[list[list[Tensor]]]:
+        """The gradients of what layers share: `Holding.summed_shared`."""
+        return self._holding.summed_shared(first)
 
     def take_loss(self) -> float:
         """This worker's part of the mean loss since the last call."""

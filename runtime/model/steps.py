@@ -53,7 +53,7 @@ class Steps:
         None where `watches_gradients` is false.
     staggered
         Whether steps may be guessed; with a synchronous optimizer all gradients are known soon anyway. They are not
-        where a worker is a group of processes, or optimizers keep parts of layers' states.
+        where optimizers keep parts of layers' states.
     stepped
         Called with each iteration whose step has been made for good, while the gradients are still those it was made
         by.
@@ -68,10 +68,9 @@ class Steps:
         self._speaks_for = frozenset(speaks_for)
         self._layers = layers
         self._share = share
-        # The ranks of a worker must agree at each op whether it is void: they meet within it.
         # Where parameters are gathered after a step, a second one would have to be gathered, too, at a place in the
         # program where all are together.
-        self._may_guess = staggered and worker_group() is None and not keeps_parts(config)
+        self._may_guess = staggered and not keeps_parts(config)
         self._stepped = stepped
         self._unclipped = UNCLIPPED
         self.squares = 0.0
@@ -80,6 +79,10 @@ class Steps:
         self._iteration = 0
         self._others_guess = False
         self._guessed = False
+        self._wrong = False
+        """Whether the guess of the others was wrong, as far as this process knows."""
+        self._agreed = True
+        """Whether the ranks of this worker go by that already."""
         self._when_validated: list[Callable[[], None]] = []
         self.validated: tuple[int, float | None] | None = None
         """The last iteration of which it is known how to step, with its `clip_factor`; None where all are 1."""
@@ -110,14 +113,19 @@ class Steps:
         self._others_guess = self._may_guess and self._unclipped >= UNCLIPPED
         # What this worker holds may already be too much: then the guess is known to be wrong.
         self._guessed = self._others_guess and clip_factor(squares.values(), self._config) == 1.0
+        self._agreed = worker_group() is None or not self._others_guess
         if self._guessed:
             self._optimizer.step(iteration)
         else:
-            self.validate()
+            self._take()
 
     def poll(self) -> None:
-        """Validate the step if that can be done without waiting: before a forward. Raises CommunicationError."""
-        if self._sums is not None and self._sums.arrived():
+        """Validate the step if that can be done without waiting: before a forward. Raises CommunicationError.
+
+        The ranks of a worker agree on it: they meet within the op, unless it is void.
+        """
+        arrived, group = self._sums is None or self._sums.arrived(), worker_group()
+        if arrived if group is None or self._agreed else group.all_ready(arrived):
             self.validate()
 
     def validate(self) -> None:
@@ -125,6 +133,11 @@ class Steps:
 
         Needed before a backward: until then the gradients of the iteration before are kept for a second step.
         """
+        self._take()
+        if not self._agreed:
+            self._agreed, self.void = True, self._wrong
+
+    def _take(self) -> None:
         if self._sums is None:
             return
         *squares, loss = self._sums.take()
@@ -141,7 +154,7 @@ class Steps:
         if self._sums is not None and self._iteration == committed:
             self._conclude(factor)
         self._optimizer.go_back(committed)
-        self._sums = None
+        self._sums, self._agreed = None, True
         self.void = False
         self._unclipped = UNCLIPPED  # as with a worker that joins now: all must guess alike
 
@@ -154,7 +167,9 @@ class Steps:
         self._sums = None
         self.validated = self._iteration, factor
         self._unclipped = self._unclipped + 1 if factor == 1.0 else 0
-        self.void = self._others_guess and factor != 1.0
+        self._wrong = self._others_guess and factor != 1.0
+        if self._agreed:
+            self.void = self._wrong
         self._end(factor)
 
     def when_validated(self, call: Callable[[], None]) -> None:

@@ -71,15 +71,17 @@ class WorkerGroup(distributed.ProcessGroup):
     between shards, replicas and partial sums.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, stands_for: int = 1) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._index, self._size = rank, size
+        self.stands_for = stands_for
+        """For how many ranks each of its processes stands, to other workers (`runtime.model.rank_parts`)."""
         self._connection: Connection | None = None
         self._lock = threading.Lock()
         self._group_name = NAME
 
-    def connect(self, connection: Connection) -> None:
-        """From now on, tensors go this way."""
+    def connect(self, connection: Connection | None) -> None:
+        """From now on, tensors go this way; None: this rank stands for all."""
         with self._lock:
             self._connection = connection
 
@@ -172,6 +174,15 @@ class WorkerGroup(distributed.ProcessGroup):
         connection = self._connection
         return self.allreduce(torch.zeros(1, device=None if connection is None else connection.device))
 
+    def all_ready(self, ready: bool) -> bool:
+        """Whether this is so at all ranks, which must ask together."""
+        connection = self._connection
+        if connection is None:
+            return ready
+        found = torch.tensor([float(ready)], device=connection.device)
+        distributed.all_reduce(found, distributed.ReduceOp.MIN, self)
+        return bool(found.item())
+
     # As compiled code calls them.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
@@ -202,50 +213,61 @@ def _reduce_options(options: Any) -> Any:
     return single
 
 
-_GROUPS: list[WorkerGroup] = []
-"""The present one last: that of this process, and for a while others that a rank is stood in for."""
+class _Present(threading.local):
+    """The group that a thread stands in for."""
+
+    group: WorkerGroup | None = None
+
+
+_PRESENT = _Present()
+_OWN: list[WorkerGroup] = []
+"""That of this process, where it has one."""
 
 
 def worker_group() -> WorkerGroup | None:
     """The ranks of this worker, for collectives in layers; None where a worker is one process."""
-    return _GROUPS[-1] if _GROUPS else None
+    return _PRESENT.group or (_OWN[-1] if _OWN else None)
 
 
 def first_rank() -> bool:
     """Whether this process speaks for its worker in what all ranks have alike."""
-    return not _GROUPS or _GROUPS[-1].rank() == 0
+    group = worker_group()
+    return group is None or group.rank() == 0
 
 
-def enter_group(rank: int, size: int) -> WorkerGroup | None:
-    """This process is one of the ranks of a worker, for good; the group is torch.distributed's default one, too."""
-    if size == 1:
+def enter_group(rank: int, size: int, stands_for: int = 1) -> WorkerGroup | None:
+    """This process is one of the ranks of a worker, for good; the group is torch.distributed's default one, too.
+
+    Where a worker has lost some, each of those left may stand for several.
+    """
+    if size * stands_for == 1:
         return None
-    group = WorkerGroup(rank, size)
-    _GROUPS.append(group)
+    group = WorkerGroup(rank, size, stands_for)
+    _OWN.append(group)
     _make_default(rank, size)
     return group
 
 
 @contextlib.contextmanager
-def standing_in(size: int) -> Iterator[None]:
-    """In here, this process stands for the first of so many ranks, to find out what a rank would hold and pass."""
-    if size == 1:
+def standing_in(size: int, rank: int = 0, stands_for: int = 1) -> Iterator[None]:
+    """In here, this thread stands for one of so many ranks, to find out what that would hold and pass."""
+    if size * stands_for == 1:
         yield
         return
-    _GROUPS.append(WorkerGroup(0, size))
+    before, _PRESENT.group = _PRESENT.group, WorkerGroup(rank, size, stands_for)
     own = not distributed.is_initialized()
     if own:
-        _make_default(0, size)
+        _make_default(rank, size)
     try:
         yield
     finally:
         if own:
             distributed.destroy_process_group()
-        _GROUPS.pop()
+        _PRESENT.group = before
 
 
 def _make_default(rank: int, size: int) -> None:
     """The present group becomes torch.distributed's default one."""
     if NAME not in distributed.Backend.backend_list:
-        distributed.Backend.register_backend(NAME, lambda *_: _GROUPS[-1], devices=["cpu", "cuda"])
+        distributed.Backend.register_backend(NAME, lambda *_: worker_group(), devices=["cpu", "cuda"])
     distributed.init_process_group(NAME, rank=rank, world_size=size, store=HashStore())

@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
@@ -140,18 +141,24 @@ class ForkServer:
 
     def poll(self, seconds: float) -> list[ProcessEnded]:
         """The processes that have ended, waiting at most that long for some news. Raises ForkServerError."""
-        ended = []
+        ended: list[ProcessEnded] = []
         if self._selector.select(seconds):
-            for line in self._lines.read():
-                news = decode_news(line)
-                if isinstance(news, Started):
-                    self.pids[news.name] = news.pid
-                elif isinstance(news, ProcessEnded):
-                    self._alive.remove(news.name)
-                    del self.pids[news.name]
-                    ended.append(news)
+            ended = self._learn(self._lines.read())
             if self._lines.closed:
                 raise ForkServerError(GONE)
+        return ended
+
+    def _learn(self, lines: Iterable[bytes]) -> list[ProcessEnded]:
+        """Who lives after these news; the processes that have ended by them."""
+        ended = []
+        for line in lines:
+            news = decode_news(line)
+            if isinstance(news, Started):
+                self.pids[news.name] = news.pid
+            elif isinstance(news, ProcessEnded):
+                self._alive.remove(news.name)
+                del self.pids[news.name]
+                ended.append(news)
         return ended
 
     def close(self) -> None:
@@ -199,10 +206,7 @@ class AdoptedForkServer(ForkServer):
         assert isinstance(news, Adopted)
         self.note = news.note
         self._alive.update(news.alive)
-        for line in first[1:]:
-            started = decode_news(line)
-            if isinstance(started, Started):
-                self.pids[started.name] = started.pid
+        self._learn(first[1:])  # one that has just ended was never known to live here
 
     def kill_all(self) -> None:
         """As that of the others; a server that hangs is left to the system."""

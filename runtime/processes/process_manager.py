@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import msgspec
 
+from runtime.config import STANDS_FOR
 from runtime.errors import RunError
 from runtime.processes.fork_server import KILL_SECONDS, ForkServer, ForkServerError
 from runtime.processes.worker_start import NodeSettings, WorkerSpec, process_name, worker_named
@@ -22,6 +23,13 @@ class Return(msgspec.Struct, frozen=True):
     """A dead worker's process to be started again in an iteration, or as soon as it is dead after that."""
 
     worker: Worker
+    iteration: int
+
+
+class NodeFailure(msgspec.Struct, frozen=True):
+    """The workers of a node, whose processes are to be killed at once when an iteration begins. For rehearsals."""
+
+    workers: tuple[Worker, ...]
     iteration: int
 
 
@@ -61,6 +69,10 @@ class NodeProcesses:
         self._ranks = range(settings.config.training.tensor_parallel)
         self._ending: dict[Worker, Ended] = {}
         """Of workers of which a process has ended: the first to do so."""
+        self._killed: set[Worker] = set()
+        """Workers that were killed as a whole."""
+        self._lost: dict[Worker, list[int]] = {}
+        """The ranks whose devices a worker goes on without."""
 
     @contextmanager
     def running(self, *, restarted: bool = False, found: bool = False) -> Iterator[None]:
@@ -81,12 +93,24 @@ class NodeProcesses:
         """Start or kill a worker. Raises ForkServerError."""
         worker = command.worker
         if isinstance(command, KillWorker):
-            for rank in self._ranks:
-                self._fork_server.kill(process_name(worker, rank))
+            self._killed.add(worker)
+            self._kill(worker)
         elif not self._lives(worker):
-            for rank in self._ranks:
-                self._fork_server.start(WorkerSpec(worker, self._coordinator, self.card(worker, rank), self._settings,
-                                                   command.restarted, rank).process())
+            self._start(command)
+
+    def _start(self, command: StartWorker) -> None:
+        """Start a worker whole, or as half its processes, on devices that it has left."""
+        worker, lost = command.worker, self._lost
+        self._killed.discard(worker)
+        lost[worker] = [] if command.without is None else [*lost.get(worker, ()), self._left(worker)[command.without]]
+        stands_for = STANDS_FOR if lost[worker] else 1
+        for rank, place in enumerate(self._left(worker)[:len(self._ranks) // stands_for]):
+            self._fork_server.start(WorkerSpec(worker, self._coordinator, self.card(worker, place), self._settings,
+                                               command.restarted, rank, stands_for).process())
+
+    def _left(self, worker: Worker) -> list[int]:
+        """The ranks whose devices a worker may use; its processes use the first ones."""
+        return [rank for rank in self._ranks if rank not in self._lost.get(worker, ())]
 
     def alive(self) -> list[Worker]:
         """Those that have been started, and not ended."""
@@ -96,6 +120,10 @@ class NodeProcesses:
         """The GPU of a worker's process; None where there are none."""
         place = self._places.setdefault(worker, len(self._places)) * len(self._ranks) + rank
         return (self._first_card + place) % self._cards if self._cards else None
+
+    def _kill(self, worker: Worker) -> None:
+        for rank in self._ranks:
+            self._fork_server.kill(process_name(worker, rank))
 
     def _lives(self, worker: Worker) -> bool:
         return any(self._fork_server.lives(process_name(worker, rank)) for rank in self._ranks)
@@ -107,11 +135,12 @@ class NodeProcesses:
     def poll(self) -> list[Ended]:
         """The workers here that have ended. Raises ForkServerError."""
         for one in self._fork_server.poll(0):
-            worker, _ = worker_named(one.name)
-            self._ending.setdefault(worker, Ended(worker, one.status))
+            worker, rank = worker_named(one.name)
+            enough = STANDS_FOR * (len(self._left(worker)) - 1) >= len(self._ranks) > 1 and worker not in self._killed
+            self._ending.setdefault(worker, Ended(worker, one.status, rank if enough else None))
         over = [worker for worker in self._ending if not self._lives(worker)]
         for worker in self._ending.keys() - over:
-            self.do(KillWorker(worker))
+            self._kill(worker)
         return [self._ending.pop(worker) for worker in over]
 
 
@@ -126,16 +155,23 @@ class ProcessManager:
         The workers to start again.
     absent
         The workers that are not there from the start.
+    failures
+        Nodes whose workers to kill.
+    degraded
+        Whether a worker that has lost one of its processes is started again at once, as half as many.
     """
 
     def __init__(self, local: NodeProcesses, nodes: Mapping[Worker, int], returns: Sequence[Return] = (),
-                 absent: Sequence[Worker] = ()) -> None:
+                 absent: Sequence[Worker] = (), failures: Sequence[NodeFailure] = (), *,
+                 degraded: bool = False) -> None:
         self._local = local
         self._nodes = nodes
         self._later = list(returns)
         self._due: list[Worker] = []
         """Each as often as it is to be started."""
         self._dead = set(absent)
+        self._may_degrade = degraded
+        self._failures = list(failures)
         self._send: SendToAgent = lambda *_: None
 
     def running(self, *, found: bool) -> AbstractContextManager[None]:
@@ -177,13 +213,30 @@ class ProcessManager:
         """Kill a worker's process, wherever it is. Raises ForkServerError."""
         self._do(KillWorker(worker))
 
-    def ended(self, worker: Worker) -> None:
-        """A process has ended; start it anew if that is due. Raises ForkServerError."""
+    def ended(self, ended: Ended) -> None:
+        """A worker has ended; start it anew if that is due, or if it can go on without one of its processes.
+
+        Raises ForkServerError.
+        """
+        worker = ended.worker
         self._dead.add(worker)
         self._bring_back()
+        if self._may_degrade and ended.status and ended.without is not None and worker in self._dead:
+            self._dead.remove(worker)
+            self._do(StartWorker(worker, without=ended.without))
+
+    def begins(self, iteration: int) -> None:
+        """An iteration begins, for the first time or again. Raises ForkServerError."""
+        due = [one for one in self._failures if one.iteration <= iteration]
+        self._failures = [one for one in self._failures if one.iteration > iteration]
+        for one in due:
+            if one.iteration == iteration:  # else it was in what another coordinator has led
+                for worker in one.workers:
+                    self.kill(worker)
 
     def committed(self, iteration: int) -> None:
         """The iteration after this one begins. Raises ForkServerError."""
+        self.begins(iteration + 1)
         for one in [one for one in self._later if one.iteration <= iteration + 1]:
             self._later.remove(one)
             self._due.append(one.worker)

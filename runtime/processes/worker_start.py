@@ -45,6 +45,8 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     """Whether the run has been going on without it."""
     rank: int = 0
     """Which of the worker's processes this is, where it is several."""
+    stands_for: int = 1
+    """For how many ranks each of them does: more than one where it has lost some."""
 
     def process(self) -> ProcessSpec:
         """The request to the fork server, over a pipe that nobody else reads: the secret is in no command line and no

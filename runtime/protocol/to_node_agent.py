@@ -43,6 +43,8 @@ class StartWorker(msgspec.Struct, frozen=True, tag=True):
     worker: Worker
     restarted: bool = True
     """Whether the run has been going on without it."""
+    without: int | None = None
+    """Of its processes, one whose device is not to be used any more: it is to go on as half as many."""
 
 
 class KillWorker(msgspec.Struct, frozen=True, tag=True):

@@ -60,6 +60,8 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Where each rank of their sources listens (`runtime.worker.layer_sender`)."""
     fetch: int = 0
     """The `Fetch` that gave those who need them their layers before; 0: none."""
+    stand_for: tuple[tuple[Worker, int], ...] = ()
+    """Members that have lost ranks, and for how many each of their processes stands."""
     factor: Factor | None = None
     """Of the last committed iteration, for workers that do not know it."""
     restore: tuple[tuple[Worker, tuple[int, ...]], ...] | None = None

@@ -105,7 +105,23 @@ class Membership(NamedTuple):
     """Of every member, 0 upwards, the same at every member."""
     worker: Worker
     group: WorkerGroup | None = None
-    """The processes of this worker, where there are several; those of one index in all workers communicate."""
+    """The processes of this worker, where there are several; those that stand for one rank in all workers communicate.
+    """
+    stand_for: Mapping[Worker, int] = {}
+    """For how many ranks each process stands of the workers that have lost some."""
+
+    @property
+    def stands_for(self) -> int:
+        """For how many ranks this process does."""
+        return 1 if self.group is None else self.group.stands_for
+
+    @property
+    def place_of_all(self) -> tuple[int, int]:
+        """The place of this process among all processes, and how many there are."""
+        index, ranks = (0, 1) if self.group is None else (self.group.rank(), self.group.size() * self.stands_for)
+        counts = {worker: ranks // self.stand_for.get(worker, 1) for worker in self.ranks}
+        before = sum(count for worker, count in counts.items() if self.ranks[worker] < self.ranks[self.worker])
+        return before + index, sum(counts.values())
 
 
 class Communicator:
@@ -125,8 +141,9 @@ class Communicator:
     require
         May raise what shall end the wait for the others at the store.
 
-    Where a worker is a group of processes, each is one of this among those of its own index in all workers; only
-    `sum_over_all` is over all processes. The worker's own group is connected with it.
+    Where a worker is a group of processes, each communicates with those of the same rank in all workers; only
+    `sum_over_all` is over all processes. The worker's own group is connected with it. A process that stands for several
+    ranks communicates as each of them: `part` says which, counted from 0.
 
     Gloo carries host memory only, so tensors of a GPU pass through pinned buffers. Gloo matches transfers by tag; NCCL
     by their order, so every worker must issue its transfers in an order that all of them agree on (that of
@@ -144,7 +161,7 @@ class Communicator:
         """Whether tensors pass through host memory."""
         self._transport_device = torch.device("cpu") if self.staged else device
         self._ranks = membership.ranks
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[tuple[str, int], Group] = {}
         self._stores: list[Store] = []
         """Those written in Python live as long as this does: the groups hold only their C++ half."""
 
@@ -152,9 +169,8 @@ class Communicator:
         self._store = store
         self._require = require
         self._between_ranks: Connection | None = None
-        self._index, self._processes, self._worker_group = 0, 1, membership.group
-        if membership.group is not None:
-            self._index, self._processes = membership.group.rank(), membership.group.size()
+        self._worker_group = membership.group
+        self._parts = range(membership.stands_for)
         everyone = sorted(self._ranks, key=self._ranks.__getitem__)
         if len(everyone) > 1:
             self._join(_WORLD, everyone, transport)
@@ -162,8 +178,7 @@ class Communicator:
         if self._bytes != _WORLD:
             self._join(_BYTES_GROUP, everyone, "gloo")
         if sums:  # numbers of the host: over gloo also where tensors go over NCCL, whose stream they would hold up
-            place = everyone.index(self.worker) * self._processes + self._index
-            self._meet(_SUMS, _SUMS, (place, len(everyone) * self._processes), "gloo")
+            self._meet(_SUMS, _SUMS, membership.place_of_all, "gloo")
         if membership.group is not None:
             self._connect(membership.group, transport)
         self._sharers = {what: tuple(sorted(members)) for what, members in sharers.items() if len(members) > 1}
@@ -172,21 +187,22 @@ class Communicator:
         for members in sorted(set(self._sharers.values())):
             self._join(_name_of(members), members, transport)
 
-    def send(self, tensor: Tensor, target: Worker, tag: int) -> Outgoing:
+    def send(self, tensor: Tensor, target: Worker, tag: int, part: int = 0) -> Outgoing:
         """Start sending; computing goes on."""
         payload = tensor.detach().contiguous()
         if self.staged:
             payload = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True).copy_(payload)
         with told_in_one_line(f"sending to worker {target}"):
-            return Outgoing(self._group(_WORLD).send([payload], self._ranks[target], tag), payload, target)
+            return Outgoing(self._group(_WORLD, part).send([payload], self._ranks[target], tag), payload, target)
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: Worker, tag: int) -> Arriving:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: Worker, tag: int, part: int = 0) -> Arriving:
         """Make room for a tensor, and start receiving it."""
         payload = self._buffer(shape, dtype)
         with told_in_one_line(f"receiving from worker {source}"):
-            return Arriving(self._group(_WORLD).recv([payload], self._ranks[source], tag), payload, source, self.device)
+            work = self._group(_WORLD, part).recv([payload], self._ranks[source], tag)
+            return Arriving(work, payload, source, self.device)
 
-    def sum_over_sharers(self, what: Shared, tensors: Sequence[Tensor]) -> None:
+    def sum_over_sharers(self, what: Shared, tensors: Sequence[Tensor], part: int = 0) -> None:
         """Replace each tensor by its sum over all live workers that reduce these layers, or hold a copy of this
         parameter. Raises CommunicationError."""
         members = self._sharers.get(what)
@@ -194,7 +210,7 @@ class Communicator:
             return
         with told_in_one_line(f"summing the gradients of {what if isinstance(what, str) else layers_text(what)}"):
             carried = [tensor.cpu() for tensor in tensors] if self.staged else list(tensors)
-            group, buckets = self._group(_name_of(members)), _buckets(carried)
+            group, buckets = self._group(_name_of(members), part), _buckets(carried)
             joined = [bucket[0] if len(bucket) == 1 else torch.cat([tensor.flatten() for tensor in bucket])
                       for bucket in buckets]
             for work in [group.allreduce([one]) for one in joined]:
@@ -243,9 +259,12 @@ class Communicator:
         of a few round trips, as in NTP; rank 0 answers the others one by one.
         """
         by_rank = sorted(self._ranks, key=self._ranks.__getitem__)
-        if _CLOCK not in self._groups:
+        if (_CLOCK, 0) not in self._groups:
             self._join(_CLOCK, by_rank, "gloo")
-        group = self._group(_CLOCK)
+        first, *_ = [self._offset(self._group(_CLOCK, part), by_rank) for part in self._parts]
+        return first
+
+    def _offset(self, group: Group, by_rank: Sequence[Worker]) -> float:
         with told_in_one_line("comparing clocks"):
             if self.worker == by_rank[0]:
                 for rank in range(1, len(by_rank)):
@@ -261,8 +280,9 @@ class Communicator:
             return
         present = torch.ones(1, device=self._transport_device)
         with told_in_one_line("waiting for all workers to end"):
-            self._group(_WORLD).allreduce([present]).wait()
-            assert present.item() == len(self._ranks)  # reading it waits for the GPU, too
+            for part in self._parts:
+                self._group(_WORLD, part).allreduce([present.fill_(1.0)]).wait()
+                assert present.item() == len(self._ranks)  # reading it waits for the GPU, too
 
     def drop(self) -> None:
         """Close all groups; peers that wait for this worker are released with an error."""
@@ -273,32 +293,34 @@ class Communicator:
             group.abort()
 
     def _join(self, name: str, members: Sequence[Worker], transport: Transport) -> None:
-        """Meet workers, here those of their processes that have this one's index."""
+        """Meet workers, here those of their processes that stand for the same rank."""
         place = members.index(self.worker), len(members)
-        self._meet(name, name if self._processes == 1 else f"{self._index} of {name}", place, transport)
+        for part in self._parts:
+            rank = 0 if self._worker_group is None else self._worker_group.rank() * len(self._parts) + part
+            self._meet(name, name if self._worker_group is None else f"{rank} of {name}", place, transport, part)
 
     def _connect(self, group: WorkerGroup, transport: Transport) -> None:
         """Meet the other processes of this worker."""
         name = f"{_RANKS} {self.worker}"
-        self._meet(name, name, (self._index, self._processes), transport)
-        backend = cast(Backend, self._groups[name])
+        self._meet(name, name, (group.rank(), group.size()), transport)
+        backend = cast(Backend, self._group(name))
         self._between_ranks = Connection(backend, told_in_one_line, self.device, self.staged)
         group.connect(self._between_ranks)
 
-    def _meet(self, name: str, key: str, place: tuple[int, int], transport: Transport) -> None:
+    def _meet(self, name: str, key: str, place: tuple[int, int], transport: Transport, part: int = 0) -> None:
         """Make a group whose members leave their addresses under a key; `place` is the rank in it and its size."""
         prefix = f"generation{self._generation}/{key}"
         with told_in_one_line(f"meeting the workers of {name}"):
             if transport == "gloo":
                 self._stores.append(GroupStore(self._store, f"{prefix}/", TIMEOUT, self._require, place[1]))
-                self._groups[name] = gloo_group(self._stores[-1], *place, TIMEOUT)
+                self._groups[name, part] = gloo_group(self._stores[-1], *place, TIMEOUT)
             else:
                 assert isinstance(self._store, TCPStore)
-                self._groups[name] = nccl_group(self._store, prefix, *place, TIMEOUT)
+                self._groups[name, part] = nccl_group(self._store, prefix, *place, TIMEOUT)
 
-    def _group(self, name: str) -> Group:
+    def _group(self, name: str, part: int = 0) -> Group:
         try:
-            return self._groups[name]
+            return self._groups[name, part]
         except KeyError:
             raise RuntimeError("the connections are closed") from None
 

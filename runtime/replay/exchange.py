@@ -6,7 +6,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from runtime.model.passed import Form, Value, carrier_form, gradient_form, made, packed, unpacked
+from runtime.model.passed import Form, Value, carrier_form, gradient_form, made
+from runtime.model.rank_parts import RankForms, carried, carriers
 from runtime.replay.communication import Arriving, Communicator, Outgoing
 from schedules.graph import Transfer, programs_of, transfers
 from schedules.schedule import Schedule
@@ -40,15 +41,18 @@ class Exchange:
     ----------
     forms
         Of what goes into each layer of the schedule, and then of what comes out of the last.
+    by_rank
+        The same at each of the ranks that this process stands for, where these are several.
     """
 
     def __init__(self, schedule: Schedule, communicator: Communicator, forms: Sequence[Form],
-                 iterations: range) -> None:
+                 iterations: range, by_rank: RankForms | None = None) -> None:
         everyone = transfers(schedule, programs_of(schedule))
         self._worker = worker = communicator.worker
         self._communicator = communicator
         self._schedule = schedule
         self._forms = forms
+        self._by_rank = by_rank or RankForms(forms)
         self._iterations = iterations
         self._mine = [(tag, transfer) for tag, transfer in enumerate(everyone)
                       if worker in (transfer.source, transfer.target)]
@@ -59,8 +63,8 @@ class Exchange:
         self._ahead = None if communicator.ordered else [place for place, (_, transfer) in enumerate(self._mine)
                                                   if transfer.target == worker]
         # By the number of the transfer, counted over all iterations: those of two iterations may be under way.
-        self._arriving: dict[int, Arriving] = {}
-        self._ready: dict[int, Tensor] = {}
+        self._arriving: dict[int, list[Arriving]] = {}
+        self._ready: dict[int, list[Tensor]] = {}
         self._local: dict[TensorName, Value] = {}
         self._leaving: list[Outgoing] = []
         self._left_before: list[Outgoing] = []
@@ -71,7 +75,7 @@ class Exchange:
         if number is None:
             self._local[name] = value
             return
-        self._ready[number] = packed(value)
+        self._ready[number] = carriers(value, *self._forms_of(name.kind, name.slice), self._by_rank.ranks)
         if self._ahead is None:
             self._issue_through(number)
         else:
@@ -84,14 +88,14 @@ class Exchange:
         if number is None:
             return self._local.pop(name)
         self._issue_through(number)
-        carrier = self._arriving.pop(number).take()  # the op runs at once: more are posted before the next wait
-        return unpacked(carrier, self._form(name.kind, name.slice))
+        found = [one.take() for one in self._arriving.pop(number)]  # the op runs at once: more are posted before the
+        return carried(found, *self._forms_of(name.kind, name.slice))  # next wait
 
     def give_empty(self, iteration: int, name: TensorName) -> None:
         """Pass on zeros, for an op that is not run. Raises CommunicationError."""
         device = self._communicator.device
-        self.give(iteration, name, made(self._form(name.kind, name.slice), lambda shape, dtype: torch.zeros(
-            shape, dtype=dtype, device=device)))
+        form, _ = self._forms_of(name.kind, name.slice)
+        self.give(iteration, name, made(form, lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=device)))
 
     def more(self, iterations: int = 1) -> None:
         """There will be more iterations than was said."""
@@ -139,19 +143,23 @@ class Exchange:
     def _issue(self, number: int) -> None:
         tag, transfer = self._transfer(number)
         if transfer.source == self._worker:
-            self._leaving.append(self._communicator.send(self._ready.pop(number), transfer.target, tag))
+            self._leaving += [self._communicator.send(carrier, transfer.target, tag, part)
+                              for part, carrier in enumerate(self._ready.pop(number))]
         else:
-            shape, dtype = carrier_form(self._form(transfer.kind, transfer.slice))
-            self._arriving[number] = self._communicator.receive(shape, dtype, transfer.source, tag)
+            shape, dtype = carrier_form(self._forms_of(transfer.kind, transfer.slice)[1])
+            self._arriving[number] = [self._communicator.receive(shape, dtype, transfer.source, tag, part)
+                                      for part in range(self._by_rank.ranks)]
 
     def _transfer(self, number: int) -> tuple[int, Transfer]:
         """Its tag, and what it is."""
         return self._mine[number % len(self._mine)]
 
-    def _form(self, kind: TensorKind, slice: int) -> Form:
-        """That of what the ops of a slice take."""
+    def _forms_of(self, kind: TensorKind, slice: int) -> tuple[Form, Form]:
+        """That of what the ops of a slice take here, and that of what a rank passes."""
         first, end = self._schedule.layers_of(slice)
-        return self._forms[first] if kind == "activation" else gradient_form(self._forms[end])
+        if kind == "activation":
+            return self._forms[first], self._by_rank.forms[first]
+        return gradient_form(self._forms[end]), gradient_form(self._by_rank.forms[end])
 
 
 def _name(transfer: Transfer) -> TensorName:

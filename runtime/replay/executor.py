@@ -1,15 +1,17 @@
 """Executor: runs one worker's program, op by op, in its order. It decides nothing."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
+
+from torch import Tensor
 
 from runtime.model.calling import Batch
 from runtime.model.data import Microbatch
 from runtime.model.passed import Value
 from runtime.model.slices import SliceRunner, Slices
 from runtime.model.steps import Steps
-from runtime.replay.communication import Communicator
+from runtime.replay.communication import Communicator, Shared
 from runtime.replay.exchange import Exchange, TensorName
 from runtime.replay.part_exchange import PartExchange
 from runtime.replay.recorder import Recorder
@@ -155,12 +157,16 @@ class Executor:
         slice = step.op.slice
         assert slice is not None
         self._before_exchange()
-        with self._recorder.timing(step.op):
-            layers, gradients, cut = self._slices.layers[slice], self._slices.gradients(slice), self._slices.cut(slice)
+        with self._recorder.timing(step.op), self._slices.summed(slice) as by_rank:
+            layers, cut = self._slices.layers[slice], self._slices.cut(slice)
             if cut is None:
-                self._communicator.sum_over_sharers(layers, gradients)
+                self._sum(layers, by_rank)
             else:
-                self._parts.reduce(layers, gradients[0], cut)
+                self._parts.reduce(layers, by_rank[0][0], cut)
+
+    def _sum(self, what: Shared, by_rank: Sequence[Sequence[Tensor]]) -> None:
+        for part, gradients in enumerate(by_rank):
+            self._communicator.sum_over_sharers(what, gradients, part)
 
     def _optimize(self, step: _Step) -> None:
         """What layers share is summed first, and parameters are gathered last: all that hold them are at their O, with
@@ -168,8 +174,9 @@ class Executor:
         self._before_exchange()
         self._loss = self._slices.take_loss()
         with self._recorder.timing(step.op):
-            for name, gradients in self._slices.shared_gradients().items():
-                self._communicator.sum_over_sharers(name, gradients)
+            for name in self._slices.shared:
+                with self._slices.summed_shared(name) as by_rank:
+                    self._sum(name, by_rank)
             if self._steps.watches:
                 self._parts.wait_for_copies()  # there may be no step, and gradients are zero afterwards
             gathering: list[Callable[[], None]] = []

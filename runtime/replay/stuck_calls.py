@@ -27,6 +27,8 @@ class OpenCalls:
     def __init__(self) -> None:
         self._calls: dict[int, OpenCall] = {}
         self._abandoned: set[int] = set()
+        self._lock = threading.Lock()
+        """Either a call has ended, or its thread is left behind: both know the same."""
 
     def begin(self, what: str) -> None:
         """This thread makes a call."""
@@ -35,9 +37,11 @@ class OpenCalls:
     def end(self) -> None:
         """The call is over. Raises AbandonedError."""
         thread = threading.get_ident()
-        self._calls.pop(thread, None)
-        if thread in self._abandoned:
+        with self._lock:
+            self._calls.pop(thread, None)
+            abandoned = thread in self._abandoned
             self._abandoned.discard(thread)
+        if abandoned:
             raise AbandonedError("nobody waits any more")
 
     def of(self, thread: int) -> OpenCall | None:
@@ -46,14 +50,12 @@ class OpenCalls:
 
     def abandon(self, thread: int, seconds: float) -> bool:
         """Whether a thread has been in one call for so long; then it ends with an error if it ever comes out of it."""
-        call = self._calls.get(thread)
-        if call is None or time.monotonic() - call.began < seconds:
-            return False
-        self._abandoned.add(thread)
-        if self._calls.get(thread) is call:
+        with self._lock:
+            call = self._calls.get(thread)
+            if call is None or time.monotonic() - call.began < seconds:
+                return False
+            self._abandoned.add(thread)
             return True
-        self._abandoned.discard(thread)  # it has just come out
-        return False
 
 
 OPEN_CALLS = OpenCalls()

@@ -31,5 +31,6 @@ Its parts:
     freed_memory         goes back to the system when an order has ended
     layer_store          the layers that it holds
     layer_*              how layers get from worker to worker
+    rank_layers          the same for each rank that a process stands for
     checkpointer, checkpoint_reader, speed_test, slowed_recorder
 """

@@ -9,6 +9,7 @@ from runtime.config import RunConfig
 from runtime.model.data import Data
 from runtime.model.layers import LayeredModel
 from runtime.model.passed import Form
+from runtime.model.rank_parts import RankForms
 from runtime.model.sharing import Sharing
 from runtime.model.worker_group import WorkerGroup
 from runtime.protocol.coordinator_link import CoordinatorLink
@@ -21,9 +22,8 @@ from runtime.worker.activity import Activity
 from runtime.worker.checkpoint_reader import CheckpointReader
 from runtime.worker.checkpointer import Checkpointer
 from runtime.worker.connections import Connections
-from runtime.worker.layer_receiver import LayerReceiver
-from runtime.worker.layer_sender import LayerSender
 from runtime.worker.layer_store import LayerStore
+from runtime.worker.rank_layers import RankReceivers, RankSenders
 from runtime.worker.sockets import Sockets
 from schedules.schedule import Schedule, Worker
 
@@ -52,18 +52,25 @@ class WorkerContext:
     corpus: Data
     validation: Data | None
     forms: Sequence[Form]
-    """Of what passes at each of the placement's cuts."""
+    """Of what passes at each of the placement's cuts, as this process has it."""
+    by_rank: RankForms
+    """As each rank does that it stands for."""
     layer_store: LayerStore
     checkpoints: CheckpointReader
     injector: Injector
     checkpointer: Checkpointer
-    layer_sender: LayerSender
-    layer_receiver: LayerReceiver
+    layer_sender: RankSenders
+    layer_receiver: RankReceivers
 
     @property
     def rank(self) -> int:
         """Which of the worker's processes this is."""
         return 0 if self.group is None else self.group.rank()
+
+    @property
+    def ranks(self) -> range:
+        """Those that this process stands for."""
+        return range(self.rank * self.by_rank.ranks, (self.rank + 1) * self.by_rank.ranks)
 
     def lasting_sockets(self) -> Sockets:
         """Those that outlive an order."""

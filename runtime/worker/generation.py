@@ -198,7 +198,7 @@ class Generation:
         members = sorted(seat.worker for seat in self._schedule.seats)
         return Communicator(
             Membership(order.number, {worker: rank for rank, worker in enumerate(members)}, context.worker,
-                       context.group),
+                       context.group, dict(order.stand_for)),
             context.placement.sharers(self._schedule, context.worker, context.sharing),
             transport=context.setup.transport, device=context.device, store=context.store,
             sums=watches_gradients(context.config.training), bytes_too=context.config.training.shard_optimizer,

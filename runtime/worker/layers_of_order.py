@@ -53,10 +53,11 @@ def _take_parts(part: OrderContext, communicator: Communicator) -> None:
 
 def move_parts(context: WorkerContext, order: Train | Finish, require: Callable[[], None]) -> list[PartState]:
     """Give what others lack, and get what is lacking here, while all wait. Raises CommunicationError."""
-    senders = part_senders_for(context.worker, order.part_moves, order.addresses, context.rank)
-    context.layer_receiver.begin(LayerFetch(0, order.number, senders, follow=False))
+    context.layer_receiver.begin([
+        LayerFetch(0, order.number, part_senders_for(context.worker, order.part_moves, order.addresses, rank),
+                   follow=False) for rank in context.ranks])
     receivers = {move.target for move in order.part_moves if move.source == context.worker}
-    context.layer_sender.give(order.number, order.first_iteration - 1, len(receivers), context.layer_store, require)
+    context.layer_sender.give(order.number, order.first_iteration - 1, len(receivers), require)
     return context.layer_receiver.take_parts(order.number, require)
 
 
@@ -74,9 +75,10 @@ def _restore(part: OrderContext, layers: tuple[int, ...], read: Callable[[tuple[
 def _move(part: OrderContext, needed: frozenset[int]) -> None:
     """Take over layers that were fetched for this order, or move now while all wait; drop those not needed now."""
     order, context, require = part.order, part.context, part.connections.require
-    senders = senders_for(part.worker, order.moves, order.addresses, context.rank)
     part.activity.begins(f"{WAITS} for layers to move")
-    context.layer_receiver.begin(LayerFetch(0, order.number, senders, follow=False))
+    context.layer_receiver.begin([
+        LayerFetch(0, order.number, senders_for(part.worker, order.moves, order.addresses, rank), follow=False)
+        for rank in context.ranks])
     receivers = {move.target for move in order.moves if move.source == part.worker}
-    context.layer_sender.give(order.number, order.first_iteration - 1, len(receivers), context.layer_store, require)
+    context.layer_sender.give(order.number, order.first_iteration - 1, len(receivers), require)
     context.layer_store.keep(needed, context.layer_receiver.take(order.number, order.fetch, require))

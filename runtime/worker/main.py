@@ -38,7 +38,7 @@ def main(task: bytes) -> int:
         def connect(hello: msgspec.Struct, seconds: float) -> Channel[ToWorker]:
             return Channel(spec.coordinator, spec.settings.secret, hello, to_worker.decode, seconds)
 
-        channel = connect(JoinWorker(spec.worker, rank=spec.rank), CONNECT_SECONDS)
+        channel = connect(JoinWorker(spec.worker, rank=spec.rank, stands_for=spec.stands_for), CONNECT_SECONDS)
         link = CoordinatorLink(channel, channel.wait_for(Setup), connect)
         try:
             return MainThread(spec, link).serve()

@@ -87,8 +87,8 @@ class MainThread:
             self._context.layer_store.prepare(self._context.setup.columns[self._worker.column])
         known = None
         while True:
-            self._channel.send(Ready(self._worker, self._data_digest(), (self._context.layer_sender.address,),
-                                     holder(Path(self._spec.settings.out)), known))
+            self._channel.send(Ready(self._worker, self._data_digest(), self._context.layer_sender.addresses,
+                                     holder(Path(self._spec.settings.out)), known, self._spec.stands_for))
             try:
                 return self._follow()
             except CoordinatorGoneError as gone:
@@ -157,7 +157,7 @@ class MainThread:
                 continue
             with contextlib.suppress(RendezvousError):
                 store = self._channel.follow_another(
-                    JoinWorker(self._worker, self._channel.setup.epoch, self._spec.rank), Leave,
+                    JoinWorker(self._worker, self._channel.setup.epoch, self._spec.rank, self._spec.stands_for), Leave,
                     lambda setup: connect_store(setup.store, STORE_TIMEOUT))
                 if isinstance(store, Leave):
                     return False
@@ -207,7 +207,8 @@ class MainThread:
             case Acknowledged() if generation is not None and generation.number == message.order:
                 generation.acknowledged(message)
             case Fetch():
-                self._context.layer_receiver.begin(_fetch_for(self._worker, message, self._spec.rank))
+                self._context.layer_receiver.begin([_fetch_for(self._worker, message, rank)
+                                                    for rank in self._context.ranks])
             case MeasureSpeed():
                 self._threads.measure_speed(self._context, message)
             case ReportStatus():

@@ -36,6 +36,8 @@ class OrderThreads:
         end early."""
         self._between_ranks: Communicator | None = None
         """Of the last order to finish."""
+        self._speed_tests: list[threading.Thread] = []
+        """Those that may still run."""
         self._next = threading.Event()
         """Set when the next order has come; another one for each order."""
 
@@ -47,8 +49,11 @@ class OrderThreads:
     def train(self, context: WorkerContext, order: Train, generation: Generation, previous: Generation | None) -> None:
         """Take part in an order."""
         self._begins()
+        tests, self._speed_tests = self._speed_tests, []
 
         def work() -> None:
+            for test in () if context.group is None else tests:
+                test.join()  # else its ops would meet those of other ranks, once these are connected
             with self._finishing:
                 leave(context, previous, order)
                 if previous is not None and self._between_ranks is not None:
@@ -69,6 +74,8 @@ class OrderThreads:
         def work() -> None:
             leave(context, previous, order)
             context.layer_store.clear()
+            if context.group is not None:  # a thread that was left behind, or never met all, has not taken it back
+                context.group.connect(None)
 
         self.begin(context.device, "leaving the order", work)
 
@@ -99,7 +106,8 @@ class OrderThreads:
 
     def measure_speed(self, context: WorkerContext, request: MeasureSpeed) -> None:
         """Run ops of slices that nobody waits for."""
-        self.begin(context.device, "speed test", lambda: _measure_speed(context, request))
+        test = self.begin(context.device, "speed test", lambda: _measure_speed(context, request))
+        self._speed_tests = [*(one for one in self._speed_tests if one.is_alive()), test]
 
     def forget(self, context: WorkerContext) -> None:
         """Hold nothing any more, once nothing is being written."""
@@ -112,7 +120,7 @@ class OrderThreads:
         self._next = threading.Event()
         return self._next
 
-    def begin(self, device: torch.device, name: str, work: Callable[[], None]) -> None:
+    def begin(self, device: torch.device, name: str, work: Callable[[], None]) -> threading.Thread:
         """Run long work in a thread."""
         def run() -> None:
             try:
@@ -124,7 +132,9 @@ class OrderThreads:
             except BaseException as error:
                 self._failed(error)
 
-        threading.Thread(target=run, daemon=True, name=name).start()
+        thread = threading.Thread(target=run, daemon=True, name=name)
+        thread.start()
+        return thread
 
 
 def leave(context: WorkerContext, previous: Generation | None, order: Order) -> None:
@@ -157,10 +167,11 @@ def _write(context: WorkerContext, order: Finish, received: Sequence[PartState] 
     store = context.layer_store
     context.checkpointer.save_last(
         order, store.whole_states if received is None else lambda layers: store.whole_layers(layers, received))
-    kept = store.kept()
-    digests = {} if kept is not None and kept.whole_after != order.first_iteration - 1 else {
-        name: tensor_digest(name, parameter) for name, parameter in holding.parameters().items()}
-    context.channel.send(Finished(context.worker, order.number, digests))
+    kept, ranks = store.kept(), len(context.ranks)
+    by_rank = [holding.parameters()] if ranks == 1 else [holding.part(part, ranks) for part in range(ranks)]
+    first, *others = [{} if kept is not None and kept.whole_after != order.first_iteration - 1 else {
+        name: tensor_digest(name, parameter) for name, parameter in found.items()} for found in by_rank]
+    context.channel.send(Finished(context.worker, order.number, first, tuple(others)))
 
 
 def _measure_speed(context: WorkerContext, request: MeasureSpeed) -> None:

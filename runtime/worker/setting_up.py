@@ -1,14 +1,17 @@
 """What a worker makes before it is ready: device, model, data, and the parts that last from order to order."""
 
 import time
+from functools import partial
 
 import torch
 
 from runtime.model.data import load_corpus, load_validation
-from runtime.model.holding import build_holding
+from runtime.model.forms import forms
+from runtime.model.holding import Holding, build_holding
 from runtime.model.layers import model_for, parameter_dtype
+from runtime.model.rank_parts import RankForms
 from runtime.model.sharing import sharing_of
-from runtime.model.worker_group import enter_group
+from runtime.model.worker_group import enter_group, standing_in
 from runtime.processes.worker_start import WorkerSpec
 from runtime.protocol.failure_injection import Injector
 from runtime.protocol.rendezvous import address_towards, connect_store
@@ -20,6 +23,7 @@ from runtime.worker.context import WorkerContext, WorkerLink
 from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents
 from runtime.worker.layer_sender import LayerSender
 from runtime.worker.layer_store import LayerStore
+from runtime.worker.rank_layers import AllUpToDate, RankReceivers, RankSenders
 from schedules.schedule import Worker
 
 
@@ -29,8 +33,9 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
     config = settings.config
     training, device = config.training, _claim_device(setup.device, spec.card)
     torch.set_num_threads(training.threads)
-    group = enter_group(spec.rank, training.tensor_parallel)
+    group = enter_group(spec.rank, training.tensor_parallel // spec.stands_for, spec.stands_for)
     model = model_for(config.model, training.seed, parameter_dtype(training), device)
+    passed = [one.form() for one in setup.forms]
     sharing = sharing_of(model)
     checkpoints = CheckpointReader(setup.first_iteration, settings, model.layers, sharing)
     layer_store = LayerStore(lambda layers: build_holding(model, layers, training), checkpoints.load)
@@ -39,12 +44,30 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
         worker=spec.worker, group=group, channel=channel, store=connect_store(setup.store), setup=setup,
         config=config, out=settings.out, device=device, model=model, sharing=sharing, placement=Placement(setup.cuts),
         corpus=load_corpus(config, setup.microbatches), validation=load_validation(config, setup.microbatches),
-        forms=[spec.form() for spec in setup.forms], layer_store=layer_store, injector=injector,
+        forms=passed if spec.stands_for == 1 else [forms(model, config)[cut] for cut in setup.cuts],
+        by_rank=RankForms(passed, spec.stands_for), layer_store=layer_store, injector=injector,
         checkpoints=checkpoints,
         checkpointer=Checkpointer(setup, settings, model.layers, spec.worker, channel.send, sharing),
-        layer_receiver=LayerReceiver(layer_store.fresh, device, settings.secret,
-                                     _FetchReports(spec.worker, channel, injector)),
-        layer_sender=LayerSender(address_towards(spec.coordinator), settings.secret, setup.fetch_bytes_per_second))
+        layer_receiver=_receivers(spec, device, layer_store, _FetchReports(spec.worker, channel, injector)),
+        layer_sender=RankSenders([
+            LayerSender(address_towards(spec.coordinator), settings.secret, setup.fetch_bytes_per_second)
+            for _ in range(spec.stands_for)], layer_store))
+
+
+def _receivers(spec: WorkerSpec, device: torch.device, store: LayerStore, events: ReceiverEvents) -> RankReceivers:
+    """What gets layers. A process that stands for several ranks builds them as each would."""
+    training, ranks, secret = spec.settings.config.training, spec.stands_for, spec.settings.secret
+    if ranks == 1:
+        return RankReceivers([LayerReceiver(store.fresh, device, secret, events)], store)
+
+    def built_at(rank: int, layer: int) -> Holding:
+        with standing_in(training.tensor_parallel, rank):
+            model = model_for(spec.settings.config.model, training.seed, parameter_dtype(training), device)
+            return build_holding(model, [layer], training)
+
+    told = AllUpToDate(events, ranks)
+    return RankReceivers([LayerReceiver(partial(built_at, spec.rank * ranks + part), device, secret, told)
+                          for part in range(ranks)], store)
 
 
 class _FetchReports(ReceiverEvents):

@@ -28,7 +28,7 @@ def measure_slice(number: int, runner: SliceRunner, forms: tuple[Form, Form], co
     value = batch[0] if runner.first else _noise(forms[0], device)
     target = batch[1] if runner.last else None
     gradient = None if runner.last else _noise(gradient_form(forms[1]), device)
-    recorder = recorder_for(context.setup.slowdowns, device)
+    recorder = recorder_for(context.setup.slowdowns, device, context.group)
     for microbatch in (Microbatch(request.iteration, 0, one) for one in range(ROUNDS + 1)):
         if microbatch.index <= 1:
             recorder.begin(request.iteration, traced=False)

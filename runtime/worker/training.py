@@ -48,7 +48,7 @@ class Training:
         """All iterations from the order's first one on, or those before it stops. Raises CommunicationError."""
         part, context, setup = self._part, self._part.context, self._part.context.setup
         first, steps = part.order.first_iteration, self.steps
-        recorder = recorder_for(setup.slowdowns, context.device)
+        recorder = recorder_for(setup.slowdowns, context.device, context.group)
         exchange = self._exchange(part.schedule, self._stretch(first))
         slices = Slices(context.layer_store.holding, context.placement.slices(part.schedule, part.worker),
                         context.model, loss_scale=setup.loss_scale, config=context.config)
@@ -87,7 +87,8 @@ class Training:
         return range(first, end if every is None else min(end, (first // every + 1) * every))
 
     def _exchange(self, schedule: Schedule, iterations: range) -> Exchange:
-        return Exchange(schedule, self._communicator, self._part.context.forms, iterations)
+        context = self._part.context
+        return Exchange(schedule, self._communicator, context.forms, iterations, context.by_rank)
 
     def _evaluation(self, slices: Slices) -> Callable[[int], float]:
         """What evaluates after an iteration. It is made when it is first used: no recovery waits for it."""
@@ -130,7 +131,7 @@ class Training:
             context.layer_sender.wait_for_room(require)
             if context.layer_sender.asked:
                 context.injector.at(iteration, "asked")
-                context.layer_sender.before_step(iteration, context.layer_store)
+                context.layer_sender.before_step(iteration)
 
     def _whole_states(self) -> dict[int, dict[str, Tensor]]:
         """The layers that this worker saves; where states are sharded, all give their own parts to who saves them."""
@@ -152,4 +153,4 @@ class Training:
 
 
 def _pass_on(context: WorkerContext, iteration: int) -> None:
-    context.layer_sender.stepped(iteration, context.layer_store)
+    context.layer_sender.stepped(iteration)

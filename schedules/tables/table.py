@@ -117,10 +117,12 @@ class Table:
         for key in self._entries:
             self.entry(key)
 
-    def lookup(self, failed: Iterable[Worker], *, settled: bool = False) -> LookupResult | None:
+    def lookup(self, failed: Iterable[Worker], *, settled: bool = False,
+               held_elsewhere: bool = False) -> LookupResult | None:
         """The schedule with the shortest period for exactly these failed workers; None where the table has none.
 
         `settled`: the one to come to in the end, for which layers may have to move; else the one that runs at once.
+        `held_elsewhere`: where a column has no live worker left, others can get its layers, as from a checkpoint.
         Of an exact pattern and a normalised count of equal period it takes the pattern, which moves no worker. The
         schedule is valid because the stored one is and `relabel` keeps every rule; at the first use of an entry the
         checker is asked about the stored one. Raises ValueError for a worker outside the grid, TableError for an
@@ -135,7 +137,7 @@ class Table:
             keys += [settled_key(key) for key in keys]
         known = sorted((key for key in keys if key in self._entries), key=self._period)
         for key in known:
-            schedule = relabel(self.entry(key), down)
+            schedule = relabel(self.entry(key), down, held_elsewhere=held_elsewhere)
             if schedule is not None:
                 return LookupResult(key=key, schedule=schedule)
         return None

@@ -161,6 +161,11 @@ def test_what_a_plan_takes_to_move(tmp_path):
     assert answer["work_bound"] == pytest.approx(18 * 12 / 10)
     said = f"layers to move: {len(moves)}, {2 * len(moves)} GB in about {answer['seconds_to_move']:g} s"
     assert said in " ".join(slipstream(*command).stdout.split())
+    (tmp_path / "job.toml").write_text(JOB + WEIGHTS + "[training]\ntensor_parallel = 4\n")
+    by_rank = json.loads(slipstream(*command, "--json").stdout)
+    assert by_rank["bytes_moved"] == answer["bytes_moved"]
+    assert by_rank["seconds_to_move"] == answer["seconds_to_move"] / 4, "four ranks send at the same time"
+    assert "workers of 4 ranks: times are those of a worker" in " ".join(slipstream(*command).stdout.split())
 
 
 def test_says_what_else_could_be_done_and_what_is_best(tmp_path):

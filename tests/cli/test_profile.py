@@ -14,7 +14,10 @@ from planner.job.layers import layer_costs
 from planner.job.writer import job_text
 from planner.plan import plan_job
 from runtime.config import parse_run_config
-from runtime.tools.profile import Profile, StageProfile, profile
+from runtime.model.layers import model_for
+from runtime.model.worker_group import standing_in
+from runtime.tools.profile import Profile, profile
+from runtime.tools.stage_bench import StageProfile
 
 JOB = """
 name = "tiny \\"quoted\\" é"
@@ -102,6 +105,28 @@ def test_a_bidirectional_job_is_measured_as_one_chain(tmp_path) -> None:
     assert plan_job(after, time_limit=1).schedule.period_ticks > 0
 
 
+def test_a_worker_of_several_processes_is_measured_as_one(tmp_path) -> None:
+    asked = JOB.replace("layers = [1, 2, 1, 2]", "layers = [2, 1, 1, 2]")
+    (tmp_path / "job.toml").write_text(asked)
+    result = CliRunner().invoke(app, ["profile", "--job", str(tmp_path / "job.toml"), "--rounds", "1",
+                                      "--tensor-parallel", "2", "--out", str(tmp_path / "out.toml")])
+    assert result.exit_code == 0, result.output
+    text, before, after = (tmp_path / "out.toml").read_text(), parse_job(asked), read_job(tmp_path / "out.toml")
+    assert "Each is a rank of a worker of 2." in text and "tensors go from rank r to rank r" in text
+    assert after.training == {**before.training, "tensor_parallel": 2} and after.ranks == 2
+    time, memory = after.time, after.memory
+    assert memory is not None and memory.unit_bytes == 2048
+    assert all(seconds > 0 for seconds in (*time.forward, *time.backward_weight, *time.optimizer, *time.all_reduce))
+    assert time.transfer > 0 and time.backward_input[0] < min(time.backward_input[1:])
+    config = parse_run_config(after.model, after.training)
+    with standing_in(2):
+        model = model_for(config.model, 0, torch.float32, torch.device("cpu"))
+        by_layer = [sum(one.nbytes for one in model.build(layer).parameters()) for layer in range(model.layers)]
+    # Parameters, gradients, two moments, and three copies to undo a step; a number for each parameter besides.
+    for held, (first, end) in zip(memory.weights, ((0, 2), (2, 3), (3, 4), (4, 6)), strict=True):
+        assert 1024 * held == pytest.approx(7 * sum(by_layer[first:end]), rel=0.02)
+
+
 def test_parts_of_optimizer_state_are_measured(tmp_path) -> None:
     """Of four workers three keep it all when one is lost: two parts of three, each with what undoes a step."""
     config = parse_run_config({"blocks": 1, "width": 64, "heads": 2, "context": 16},
@@ -119,8 +144,8 @@ def measured(job: Job) -> Profile:
     """What could be measured of any job."""
     stage = StageProfile(forward=0.1, backward_input=0.1, backward_weight=0.1, optimizer=0.1, activation_bytes=2048,
                          stash_bytes=1024, static_bytes=2**20, undo_bytes=2**19)
-    return Profile(stages=(stage,) * job.depth, transfer=0.01, device="cpu", device_bytes=2**30, processes=1,
-                   reduce_group=2, transport="gloo", waiting=0.0)
+    return Profile(stages=(stage,) * job.depth, transfer=0.01, device="cpu", device_bytes=2**30, workers=1,
+                   ranks=1, reduce_group=2, transport="gloo", waiting=0.0)
 
 
 @pytest.mark.parametrize("placement", [

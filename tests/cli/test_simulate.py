@@ -169,6 +169,8 @@ def test_slow_workers_and_lost_gpus_in_a_trace(job, tmp_path):
     answer = json.loads(slipstream(*arguments, "--gpus-per-worker", 4).stdout)
     assert (answer["trace"]["slowdowns"], answer["trace"]["partial_losses"]) == (1, 1)
     assert answer["policies"]["recycle"] < answer["policies"]["slipstream"]
+    job.write_text(JOB + "[training]\ntensor_parallel = 4\n")
+    assert json.loads(slipstream(*arguments).stdout) == answer, "a worker has as many GPUs as the job says"
 
 
 def test_workers_of_a_node_fail_together(job, tmp_path):

@@ -18,6 +18,7 @@ from runtime.protocol.rendezvous import host_store
 from schedules import codec
 from schedules.check import check
 from schedules.schedule import Worker
+from schedules.tables.table import Table
 from tests.jobs import grid
 from tests.runtime.running import below, judge_of_text, schedule_for, wait_until_gone
 
@@ -85,6 +86,28 @@ def test_plans_and_trains_and_says_how_it_went(job, tmp_path):
     assert "2 iterations, loss" in again.stdout and "measured" in again.stdout
     losses = [json.loads(line)["loss"] for line in (tmp_path / "again" / "losses.jsonl").read_text().splitlines()]
     assert losses == pytest.approx(answer["losses"][:2], abs=1e-12)
+
+
+def test_a_node_that_dies_is_one_recovery_by_the_schedule_of_a_table_by_node(job, tmp_path):
+    """All of its workers are killed on one machine, as [topology] has them: two of stage 0, so that roles move."""
+    text = JOB.replace("pipelines = 2", "pipelines = 3").replace("iterations = 4", "iterations = 6\ndtype = 'float64'")
+    job.write_text(text + '[topology]\nnode = [["0.1", "1.1"], ["0.0", "1.0"], ["2.0", "2.1"]]\n')
+    made = CliRunner().invoke(app, ["table", str(job), "--max-failures", "0", "--by-node", "--method", "greedy",
+                                    "--time-limit", "0.1", "--jobs", "1", "--out", str(tmp_path / "table")])
+    assert made.exit_code == 0, made.output
+    done = train(job, "--table", tmp_path / "table", "--kill", "node1@2", "--json", "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout)
+    (recovery,) = answer["recoveries"]
+    assert (sorted(recovery["dead"]), recovery["nodes"], recovery["live"]) == (["0.0", "1.0"], [1], 4)
+    assert "so that node 1 is lost: iteration 2 runs on 4 workers" in done.stderr
+    assert answer["losses"] == pytest.approx(judge_of_text(text).losses, abs=1e-9)
+    events = [json.loads(line) for line in (tmp_path / "out" / "events.jsonl").read_text().splitlines()]
+    orders = [event["schedule"] for event in events if event["event"] == "order_given"]
+    found = Table.load(tmp_path / "table").lookup([Worker(0, 0), Worker(1, 0)])
+    assert found.moves and len(orders) == 2
+    assert codec.read(tmp_path / "out" / "schedules" / f"{orders[1]}.json") == found.schedule
+    assert [event["node"] for event in events if event["event"] == "node_lost"] == [1]
 
 
 def test_kills_returns_checkpoints_and_resuming_on_another_grid(job, tmp_path):
@@ -228,6 +251,7 @@ def test_one_command_a_node(job, tmp_path):
     (["--schedule", "x.json", "--failed", "1.0"], "leave out --failed"),
     (["--kill", "1.0"], "--kill 1.0: expected D.S@ITERATION, for example 1.2@10"),
     (["--kill", "x@3"], "'x' is not a worker"),
+    (["--kill", "node1@3"], "--kill node: the job file does not say which workers share a node; add [topology]"),
     (["--slow", "1.0@3"], "--slow 1.0@3: expected D.S=FACTOR@ITERATION with a factor of 1 (usual) to 1000"),
     (["--slow", "1.0=0.5@3"], "--slow 1.0=0.5@3: expected D.S=FACTOR@ITERATION with a factor of 1"),
     (["--slow", "1.0=nan@3"], "--slow 1.0=nan@3: expected D.S=FACTOR@ITERATION with a factor of 1"),

@@ -1,6 +1,7 @@
 """Plans of generated jobs: all pass the checker, respect the bounds, and are reproducible."""
 
 import re
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -137,3 +138,4 @@ def test_progress_tells_of_no_period_that_the_plan_does_not_have(times, method, 
     told = [float(found[1]) for line in lines
             if (found := re.match(r"(?:list scheduler|annealing|CP-SAT): period ([\d.]+) s", line))]
     assert plan.period == pytest.approx(min(told), rel=1e-5)
+    assert all(later < before for before, later in pairwise(told)), "several layouts are planned: only news is told"

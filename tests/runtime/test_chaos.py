@@ -32,6 +32,13 @@ def test_chaos(seed, name, fork_server, tmp_path):
     assert tally.deviation <= TOLERANCE
 
 
+def test_chaos_where_nodes_die(fork_server, tmp_path):
+    """All workers of a machine at once, in one recovery; two of a stage, so that roles move."""
+    tally, setting = Tally(), replace(settings("3x2", ITERATIONS)["nodes"], gap=(5, 8), away=(1, 4))
+    train_through(setting, random.Random(5), fork_server, tmp_path, tally, storm_seconds=4.0)
+    assert tally.nodes >= 1 and tally.deviation <= TOLERANCE, tally.report()
+
+
 def test_chaos_where_node_0_dies_too(fork_server, tmp_path):
     """It is led by a process of its own, and then by this one."""
     tally, setting = Tally(), replace(settings("3x2", ITERATIONS)["roles-clipped"], gap=(3, 8))

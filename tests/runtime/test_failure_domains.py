@@ -21,6 +21,12 @@ def test_workers_of_one_machine_fail_together():
     assert domains.apart(A, B) and not domains.apart(A, C) and not domains.apart(A, A)
 
 
+def test_who_is_in_none_fails_alone():
+    domains = FailureDomains([(A, B)])
+    assert domains.together(C) == (C,) and domains.number(C) is None
+    assert domains.apart(C, A) and not domains.apart(C, C)
+
+
 def test_each_node_is_a_machine_where_nothing_else_is_known():
     shares = shares_of_nodes([A, B, C, D], 2, ())
     assert shares == [[A, B], [C, D]]
@@ -42,6 +48,7 @@ def test_a_topology_overrides_the_nodes_and_says_who_is_where():
     assert shares_of_nodes([A, B, C, D], 1, BY_STAGE) == [[A, B, C, D]]
     assert shares_of_nodes([A, B, D], 2, BY_STAGE) == [[A], [B, D]]
     assert shares_of_nodes([A, B, C, D], 4, BY_STAGE) == [[A], [C], [B], [D]]  # two processes on each machine
+    assert shares_of_nodes([A, B, C, D], 4, BY_STAGE[::-1]) == [[B], [D], [A], [C]]
 
 
 @pytest.mark.parametrize(("topology", "wrong"), [([(A, B, C)], D), ([(A, B), (C, D, A)], A),

@@ -1,9 +1,13 @@
 """Workers that are groups of processes: whatever fails, the numbers are those of one process with the whole model."""
 
+import json
+import time
+
 import pytest
 
 from runtime.config import ConfigError, parse_run_config
 from runtime.errors import RunError
+from runtime.events import EVENTS
 from runtime.launch import Resilience, run
 from runtime.model.checkpoint import latest
 from runtime.processes.process_manager import Return
@@ -12,11 +16,13 @@ from runtime.run_folder import CHECKPOINTS
 from schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import dead, returned, train
+from tests.runtime.model.test_steps import RARELY, SAME
 from tests.runtime.running import assert_same_numbers, judge, schedule_for
 
 TWO = grid(2, 2, 2, more="optimizer = 1")
 WIDE = grid(3, 2, 2, more="optimizer = 1")
 V = grid(2, 2, 2, more="[placement]\norder = 'v'\nchunks = 2")
+TINY = {"blocks": 2, "width": 16, "heads": 2, "context": 16, "dropout": 0.1}
 GPT = {"blocks": 2, "width": 16, "heads": 4, "context": 16, "dropout": 0.1}
 BY_TORCH = {"name": "tests.runtime.parallelized:Parallelized", "blocks": 2, "width": 8, "context": 8}
 
@@ -38,13 +44,20 @@ def test_numbers_are_those_of_one_process(model, job, ranks, failed, training, f
     assert_same_numbers(result, judge(config(1, model, **training), job.microbatches, 4))
 
 
+def test_ranks_agree_on_whether_a_guessed_step_was_wrong(fork_server, tmp_path):
+    """Guesses that are right, one that is wrong, and guesses again, as in `test_steps`."""
+    training, job = {"clip_norm": RARELY, "iterations": 20, **SAME}, grid(3, 1, 2)
+    result = run(schedule_for(job), config(2, TINY, **training), out=tmp_path, fork_server=fork_server)
+    assert_same_numbers(result, judge(config(1, TINY, **training), job.microbatches, 20))
+
+
 def at(worker, rank, iteration, place, action="kill"):
     return Injection(Worker.parse(worker), iteration, place, action, rank)
 
 
 def test_each_rank_dies_at_each_place_and_takes_its_worker_with_it(fork_server, tmp_path):
     kills = [at("0.0", 1, 1, 0), at("2.1", 0, 2, "A"), at("1.0", 1, 4, "stepped"), at("0.1", 0, 5, "reported")]
-    result = train(kills, fork_server, tmp_path, job=WIDE, config=config(2, iterations=7))
+    result = train(kills, fork_server, tmp_path, job=WIDE, config=config(2, iterations=7, clip_norm=1.8))
     assert dead(result) == ["0.0", "2.1", "1.0", "0.1"] and result.recoveries[-1].live == 2
     for one in result.recoveries:
         assert one.reasons == tuple(f"worker {worker} was killed by SIGKILL" for worker in one.dead)
@@ -56,6 +69,39 @@ def test_it_comes_back_as_one_and_the_next_rank_dies_while_it_is_taken_in(fork_s
                    config=config(2, iterations=30, clip_norm=0.5),
                    returns=(Return(Worker(0, 0), 3), Return(Worker(0, 0), 4)))
     assert dead(result)[:2] == ["0.0", "0.0"] and set(returned(result)) <= {"0.0"}
+
+
+def test_a_worker_that_has_lost_a_rank_goes_on_as_half_its_processes(fork_server, tmp_path):
+    """It takes layers from those that are whole; then all of a stage are so, and one comes back whole from those."""
+    kills = [at("1.0", 1, 2, 3), at("0.0", 0, 14, 0), at("0.0", 0, 26, "A")]
+    result = train(kills, fork_server, tmp_path, job=TWO, returns=(Return(Worker(0, 0), 27),),
+                   progress=until_joined(tmp_path, {2: 1, 14: 2, 26: 3}),
+                   config=config(2, iterations=38, clip_norm=0.5, degraded_ranks=True, evaluate_every=5,
+                                 validation_text=__file__))
+    assert dead(result) == ["1.0", "0.0", "0.0"] and returned(result) == ["1.0", "0.0", "0.0"]
+    assert joined(tmp_path) == [("1.0", 2), ("0.0", 2), ("0.0", 1)]
+
+
+def test_it_loses_another_rank_and_has_enough_devices_left(fork_server, tmp_path):
+    kills = [at("1.0", 3, 1, 1), at("1.0", 1, 13, "stepped")]
+    result = train(kills, fork_server, tmp_path, job=grid(2, 1, 2), progress=until_joined(tmp_path, {1: 1, 13: 2}),
+                   config=config(4, iterations=24, degraded_ranks=True))
+    assert dead(result) == returned(result) == ["1.0"] * 2
+    assert joined(tmp_path) == [("1.0", 2), ("1.0", 2)]
+
+
+def until_joined(out, due):
+    """Makes iterations take longer while fewer than so many have come in, by the iteration before which one died."""
+    def progress(iteration, _):
+        if len(joined(out)) < max([0, *(count for died, count in due.items() if died <= iteration + 1)]):
+            time.sleep(0.2)
+    return progress
+
+
+def joined(out):
+    """Who has come in, and for how many ranks each of its processes stands."""
+    events = map(json.loads, (out / EVENTS).read_text().splitlines())
+    return [("{}.{}".format(*one["worker"]), one["stands_for"]) for one in events if one["event"] == "joined"]
 
 
 @pytest.mark.parametrize(("model", "action", "reason"), [

@@ -3,7 +3,8 @@
 from planner.fleet.figures import published
 from planner.fleet.figures.failures import assumptions
 from planner.fleet.figures.figure import Cell, Figure, band
-from planner.fleet.throughput import Throughputs, spread_over_stages
+from planner.fleet.loads import spread_over_stages
+from planner.fleet.throughput import Throughputs
 from planner.progress import CountCallback
 from schedules.schedule import BackwardMode, OptimizerMode
 

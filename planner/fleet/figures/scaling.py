@@ -33,7 +33,7 @@ def shares(gpus: int, microbatches: int) -> list[tuple[float, float, float]]:
     found: list[tuple[float, float, float]] = []
     for share in reversed(SHARES):
         failures = round(share * gpus)
-        down = throughputs.even_spread(failures)
+        down = throughputs.loads.even_spread(failures)
         assert down is not None
         ours = max(throughputs.planned(down), throughputs.settled(failures)[0]) / fault_free
         found.append((max([ours, *(more for more, *_ in found)]),

@@ -12,11 +12,11 @@ stage, while training goes on with the old cut; its change of clock frequencies,
 not simulated.
 """
 
+from planner.fleet.loads import DownByStage
 from planner.fleet.policies.oobleck_templates import layers_of
 from planner.fleet.policies.rerouting import Rerouting
 from planner.fleet.policies.uneven_pipelines import cut_by_speed
 from planner.fleet.policy import Phase, Scenario
-from planner.fleet.throughput import DownByStage
 
 
 class ElasWave(Rerouting):

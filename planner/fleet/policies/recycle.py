@@ -1,8 +1,8 @@
 """ReCycle as published (SOSP 2024, arXiv 2405.14009)."""
 
+from planner.fleet.loads import DownByStage
 from planner.fleet.policies.rerouting import Rerouting
 from planner.fleet.policy import Cause, Phase
-from planner.fleet.throughput import DownByStage
 
 
 class ReCycle(Rerouting):

@@ -4,8 +4,8 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 
 from planner.fleet.availability_trace import Change
+from planner.fleet.loads import DownByStage
 from planner.fleet.policy import Cause, Phase, Policy, Scenario
-from planner.fleet.throughput import DownByStage
 
 
 class Stages:
@@ -93,7 +93,7 @@ class Rerouting(Policy):
 
     def steady_rate(self, failures: int) -> float:
         """With failures spread over stages. Without moves, too: they may happen to fall there."""
-        spread = self.throughputs.even_spread(failures)
+        spread = self.throughputs.loads.even_spread(failures)
         return self.rate(spread) if spread else 0.0
 
     def start(self, live: Sequence[int]) -> list[Phase]:
@@ -155,7 +155,7 @@ class Rerouting(Policy):
 
     def _reassign_all(self, machines: Sequence[int]) -> None:
         """Assign stages to all live machines anew; where there are too few of them, newcomers get the first."""
-        spread = self.throughputs.even_spread(self.scenario.workers - len(machines))
+        spread = self.throughputs.loads.even_spread(self.scenario.workers - len(machines))
         if spread is None:
             for machine in machines:
                 self._stages.put(machine, self._stages.of.get(machine, 0))
@@ -168,7 +168,7 @@ class Rerouting(Policy):
         """Give newcomers the stages furthest from the even spread of the failures left."""
         if not machines:
             return
-        spread = self.throughputs.even_spread(self.scenario.workers - len(self._stages.of) - len(machines))
+        spread = self.throughputs.loads.even_spread(self.scenario.workers - len(self._stages.of) - len(machines))
         for machine in machines:
             down = self._stages.down
             lacking = [(most - least, most) for most, least in zip(down, spread or down, strict=True)]
@@ -176,8 +176,9 @@ class Rerouting(Policy):
 
     def _move_workers(self) -> None:
         """Move workers to other stages where that leaves the most loaded worker less work."""
-        spread, down = self.throughputs.even_spread(self.scenario.workers - len(self._stages.of)), self._stages.down
-        if spread is None or self.throughputs.longest_load(spread) >= self.throughputs.longest_load(down):
+        loads, down = self.throughputs.loads, self._stages.down
+        spread = loads.even_spread(self.scenario.workers - len(self._stages.of))
+        if spread is None or loads.longest_load(spread) >= loads.longest_load(down):
             return
         vacant = [stage for stage, count in enumerate(down) for _ in range(count - spread[stage])]
         counts = list(down)

@@ -6,18 +6,23 @@ from itertools import groupby
 from typing import ClassVar, NamedTuple
 
 from planner.fleet.availability_trace import Change
+from planner.fleet.loads import DownByStage
 from planner.fleet.policies.rerouting import Rerouting, Stages
 from planner.fleet.policy import Cause, Phase, Scenario
-from planner.fleet.throughput import DownByStage
+from planner.fleet.settled import Slow
 
 AT_ONCE = ("the schedules of `slipstream plan` (list schedulers, or the table given), never slower than those of "
            "ReCycle, which it may choose; a failure costs half an iteration and a switch; who joins or moves loads one "
            "stage from peers while the others train on, and a switch follows; a slow worker is waited for, or left out "
-           "as if it were down, whichever is faster; a worker that lost some of its GPUs goes on with the others, so "
-           "many times slower")
+           "as if it were down, whichever is faster; a worker that lost some of its GPUs goes on with half of them, "
+           "twice as slow, while so many are left ([training] degraded_ranks), and is down with fewer")
 SETTLED = ("; layers move while it trains on, for as long as the busiest worker needs for what it receives, and a "
-           "switch follows, where its pause is made up for before the next failure, on average; the next failure is "
-           "answered at once as if they had not moved")
+           "switch follows, where its pause is made up for before the next failure, on average; slow workers have "
+           "fewer layers then, where that is fastest; the next failure is answered at once as if they had not moved")
+
+
+STEP = 0.25
+"""To whose multiples speeds of slow workers are rounded, up: plans are made for few."""
 
 
 class Choice(NamedTuple):
@@ -46,12 +51,16 @@ class Slipstream(Rerouting):
         self._left_out: frozenset[int] = frozenset()
         """Slow machines that the present schedule does without."""
         self._settled_at, self._settled = 0.0, 0.0
-        """When the settled plan runs, or will, and its samples per second at usual speeds; 0: none."""
+        """When the settled plan runs, or will, and its samples per second at the speeds it was made for; 0: none."""
+        self._settled_for: dict[int, float] = {}
+        """Those of the machines that were slow then."""
 
     @staticmethod
-    def alive_gpus(alive: int, whole: int) -> int:  # noqa: ARG004
-        """It goes on with those that it has."""
-        return alive
+    def alive_gpus(alive: int, whole: int) -> int:
+        """Half of them, where it has lost fewer."""
+        if alive == whole:
+            return whole
+        return whole // 2 if whole % 2 == 0 and 2 * alive >= whole else 0
 
     def rate(self, down: DownByStage) -> float:
         """By the planner's schedule, or on the pipelines that are whole, where that is faster."""
@@ -75,12 +84,12 @@ class Slipstream(Rerouting):
     def start(self, live: Sequence[int]) -> list[Phase]:
         """Settled from the beginning, where some machines are missing."""
         super().start(live)
-        self._settled_at, self._settled = 0.0, self._settled_rate_now()
+        self._settled_at, self._settled, self._settled_for = 0.0, self._settled_rate_now(), {}
         return self.resume_training(self._best_rate())
 
     def restart(self, rate: float, remaining: Sequence[Phase]) -> list[Phase]:  # noqa: ARG002
         """Settled, as all load their layers from the checkpoint anyway."""
-        self._settled = self._settled_rate_now()
+        self._settled, self._settled_for = self._settled_rate_now(), {}
         return super().restart(self._best_rate(), remaining)
 
     def _settled_rate_now(self) -> float:
@@ -88,7 +97,25 @@ class Slipstream(Rerouting):
 
     def _best_rate(self) -> float:
         at_once = self._rate_of(self._stages)
-        return max(at_once, self._best(self._stages, self.settled_rate)) if self.moves_layers else at_once
+        return max(at_once, self._settled_best()) if self.moves_layers else at_once
+
+    def _settled_best(self) -> float:
+        """Samples per second of the best plan with layers moved: for slow workers as they are, or without the slowest.
+        """
+        return max(self._best(self._stages, self.settled_rate), self._settled_for_slow())
+
+    def _settled_for_slow(self) -> float:
+        """By a plan for slow workers as they are; 0 where there are none."""
+        slow = [factor for machine, factor in self.slow.items() if machine in self._stages.of]
+        if not slow or self._stage_lost(self._stages):
+            return 0.0
+        longest = math.ceil(max(slow) / STEP) * STEP
+        return self.throughputs.settled(sum(self._stages.down), Slow(len(slow), longest))[0]
+
+    def _settled_now(self) -> float:
+        """By the settled plan at present speeds. An op that takes f times as long makes it f times as long at most."""
+        return self._settled / max([1.0, *(factor / self._settled_for.get(machine, 1.0)
+                                           for machine, factor in self.slow.items())])
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
         """Where only speeds change, a switch follows if other workers are left out then."""
@@ -132,7 +159,7 @@ class Slipstream(Rerouting):
 
     def _reconfigure(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
         """At once with those who hold a stage, or as settled before, if none of those has left; then with all."""
-        settled = self._settled / max(self.slow.values(), default=1.0)
+        settled = self._settled_now()
         at_once, then = max(settled, self._rate_of(self._held)), max(settled, self._rate_of(self._stages))
         loads, load, switch = self._loading, self.costs.load_seconds, self.switch
         self._loaded_at = now + sum([stall.seconds for stall in stalls]) + loads * load
@@ -153,13 +180,15 @@ class Slipstream(Rerouting):
         if not self.moves_layers or phases[0].cause is Cause.WAIT:
             return phases
         usual = self._settled_rate_now()
-        settled = max(rate, self._best(self._stages, self.settled_rate) if self.slow else usual)
+        settled = max(rate, self._settled_best() if self.slow else usual)
         move = self.throughputs.settled(self.scenario.workers - len(self._stages.of))[1] * self.costs.load_seconds
         gained = settled - rate
         made_up = self.costs.switch_seconds * settled / gained if gained > 0 else math.inf
         if seconds + move + made_up > self.scenario.seconds_between_failures:
             return phases
-        self._settled_at, self._settled = now + seconds + move, usual
+        self._settled_at, self._settled, self._settled_for = now + seconds + move, usual, {}
+        if self.slow and (for_slow := self._settled_for_slow()) == settled:
+            self._settled, self._settled_for = for_slow, dict(self.slow)
         return self.change_rate(phases, seconds + move, self.switch, settled)
 
 

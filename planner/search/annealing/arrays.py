@@ -48,7 +48,8 @@ def _instance(arrays: ProblemArrays) -> Instance:
         predecessors=_arcs(arrays.ops.predecessors, arrays.ops.transfer),
         successors=_arcs(arrays.ops.successors, arrays.ops.transfer),
         group=arrays.group, linked=padded(problem.linked), interleaved=int(problem.interleaved),
-        sharers=arrays.reductions.sharers, awaiting=arrays.reductions.awaiting, between=arrays.reductions.between,
+        sharers=arrays.reductions.sharers, ticks=arrays.reductions.ticks, awaiting=arrays.reductions.awaiting,
+        between=arrays.reductions.between,
         tail=_tails(arrays),
         pipeline=ints([worker.pipeline for worker in workers]), members=_members(arrays),
         capacity=ints([problem.room(worker) if problem.memory else -1 for worker in workers]),
@@ -76,21 +77,19 @@ def _state(arrays: ProblemArrays, order: Ints) -> State:
     return State(worker=ops.worker.copy(), duration=ops.duration.copy(), sequence=sequence,
                  size=ints([len(row) for row in rows]), place=place,
                  end=_zeros(len(arrays.problem.linked)), deadline=_zeros(len(arrays.problem.linked)),
-                 begin=_zeros(len(arrays.reductions.sharers)))
+                 begin=_zeros(len(arrays.reductions.sharers)), turn=_zeros(len(arrays.reductions.sharers)))
 
 
 def _tails(arrays: ProblemArrays) -> Ints:
-    """For each worker, ticks from the deadline of its group to the end of its window.
+    """For each worker, ticks from the end of its group to that of its window.
 
-    Synchronous: to the end of the job, which is the end of all windows. No step starts before the last compute op.
+    Synchronous: of the job, which is the end of all windows. No step starts before the last compute op.
     """
     problem = arrays.problem
-    if problem.optimizer == "staggered":
+    if problem.optimizer == "staggered" or problem.holdings is not None:
         return arrays.tail
     tails = np.full(len(problem.linked), problem.longest_step)
     np.maximum.at(tails, arrays.group, arrays.tail)
-    if problem.holdings is not None:
-        tails[:] = tails.max()
     return tails[arrays.group]
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from planner.model.arrays import ProblemArrays
 from planner.model.problem import Problem
 from planner.model.solution import Solution
-from planner.model.start_times import NEVER, group_ends
+from planner.model.start_times import NEVER, ends_before_last, group_ends
 from planner.search.annealing.arrays import make_chain
 from planner.search.annealing.cooling import CYCLES, first_cycle_steps, slice_steps
 from planner.search.kernel.annealing.arrays import BASE, FOREVER, PERIOD, SPAN, Cycle, State
@@ -52,10 +52,12 @@ class AnnealingChain:
         if self._problem.optimizer == "staggered":
             set_deadlines(chain.instance, chain.state, chain.sorting)
             return
-        chain.state.deadline[:] = -chain.instance.tail.max()
-        for tail, group in zip(chain.instance.tail, chain.instance.group, strict=True):
-            chain.state.deadline[group] = -tail
-        end_with_deadlines(chain.instance, chain.state)
+        chain.state.end[:] = -chain.instance.tail.max()
+        chain.state.end[chain.instance.group] = -chain.instance.tail
+        chain.state.deadline[:] = chain.state.end
+        if self._problem.holdings is not None:
+            chain.state.deadline[:] = ends_before_last(
+                self._arrays, group_ends(self._arrays, self._arrays.starts(solution)))
 
     def _measure(self) -> None:
         """Time the best state; its cost counts as infinite, so that the next one as long is kept."""

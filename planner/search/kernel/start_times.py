@@ -1,4 +1,4 @@
-"""Start times of an order of ops, in one pass over it; compiled."""
+"""Start times of an order of ops, in one pass over it, and of the reductions that follow; compiled."""
 
 from typing import TYPE_CHECKING
 
@@ -75,3 +75,74 @@ def latest(ops: "Ops", order: Ints, start: Ints, free: Ints, group: Ints, reduct
         if interleaved:
             start[op] = clear_of(reductions.between, begin, group[row], start[op], duration[op])
         free[row] = start[op]
+
+
+@jit
+def reduce(sharers: Ints, ticks: Ints, end: Ints, begin: Ints, turn: Ints) -> None:
+    """Run all reductions, each on all groups that share it at once, and one at a time on each group.
+
+    What can begin first is next; of equals, that of the later layers. `end` [group] is when its compute ops are done,
+    and becomes when its reductions are. Fills `begin` [reduction] and `turn`: the reductions in their order.
+    """
+    for number in range(turn.shape[0]):
+        turn[number] = number
+    for number in range(turn.shape[0]):
+        first = number
+        for place in range(number, turn.shape[0]):
+            reduction, other = turn[place], turn[first]
+            begin[reduction] = _all_done(sharers, end, reduction)
+            if begin[reduction] < begin[other] or (begin[reduction] == begin[other] and reduction > other):
+                first = place
+        reduction = turn[first]
+        turn[first], turn[number] = turn[number], reduction
+        _set_ends(sharers, end, reduction, begin[reduction] + ticks[reduction])
+
+
+@inlined
+def _all_done(sharers: Ints, end: Ints, reduction: int) -> int:
+    """When the last of the groups that share a reduction is done with all before it."""
+    last = end[sharers[reduction, 0]]
+    for index in range(1, sharers.shape[1]):
+        if sharers[reduction, index] >= 0:
+            last = max(last, end[sharers[reduction, index]])
+    return last
+
+
+@inlined
+def _set_ends(sharers: Ints, end: Ints, reduction: int, tick: int) -> None:
+    for index in range(sharers.shape[1]):
+        if sharers[reduction, index] >= 0:
+            end[sharers[reduction, index]] = tick
+
+
+@jit
+def put_off(sharers: Ints, ticks: Ints, turn: Ints, end: Ints) -> None:
+    """`end` [group], when its reductions are done, becomes the latest that its compute ops may be, in this `turn`."""
+    for number in range(turn.shape[0] - 1, -1, -1):
+        reduction = turn[number]
+        last = end[sharers[reduction, 0]]
+        for index in range(1, sharers.shape[1]):
+            if sharers[reduction, index] >= 0:
+                last = min(last, end[sharers[reduction, index]])
+        _set_ends(sharers, end, reduction, last - ticks[reduction])
+
+
+@jit
+def close(sharers: Ints, ticks: Ints, deadline: Ints, end: Ints, begin: Ints, turn: Ints) -> None:
+    """Put off the deadlines of compute ops, [group], as far as no reduction ends later; fill the rest as `reduce` does.
+
+    Where reductions would then come in another order, and some end later, deadlines stay as they are.
+    """
+    end[:] = deadline
+    reduce(sharers, ticks, end, begin, turn)
+    late = end.copy()
+    put_off(sharers, ticks, turn, late)
+    after = late.copy()
+    reduce(sharers, ticks, after, begin, turn)
+    for group in range(end.shape[0]):
+        if after[group] > end[group]:
+            end[:] = deadline
+            reduce(sharers, ticks, end, begin, turn)
+            return
+    deadline[:] = late
+    end[:] = after

@@ -31,7 +31,7 @@ def anneal(known: Incumbent, budget: Budget, cycles: int | None = None) -> Incum
         if made.period < best.period:
             best = made
             period, least = (ticks * known.problem.tick_seconds for ticks in (made.period, known.bound))
-            budget.progress(f"annealing: period {period:g} s, bound {least:g} s")
+            budget.progress.found("annealing", period, least)
 
     done = anneal_pieces(problems, known.solutions, known.bound, budget, cycles, tell)
     tell(done)

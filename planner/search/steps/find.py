@@ -33,5 +33,6 @@ def take_found(known: Incumbent, finder: Finder, budget: Budget) -> Incumbent:
     if found is None or (period := solution_period(finder.problem, found)) >= known.periods[index]:
         return known
     known = known.with_piece(index, found, period)
-    budget.progress(f"CP-SAT: period {known.period * known.problem.tick_seconds:g} s")
+    tick = known.problem.tick_seconds
+    budget.progress.found("CP-SAT", known.period * tick, known.bound * tick)
     return known

@@ -31,14 +31,14 @@ def list_schedules(known: Incumbent, budget: Budget) -> Incumbent:
     join = len(known.pieces) > 1 and known.problem.routes is not None and known.problem.grid.chains == 1 and \
         sum(piece.problem.operations for piece in known.pieces) <= LARGEST_JOINED
     found = _each_alone(known, budget.share(APART_SHARE) if join else budget)
-    if not known.alone:
+    if len(known.pieces) > 1:
         _report(found.period, known, budget)
     return _on_one_clock(found, budget) if join and found.open else found
 
 
 def _report(period: int, known: Incumbent, budget: Budget) -> None:
     ticks, bound = (number * known.problem.tick_seconds for number in (period, known.bound))
-    budget.progress(f"list scheduler: period {ticks:g} s, bound {bound:g} s")
+    budget.progress.found("list scheduler", ticks, bound)
 
 
 def _each_alone(known: Incumbent, budget: Budget) -> Incumbent:
@@ -50,7 +50,7 @@ def _each_alone(known: Incumbent, budget: Budget) -> Incumbent:
         left = sum(known.pieces[other].problem.operations for other in order[number:])
         part = budget.share(problem.operations / left)
         found[index] = search(problem, max(known.bound, longest), part.deadline, budget.seed,
-                              lambda period: _report(period, known, budget) if known.alone else None, budget.stop)
+                              lambda period: _report(period, known, budget) if len(order) == 1 else None, budget.stop)
         longest = max(longest, found[index][1])
     solutions, periods = zip(*(found[index] for index in range(len(order))), strict=True)
     return known.with_solutions(solutions, periods)

@@ -32,8 +32,8 @@ def _prove_piece(known: Incumbent, index: int, budget: Budget) -> Incumbent:
     problem, period, target = _asked(known, index), known.periods[index], known.target(index)
 
     def report(ticks: int) -> None:
-        if ticks < period and known.alone:  # the hint itself is no news
-            budget.progress(f"CP-SAT: period {ticks * problem.tick_seconds:g} s")
+        if ticks < period and len(known.pieces) == 1:  # the hint itself is no news
+            budget.progress.found("CP-SAT", ticks * problem.tick_seconds, known.bound * problem.tick_seconds)
 
     result = improve(problem, known.solutions[index], lower_bound=target, deadline=budget.deadline, seed=budget.seed,
                      progress=report, stop=budget.stop)

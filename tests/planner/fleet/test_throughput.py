@@ -8,8 +8,9 @@ import pytest
 from planner.fleet.figures import FIGURES, ablation, failures, published, scaling
 from planner.fleet.figures.failures import steady_rates
 from planner.fleet.figures.figure import Series
+from planner.fleet.loads import spread_over_stages
 from planner.fleet.settled import SettledPlans
-from planner.fleet.throughput import Throughputs, spread_over_stages
+from planner.fleet.throughput import Throughputs
 from planner.normalise import normal_form
 from planner.options import PlanOptions
 from planner.plan import plan_job

@@ -4,6 +4,7 @@ import tomllib
 from fractions import Fraction
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from planner.job.estimate import GPUS, Layout, ModelShape, estimate
@@ -77,6 +78,19 @@ def test_layers_are_estimated_like_stages(name):
         assert sums == pytest.approx(stages, rel=2e-3)
     costs = layer_costs(job)
     assert costs.forward[0] < costs.forward[-1] and costs.weights[1] < costs.weights[0]
+
+
+def test_workers_of_several_gpus():
+    """Each rank sends and reduces its part of what a worker of one GPU would, and holds its part."""
+    text = preset("llama-3-8b")
+    assert parse_job(text).ranks == 2 and parse_job(text).training == {"tensor_parallel": 2}
+    assert "A worker is 2 ranks" in text and "from rank to\n# rank, all at the same time" in text
+    one, four = (estimate("job", gpt(24, 1024, 16), layout(4, tensor_parallel=ranks))[0] for ranks in (1, 4))
+    assert "training" not in one and four["training"] == {"tensor_parallel": 4}
+    for key in ("transfer", "forward", "all_reduce"):
+        assert 4 * np.array(four["time"][key]) == pytest.approx(one["time"][key], rel=0.03)
+    assert 4 * np.array(four["memory"]["weights"]) == pytest.approx(one["memory"]["weights"], rel=0.02)
+    assert four["memory"]["unit_bytes"] == 4 * one["memory"]["unit_bytes"]
 
 
 def test_the_head_takes_layers_from_the_last_stage():

@@ -238,10 +238,33 @@ def test_a_table_by_node_is_added_to_one_without_and_taken_back(tmp_path):
     before = build(tmp_path, text=text, exact=True)
     plain = contents(tmp_path)
     with_nodes = build(tmp_path, text=text, exact=True, by_node=True)
-    assert with_nodes.planned == 2, "two nodes lost, at once and settled; one node is a pattern of two failures"
+    new = {row.key for row in with_nodes.index.entries} - {row.key for row in before.index.entries}
+    assert new == {"pattern-0+0,1+1", "settled-pattern-0+0,1+1", "count-4", "settled-count-4"}, \
+        "two nodes lost, in place and with roles moved, at once and settled; one node is a pattern of two failures"
+    assert with_nodes.planned == 4
     assert build(tmp_path, text=text, exact=True, by_node=True).planned == 0
-    assert len(with_nodes.index.entries) == len(before.index.entries) + 2
+    assert len(with_nodes.index.entries) == len(before.index.entries) + 4
     assert build(tmp_path, text=text, exact=True).planned == 0 and contents(tmp_path) == plain
+
+
+def test_roles_move_where_a_lost_node_has_several_workers_of_one_stage(tmp_path):
+    """Without the option, more failures than --max-failures are found in place, if at all."""
+    text = THREE + b'[topology]\nnode = [["0.0", "1.0"], ["0.1", "1.1"], ["2.0", "2.1"]]\n'
+    build(tmp_path, text=text, max_failures=1, by_node=True)
+    table, lost = Table.load(tmp_path), {Worker(0, 0), Worker(1, 0)}
+    found = table.lookup(lost)
+    assert found.key == "count-2" and len(found.moves) == 1 and check(found.schedule) == []
+    assert found.schedule.period_ticks < table.entry("pattern-0+0").period_ticks
+
+
+def test_a_lost_node_with_all_of_a_stage_has_an_entry_for_those_who_get_its_layers_elsewhere(tmp_path):
+    text = THREE + b'[topology]\nnode = [["0.0", "1.0", "2.0"], ["0.1", "1.1", "2.1"]]\n'
+    build(tmp_path, text=text, max_failures=0, by_node=True, settled=False)
+    table, lost = Table.load(tmp_path), {Worker(pipeline, 0) for pipeline in range(3)}
+    assert table.lookup(lost) is None
+    found = table.lookup(lost, held_elsewhere=True)
+    assert found.key == "count-3" and check(found.schedule) == [] and set(found.schedule.failed) == lost
+    assert {seat.role.column for seat in found.schedule.seats} == {0, 1} and found.moves
 
 
 def test_nodes_that_hold_all_of_a_stage_have_no_plan(tmp_path):

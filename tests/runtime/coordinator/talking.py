@@ -73,6 +73,9 @@ class Processes:
     def ended(self, worker):
         self.buried.append((worker, time.monotonic()))
 
+    def begins(self, iteration):
+        pass
+
     def committed(self, iteration):
         pass
 
@@ -142,13 +145,13 @@ class Talker:
 class World:
     """Three workers and their coordinator; `script` is run beside them."""
 
-    def __init__(self, out, scheduler=None, setup=SETUP, **limits):
+    def __init__(self, out, scheduler=None, setup=SETUP, config=None, **limits):
         self.processes, self.log, self.told = Processes(), CommitLog("job"), []
         self._losses = LossFile(out / "losses.jsonl", 0, None)
         shares = [WORKERS] if setup.nodes == 1 else [WORKERS[::2], WORKERS[1:2]]
         self.events = EventLoop(
-            Run(schedule=schedule_for(JOB), scheduler=scheduler, setup=setup, shares=shares, config=tiny(),
-                secret=SECRET, injections=(), out=out, notify=self.told.append, **limits),
+            Run(schedule=schedule_for(JOB), scheduler=scheduler, setup=setup, shares=shares,
+                config=config or tiny(), secret=SECRET, injections=(), out=out, notify=self.told.append, **limits),
             self.log, self._losses, self.processes, EventLog(out, lambda: self.log.next_iteration))
         self.talkers, self.address = {}, None
 

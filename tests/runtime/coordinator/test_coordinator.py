@@ -8,9 +8,13 @@ import pytest
 from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.context import Listeners
 from runtime.coordinator.coordinator import Coordinator
+from runtime.coordinator.event_log import EventLog
 from runtime.coordinator.join_planning import FAILURES, PAUSE_SECONDS
 from runtime.coordinator.planning import NoScheduleError, ScheduleService
+from runtime.coordinator.settling import Cost, Settler
 from runtime.errors import RunError
+from runtime.events import Event, NodeLost
+from runtime.failure_domains import FailureDomains
 from runtime.protocol.to_coordinator import Checkpoints, FetchFailed, FetchUpToDate, Paused, Ran, Ready, Started
 from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, LayerMove, ReportCheckpoints, Train
 from runtime.replay.placement import Placement
@@ -58,14 +62,17 @@ class Planner(ScheduleService):
 class Run:
     """A run in which 1.1 is down and the others train."""
 
-    def __init__(self, job=JOB) -> None:
+    def __init__(self, job=JOB, domains=(), settler=None) -> None:
         self.log, self.planner = CommitLog("job"), Planner(job)
         self.sent = defaultdict(list)
         self.back: list[int] = []
+        self.events: list[Event] = []
         self.coordinator = Coordinator(self.planner,
                                        lambda worker, message: self.sent[worker].append(message), self.log,
                                        iterations=range(100), placement=Placement([0, 2, 4]),
-                                       listeners=Listeners(went_back=self.back.append))
+                                       domains=FailureDomains(domains), settler=settler,
+                                       listeners=Listeners(went_back=self.back.append,
+                                                           events=EventLog(None, observer=self.events.append)))
         for worker in MEMBERS if job is JOB else WIDE_MEMBERS:
             self.ready(worker)
         assert self.coordinator.number == 1
@@ -208,6 +215,43 @@ def test_another_death_while_a_schedule_is_planned_is_planned_for():
     run.coordinator.advance()
     order = run.last(Train, others[0])
     assert order.number == 2 and [seat.worker for seat in decode(bytes(order.schedule)).seats] == others
+
+
+def test_one_that_has_paused_and_whose_connection_has_ended_gets_no_order():
+    """Workers of one machine die together: one has lost the other, and paused, before its own end is known."""
+    run = Run(WIDE)
+    run.ran(0, WIDE_MEMBERS)
+    one, other, *others = WIDE_MEMBERS
+    run.lost(one, "killed", 1.0)
+    run.paused([other])
+    run.coordinator.disconnected(other)
+    run.paused(others)
+    assert run.last(Train, others[0]).number == 1
+    run.lost(other, "killed", 2.0)
+    assert run.last(Train, others[0]).number == 2 and run.last(Train, other).number == 1
+    run.coordinator.started(Started(others[0], 2))
+    assert [recovery.dead for recovery in run.coordinator.recoveries] == [(one, other)]
+
+
+def test_all_workers_of_a_machine_are_one_failure():
+    told = []
+    settler = Settler(Cost([1] * 4, None), None, EventLog(None), told.append)
+    one, other, beside = WIDE_MEMBERS[0], WIDE_MEMBERS[1], WIDE_MEMBERS[2]
+    run = Run(WIDE, [(one, other), WIDE_MEMBERS[2:], [BACK]], settler)
+    run.ran(0, WIDE_MEMBERS)
+    expected = settler.seconds_to_failure
+    run.lost(one, "killed", 1.0)
+    after_one = settler.seconds_to_failure
+    assert after_one == pytest.approx(expected / 2, rel=0.01)
+    assert not [event for event in run.events if isinstance(event, NodeLost)]
+    run.lost(other, "killed, too", 1.0)
+    assert settler.seconds_to_failure == pytest.approx(after_one, rel=0.01)
+    (event,) = (event for event in run.events if isinstance(event, NodeLost))
+    assert (event.node, event.workers) == (0, (one, other))
+    run.paused(WIDE_MEMBERS[2:])
+    (recovery,) = [run.coordinator.started(Started(beside, 2))]
+    assert recovery.dead == (one, other) and recovery.nodes == (0,)
+    assert str(recovery).startswith("killed, killed, too, so that node 0 is lost: iteration 1 runs on 3 workers")
 
 
 def test_a_worker_that_is_lost_while_a_schedule_is_planned_may_have_been_the_last(run):

@@ -19,13 +19,14 @@ from runtime.protocol.to_coordinator import (
     Note,
     Paused,
     Ran,
+    Ready,
     Status,
 )
 from runtime.protocol.to_node_agent import NodeTaken
 from runtime.run_folder import holder, locked
 from schedules.schedule import Worker
 from tests.runtime.coordinator.talking import JOB, SETUP, SOON, WORKERS, Talker, World
-from tests.runtime.running import schedule_for
+from tests.runtime.running import schedule_for, tiny
 from tests.runtime.speaking import talk
 
 
@@ -93,6 +94,22 @@ def test_workers_are_gone_with_the_agent_of_their_node(tmp_path):
     setup = replace(SETUP, nodes=2, heartbeat_timeout_seconds=20.0)
     with pytest.raises(RunError, match=r"^worker 1\.0 is gone with node 1; 2 iterations are"):
         World(tmp_path, setup=setup).play(script, stops_before=2)
+
+
+def test_what_ranks_have_said_that_were_not_all_ready_is_over_with_their_node(tmp_path):
+    """Else the first rank of the next process would make the worker ready, with what the last one has said."""
+    async def script(world):
+        await asyncio.sleep(0.1)  # the first ranks of all are ready, and no other
+        agent = await talk(world.address, JoinNode(1))
+        agent.writer.close()
+        await asyncio.sleep(0.1)
+        world.kept = [await talk(world.address, JoinNode(1)), await talk(
+            world.address, JoinWorker(WORKERS[1], rank=1), Ready(WORKERS[1], "corpus", (("127.0.0.1", 2),)))]
+
+    world = World(tmp_path, setup=replace(SETUP, nodes=2), config=tiny(tensor_parallel=2), join_timeout_seconds=0.6)
+    with pytest.raises(RunError, match=r"^waited 0\.6 s in vain for worker 0\.0 of node 0, worker 2\.0 of node 0 and "
+                       r"worker 1\.0 of node 1; "):
+        world.play(script)
 
 
 def test_a_second_agent_of_a_node_is_refused_and_ends_nobody(tmp_path):

@@ -17,6 +17,7 @@ from runtime.coordinator.context import Listeners
 from runtime.coordinator.coordinator import Coordinator
 from runtime.coordinator.loss_file import LossFile, read_losses
 from runtime.coordinator.planning import NoScheduleError, ScheduleService
+from runtime.coordinator.rank_reports import RankReports
 from runtime.coordinator.take_over import TakeOver
 from runtime.errors import RunError
 from runtime.protocol.to_coordinator import (
@@ -40,6 +41,7 @@ from tests.runtime.test_going_back import on_the_spot
 WORKERS = [Worker(pipeline, column) for pipeline in range(3) for column in range(2)]
 PLACEMENT = Placement([0, 2, 4])
 ITERATIONS = 12
+RANKS = 2
 FIRST = schedule_for(WIDE)
 FINDERS = ScheduleService(FIRST, on_the_spot(WIDE), lambda: None, rebalancer=Planning(WIDE))
 
@@ -110,7 +112,14 @@ class Counting:
                 self.world.saving = message.first_iteration
                 self.said.append(Finished(self.worker, message.number, {}))
             case Leave():
-                self.world.workers.pop(self.worker)
+                self.leave()
+
+    def leave(self) -> None:
+        self.world.workers.pop(self.worker)
+
+    def met(self):
+        """Those it cannot step without."""
+        return [self.world.workers.get(worker) for worker in self.members]
 
     def train(self, order) -> None:
         schedule = decode(bytes(order.schedule))
@@ -138,17 +147,16 @@ class Counting:
         if self.begun == ITERATIONS:
             self.pause()
 
-    def pause(self) -> None:
+    def pause(self, reason=None) -> None:
         if not self.paused and self.order is not None:
             self.paused = True
-            self.said.append(Paused(self.worker, self.order.number, self.ranges(), None, None))
+            self.said.append(Paused(self.worker, self.order.number, self.ranges(), None, reason))
 
     def step(self) -> None:
         """It can, once all members have begun the same iteration."""
-        others = [self.world.workers.get(worker) for worker in self.members]
         if self.paused or self.reached >= self.begun or self.order is None or not all(
                 other is not None and other.order is not None and other.order.number == self.order.number
-                and other.begun >= self.begun for other in others):
+                and other.begun >= self.begun for other in self.met()):
             return
         self.reached = self.begun
         self.layers = dict.fromkeys(self.layers, self.reached + 1)
@@ -159,10 +167,20 @@ class Counting:
         self.inbox.clear()
         self.said.clear()
         self.paused = True
+        self.said.append(self.ready(self.known()))
+
+    def known(self):
+        if self.order is None:
+            return Known(0, (), -1, (), None, False)
+        return Known(self.order.number, self.members, self.reached, self.ranges(), None, False,
+                     self.order.first_iteration - 1)
 
 
 class World:
     """One run; `out` holds what a new coordinator can read. `deadly` is how often a worker dies."""
+
+    ends = ("no worker is left",)
+    """Of what a run says where all are dead."""
 
     def __init__(self, rng, out, deadly) -> None:
         self.rng, self.out, self.deadly = rng, out, deadly
@@ -232,11 +250,11 @@ class World:
         self.coordinator, self.log = self.started(losses)
         self.coordinator.await_workers_of_another()
         self.taking_over = TakeOver(len(losses) - 1, 0, (), WORKERS)
+        self.lose_coordinator()
+
+    def lose_coordinator(self) -> None:
         for one in self.workers.values():
             one.lose_coordinator()
-            known = Known(0, (), -1, (), None, False) if one.order is None else Known(
-                one.order.number, one.members, one.reached, one.ranges(), None, False, one.order.first_iteration - 1)
-            one.said.append(one.ready(known))
 
     def take_over(self) -> None:
         """With those that have come; the others are too late."""
@@ -245,23 +263,42 @@ class World:
         assert len(losses) == found.committed + 1
         self.log.take_over(losses, found.factor)
         self.coordinator.take_over(found)
-        for worker, one in self.workers.items():
-            if worker not in found.holds and one.order is not None:
-                one.__init__(worker, self)
+        for worker in list(self.workers):
+            if worker not in found.holds:
+                self.forget(worker)
+
+    def forget(self, worker) -> None:
+        if self.workers[worker].order is not None:
+            self.workers[worker] = self.fresh(worker)
+
+    def fresh(self, worker):
+        return Counting(worker, self)
+
+    @property
+    def there(self):
+        """Those that live, and that the coordinator should know of."""
+        return self.workers
+
+    def process(self, worker):
+        """One of a worker's; None where it is dead."""
+        return self.workers.get(worker)
+
+    def say(self, one) -> None:
+        self.handle(one.said.popleft())
 
     def act(self) -> None:
         rng, worker = self.rng, self.rng.choice(WORKERS)
-        one = self.workers.get(worker)
+        one = self.process(worker)
         if one is None:
             if rng.random() < 0.05:
-                self.workers[worker] = Counting(worker, self)
+                self.workers[worker] = self.fresh(worker)
         elif rng.random() < self.deadly:
             self.kill(worker)
         elif rng.random() < 0.001 and self.taking_over is None:
             self.told_to_leave += 1
             self.coordinator.leaving(worker)
         elif one.said and rng.random() < 0.6:
-            self.handle(one.said.popleft())
+            self.say(one)
         elif one.inbox:
             one.hear()
         else:
@@ -275,32 +312,139 @@ class World:
             self.coordinator.advance()
 
 
-def test_whoever_dies_the_numbers_are_whole(tmp_path, monkeypatch):
+class Rank(Counting):
+    """One of the processes of a worker: it steps once all of all members have begun."""
+
+    def __init__(self, worker, rank, world) -> None:
+        self.rank = rank
+        super().__init__(worker, world)
+
+    def leave(self) -> None:
+        mine = self.world.workers[self.worker]
+        mine.remove(self)
+        if not mine:
+            del self.world.workers[self.worker]
+
+    def met(self):
+        return [one for worker in self.members
+                for one in (self.world.workers.get(worker, ()) if self.whole(worker) else (None,))]
+
+    def whole(self, worker) -> bool:
+        return len(self.world.workers.get(worker, ())) == RANKS
+
+
+class RankedWorld(World):
+    """Each worker is a group of processes, whose reports the coordinator gets put together. They live and die together;
+    connections break now and then."""
+
+    ends = (*World.ends, "has no live worker left")  # others live, that have not come to a new coordinator in time
+
+    def started(self, losses):
+        self.reports = RankReports(RANKS, lambda worker, order: self.send(worker, EndOrder(order)))
+        if not self.restarts:
+            self.workers = {worker: self.fresh(worker) for worker in WORKERS}
+        return super().started(losses)
+
+    def fresh(self, worker):
+        return [Rank(worker, rank, self) for rank in range(RANKS)]
+
+    def send(self, worker, message) -> None:
+        for one in self.workers.get(worker, ()):
+            one.inbox.append(message)
+
+    @property
+    def there(self):
+        return [worker for worker, ranks in self.workers.items()
+                if not any(isinstance(message, Ready) for one in ranks for message in one.said)]
+
+    def process(self, worker):
+        ranks = self.workers.get(worker)
+        return self.rng.choice(ranks) if ranks else None
+
+    def say(self, one) -> None:
+        whole = self.reports.take(one.worker, one.rank, one.said.popleft())
+        if whole is not None:
+            self.handle(whole)
+
+    def kill(self, worker) -> None:
+        ranks = self.workers.pop(worker)
+        self.deaths += 1
+        while any(one.said for one in ranks):
+            self.say(self.rng.choice([one for one in ranks if one.said]))
+        self.reports.forget(worker)
+        if self.taking_over is not None:
+            self.taking_over.lost(worker)
+        self.coordinator.lost(worker, f"{worker} was killed", 1.0)
+
+    def lose_coordinator(self) -> None:
+        for ranks in self.workers.values():
+            for one in ranks:
+                one.lose_coordinator()
+
+    def take_over(self) -> None:
+        for worker in self.reports.incomplete:
+            self.kill(worker)
+        if self.taking_over._known:
+            super().take_over()
+
+    def forget(self, worker) -> None:
+        if any(one.order is not None for one in self.workers[worker]):
+            self.reports.forget(worker)
+            self.workers[worker] = self.fresh(worker)
+
+    def act(self) -> None:
+        ranks = self.workers.get(self.rng.choice(WORKERS))
+        one = None if ranks is None else self.rng.choice(ranks)
+        if one is not None and self.rng.random() < 0.002:
+            one.pause("a connection broke")
+        super().act()
+
+
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch):
     monkeypatch.setattr(join_planning, "PAUSE_SECONDS", 0.0)
-    restarts = back = deaths = ended = told = 0
-    fewest = set()
-    for seed in range(50):
-        world = World(random.Random(seed), tmp_path / f"{seed}.jsonl", deadly=0.004 if seed % 5 else 0.016)
+
+
+class Played:
+    """What has happened in some runs, all of which have ended as they may."""
+
+    def __init__(self, kind, seeds, folder) -> None:
+        self.restarts = self.back = self.deaths = self.ended = self.told = 0
+        self.fewest = set()
+        for seed in seeds:
+            self._play(seed, kind(random.Random(seed), folder / f"{seed}.jsonl", deadly=0.004 if seed % 5 else 0.016))
+
+    def _play(self, seed, world) -> None:
         try:
-            for _ in range(100_000):
+            for _ in range(100_000 * len(world.workers)):
                 world.act()
                 if world.coordinator.left:
                     break
             else:
                 pytest.fail(f"seed {seed}: the run hangs")
         except RunError as error:
-            ended += 1
-            assert not world.workers and "no worker is left" in str(error), (seed, error)
-            continue
-        fewest.add(world.fewest)
+            self.ended += 1
+            assert not world.there and any(reason in str(error) for reason in world.ends), (seed, error)
+            return
+        self.fewest.add(world.fewest)
         if world.coordinator.stopped:
-            ended += 1
+            self.ended += 1
             assert world.told_to_leave, (seed, "it has ended early")
-            continue
+            return
         lines = [json.loads(line) for line in world.out.read_text().splitlines()]
         assert [(line["iteration"], line["loss"]) for line in lines] == [(one, one) for one in range(ITERATIONS)], seed
-        told += world.told_to_leave
-        restarts, back, deaths = restarts + world.restarts, back + world.went_back, deaths + world.deaths
-    assert restarts > 30 and back > 1 and deaths > 60 and told > 20 and ended < 25, (
-        restarts, back, deaths, told, ended)
-    assert min(fewest) == 1
+        self.told += world.told_to_leave
+        self.restarts, self.back = self.restarts + world.restarts, self.back + world.went_back
+        self.deaths += world.deaths
+
+
+def test_whoever_dies_the_numbers_are_whole(tmp_path):
+    played = Played(World, range(50), tmp_path)
+    assert played.restarts > 30 and played.back > 1 and played.deaths > 60 and played.told > 20 and played.ended < 25, \
+        vars(played)
+    assert min(played.fewest) == 1
+
+
+def test_whichever_rank_of_a_worker_stops_first_the_numbers_are_whole(tmp_path):
+    played = Played(RankedWorld, range(30), tmp_path)
+    assert played.restarts > 15 and played.deaths > 30 and played.told > 5 and played.ended < 15, vars(played)

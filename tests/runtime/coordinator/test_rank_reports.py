@@ -30,7 +30,7 @@ def reports():
 class Reports(RankReports):
     def __init__(self):
         self.broken = []
-        super().__init__(2, lambda worker, order: self.broken.append((worker, order)))
+        super().__init__(lambda _: 2, lambda worker, order: self.broken.append((worker, order)))
 
     def both(self, first, second):
         assert self.take(WORKER, 0, first) is None
@@ -43,7 +43,7 @@ def ran(iteration, window, squares, loss=1.0):
 
 def test_a_worker_of_one_process_speaks_for_itself():
     said = ran(3, 0.5, 1.0)
-    assert RankReports(1, lambda *_: None).take(WORKER, 0, said) is said
+    assert RankReports(lambda _: 1, lambda *_: None).take(WORKER, 0, said) is said
 
 
 def test_an_iteration_is_run_when_all_ranks_have_run_it(reports):

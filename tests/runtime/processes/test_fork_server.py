@@ -2,12 +2,15 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 
+import msgspec
+
 from runtime.processes import fork_server
-from runtime.processes.fork_server import ForkServer
-from runtime.processes.fork_server_messages import ProcessSpec
+from runtime.processes.fork_server import AdoptedForkServer, ForkServer
+from runtime.processes.fork_server_messages import Adopted, ProcessEnded, ProcessSpec, Started
 from tests.runtime.running import command_environment, wait_until_gone
 
 KILLED = """
@@ -74,3 +77,16 @@ def test_ending_processes_that_do_not_end_has_an_end(monkeypatch, tmp_path):
         server.kill_all()
         assert server.pids == {} and not server.lives("a")
         wait_until_gone([pid])
+
+
+def test_a_process_that_ends_while_it_is_taken_over_does_not_live():
+    """Its end may come with the first news, behind its name: nobody would ever hear of it again."""
+    server, launcher = socket.socketpair()
+    news = (Adopted("note", ("a", "b")), Started("a", 1), Started("b", 2), ProcessEnded("a", -9))
+    with server:
+        server.sendall(b"".join(msgspec.json.encode(one) + b"\n" for one in news))
+        adopted = AdoptedForkServer(launcher, "name")
+        assert adopted.names() == ["b"] and adopted.pids == {"b": 2} and not adopted.lives("a")
+        server.sendall(msgspec.json.encode(ProcessEnded("b", 0)) + b"\n")
+        assert adopted.poll(5.0) == [ProcessEnded("b", 0)]
+    adopted.close()

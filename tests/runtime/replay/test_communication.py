@@ -78,7 +78,7 @@ def test_small_gradients_are_summed_together_and_large_ones_alone(communicators,
     for one in communicators[1:]:
         group = one._group("0.1 1.1")
         allreduce = group.allreduce
-        monkeypatch.setattr(one, "_group", lambda _, allreduce=allreduce: SimpleNamespace(
+        monkeypatch.setattr(one, "_group", lambda _, __, allreduce=allreduce: SimpleNamespace(
             allreduce=lambda tensors: (summed.append(tensors[0].numel()), allreduce(tensors))[1]))
 
     def gradients(factor):

@@ -82,11 +82,13 @@ class Wire:
         self.worker = worker
         self._log = log
 
-    def send(self, tensor: torch.Tensor, target: Worker, tag: int) -> "Sent":
+    def send(self, tensor: torch.Tensor, target: Worker, tag: int, part: int) -> "Sent":
+        assert part == 0
         self._log.append((self.worker, "to", target, tag))
         return Sent()
 
-    def receive(self, shape: object, dtype: object, source: Worker, tag: int) -> "Sent":
+    def receive(self, shape: object, dtype: object, source: Worker, tag: int, part: int) -> "Sent":
+        assert part == 0
         self._log.append((self.worker, "from", source, tag))
         return Sent()
 

@@ -148,3 +148,34 @@ def test_a_call_that_fails_says_so():
         calls.begin("summing")
         assert calls.abandon(threading.get_ident(), 0)
         calls.end()
+
+
+def test_who_comes_out_while_it_is_being_left_behind_is_either_left_behind_or_not():
+    """Were it taken for one that has come out, and stopped all the same, everybody would wait for it."""
+    calls, inside, out, ended = OpenCalls(), threading.Event(), threading.Event(), []
+
+    class Watched(set):
+        def add(self, thread):
+            set.add(self, thread)
+            out.set()
+            ended_before.wait(0.2)
+
+    def call():
+        calls.begin("summing")
+        inside.set()
+        out.wait(20)
+        try:
+            calls.end()
+            ended.append(False)
+        except AbandonedError:
+            ended.append(True)
+        ended_before.set()
+
+    ended_before = threading.Event()
+    calls._abandoned = Watched()
+    thread = threading.Thread(target=call)
+    thread.start()
+    inside.wait(20)
+    left_behind = calls.abandon(thread.ident, 0)
+    thread.join(20)
+    assert ended == [left_behind]

@@ -47,15 +47,17 @@ class Instance(NamedTuple):
     linked: Ints
     """[group, number] those whose gradients are reduced with some of its own, itself included; -1 behind the last"""
     interleaved: int
-    """1 where reductions may lie between compute ops: `planner.model.arrays.Reductions` says what follows are"""
+    """1 where reductions may lie between compute ops, as they take no time; else they come after all of these"""
     sharers: Ints
-    """[reduction, number]"""
+    """[reduction, number]; for this and what follows see `planner.model.arrays.Reductions`"""
+    ticks: Ints
+    """[reduction]"""
     awaiting: Ints
     """[slice, number]"""
     between: Ints
     """[group, number]"""
     tail: Ints
-    """[worker] ticks from the end of its group to that of its window: all-reduces and the optimizer step"""
+    """[worker] ticks from the end of its group to that of its window"""
     pipeline: Ints
     """[worker]"""
     members: Ints
@@ -86,12 +88,13 @@ class State(NamedTuple):
     place: Ints
     """[op]"""
     end: Ints
-    """[group] when the all-reduces of its workers have all begun"""
+    """[group] when the reductions are done that it takes part in"""
     deadline: Ints
-    """[group] when its workers must have done their compute ops: the first end of those linked to it, or, interleaved,
-    its own"""
+    """[group] when its workers must have done their compute ops: as late as all ends allow"""
     begin: Ints
-    """[reduction] when it begins, interleaved: the first end of the groups that share it"""
+    """[reduction] when it begins; interleaved, the first end of the groups that share it"""
+    turn: Ints
+    """The reductions in their order; not interleaved."""
 
 
 class Timing(NamedTuple):

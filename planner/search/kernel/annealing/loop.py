@@ -92,3 +92,4 @@ def _keep(chain, cycle, now):
         best.deadline[:] = state.deadline
         best.end[:] = state.end
         best.begin[:] = state.begin
+        best.turn[:] = state.turn

@@ -4,7 +4,7 @@ exchange    two neighbouring runs of ops of a worker change places, mostly at an
             search (van Laarhoven et al. 1992, Nowicki and Smutnicki 1996)
 trade       two units of one slice trade workers and places
 move        a unit moves to another worker, to where its ops fit by time
-shift       a deadline shifts
+shift       a deadline, or the end of a window, shifts
 
 The first three are drawn by their `propose` functions, which also make the change; `undo` takes it back. A shift moves
 the starts of a whole group, and so is timed from scratch and undone at once where it is refused.
@@ -15,7 +15,7 @@ from planner.search.kernel.annealing.cost import cost
 from planner.search.kernel.annealing.critical import critical_path, critical_worker
 from planner.search.kernel.annealing.random import below
 from planner.search.kernel.annealing.retiming import call, retime, touch, waits_for_itself
-from planner.search.kernel.annealing.timing import keep_ends, time
+from planner.search.kernel.annealing.timing import end_with_deadlines, keep_ends, time
 from planner.search.kernel.jit import borrowing, inlined, jit
 
 NEVER = Move(NONE, -1, -1, -1, 0, 0, 0)
@@ -296,24 +296,28 @@ def _call_left(instance, state, timing, queue, log, worker, places):
 
 @jit
 def shift(chain, cycle, before, allowance):
-    """Shift the end of the window that a critical path fills, or the one whose deadline it ends at; the cost after it.
+    """Have the window that a critical path fills end earlier, or the deadline later that it ends at; the cost after it.
 
     Taken back where the cost grows by more than the allowance.
     """
     random, instance, state, timing, trial = chain.random, chain.instance, chain.state, chain.timing, chain.trial
     worker = critical_worker(random, instance, state, timing, cycle.goal)
     _, last = critical_path(random, instance, state, timing.late, state.sequence[worker, 0], (0, 0))
-    group, other = instance.group[worker], _first_to_end(instance, state, timing.late, last)
+    end, deadline, begin, turn = state.end.copy(), state.deadline.copy(), state.begin.copy(), state.turn.copy()
     ticks = 1 + below(random, 1 + int(cycle.scale))
-    if below(random, 2) == 0:
-        group, ticks = other, -ticks
-    state.end[group] -= ticks
-    keep_ends(instance, state)
+    if below(random, 2):
+        state.end[instance.group[worker]] -= ticks
+        keep_ends(instance, state)
+    elif instance.interleaved:
+        state.end[_first_to_reduce(instance, state, timing.late, last)] += ticks
+        keep_ends(instance, state)
+    else:
+        state.deadline[instance.group[state.worker[instance.unit[last]]]] += ticks
+        end_with_deadlines(instance, state)
     period = time(instance, state, chain.sorting, trial, cycle.goal)
     after = cost(instance, trial, cycle)
     if period < 0 or after > before + allowance:
-        state.end[group] += ticks
-        keep_ends(instance, state)
+        state.end[:], state.deadline[:], state.begin[:], state.turn[:] = end, deadline, begin, turn
         return before
     timing.late[:] = trial.late
     timing.longest[:] = trial.longest
@@ -322,21 +326,10 @@ def shift(chain, cycle, before, allowance):
 
 
 @borrowing
-def _first_to_end(instance, state, late, op):
-    """Of the groups linked to that of the last op of a path, the one whose end is its deadline."""
-    group = instance.group[state.worker[instance.unit[op]]]
-    if instance.interleaved:
-        return _first_to_reduce(instance, state, group, late[op] + state.duration[op])
-    for number in range(instance.linked.shape[1]):
-        other = instance.linked[group, number]
-        if other >= 0 and state.end[other] == state.deadline[group]:
-            return other
-    return group
-
-
-@borrowing
-def _first_to_reduce(instance, state, group, tick):
-    """Of the groups that share a reduction with this one which begins at this tick, the one that ends with it."""
+def _first_to_reduce(instance, state, late, op):
+    """Of the groups that share a reduction with that of the last op of a path, which waits for it, one that ends then.
+    """
+    group, tick = instance.group[state.worker[instance.unit[op]]], late[op] + state.duration[op]
     for number in range(instance.between.shape[1]):
         reduction = instance.between[group, number]
         if reduction >= 0 and state.begin[reduction] == tick:

@@ -3,7 +3,7 @@
 from planner.search.kernel.annealing.arrays import FOREVER, Instance, Sorting, State, Timing
 from planner.search.kernel.annealing.cost import measure
 from planner.search.kernel.jit import borrowing, inlined, jit
-from planner.search.kernel.start_times import clear_of, first_awaiting
+from planner.search.kernel.start_times import clear_of, close, first_awaiting, put_off
 
 
 @borrowing
@@ -84,10 +84,11 @@ def set_deadlines(instance: Instance, state: State, sorting: Sorting) -> bool:
 
 @jit
 def end_with_deadlines(instance: Instance, state: State) -> None:
-    """Let every group end with the last deadline of those linked to it, and then have them all the time that is left.
-
-    Groups are linked that reduce gradients together: none of these may begin before the last of them is done.
+    """Let every group end as early as its deadline and those it reduces gradients with allow; give all the time left.
     """
+    if not instance.interleaved:
+        close(instance.sharers, instance.ticks, state.deadline, state.end, state.begin, state.turn)
+        return
     for group in range(state.end.shape[0]):
         end = state.deadline[group]
         for number in range(instance.linked.shape[1]):
@@ -96,30 +97,31 @@ def end_with_deadlines(instance: Instance, state: State) -> None:
                 break
             end = max(end, state.deadline[other])
         state.end[group] = end
-    keep_ends(instance, state)
+    _begin_with_ends(instance, state)
 
 
 @jit
 def keep_ends(instance: Instance, state: State) -> None:
-    """The latest deadlines and reductions with which all groups end when they are to."""
+    """The latest deadlines and reductions with which all groups end when they are to, or earlier where they can."""
     if instance.interleaved:
-        state.deadline[:] = state.end
-        for reduction in range(instance.sharers.shape[0]):
-            begin = FOREVER
-            for number in range(instance.sharers.shape[1]):
-                group = instance.sharers[reduction, number]
-                if group >= 0:
-                    begin = min(begin, state.end[group])
-            state.begin[reduction] = begin
+        _begin_with_ends(instance, state)
         return
-    for group in range(state.end.shape[0]):
-        deadline = state.end[group]
-        for number in range(instance.linked.shape[1]):
-            other = instance.linked[group, number]
-            if other < 0:
-                break
-            deadline = min(deadline, state.end[other])
-        state.deadline[group] = deadline
+    state.deadline[:] = state.end
+    put_off(instance.sharers, instance.ticks, state.turn, state.deadline)
+    end_with_deadlines(instance, state)
+
+
+@jit
+def _begin_with_ends(instance, state):
+    """Interleaved: every reduction with the first end of its groups, which run ops until they end."""
+    state.deadline[:] = state.end
+    for reduction in range(instance.sharers.shape[0]):
+        begin = FOREVER
+        for number in range(instance.sharers.shape[1]):
+            group = instance.sharers[reduction, number]
+            if group >= 0:
+                begin = min(begin, state.end[group])
+        state.begin[reduction] = begin
 
 
 @jit

@@ -5,6 +5,7 @@ import pytest
 
 from planner.fleet.availability_trace import Change
 from planner.fleet.policies import POLICIES
+from planner.fleet.settled import Slow
 from planner.fleet.simulation import compare, simulate
 from planner.fleet.synthetic_trace import FailureRates, draw_slow_workers, draw_trace, published_fail_slow
 from tests.planner.fleet.small import COSTS, WHOLE, InPlace, gain, lose, run, scenario, slow, spans, trace
@@ -49,16 +50,29 @@ def test_slipstream_is_ahead_of_who_waits_where_workers_are_slow():
     assert recycle < ours <= limit
 
 
+def test_layers_move_away_from_a_slow_worker():
+    """The plan for one of twelve at half speed is faster than that of eleven, and than to wait for it."""
+    one = scenario(pipelines=4, stages=3)
+    result = simulate(POLICIES["slipstream"](one), trace(slow(500.0, 0, 2.0), slow(5e5, 0, 1.0), workers=12,
+                                                         seconds=1e6))
+    rate = {phase.rate for phase in result.phases}
+    at_half = one.throughputs.settled(0, Slow(1, 2.0))[0]
+    assert at_half > max(one.throughputs.settled(1)[0], result.fault_free_rate / 2) and at_half in rate
+    assert at_half <= one.throughputs.work_conserving(11.5) and result.rate[-1] == result.fault_free_rate
+
+
 def test_a_worker_that_lost_a_gpu_goes_on_or_is_down():
     def of_four(name):
         policy = POLICIES[name](scenario())
         changes = (Change(500.0, gpus=((0, 3),)), Change(800.0, gpus=((0, 4),)))
         return simulate(policy, msgspec.structs.replace(trace(*changes), gpus_per_worker=4))
 
-    # Six of which one takes a third longer are faster than five.
+    # Ours goes on with half of them; five workers are faster than six of which one takes twice as long.
     result = simulate(InPlace(scenario()), msgspec.structs.replace(
         trace(Change(500.0, gpus=((0, 3),)), Change(800.0, gpus=((0, 4),))), gpus_per_worker=4))
-    assert result.rate.tolist() == pytest.approx([18 / 19, 18 / 19 * 3 / 4, 18 / 19])
+    assert result.rate.tolist() == pytest.approx([18 / 19, 0, 18 / 28, 0, 18 / 19])
+    assert [InPlace.alive_gpus(alive, 8) for alive in range(9)] == [0, 0, 0, 0, 4, 4, 4, 4, 8]
+    assert [InPlace.alive_gpus(alive, 3) for alive in range(4)] == [0, 0, 0, 3], "an odd number has no half"
     assert of_four("work-conserving").rate[1] == pytest.approx(18 / (18 * 6 / 5.75 + 1))
     recycle = of_four("recycle")
     assert recycle.rate[-1] == pytest.approx(WHOLE) and recycle.switches == 2

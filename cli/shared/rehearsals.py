@@ -1,0 +1,104 @@
+"""What `slipstream train` is told to do to its workers on purpose: --kill, --return and --slow."""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+from cli.shared.console import refuse
+from cli.shared.inputs import parse_workers
+from planner.job.file import Job, JobError
+from planner.job.topology import workers_of_nodes
+from runtime.processes.process_manager import NodeFailure, Return
+from runtime.protocol.failure_injection import Injection, Slowdown
+from schedules.schedule import Worker
+
+KILL_BEFORE_OP = 2
+"""--kill kills a worker before the op of its program with this index: in the middle of the iteration."""
+MOST_SLOW = 1000
+"""Factor of a worker that is slow on purpose, at most."""
+_FACTOR = re.compile(r"[0-9]{1,4}(\.[0-9]{1,9})?", re.ASCII)
+_NODE = re.compile(r"node([0-9]{1,7})", re.ASCII)
+
+
+class _Rehearsal(NamedTuple):
+    """An event of an option, as it is written."""
+
+    option: str
+    name: str
+    """Of a worker, D.S, or of a node, nodeN."""
+    workers: tuple[Worker, ...]
+    iteration: int
+
+    @property
+    def of_node(self) -> bool:
+        """Whether it is of all workers of a node."""
+        return _NODE.fullmatch(self.name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsals:
+    """All of a run."""
+
+    kills: tuple[_Rehearsal, ...]
+    returned: tuple[_Rehearsal, ...]
+    slowdowns: tuple[Slowdown, ...]
+
+    @property
+    def injections(self) -> tuple[Injection, ...]:
+        """Workers that kill themselves."""
+        return tuple(Injection(one.workers[0], one.iteration, KILL_BEFORE_OP) for one in self.kills if not one.of_node)
+
+    @property
+    def node_failures(self) -> tuple[NodeFailure, ...]:
+        """Nodes all of whose workers are killed at once."""
+        return tuple(NodeFailure(one.workers, one.iteration) for one in self.kills if one.of_node)
+
+    @property
+    def returns(self) -> tuple[Return, ...]:
+        """Workers that are started again."""
+        return tuple(Return(worker, one.iteration) for one in self.returned for worker in one.workers)
+
+    def never(self, iterations: int) -> Iterator[str]:
+        """Lines on those that name an iteration which is not run; the first one is 0."""
+        for one in chain(self.kills, self.returned):
+            if one.iteration >= iterations:
+                yield (f"{one.option} {one.name}@{one.iteration} will not happen: the last iteration is "
+                       f"{iterations - 1}")
+
+
+def read_rehearsals(job: Job, kill: list[str] | None, bring_back: list[str] | None,
+                    slow: list[str] | None) -> Rehearsals:
+    """What the options say. Exits 2 when one is malformed."""
+    return Rehearsals(tuple(_read("--kill", kill or (), job)), tuple(_read("--return", bring_back or (), job)),
+                      tuple(chain(*(_slowdowns(text, job) for text in slow or ()))))
+
+
+def _slowdowns(text: str, job: Job) -> Iterator[Slowdown]:
+    """Workers that are slow on purpose, given as D.S=FACTOR@ITERATION."""
+    name, _, factor = text.partition("@")[0].partition("=")
+    if not _FACTOR.fullmatch(factor) or not 1 <= float(factor) <= MOST_SLOW:
+        refuse(f"--slow {text}: expected D.S=FACTOR@ITERATION with a factor of 1 (usual) to {MOST_SLOW}, for "
+               "example 1.2=2@10")
+    for one in _read("--slow", [f"{name}@{text.partition('@')[2]}"], job, text):
+        for worker in one.workers:
+            yield Slowdown(worker, one.iteration, float(factor))
+
+
+def _read(option: str, texts: Iterable[str], job: Job, said: str | None = None) -> Iterator[_Rehearsal]:
+    """Events given as D.S@ITERATION or nodeN@ITERATION; `said` is what was written, where that is another text."""
+    for text in texts:
+        name, at, iteration = text.partition("@")
+        if not (at and iteration.isascii() and iteration.isdecimal() and len(iteration) < 14):
+            form = "D.S@ITERATION, for example 1.2@10" if said is None else "D.S=FACTOR@ITERATION, for example 1.2=2@10"
+            refuse(f"{option} {said or text}: expected {form}; or nodeN for all workers of a node")
+        node = _NODE.fullmatch(name)
+        try:
+            workers = parse_workers([name]) if node is None else \
+                workers_of_nodes(job.nodes, [int(node[1])], f"{option} node")
+        except JobError as error:
+            refuse(error)
+        if workers[0].pipeline >= job.pipelines or workers[0].column >= job.stages:
+            refuse(f"{option} {said or text}: the job has no worker {workers[0]}")
+        yield _Rehearsal(option, name, workers, int(iteration))

@@ -1,0 +1,259 @@
+"""One of the processes that profile a model: it computes beside the others, then exchanges tensors with them."""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+
+from runtime.config import RunConfig
+from runtime.model.data import load_corpus
+from runtime.model.distributed_tensors import with_local_parameters
+from runtime.model.forms import forms
+from runtime.model.holding import build_holding, gradient_dtype
+from runtime.model.layers import LayeredModel, model_for, parameter_dtype
+from runtime.model.parts import cut
+from runtime.model.passed import TensorForm, carrier_form
+from runtime.model.slices import SliceRunner
+from runtime.model.worker_group import enter_group
+from runtime.protocol.rendezvous import Rendezvous, connect_store, interface_towards
+from runtime.replay.communication import Communicator, Membership, Transport
+from runtime.replay.part_exchange import PartExchange
+from runtime.tools.stage_bench import StageBench, StageProfile, timed
+from runtime.torch_private import TCPStore
+from schedules.schedule import Worker
+
+_LAYERS = (0, 1)
+"""The name of what is reduced, whatever it is."""
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What a measuring process is told."""
+
+    config: RunConfig
+    ranges: tuple[tuple[int, int], ...]
+    microbatches: int
+    worker: int
+    """Which of the workers that measure it belongs to."""
+    rank: int
+    """Which of the processes of this worker it is."""
+    workers: int
+    """How many measure."""
+    computing: int
+    """How many of these compute at a time, the first ones; all exchange tensors."""
+    reduce_group: int
+    device: str
+    cards: int
+    transport: Transport
+    rendezvous: Rendezvous
+    rounds: int
+    copies: int
+    """Workers that hold each stage."""
+
+    @property
+    def ranks(self) -> int:
+        """How many processes a worker is."""
+        return self.config.training.tensor_parallel
+
+    @property
+    def stages(self) -> Sequence[int]:
+        """Those that this worker computes: each stage is some worker's, and no worker is idle."""
+        if self.worker >= self.computing:
+            return ()
+        last = max(len(self.ranges), self.worker + 1)
+        return [index % len(self.ranges) for index in range(self.worker, last, self.computing)]
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What it has measured."""
+
+    stages: dict[int, StageProfile]
+    all_reduce: list[float]
+    gather: list[float]
+    """Seconds after a step, where the optimizer's state is sharded."""
+    transfer: float
+    waiting: float
+
+
+_TASK = msgspec.json.Decoder(Task)
+
+
+class _Measurer:
+    """One measuring process."""
+
+    def __init__(self, task: Task, store: TCPStore) -> None:
+        self._task, self._store = task, store
+        self._device = torch.device("cpu")
+        if task.cards:
+            self._device = torch.device("cuda", (task.worker * task.ranks + task.rank) % task.cards)
+            torch.cuda.set_device(self._device)
+        training = task.config.training
+        torch.set_num_threads(training.threads)
+        self._group = enter_group(task.rank, task.ranks)
+        self._model: LayeredModel = model_for(task.config.model, training.seed, parameter_dtype(training),
+                                              self._device)
+        self._forms = forms(self._model, task.config)
+        self._data = load_corpus(task.config)
+
+    def answer(self) -> Answer:
+        """Compute at the same time as the others; then exchange tensors with them."""
+        task = self._task
+        everyone = [Worker(worker, 0) for worker in range(task.workers)]
+        me, reduce_group = everyone[task.worker], everyone[:task.reduce_group]
+        membership = Membership(1, {worker: place for place, worker in enumerate(everyone)}, me, self._group)
+        communicator = Communicator(membership, {_LAYERS: reduce_group} if me in reduce_group else {},
+                                    transport=task.transport, device=self._device, store=self._store)
+        stages, waiting = self._compute() if task.stages else ({}, 0.0)
+        self._meet("measured by all", task.workers)
+        all_reduce, gather, transfer = [0.0] * len(task.ranges), [0.0] * len(task.ranges), 0.0
+        if task.workers > 1:
+            all_reduce, gather, transfer = self._communicate(communicator, everyone)
+        self._meet("end", task.workers)
+        communicator.drop()
+        return Answer(stages, all_reduce, gather, transfer, waiting)
+
+    def _compute(self) -> tuple[dict[int, StageProfile], float]:
+        """This worker's stages, and the share of the time in which this process had to wait for others."""
+        task = self._task
+        benches = {index: self._bench(index, task.config) for index in task.stages}
+        memory = {index: {**bench.memory(), **self._recomputed(index)} for index, bench in benches.items()}
+        for bench in benches.values():
+            bench.keep(task.copies)
+            bench.round()
+        self._meet("warm", task.computing)
+        stages, waiting = {}, 0.0
+        began, ran = time.perf_counter(), time.thread_time()
+        for index, bench in benches.items():
+            rounds = [bench.round() for _ in range(task.rounds)]
+            medians = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+            stages[index] = StageProfile(**medians, **memory[index])  # type: ignore[arg-type]
+        # The thread that waits for a GPU is not the one that computes; ranks wait for each other within each op.
+        if self._device.type == "cpu" and self._group is None:
+            waiting = 1 - (time.thread_time() - ran) / (time.perf_counter() - began)
+        # A worker that is done first keeps the machine busy for the others.
+        self._store.add("measured", 1)
+        while not self._all_ranks(self._store.add("measured", 0) >= task.computing * task.ranks):
+            bench.round()
+        return stages, waiting
+
+    def _bench(self, index: int, config: RunConfig) -> StageBench:
+        task, layers = self._task, self._task.ranges[index]
+        holding = build_holding(self._model, range(*layers), config.training)
+        stage = SliceRunner(layers, holding.modules, self._model, loss_scale=1 / task.microbatches, config=config)
+        bench = StageBench(stage, holding, self._forms, config, self._data, self._device)
+        bench.keep(max(1, task.copies - 1))  # there must be room for state when a worker of the stage is lost
+        return bench
+
+    def _recomputed(self, index: int) -> dict[str, int]:
+        """What a micro-batch holds in a stage that computes its activations again, where the planner is to choose."""
+        config = self._task.config
+        if config.training.recompute != "auto":
+            return {}
+        again = msgspec.structs.replace(config, training=msgspec.structs.replace(config.training, recompute="full"))
+        return {"recomputed_bytes": self._bench(index, again).memory()["activation_bytes"]}
+
+    def _communicate(self, communicator: Communicator, everyone: Sequence[Worker]
+                     ) -> tuple[list[float], list[float], float]:
+        """Seconds of the all-reduce of each stage, of gathering its parameters where the optimizer's state is sharded,
+        and of a transfer of the largest activation.
+
+        All ranks of a worker do this at the same time, each with those of its own index.
+        """
+        task = self._task
+        passed = [carrier_form(self._forms[end]) for _, end in task.ranges]
+        largest = max(passed[:-1], key=_bytes_of, default=passed[-1])
+        transfer = self._median(lambda: _ping_pong(communicator, task.worker, everyone, largest, self._device) / 2)
+        all_reduce, gather, reduce_group = [], [], everyone[:task.reduce_group]
+        for layers in task.ranges:
+            gradients = self._gradients(layers)
+            if task.config.training.shard_optimizer and everyone[task.worker] in reduce_group:
+                reduced, gathered = self._reduce_parts(communicator, sum(map(len, gradients)), reduce_group)
+                all_reduce.append(reduced)
+                gather.append(gathered)
+                continue
+            gather.append(0.0)
+            all_reduce.append(self._median(lambda: timed(
+                lambda: communicator.sum_over_sharers(_LAYERS, gradients), self._device)))  # noqa: B023  # called here
+        return all_reduce, gather, transfer
+
+    def _reduce_parts(self, communicator: Communicator, total: int, members: Sequence[Worker]) -> tuple[float, float]:
+        """Seconds that gradients of so many elements, and parameters, take where each has a part."""
+        training, one = self._task.config.training, cut(total, members, (), sharded=True)
+        if not one.sharded:
+            return 0.0, 0.0
+        exchange = PartExchange(communicator)
+        gradients = torch.zeros(one.length, dtype=gradient_dtype(training) or parameter_dtype(training),
+                                device=self._device)
+        parameters = torch.zeros(one.length, dtype=parameter_dtype(training), device=self._device)
+
+        def reduce() -> None:
+            exchange.reduce(_LAYERS, gradients, one)
+            exchange.wait_for_copies()
+
+        def gather() -> None:
+            exchange.gather(_LAYERS, parameters, one)()
+
+        return (self._median(lambda: timed(reduce, self._device)), self._median(lambda: timed(gather, self._device)))
+
+    def _gradients(self, layers: tuple[int, int]) -> list[Tensor]:
+        sizes: dict[torch.dtype, int] = {}
+        for layer in range(*layers):
+            with torch.device("meta"):
+                module = with_local_parameters(self._model.build(layer))
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+        return [torch.zeros(size, dtype=dtype, device=self._device) for dtype, size in sizes.items()]
+
+    def _median(self, measure: Callable[[], float]) -> float:
+        """Of several times, after a first one; the ranks of a worker begin each together."""
+        taken = []
+        for _ in range(1 + self._task.rounds):
+            self._all_ranks(True)
+            taken.append(measure())
+        return statistics.median(taken[1:])
+
+    def _all_ranks(self, ready: bool) -> bool:
+        """Whether all ranks of this worker are ready: they must do the same. Waits for them."""
+        return ready if self._group is None else self._group.all_ready(ready)
+
+    def _meet(self, what: str, workers: int) -> None:
+        """Wait until all processes of so many workers are here."""
+        self._store.add(what, 1)
+        while self._store.add(what, 0) < workers * self._task.ranks:
+            time.sleep(0.002)
+
+
+def _ping_pong(communicator: Communicator, worker: int, everyone: Sequence[Worker], form: TensorForm,
+               device: torch.device) -> float:
+    """Seconds there and back, between the first two."""
+    if worker > 1:
+        return 0.0
+    tensor = torch.zeros(form.shape, dtype=form.dtype, device=device)
+    peer = everyone[1 - worker]
+
+    def receive() -> None:
+        communicator.receive(form.shape, form.dtype, peer, 1).take()
+
+    def send() -> None:
+        communicator.send(tensor, peer, 1).wait()
+
+    def both() -> None:
+        for step in (send, receive) if worker == 0 else (receive, send):
+            step()
+
+    return timed(both, device)
+
+
+def _bytes_of(form: TensorForm) -> int:
+    return torch.Size(form.shape).numel() * form.dtype.itemsize
+
+
+def measure(data: bytes) -> bytes:
+    """One measuring process."""
+    task = _TASK.decode(data)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(task.rendezvous) or "")
+    return msgspec.json.encode(_Measurer(task, connect_store(task.rendezvous)).answer())

@@ -1,0 +1,148 @@
+"""A stage under test: seconds of its ops and bytes of what it holds, in a process that has nothing else to do."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+
+from runtime.config import RunConfig
+from runtime.model.calling import on_device
+from runtime.model.clipping import watches_gradients
+from runtime.model.data import Data, Microbatch
+from runtime.model.holding import Holding, keeps_parts
+from runtime.model.part_optimizer import PartOptimizer
+from runtime.model.part_state import elements_of
+from runtime.model.parts import cut
+from runtime.model.passed import Form, Value, gradient_form, made, tensors_of
+from runtime.model.slices import SliceRunner
+from runtime.torch_private import LivingStorages, TensorWatch
+from schedules.schedule import Worker
+
+ROW = 4
+"""Micro-batches run in a row: as in a run, each op finds caches filled by others."""
+
+
+class StageProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage: seconds of its ops for one micro-batch, bytes of what it holds.
+
+    Where a worker is several processes, seconds are those until its last rank is done, and bytes those of the rank that
+    holds most.
+    """
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    optimizer: float
+    all_reduce: float = 0.0
+    activation_bytes: int
+    """For a micro-batch, from F to I."""
+    stash_bytes: int
+    """For a micro-batch, from I to W."""
+    recomputed_bytes: int | None = None
+    """For a micro-batch, from F to I, where all layers are computed again; None where that is not to be chosen."""
+    static_bytes: int
+    """Parameters, gradients, optimizer state, and the copies by which a step is undone."""
+    undo_bytes: int
+
+
+class StageBench:
+    """A stage under test."""
+
+    def __init__(self, stage: SliceRunner, holding: Holding, at_layer: Sequence[Form], config: RunConfig,
+                 data: Data, device: torch.device) -> None:
+        self._stage = stage
+        self._holding = holding
+        self._takes, self._gives = at_layer[stage.layers[0]], at_layer[stage.layers[1]]
+        self._config = config
+        self._data = data
+        self._device = device
+        self._rounds = 0
+
+    def keep(self, members: int) -> None:
+        """Where workers keep parts of layers' optimizer states: keep that of one of so many, without what it was."""
+        if not keeps_parts(self._config.training):
+            return
+        self._holding = Holding(self._holding.modules, self._config.training)
+        workers = [Worker(pipeline, 0) for pipeline in range(members)]
+        total = sum(map(elements_of, self._holding.modules.values()))
+        one = cut(total, workers, (), sharded=self._config.training.shard_optimizer)
+        self._holding.keep(self._holding.modules, {self._stage.layers: one}, workers[0], [], -1)
+
+    def round(self) -> dict[str, float]:
+        """Seconds of each op, mean over a row of micro-batches, then of an optimizer step."""
+        stage, row = self._stage, [Microbatch(self._rounds, 0, index) for index in range(ROW)]
+        self._rounds += 1
+        gradient = None if stage.last else self._like(gradient_form(self._gives), 5e-4)
+        return {
+            "forward": self._timed(self._forward, row) / ROW,
+            "backward_input": self._timed(lambda one: stage.backward_input(one, gradient), row) / ROW,
+            "backward_weight": self._timed(stage.backward_weight, row) / ROW,
+            "optimizer": self._timed(lambda _: self._step(), row[:1]),
+        }
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that a micro-batch takes before and after I, and that the stage takes always."""
+        stage, microbatch = self._stage, Microbatch(0, 1, 0)
+        gradient = None if stage.last else self._like(gradient_form(self._gives))
+        living = LivingStorages([*self._holding.parameters().values(), *self._holding.gradients()])
+        with TensorWatch(living):
+            self._forward(microbatch, living)
+            activation = living.bytes()
+            for tensor in () if gradient is None else tensors_of(gradient):
+                living.watch(tensor)
+            stage.backward_input(microbatch, gradient)
+            del gradient
+            stash = living.bytes()
+            stage.backward_weight(microbatch)
+        for _ in range(2):  # state appears with the first step, and is first copied by the second
+            self._step()
+        optimizer, undo = self._holding.optimizer, self._holding.optimizer.undo_bytes()
+        if isinstance(optimizer, PartOptimizer):
+            held = optimizer.state_bytes() + sum(tensor.nbytes for module in self._holding.modules.values()
+                                                 for tensor in module.state_dict().values())
+        else:
+            held = sum(tensor.nbytes for layer in range(*stage.layers)
+                       for tensor in optimizer.layer_state(layer).values())
+        gradients = sum(flat.nbytes for flat in self._holding.gradients())
+        return {"activation_bytes": activation, "stash_bytes": stash, "undo_bytes": undo,
+                "static_bytes": held + gradients + undo}
+
+    def _forward(self, microbatch: Microbatch, living: LivingStorages | None = None) -> None:
+        stage, training = self._stage, self._config.training
+        batch = on_device(self._data.batch(microbatch, training.batch, self._config.model.context), self._device) \
+            if stage.reads_batch else None
+        value: Value = batch[0] if batch is not None and stage.first else self._like(self._takes)
+        if living is not None:
+            for tensor in tensors_of(value):
+                living.watch(tensor)
+        stage.forward(microbatch, value, batch[1] if batch is not None and stage.last else None, batch, split=True)
+
+    def _step(self) -> None:
+        if watches_gradients(self._config.training):
+            self._holding.optimizer.squares()
+        self._holding.optimizer.step(self._rounds)
+        self._rounds += 1
+        self._holding.zero_gradients()
+
+    def _like(self, form: Form, number: float = 0.5) -> Value:
+        return made(form, lambda shape, dtype: torch.full(
+            shape, number if dtype.is_floating_point else 0, dtype=dtype, device=self._device))
+
+    def _timed(self, call: Callable[[Microbatch], object], row: Sequence[Microbatch]) -> float:
+        def run() -> None:
+            for microbatch in row:
+                call(microbatch)
+
+        return timed(run, self._device)
+
+
+def timed(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds that a call takes, with all that it gives the device to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start

@@ -1,0 +1,165 @@
+"""Layers of each rank that a process stands for, handed on and fetched as the rank itself would.
+
+There is one sender, and one receiver, for each of these ranks (`runtime.model.rank_parts`); mostly that is one. Others
+reach a rank at its own address, wherever it is.
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from runtime.model.holding import Holding
+from runtime.model.optimizer import UndoableOptimizer
+from runtime.model.part_state import PartState
+from runtime.model.rank_parts import joined_state
+from runtime.model.shards import Shards, part_of_state, shards_of
+from runtime.worker.layer_messages import MessageError, PartName
+from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents
+from runtime.worker.layer_sender import Layers, LayerSender
+from runtime.worker.layer_store import LayerStore
+from runtime.worker.sockets import Sockets
+
+
+class _RankLayers:
+    """What one of these ranks holds."""
+
+    def __init__(self, store: LayerStore, part: int, parts: int) -> None:
+        self._store, self._part, self._parts = store, part, parts
+
+    def holds(self, layer: int) -> bool:
+        return self._store.holds(layer)
+
+    def layer_state(self, layer: int) -> Mapping[str, Tensor]:
+        return part_of_state(self._store.layer_state(layer), self._shards(layer), self._part, self._parts)
+
+    def layer_gradients(self, layer: int) -> Mapping[str, Tensor]:
+        shards = self._shards(layer)
+        return {name: shards[name].cut(tensor, self._part, self._parts) if name in shards else tensor
+                for name, tensor in self._store.layer_gradients(layer).items()}
+
+    def keeps(self, part: PartName) -> bool:  # noqa: ARG002  # where workers keep parts, none stands for others
+        return False
+
+    def part_state(self, part: PartName) -> Mapping[str, Tensor]:
+        raise MessageError(f"it asked for a part of layer {part.layer}, where layers are kept whole")
+
+    def _shards(self, layer: int) -> Shards:
+        return shards_of(self._store.holding.modules[layer])
+
+
+class RankSenders:
+    """The senders of this process: `LayerSender`, for each rank that it stands for."""
+
+    def __init__(self, senders: Sequence[LayerSender], store: LayerStore) -> None:
+        self._senders = senders
+        self._layers: Sequence[Layers] = [store] if len(senders) == 1 else [
+            _RankLayers(store, part, len(senders)) for part in range(len(senders))]
+
+    @property
+    def addresses(self) -> tuple[tuple[str, int], ...]:
+        """Where each rank listens."""
+        return tuple(one.address for one in self._senders)
+
+    @property
+    def asked(self) -> bool:
+        """Whether a receiver waits for `before_step`."""
+        return any(one.asked for one in self._senders)
+
+    def before_step(self, iteration: int) -> None:
+        """See `LayerSender.before_step`."""
+        for one, layers in zip(self._senders, self._layers, strict=True):
+            one.before_step(iteration, layers)
+
+    def stepped(self, iteration: int) -> None:
+        """See `LayerSender.stepped`."""
+        for one, layers in zip(self._senders, self._layers, strict=True):
+            one.stepped(iteration, layers)
+
+    def generation_begins(self, generation: int, committed: int) -> None:
+        """See `LayerSender.generation_begins`."""
+        for one in self._senders:
+            one.generation_begins(generation, committed)
+
+    def give(self, generation: int, committed: int, receivers: int, require: Callable[[], None]) -> None:
+        """See `LayerSender.give`."""
+        for one, layers in zip(self._senders, self._layers, strict=True):
+            one.give(generation, committed, receivers, layers, require)
+
+    def wait_for_room(self, require: Callable[[], None]) -> None:
+        """See `LayerSender.wait_for_room`."""
+        for one in self._senders:
+            one.wait_for_room(require)
+
+    def sockets(self) -> Sockets:
+        """Those that are open."""
+        return frozenset().union(*(one.sockets() for one in self._senders))
+
+
+class RankReceivers:
+    """The receivers of this process: `LayerReceiver`, for each rank that it stands for."""
+
+    def __init__(self, receivers: Sequence[LayerReceiver], store: LayerStore) -> None:
+        self._receivers = receivers
+        self._store = store
+
+    def begin(self, fetches: Sequence[LayerFetch]) -> None:
+        """See `LayerReceiver.begin`: of each rank its own."""
+        for one, fetch in zip(self._receivers, fetches, strict=True):
+            one.begin(fetch)
+
+    def take(self, generation: int, fetch: int, require: Callable[[], None]) -> dict[int, Holding]:
+        """See `LayerReceiver.take`."""
+        first, *others = [one.take(generation, fetch, require) for one in self._receivers]
+        return {layer: self._joined(layer, [holding, *(other[layer] for other in others)])
+                for layer, holding in first.items()} if others else first
+
+    def take_parts(self, generation: int, require: Callable[[], None]) -> list[PartState]:
+        """See `LayerReceiver.take_parts`."""
+        return [part for one in self._receivers for part in one.take_parts(generation, require)]
+
+    def drop(self, generation: int) -> None:
+        """See `LayerReceiver.drop`."""
+        for one in self._receivers:
+            one.drop(generation)
+
+    def sockets(self) -> Sockets:
+        """Those that are open."""
+        return frozenset().union(*(one.sockets() for one in self._receivers))
+
+    def _joined(self, layer: int, by_rank: Sequence[Holding]) -> Holding:
+        found = self._store.fresh(layer)
+        _whole(found).load_layer_state(layer, joined_state(
+            [_whole(one).layer_state(layer) for one in by_rank], shards_of(found.modules[layer])))
+        return found
+
+
+def _whole(holding: Holding) -> UndoableOptimizer:
+    assert isinstance(holding.optimizer, UndoableOptimizer), "where workers keep parts, none stands for others"
+    return holding.optimizer
+
+
+class AllUpToDate(ReceiverEvents):
+    """Tells that a fetch is up to date once that of each rank is; all else at once."""
+
+    def __init__(self, events: ReceiverEvents, ranks: int) -> None:
+        self._events = events
+        self._ranks = ranks
+        self._lock = threading.Lock()
+        self._done: dict[int, int] = {}
+        """Ranks by the number of a fetch."""
+
+    def loaded(self, iteration: int) -> None:
+        """See `ReceiverEvents.loaded`."""
+        self._events.loaded(iteration)
+
+    def up_to_date(self, fetch: LayerFetch) -> None:
+        """See `ReceiverEvents.up_to_date`."""
+        with self._lock:
+            self._done[fetch.number] = done = self._done.get(fetch.number, 0) + 1
+        if done == self._ranks:
+            self._events.up_to_date(fetch)
+
+    def failed(self, fetch: LayerFetch) -> None:
+        """See `ReceiverEvents.failed`."""
+        self._events.failed(fetch)

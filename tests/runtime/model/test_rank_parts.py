@@ -1,0 +1,88 @@
+"""A process that stands for several ranks has what they have, together."""
+
+import pytest
+import torch
+
+from runtime.config import ConfigError, parse_run_config
+from runtime.model.degraded import require_degradable
+from runtime.model.forms import forms
+from runtime.model.holding import build_holding
+from runtime.model.layers import model_for
+from runtime.model.passed import TensorForm, TupleForm
+from runtime.model.rank_parts import carried, carriers, cut_dims, joined_state
+from runtime.model.shards import part_of_state, shards_of
+from runtime.model.worker_group import standing_in, worker_group
+
+CPU = torch.device("cpu")
+GPT = {"blocks": 1, "width": 16, "heads": 4, "context": 16}
+
+
+def config(**more):
+    return parse_run_config(GPT, {"dtype": "float64", "device": "cpu", "tensor_parallel": 4, **more})
+
+
+def holding(rank, size, stands_for=1):
+    """All layers, after a step by gradients that depend on each parameter's place in the whole."""
+    with standing_in(size, rank, stands_for):
+        found = build_holding(model_for(config().model, 0, torch.float64, CPU), range(3), config().training)
+        for layer, module in found.modules.items():
+            for name, parameter in module.named_parameters():
+                parameter.grad.copy_(gradient(layer, name, module, parameter.shape, worker_group()))
+        found.optimizer.step(0)
+        found.optimizer.commit()
+        return found
+
+
+def gradient(layer, name, module, shape, group):
+    shard, whole = shards_of(module).get(name), list(shape)
+    if shard is None:
+        return torch.randn(whole, generator=torch.Generator().manual_seed(layer))
+    whole[shard.dim] *= group.size()
+    return shard.cut(torch.randn(whole, generator=torch.Generator().manual_seed(layer)), group.rank(), group.size())
+
+
+def test_it_has_what_its_ranks_have():
+    both, ranks = holding(1, 2, stands_for=2), [holding(rank, 4) for rank in (2, 3)]
+    for layer, module in both.modules.items():
+        state, shards = both.optimizer.layer_state(layer), shards_of(module)
+        theirs = [one.optimizer.layer_state(layer) for one in ranks]
+        for part, other in enumerate(theirs):
+            mine = part_of_state(state, shards, part, 2)
+            assert mine.keys() == other.keys() and all(torch.equal(mine[key], other[key]) for key in mine)
+        joined = joined_state(theirs, shards)
+        assert all(torch.equal(joined[key], state[key]) for key in state)
+    for part, other in enumerate(ranks):
+        mine, parameters = both.part(part, 2), other.parameters()
+        assert mine.keys() == parameters.keys() and all(torch.equal(mine[name], parameters[name]) for name in mine)
+
+
+def test_its_gradients_are_summed_as_those_of_each_rank():
+    both, ranks = holding(1, 2, stands_for=2), [holding(rank, 4) for rank in (2, 3)]
+    before = [flat.clone() for flat in both.gradients()]
+    with standing_in(2, 1, stands_for=2), both.summed((0, 3)) as by_rank:
+        for flats, other in zip(by_rank, ranks, strict=True):
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(flats, other.gradients(), strict=True))
+            for flat in flats:
+                flat.mul_(3)
+    assert all(torch.equal(flat, 3 * old) for flat, old in zip(both.gradients(), before, strict=True))
+
+
+def test_what_passes_is_cut_where_ranks_have_parts_of_it():
+    part = TupleForm((TensorForm((2, 3), torch.float64), TensorForm((4,), torch.int64)), ("x", "mask"))
+    whole = TupleForm((TensorForm((2, 6), torch.float64), TensorForm((4,), torch.int64)), ("x", "mask"))
+    value = torch.arange(12.0, dtype=torch.float64).view(2, 6), torch.arange(4)
+    found = carried(carriers(value, whole, part, 2), whole, part)
+    assert cut_dims(whole, part, 2) == [1, None]
+    assert all(torch.equal(mine, given) for mine, given in zip(found, value, strict=True))
+    with pytest.raises(ValueError, match=r"\[2, 3\] is no equal part of \[2, 5\]"):
+        cut_dims(TensorForm((2, 5), torch.float64), part.tensors[0], 2)
+
+
+def test_models_whose_layers_do_not_allow_it_are_refused():
+    by_torch = {"name": "tests.runtime.parallelized:Parallelized", "blocks": 1, "width": 8, "context": 8}
+    one = parse_run_config(by_torch, {"device": "cpu", "tensor_parallel": 2, "degraded_ranks": True})
+    with standing_in(2), pytest.raises(ConfigError, match="layer 1 is cut by torch's parallelize_module; expected"):
+        model = model_for(one.model, 0, torch.float32, CPU)
+        require_degradable(model, one, forms(model, one))
+    with pytest.raises(ConfigError, match="tensor_parallel 3; expected an even number of processes"):
+        parse_run_config({}, {"tensor_parallel": 3, "degraded_ranks": True})

@@ -1,0 +1,43 @@
+"""A worker of several processes that is slow on purpose: what one waits for another is no work that takes longer."""
+
+import threading
+import time
+
+import torch
+
+from runtime.model.worker_group import WorkerGroup
+from runtime.protocol.failure_injection import Slowdown
+from runtime.worker.slowed_recorder import recorder_for
+from schedules.schedule import Op, OpKind, Worker
+
+CPU = torch.device("cpu")
+SLOW = Worker(0, 0)
+FACTOR, OPS = 20.0, 4
+BEHIND, OP = 0.005, 0.001
+"""Seconds: a rank begins so much later than the other, and an op computes for so long."""
+
+
+def test_a_delay_of_one_rank_does_not_grow_from_op_to_op():
+    meet, took = threading.Barrier(2, timeout=20), dict[int, float]()
+
+    def rank(index):
+        recorder = recorder_for([Slowdown(SLOW, 0, FACTOR)], CPU, WorkerGroup(index, 2))
+        recorder.begin(0, traced=False)
+        meet.wait()
+        began = time.perf_counter()
+        time.sleep(BEHIND * index)
+        for number in range(OPS):
+            with recorder.timing(Op(OpKind.F, 0, 0, number, SLOW, 0, 1)):
+                computing = time.thread_time()
+                while time.thread_time() < computing + OP:
+                    pass
+                meet.wait()  # as a collective of a layer
+        took[index] = time.perf_counter() - began
+
+    ranks = [threading.Thread(target=rank, args=(index,), daemon=True) for index in range(2)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(20)
+    assert took.keys() == {0, 1}, "one still waits for what it takes for work of its own"
+    assert OPS * FACTOR * OP < took[0] < BEHIND * FACTOR ** (OPS - 1) / 20
