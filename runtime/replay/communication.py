@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from time import perf_counter
-from typing import Literal, NamedTuple, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from runtime.config import ConfigError
 from runtime.errors import first_line
 from runtime.model.worker_group import Backend, Connection, WorkerGroup
 from runtime.replay.group_store import GroupStore
+from runtime.replay.membership import Membership as Membership
 from runtime.replay.stuck_calls import OPEN_CALLS
 from runtime.torch_private import Group, Store, TCPStore, gloo_group, nccl_group
 from schedules.layers import LayerRange, layers_text
@@ -94,34 +95,6 @@ class Summing:
             self.work.wait()
         sums: list[float] = self.payload.tolist()
         return sums
-
-
-class Membership(NamedTuple):
-    """This worker, among those that train together until one is lost or joins."""
-
-    generation: int
-    """A number that no other membership of the run has."""
-    ranks: Mapping[Worker, int]
-    """Of every member, 0 upwards, the same at every member."""
-    worker: Worker
-    group: WorkerGroup | None = None
-    """The processes of this worker, where there are several; those that stand for one rank in all workers communicate.
-    """
-    stand_for: Mapping[Worker, int] = {}
-    """For how many ranks each process stands of the workers that have lost some."""
-
-    @property
-    def stands_for(self) -> int:
-        """For how many ranks this process does."""
-        return 1 if self.group is None else self.group.stands_for
-
-    @property
-    def place_of_all(self) -> tuple[int, int]:
-        """The place of this process among all processes, and how many there are."""
-        index, ranks = (0, 1) if self.group is None else (self.group.rank(), self.group.size() * self.stands_for)
-        counts = {worker: ranks // self.stand_for.get(worker, 1) for worker in self.ranks}
-        before = sum(count for worker, count in counts.items() if self.ranks[worker] < self.ranks[self.worker])
-        return before + index, sum(counts.values())
 
 
 class Communicator:
