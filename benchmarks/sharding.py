@@ -43,6 +43,7 @@ from runtime.processes.children import Children
 from runtime.processes.fork_server import ForkServer
 from runtime.protocol.rendezvous import Rendezvous, connect_store, host_store
 from runtime.replay.communication import Communicator, Membership
+from runtime.replay.part_exchange import PartExchange
 from schedules.layers import LayerRange
 from schedules.schedule import Worker
 
@@ -141,23 +142,23 @@ def step_parts(data: bytes) -> bytes:
         for (holding, one), times in zip(holdings, seconds, strict=True):
             communicator.wait_for_all()
             began = time.perf_counter()
-            _reduce_and_step(communicator, holding, one, layers, iteration)
+            _reduce_and_step(PartExchange(communicator), holding, one, layers, iteration)
             times.append(time.perf_counter() - began)
     communicator.wait_for_all()
     return msgspec.json.encode([statistics.median(times[STEPS // 4:]) for times in seconds])
 
 
-def _reduce_and_step(communicator: Communicator, holding: Holding, cut: Cut, layers: LayerRange,
+def _reduce_and_step(exchange: PartExchange, holding: Holding, cut: Cut, layers: LayerRange,
                      iteration: int) -> None:
     """As the executor's A and O do."""
     ((_, parameters, _),), optimizer, finish = holding.flat_parameters(), holding.optimizer, list[Callable[[], None]]()
     assert isinstance(optimizer, PartOptimizer)
 
     def own_stepped() -> None:
-        finish.append(communicator.gather_parts(layers, parameters, cut))
-        communicator.wait_for_copies()
+        finish.append(exchange.gather(layers, parameters, cut))
+        exchange.wait_for_copies()
 
-    communicator.reduce_parts(layers, holding.gradients(layers)[0], cut)
+    exchange.reduce(layers, holding.gradients(layers)[0], cut)
     optimizer.own_stepped = own_stepped
     optimizer.step(iteration)
     finish[0]()

@@ -5,6 +5,7 @@
     exchange         hands the result of an op to the next one, on the same worker or another
     communication    sends, receives and sums over process groups
     group_store      where the members of a process group leave their addresses
+    part_exchange    sums of gradients and parameters, where optimizer state is sharded
     placement        where the layers of schedules lie in the model, and who holds them
     recorder         when each op ran
     stuck_calls      finds a thread that is stuck in a process group

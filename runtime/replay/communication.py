@@ -17,7 +17,6 @@ from torch.distributed import Work
 
 from runtime.config import ConfigError
 from runtime.errors import first_line
-from runtime.model.parts import Cut, Span
 from runtime.model.worker_group import Backend, Connection, WorkerGroup
 from runtime.replay.group_store import GroupStore
 from runtime.replay.stuck_calls import OPEN_CALLS
@@ -35,8 +34,8 @@ _WORLD = "the world"
 _SUMS = "sums"
 _CLOCK = "clock"
 _BYTES_GROUP = "bytes"
-_REDUCE, _COPY, _GATHER, _BYTES = range(2**24, 2**24 + 4)
-"""Tags above those of any schedule's transfers."""
+BYTES_TAG = 2**24
+"""Above those of any schedule's transfers."""
 _RANKS = "the ranks of worker"
 _GLOO_PLACE = re.compile(r"\[[^\s\]]*gloo[^\s\]]*:[0-9]+\] ")
 BUCKET_BYTES = 2**20
@@ -58,7 +57,7 @@ class Outgoing:
 
     def wait(self) -> None:
         """Wait until the tensor may go. Raises CommunicationError."""
-        with _told_in_one_line(f"sending to worker {self.target}"):
+        with told_in_one_line(f"sending to worker {self.target}"):
             self.work.wait()
 
 
@@ -73,7 +72,7 @@ class Arriving:
 
     def take(self) -> Tensor:
         """Wait for the tensor, on the device that computes. Raises CommunicationError."""
-        with _told_in_one_line(f"receiving from worker {self.source}"):
+        with told_in_one_line(f"receiving from worker {self.source}"):
             self.work.wait()
         return self.payload.to(self.device, non_blocking=True)
 
@@ -91,7 +90,7 @@ class Summing:
 
     def take(self) -> Sequence[float]:
         """Wait for the sums. Raises CommunicationError."""
-        with _told_in_one_line("summing over all workers"):
+        with told_in_one_line("summing over all workers"):
             self.work.wait()
         sums: list[float] = self.payload.tolist()
         return sums
@@ -158,15 +157,14 @@ class Communicator:
         self.worker = membership.worker
         self.ordered = transport == "nccl"
         """Whether transfers are matched by their order, and so have to be issued in one that all agree on."""
-        self._staged = transport == "gloo" and device.type != "cpu"
-        self._transport_device = torch.device("cpu") if self._staged else device
+        self.staged = transport == "gloo" and device.type != "cpu"
+        """Whether tensors pass through host memory."""
+        self._transport_device = torch.device("cpu") if self.staged else device
         self._ranks = membership.ranks
         self._groups: dict[tuple[str, int], Group] = {}
         self._stores: list[Store] = []
         """Those written in Python live as long as this does: the groups hold only their C++ half."""
 
-        self._copies: list[tuple[list[Work], Tensor, Tensor, tuple[Span, ...]]] = []
-        """Of sums of gradients, on their way: the gradients, what carries them, and what is kept of them."""
         self._generation = membership.generation
         self._store = store
         self._require = require
@@ -192,15 +190,15 @@ class Communicator:
     def send(self, tensor: Tensor, target: Worker, tag: int, part: int = 0) -> Outgoing:
         """Start sending; computing goes on."""
         payload = tensor.detach().contiguous()
-        if self._staged:
+        if self.staged:
             payload = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True).copy_(payload)
-        with _told_in_one_line(f"sending to worker {target}"):
+        with told_in_one_line(f"sending to worker {target}"):
             return Outgoing(self._group(_WORLD, part).send([payload], self._ranks[target], tag), payload, target)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, source: Worker, tag: int, part: int = 0) -> Arriving:
         """Make room for a tensor, and start receiving it."""
         payload = self._buffer(shape, dtype)
-        with _told_in_one_line(f"receiving from worker {source}"):
+        with told_in_one_line(f"receiving from worker {source}"):
             work = self._group(_WORLD, part).recv([payload], self._ranks[source], tag)
             return Arriving(work, payload, source, self.device)
 
@@ -210,8 +208,8 @@ class Communicator:
         members = self._sharers.get(what)
         if members is None:
             return
-        with _told_in_one_line(f"summing the gradients of {what if isinstance(what, str) else layers_text(what)}"):
-            carried = [tensor.cpu() for tensor in tensors] if self._staged else list(tensors)
+        with told_in_one_line(f"summing the gradients of {what if isinstance(what, str) else layers_text(what)}"):
+            carried = [tensor.cpu() for tensor in tensors] if self.staged else list(tensors)
             group, buckets = self._group(_name_of(members), part), _buckets(carried)
             joined = [bucket[0] if len(bucket) == 1 else torch.cat([tensor.flatten() for tensor in bucket])
                       for bucket in buckets]
@@ -222,104 +220,36 @@ class Communicator:
             for tensor in bucket if len(bucket) > 1 else ():
                 tensor.copy_(totals.narrow(0, start, tensor.numel()).view_as(tensor))
                 start += tensor.numel()
-        if self._staged:
+        if self.staged:
             for tensor, total in zip(tensors, carried, strict=True):
                 tensor.copy_(total)
 
-    def reduce_parts(self, layers: LayerRange, gradients: Tensor, cut: Cut) -> None:
-        """Sum the gradients of a range over its sharers, each part at its owner. Its buddy has the sums once
-        `wait_for_copies` has returned, and until then the gradients must not change.
-
-        Over gloo, sums are always in the order of the members. Raises CommunicationError.
-        """
-        if layers not in self._sharers:
-            return
-        if self.ordered:
-            self.sum_over_sharers(layers, [gradients])
-            return
-        group, place = self._group(_name_of(self._sharers[layers])), cut.members.index(self.worker)
-        with _told_in_one_line(f"reducing the gradients of {layers_text(layers)}"):
-            carried = gradients.cpu() if self._staged else gradients
-            parts = [carried[first:end] for first, end in cut.spans]
-            others = [other for other in range(len(parts)) if other != place]
-            sent = [group.send([parts[other]], other, _REDUCE) for other in others if len(parts[other])]
-            arrived = [parts[place] if other == place else torch.empty_like(parts[place])
-                       for other in range(len(parts))]
-            got = [group.recv([arrived[other]], other, _REDUCE) for other in others if len(parts[place])]
-            for work in (*got, *sent):
-                work.wait()
-            total = arrived[0].to(torch.promote_types(carried.dtype, torch.float32), copy=True)
-            for part in arrived[1:]:
-                total.add_(part)
-            parts[place].copy_(total)
-            works = [group.send([parts[place]], other, _COPY) for other, wards in enumerate(cut.wards)
-                     if place in wards and len(parts[place])]
-            works += [group.recv([parts[ward]], ward, _COPY) for ward in cut.wards[place] if len(parts[ward])]
-        self._copies.append((works, gradients, carried, cut.kept(self.worker)))
-
-    def wait_for_copies(self) -> None:
-        """Wait until each has the sums of what it keeps copies of. Raises CommunicationError."""
-        copies, self._copies = self._copies, []
-        with _told_in_one_line("copying sums of gradients"):
-            for works, gradients, carried, kept in copies:
-                for work in works:
-                    work.wait()
-                for first, end in kept if self._staged else ():
-                    gradients[first:end].copy_(carried[first:end])
-
-    def gather_parts(self, layers: LayerRange, parameters: Tensor, cut: Cut) -> Callable[[], None]:
-        """Start to bring each member's own part of a range's parameters to all sharers that do not keep it, who step it
-        themselves; what waits for those of the others. Both raise CommunicationError."""
-        if layers not in self._sharers:
-            return lambda: None
-        group, (first, end) = self._group(_name_of(self._sharers[layers])), cut.own(self.worker)
-        place, what = cut.members.index(self.worker), f"gathering the parameters of {layers_text(layers)}"
-        lacking = [(other, span) for other, span in enumerate(cut.spans)
-                   if other not in (place, *cut.wards[place]) and span[0] < span[1]]
-        carried = torch.empty(parameters.shape, dtype=parameters.dtype) if self._staged else \
-            torch.empty_like(parameters) if self.ordered else parameters
-        with _told_in_one_line(what):
-            if self.ordered:
-                length = cut.length // len(cut.members)
-                works = [group._allgather_base(carried, parameters[place * length:(place + 1) * length])]
-            else:
-                if self._staged:
-                    carried[first:end].copy_(parameters[first:end])
-                works = [group.send([carried[first:end]], other, _GATHER) for other, wards in enumerate(cut.wards)
-                         if place not in (other, *wards) and first < end]
-                works += [group.recv([carried[start:stop]], other, _GATHER) for other, (start, stop) in lacking]
-
-        def finish() -> None:
-            with _told_in_one_line(what):
-                for work in works:
-                    work.wait()
-            for _, (start, stop) in lacking if carried is not parameters else ():
-                parameters[start:stop].copy_(carried[start:stop])
-
-        return finish
+    def sharers_of(self, layers: LayerRange) -> Group | None:
+        """The group of those who reduce a range, by their order; None where nobody else does."""
+        return self._group(_name_of(self._sharers[layers])) if layers in self._sharers else None
 
     def send_bytes(self, data: bytes, target: Worker) -> None:
         """Send bytes of this host. Raises CommunicationError."""
-        with _told_in_one_line(f"sending to worker {target}"):
+        with told_in_one_line(f"sending to worker {target}"):
             group, rank = self._group(self._bytes), self._ranks[target]
             payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             for tensor in (torch.tensor([len(data)]), payload):
-                group.send([tensor], rank, _BYTES).wait()
+                group.send([tensor], rank, BYTES_TAG).wait()
 
     def receive_bytes(self, source: Worker) -> bytes:
         """Receive what `send_bytes` sends. Raises CommunicationError."""
-        with _told_in_one_line(f"receiving from worker {source}"):
+        with told_in_one_line(f"receiving from worker {source}"):
             group, rank = self._group(self._bytes), self._ranks[source]
             length = torch.empty(1, dtype=torch.int64)
-            group.recv([length], rank, _BYTES).wait()
+            group.recv([length], rank, BYTES_TAG).wait()
             payload = torch.empty(int(length.item()), dtype=torch.uint8)
-            group.recv([payload], rank, _BYTES).wait()
+            group.recv([payload], rank, BYTES_TAG).wait()
             return payload.numpy().tobytes()
 
     def sum_over_all(self, values: Sequence[float]) -> Summing:
         """Start to sum numbers over all members; computing goes on. Needs `sums`."""
         payload = torch.tensor(values, dtype=torch.float64)
-        with _told_in_one_line("summing over all workers"):
+        with told_in_one_line("summing over all workers"):
             return Summing(self._group(_SUMS).allreduce([payload]), payload)
 
     def clock_offset(self) -> float:
@@ -335,7 +265,7 @@ class Communicator:
         return first
 
     def _offset(self, group: Group, by_rank: Sequence[Worker]) -> float:
-        with _told_in_one_line("comparing clocks"):
+        with told_in_one_line("comparing clocks"):
             if self.worker == by_rank[0]:
                 for rank in range(1, len(by_rank)):
                     for _ in range(CLOCK_ROUNDS):
@@ -349,7 +279,7 @@ class Communicator:
         if len(self._ranks) == 1:
             return
         present = torch.ones(1, device=self._transport_device)
-        with _told_in_one_line("waiting for all workers to end"):
+        with told_in_one_line("waiting for all workers to end"):
             for part in self._parts:
                 self._group(_WORLD, part).allreduce([present.fill_(1.0)]).wait()
                 assert present.item() == len(self._ranks)  # reading it waits for the GPU, too
@@ -374,13 +304,13 @@ class Communicator:
         name = f"{_RANKS} {self.worker}"
         self._meet(name, name, (group.rank(), group.size()), transport)
         backend = cast(Backend, self._group(name))
-        self._between_ranks = Connection(backend, _told_in_one_line, self.device, self._staged)
+        self._between_ranks = Connection(backend, told_in_one_line, self.device, self.staged)
         group.connect(self._between_ranks)
 
     def _meet(self, name: str, key: str, place: tuple[int, int], transport: Transport, part: int = 0) -> None:
         """Make a group whose members leave their addresses under a key; `place` is the rank in it and its size."""
         prefix = f"generation{self._generation}/{key}"
-        with _told_in_one_line(f"meeting the workers of {name}"):
+        with told_in_one_line(f"meeting the workers of {name}"):
             if transport == "gloo":
                 self._stores.append(GroupStore(self._store, f"{prefix}/", TIMEOUT, self._require, place[1]))
                 self._groups[name, part] = gloo_group(self._stores[-1], *place, TIMEOUT)
@@ -395,7 +325,7 @@ class Communicator:
             raise RuntimeError("the connections are closed") from None
 
     def _buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        if self._staged:
+        if self.staged:
             return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
@@ -423,7 +353,7 @@ def _ask_time(group: Group) -> tuple[float, float]:
 
 
 @contextmanager
-def _told_in_one_line(what: str) -> Iterator[None]:
+def told_in_one_line(what: str) -> Iterator[None]:
     """Turn what a process group raises into one line that says what was going on."""
     OPEN_CALLS.begin(what)
     try:

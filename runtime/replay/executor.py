@@ -13,6 +13,7 @@ from runtime.model.slices import SliceRunner, Slices
 from runtime.model.steps import Steps
 from runtime.replay.communication import Communicator, Shared
 from runtime.replay.exchange import Exchange, TensorName
+from runtime.replay.part_exchange import PartExchange
 from runtime.replay.recorder import Recorder
 from schedules.precedence import consumers, op_key, waits
 from schedules.schedule import Op, OpKind, Schedule
@@ -67,6 +68,7 @@ class Executor:
         self._slices = slices
         self._steps = steps
         self._communicator = communicator
+        self._parts = PartExchange(communicator)
         self._exchange = exchange
         self._feed = feed
         self._recorder = recorder
@@ -160,7 +162,7 @@ class Executor:
             if cut is None:
                 self._sum(layers, by_rank)
             else:
-                self._communicator.reduce_parts(layers, by_rank[0][0], cut)
+                self._parts.reduce(layers, by_rank[0][0], cut)
 
     def _sum(self, what: Shared, by_rank: Sequence[Sequence[Tensor]]) -> None:
         for part, gradients in enumerate(by_rank):
@@ -176,7 +178,7 @@ class Executor:
                 with self._slices.summed_shared(name) as by_rank:
                     self._sum(name, by_rank)
             if self._steps.watches:
-                self._communicator.wait_for_copies()  # there may be no step, and gradients are zero afterwards
+                self._parts.wait_for_copies()  # there may be no step, and gradients are zero afterwards
             gathering: list[Callable[[], None]] = []
             with self._slices.when_own_parts_are_stepped(partial(self._gather, gathering)):
                 self._steps.step(self._iteration, self._loss)
@@ -186,9 +188,9 @@ class Executor:
 
     def _gather(self, gathering: list[Callable[[], None]]) -> None:
         """While parameters are on their way to others, the copies of others' parts are stepped."""
-        gathering += [self._communicator.gather_parts(layers, parameters, cut)
+        gathering += [self._parts.gather(layers, parameters, cut)
                       for layers, parameters, cut in self._slices.flat_parameters()]
-        self._communicator.wait_for_copies()
+        self._parts.wait_for_copies()
 
     def _runner(self, step: _Step) -> SliceRunner:
         assert step.runner is not None

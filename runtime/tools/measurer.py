@@ -21,6 +21,7 @@ from runtime.model.slices import SliceRunner
 from runtime.model.worker_group import enter_group
 from runtime.protocol.rendezvous import Rendezvous, connect_store, interface_towards
 from runtime.replay.communication import Communicator, Membership, Transport
+from runtime.replay.part_exchange import PartExchange
 from runtime.tools.stage_bench import StageBench, StageProfile, timed
 from runtime.torch_private import TCPStore
 from schedules.schedule import Worker
@@ -183,16 +184,17 @@ class _Measurer:
         training, one = self._task.config.training, cut(total, members, (), sharded=True)
         if not one.sharded:
             return 0.0, 0.0
+        exchange = PartExchange(communicator)
         gradients = torch.zeros(one.length, dtype=gradient_dtype(training) or parameter_dtype(training),
                                 device=self._device)
         parameters = torch.zeros(one.length, dtype=parameter_dtype(training), device=self._device)
 
         def reduce() -> None:
-            communicator.reduce_parts(_LAYERS, gradients, one)
-            communicator.wait_for_copies()
+            exchange.reduce(_LAYERS, gradients, one)
+            exchange.wait_for_copies()
 
         def gather() -> None:
-            communicator.gather_parts(_LAYERS, parameters, one)()
+            exchange.gather(_LAYERS, parameters, one)()
 
         return (self._median(lambda: timed(reduce, self._device)), self._median(lambda: timed(gather, self._device)))
 

@@ -7,7 +7,7 @@ import torch
 
 from runtime.config import ConfigError, parse_run_config
 from runtime.events import EVENTS, WentBack
-from runtime.launch import Resilience, run
+from runtime.launch import Resilience, RunOptions, run
 from runtime.model.checkpoint import latest, load
 from runtime.processes.process_manager import Return
 from runtime.run_folder import CHECKPOINTS
@@ -41,6 +41,16 @@ def test_two_that_are_not_buddies_lose_nothing(fork_server, tmp_path):
                    config=sharded())
     assert sorted(dead(result)) == ["0.0", "2.0", "3.0"]
     assert all(one.went_back_to is None for one in result.recoveries)
+
+
+def test_a_whole_machine_loses_nothing(fork_server, tmp_path):
+    """Neighbours share one: buddies are on the other."""
+    machines = [[Worker(0, 0), Worker(1, 0)], [Worker(2, 0), Worker(3, 0)]]
+    result = run(schedule_for(FOUR), sharded(), out=tmp_path, fork_server=fork_server,
+                 options=RunOptions(topology=machines),
+                 resilience=Resilience(scheduler=planned(FOUR), injections=(at("0.0", 2, "A"), at("1.0", 2, "O"))))
+    assert sorted(dead(result)) == ["0.0", "1.0"] and all(one.went_back_to is None for one in result.recoveries)
+    assert_same_numbers(result, judge(sharded(), FOUR.microbatches, 6))
 
 
 def test_two_that_are_buddies_take_the_run_back_to_its_newest_checkpoint(fork_server, tmp_path):

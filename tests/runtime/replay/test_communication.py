@@ -11,6 +11,7 @@ from runtime.model.parts import cut
 from runtime.protocol.rendezvous import host_store
 from runtime.replay import communication
 from runtime.replay.communication import CommunicationError, Communicator, Membership, choose_transport
+from runtime.replay.part_exchange import PartExchange
 from schedules.schedule import Worker
 
 WORKERS = [Worker(0, 0), Worker(0, 1), Worker(1, 1)]
@@ -145,18 +146,17 @@ def test_parts_are_summed_by_their_owners_and_gathered(sharers, total, dtype):
     sums = torch.stack(given).to(torch.float64).sum(0)
     parameters = [torch.full((one.length,), float(rank), dtype=dtype) for rank in range(3)]
 
-    def work(communicator, gradients, mine):
+    def work(exchange, gradients, mine):
         for _ in range(2):
-            communicator.reduce_parts(LAYERS[0], gradients, one)
-            communicator.wait_for_copies()
-        communicator.gather_parts(LAYERS[0], mine, one)()
+            exchange.reduce(LAYERS[0], gradients, one)
+            exchange.wait_for_copies()
+        exchange.gather(LAYERS[0], mine, one)()
 
-    first = [gradients.clone() for gradients in given]
+    first, exchanges = [gradients.clone() for gradients in given], list(map(PartExchange, sharers))
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda communicator, mine: communicator.reduce_parts(LAYERS[0], mine, one), sharers, first,
-                      timeout=20))
-        list(pool.map(Communicator.wait_for_copies, sharers, timeout=20))
-        list(pool.map(work, sharers, given, parameters, timeout=20))
+        list(pool.map(lambda exchange, mine: exchange.reduce(LAYERS[0], mine, one), exchanges, first, timeout=20))
+        list(pool.map(PartExchange.wait_for_copies, exchanges, timeout=20))
+        list(pool.map(work, exchanges, given, parameters, timeout=20))
     for worker, mine, its in zip(WORKERS, first, parameters, strict=True):
         for start, stop in one.kept(worker):
             torch.testing.assert_close(mine[start:stop].double(), sums[start:stop], rtol=1e-2, atol=1e-6
