@@ -226,7 +226,8 @@ class _Launch:
                    injections=resilience.injections, slowdowns=resilience.slowdowns, at_speeds=resilience.at_speeds,
                    setup=setup, out=self.out, config=self.config, rebalancer=resilience.rebalancer,
                    settling=resilience.settling,
-                   layer_bytes=() if resilience.settling is None else state_bytes(self.fit.model, self.config.training),
+                   layer_bytes=() if resilience.settling is None else state_bytes(
+                       self.fit.model, self.config.training, self.schedule.grid.pipelines),
                    elements=self.fit.elements, secret=settings.secret, notify=options.notify,
                    grace_seconds=options.grace_seconds,
                    join_timeout_seconds=resilience.join_timeout_seconds,
