@@ -53,6 +53,8 @@ ASSIGNMENT_SECONDS, ASSIGNMENT_SHARE = 2.0, 0.2
 """For the exact assignment of layers: at most, and of the time for list schedules."""
 BEYOND = 1.003
 """Up to how many times the period of the best candidate a bound of another one is sought."""
+FINE_RATE = 10_000.0
+"""For each second of list schedules, micro-batches times parts of stages up to which short slices are tried."""
 LARGEST_BOUNDED = 20_000
 """Compute ops of the pieces of a layout up to which a bound of its own is sought."""
 
@@ -220,7 +222,7 @@ class _Portfolio:
     def _add_layouts(self, budget: Budget) -> None:
         options = self._options
         made = candidates(self._given, seconds=max(0.0, min(ASSIGNMENT_SECONDS, ASSIGNMENT_SHARE * budget.seconds)),
-                          seed=budget.seed)
+                          seed=budget.seed, largest_fine=FINE_RATE * budget.seconds)
         left = MOST_LAYOUTS
         # With no time at all, still the first one where layers may move: most often it is the best.
         least = MOST_LAYOUTS - 1 if options.layers == "move" else MOST_LAYOUTS

@@ -31,14 +31,17 @@ LARGEST_WHOLE = 5_000
 """The same, up to which layouts that divide over several pipelines are made of the whole beside those of groups."""
 
 
-def candidates(problem: LayoutProblem, *, seconds: float = 2.0, seed: int = 0) -> Iterator[Layout]:
+def candidates(problem: LayoutProblem, *, seconds: float = 2.0, seed: int = 0,
+               largest_fine: float = LARGEST_FINE) -> Iterator[Layout]:
     """Different layouts, the most promising first; each is made when it is asked for.
 
-    `seconds`: for the exact assignment (`planner.layout.cpsat`), of each different group. Raises LookupError when there
-    is none: nobody holds some layer and none may be loaded from a checkpoint, or there is no room for all layers.
+    `seconds`: for the exact assignment (`planner.layout.cpsat`), of each different group. `largest_fine`: micro-batches
+    times parts of stages up to which there are short slices, at most `LARGEST_FINE`. Raises LookupError when there is
+    none: nobody holds some layer and none may be loaded from a checkpoint, or there is no room for all layers.
     """
     _require_layers(problem)
-    made = _moved(problem, seconds, seed) if problem.layers == "move" else _fixed(problem)
+    fine = min(largest_fine, LARGEST_FINE)
+    made = _moved(problem, seconds, seed, fine) if problem.layers == "move" else _fixed(problem)
     seen = set()
     failure: LookupError | None = None
     for make in made:
@@ -62,7 +65,8 @@ def _fixed(problem: LayoutProblem) -> Iterator[Callable[[], Layout | None]]:
     yield partial(fixed_layout, problem, sliced=False)
 
 
-def _moved(problem: LayoutProblem, seconds: float, seed: int) -> Iterator[Callable[[], Layout | None]]:
+def _moved(problem: LayoutProblem, seconds: float, seed: int,
+           largest_fine: float) -> Iterator[Callable[[], Layout | None]]:
     if len(problem.paths) > 1:
         yield from _fixed(problem)
         return
@@ -80,7 +84,7 @@ def _moved(problem: LayoutProblem, seconds: float, seed: int) -> Iterator[Callab
     if size <= LARGEST_SHARED:
         yield partial(one_cut, problem)
         yield partial(fixed_layout, problem, sliced=problem.sliced)
-    if problem.sliced and size * PARTS <= LARGEST_FINE:  # they take longest to list, so others come first
+    if problem.sliced and size * PARTS <= largest_fine:  # they take longest to list, so others come first
         yield recut(staggered=True, parts=PARTS)
         yield recut(anywhere=True, parts=PARTS)
         yield recut(spread=False, parts=PARTS)
