@@ -16,9 +16,9 @@ from cli.shared.console import answer_no, duration, err, out, print_json, refuse
 from cli.shared.device_peak import peak_flops
 from cli.shared.failure_schedules import scheduler, scheduler_at_speeds
 from cli.shared.going_on import done_without_this_node, how_to_resume, left_by
-from cli.shared.inputs import parse_workers, read_job_or_refuse, read_schedule_or_refuse, require_choice
+from cli.shared.inputs import failed_workers, read_job_or_refuse, read_schedule_or_refuse, require_choice
 from cli.shared.launch_options import given_secret_or_refuse, launched_as
-from cli.shared.options import Backward, Failed, JobFile, Json, MethodName, Optimizer, TimeLimit
+from cli.shared.options import Backward, Failed, FailedNode, JobFile, Json, MethodName, Optimizer, TimeLimit
 from cli.shared.plan_summary import recomputation_lines
 from cli.shared.planning import chosen_recomputation, make_plan, plan_options
 from cli.shared.rebalancing import Rebalancing
@@ -81,7 +81,8 @@ from schedules.schedule import Schedule, Worker
 
 
 def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, iterations: Iterations = None,
-          failed: Failed = None, backward: Backward = None, optimizer: Optimizer = None, method: MethodName = "cp-sat",
+          failed: Failed = None, failed_node: FailedNode = None, backward: Backward = None,
+          optimizer: Optimizer = None, method: MethodName = "cp-sat",
           time_limit: TimeLimit = 10.0, dtype: Dtype = None, seed: TrainingSeed = None, out_folder: OutFolder = None,
           nodes: Nodes = None, node: NodeNumber = None, rendezvous: Rendezvous = None,
           ranks_per_worker: RanksPerWorker = None, table: TableFolder = None,
@@ -129,8 +130,9 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
     loaded = None if table is None else read_table(table, wanted)
     _require_model(wanted, job)
     wanted, config = _recomputing(job, wanted, config, backward, optimizer, time_limit)
-    if schedule is not None and (failed or backward or optimizer):
-        refuse("--schedule says which workers are down and how to run: leave out --failed, --backward and --optimizer")
+    if schedule is not None and (failed or failed_node or backward or optimizer):
+        refuse("--schedule says which workers are down and how to run: leave out --failed, --failed-node, --backward "
+               "and --optimizer")
     if loaded is not None and (backward or optimizer):
         refuse("--table says how to run: leave out --backward and --optimizer")
     goes_on = left_behind(folder) is not None  # of a node 0 that has died: its workers may live
@@ -152,7 +154,7 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
     elif schedule is not None:
         chosen = _fitting(schedule, wanted)
     else:
-        down = parse_workers(failed or [])
+        down = failed_workers(wanted, failed, failed_node)
         options = plan_options(
             backward=loaded.basis.backward if loaded else backward, method=method, seed=seed or 0,
             optimizer=loaded.basis.optimizer if loaded else optimizer, time_limit=time_limit, layers=layers)

@@ -37,13 +37,15 @@ class Partition:
         """What each worker of a schedule lacks: of state, what it is to keep, and of parameters, all of its layers.
 
         It has the parameters of the layers that it holds if these are those after the last committed iteration.
-        Nothing may be lost.
+        Nothing may be lost. Who is not in the schedule gives only what nobody else has.
         """
         sharers = self.placement.reduced_by_all(schedule)
         cuts = {layers: cut(sum(self.elements[slice(*layers)]), members, self.domains, sharded=self.sharded)
                 for layers, members in sharers.items()}
-        sources, found = _Sources(keepers), list[PartMove]()
-        for target, layers in sorted(self.placement.held_by(schedule).items()):
+        held = self.placement.held_by(schedule)
+        members = {worker: kept for worker, kept in keepers.items() if worker in held}
+        sources, found = _Sources(keepers if self.lost(members) else members), list[PartMove]()
+        for target, layers in sorted(held.items()):
             mine, kept = {one: its for one, its in cuts.items() if target in its.members}, keepers.get(target)
             needs = parts_of(target, mine, self.elements.__getitem__)
             whole = holds.get(target, ()) if kept is not None and kept.whole_after == committed else ()

@@ -2,6 +2,8 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -68,11 +70,14 @@ class OrderThreads:
         self.begin(context.device, f"generation {order.number}", work)
 
     def stand_aside(self, context: WorkerContext, order: Train, previous: Generation | None) -> None:
-        """Take no part in an order. What this worker held is out of date from now on."""
-        self._begins()
+        """Take no part in an order. What this worker held is out of date from now on; others may lack parts of it."""
+        over = self._begins()
 
         def work() -> None:
             leave(context, previous, order)
+            if any(move.source == context.worker for move in order.part_moves):
+                with suppress(CommunicationError):  # the order is over, or the coordinator hears of it from them
+                    move_parts(context, order, partial(_require_not, over))
             context.layer_store.clear()
             if context.group is not None:  # a thread that was left behind, or never met all, has not taken it back
                 context.group.connect(None)
@@ -86,17 +91,13 @@ class OrderThreads:
         """
         over = self._begins()
 
-        def require() -> None:
-            if over.is_set():
-                raise CommunicationError("the order is over")
-
         def work() -> None:
             with self._finishing:
                 leave(context, previous, order)
                 received = None
                 if keeps_parts(context.config.training):
                     try:
-                        received = move_parts(context, order, require)
+                        received = move_parts(context, order, partial(_require_not, over))
                     except CommunicationError:
                         return
                 self._between_ranks = _connect_ranks(context, order)
@@ -135,6 +136,12 @@ class OrderThreads:
         thread = threading.Thread(target=run, daemon=True, name=name)
         thread.start()
         return thread
+
+
+def _require_not(over: threading.Event) -> None:
+    """Raises CommunicationError once the order is over."""
+    if over.is_set():
+        raise CommunicationError("the order is over")
 
 
 def leave(context: WorkerContext, previous: Generation | None, order: Order) -> None:

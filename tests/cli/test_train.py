@@ -251,6 +251,7 @@ def test_one_command_a_node(job, tmp_path):
     (["--schedule", "x.json", "--failed", "1.0"], "leave out --failed"),
     (["--kill", "1.0"], "--kill 1.0: expected D.S@ITERATION, for example 1.2@10"),
     (["--kill", "x@3"], "'x' is not a worker"),
+    (["--failed-node", "0"], "--failed-node: the job file does not say which workers share a node; add [topology]"),
     (["--kill", "node1@3"], "--kill node: the job file does not say which workers share a node; add [topology]"),
     (["--slow", "1.0@3"], "--slow 1.0@3: expected D.S=FACTOR@ITERATION with a factor of 1 (usual) to 1000"),
     (["--slow", "1.0=0.5@3"], "--slow 1.0=0.5@3: expected D.S=FACTOR@ITERATION with a factor of 1"),

@@ -83,6 +83,14 @@ def test_buddies_lost_together_are_noticed_and_layers_read_anew():
     assert {move.source for move in moves} <= reads.keys()
 
 
+@pytest.mark.parametrize("out", [["2.0"], ["1.0", "2.0"]])
+def test_who_is_left_out_gives_only_what_nobody_else_has(out):
+    """It lives, but takes no part any more: it is slow, or has nothing to do."""
+    old, schedule = keepers(WHOLE, 5), schedule_for(JOB, out)
+    moves = partition().moves(schedule, old, {worker: PLACEMENT.held(WHOLE, worker) for worker in old}, 5)
+    assert bool({move.source for move in moves} & workers(*out)) == (len(out) == 2)
+
+
 def test_writers_get_all_that_they_lack():
     old = keepers(WHOLE, 5)
     writers = {layer: Worker(0, 0 if layer < 2 else 1) for layer in range(4)}

@@ -340,7 +340,7 @@ class RankedWorld(World):
     ends = (*World.ends, "has no live worker left")  # others live, that have not come to a new coordinator in time
 
     def started(self, losses):
-        self.reports = RankReports(RANKS, lambda worker, order: self.send(worker, EndOrder(order)))
+        self.reports = RankReports(lambda _: RANKS, lambda worker, order: self.send(worker, EndOrder(order)))
         if not self.restarts:
             self.workers = {worker: self.fresh(worker) for worker in WORKERS}
         return super().started(losses)
