@@ -153,7 +153,7 @@ def test_speed_tests_run_on_noise_of_all_kinds():
     model = Model(config.model, 0, torch.float64, torch.device("cpu"))
     found = forms(model, config)
     context = SimpleNamespace(config=config, device=model.device, corpus=Data(config),
-                              setup=SimpleNamespace(slowdowns=()), worker=Worker(0, 0))
+                              setup=SimpleNamespace(slowdowns=()), worker=Worker(0, 0), group=None)
     for first, end in (0, 3), (3, 6), (6, 8):
         runner = SliceRunner((first, end), build_holding(model, range(first, end), config.training).modules, model,
                              loss_scale=1.0, config=config)
