@@ -170,7 +170,9 @@ def test_slow_workers_and_lost_gpus_in_a_trace(job, tmp_path):
     assert (answer["trace"]["slowdowns"], answer["trace"]["partial_losses"]) == (1, 1)
     assert answer["policies"]["recycle"] < answer["policies"]["slipstream"]
     job.write_text(JOB + "[training]\ntensor_parallel = 4\n")
-    assert json.loads(slipstream(*arguments).stdout) == answer, "a worker has as many GPUs as the job says"
+    again = json.loads(slipstream(*arguments).stdout)
+    assert again["trace"] == answer["trace"], "a worker has as many GPUs as the job says"
+    assert again["policies"] == pytest.approx(answer["policies"], rel=0.03), "but for how long plans were sought"
 
 
 def test_workers_of_a_node_fail_together(job, tmp_path):
