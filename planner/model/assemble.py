@@ -1,6 +1,6 @@
 """From decisions to a schedule: solved pieces are put in their places, all-reduces and optimizer steps added."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -122,10 +122,14 @@ def _programs(timed: TimedPiece, closing: Mapping[int, Program]) -> dict[Worker,
         owners[row].append(MicroBatch(unit.pipeline, unit.microbatch))
     closed = [_closed(piece.problem, worker, body, closing)
               for worker, body in zip(arrays.workers, bodies, strict=True)]
+    ran: list[set[MicroBatch]] = [set() for _ in range(piece.problem.grid.pipelines)]
+    for worker, batches in zip(arrays.workers, owners, strict=True):
+        ran[worker.pipeline].update(batches)
     made: dict[tuple[int, Names], Program] = {}
     programs: dict[Worker, Program] = {}
     for copy in piece.copies:
-        names = [_names(piece, copy, pipeline) for pipeline in range(len(copy))]
+        names = [_names(piece, copy, pipeline, ran[pipeline]) if copy[pipeline] != NOBODY else ()
+                 for pipeline in range(len(copy))]
         for row, worker in enumerate(arrays.workers):
             if copy[worker.pipeline] == NOBODY:
                 continue
@@ -136,16 +140,15 @@ def _programs(timed: TimedPiece, closing: Mapping[int, Program]) -> dict[Worker,
     return programs
 
 
-def _names(piece: Piece, copy: Sequence[int], pipeline: int) -> Names:
-    """The micro-batches of a piece that are not named as in its own problem in the programs of a pipeline's workers:
+def _names(piece: Piece, copy: Sequence[int], pipeline: int, ran: Iterable[MicroBatch]) -> Names:
+    """Those of the micro-batches that a pipeline's workers run which are not named there as in the piece's own problem:
     with their names there, pipeline (None: that of the worker) and number."""
     names = []
-    for owner, count in enumerate(piece.problem.grid.microbatches):
-        for number in range(count if copy[owner] != NOBODY else 0):
-            known = piece.named(copy, owner, number)
-            name = None if known.pipeline == copy[pipeline] else known.pipeline, known.microbatch
-            if name != (None, number):
-                names.append((MicroBatch(owner, number), name))
+    for batch in sorted(ran):
+        known = piece.named(copy, *batch)
+        name = None if known.pipeline == copy[pipeline] else known.pipeline, known.microbatch
+        if name != (None, batch.microbatch):
+            names.append((batch, name))
     return tuple(names)
 
 
