@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import SECONDS
 from tests.runtime.running import command_environment, tiny_text
 
 SLIPSTREAM = str(Path(sys.executable).with_name("slipstream"))
@@ -33,7 +34,7 @@ def here(tmp_path):
 
 
 def run(here: Path, *command: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(command, cwd=here, env=command_environment(), capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, cwd=here, env=command_environment(), capture_output=True, text=True, timeout=SECONDS)
 
 
 def slipstream(here: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":

@@ -17,6 +17,7 @@ from planner import PlanOptions, normalised, parse_job, plan_job
 from planner.job.presets import preset
 from planner.progress import ProgressCallback
 from schedules.schedule import Worker
+from tests.patience import SECONDS
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"])
@@ -192,7 +193,7 @@ def test_formats_name_the_files_of_a_run(tmp_path):
     (tmp_path / "job.toml").write_text(SMALL)
     done = subprocess.run([sys.executable, "-m", "cli", "train", "job.toml", "--checkpoint-every", "1", "--out", "run"],
                           cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, capture_output=True,
-                          text=True, timeout=120, check=False)
+                          text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stderr
     saved = {f"checkpoints/iteration-N/{name}" for name in named_files("Checkpoint (folder)")}
     elsewhere = {"checkpoints/iteration-N/", "hugging-face/", ".running.json"}  # of other models; during a run

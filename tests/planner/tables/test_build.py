@@ -21,6 +21,7 @@ from schedules.schedule import Worker
 from schedules.tables.file import TableError
 from schedules.tables.pattern import dead_column, pattern_key, pattern_of, pipeline_classes
 from schedules.tables.table import Table
+from tests.patience import SECONDS
 
 JOB = b"""
 pipelines = 2
@@ -139,7 +140,7 @@ def killed_halfway(folder):
     while process.poll() is None and len(list((folder / PARTS).glob("*.gz"))) < 4 and time.monotonic() < deadline:
         time.sleep(0.002)
     process.kill()
-    process.wait(timeout=30)
+    process.wait(timeout=SECONDS)
 
 
 def test_a_killed_build_goes_on_where_it_stopped(exact, tmp_path):
