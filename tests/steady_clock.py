@@ -11,7 +11,7 @@ import pkgutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from unittest import mock
@@ -19,6 +19,7 @@ from unittest import mock
 from ortools.sat.python import cp_model
 
 import planner
+from planner.layout import cuts, division
 from planner.search.annealing.chain import AnnealingChain
 from planner.search.annealing.cooling import OPS_PER_SLICE
 from planner.search.cpsat import model as cpsat_model
@@ -28,6 +29,10 @@ READING = 1_000
 """Nanoseconds that pass when the clock is read, so that no wait for a time lasts for ever."""
 LIST_SCHEDULE, LIST_SCHEDULE_OP = 100_000, 300
 """Nanoseconds of a list schedule, and of each of its ops."""
+SCHEDULER_OP = 600
+"""Nanoseconds for each op to make a list scheduler."""
+CUT_LAYER = 3_000
+"""Nanoseconds for each layer to cut a line of workers."""
 SLICE = 25_000_000
 """Nanoseconds of a slice of annealing: two chains run side by side for twice that."""
 PACKAGES = ("planner", "cli", "tests")
@@ -60,41 +65,47 @@ class SteadyClock:
 def steadily() -> Iterator[SteadyClock]:
     """Within it, all searches of this process go by a steady clock."""
     clock = SteadyClock()
-    order, advance, solve, solve_beside = (
-        ListScheduler.order, AnnealingChain.advance, cp_model.CpSolver.solve, cpsat_model._solve)
-
-    def order_in_time(scheduler, rule):
-        clock.advance(LIST_SCHEDULE + LIST_SCHEDULE_OP * len(scheduler.arrays.ops.unit))
-        return order(scheduler, rule)
-
-    def advance_in_time(chain, steps):
-        before = chain.steps
-        advance(chain, steps)
-        ops = len(chain._arrays.ops.duration) // chain._problem.grid.pipelines
-        clock.advance(SLICE * (chain.steps - before) * ops // OPS_PER_SLICE)
+    solve = cp_model.CpSolver.solve
 
     def solve_in_steps(solver, *given):
         solver.parameters.max_deterministic_time = solver.parameters.max_time_in_seconds
         solver.parameters.max_time_in_seconds = math.inf
-        status = solve(solver, *given)
-        if threading.current_thread() is threading.main_thread():
-            clock.advance(round(1e9 * solver.deterministic_time))
-        return status
-
-    def solve_beside_in_time(solver, *given):
-        status = solve_beside(solver, *given)
-        if threading.current_thread() is threading.main_thread():
-            clock.advance(round(1e9 * solver.deterministic_time))
-        return status
+        return solve(solver, *given)
 
     with ExitStack() as replaced:
-        for place, name, function in (
-                (ListScheduler, "order", order_in_time), (AnnealingChain, "advance", advance_in_time),
-                (cp_model.CpSolver, "solve", solve_in_steps), (cpsat_model, "_solve", solve_beside_in_time)):
-            replaced.enter_context(mock.patch.object(place, name, function))
+        replaced.enter_context(mock.patch.object(cp_model.CpSolver, "solve", solve_in_steps))
+        for place, name, cost in STEPS:
+            step = _counted(clock, getattr(place, name), cost)
+            replaced.enter_context(mock.patch.object(place, name, step))
         for module in _readers():
             replaced.enter_context(mock.patch.object(module, "time", clock))
         yield clock
+
+
+def _counted(clock: SteadyClock, function: Callable[..., object], cost: Callable[..., float]) -> Callable[..., object]:
+    """The function, which takes time by its arguments."""
+    def counted(*given, **how):
+        answer = function(*given, **how)
+        clock.advance(round(cost(*given)))
+        return answer
+
+    return counted
+
+
+def _solver_cost(solver: cp_model.CpSolver, *_: object) -> float:
+    """CP-SAT's own count, where it is waited for: beside annealing it takes no time of its own."""
+    return 1e9 * solver.deterministic_time if threading.current_thread() is threading.main_thread() else 0
+
+
+STEPS: tuple[tuple[object, str, Callable[..., float]], ...] = (
+    (ListScheduler, "__init__", lambda _, arrays: SCHEDULER_OP * len(arrays.ops.unit)),
+    (ListScheduler, "order", lambda made, _: LIST_SCHEDULE + LIST_SCHEDULE_OP * len(made.arrays.ops.unit)),
+    (AnnealingChain, "advance", lambda chain, steps: SLICE * steps * len(chain._arrays.ops.duration)
+        // chain._problem.grid.pipelines // OPS_PER_SLICE),
+    (cuts, "cut", lambda problem, *_: CUT_LAYER * problem.layer_count),
+    (division, "cut", lambda problem, *_: CUT_LAYER * problem.layer_count),
+    (cp_model.CpSolver, "solve", _solver_cost), (cpsat_model, "_solve", _solver_cost))
+"""What searches consist of, and the nanoseconds that each takes, by its arguments."""
 
 
 def _readers() -> list[object]:
