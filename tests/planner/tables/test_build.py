@@ -145,7 +145,7 @@ BUILD = """
 import sys
 from pathlib import Path
 from tests.planner.tables.test_build import build
-quick_build(Path(sys.argv[1]), max_failures=2, exact=True)
+build(Path(sys.argv[1]), max_failures=2, exact=True)
 """
 
 
