@@ -60,7 +60,7 @@ def test_a_job_from_a_pipe_is_kept_beside_the_table(tmp_path):
     writer = threading.Thread(target=pipe.write_text, args=(JOB,), daemon=True)
     writer.start()
     assert slipstream("table", pipe, "--max-failures", "0", "--method", "greedy", "--out", out).exit_code == 0
-    writer.join(10)
+    writer.join(SECONDS)
     assert Table.load(out).job_text() == JOB.encode()
 
 
