@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from benchmarks.jobs import uniform_job
 from planner import repetition
 from planner.model.bounds import lower_bound
+from planner.model.decompose import decompose
 from planner.model.from_job import build_problem
 from planner.options import PlanOptions
 from planner.plan import plan_job, plan_only
 from planner.repetition import (
+    SAMPLE,
     Blocks,
     Pace,
     Speed,
@@ -23,6 +25,7 @@ from planner.repetition import (
     joined,
     measured,
     repeated,
+    sample_of,
 )
 from schedules.check import check
 from schedules.schedule import OpKind, Worker
@@ -75,14 +78,14 @@ def test_what_cannot_be_put_together_in_time_is_refused_at_once_with_what_can(st
 
 @pytest.mark.real_clock
 def test_the_pace_of_this_machine_is_measured_by_a_part_of_the_job():
-    job, planned = uniform_job(4, 8, 1024, capacity=16), []
+    job, planned = uniform_job(1, 8, 100, capacity=16), []
 
     def plan_block(block, seconds):
-        planned.append((block.microbatches, seconds))
+        planned.append((block, seconds))
         return plan_only(GREEDY, block, ()).schedule
 
-    pace = measured(job, 98_304, plan_block)
-    assert planned == [((256,) * 4, 0.0)] and pace.plan > 0 and pace.join > 0
+    pace = measured(job, 8 * 3 * 100, plan_block)
+    assert planned == [(job, 0.0)] and pace.plan > 0 and pace.join > 0
 
 
 def test_many_micro_batches_are_planned_in_blocks():
@@ -106,7 +109,10 @@ def test_blocks_are_equal_where_the_micro_batches_divide_evenly():
 @pytest.mark.real_clock
 def test_the_pace_of_the_machine_is_measured_once_a_plan_and_the_reference_has_no_grace():
     """98,304 ops in no time: in blocks within the second of grace, and not at all without it."""
-    job, planned = uniform_job(4, 8, 1024, capacity=16), []
+    job, planned = uniform_job(1, 8, 4096, capacity=16), []
+
+    def ops_of(job):
+        return 8 * 3 * max(job.microbatches)
 
     def plan_block(block, seconds):
         planned.append(block.microbatches[0])
@@ -114,7 +120,21 @@ def test_the_pace_of_the_machine_is_measured_once_a_plan_and_the_reference_has_n
 
     speed = Speed(60.0)
     with pytest.raises(TooLargeError, match="--time-limit"):
-        blocks_within(job, 98_304, 0.01, plan_block, speed, grace=False)
-    blocks = blocks_within(job, 98_304, 0.01, plan_block, speed)
-    assert blocks is not None and 1024 % blocks.number == 0
-    assert planned == [256], "one sample"
+        blocks_within(job, ops_of, 0.01, plan_block, speed, grace=False)
+    blocks = blocks_within(job, ops_of, 0.01, plan_block, speed)
+    assert blocks is not None and 4096 % blocks.number == 0
+    assert planned == [1024], "one sample"
+
+
+def test_the_pace_is_not_measured_by_a_part_that_is_hardly_any_ops():
+    """Of 4,096 workers with five down, a twelfth of the micro-batches is a hundredth of the ops, as fewer share them.
+
+    255,000 ops were refused for that in 10 s, of which they need 3.
+    """
+    job, down = uniform_job(256, 16, 32, capacity=32), [Worker(index, index) for index in range(5)]
+
+    def ops_of(part):
+        return sum(piece.problem.operations for piece in decompose(build_problem(part, down)))
+
+    assert ops_of(job) > 10 * SAMPLE and ops_of(next(blocks_of(job, ops_of(job) // SAMPLE))) < SAMPLE / 6
+    assert SAMPLE / 2 < ops_of(sample_of(job, ops_of)) < 4 * SAMPLE
