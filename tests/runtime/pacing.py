@@ -85,6 +85,8 @@ class UntilBack:
             self._down |= {*news.dead}
             self._left.subtract(news.returned)
             self._down -= {*news.returned}
+        elif str(news).endswith("before it took part"):
+            self._left[Worker.parse(str(news).split()[1])] -= 1
 
     def observe(self, event: Event) -> None:
         if isinstance(event, FetchBegun):
