@@ -13,7 +13,7 @@ from runtime.launch import RunError, RunOptions, run
 from runtime.node_agent import NodeJob, join
 from runtime.processes import start_limit
 from runtime.processes.start_limit import STARTS, StartLimit, StartLimitError
-from runtime.protocol import to_node_agent
+from runtime.protocol import authentication, to_node_agent
 from runtime.protocol.channel import frame
 from runtime.protocol.rendezvous import Rendezvous, listen
 from runtime.protocol.to_node_agent import NodeSetup, StartWorker, StillRunning
@@ -88,6 +88,7 @@ def test_starts_are_limited_in_number_and_rate(monkeypatch):
 
 def test_a_node_0_that_falls_silent_is_given_up(node_0, fork_server, tmp_path, monkeypatch):
     monkeypatch.setattr(to_node_agent, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(authentication, "HELLO_SECONDS", 3.0)  # what listens is still there, and answers nobody else
     for seconds, told in (0.0, ""), (0.2, r"; no other one came within 0\.2 s"):
         with pytest.raises(RunError, match=rf"^node 0 is gone: it has said nothing for 0 s{told}$"):
             join_as_node_1(node_0(SETUP, StillRunning()), tmp_path, fork_server,
