@@ -52,6 +52,7 @@ class PartOptimizer(UndoableSteps):
     def __init__(self, modules: Mapping[int, nn.Module], config: TrainingConfig, kept: Parts, own: Parts) -> None:
         self.kept, self._own = kept, own
         self._masters = config.master_weights
+        self._first_rank = first_rank()
         self._modules = modules
         self._pieces = [piece for layer, spans in kept.items() for part in spans
                         for piece in self._cut(layer, modules[layer], part)]
@@ -67,7 +68,7 @@ class PartOptimizer(UndoableSteps):
         What all ranks of a worker have counts as the first rank's.
         """
         counted = [piece for piece in self._pieces if piece.own and piece.parameter.grad is not None
-                   and (first_rank() or piece.name in shards_of(self._modules[piece.layer]))]
+                   and (self._first_rank or piece.name in shards_of(self._modules[piece.layer]))]
         sums = [gradient.double().square().sum() for piece in counted
                 if (gradient := piece.gradient()) is not None]
         found = dict.fromkeys(self._modules, 0.0)

@@ -68,7 +68,8 @@ class Executor:
         self._slices = slices
         self._steps = steps
         self._communicator = communicator
-        self._parts = PartExchange(communicator)
+        self._parts = [PartExchange(communicator, part) for part in communicator.parts]
+        """Of each rank that this process stands for."""
         self._exchange = exchange
         self._feed = feed
         self._recorder = recorder
@@ -162,7 +163,8 @@ class Executor:
             if cut is None:
                 self._sum(layers, by_rank)
             else:
-                self._parts.reduce(layers, by_rank[0][0], cut)
+                for exchange, (gradients,) in zip(self._parts, by_rank, strict=True):
+                    exchange.reduce(layers, gradients, cut)
 
     def _sum(self, what: Shared, by_rank: Sequence[Sequence[Tensor]]) -> None:
         for part, gradients in enumerate(by_rank):
@@ -178,7 +180,8 @@ class Executor:
                 with self._slices.summed_shared(name) as by_rank:
                     self._sum(name, by_rank)
             if self._steps.watches:
-                self._parts.wait_for_copies()  # there may be no step, and gradients are zero afterwards
+                for exchange in self._parts:  # there may be no step, and gradients are zero afterwards
+                    exchange.wait_for_copies()
             gathering: list[Callable[[], None]] = []
             with self._slices.when_own_parts_are_stepped(partial(self._gather, gathering)):
                 self._steps.step(self._iteration, self._loss)
@@ -186,11 +189,11 @@ class Executor:
                 finish()
             self._slices.gathered(self._iteration)
 
-    def _gather(self, gathering: list[Callable[[], None]]) -> None:
+    def _gather(self, gathering: list[Callable[[], None]], part: int) -> None:
         """While parameters are on their way to others, the copies of others' parts are stepped."""
-        gathering += [self._parts.gather(layers, parameters, cut)
-                      for layers, parameters, cut in self._slices.flat_parameters()]
-        self._parts.wait_for_copies()
+        gathering += [self._parts[part].gather(layers, parameters, cut)
+                      for layers, parameters, cut in self._slices.flat_parameters(part)]
+        self._parts[part].wait_for_copies()
 
     def _runner(self, step: _Step) -> SliceRunner:
         assert step.runner is not None
