@@ -217,6 +217,10 @@ class Slices:
             for optimizer in optimizers:
                 optimizer.own_stepped = None
 
+    def arrived(self) -> None:
+        """The parameters of others have come after a step, which may be a guess."""
+        self._holding.arrived()
+
     def gathered(self, iteration: int) -> None:
         """They are as they should be after an iteration."""
         self._holding.gathered(iteration)

@@ -68,7 +68,7 @@ class StageBench:
             return
         self._holding = Holding(self._holding.modules, self._config.training)
         workers = [Worker(pipeline, 0) for pipeline in range(members)]
-        total = sum(map(elements_of, self._holding.modules.values()))
+        total = sum(elements_of(module).cut for module in self._holding.modules.values())
         one = cut(total, workers, (), sharded=self._config.training.shard_optimizer)
         self._holding.keep(self._holding.modules, {self._stage.layers: one}, workers[0], [], -1)
 
@@ -114,7 +114,8 @@ class StageBench:
                  "static_bytes": held + gradients + undo}
         if isinstance(optimizer, PartOptimizer) and self._config.training.shard_optimizer:
             kept, stepped = optimizer.state_bytes() + undo, sum(map(_elements, optimizer.kept.values()))
-            found["state_bytes"] = kept * sum(map(elements_of, self._holding.modules.values())) // max(1, stepped)
+            shared = sum(elements_of(module).cut for module in self._holding.modules.values())
+            found["state_bytes"] = kept * shared // max(1, stepped)
         return found
 
     def _forward(self, microbatch: Microbatch, living: LivingStorages | None = None) -> None:

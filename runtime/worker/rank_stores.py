@@ -3,8 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-from runtime.config import TrainingConfig
-from runtime.model.parts import Cut
+from runtime.model.parts import Cut, Elements
 from runtime.model.rank_holding import RankHolding
 from runtime.protocol.to_coordinator import Kept
 from runtime.worker.layer_store import Build, ByRank, LayerStore, Restore
@@ -24,13 +23,15 @@ class RankStores(LayerStore):
         Makes layers that have the shards of all these ranks.
     ranks
         Their stores, ascending, each with what stands in for its rank.
+    holding
+        Of the holdings of these.
     """
 
     def __init__(self, build: Build, restore: Restore, ranks: Sequence[tuple[LayerStore, StandIn]],
-                 config: TrainingConfig) -> None:
+                 holding: RankHolding) -> None:
         super().__init__(build, restore)
         self._ranks = ranks
-        self.holding: RankHolding = RankHolding(config, [store.holding for store in self.by_rank])
+        self.holding: RankHolding = holding
 
     @property
     def by_rank(self) -> Sequence[LayerStore]:
@@ -56,11 +57,16 @@ class RankStores(LayerStore):
             with stand_in():
                 store.read(layers, iteration)
 
-    def keep_parts(self, cuts: Mapping[LayerRange, Cut], worker: Worker, received: ByRank, after: int) -> None:
+    def receive(self, received: ByRank) -> None:
+        """See `LayerStore.receive`: each rank its own."""
+        for store, mine in zip(self.by_rank, received, strict=True):
+            store.receive([mine])
+
+    def keep_parts(self, cuts: Mapping[LayerRange, Cut], worker: Worker, after: int) -> None:
         """See `LayerStore.keep_parts`: each rank keeps its own."""
-        for (store, stand_in), mine in zip(self._ranks, received, strict=True):
+        for store, stand_in in self._ranks:
             with stand_in():
-                store.keep_parts(cuts, worker, [mine], after)
+                store.keep_parts(cuts, worker, after)
         self.holding.join(self._modules(cuts))
         self._built = {}
 
@@ -68,8 +74,9 @@ class RankStores(LayerStore):
         """What is kept at each rank: they have cut alike, but one of them may have been stopped before it stepped."""
         found = [kept for store in self.by_rank if (kept := store.kept()) is not None]
         after = {kept.whole_after for kept in found}
-        return Kept(found[0].parts, found[0].whole_after if len(after) == 1 else None)
+        return Kept(tuple(part for part in found[0].parts if all(part in kept.parts for kept in found)),
+                    found[0].whole_after if len(after) == 1 else None)
 
-    def elements(self, layer: int) -> int:
+    def elements(self, layer: int) -> Elements:
         """How many a layer has at a rank."""
         return self.by_rank[0].elements(layer)

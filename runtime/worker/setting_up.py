@@ -7,11 +7,14 @@ from functools import partial
 import torch
 
 from runtime.model.data import load_corpus, load_validation
+from runtime.model.followed_part import SteppedPart
 from runtime.model.forms import forms
 from runtime.model.holding import Holding, build_holding, keeps_parts
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
+from runtime.model.part_state import PartState
+from runtime.model.rank_holding import RankHolding
 from runtime.model.rank_parts import RankForms
-from runtime.model.sharing import sharing_of
+from runtime.model.sharing import Sharing, sharing_of
 from runtime.model.worker_group import enter_group, standing_in
 from runtime.processes.worker_start import WorkerSpec
 from runtime.protocol.failure_injection import Injector
@@ -50,7 +53,7 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
         by_rank=RankForms(passed, spec.stands_for), layer_store=layer_store, injector=injector,
         checkpoints=checkpoints,
         checkpointer=Checkpointer(setup, settings, model.layers, spec.worker, channel.send, sharing),
-        layer_receiver=_receivers(spec, device, layer_store, _FetchReports(spec.worker, channel, injector)),
+        layer_receiver=_receivers(spec, device, layer_store, sharing, _FetchReports(spec.worker, channel, injector)),
         layer_sender=RankSenders([
             LayerSender(address_towards(spec.coordinator), settings.secret, setup.fetch_bytes_per_second)
             for _ in range(spec.stands_for)], layer_store))
@@ -65,22 +68,30 @@ def _layer_store(spec: WorkerSpec, model: LayeredModel, checkpoints: CheckpointR
 
     if spec.stands_for == 1 or not keeps_parts(training):
         return LayerStore(build, checkpoints.load)
-    return RankStores(build, checkpoints.load, [
-        (LayerStore(partial(_built_at, spec, model.device, rank), checkpoints.load),
-         partial(standing_in, training.tensor_parallel, rank)) for rank in _ranks(spec)], training)
+    ranks = [(LayerStore(partial(_built_at, spec, model.device, rank), checkpoints.load),
+              partial(standing_in, training.tensor_parallel, rank)) for rank in _ranks(spec)]
+    holding = RankHolding(training, [store.holding for store, _ in ranks], sharing_of(model))
+    return RankStores(build, checkpoints.load, ranks, holding)
 
 
-def _receivers(spec: WorkerSpec, device: torch.device, store: LayerStore, events: ReceiverEvents) -> RankReceivers:
+def _receivers(spec: WorkerSpec, device: torch.device, store: LayerStore, sharing: Sharing,
+               events: ReceiverEvents) -> RankReceivers:
     """What gets layers. A process that stands for several ranks builds them as each would."""
-    ranks, secret = spec.stands_for, spec.settings.secret
+    training, ranks, secret = spec.settings.config.training, spec.stands_for, spec.settings.secret
+
+    def follow(of: LayerStore, part: PartState) -> SteppedPart:
+        return SteppedPart(part, of.module(part.layer), training, sharing)
+
     if ranks == 1:
-        return RankReceivers([LayerReceiver(store.fresh, device, secret, events)], store)
+        return RankReceivers([LayerReceiver(store.fresh, partial(follow, store), device, secret, events)], store)
 
     def build(rank: int, layer: int) -> Holding:
         return _built_at(spec, device, rank, [layer])
 
     told = AllUpToDate(events, ranks)
-    return RankReceivers([LayerReceiver(partial(build, rank), device, secret, told) for rank in _ranks(spec)], store)
+    stores = store.by_rank if keeps_parts(training) else [store] * ranks
+    return RankReceivers([LayerReceiver(partial(build, rank), partial(follow, of), device, secret, told)
+                          for rank, of in zip(_ranks(spec), stores, strict=True)], store)
 
 
 def _ranks(spec: WorkerSpec) -> range:

@@ -99,7 +99,7 @@ def parted(rank, size):
     """The holding of a rank, which keeps all parts."""
     with standing_in(size, rank):
         found = build_holding(model_for(config().model, 0, torch.float64, CPU), range(3), SHARDED.training)
-        total = sum(elements_of(module) for module in found.modules.values())
+        total = sum(elements_of(module).cut for module in found.modules.values())
         cuts = {(0, 3): cut(total, [Worker(0, 0), Worker(1, 0)], (), sharded=True)}
         found.keep(found.modules, cuts, Worker(0, 0), [], -1)
         return found
@@ -119,7 +119,7 @@ def test_its_ranks_step_their_parts_of_what_it_computes():
                 theirs = torch.cat([one.flatten() for one in other.gradients()])
                 assert torch.equal(flat[:len(theirs)], theirs)
         both.optimizer.step(0)
-        both.gathered(0)
+        both.arrived()
     for part, other in enumerate(alone):
         mine = both.part(part, 2)
         assert all(torch.equal(mine[name], parameter) for name, parameter in other.parameters().items())
