@@ -28,9 +28,9 @@ def sharded(iterations=6, **training):
 @pytest.mark.parametrize("clip_norm", [None, 1.8])
 def test_killed_anywhere_and_back(clip_norm, fork_server, tmp_path):
     """Where one dies before its step, another has stepped, and waits for the parameters: it undoes the step."""
-    kills = [at("0.0", 2, "O"), at("2.1", 4, "A"), at("1.0", 20, "stepped"), at("1.1", 21, 2)]
+    kills = [at("0.0", 2, "O"), at("2.1", 4, "A"), at("1.0", 26, "stepped"), at("1.1", 27, 2)]
     back = (Return(Worker(0, 0), 3), Return(Worker(2, 1), 5))
-    result = train(kills, fork_server, tmp_path, job=WIDE, config=sharded(26, clip_norm=clip_norm), returns=back)
+    result = train(kills, fork_server, tmp_path, job=WIDE, config=sharded(32, clip_norm=clip_norm), returns=back)
     assert set(dead(result)) == {"0.0", "2.1", "1.0", "1.1"} and sorted(returned(result)) == ["0.0", "2.1"]
     assert all(one.went_back_to is None for one in result.recoveries)
     assert all(one.meanwhile for one in result.recoveries if one.returned), "all train while parts are fetched"

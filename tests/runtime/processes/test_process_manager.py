@@ -7,7 +7,6 @@ import signal
 import pytest
 
 from runtime.config import parse_run_config
-from runtime.processes.fork_server import ForkServer
 from runtime.processes.fork_server_messages import ProcessSpec
 from runtime.processes.process_manager import NodeProcesses, whole_workers
 from runtime.processes.worker_start import NodeSettings, process_name, worker_named
@@ -16,10 +15,11 @@ from runtime.protocol.rendezvous import Rendezvous
 from runtime.protocol.to_coordinator import Ended
 from runtime.protocol.to_node_agent import KillWorker
 from schedules.schedule import Worker
+from tests.runtime.forked import own_fork_server
 
 
 def test_a_worker_of_which_a_process_is_gone_is_not_gone_on_with():
-    with ForkServer() as server:
+    with own_fork_server() as server:
         for name in ("0.0", "0.0/1", "1.0", "2.0/1"):
             server.start(ProcessSpec(name, "tests.runtime.processes.child:sleep", "300", os.devnull))
         assert whole_workers(server, 2) == [Worker(0, 0)]
@@ -31,7 +31,7 @@ def test_a_worker_of_which_a_process_is_gone_is_not_gone_on_with():
 def test_whose_end_a_workers_is(command, without):
     """That of a process that hangs, of nobody where all are killed, else that of the first to end."""
     config = parse_run_config({}, {"tensor_parallel": 2})
-    with ForkServer() as server:
+    with own_fork_server() as server:
         settings = NodeSettings(config=config, secret=new_secret(), out="", resume=None)
         local = NodeProcesses(server, Rendezvous("127.0.0.1", 1), [Worker(1, 0)], 0, settings)
         for name in ("1.0", "1.0/1"):
