@@ -42,6 +42,12 @@ class _Piece(NamedTuple):
         gradient = self.parameter.grad
         return None if gradient is None else slice_of(gradient.view(-1), self.whole, self.span).to(self.stepped.dtype)
 
+    def scaled(self, factor: float) -> Tensor:
+        """The gradient as it was stepped by: times a factor, which a view has been multiplied by."""
+        gradient, parameter = self.gradient(), self.parameter
+        assert gradient is not None and parameter.grad is not None
+        return gradient if factor == 1.0 or gradient.dtype == parameter.grad.dtype else gradient.mul_(factor)
+
 
 class PartOptimizer(UndoableSteps):
     """Steps the parts that are `kept` of some layers; of these, some are this worker's `own`.
@@ -56,6 +62,8 @@ class PartOptimizer(UndoableSteps):
         self._pieces = [piece for layer, spans in kept.items() for part in spans
                         for piece in self._cut(layer, modules[layer], part)]
         super().__init__(self._groups(config), config)
+        self._factor = 1.0
+        """Of the last step."""
         self.whole_after: int | None = None
         """The iteration after which all elements of the parameters are as they should be; None: they are not."""
         self.own_stepped: Callable[[], None] | None = None
@@ -77,7 +85,7 @@ class PartOptimizer(UndoableSteps):
 
     def step(self, iteration: int, factor: float = 1.0) -> None:
         """Step what is kept, by the parameters' gradients times `factor`; undoable from now on."""
-        self.whole_after = None
+        self.whole_after, self._factor = None, factor
         super().step(iteration, factor)
         for piece in self._pieces:
             piece.stepped.grad = None
@@ -107,7 +115,12 @@ class PartOptimizer(UndoableSteps):
                     tensors[f"optimizer.{slot}.{piece.name}"] = slice_of(value, piece.span, both)
         if span[0] == 0:
             tensors |= {f"model.{name}": tensor for name, tensor in untrained(self._modules[layer]).items()}
-        return PartState(layer, *span, tensors)
+        return PartState(layer, *span, tensors, state)
+
+    def part_gradients(self, layer: int, span: Span) -> dict[str, Tensor]:
+        """By what the elements of one part that is kept were stepped last; mostly the tensors themselves."""
+        return {piece.name: piece.scaled(self._factor) for piece in self._pieces
+                if (piece.layer, piece.part) == (layer, span) and piece.parameter.grad is not None}
 
     def own_states(self, layer: int) -> list[PartState]:
         """This worker's own parts of a layer."""

@@ -22,6 +22,8 @@ class PartState(NamedTuple):
     start: int
     stop: int
     tensors: Mapping[str, Tensor]
+    state: bool = True
+    """With the optimizer's state, else parameters alone."""
 
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:

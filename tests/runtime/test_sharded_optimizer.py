@@ -33,6 +33,18 @@ def test_killed_anywhere_and_back(clip_norm, fork_server, tmp_path):
     result = train(kills, fork_server, tmp_path, job=WIDE, config=sharded(26, clip_norm=clip_norm), returns=back)
     assert set(dead(result)) == {"0.0", "2.1", "1.0", "1.1"} and sorted(returned(result)) == ["0.0", "2.1"]
     assert all(one.went_back_to is None for one in result.recoveries)
+    assert all(one.meanwhile for one in result.recoveries if one.returned), "all train while parts are fetched"
+
+
+@pytest.mark.parametrize("kills", [
+    {"1.0": "asked"}, {"2.0": "loaded"}, {"0.0": "met", "2.0": "met"}, {"0.0": "moved", "1.0": "moved"}],
+    ids=["who-gives", "who-gets", "before-they-change", "buddies-after-they-have-changed"])
+def test_who_dies_while_parts_change_hands(kills, fork_server, tmp_path):
+    """For 0.0, which comes back, each of the others keeps other parts than before."""
+    injections = [at(worker, iteration, place) for worker, place in kills.items() for iteration in range(3, 30)]
+    result = train([at("0.0", 2), *injections], fork_server, tmp_path, job=FOUR, config=sharded(30),
+                   returns=(Return(Worker(0, 0), 3),))
+    assert dead(result)[0] == "0.0" and {*dead(result)} >= {*kills} and "0.0" in returned(result)
 
 
 def test_two_that_are_not_buddies_lose_nothing(fork_server, tmp_path):

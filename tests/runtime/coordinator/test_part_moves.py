@@ -28,13 +28,12 @@ def cuts_of(schedule, *, sharded=True):
 
 
 def keepers(schedule, after, *, sharded=True):
-    found = {}
-    for seat in schedule.seats:
-        mine = {layers: one for layers, one in cuts_of(schedule, sharded=sharded).items()
-                if seat.worker in one.members}
-        parts = parts_of(seat.worker, mine, ELEMENTS.__getitem__)
-        found[seat.worker] = Kept(tuple((layer, *span) for layer, spans in parts.items() for span in spans), after)
-    return found
+    return partition(sharded=sharded).keepers(schedule, after)
+
+
+def spans_of(moves, target, layer, *, state):
+    return [(move.start, move.stop) for move in moves
+            if (move.target, move.layer, move.state) == (target, layer, state)]
 
 
 def workers(*names):
@@ -70,6 +69,35 @@ def test_all_get_what_they_are_to_keep_and_all_parameters(dead, undone):
     for move in moves:
         assert any(layer == move.layer and start <= move.start and move.stop <= stop
                    for layer, start, stop in left[move.source].parts)
+
+
+BEFORE_AND_AFTER = {"one": (("2.1",), ()), "two": (("0.0", "2.0", "1.1"), ("2.0",)),
+                    "alone": (("1.0", "2.0", "3.0"), ()), "out": ((), ("3.0", "3.1"))}
+
+
+@pytest.mark.parametrize(("down", "then"), BEFORE_AND_AFTER.values(), ids=BEFORE_AND_AFTER)
+@pytest.mark.parametrize("sharded", [True, False])
+def test_while_all_train_whole_parts_are_fetched_and_nothing_is_left_to_move(down, then, sharded):
+    """Steps of other spans than those of who sends them would not end in the same bits."""
+    present, schedule = schedule_for(JOB, down), schedule_for(JOB, then)
+    one, held = partition(sharded=sharded), PLACEMENT.held_by(present)
+    moves, old, new = one.fetched(schedule, present, held), one.keepers(present, 5), one.keepers(schedule, 5)
+    for move in moves:
+        whole = (move.layer, move.start, move.stop) in old[move.source].parts
+        assert move.source != move.target and (whole or not move.state)
+    assert len({(move.target, move.layer, move.start, move.state) for move in moves}) == len(moves), "nothing twice"
+    for worker, kept in new.items():
+        for layer in PLACEMENT.held_by(schedule)[worker]:
+            had = [its[1:] for its in old[worker].parts if its[0] == layer] if worker in old else []
+            got = spans_of(moves, worker, layer, state=True)
+            for span in (its[1:] for its in kept.parts if its[0] == layer):
+                assert without(span, [*had, *got]) == ()
+            if worker not in old:
+                assert without((0, ELEMENTS[layer]), [*got, *spans_of(moves, worker, layer, state=False)]) == ()
+    assert one.moves(schedule, old, held, 5, moves) == ()
+    back = next(iter(sorted(old.keys() & new.keys())))
+    undone = {**old, back: Kept(old[back].parts, None)}
+    assert {(move.target, move.state) for move in one.moves(schedule, undone, held, 5, moves)} <= {(back, False)}
 
 
 def test_buddies_lost_together_are_noticed_and_layers_read_anew():
