@@ -78,7 +78,7 @@ def test_v_placement_ranks_evaluation_and_another_optimizer(fork_server, tmp_pat
     """Within each plane of ranks it is the same."""
     model = {"blocks": 2, "width": 16, "heads": 4, "context": 16, "dropout": 0.1}
     training = {"batch": 1, "dtype": "float64", "device": "cpu", "iterations": 5, "optimizer": "sgd", "momentum": 0.9,
-                "clip_norm": 0.5, "evaluate_every": 2, "validation_text": __file__}
+                "clip_norm": 0.5, "evaluate_every": 1, "validation_text": __file__}
     config = parse_run_config(model, {**training, "tensor_parallel": 2, "shard_optimizer": True})
     result = run(schedule_for(V), config, out=tmp_path, fork_server=fork_server, resilience=Resilience(
         scheduler=planned(V), heartbeat_timeout_seconds=TIMEOUT_SECONDS, injections=(at("0.1", 2, "O"),)))

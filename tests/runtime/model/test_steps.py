@@ -121,10 +121,19 @@ def test_no_guess_for_a_while_after_a_wrong_one() -> None:
 @pytest.mark.parametrize(("failed", "mode"), [([], "staggered"), (["1.1"], "staggered"), (["1.1"], "synchronous")])
 @pytest.mark.parametrize("clip_norm", [1e-3, OFTEN, RARELY, 1e3])
 def test_clipping_equals_the_reference(mode, failed, clip_norm, fork_server: ForkServer, tmp_path) -> None:
-    job = grid(3, 2, 2, more="optimizer = 1")
-    config = tiny(clip_norm=clip_norm, **SAME)
-    result = run(schedule_for(job, failed, optimizer=mode), config, out=tmp_path, fork_server=fork_server)
-    assert_same_numbers(result, judge(config, job.microbatches))
+    require_reference(failed, fork_server, tmp_path, mode, clip_norm=clip_norm)
+
+
+@pytest.mark.parametrize(("iterations", "clip_norm", "failed"), [(20, RARELY, []), (20, OFTEN, ["1.1"]), (1, 1e-3, [])])
+def test_parts_of_a_second_step_are_gathered_again(iterations, clip_norm, failed, fork_server, tmp_path) -> None:
+    """Also where no iteration follows, and nobody runs anything before all are right."""
+    require_reference(failed, fork_server, tmp_path, shard_optimizer=True, iterations=iterations, clip_norm=clip_norm)
+
+
+def require_reference(failed, fork_server, out, mode="staggered", **training) -> None:
+    job, config = grid(3, 2, 2, more="optimizer = 1"), tiny(**SAME, **training)
+    result = run(schedule_for(job, failed, optimizer=mode), config, out=out, fork_server=fork_server)
+    assert_same_numbers(result, judge(config, job.microbatches, config.training.iterations))
 
 
 def test_rarely_is_rarely(monkeypatch) -> None:
