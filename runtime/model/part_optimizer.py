@@ -165,7 +165,7 @@ class PartOptimizer(UndoableSteps):
                 for group in groups]
 
     def _make_step(self, factor: float) -> None:
-        """The own parts first, so that others get them while this steps its copies of theirs."""
+        """The own parts first, so that others get them while this saves and steps its copies of theirs."""
         groups = self._optimizer.param_groups
         everything = [group["params"] for group in groups]
         try:

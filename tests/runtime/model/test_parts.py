@@ -11,6 +11,7 @@ from runtime.model.holding import Holding
 from runtime.model.part_optimizer import PartOptimizer
 from runtime.model.part_state import PartState, as_parts, elements_of, pack_parts, part_of, unpack_parts, whole
 from runtime.model.parts import cut, in_layers, without
+from runtime.replay.communication import CommunicationError
 from schedules.schedule import Worker
 
 LAYERS = (3, 5)
@@ -145,6 +146,27 @@ def test_parts_step_undo_and_move_as_the_whole_does(training):
     for iteration in range(3, 6):
         team.run(iteration)
         team.require_equal()
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("training", CONFIGS.values(), ids=CONFIGS.keys())
+def test_a_step_that_breaks_off_after_the_own_parts_is_undone(training, steps_before):
+    """The owner of the copies has died: their gradients do not come."""
+    def breaks_off():
+        raise CommunicationError
+
+    team = Team(training, 3)
+    for iteration in range(steps_before):
+        team.run(iteration)
+    before, optimizer = team.parts(), team.holdings[Worker(0, 0)].optimizer
+    optimizer.own_stepped = breaks_off
+    with pytest.raises(CommunicationError):
+        team.run(steps_before)
+    optimizer.go_back(steps_before - 1)
+    after = team.parts()
+    for part, other in zip(before, after, strict=True):
+        assert part[:3] == other[:3] and part.tensors.keys() == other.tensors.keys()
+        assert all(torch.equal(tensor, other.tensors[name]) for name, tensor in part.tensors.items())
 
 
 @pytest.mark.parametrize("training", CONFIGS.values(), ids=CONFIGS.keys())
