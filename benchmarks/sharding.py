@@ -138,7 +138,7 @@ def seconds_per_element(config: RunConfig) -> float:
         began = time.perf_counter()
         holding.optimizer.step(iteration)
         times.append(time.perf_counter() - began)
-    return min(times) / sum(map(elements_of, holding.modules.values()))
+    return min(times) / sum(elements_of(module).total for module in holding.modules.values())
 
 
 def cost_of_buddies(config: RunConfig, workers: int, sleep: float = 0.0) -> tuple[float, float]:
@@ -169,7 +169,7 @@ def step_parts(data: bytes) -> bytes:
     holdings = []
     for buddies in (False, True):
         holding = Holding({layer: model.build(layer) for layer in range(model.layers)}, task.config.training)
-        one = cut(sum(map(elements_of, holding.modules.values())), members, (), sharded=True)
+        one = cut(sum(elements_of(module).cut for module in holding.modules.values()), members, (), sharded=True)
         one = one if buddies else one._replace(wards=((),) * task.workers)
         holding.keep(holding.modules, {layers: one}, me, [], -1)
         holdings.append((holding, one))
@@ -208,7 +208,8 @@ def bytes_kept(config: RunConfig, workers: int) -> tuple[int, int]:
     """What the first worker keeps of the optimizer once it has stepped, and how many parameters the model has."""
     model = model_for(config.model, 0, parameter_dtype(config.training), CPU)
     holding = Holding({layer: model.build(layer) for layer in range(model.layers)}, config.training)
-    total, members = sum(map(elements_of, holding.modules.values())), [Worker(one, 0) for one in range(workers)]
+    total = sum(elements_of(module).cut for module in holding.modules.values())
+    members = [Worker(one, 0) for one in range(workers)]
     holding.keep(holding.modules, {(0, model.layers): cut(total, members, (), sharded=True)}, members[0], [], -1)
     for iteration in range(2):
         holding.optimizer.step(iteration)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from runtime.coordinator.layer_moves import Holders
-from runtime.model.parts import Cut, Domains, Span, cut, parts_of, without
+from runtime.model.parts import Cut, Domains, Elements, Span, cut, parts_of, without
 from runtime.protocol.to_coordinator import Kept
 from runtime.protocol.to_worker import PartMove
 from runtime.replay.placement import Placement
@@ -27,8 +27,8 @@ Keepers = Mapping[Worker, Kept]
 class Partition:
     """How one run cuts the state of its layers."""
 
-    elements: Sequence[int]
-    """Of each layer of the model: how many are trained, on each rank."""
+    elements: Sequence[Elements]
+    """Of each layer of the model, on each rank."""
     placement: Placement
     domains: Domains
     sharded: bool
@@ -37,8 +37,8 @@ class Partition:
     def lost(self, keepers: Keepers) -> list[int]:
         """The layers of which nobody keeps some element."""
         kept = _by_layer(keepers)
-        return [layer for layer, count in enumerate(self.elements) if count
-                and joined(span for _, span in kept.get(layer, ())) != ((0, count),)]
+        return [layer for layer, its in enumerate(self.elements) if its.total
+                and joined(span for _, span in kept.get(layer, ())) != ((0, its.total),)]
 
     def keepers(self, schedule: Schedule, after: int) -> Keepers:
         """What each worker of a schedule keeps that trains by it, after an iteration."""
@@ -77,7 +77,7 @@ class Partition:
                     for lacking in without(span, has):
                         found += sources.moves(target, layer, lacking, state=True)
                 parameters = [*has, *needs.get(layer, ()), *there.of(target, layer, state=False)]
-                for lacking in () if layer in whole else without((0, self.elements[layer]), parameters):
+                for lacking in () if layer in whole else without((0, self.elements[layer].total), parameters):
                     found += sources.moves(target, layer, lacking, state=False)
         return tuple(found)
 
@@ -85,15 +85,16 @@ class Partition:
         """What those who write whole layers lack of them."""
         sources = _Sources(keepers)
         return tuple(move for layer, writer in sorted(writers.items())
-                     for lacking in without((0, self.elements[layer]), _spans(keepers.get(writer), layer))
+                     for lacking in without((0, self.elements[layer].total), _spans(keepers.get(writer), layer))
                      for move in sources.moves(writer, layer, lacking, state=True))
 
     def read(self, layers: Collection[int], iteration: int) -> Kept:
         """What a worker keeps that has read layers as they were before an iteration."""
-        return Kept(tuple((layer, 0, self.elements[layer]) for layer in sorted(layers)), iteration - 1)
+        return Kept(tuple((layer, 0, self.elements[layer].total) for layer in sorted(layers)), iteration - 1)
 
     def _cuts(self, schedule: Schedule) -> dict[LayerRange, Cut]:
-        return {layers: cut(sum(self.elements[slice(*layers)]), members, self.domains, sharded=self.sharded)
+        return {layers: cut(sum(its.cut for its in self.elements[slice(*layers)]), members, self.domains,
+                            sharded=self.sharded)
                 for layers, members in self.placement.reduced_by_all(schedule).items()}
 
     def _parts_of(self, worker: Worker, cuts: Mapping[LayerRange, Cut]) -> dict[int, tuple[Span, ...]]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from runtime.config import TrainingConfig
 from runtime.model.parameter_groups import grouped
 from runtime.model.part_state import PartState, name_of, trained
+from runtime.model.sharing import NOTHING_SHARED, Sharing
 from runtime.model.undoable_steps import UndoableSteps
 
 
@@ -32,13 +33,14 @@ class FollowedPart(Protocol):
 class SteppedPart(UndoableSteps):
     """With the optimizer's state. `module` is the layer, of which nothing is changed."""
 
-    def __init__(self, part: PartState, module: nn.Module, config: TrainingConfig) -> None:
+    def __init__(self, part: PartState, module: nn.Module, config: TrainingConfig,
+                 sharing: Sharing = NOTHING_SHARED) -> None:
         parameters, device = trained(module), next(module.parameters()).device
         names = {key: name_of(key) for key in part.tensors if name_of(key) in parameters}
         self._part = part._replace(tensors={key: tensor for key, tensor in part.tensors.items() if key not in names})
         self._pieces = {names[key]: nn.Parameter(part.tensors[key].to(device, copy=True))
                         for key in names if key.startswith("model.")}
-        groups = grouped({f"{part.layer}.{name}": parameters[name] for name in self._pieces}, config)
+        groups = grouped({str(sharing.first(part.layer, name)): parameters[name] for name in self._pieces}, config)
         pieces = {parameters[name]: piece for name, piece in self._pieces.items()}
         super().__init__([{**group, "params": [pieces[one] for one in group["params"]]} for group in groups], config)
         for key, name in names.items():

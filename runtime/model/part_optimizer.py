@@ -15,6 +15,7 @@ from runtime.model.parameter_groups import Groups, grouped
 from runtime.model.part_state import PartState, name_of, placed, slice_of, untrained
 from runtime.model.parts import Parts, Span, common
 from runtime.model.shards import shards_of
+from runtime.model.sharing import NOTHING_SHARED, Sharing
 from runtime.model.undoable_steps import UndoableSteps
 from runtime.model.worker_group import first_rank
 
@@ -55,10 +56,14 @@ class PartOptimizer(UndoableSteps):
     Other elements of the parameters come from other workers after each step: then `gathered` is to be called.
     """
 
-    def __init__(self, modules: Mapping[int, nn.Module], config: TrainingConfig, kept: Parts, own: Parts) -> None:
+    def __init__(self, modules: Mapping[int, nn.Module], config: TrainingConfig, kept: Parts, own: Parts,
+                 sharing: Sharing = NOTHING_SHARED) -> None:
         self.kept, self._own = kept, own
         self._masters = config.master_weights
         self._modules = modules
+        self._sharing = sharing
+        self._tied: dict[nn.Parameter, nn.Parameter] = {}
+        """Of parameters that layers share, what is stepped: once where several of these layers are here."""
         self._pieces = [piece for layer, spans in kept.items() for part in spans
                         for piece in self._cut(layer, modules[layer], part)]
         super().__init__(self._groups(config), config)
@@ -72,9 +77,10 @@ class PartOptimizer(UndoableSteps):
     def squares(self) -> dict[int, float]:
         """The sum of squares of the gradients of each layer's own parts, computed in float64.
 
-        What all ranks of a worker have counts as the first rank's.
+        What several layers share counts as the first one's, and what all ranks of a worker have as the first rank's.
         """
         counted = [piece for piece in self._pieces if piece.own and piece.parameter.grad is not None
+                   and self._sharing.first(piece.layer, piece.name) == (piece.layer, piece.name)
                    and (first_rank() or piece.name in shards_of(self._modules[piece.layer]))]
         sums = [gradient.double().square().sum() for piece in counted
                 if (gradient := piece.gradient()) is not None]
@@ -142,7 +148,7 @@ class PartOptimizer(UndoableSteps):
 
     def state_bytes(self) -> int:
         """Memory of the optimizer's state, and of master weights."""
-        masters = sum(piece.stepped.nbytes for piece in self._pieces) if self._masters else 0
+        masters = sum(stepped.nbytes for stepped in self._stepped()) if self._masters else 0
         return masters + sum(value.nbytes for slots in self._state.values() for value in slots.values()
                              if isinstance(value, Tensor))
 
@@ -152,15 +158,22 @@ class PartOptimizer(UndoableSteps):
             if both is None:
                 continue
             view = slice_of(parameter.detach().view(-1), span, both)
-            stepped = nn.Parameter(view.float() if self._masters else view)
+            stepped = self._tied.get(parameter)
+            if stepped is None:
+                stepped = nn.Parameter(view.float() if self._masters else view)
+            if self._sharing.is_shared(layer, name):
+                self._tied[parameter] = stepped
             yield _Piece(layer, name, parameter, part, span, both, stepped, part in self._own.get(layer, ()))
 
     def _groups(self, config: TrainingConfig) -> Groups:
         """Pieces in the groups of their parameters."""
         pieces: dict[nn.Parameter, list[nn.Parameter]] = {}
         for piece in self._pieces:
-            pieces.setdefault(piece.parameter, []).append(piece.stepped)
-        groups = grouped({f"{piece.layer}.{piece.name}": piece.parameter for piece in self._pieces}, config)
+            mine = pieces.setdefault(piece.parameter, [])
+            if piece.parameter not in self._tied or not mine:
+                mine.append(piece.stepped)
+        groups = grouped({str(self._sharing.first(piece.layer, piece.name)): piece.parameter
+                          for piece in self._pieces}, config)
         return [{**group, "params": [one for parameter in group["params"] for one in pieces[parameter]]}
                 for group in groups]
 
@@ -169,8 +182,10 @@ class PartOptimizer(UndoableSteps):
         groups = self._optimizer.param_groups
         everything = [group["params"] for group in groups]
         try:
+            done: set[nn.Parameter] = set()
             for own in (True, False):
-                mine = [piece for piece in self._pieces if piece.own is own]
+                mine = [piece for piece in self._pieces if piece.own is own and piece.stepped not in done]
+                done |= {piece.stepped for piece in mine}
                 for piece in mine:
                     piece.stepped.grad = piece.gradient()
                 chosen = {piece.stepped for piece in mine}

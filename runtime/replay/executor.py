@@ -173,7 +173,9 @@ class Executor:
             if cut is None:
                 self._sum(layers, by_rank)
             else:
-                self._parts.reduce(layers, by_rank[0][0], cut)
+                gradients, *whole = by_rank[0]
+                self._parts.reduce(layers, gradients, cut)
+                self._communicator.sum_over_sharers(layers, whole)
 
     def _sum(self, what: Shared, by_rank: Sequence[Sequence[Tensor]]) -> None:
         for part, gradients in enumerate(by_rank):

@@ -9,7 +9,7 @@ from runtime.model.holding import Holding
 from runtime.model.optimizer import UndoableOptimizer
 from runtime.model.part_optimizer import PartOptimizer
 from runtime.model.part_state import PartState, as_parts, elements_of, part_of, whole
-from runtime.model.parts import Cut
+from runtime.model.parts import Cut, Elements
 from runtime.model.shards import cut_state, shards_of, whole_state
 from runtime.model.worker_group import first_rank, worker_group
 from runtime.protocol.to_coordinator import Kept
@@ -141,7 +141,7 @@ class LayerStore:
         assert isinstance(optimizer, PartOptimizer)
         return optimizer
 
-    def elements(self, layer: int) -> int:
+    def elements(self, layer: int) -> Elements:
         """How many a layer has that is held, or will be."""
         return elements_of(self.module(layer))
 

@@ -50,8 +50,8 @@ def _take_parts(part: OrderContext, communicator: Communicator) -> None:
     store.receive(move_parts(context, order, part.connections.require, order.fetch))
     communicator.wait_for_all()
     training, domains = context.config.training, context.setup.failure_domains
-    cuts = {layers: cut(sum(map(store.elements, range(*layers))), members, domains, sharded=training.shard_optimizer)
-            for layers, members in reduced.items()}
+    cuts = {layers: cut(sum(store.elements(layer).cut for layer in range(*layers)), members, domains,
+                        sharded=training.shard_optimizer) for layers, members in reduced.items()}
     store.keep_parts(cuts, part.worker, order.first_iteration - 1)
 
 

@@ -44,7 +44,8 @@ def test_who_dies_while_parts_change_hands(kills, fork_server, tmp_path):
     injections = [at(worker, iteration, place) for worker, place in kills.items() for iteration in range(3, 30)]
     result = train([at("0.0", 2), *injections], fork_server, tmp_path, job=FOUR, config=sharded(30),
                    returns=(Return(Worker(0, 0), 3),))
-    assert dead(result)[0] == "0.0" and {*dead(result)} >= {*kills} and "0.0" in returned(result)
+    assert dead(result)[0] == "0.0" and {*dead(result)} >= {*kills}
+    assert "0.0" in kills or returned(result) == ["0.0"]
 
 
 def test_two_that_are_not_buddies_lose_nothing(fork_server, tmp_path):

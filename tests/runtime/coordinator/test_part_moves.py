@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from runtime.coordinator.part_moves import Partition
-from runtime.model.parts import cut, parts_of, without
+from runtime.model.parts import Elements, cut, parts_of, without
 from runtime.protocol.to_coordinator import Kept
 from runtime.replay.placement import place
 from schedules.schedule import Worker
@@ -13,7 +13,8 @@ from tests.jobs import grid
 from tests.runtime.running import schedule_for
 
 JOB = grid(4, 2, 2)
-ELEMENTS = (100, 7, 0, 41)
+ELEMENTS = (Elements(80, (15, 5)), Elements(7), Elements(0), Elements(41))
+"""In the first layer, two parameters are not cut."""
 WHOLE = schedule_for(JOB)
 PLACEMENT = place(WHOLE.grid, len(ELEMENTS))
 
@@ -23,7 +24,7 @@ def partition(*, sharded=True):
 
 
 def cuts_of(schedule, *, sharded=True):
-    return {layers: cut(sum(ELEMENTS[slice(*layers)]), members, (), sharded=sharded)
+    return {layers: cut(sum(its.cut for its in ELEMENTS[slice(*layers)]), members, (), sharded=sharded)
             for layers, members in PLACEMENT.reduced_by_all(schedule).items()}
 
 
@@ -61,7 +62,7 @@ def test_all_get_what_they_are_to_keep_and_all_parameters(dead, undone):
                 assert without(span, [*has, *got]) == ()
             seen = [*got, *((move.start, move.stop) for move in mine if move.layer == layer and not move.state)]
             if str(worker) in undone:
-                assert without((0, ELEMENTS[layer]), [*has, *seen]) == ()
+                assert without((0, ELEMENTS[layer].total), [*has, *seen]) == ()
             else:
                 assert seen == got, "parameters are there"
             for one, other in itertools.combinations([*has, *seen], 2):
@@ -93,7 +94,7 @@ def test_while_all_train_whole_parts_are_fetched_and_nothing_is_left_to_move(dow
             for span in (its[1:] for its in kept.parts if its[0] == layer):
                 assert without(span, [*had, *got]) == ()
             if worker not in old:
-                assert without((0, ELEMENTS[layer]), [*got, *spans_of(moves, worker, layer, state=False)]) == ()
+                assert without((0, ELEMENTS[layer].total), [*got, *spans_of(moves, worker, layer, state=False)]) == ()
     assert one.moves(schedule, old, held, 5, moves) == ()
     back = next(iter(sorted(old.keys() & new.keys())))
     undone = {**old, back: Kept(old[back].parts, None)}
@@ -126,7 +127,7 @@ def test_writers_get_all_that_they_lack():
     for layer, writer in writers.items():
         has = [(start, stop) for one, start, stop in old[writer].parts if one == layer]
         got = [(move.start, move.stop) for move in moves if (move.target, move.layer) == (writer, layer)]
-        assert without((0, ELEMENTS[layer]), [*has, *got]) == () and all(move.state for move in moves)
+        assert without((0, ELEMENTS[layer].total), [*has, *got]) == () and all(move.state for move in moves)
 
 
 def test_where_all_keep_everything_only_who_comes_gets_something():
@@ -134,4 +135,4 @@ def test_where_all_keep_everything_only_who_comes_gets_something():
     assert partition(sharded=False).to_writers({0: Worker(3, 0)}, old) == ()
     moves = partition(sharded=False).moves(WHOLE, old, {worker: PLACEMENT.held(WHOLE, worker) for worker in old}, 5)
     assert {move.target for move in moves} == {Worker(2, 1)}
-    assert sum(move.stop - move.start for move in moves) == sum(ELEMENTS[2:])
+    assert sum(move.stop - move.start for move in moves) == sum(its.total for its in ELEMENTS[2:])

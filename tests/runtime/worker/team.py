@@ -24,7 +24,7 @@ SOON = 10.0
 
 
 def build(training: TrainingConfig, layers: Iterable[int] = range(*LAYERS), seed: int = 0) -> Holding:
-    return build_holding(model_for(tiny().model, seed, parameter_dtype(tiny().training), CPU), layers, training)
+    return build_holding(model_for(tiny().model, seed, parameter_dtype(training), CPU), layers, training)
 
 
 class Member:

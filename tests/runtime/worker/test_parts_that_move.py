@@ -36,7 +36,7 @@ class Keeper:
         self.store = LayerStore(lambda layers: build(training, layers), lambda *_: {})
         self.optimizer, self.sender = self.store.holding.optimizer, LayerSender("127.0.0.1", SECRET)
         layers = (LAYER, LAYER + 1)
-        elements = elements_of(self.store.module(LAYER))
+        elements = elements_of(self.store.module(LAYER)).cut
         self.store.keep_parts({layers: cut(elements, MEMBERS, (), sharded=True)}, MEMBERS[0], -1)
         self.optimizer = self.store.holding.optimizer
         self.parts = self.optimizer.kept[LAYER]
