@@ -14,6 +14,7 @@ from runtime.run_folder import CHECKPOINTS
 from schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import TIMEOUT_SECONDS, Planning, at, dead, planned, returned, train
+from tests.runtime.model.test_steps import FIRST, SAME
 from tests.runtime.running import assert_same_evaluations, assert_same_numbers, judge, schedule_for, tiny
 
 WIDE = grid(3, 2, 2, more="optimizer = 1")
@@ -46,6 +47,14 @@ def test_who_dies_while_parts_change_hands(kills, fork_server, tmp_path):
                    returns=(Return(Worker(0, 0), 3),))
     assert dead(result)[0] == "0.0" and {*dead(result)} >= {*kills}
     assert "0.0" in kills or returned(result) == ["0.0"]
+
+
+def test_one_dies_when_the_last_step_was_not_the_one_that_was_guessed(fork_server, tmp_path):
+    """It is committed, and the others have not gathered what was stepped anew: they write it as they get it at the end.
+    """
+    config = sharded(1, clip_norm=FIRST, **SAME)
+    result = train([at("1.0", 0, "reported")], fork_server, tmp_path, job=WIDE, config=config)
+    assert dead(result) == ["1.0"]
 
 
 def test_two_that_are_not_buddies_lose_nothing(fork_server, tmp_path):
