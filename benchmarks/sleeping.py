@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from runtime.api import ModelConfig, TrainingConfig, derive_seed, seeded, weight
 
 _SECONDS = "SLEEPING_SECONDS"
 _FROZEN = "SLEEPING_FROZEN_BYTES"
+_SLOW = "SLEEPING_SLOW"
 _PR_SET_TIMERSLACK = 29
 MODEL = {"name": "benchmarks.sleeping:Sleepers", "width": 8, "heads": 1, "context": 4}
 TRAINING = {"optimizer": "benchmarks.sleeping:sleeping_optimizer", "batch": 1, "device": "cpu"}
@@ -25,17 +27,20 @@ TRAINING = {"optimizer": "benchmarks.sleeping:sleeping_optimizer", "batch": 1, "
 
 @contextmanager
 def sleeping(forward: float, backward_input: float, backward_weight: float, optimizer: float,
-             frozen_bytes: int = 0) -> Iterator[None]:
+             frozen_bytes: int = 0, slow: Path | None = None) -> Iterator[None]:
     """Workers started in here sleep so many seconds in an op. The first stage, which has no I, sleeps in W for both.
 
-    Each layer has so many bytes of parameters that are not trained: they move with it, and cost no computing.
+    Each layer has so many bytes of parameters that are not trained: they move with it, and cost no computing. A process
+    takes longer as long as the folder `slow` has a file of its number, by the factor in it.
     """
-    os.environ[_SECONDS] = json.dumps({"F": forward, "I": backward_input, "W": backward_weight, "O": optimizer})
-    os.environ[_FROZEN] = str(frozen_bytes)
+    given = {_SECONDS: json.dumps({"F": forward, "I": backward_input, "W": backward_weight, "O": optimizer}),
+             _FROZEN: str(frozen_bytes), **({} if slow is None else {_SLOW: str(slow)})}
+    os.environ.update(given)
     try:
         yield
     finally:
-        del os.environ[_SECONDS], os.environ[_FROZEN]
+        for name in given:
+            del os.environ[name]
 
 
 def _seconds() -> Mapping[str, float]:
@@ -43,10 +48,19 @@ def _seconds() -> Mapping[str, float]:
     return given
 
 
+def _factor() -> float:
+    """By which this process takes longer just now."""
+    folder = os.environ.get(_SLOW)
+    try:
+        return 1.0 if folder is None else float((Path(folder) / str(os.getpid())).read_text())
+    except FileNotFoundError:
+        return 1.0
+
+
 @contextmanager
 def _lasting(seconds: float) -> Iterator[None]:
     """What is done in here takes so long."""
-    end = time.perf_counter() + seconds
+    end = time.perf_counter() + seconds * _factor()
     yield
     time.sleep(max(0.0, end - time.perf_counter()))
 

@@ -1,21 +1,25 @@
 """`slipstream train`: trains a job's model by a schedule that is planned, given, or looked up in a table."""
 
-import math
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import typer
 from msgspec.structs import replace
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from cli.shared.console import answer_no, duration, err, out, print_json, refuse
+from cli.shared.console import answer_no, err, out, print_json, refuse
 from cli.shared.device_peak import peak_flops
 from cli.shared.failure_schedules import scheduler, scheduler_at_speeds
-from cli.shared.going_on import done_without_this_node, how_to_resume, left_by
+from cli.shared.going_on import (
+    done_without_this_node,
+    how_to_resume,
+    is_same,
+    nothing_left,
+    require_room,
+    where_to_go_on,
+)
 from cli.shared.inputs import failed_workers, read_job_or_refuse, read_schedule_or_refuse, require_choice
 from cli.shared.launch_options import given_secret_or_refuse, launched_as
 from cli.shared.options import Backward, Failed, FailedNode, JobFile, Json, MethodName, Optimizer, TimeLimit
@@ -23,10 +27,9 @@ from cli.shared.plan_summary import recomputation_lines
 from cli.shared.planning import chosen_recomputation, make_plan, plan_options
 from cli.shared.rebalancing import Rebalancing
 from cli.shared.rehearsals import read_rehearsals
-from cli.shared.run_progress import RunProgress
+from cli.shared.run_progress import shown
+from cli.shared.train_answer import report, summary
 from cli.shared.train_inputs import (
-    checkpoint_or_refuse,
-    find_checkpoint,
     look_up,
     read_table,
     require_fit,
@@ -60,13 +63,12 @@ from cli.shared.train_options import (
 from planner.job.file import Job
 from planner.options import LAYERS
 from planner.recompute import chooses_recomputation
-from runtime.config import ConfigError, ModelConfig, RunConfig, TrainingConfig, parse_run_config
+from runtime.config import ConfigError, ModelConfig, RunConfig, parse_run_config
 from runtime.coordinator.settling import Settling
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
 from runtime.coordinator.tensorboard import require_package
-from runtime.events import Event
-from runtime.launch import Resilience, RunError, RunOptions, RunResult, run
-from runtime.model.checkpoint import Checkpoint, CheckpointError, identity_of, open_checkpoint
+from runtime.launch import Resilience, RunError, RunOptions, run
+from runtime.model.checkpoint import CheckpointError
 from runtime.node_agent import NodeJob, join
 from runtime.processes.launchers import announce, find, to_open
 from runtime.processes.parent_death import signal_at_death_of_parent
@@ -75,7 +77,7 @@ from runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS
 from runtime.protocol.rendezvous import RendezvousError
 from runtime.protocol.setup import JOIN_TIMEOUT_SECONDS
 from runtime.replay.placement import PlacementError
-from runtime.run_folder import FolderError, iterations_done, left_behind, locked, require_free, saved
+from runtime.run_folder import FolderError, left_behind
 from schedules.check import check
 from schedules.schedule import Schedule, Worker
 
@@ -136,15 +138,15 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
     if loaded is not None and (backward or optimizer):
         refuse("--table says how to run: leave out --backward and --optimizer")
     goes_on = left_behind(folder) is not None  # of a node 0 that has died: its workers may live
-    resume_from = None if resume is None else _find_checkpoint(resume, folder, needed=not goes_on)
-    if resume_from is not None and not goes_on and _nothing_left(folder, resume_from, config.training.iterations, json):
+    resume_from = None if resume is None else where_to_go_on(resume, folder, needed=not goes_on)
+    if resume_from is not None and not goes_on and nothing_left(folder, resume_from, config.training.iterations, json):
         return
     require_choice("--layers", layers, LAYERS)
     if mtbf is not None and layers != "move":
         refuse("--mtbf says when moving layers pays: give it with --layers move")
     if not goes_on:
         with _refusals():
-            _require_free(folder, resume_from, config, force=force, again=_is_same(resume, folder))
+            require_room(folder, resume_from, config, force=force, again=is_same(resume, folder))
     rehearsals = read_rehearsals(wanted, kill, bring_back, slow)
     for line in rehearsals.never(config.training.iterations):
         _say(line)
@@ -175,57 +177,16 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
         rebalancer=Rebalancing(wanted, chosen, loaded),
         settling=Settling(mtbf_seconds=mtbf) if layers == "move" else None)
     with _refusals(lambda: how_to_resume(ctx, folder, resume_from)), \
-            _shown(config.training, config.model.context) as shown:
-        result = run(chosen, config, out=folder, progress=shown.committed, resilience=resilience, options=RunOptions(
+            shown(config.training.iterations, config.model.context) as display:
+        result = run(chosen, config, out=folder, progress=display.committed, resilience=resilience, options=RunOptions(
             nodes=here.nodes, rendezvous=to_open(here), announce=partial(announce, here), local=here.local,
-            topology=wanted.nodes, notify=shown.say, observe=shown.observe, fault_free_seconds=fault_free,
-            secret=secret, force=force, again=_is_same(resume, folder), grace_seconds=grace, tensorboard=tensorboard,
+            topology=wanted.nodes, notify=display.say, observe=display.observe, fault_free_seconds=fault_free,
+            secret=secret, force=force, again=is_same(resume, folder), grace_seconds=grace, tensorboard=tensorboard,
             peak_flops=peak_flops(config.training)))
     if json:
         print_json(report(result))
     else:
         out.print(summary(result), highlight=False, soft_wrap=True)
-
-
-def report(result: RunResult) -> dict[str, object]:
-    """The answer of `slipstream train --json`; durations in seconds."""
-    return {
-        "iterations": len(result.losses),
-        "losses": [loss if math.isfinite(loss) else None for loss in result.losses],
-        "parameter_digest": result.parameter_digest,
-        "first_iteration": result.first_iteration,
-        "recoveries": [{"iteration": one.iteration, "dead": list(map(str, one.dead)),
-                        "returned": list(map(str, one.returned)), "reasons": list(one.reasons),
-                        "live": one.live, "nodes": list(one.nodes), "seconds": one.seconds, "broken": one.broken,
-                        "commit_gap_seconds": one.commit_gap_seconds, "went_back_to": one.went_back_to,
-                        "repeated": one.repeated} for one in result.recoveries],
-        "slow_workers": [{"worker": str(change.worker), "factor": change.factor, "since": change.since,
-                          "iteration": event.iteration, "left_out": change.worker in event.left_out,
-                          "rescheduled": event.changed, "planned_period_before": event.present_seconds,
-                          "planned_period": event.planned_seconds, "measured_period": seconds}
-                         for event, seconds in zip(result.speed_events, result.speed_periods_seconds, strict=True)
-                         for change in event.changes],
-        "measured_period": result.measured_period_seconds,
-        "planned_period": result.planned_period_seconds,
-    }
-
-
-def summary(result: RunResult) -> str:
-    """A few lines for a reader: the losses, the periods, and where the files are."""
-    lines = []
-    if result.losses and result.measured_period_seconds is not None:
-        count = len(result.losses)
-        lines.append(f"{count} iteration{'s' * (count > 1)}, loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}")
-        lines.append(f"period {duration(result.measured_period_seconds)} measured, "
-                     f"{duration(result.planned_period_seconds)} planned with the job file's times")
-    if result.recoveries:
-        worst = max(one.seconds for one in result.recoveries)
-        gap = max(one.commit_gap_seconds or 0.0 for one in result.recoveries)
-        times = "once" if len(result.recoveries) == 1 else f"{len(result.recoveries)} times"
-        lines.append(f"the workers changed {times}, the longest pause was {duration(worst)}"
-                     + (f"; at most {duration(gap)} from one committed iteration to the next" if gap else ""))
-    lines.append(f"parameters {result.parameter_digest[:16]}, everything in {result.out}")
-    return "\n".join(lines)
 
 
 def _config(job: Job, path: Path, **overrides: object) -> RunConfig:
@@ -291,81 +252,3 @@ def _refusals(goes_on: Callable[[], str] = str) -> Iterator[None]:
     except KeyboardInterrupt:
         err.print("slipstream: interrupted; all workers are gone, and the losses so far are on disk", style="yellow")
         raise typer.Exit(130) from None
-
-
-def _is_same(resume: Path | None, folder: Path) -> bool:
-    """Whether a run goes on in its own folder: schedulers repeat commands, also of runs that have hardly begun."""
-    return resume is not None and resume.resolve() == folder.resolve()
-
-
-def _find_checkpoint(resume: Path, folder: Path, *, needed: bool) -> Checkpoint | None:
-    """Where to go on from; None where a run goes on in its own folder, and has saved nothing there."""
-    if _is_same(resume, folder) and not saved(folder):
-        done = iterations_done(folder)
-        if needed:
-            err.print(f"{folder}: " + (f"the run there was ended before its first checkpoint: does its {done} "
-                                       "iterations again, from iteration 0" if done else
-                                       "nothing is there to go on from; starts with iteration 0"),
-                      style="yellow", markup=False, highlight=False, soft_wrap=True)
-        return None
-    if needed:
-        return checkpoint_or_refuse(resume, "--resume ")
-    try:
-        return find_checkpoint(resume)
-    except CheckpointError:
-        return None
-
-
-def _require_free(folder: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool, again: bool) -> None:
-    """Refuse what `run` will refuse, before the time for planning is spent."""
-    if resume is not None:
-        open_checkpoint(resume.path, identity_of(config, len(resume.manifest.layers)))
-    if folder.is_dir():
-        with locked(folder, 0):
-            require_free(folder, resume, config, force=force, again=again)
-
-
-def _nothing_left(folder: Path, resume: Checkpoint, iterations: int, json: bool) -> bool:
-    """Say so where a checkpoint has seen all iterations; whether its parameters are there, too."""
-    if resume.iteration < iterations:
-        return False
-    left = left_by(folder, resume, iterations)
-    err.print(f"{resume.path} has seen {resume.iteration} iterations of {iterations}: nothing is left to do"
-              f"{'' if left else ' but to write the parameters'}; --iterations trains further", style="yellow",
-              markup=False, highlight=False, soft_wrap=True)
-    if left is not None and json:
-        print_json(left)
-    return left is not None
-
-
-@dataclass(frozen=True, slots=True)
-class _Shown:
-    """A progress bar on stderr, and above it a line for each iteration and for each change of workers."""
-
-    bar: Progress
-    task: TaskID
-    progress: RunProgress
-
-    def committed(self, iteration: int, loss: float) -> None:
-        """Show an iteration. Where there is no bar, its line says what the bar would."""
-        self.progress.committed(iteration)
-        self.bar.update(self.task, completed=iteration + 1, description=f"loss {loss:.4f}, {self.progress}")
-        state = f"  {self.progress}" if self.bar.disable else ""
-        self.bar.console.print(f"iteration {iteration:>6}  loss {loss:.6f}{state}", markup=False, highlight=False,
-                               soft_wrap=True)
-
-    def observe(self, event: Event) -> None:
-        """Something has happened."""
-        self.progress.observe(event)
-        self.bar.update(self.task, description=str(self.progress) or None)
-
-    def say(self, news: object) -> None:
-        """Show what has changed, or gone wrong."""
-        self.bar.console.print(str(news), style="yellow", markup=False, highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def _shown(training: TrainingConfig, tokens: int) -> Iterator[_Shown]:
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        yield _Shown(bar, bar.add_task("starting the workers", total=training.iterations), RunProgress(tokens))

@@ -21,8 +21,9 @@ from typing import Any
 
 import pytest
 
+from tests.patience import SECONDS
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome-headless-shell")
-TIMEOUT_SECONDS = 60
 FLAGS = ("--headless", "--no-sandbox", "--remote-debugging-pipe", "--no-first-run", "--disable-gpu",
          "--disable-dev-shm-usage", "--disable-extensions", "--disable-background-networking", "--disable-sync",
          "--disable-component-update", "--mute-audio", "--hide-scrollbars", "--force-color-profile=srgb")
@@ -61,7 +62,7 @@ class Browser:
         self._number += 1
         message = {"id": self._number, "method": method, "params": params} | ({"sessionId": session} if session else {})
         os.write(self._requests, json.dumps(message).encode() + b"\0")
-        deadline = time.monotonic() + TIMEOUT_SECONDS
+        deadline = time.monotonic() + SECONDS
         while True:
             reply = self._receive(deadline, method)
             if reply.get("id") == self._number:
@@ -72,7 +73,7 @@ class Browser:
     def _receive(self, deadline: float, what: str) -> dict[str, Any]:
         while b"\0" not in self._pending:
             ready, _, _ = select.select([self._replies], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"Chromium did not answer {what} in {TIMEOUT_SECONDS} s"
+            assert ready, f"Chromium did not answer {what} in {SECONDS} s"
             data = os.read(self._replies, 2**20)
             assert data, f"Chromium ended before it answered {what}"
             self._pending += data
@@ -130,7 +131,7 @@ class Page:
         assert "exceptionDetails" not in reply, reply["exceptionDetails"]
         return reply["result"].get("value")
 
-    def wait_for(self, expression: str, seconds: float = 20) -> None:
+    def wait_for(self, expression: str, seconds: float = SECONDS) -> None:
         """Wait until an expression is true."""
         deadline = time.monotonic() + seconds
         while not self.js(expression):

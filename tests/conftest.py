@@ -5,12 +5,17 @@ The fixture `chromium` is a real browser, for pages.
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.browser import chromium as chromium
+
+if TYPE_CHECKING:
+    from tests.steady_clock import SteadyClock
 
 REAL_PROCESSES = ("cli", "examples", "launchers", "runtime")
 """Folders of tests that start processes, which other programs of the machine may hold up for longer than a test waits.
@@ -41,3 +46,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What commands keep for the next one is kept for these tests, and not in the user's folder."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def steady_clock(request: pytest.FixtureRequest) -> Iterator["SteadyClock | None"]:
+    """Searches of this process go by their steps, and not by the machine: see `tests.steady_clock`.
+
+    But not in a test of the module that is marked `real_clock`.
+    """
+    if request.node.get_closest_marker("real_clock"):
+        yield None
+        return
+    from tests.steady_clock import steadily  # it loads the planner
+
+    with steadily() as clock:
+        yield clock

@@ -1,4 +1,4 @@
-"""What `slipstream train` says about going on from a checkpoint: the command, or that nothing is left to do."""
+"""How `slipstream train` goes on from a checkpoint: from which, with what command, or that nothing is left to do."""
 
 import shlex
 from collections.abc import Iterator
@@ -8,12 +8,14 @@ from pathlib import Path
 import typer
 from torch import Tensor
 
-from cli.shared.train_inputs import find_checkpoint
-from runtime.model.checkpoint import Checkpoint, CheckpointError, latest
+from cli.shared.console import err, print_json
+from cli.shared.train_inputs import checkpoint_or_refuse, find_checkpoint
+from runtime.config import RunConfig
+from runtime.model.checkpoint import Checkpoint, CheckpointError, identity_of, latest, open_checkpoint
 from runtime.model.digest import combined_digest, tensor_digest
 from runtime.model.parameters import layer_path, load_layer
 from runtime.model.tensor_codec import TensorError
-from runtime.run_folder import CHECKPOINTS, left_behind
+from runtime.run_folder import CHECKPOINTS, iterations_done, left_behind, locked, require_free, saved
 from schedules.codec import read
 from schedules.document import DocumentError
 
@@ -47,6 +49,51 @@ def _options(ctx: typer.Context) -> Iterator[str]:
             yield option.opts[0]
             if not isinstance(one, bool):
                 yield str(one)
+
+
+def is_same(resume: Path | None, folder: Path) -> bool:
+    """Whether a run goes on in its own folder: schedulers repeat commands, also of runs that have hardly begun."""
+    return resume is not None and resume.resolve() == folder.resolve()
+
+
+def where_to_go_on(resume: Path, folder: Path, *, needed: bool) -> Checkpoint | None:
+    """Where to go on from; None where a run goes on in its own folder, and has saved nothing there."""
+    if is_same(resume, folder) and not saved(folder):
+        done = iterations_done(folder)
+        if needed:
+            err.print(f"{folder}: " + (f"the run there was ended before its first checkpoint: does its {done} "
+                                       "iterations again, from iteration 0" if done else
+                                       "nothing is there to go on from; starts with iteration 0"),
+                      style="yellow", markup=False, highlight=False, soft_wrap=True)
+        return None
+    if needed:
+        return checkpoint_or_refuse(resume, "--resume ")
+    try:
+        return find_checkpoint(resume)
+    except CheckpointError:
+        return None
+
+
+def require_room(folder: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool, again: bool) -> None:
+    """Refuse what `run` will refuse, before the time for planning is spent."""
+    if resume is not None:
+        open_checkpoint(resume.path, identity_of(config, len(resume.manifest.layers)))
+    if folder.is_dir():
+        with locked(folder, 0):
+            require_free(folder, resume, config, force=force, again=again)
+
+
+def nothing_left(folder: Path, resume: Checkpoint, iterations: int, json: bool) -> bool:
+    """Say so where a checkpoint has seen all iterations; whether its parameters are there, too."""
+    if resume.iteration < iterations:
+        return False
+    left = left_by(folder, resume, iterations)
+    err.print(f"{resume.path} has seen {resume.iteration} iterations of {iterations}: nothing is left to do"
+              f"{'' if left else ' but to write the parameters'}; --iterations trains further", style="yellow",
+              markup=False, highlight=False, soft_wrap=True)
+    if left is not None and json:
+        print_json(left)
+    return left is not None
 
 
 def done_without_this_node(folder: Path, resume: Path | None, iterations: int) -> bool:

@@ -2,7 +2,13 @@
 
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from cli.shared.console import err
 from cli.shared.run_summary import clock
 from runtime.events import (
     Event,
@@ -100,3 +106,37 @@ class RunProgress:
 def _count(number: float) -> str:
     """With three digits at least, and thousands apart."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A progress bar on stderr, and above it a line for each iteration and for each change of workers."""
+
+    bar: Progress
+    task: TaskID
+    progress: RunProgress
+
+    def committed(self, iteration: int, loss: float) -> None:
+        """Show an iteration. Where there is no bar, its line says what the bar would."""
+        self.progress.committed(iteration)
+        self.bar.update(self.task, completed=iteration + 1, description=f"loss {loss:.4f}, {self.progress}")
+        state = f"  {self.progress}" if self.bar.disable else ""
+        self.bar.console.print(f"iteration {iteration:>6}  loss {loss:.6f}{state}", markup=False, highlight=False,
+                               soft_wrap=True)
+
+    def observe(self, event: Event) -> None:
+        """Something has happened."""
+        self.progress.observe(event)
+        self.bar.update(self.task, description=str(self.progress) or None)
+
+    def say(self, news: object) -> None:
+        """Show what has changed, or gone wrong."""
+        self.bar.console.print(str(news), style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def shown(iterations: int, tokens: int) -> Iterator[Shown]:
+    """While a run of so many iterations lasts; `tokens`: of a sample."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        yield Shown(bar, bar.add_task("starting the workers", total=iterations), RunProgress(tokens))

@@ -29,6 +29,15 @@ processes has heavy tails: what is above 3 k counts as 3 k, so that no fewer tha
 large they are. The change began after S was 0 last, where that leaves the least deviations: from 0 before, and after it
 from their median, which is the new factor.
 
+A change is measured over a few observations. On a noisy machine a worker that has recovered may be taken for one that
+is a little slow, by less than k, and would stay so. But of a recovery to the usual speed it is known how large it is:
+d = log(believed factor). Where d / 2 is less than k, d / 2 is taken off instead, and the alarm is where S reaches
+7.9 k^2 / (d / 2): the same likelihood ratio of the two levels, for normal noise of spread k (Page).
+
+Of two workers that are compared with nobody else, one of which is believed to be slow, the same ratio tells that this
+one has recovered and that the other has become slow. It is taken for the former: who is compared with slow workers only
+is not found slow.
+
 A change of less than `LEAST_CHANGE` is none. A worker that has recovered before has to show twice as many observations
 that it has recovered again each time, so that one that flaps keeps its lighter load.
 """
@@ -36,7 +45,7 @@ that it has recovered again each time, so that one that flaps keeps its lighter 
 import math
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -49,7 +58,7 @@ LEAST_SPREAD = 0.04
 ALLOWANCE, CAP, ALARM = 1.0, 3.0, 7.9
 """In spreads: what is taken off each observation, what it counts at most, the sum that raises an alarm."""
 LEAST_CHANGE = 0.15
-"""Of a factor, by the factor before."""
+"""By how much more than 1 the greater of two factors is, divided by the other: less is no change."""
 HISTORY = 64
 """Observations that tell the spread, but for those that may be a change."""
 WITHIN = 0.8
@@ -102,8 +111,8 @@ class _Sum:
     value: float = 0.0
     since: list[tuple[int, float]] = field(default_factory=list)
 
-    def add(self, iteration: int, y: float, spread: float) -> None:
-        self.value = max(0.0, self.value + min(y, CAP * spread) - ALLOWANCE * spread)
+    def add(self, iteration: int, y: float, spread: float, allowance: float) -> None:
+        self.value = max(0.0, self.value + min(y, CAP * spread) - allowance)
         self.since.append((iteration, y))
         if not self.value:
             self.since.clear()
@@ -130,6 +139,11 @@ class _Watched:
     """Of the history."""
     added: int = 0
     """Observations since that was found."""
+
+    def allowance(self, spread: float) -> float:
+        """What is taken off the observations that may tell of a recovery."""
+        usual = ALLOWANCE * spread
+        return min(usual, math.log(self.factor) / 2) if self.factor >= 1.0 + LEAST_CHANGE else usual
 
     def settle(self) -> None:
         """What is not a change is noise."""
@@ -194,7 +208,7 @@ class SlowDetector:
             return []
         observed = {worker: statistics.median(logs) for worker, logs in self._open.items()}
         self.interrupt()
-        return self._conclude(observed)
+        return self._conclude(observed, self._beside_slow_ones(measured))
 
     def ratios(self, measured: Measured) -> dict[Worker, float]:
         """Of each worker that can be compared with others: the time of its ops by what they take on those."""
@@ -224,6 +238,16 @@ class SlowDetector:
         usual = [seconds for other, seconds in others.items() if self.factor(other) == 1.0]
         return _middle(usual or list(others.values())) if others else self.usual_seconds(cell)
 
+    def _beside_slow_ones(self, measured: Measured) -> set[Worker]:
+        """Those who are compared with workers that are believed to be slow, and with no other."""
+        running: dict[tuple[OpKind, LayerRange], set[Worker]] = defaultdict(set)
+        for worker, cells in measured.items():
+            for cell in cells:
+                running[cell.kind, cell.layers].add(worker)
+        peers = {worker: set[Worker]().union(*(running[cell.kind, cell.layers] for cell in cells)) - {worker}
+                 for worker, cells in measured.items()}
+        return {worker for worker, others in peers.items() if others and all(self.factor(one) > 1 for one in others)}
+
     def _learn(self, measured: Measured, times: Mapping[tuple[OpKind, LayerRange], Mapping[Worker, float]]) -> None:
         for cell in {(cell.kind, cell.layers): cell for cells in measured.values() for cell in cells}.values():
             seconds = times[cell.kind, cell.layers].values()
@@ -231,7 +255,7 @@ class SlowDetector:
                 rate = _middle(list(seconds)) / cell.planned_seconds
                 self._rates |= {(cell.kind, layer): rate for layer in range(*cell.layers)}
 
-    def _conclude(self, observed: Mapping[Worker, float]) -> list[SpeedChange]:
+    def _conclude(self, observed: Mapping[Worker, float], beside_slow: Collection[Worker]) -> list[SpeedChange]:
         """Enter one observation of each worker."""
         spreads = [one.spread for one in self._watched.values() if len(one.history) >= FIRST]
         common = statistics.median(spreads) if spreads else 0.0
@@ -241,21 +265,26 @@ class SlowDetector:
             spread = max(LEAST_SPREAD, common, watched.spread)
             watched.pending.append(y)
             if len(watched.history) >= FIRST or len(watched.pending) > FIRST:
-                watched.slower.add(self._first, y, spread)
-                watched.faster.add(self._first, -y, spread)
+                if worker in beside_slow:
+                    watched.slower.clear()
+                else:
+                    watched.slower.add(self._first, y, spread, ALLOWANCE * spread)
+                watched.faster.add(self._first, -y, spread, watched.allowance(spread))
                 changes += self._changes(worker, watched, spread)
             watched.settle()
         return changes
 
     def _changes(self, worker: Worker, watched: _Watched, spread: float) -> Iterator[SpeedChange]:
         patience = 2 ** min(watched.recoveries, MOST_DOUBLINGS)
-        for total, sign, alarm in ((watched.slower, 1, ALARM), (watched.faster, -1, ALARM * patience)):
-            if total.value < alarm * spread:
+        usual = ALARM * spread
+        recovered = patience * usual * ALLOWANCE * spread / watched.allowance(spread)
+        for total, sign, alarm in ((watched.slower, 1, usual), (watched.faster, -1, recovered)):
+            if total.value < alarm:
                 continue
             before, (since, level) = watched.factor, _change_in(total.since)
             factor = before * math.exp(sign * level)
             factor = 1.0 if factor < 1.0 + LEAST_CHANGE else factor
-            if abs(factor / before - 1.0) < LEAST_CHANGE:
+            if max(factor / before, before / factor) < 1.0 + LEAST_CHANGE:
                 total.clear()
                 continue
             watched.recoveries += factor == 1.0

@@ -218,8 +218,7 @@ def _connect(address: Rendezvous, timeout_seconds: float, waiting: Callable[[str
     deadline, tell, attempt = time.monotonic() + timeout_seconds, 0.0, FIRST_ATTEMPT_SECONDS
     while True:
         try:
-            connection = socket.create_connection(
-                (address.host, address.port), min(attempt, max(RETRY_SECONDS, deadline - time.monotonic())))
+            connection = _attempt(address, min(attempt, max(RETRY_SECONDS, deadline - time.monotonic())))
         except OSError as error:
             if time.monotonic() >= tell:
                 waiting(f"waiting for node 0 at {address}: {error.strerror or first_line(error)}")
@@ -230,14 +229,25 @@ def _connect(address: Rendezvous, timeout_seconds: float, waiting: Callable[[str
                                       f"{error.strerror or first_line(error)}") from None
             time.sleep(RETRY_SECONDS)
             continue
+        if connection is not None:
+            return connection
+
+
+def _attempt(address: Rendezvous, seconds: float) -> socket.socket | None:
+    """A connection; None: once more. Raises OSError, also where the other end is gone as soon as it was there."""
+    connection = socket.create_connection((address.host, address.port), seconds)
+    try:
         if connection.getsockname() == connection.getpeername():
             # Where nobody listens on a port of this machine, the system may choose the same port for this end: TCP
             # then connects the socket with itself.
             connection.close()
-            continue
+            return None
         connection.settimeout(None)
         keep_alive(connection)
-        return connection
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 def _gone(reason: OSError | str) -> RendezvousError:

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.app import COMMANDS, app, load
+from tests.patience import SECONDS
 
 
 def test_lists_every_command():
@@ -41,4 +42,4 @@ def test_an_unknown_command_exits_2():
 def test_planning_does_not_wait_for_torch(command):
     code = f"import sys; from typer.testing import CliRunner; from cli.app import app; " \
            f"result = CliRunner().invoke(app, {command!r}); sys.exit(result.exit_code or 'torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=SECONDS, check=False).returncode == 0

@@ -14,6 +14,8 @@ from schedules.schedule import Worker
 from tests.general import layers_moved
 from tests.generate import BROKEN, HEALTHY, by_hand
 
+pytestmark = pytest.mark.usefixtures("steady_clock")
+
 
 def run(*arguments):
     return CliRunner().invoke(app, ["check", *map(str, arguments)])

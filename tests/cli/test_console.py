@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+from tests.patience import SECONDS
 from tests.runtime.running import command_environment
 
 PROGRAM = """
@@ -22,5 +23,5 @@ def test_work_goes_on_where_nobody_reads_stderr_any_more():
     assert process.stdout is not None and process.stderr is not None
     assert process.stdout.readline() == "starts\n"
     process.stderr.close()
-    answer, _ = process.communicate("\n", timeout=60)
+    answer, _ = process.communicate("\n", timeout=SECONDS)
     assert answer == "ends\n" and process.returncode == 0

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 from typer.testing import CliRunner
@@ -12,6 +11,7 @@ import cli.doctor
 from cli.app import app
 from runtime.tools.self_test import SelfTest, SelfTestError
 from schedules.check import Violation
+from tests.patience import SECONDS
 from tests.runtime.running import wait_until_gone
 
 
@@ -23,8 +23,9 @@ def findings(result):
     return {finding["name"]: finding for finding in json.loads(result.stdout)["findings"]}
 
 
-def test_all_is_well_here():
+def test_all_is_well_here(monkeypatch):
     """The whole self-test: a plan, a lookup, and two processes that talk over gloo."""
+    monkeypatch.setattr(cli.doctor, "SELF_TEST_SECONDS", SECONDS)
     result = run("--json")
     assert result.exit_code == 0, result.stdout
     assert json.loads(result.stdout)["ok"]
@@ -54,11 +55,9 @@ def test_a_broken_planner_is_told(monkeypatch):
 
 def test_processes_that_never_meet_are_ended():
     with SelfTest() as self_test:
-        began = time.monotonic()
         with pytest.raises(SelfTestError, match=r"within 0 s"):
             self_test.wait(0.1)
         pids = list(self_test._children.fork_server.pids.values())
-    assert time.monotonic() - began < 20
     wait_until_gone(pids)
 
 
@@ -72,4 +71,4 @@ def test_a_process_that_dies_is_named():
 def test_help_does_not_wait_for_torch():
     code = "import sys; from typer.testing import CliRunner; from cli.app import app; " \
            "done = CliRunner().invoke(app, ['doctor', '--help']); sys.exit(done.exit_code or 'torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=SECONDS, check=False).returncode == 0

@@ -5,9 +5,7 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -15,9 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.app import app
+from runtime import launch
 from runtime.model.checkpoint import latest
 from runtime.protocol.authentication import VARIABLE
-from tests.runtime.running import command_environment, free_port, judge_of_text, losses_in, tiny_text
+from tests.runtime.forked import own_fork_server
+from tests.runtime.launchers import SECRET, Launcher, command
+from tests.runtime.pacing import after_each_iteration, hold_at
+from tests.runtime.running import free_port, judge_of_text, losses_in, tiny_text
 
 JOB = tiny_text(pipelines=2, iterations=40)
 COMMON = ("--method", "greedy", "--json")
@@ -25,7 +27,8 @@ COMMON = ("--method", "greedy", "--json")
 
 @pytest.fixture(autouse=True)
 def secret(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "0123456789abcdef")
+    monkeypatch.setenv(VARIABLE, SECRET)
+    monkeypatch.setattr(launch, "ForkServer", own_fork_server)
 
 
 @pytest.fixture
@@ -39,17 +42,9 @@ def train(*arguments: object):
     return CliRunner().invoke(app, ["train", *map(str, arguments)])
 
 
-def when_committed(out: Path, iterations: int, act) -> threading.Thread:
-    """Do something once a run is so far."""
-    def wait() -> None:
-        deadline = time.monotonic() + 200
-        while len(losses_in_lines(out)) < iterations and time.monotonic() < deadline:
-            time.sleep(0.01)
-        act()
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    return thread
+def end_after_five(iteration: int, _: float) -> None:
+    if iteration == 4:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def losses_in_lines(out: Path) -> list[bytes]:
@@ -57,10 +52,11 @@ def losses_in_lines(out: Path) -> list[bytes]:
     return path.read_bytes().splitlines() if path.exists() else []
 
 
-def test_the_command_that_is_printed_goes_on_and_a_run_that_is_done_has_nothing_left(job, tmp_path):
+def test_the_command_that_is_printed_goes_on_and_a_run_that_is_done_has_nothing_left(job, tmp_path, monkeypatch):
     out = tmp_path / "with a space"
-    when_committed(out, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    first = train(job, *COMMON, "--out", out, "--resume", out)  # what schedulers repeat: begins here, goes on later
+    with monkeypatch.context() as patched:
+        after_each_iteration(patched, end_after_five)
+        first = train(job, *COMMON, "--out", out, "--resume", out)  # what schedulers repeat: begins here, goes on later
     assert first.exit_code == 143 and "nothing is there to go on from; starts with iteration 0" in first.stderr
     told = re.search(r"interrupted by SIGTERM; .*; go on from its checkpoint of iteration (\d+): (slipstream train .*)",
                      first.stderr)
@@ -92,6 +88,12 @@ def test_the_command_that_is_printed_goes_on_and_a_run_that_is_done_has_nothing_
     fourth = CliRunner().invoke(app, arguments)
     assert fourth.exit_code == 0 and "nothing is left to do but to write the parameters" in fourth.stderr
     assert json.loads(fourth.stdout)["parameter_digest"] == answer["parameter_digest"]
+
+
+def held_command(path: str, *words: str) -> int:
+    """`slipstream`, which waits after five iterations until a file is there."""
+    hold_at(4, Path(path))
+    return command(*words)
 
 
 def test_a_folder_with_results_is_refused_in_one_line_and_forced(job, tmp_path):
@@ -128,20 +130,21 @@ def test_a_node_that_is_told_to_end_leaves_and_the_others_go_on(job, tmp_path):
     meeting, nodes = f"127.0.0.1:{free_port()}", []
     try:
         for node in (0, 1):
-            nodes.append(subprocess.Popen(
-                [sys.executable, "-m", "cli", "train", str(job), "--nodes", "2", "--node", str(node), "--rendezvous",
-                 meeting, "--method", "greedy", "--iterations", "300", "--out", str(tmp_path / "out")],
-                stderr=(tmp_path / f"{node}.log").open("wb"), stdout=subprocess.DEVNULL, env=command_environment()))
+            nodes.append(Launcher(
+                f"{__name__}:held_command", tmp_path / "told", "train", job, "--nodes", 2, "--node", node,
+                "--rendezvous", meeting, "--method", "greedy", "--iterations", 300, "--out", tmp_path / "out",
+                log=tmp_path / f"{node}.log"))
         deadline = time.monotonic() + 200
         while len(losses_in_lines(tmp_path / "out")) < 5 and time.monotonic() < deadline:
             time.sleep(0.02)
         nodes[1].send_signal(signal.SIGTERM)
-        assert nodes[1].wait(60) == 143
-        assert nodes[0].wait(200) == 0, (tmp_path / "0.log").read_text()
+        (tmp_path / "told").touch()
+        assert nodes[1].wait(120) == 143
+        assert nodes[0].wait(240) == 0, (tmp_path / "0.log").read_text()
     finally:
         for one in nodes:
             one.kill()
-            one.wait(20)
+            one.wait(60)
     lead, other = ((tmp_path / f"{node}.log").read_text() for node in (0, 1))
     assert "interrupted by SIGTERM; the workers of node 1 have left" in other and "Traceback" not in lead + other
     assert "worker 1.0 has left, as it was told to" in lead and "runs on 2 workers" in lead

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from cli.app import COMMANDS, app
 from schedules.codec import write
 from tests.generate import BROKEN, by_hand
+from tests.patience import SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = ROOT / "cli" / "jobs"
@@ -102,7 +103,8 @@ def test_completion_in_bash(tmp_path):
         try slipstream lookup gpt-1
     """
     variables = environment(PATH=f"{tmp_path}:{os.environ['PATH']}", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
-    done = subprocess.run([bash, "-c", script], capture_output=True, text=True, timeout=120, check=True, env=variables)
+    done = subprocess.run([bash, "-c", script], capture_output=True, text=True, timeout=SECONDS, check=True,
+                          env=variables)
     assert done.stdout.splitlines() == ["plan", "--failed --failed-node", "cp-sat greedy 1f1b recycle", "gpt-1.5b"]
 
 
@@ -152,7 +154,7 @@ def in_terminal(arguments, **more):
     try:
         while data := _read(leader):
             written += data
-        assert process.wait(60) == 0
+        assert process.wait(SECONDS) == 0
     finally:
         process.kill()
         process.wait(10)
@@ -182,7 +184,7 @@ def test_a_full_disk_is_told_in_one_line(name, tmp_path, schedule):
     arguments = quick_commands(tmp_path, schedule)[name]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([*SLIPSTREAM, *map(str, arguments)], stdout=full, stderr=subprocess.PIPE, text=True,
-                              env=environment(), timeout=60, check=False)
+                              env=environment(), timeout=SECONDS, check=False)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "slipstream: the answer cannot be written: No space left on device"
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
@@ -195,7 +197,7 @@ def test_a_reader_that_has_gone_is_no_error(name, tmp_path, schedule):
     arguments = quick_commands(tmp_path, schedule)[name]
     with os.fdopen(writer, "w") as pipe:
         done = subprocess.run([*SLIPSTREAM, *map(str, arguments)], stdout=pipe, stderr=subprocess.PIPE, text=True,
-                              env=environment(), timeout=60, check=False)
+                              env=environment(), timeout=SECONDS, check=False)
     assert done.returncode == 1
     assert not re.search("Traceback|Exception|Broken", done.stderr), done.stderr
 
@@ -262,7 +264,7 @@ def test_ctrl_c_is_clean(name, tmp_path, schedule):
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                text=True, env=environment(), cwd=tmp_path, start_new_session=True)
     try:
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=SECONDS)
     finally:
         gone = ended(process.pid)
         if not gone:
@@ -273,7 +275,7 @@ def test_ctrl_c_is_clean(name, tmp_path, schedule):
     assert "interrupted" in errors and gone, errors
 
 
-def ended(group, seconds=5):
+def ended(group, seconds=60):
     """Whether all processes of a group end soon."""
     for _ in range(seconds * 20):
         try:

@@ -10,6 +10,8 @@ from planner.plan import plan_job
 from schedules.codec import write
 from tests.jobs import grid
 
+pytestmark = pytest.mark.usefixtures("steady_clock")
+
 
 def slipstream(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])

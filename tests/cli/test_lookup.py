@@ -11,6 +11,8 @@ from schedules.codec import read
 from schedules.schedule import Worker
 from tests.cli.test_table import JOB
 
+pytestmark = pytest.mark.usefixtures("steady_clock")
+
 DEEP = JOB.replace("stages = 2", "stages = 3").replace("microbatches = 3", "microbatches = 4")
 
 

@@ -17,6 +17,9 @@ from typer.testing import CliRunner
 from cli.app import app
 from schedules.check import check
 from schedules.codec import read
+from tests.patience import SECONDS
+
+pytestmark = pytest.mark.usefixtures("steady_clock")
 
 JOB = """
 pipelines = 3
@@ -205,6 +208,7 @@ def test_a_reference_that_is_not_known_well_is_a_range(tmp_path, monkeypatch):
     assert low < high <= 100 and "the shortest fault-free period is between" in said
 
 
+@pytest.mark.real_clock
 def test_what_is_too_large_exits_2_with_the_size_that_fits(tmp_path):
     (tmp_path / "job.toml").write_text(HARD.replace("= 16", "= 65536"))
     result = slipstream("plan", tmp_path / "job.toml", "--time-limit", "3", "--out", tmp_path / "s.json")
@@ -212,6 +216,7 @@ def test_what_is_too_large_exits_2_with_the_size_that_fits(tmp_path):
     assert re.search(r"65,536 micro-batches .* (fit|use fewer).*, or --time-limit \d+ is enough", result.stderr)
 
 
+@pytest.mark.real_clock
 def test_interrupting_keeps_the_best_plan(tmp_path):
     (tmp_path / "job.toml").write_text(HARD)
     command = [sys.executable, "-c", "from cli.app import main; main()", "plan", "job.toml", "--failed", "1.4",
@@ -222,7 +227,7 @@ def test_interrupting_keeps_the_best_plan(tmp_path):
     assert b"list scheduler" in process.stderr.readline()
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=SECONDS)
     answer = json.loads(stdout)
     assert process.returncode == 0 and b"Traceback" not in stderr and answer["interrupted"] is True
     assert answer["solve_seconds"] < 90 and check(read(tmp_path / "s.json")) == []

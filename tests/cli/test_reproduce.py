@@ -7,6 +7,8 @@ from typer.testing import CliRunner
 
 from cli.app import app
 
+pytestmark = pytest.mark.usefixtures("steady_clock")
+
 
 def slipstream(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])

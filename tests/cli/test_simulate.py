@@ -15,6 +15,9 @@ from cli.drawing.simulation_report import COLOURS, colour
 from planner.fleet.policies import POLICIES
 from planner.fleet.throughput import Throughputs
 from tests.browser import find_browser
+from tests.patience import SECONDS
+
+pytestmark = pytest.mark.usefixtures("steady_clock")
 
 JOB = """
 name = "small"
@@ -96,7 +99,7 @@ def test_samples_are_counted_in_the_jobs_batch(job):
     job.write_text(JOB + "[training]\nbatch = 4\n")
     four = json.loads(slipstream("simulate", job, "--trace", "trace.txt", "--json").stdout)["policies"]
     assert four["recycle"] == pytest.approx(4 * base["recycle"])
-    assert four["slipstream"] == pytest.approx(4 * base["slipstream"], rel=0.05)
+    assert four["slipstream"] == pytest.approx(4 * base["slipstream"])
 
 
 def test_traces_are_drawn_where_none_is_given(job):
@@ -104,8 +107,6 @@ def test_traces_are_drawn_where_none_is_given(job):
     first, again = slipstream(*arguments, "--seed", 1), slipstream(*arguments, "--seed", 1)
     assert first.exit_code == 0 and again.exit_code == 0
     answer, same = json.loads(first.stdout), json.loads(again.stdout)
-    # Plans with layers that move are searched for a limited time, which a busy machine may cut short.
-    assert answer["policies"].pop("slipstream") == pytest.approx(same["policies"].pop("slipstream"), rel=0.05)
     assert answer["policies"] == same["policies"] and answer["trace"] == same["trace"]
     assert answer["trace"]["removals"] > 3 and "(--mtbf)" in answer["trace"]["notes"][0]
     many = json.loads(slipstream(*arguments, "--seeds", 20).stdout)
@@ -172,7 +173,7 @@ def test_slow_workers_and_lost_gpus_in_a_trace(job, tmp_path):
     job.write_text(JOB + "[training]\ntensor_parallel = 4\n")
     again = json.loads(slipstream(*arguments).stdout)
     assert again["trace"] == answer["trace"], "a worker has as many GPUs as the job says"
-    assert again["policies"] == pytest.approx(answer["policies"], rel=0.03), "but for how long plans were sought"
+    assert again["policies"] == answer["policies"]
 
 
 def test_workers_of_a_node_fail_together(job, tmp_path):
@@ -248,7 +249,7 @@ def browse(browser, page, *options):
     """What a headless Chromium without any network makes of a page."""
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
                "--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=2000", *options, page.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True,
+    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True,
                           cwd=page.parent, env={"HOME": str(page.parent), "PATH": "/usr/bin:/bin"}).stdout
 
 

@@ -14,6 +14,9 @@ from typer.testing import CliRunner
 
 from cli.app import app
 from schedules.tables.table import Table
+from tests.patience import SECONDS
+
+pytestmark = pytest.mark.usefixtures("steady_clock")
 
 JOB = """
 pipelines = 3
@@ -57,7 +60,7 @@ def test_a_job_from_a_pipe_is_kept_beside_the_table(tmp_path):
     writer = threading.Thread(target=pipe.write_text, args=(JOB,), daemon=True)
     writer.start()
     assert slipstream("table", pipe, "--max-failures", "0", "--method", "greedy", "--out", out).exit_code == 0
-    writer.join(10)
+    writer.join(SECONDS)
     assert Table.load(out).job_text() == JOB.encode()
 
 
@@ -92,6 +95,7 @@ def test_a_job_without_any_plan_exits_1(job, tmp_path):
     assert result.exit_code == 1 and "no schedule can run it" in result.stderr
 
 
+@pytest.mark.real_clock
 def test_a_job_that_is_too_large_exits_2_in_one_line(job, tmp_path):
     job.write_text(JOB.replace("microbatches = 3", "microbatches = 65_536").replace("stages = 2", "stages = 16"))
     result = slipstream("table", job, "--max-failures", "1", "--time-limit", "1", "--out", tmp_path / "t")
@@ -99,6 +103,7 @@ def test_a_job_that_is_too_large_exits_2_in_one_line(job, tmp_path):
     assert "65,536 micro-batches a pipeline" in result.stderr and "--time-limit" in result.stderr
 
 
+@pytest.mark.real_clock
 def test_interrupting_keeps_what_is_finished(tmp_path):
     (tmp_path / "job.toml").write_text(JOB.replace("= 2", "= 4").replace("microbatches = 3", "microbatches = 8"))
     command = [sys.executable, "-c", "from cli.app import main; main()", "table", "job.toml", "--max-failures", "4",
@@ -106,11 +111,11 @@ def test_interrupting_keeps_what_is_finished(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))}
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                text=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + SECONDS
     while not list(tmp_path.glob("table/parts/*.gz")) and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=SECONDS)
     assert process.returncode == 130 and "Traceback" not in stderr
     assert "finished entries are kept in table: the same command goes on from there" in stderr.replace("\n", " ")
     assert list(tmp_path.glob("table/parts/*.gz")) and not list(tmp_path.glob("table/index.json"))

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from cli.app import app
 from planner.job.file import parse_job
 from planner.job.presets import preset
+from runtime import launch
 from runtime.protocol.authentication import VARIABLE
 from runtime.protocol.rendezvous import host_store
 from schedules import codec
@@ -20,7 +21,10 @@ from schedules.check import check
 from schedules.schedule import Worker
 from schedules.tables.table import Table
 from tests.jobs import grid
+from tests.runtime.forked import own_fork_server
+from tests.runtime.pacing import Pauses, after_each_iteration
 from tests.runtime.running import below, judge_of_text, schedule_for, wait_until_gone
+from tests.runtime.test_going_back import saved
 
 JOB = """
 pipelines = 2
@@ -44,6 +48,12 @@ device = "cpu"
 KEYS = {"iterations", "first_iteration", "losses", "parameter_digest", "recoveries", "measured_period",
         "planned_period",
         "slow_workers"}
+
+
+@pytest.fixture(autouse=True)
+def _quick_fork_servers(monkeypatch):
+    """Of commands that are run in this process; `start` has those that are run by users."""
+    monkeypatch.setattr(launch, "ForkServer", own_fork_server)
 
 
 @pytest.fixture
@@ -110,10 +120,13 @@ def test_a_node_that_dies_is_one_recovery_by_the_schedule_of_a_table_by_node(job
     assert [event["node"] for event in events if event["event"] == "node_lost"] == [1]
 
 
-def test_kills_returns_checkpoints_and_resuming_on_another_grid(job, tmp_path):
+def test_kills_returns_checkpoints_and_resuming_on_another_grid(job, tmp_path, monkeypatch):
     common = ("--dtype", "float64", "--method", "greedy", "--json")
-    whole = judge_of_text(JOB.replace("iterations = 4", "iterations = 120\ndtype = 'float64'"))
-    done = train(job, *common, "--iterations", 120, "--kill", "1.0@2", "--return", "1.0@3", "--kill", "0.1@115",
+    whole = judge_of_text(JOB.replace("iterations = 4", "iterations = 60\ndtype = 'float64'"))
+    pauses, events = Pauses(), tmp_path / "out" / "events.jsonl"
+    after_each_iteration(monkeypatch, lambda iteration, _: pauses.wait(
+        iteration > 2 and '"joined"' not in events.read_text()))
+    done = train(job, *common, "--iterations", 60, "--kill", "1.0@2", "--return", "1.0@3", "--kill", "0.1@55",
                  "--checkpoint-every", 8, "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
     answer = json.loads(done.stdout)
@@ -122,17 +135,17 @@ def test_kills_returns_checkpoints_and_resuming_on_another_grid(job, tmp_path):
     assert answer["losses"] == pytest.approx(whole.losses, abs=1e-9)
     # Iteration 1 where a peer had not yet reported it when 1.0, which ran ahead, died.
     assert re.search("worker 1.0 was killed by SIGKILL: iteration [12] runs on 3 workers", done.stderr), done.stderr
-    # Of iteration 112 only if it was on the disk before 0.1 died.
+    # Of iteration 48 only if it was on the disk before 0.1 died.
     kept = {path.name for path in (tmp_path / "out" / "checkpoints").iterdir()}
-    assert "iteration-120" in kept and len(kept) <= 3
+    assert "iteration-60" in kept and len(kept) <= 3
 
     job.write_text(JOB.replace("pipelines = 2", "pipelines = 1").replace("stages = 2", "stages = 3")
                    .replace("microbatches = 2", "microbatches = 4"))
-    again = train(job, *common, "--iterations", 123, "--resume", tmp_path / "out", "--out", tmp_path / "out")
+    again = train(job, *common, "--iterations", 63, "--resume", tmp_path / "out", "--out", tmp_path / "out")
     assert again.exit_code == 0, again.output
-    assert json.loads(again.stdout)["first_iteration"] == 120
+    assert json.loads(again.stdout)["first_iteration"] == 60
     lines = [json.loads(line) for line in (tmp_path / "out" / "losses.jsonl").read_text().splitlines()]
-    assert [line["iteration"] for line in lines] == list(range(123))
+    assert [line["iteration"] for line in lines] == list(range(63))
 
 
 def test_what_the_planner_has_computed_again_changes_no_number(job, tmp_path):
@@ -151,7 +164,8 @@ def test_what_the_planner_has_computed_again_changes_no_number(job, tmp_path):
     assert json.loads(done.stdout)["losses"] == pytest.approx(whole.losses, abs=1e-9)
 
 
-def test_a_lost_stage_takes_the_run_back_to_its_checkpoint(job, tmp_path):
+def test_a_lost_stage_takes_the_run_back_to_its_checkpoint(job, tmp_path, monkeypatch):
+    after_each_iteration(monkeypatch, saved(tmp_path / "out", 9))
     common = ("--dtype", "float64", "--method", "greedy", "--iterations", 40, "--json")
     whole = judge_of_text(JOB.replace("iterations = 4", "iterations = 40\ndtype = 'float64'"))
     kill = ("--kill", "0.1@12", "--kill", "1.1@16")
@@ -162,7 +176,8 @@ def test_a_lost_stage_takes_the_run_back_to_its_checkpoint(job, tmp_path):
     assert losses == pytest.approx(whole.losses, abs=1e-9)
 
 
-def test_a_run_without_workers_ends_and_says_how_to_go_on(job, tmp_path):
+def test_a_run_without_workers_ends_and_says_how_to_go_on(job, tmp_path, monkeypatch):
+    after_each_iteration(monkeypatch, saved(tmp_path / "o", 9))
     kill = [part for worker in ("0.0@12", "0.1@12", "1.0@16", "1.1@16") for part in ("--kill", worker)]
     lost = train(job, "--method", "greedy", "--iterations", 40, *kill, "--checkpoint-every", 3, "--out", tmp_path / "o")
     assert lost.exit_code == 1 and re.search("no (live )?worker is left|no live worker left", lost.stderr), lost.output
@@ -216,7 +231,7 @@ def test_ctrl_c_while_it_plans_ends_the_search_and_training_starts(job, tmp_path
             assert line, "it ended before it had a schedule"
         time.sleep(0.5)
         running.send_signal(signal.SIGINT)
-        output, errors = running.communicate(timeout=120)
+        output, errors = running.communicate(timeout=240)
     finally:
         running.kill()
     assert running.returncode == 0 and "Traceback" not in errors, errors
@@ -229,7 +244,7 @@ def test_one_command_a_node(job, tmp_path):
     del store
     common = (job, "--nodes", 2, "--rendezvous", meeting, "--method", "greedy", "--json", "--out")
     nodes = [start(*common, tmp_path / str(node), "--node", node) for node in (1, 0)]
-    (other, other_errors), (lead, lead_errors) = (node.communicate(timeout=60) for node in nodes)
+    (other, other_errors), (lead, lead_errors) = (node.communicate(timeout=240) for node in nodes)
     assert [node.returncode for node in nodes] == [0, 0], lead_errors + other_errors
     assert json.loads(lead).keys() == KEYS and json.loads(other) == {"node": 1}
     logs = [{path.stem for path in (tmp_path / str(node) / "logs").iterdir()} for node in (0, 1)]
@@ -320,7 +335,7 @@ def test_a_stage_without_workers_cannot_be_planned(job):
     assert answer.exit_code == 1 and "stage 1" in answer.stderr
 
 
-def wait_for(condition, seconds: float = 30) -> None:
+def wait_for(condition, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import SECONDS
 from tests.runtime.running import command_environment, tiny_text
 
 SLIPSTREAM = str(Path(sys.executable).with_name("slipstream"))
@@ -28,12 +29,13 @@ def here(tmp_path):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"with open({str(tmp_path / 'ran')!r}, 'a') as file:\n    file.write({name!r})\n")
-    (folder / "job.toml").write_text(tiny_text(pipelines=2, iterations=2))
+    for name, pipelines in (("job", 1), ("two", 2)):
+        (folder / f"{name}.toml").write_text(tiny_text(pipelines, iterations=1))
     return folder
 
 
 def run(here: Path, *command: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(command, cwd=here, env=command_environment(), capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, cwd=here, env=command_environment(), capture_output=True, text=True, timeout=SECONDS)
 
 
 def slipstream(here: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -43,7 +45,8 @@ def slipstream(here: Path, *arguments: str) -> "subprocess.CompletedProcess[str]
 @pytest.mark.parametrize("command", [
     [SLIPSTREAM, "train", "job.toml", "--method", "greedy"],
     [sys.executable, "-m", "cli", "train", "job.toml", "--method", "greedy"],
-    [SLIPSTREAM, "table", "job.toml", "--max-failures", "1", "--method", "greedy", "--out", "t"],
+    [SLIPSTREAM, "table", "two.toml", "--max-failures", "1", "--method", "greedy", "--time-limit", "0.1", "--jobs", "1",
+     "--out", "t"],
 ], ids=["the fork server and its workers", "python -m cli", "the planner's processes"])
 def test_modules_there_are_not_imported(command, here):
     done = run(here, *command)
@@ -52,7 +55,7 @@ def test_modules_there_are_not_imported(command, here):
 
 
 def test_the_module_that_the_job_names_is_found_there_and_so_is_what_it_imports(tmp_path):
-    (tmp_path / "job.toml").write_text(tiny_text(2, 2).replace("[model]", "[model]\nname = 'own:model'"))
+    (tmp_path / "job.toml").write_text(tiny_text(1, 1).replace("[model]", "[model]\nname = 'own:model'"))
     (tmp_path / "own.py").write_text(MODEL)
     (tmp_path / "helper.py").write_text("")
     done = slipstream(tmp_path, "train", "job.toml", "--method", "greedy")
@@ -65,7 +68,7 @@ def test_the_module_that_the_job_names_is_found_there_and_so_is_what_it_imports(
     ("own:model", "from runtime.speed import fast\n", "runtime")],
     ids=["named", "named, and loaded already", "imported", "imported, and ours", "imported, and not there in ours"])
 def test_two_modules_of_one_name_are_refused_with_both_files(name, model, clash, tmp_path):
-    (tmp_path / "job.toml").write_text(tiny_text(2, 2).replace("[model]", f"[model]\nname = '{name}'"))
+    (tmp_path / "job.toml").write_text(tiny_text(1, 1).replace("[model]", f"[model]\nname = '{name}'"))
     for file in ("own", "helper", clash):
         (tmp_path / f"{file}.py").write_text(model if file == name.partition(":")[0] else "")
     done = slipstream(tmp_path, "train", "job.toml", "--method", "greedy")

@@ -17,6 +17,7 @@ from planner import PlanOptions, normalised, parse_job, plan_job
 from planner.job.presets import preset
 from planner.progress import ProgressCallback
 from schedules.schedule import Worker
+from tests.patience import SECONDS
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"])
@@ -98,7 +99,7 @@ def until(throughput: float, samples: int) -> ProgressCallback:
     ("Slipstream, at once", lambda job, failed, progress: plan_job(job, failed, time_limit=30, progress=progress)),
     ("1F1B", lambda job, failed, _: plan_job(job, failed, method="1f1b")),
 ])
-def test_what_a_failure_costs(row, plan):
+def test_what_a_failure_costs(row, plan, steady_clock):
     """What is said is planned, or 2 % less than that: a search that is not over may end anywhere."""
     job = parse_job(preset("llama-3-8b"))
     for failed, said in zip(([], ONE, FIVE), samples(row), strict=True):
@@ -107,7 +108,7 @@ def test_what_a_failure_costs(row, plan):
         assert said * (1 - (0.002 if row == "1F1B" or not failed else 0.02)) <= found <= said * 1.02
 
 
-def test_what_dropping_a_replica_and_restarting_cost(tmp_path):
+def test_what_dropping_a_replica_and_restarting_cost(tmp_path, steady_clock):
     """The trace is the one that README writes, a day with 31 workers, or 27 for five."""
     job, trace = tmp_path / "job.toml", tmp_path / "trace.csv"
     job.write_text(preset("llama-3-8b"))
@@ -131,7 +132,7 @@ def test_losses_of_the_table():
             assert float(percent) == pytest.approx(100 * (1 - float(number) / whole), abs=0.8)
 
 
-def test_tutorial_prints_what_the_commands_print(tmp_path, monkeypatch):
+def test_tutorial_prints_what_the_commands_print(tmp_path, monkeypatch, steady_clock):
     """Every line in a text block that ends a `plan`: the same words, and numbers that are nearly the same."""
     monkeypatch.chdir(tmp_path)
     slipstream("new", "--preset", "llama-3-8b", "--out", "job.toml")
@@ -192,7 +193,7 @@ def test_formats_name_the_files_of_a_run(tmp_path):
     (tmp_path / "job.toml").write_text(SMALL)
     done = subprocess.run([sys.executable, "-m", "cli", "train", "job.toml", "--checkpoint-every", "1", "--out", "run"],
                           cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, capture_output=True,
-                          text=True, timeout=120, check=False)
+                          text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stderr
     saved = {f"checkpoints/iteration-N/{name}" for name in named_files("Checkpoint (folder)")}
     elsewhere = {"checkpoints/iteration-N/", "hugging-face/", ".running.json"}  # of other models; during a run

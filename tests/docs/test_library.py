@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import planner
+from tests.patience import SECONDS
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -18,7 +19,7 @@ def test_examples(tmp_path):
     assert len(blocks) >= 6
     program = tmp_path / "examples.py"
     program.write_text("\n".join(blocks))
-    done = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    done = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS,
                           env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("30.0 optimal\nstage 2 has no live worker")

@@ -82,7 +82,7 @@ def test_orders_of_torch_are_timed_and_judged(kind, ranks, chunks, microbatches,
     assert len(files) == (1 if kind == "Schedule1F1B" else 2) and not any(one.violations for one in judged)
     first, last = (judged[index].plan.schedule for index in (0, -1))
     assert first == last
-    best = plan_job(job, method="greedy").schedule
+    best = plan_job(job, method="greedy", time_limit=100).schedule  # its steps end far sooner
     assert best.lower_bound_ticks <= best.period_ticks <= first.period_ticks
     fused = kind in ("Schedule1F1B", "ScheduleInterleaved1F1B")
     assert first.backward == ("fused" if fused else "split")

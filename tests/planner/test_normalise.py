@@ -139,6 +139,6 @@ def test_too_many_failures_have_no_plan():
 def test_the_solver_refines_the_best_candidate():
     job = SMALL["memory"]
     fast = normal_form(job, 2, GREEDY).schedule
-    solved = normal_form(job, 2, msgspec.structs.replace(GREEDY, method="cp-sat", time_limit=5)).schedule
+    solved = normal_form(job, 2, msgspec.structs.replace(GREEDY, method="cp-sat", time_limit=2)).schedule
     assert check(solved) == [] and solved.period_ticks <= fast.period_ticks
     assert normal_form(job, 1, PlanOptions(method="1f1b")).schedule.backward == "fused"

@@ -3,6 +3,7 @@
 import pytest
 
 from runtime.processes.fork_server import ForkServer
+from tests.runtime.forked import own_fork_server
 
 
 @pytest.fixture(scope="session")
@@ -15,5 +16,5 @@ def fork_server():
 @pytest.fixture(scope="session")
 def other_fork_server():
     """That of another node."""
-    with ForkServer() as fork_server:
+    with own_fork_server() as fork_server:
         yield fork_server

@@ -1,25 +1,42 @@
 """Runs in which workers fail and come back, small enough for tests."""
 
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
 
 from cli.shared.rebalancing import Rebalancing
 from planner.job.file import Job
 from planner.options import PlanOptions
+from runtime.config import RunConfig
 from runtime.coordinator.planning import Held, Scheduler, Speeds
+from runtime.coordinator.recovery import Recovery
+from runtime.coordinator.slow_workers import SpeedEvent
+from runtime.events import Event
 from runtime.launch import Resilience, RunOptions, RunResult, run
+from runtime.model.checkpoint import latest, load
+from runtime.processes.fork_server import ForkServer
+from runtime.processes.stop_signals import RunStopped
 from runtime.protocol.failure_injection import Action, Injection, Place
 from schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
 from tests.jobs import grid
 from tests.runtime.pacing import UntilBack
-from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
+from tests.runtime.running import assert_same_numbers, judge, losses_in, schedule_for, tiny
 
 JOB = grid(2, 2, 2, more="optimizer = 1")
 WIDE = grid(3, 2, 2, more="optimizer = 1")
 CONFIG = tiny(iterations=6)
 LONG = tiny(iterations=50)
 """Long enough for a worker to be back before the end, also on a busy machine: `train` takes its time until then."""
-TIMEOUT_SECONDS = 2.5
-"""Without a heartbeat; shorter, and a busy machine loses workers that are well."""
+TIMEOUT_SECONDS = 30.0
+"""Without a heartbeat, where nobody falls silent: no worker that is well is lost, however busy the machine is."""
+SILENT_SECONDS = 4.0
+"""Without a heartbeat, where somebody is stopped, and all wait for so long."""
+GRACE_SECONDS = 120.0
+"""To write a last checkpoint."""
 
 
 def planned(job: Job, backward: BackwardMode = "split", optimizer: OptimizerMode = "staggered") -> Scheduler:
@@ -47,7 +64,8 @@ class Planning(Rebalancing):
 
 
 def train(injections, fork_server, out, *, job=JOB, config=CONFIG, modes=(),
-          progress: Callable[[int, float], None] | None = None, **resilience) -> RunResult:
+          progress: Callable[[int, float], None] | None = None, observe: Callable[[Event], None] = lambda _: None,
+          **resilience) -> RunResult:
     """Train with failures and compare with the fault-free run in one process."""
     scheduler, pace = planned(job, *modes), UntilBack(resilience.get("returns", ()))
 
@@ -56,12 +74,76 @@ def train(injections, fork_server, out, *, job=JOB, config=CONFIG, modes=(),
             progress(iteration, loss)
         pace.progress(iteration, loss)
 
-    given = Resilience(**{"scheduler": scheduler, "heartbeat_timeout_seconds": TIMEOUT_SECONDS,
-                          "injections": tuple(injections), **resilience})
-    result = run(scheduler(()), config, out=out, fork_server=fork_server, resilience=given, progress=paced,
-                 options=RunOptions(notify=pace.notify))
+    def seen(event: Event) -> None:
+        observe(event)
+        pace.observe(event)
+
+    result = run(scheduler(()), config, out=out, fork_server=fork_server, progress=paced,
+                 resilience=against(injections, **{"scheduler": scheduler, **resilience}),
+                 options=RunOptions(notify=pace.notify, observe=seen))
     assert_same_numbers(result, judge(config, job.microbatches, config.training.iterations))
     return result
+
+
+def against(injections: Sequence[Injection], **more) -> Resilience:
+    """What a run is given for these failures."""
+    silent = any(one.action == "stop" for one in injections)
+    return Resilience(**{"heartbeat_timeout_seconds": SILENT_SECONDS if silent else TIMEOUT_SECONDS,
+                         "injections": tuple(injections), **more})
+
+
+class Told:
+    """What a run has told so far. `happened` is asked after each iteration."""
+
+    def __init__(self, happened: Callable[["Told"], object]) -> None:
+        self._happened, self._stopping = happened, False
+        self.events: list[Event] = []
+        self.recoveries: list[Recovery] = []
+        self.speed_events: list[SpeedEvent] = []
+
+    def of(self, kind: type[Event], worker: Worker | None = None) -> list[Event]:
+        """The events of a kind; of a worker."""
+        return [one for one in self.events if isinstance(one, kind) and worker in (None, getattr(one, "worker", None))]
+
+    def notify(self, news: object) -> None:
+        if isinstance(news, Recovery):
+            self.recoveries.append(news)
+        elif isinstance(news, SpeedEvent):
+            self.speed_events.append(news)
+
+    def progress(self, *_: object) -> None:
+        if not self._stopping and self._happened(self):
+            self._stopping = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train_until(happened: Callable[[Told], object], fork_server: ForkServer, out: Path, *, job: Job = JOB,
+                config=CONFIG, injections: Sequence[Injection] = (), **resilience) -> Told:
+    """Train until something has happened, and compare the losses, and the last checkpoint, with one process.
+
+    It fails where that has not happened within the iterations of `config`: many, as nobody knows how busy the machine
+    is, and no more are run than are needed.
+    """
+    scheduler, told = planned(job), Told(happened)
+    given = against(injections, **{"scheduler": scheduler, "checkpoint_every": None, **resilience})
+    with pytest.raises(RunStopped):
+        run(scheduler(()), config, out=out, fork_server=fork_server, resilience=given, progress=told.progress,
+            options=RunOptions(notify=told.notify, observe=told.events.append, grace_seconds=GRACE_SECONDS))
+    assert_same_so_far(out, job, config)
+    return told
+
+
+def assert_same_so_far(out: Path, job: Job, config: RunConfig) -> None:
+    """The losses, and the parameters of the last checkpoint, of a run that was ended are those of one process."""
+    losses, checkpoint = losses_in(out), latest(out / "checkpoints")
+    assert checkpoint is not None and checkpoint.iteration == len(losses)
+    reference = judge(config, job.microbatches, len(losses))
+    assert losses == pytest.approx(reference.losses, rel=0, abs=1e-9)
+    layers = {int(name.partition(".")[0]) for name in reference.parameters}
+    found = {f"{layer}.{name.removeprefix('model.')}": tensor for layer, state in load(checkpoint, layers).items()
+             for name, tensor in state.items() if name.startswith("model.")}
+    for name, theirs in reference.parameters.items():
+        torch.testing.assert_close(found[name], theirs, rtol=0, atol=1e-9)
 
 
 def at(worker: str, iteration: int, place: Place = "A", action: Action = "kill") -> Injection:

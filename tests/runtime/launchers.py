@@ -6,25 +6,29 @@ import itertools
 import os
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from runtime.processes.fork_server import ForkServer
 from runtime.processes.fork_server_messages import ProcessSpec, load_target
+from runtime.protocol.authentication import VARIABLE
 
 NUMBERS = itertools.count()
-START_SECONDS = 60.0
+START_SECONDS = 240.0
+SECRET = "0123456789abcdef"
 
 
 class Launcher:
     """A process that calls `module:function` with words. As `subprocess.Popen`, as far as tests need that."""
 
-    def __init__(self, target: str, *words: object, log: Path) -> None:
+    def __init__(self, target: str, *words: object, log: Path | str, imports: Sequence[str] = ()) -> None:
         self._servant, name = servant(), str(next(NUMBERS))
         self._name, self._target = name, target
-        self.pid = self._servant.start(name, msgspec.json.encode([target, *map(str, words)]).decode(), log)
+        self.pid = self._servant.start(name, target, words, log, imports)
 
     def poll(self) -> int | None:
         """The exit status, or minus the signal; None while it lives."""
@@ -51,8 +55,11 @@ class Servant:
     def __init__(self) -> None:
         self._server, self._status = ForkServer(), dict[str, int]()
 
-    def start(self, name: str, task: str, log: Path) -> int:
-        self._server.start(ProcessSpec(name, f"{__name__}:launch", task, str(log), append=True))
+    def start(self, name: str, target: str, words: Sequence[object], log: Path | str, imports: Sequence[str]) -> int:
+        task = msgspec.json.encode([target, *map(str, words)]).decode()
+        module, _, _ = target.partition(":")
+        self._server.start(ProcessSpec(name, f"{__name__}:launch", task, str(log), append=True,
+                                       imports=(module, *imports)))  # once for all
         deadline = time.monotonic() + START_SECONDS
         while name not in self._server.pids:
             assert time.monotonic() < deadline and name not in self._status
@@ -82,5 +89,20 @@ def launch(task: bytes) -> int:
     """In the process."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # blocked in the fork server
     target, *words = msgspec.json.decode(task, type=list[str])
-    load_target(target)(*words)
+    return load_target(target)(*words) or 0
+
+
+def command(*words: str) -> int:
+    """`slipstream` with these words, and with the secret of tests; the exit status."""
+    from cli.start import main
+    from runtime import launch, node_agent
+    from tests.runtime.forked import fork_server_of_launcher
+
+    launch.ForkServer = node_agent.ForkServer = fork_server_of_launcher  # type: ignore[assignment, misc]
+    os.environ[VARIABLE] = SECRET
+    sys.argv[1:] = words
+    try:
+        main()
+    except SystemExit as ended:
+        return int(ended.code or 0)
     return 0

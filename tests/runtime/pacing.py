@@ -3,21 +3,71 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import pytest
+
+from runtime.coordinator.loss_file import LossFile
 from runtime.coordinator.recovery import Recovery
+from runtime.events import Event, FetchBegun
 from runtime.processes.process_manager import Return
 from schedules.schedule import Worker
 
-SLOWLY_SECONDS = 0.1
-"""A process is started, and has its layers, within some tens of iterations that take so long."""
+FIRST_SECONDS, GROWTH, MOST_SECONDS = 0.05, 1.25, 5.0
+"""Of the pauses between iterations: a process is started, and has its layers, within ten of them on an idle machine.
+Twenty-five of them are half a minute, for one that is busy."""
+
+
+HELD_SECONDS = 240.0
+
+
+class Pauses:
+    """Each is longer than the one before, until what is awaited has happened."""
+
+    def __init__(self) -> None:
+        self._seconds = FIRST_SECONDS
+
+    def wait(self, awaited: bool) -> None:
+        """To be called after each iteration."""
+        if awaited:
+            time.sleep(self._seconds)
+            self._seconds = min(GROWTH * self._seconds, MOST_SECONDS)
+        else:
+            self.restart()
+
+    def restart(self) -> None:
+        """Something else is awaited now."""
+        self._seconds = FIRST_SECONDS
+
+
+def after_each_iteration(monkeypatch: pytest.MonkeyPatch, progress: Callable[[int, float], None]) -> None:
+    """Have this called in runs that commands start in this process."""
+    write = LossFile.write
+
+    def written(file: LossFile, iteration: int, loss: float, *more: float | None) -> None:
+        write(file, iteration, loss, *more)
+        progress(iteration, loss)
+
+    monkeypatch.setattr(LossFile, "write", written)
+
+
+def hold_at(iteration: int, path: Path) -> None:
+    """Have the run of a command in this process wait after an iteration until a file is there."""
+    write = LossFile.write
+
+    def written(file: LossFile, number: int, loss: float, *more: float | None) -> None:
+        write(file, number, loss, *more)
+        deadline = time.monotonic() + HELD_SECONDS
+        while number == iteration and not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    LossFile.write = written  # type: ignore[method-assign]
 
 
 def slowly_until(happened: Callable[[], bool]) -> Callable[[int, float], None]:
     """To be called after each iteration."""
-    def progress(_: int, __: float) -> None:
-        if not happened():
-            time.sleep(SLOWLY_SECONDS)
-    return progress
+    pauses = Pauses()
+    return lambda _, __: pauses.wait(not happened())
 
 
 class UntilBack:
@@ -27,6 +77,7 @@ class UntilBack:
         self._left = Counter(one.worker for one in returns)
         self._due = {one.worker: one.iteration for one in reversed(returns)}
         self._down: set[Worker] = set()
+        self._pauses = Pauses()
 
     def notify(self, news: object) -> None:
         if isinstance(news, Recovery):
@@ -34,7 +85,12 @@ class UntilBack:
             self._down |= {*news.dead}
             self._left.subtract(news.returned)
             self._down -= {*news.returned}
+        elif str(news).endswith("before it took part"):
+            self._left[Worker.parse(str(news).split()[1])] -= 1
+
+    def observe(self, event: Event) -> None:
+        if isinstance(event, FetchBegun):
+            self._pauses.restart()
 
     def progress(self, iteration: int, _: float) -> None:
-        if any(self._left[worker] > 0 and self._due[worker] <= iteration for worker in self._down):
-            time.sleep(SLOWLY_SECONDS)
+        self._pauses.wait(any(self._left[worker] > 0 and self._due[worker] <= iteration for worker in self._down))

@@ -123,7 +123,7 @@ def free_port() -> int:
 
 def wait_until_gone(pids: Sequence[int]) -> None:
     """Wait a moment until processes have ended."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(alive(pid) for pid in pids):
         assert time.monotonic() < deadline, "workers are still there"
         time.sleep(0.02)

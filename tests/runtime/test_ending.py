@@ -15,7 +15,7 @@ from runtime.node_agent import join
 from runtime.processes.fork_server import ForkServer
 from runtime.processes.stop_signals import REPEATED_SECONDS, RunStopped
 from runtime.protocol.rendezvous import Rendezvous
-from tests.runtime.failing import JOB, TIMEOUT_SECONDS, dead, planned
+from tests.runtime.failing import GRACE_SECONDS, JOB, TIMEOUT_SECONDS, dead, planned
 from tests.runtime.running import assert_same_numbers, free_port, judge, log_of, schedule_for, tiny
 from tests.runtime.speaking import SECRET, own_job
 from tests.runtime.test_going_back import on_the_spot, saved
@@ -34,7 +34,7 @@ def newest(out: Path) -> int | None:
     return None if found is None else found.iteration
 
 
-def stopped(out: Path, fork_server: ForkServer, progress, *, every: int | None = None, grace: float = 20.0,
+def stopped(out: Path, fork_server: ForkServer, progress, *, every: int | None = None, grace: float = GRACE_SECONDS,
             notify=lambda _: None, **resilience) -> RunStopped:
     with pytest.raises(RunStopped) as caught:
         run(schedule_for(JOB), tiny(iterations=ENDLESS), out=out, fork_server=fork_server, progress=progress,
@@ -126,7 +126,7 @@ def test_a_signal_while_one_is_dead_and_none_can_go_on_in_time(fork_server, tmp_
         run(schedule_for(JOB), tiny(iterations=ENDLESS), out=tmp_path, fork_server=fork_server, progress=tell,
             options=RunOptions(grace_seconds=1.0),
             resilience=Resilience(scheduler=planned(JOB), checkpoint_every=None, heartbeat_timeout_seconds=60))
-    assert time.monotonic() - began[0] < 10 and fork_server.pids == {}
+    assert time.monotonic() - began[0] < 30 and fork_server.pids == {}
 
 
 def test_a_death_while_the_run_ends_loses_no_checkpoint(fork_server, tmp_path):
@@ -221,5 +221,5 @@ def test_a_node_whose_workers_leave(fork_server, other_fork_server, tmp_path):
     thread.start()
     options = RunOptions(nodes=2, rendezvous=rendezvous, secret=SECRET)
     result = trained(tmp_path / "lead", fork_server, tell, options)
-    thread.join(20)
+    thread.join(60)
     assert sorted(dead(result)) == ["1.0", "1.1"] and len(result.recoveries) == 1 and not errors

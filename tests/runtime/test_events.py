@@ -9,14 +9,16 @@ import msgspec
 import pytest
 
 from runtime.events import Event, Iteration, Kind, decode, decode_iteration
-from runtime.launch import Resilience, run
+from runtime.launch import Resilience, RunOptions, run
 from runtime.model.checkpoint import latest
-from runtime.processes.fork_server import ForkServer
 from runtime.processes.process_manager import Return
 from runtime.protocol.failure_injection import Injection
 from schedules.codec import read
 from schedules.schedule import Worker
 from tests.jobs import grid
+from tests.runtime.failing import against, planned
+from tests.runtime.forked import own_fork_server
+from tests.runtime.pacing import UntilBack
 from tests.runtime.running import metrics_in, schedule_for, tiny
 
 JOB = grid(2, 2, 2)
@@ -42,11 +44,12 @@ def lines(out, name="events.jsonl"):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Of a run that loses a worker and gets it back, and is then started again from its checkpoint."""
-    out = tmp_path_factory.mktemp("run")
-    with ForkServer() as fork_server:
-        result = run(schedule_for(JOB), tiny(), out=out, iterations=40, fork_server=fork_server, resilience=Resilience(
-            scheduler=lambda down: schedule_for(JOB, list(map(str, down))), checkpoint_every=20,
-            injections=(Injection(LOST, 5, 2),), returns=(Return(LOST, 7),)))
+    out, back = tmp_path_factory.mktemp("run"), (Return(LOST, 7),)
+    pace = UntilBack(back)
+    with own_fork_server() as fork_server:
+        result = run(schedule_for(JOB), tiny(), out=out, iterations=40, fork_server=fork_server,
+                     progress=pace.progress, options=RunOptions(notify=pace.notify), resilience=against(
+                         [Injection(LOST, 5, 2)], scheduler=planned(JOB), checkpoint_every=20, returns=back))
         assert [one.live for one in result.recoveries] == [3, 4]
         run(schedule_for(JOB), tiny(), out=out, iterations=43, fork_server=fork_server,
             resilience=Resilience(resume=latest(out / "checkpoints")))

@@ -27,7 +27,7 @@ def on_the_spot(job):
 def saved(out, *iterations):
     """Have the run wait, after each of these iterations, until the checkpoint of the state before it is complete."""
     def wait(iteration, _):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while iteration in iterations and iteration not in complete(out / "checkpoints"):
             assert time.monotonic() < deadline, "the checkpoint is not written"
             time.sleep(0.01)

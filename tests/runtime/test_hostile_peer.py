@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from runtime.coordinator.coordinator import Coordinator
-from runtime.launch import RunOptions, run
+from runtime.coordinator.recovery import Recovery
+from runtime.launch import Resilience, RunOptions, run
 from runtime.processes.fork_server import ForkServer
+from runtime.processes.stop_signals import RunStopped
 from runtime.protocol.authentication import (
     GREETING_BYTES,
     HELLO_BYTES,
@@ -46,16 +48,19 @@ from runtime.run_folder import left_behind
 from runtime.worker.layer_messages import LayerRequest, pack
 from schedules.schedule import Worker
 from tests.jobs import grid
+from tests.runtime.failing import GRACE_SECONDS, TIMEOUT_SECONDS, assert_same_so_far
 from tests.runtime.launchers import Launcher
-from tests.runtime.running import assert_same_numbers, judge, log_of, losses_in, schedule_for, tiny
+from tests.runtime.running import log_of, losses_in, schedule_for, tiny
 from tests.runtime.speaking import SECRET, be_asked, framed
 from tests.runtime.test_node_0_restart import LEAD, assert_right, killed
 
 JOB = grid(2, 2, 2, more="optimizer = 1")
-CONFIG = tiny(iterations=60)
+CONFIG = tiny(iterations=100_000)
 ABSENT = Worker(1, 1)
 OTHER = Secret(b"another secret, of a former run?")
-SOON = 20.0
+SOON = 60.0
+AFTERWARDS = 20
+"""Iterations."""
 Address = tuple[str, int]
 
 
@@ -77,23 +82,34 @@ class Victim:
         monkeypatch.setattr(Coordinator, "ready", watch)
 
     def suffer(self, attack: Callable[["Victim"], None], secret: Secret | None = SECRET):
-        """Its numbers are those of one process, and nobody was lost."""
-        thread = threading.Thread(target=self._attack, args=(attack,))
+        """Its numbers are those of one process, and nobody was lost. It is ended some time after the attack is over."""
+        thread, left = threading.Thread(target=self._attack, args=(attack,)), [AFTERWARDS]
 
         def begin(iteration: int, _: float) -> None:
             if iteration == 1:
                 thread.start()
+            elif iteration > 1 and not thread.is_alive():
+                left[0] -= 1
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGTERM)
 
         def announce(opened) -> None:
             self.control = opened.host, opened.port
 
-        result = run(schedule_for(JOB, [str(ABSENT)]), CONFIG, out=self._out, progress=begin,
-                     fork_server=self._fork_server, options=RunOptions(
-                         announce=announce, secret=secret, notify=lambda news: self.said.append(str(news))))
+        recoveries = []
+
+        def tell(news: object) -> None:
+            self.said.append(str(news))
+            recoveries.extend([news] if isinstance(news, Recovery) else [])
+
+        with pytest.raises(RunStopped):
+            run(schedule_for(JOB, [str(ABSENT)]), CONFIG, out=self._out, progress=begin, fork_server=self._fork_server,
+                resilience=Resilience(checkpoint_every=None, heartbeat_timeout_seconds=TIMEOUT_SECONDS),
+                options=RunOptions(announce=announce, secret=secret, grace_seconds=GRACE_SECONDS, notify=tell))
         thread.join(SOON)
         assert not thread.is_alive() and not self.errors, self.errors
-        assert result.recoveries == ()
-        assert_same_numbers(result, judge(CONFIG, JOB.microbatches, 60))
+        assert not recoveries
+        assert_same_so_far(self._out, JOB, CONFIG)
 
     def _attack(self, attack: Callable[["Victim"], None]) -> None:
         try:

@@ -1,15 +1,15 @@
 """Models by name: the numbers of transformers' own training, from its files to its files, with failures in between."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
+from cli.app import app
 from runtime.config import ConfigError, RunConfig, parse_run_config
 from runtime.launch import HUGGING_FACE, Resilience, run
 from runtime.model.checkpoint import difference, identity_of
@@ -129,15 +129,15 @@ def test_a_checkpoint_is_exported_by_the_command(pretrained, fork_server, tmp_pa
         resilience=Resilience(checkpoint_every=2))
     assert (tmp_path / "run" / HUGGING_FACE / "tokenizer.json").exists()
     checkpoint = tmp_path / "run" / "checkpoints" / "iteration-2"
-    command = [sys.executable, "-m", "cli", "export", str(checkpoint), "--to", "hugging-face", str(tmp_path / "two")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stderr.splitlines() == [f"iteration 2 written to {tmp_path / 'two'}"]
+    command = ["export", str(checkpoint), "--to", "hugging-face", str(tmp_path / "two")]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0 and done.stderr.splitlines() == [f"iteration 2 written to {tmp_path / 'two'}"]
     tokens = load_corpus(config).batch(Microbatch(9, 0, 0), 1, 16)[0]
     alone = train_alone(folder, config, 2)[1]
     with torch.no_grad():
         torch.testing.assert_close(loaded(tmp_path / "two")(tokens).logits, alone(tokens).logits, rtol=0, atol=1e-9)
-    again = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert again.returncode == 2 and "something is there already" in again.stderr
+    again = CliRunner().invoke(app, command)
+    assert again.exit_code == 2 and "something is there already" in again.stderr
 
 
 class Padded(NamedTuple):

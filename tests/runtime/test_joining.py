@@ -3,21 +3,21 @@
 import os
 import signal
 import sys
-import threading
 
 import pytest
 from msgspec.structs import replace
 
-from runtime.processes.fork_server import ForkServer
+from runtime.events import FetchBegun
 from runtime.processes.process_manager import Return
 from schedules.schedule import Worker
 from tests.runtime.failing import JOB, LONG, WIDE, at, dead, returned, train
+from tests.runtime.forked import own_fork_server
 from tests.runtime.model.test_steps import OFTEN, RARELY, SAME, SPIKY
 from tests.runtime.running import tiny
 
 BACK = Worker(0, 0)
-SLOWLY = 100e3
-"""Bytes a second at which the state of a stage takes about a second, and an iteration milliseconds."""
+SLOWLY = 60e3
+"""Bytes a second at which the state of a stage takes about two seconds, and an iteration milliseconds."""
 EVER = range(3, LONG.training.iterations)
 
 
@@ -44,9 +44,9 @@ def test_steps_that_are_not_made_are_not_made_by_who_follows_either(tmp_path, mo
     monkeypatch.delitem(sys.modules, "spiky_model", raising=False)
     plain = tiny(iterations=LONG.training.iterations, skip_nonfinite=True, clip_norm=OFTEN)
     config = replace(plain, model=replace(plain.model, name="spiky_model:SpikyGPT"))
-    with ForkServer() as fork_server:
+    with own_fork_server() as fork_server:
         result = train([at("0.0", 2)], fork_server, tmp_path, job=WIDE, config=config, returns=(Return(BACK, 3),),
-                       fetch_bytes_per_second=4 * SLOWLY)
+                       fetch_bytes_per_second=8 * SLOWLY)
     assert returned(result) == ["0.0"]
 
 
@@ -88,18 +88,19 @@ def test_who_comes_in_fails_before_it_is_in(place, action, fork_server, tmp_path
 
 @pytest.mark.parametrize("worker", ["0.1", "2.0"])
 def test_another_dies_while_layers_are_fetched(worker, fork_server, tmp_path):
-    """By the clock: the fetch takes about a second."""
-    def kill():
-        os.kill(fork_server.pids[worker], signal.SIGKILL)
+    """After two iterations meanwhile."""
+    begun = []
+
+    def observe(event):
+        if isinstance(event, FetchBegun):
+            begun.append(event)
 
     def progress(iteration, _):
-        if iteration > 3 and str(BACK) in fork_server.pids and not timers:  # born again
-            timers.append(threading.Timer(0.6, kill))
-            timers[0].start()
+        if begun and iteration == begun[0].iteration + 1:
+            os.kill(fork_server.pids[worker], signal.SIGKILL)
 
-    timers: list[threading.Timer] = []
     result = train([at("0.0", 2)], fork_server, tmp_path, job=WIDE, config=LONG, returns=(Return(BACK, 3),),
-                   fetch_bytes_per_second=SLOWLY, progress=progress)
+                   fetch_bytes_per_second=SLOWLY, progress=progress, observe=observe)
     assert dead(result) == ["0.0", worker] and returned(result) == ["0.0"]
 
 

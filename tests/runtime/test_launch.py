@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from runtime.config import ConfigError
-from runtime.launch import RunError, RunOptions, run
+from runtime.launch import Resilience, RunError, RunOptions, run
 from runtime.node_agent import join
 from runtime.processes.fork_server import ForkServer
 from runtime.protocol.rendezvous import Rendezvous, RendezvousError, host_store
@@ -89,8 +89,9 @@ def test_a_killed_worker_ends_the_run_at_once_with_its_name(fork_server, tmp_pat
 
     times = []
     with pytest.raises(RunError, match=r"^worker 1\.0 was killed by SIGKILL; \d+ iterations are committed") as caught:
-        run(schedule_for(JOB), tiny(), out=tmp_path, iterations=10_000, fork_server=fork_server, progress=kill)
-    assert time.monotonic() - times[0] < 5
+        run(schedule_for(JOB), tiny(), out=tmp_path, iterations=10_000, fork_server=fork_server, progress=kill,
+            resilience=Resilience(heartbeat_timeout_seconds=120))
+    assert time.monotonic() - times[0] < 30, "nobody is waited for"
     assert fork_server.pids == {}
     committed = [json.loads(line)["iteration"] for line in (tmp_path / "losses.jsonl").read_text().splitlines()]
     assert committed == list(range(len(committed))) and len(committed) >= 4
@@ -148,7 +149,7 @@ def test_two_nodes(fork_server, other_fork_server, tmp_path):
     other = Joining(rendezvous, other_fork_server, tmp_path)  # both write into one folder, as on a shared disk
     result = run(schedule_for(JOB, failed), tiny(), out=tmp_path,
                  options=RunOptions(nodes=2, rendezvous=rendezvous, secret=SECRET), fork_server=fork_server)
-    other.thread.join(10)
+    other.thread.join(60)
     assert other.error is None and not other.thread.is_alive()
     assert_same_numbers(result, judge(tiny(), JOB.microbatches))
     assert {path.stem for path in (tmp_path / "logs").iterdir()} == {"worker-0.0", "worker-0.1", "worker-1.1"}
@@ -165,7 +166,7 @@ def test_a_failure_on_one_node_ends_all(fork_server, other_fork_server, tmp_path
     with pytest.raises(RunError, match=r"^worker 1\.1 was killed by SIGKILL"):
         run(schedule_for(JOB), tiny(), out=tmp_path / "lead", fork_server=fork_server, iterations=10_000,
             options=RunOptions(nodes=2, rendezvous=rendezvous, secret=SECRET), progress=kill)
-    other.thread.join(10)
+    other.thread.join(60)
     assert str(other.error).startswith("worker 1.1 was killed by SIGKILL")
     assert other_fork_server.pids == fork_server.pids == {}
 

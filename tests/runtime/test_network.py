@@ -1,9 +1,9 @@
 """Nodes with addresses of their own, in Linux network namespaces joined by a bridge, one of which is cut off."""
 
 import contextlib
+import ctypes
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.running import command_environment, judge_of_text, losses_in, tiny_text
+from tests.runtime.launchers import Launcher, command
+from tests.runtime.pacing import hold_at
+from tests.runtime.running import judge_of_text, losses_in, tiny_text
 
 NODES = 3
+CLONE_NEWNET = 0x40000000
 JOB = tiny_text(pipelines=3, iterations=30)
 CUT_AFTER = 4
-"""Iterations committed before a node is cut off."""
+"""The last iteration before a node is cut off."""
 
 
 def ip(*words: str) -> None:
@@ -70,36 +73,44 @@ def network() -> Iterator[Network]:
         yield made
 
 
+def command_in(namespace: str, cut: str, *words: str) -> int:
+    """`slipstream` with these words, in a network namespace; it waits for the file that says that a node is cut off."""
+    hold_at(CUT_AFTER, Path(cut))
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path(f"/var/run/netns/{namespace}").open() as file:
+        if libc.setns(file.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"no namespace {namespace}")
+    return command(*words)
+
+
 @contextlib.contextmanager
-def nodes(network: Network, folder: Path, options: Sequence[str]) -> Iterator[list["subprocess.Popen[bytes]"]]:
+def nodes(network: Network, folder: Path, options: Sequence[str]) -> Iterator[list[Launcher]]:
     """One `slipstream train` a node; none is left at the end."""
     started = []
     try:
         for node in range(NODES):
-            command = ["ip", "netns", "exec", network.name(node), sys.executable, "-m", "cli", "train",
-                       str(folder / "job.toml"), "--out", str(folder / f"out{node}"), "--nodes", str(NODES),
-                       "--node", str(node), "--rendezvous", f"{network.address(0)}:29500", *options]
-            started.append(subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                stderr=(folder / f"node{node}.log").open("wb"), cwd=folder,
-                env=command_environment()))
+            started.append(Launcher(
+                f"{__name__}:command_in", network.name(node), folder / "cut", "train", folder / "job.toml", "--out",
+                folder / f"out{node}", "--nodes", NODES, "--node", node, "--rendezvous",
+                f"{network.address(0)}:29500", *options, log=folder / f"node{node}.log"))
         yield started
     finally:
         for process in started:
-            process.send_signal(signal.SIGKILL)
-            process.wait(20)
+            process.kill()
+            process.wait(60)
 
 
 def test_a_node_that_is_cut_off_is_given_up_and_the_others_go_on(network, tmp_path):
     (tmp_path / "job.toml").write_text(JOB)
     with nodes(network, tmp_path, ["--method", "greedy", "--heartbeat-timeout", "3"]) as processes:
-        deadline = time.monotonic() + 150
-        while len(losses_in(tmp_path / "out0")) < CUT_AFTER:
+        deadline = time.monotonic() + 240
+        while len(losses_in(tmp_path / "out0")) <= CUT_AFTER:
             assert processes[0].poll() is None and time.monotonic() < deadline, (tmp_path / "node0.log").read_text()
             time.sleep(0.005)
         network.cut(2)
-        assert processes[0].wait(150) == 0, (tmp_path / "node0.log").read_text()
-        assert processes[1].wait(30) == 0, (tmp_path / "node1.log").read_text()
+        (tmp_path / "cut").touch()
+        assert processes[0].wait(240) == 0, (tmp_path / "node0.log").read_text()
+        assert processes[1].wait(120) == 0, (tmp_path / "node1.log").read_text()
     said = (tmp_path / "node0.log").read_text()
     assert "worker 2.0" in said and "worker 2.1" in said and "runs on 4 workers" in said
     assert losses_in(tmp_path / "out0") == pytest.approx(judge_of_text(JOB).losses, rel=0, abs=1e-9)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from runtime.coordinator.commit_log import CommitLog
-from runtime.launch import Resilience, RunOptions, run
+from runtime.launch import RunOptions, run
 from runtime.node_agent import join
 from runtime.processes.process_manager import Return
 from runtime.protocol.failure_injection import Injection
@@ -20,7 +20,8 @@ from runtime.protocol.to_coordinator import Ran
 from runtime.protocol.to_worker import Factor
 from runtime.run_folder import left_behind
 from schedules.schedule import Worker
-from tests.runtime.failing import JOB, TIMEOUT_SECONDS
+from tests.runtime.failing import JOB, against
+from tests.runtime.forked import fork_server_of_launcher
 from tests.runtime.launchers import Launcher
 from tests.runtime.running import (
     below,
@@ -84,20 +85,23 @@ def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "
         injections, returns = [Injection(Worker(1, 0), 2, 0)], [Return(Worker(1, 0), 3)]
     elif place == "failing later":
         injections = [Injection(Worker(1, 0), 20, "A", "cut")]
-    result = run(scheduler(()), config, out=Path(out), progress=progress, options=RunOptions(
-        nodes=int(nodes), rendezvous=Rendezvous("127.0.0.1", int(port)) if int(port) else None,
-        secret=SECRET if int(nodes) > 1 or secret else None, force=place == "anew",
-        notify=lambda news: print(news, file=sys.stderr, flush=True)),
-        resilience=Resilience(scheduler=scheduler, heartbeat_timeout_seconds=TIMEOUT_SECONDS,
-                              injections=tuple(injections), returns=tuple(returns), fetch_bytes_per_second=50e3,
-                              coordinator_timeout_seconds=float(timeout)))
+    with fork_server_of_launcher() as fork_server:
+        result = run(scheduler(()), config, out=Path(out), progress=progress, fork_server=fork_server,
+                     options=RunOptions(
+                         nodes=int(nodes), rendezvous=Rendezvous("127.0.0.1", int(port)) if int(port) else None,
+                         secret=SECRET if int(nodes) > 1 or secret else None, force=place == "anew",
+                         notify=lambda news: print(news, file=sys.stderr, flush=True)),
+                     resilience=against(injections, scheduler=scheduler, returns=tuple(returns),
+                                        fetch_bytes_per_second=50e3, coordinator_timeout_seconds=float(timeout)))
     print(result.parameter_digest, *(one.reasons for one in result.recoveries))
 
 
 def follow(out: str, port: str, clip: str, timeout: str = "240") -> None:
     config = tiny(iterations=ITERATIONS, clip_norm=float(clip) if clip else None)
-    join(Rendezvous("127.0.0.1", int(port)), replace(own_job(JOB, config), coordinator_timeout_seconds=float(timeout)),
-         node=1, nodes=2, out=Path(out), notify=lambda news: print(news, file=sys.stderr, flush=True))
+    own = replace(own_job(JOB, config), coordinator_timeout_seconds=float(timeout))
+    with fork_server_of_launcher() as fork_server:
+        join(Rendezvous("127.0.0.1", int(port)), own, node=1, nodes=2, out=Path(out), fork_server=fork_server,
+             notify=lambda news: print(news, file=sys.stderr, flush=True))
 
 
 def started(out: Path, process: Launcher, log: Path, losses: int = 1) -> None:
@@ -180,7 +184,7 @@ def test_on_two_nodes_the_others_hold_still(machine, tmp_path):
         for pid in held:
             os.kill(pid, signal.SIGKILL)
     second = Launcher(LEAD, out, port, 2, "", "", log=log)
-    assert second.wait(240) == 0 and node.wait(60) == 0, log.read_text() + other.read_text()
+    assert second.wait(240) == 0 and node.wait(240) == 0, log.read_text() + other.read_text()
     told = log.read_text()
     assert f"node 0 goes on with the {2 if machine else 4} workers" in told, told
     assert "Traceback" not in told + other.read_text(), told + other.read_text()
@@ -200,7 +204,7 @@ def test_a_node_that_is_started_with_a_new_node_0_that_finds_nobody_joins_it_aga
     killed(first, log)
     node = Launcher(FOLLOW, out, port, "", log=other)
     second = Launcher(LEAD, out, port, 2, "anew", "", log=log)
-    assert second.wait(240) == 0 and node.wait(60) == 0, log.read_text() + other.read_text()
+    assert second.wait(240) == 0 and node.wait(240) == 0, log.read_text() + other.read_text()
     assert "starts with iteration 0" in log.read_text() and "joins node 0 again" in other.read_text()
     assert_right(out)
 
@@ -212,6 +216,6 @@ def test_where_nobody_comes_all_end(tmp_path):
     started(out, first, log)
     pids = [*below(first.pid), *below(node.pid)]
     killed(first, log)
-    assert node.wait(60) == 1
+    assert node.wait(240) == 1
     assert "no other one came within 3 s" in other.read_text(), other.read_text()
     wait_until_gone(pids)

@@ -17,8 +17,10 @@ from runtime.processes.process_manager import Return
 from runtime.protocol.rendezvous import Rendezvous
 from schedules import codec
 from schedules.schedule import Worker
-from tests.runtime.failing import JOB, LONG, TIMEOUT_SECONDS, dead, planned, returned, train
+from tests.runtime.failing import JOB, LONG, SILENT_SECONDS, TIMEOUT_SECONDS, dead, planned, returned, train
+from tests.runtime.forked import fork_server_of_launcher
 from tests.runtime.launchers import Launcher
+from tests.runtime.pacing import Pauses
 from tests.runtime.running import (
     assert_same_numbers,
     below,
@@ -32,15 +34,15 @@ from tests.runtime.running import (
 )
 from tests.runtime.speaking import SECRET, own_job
 
-CONFIG = tiny(iterations=150)
-SLOWLY_SECONDS = 0.2
-"""An iteration is made to take so long until a node is back, which takes many seconds on a busy machine."""
+CONFIG = tiny(iterations=80)
 
 
 def follow(port: str, out: str) -> None:
     """Node 1."""
-    join(Rendezvous("127.0.0.1", int(port)), own_job(JOB, CONFIG), node=1, nodes=2, out=Path(out),
-         join_timeout_seconds=60, notify=lambda text: print(text, file=sys.stderr, flush=True))
+    with fork_server_of_launcher() as fork_server:
+        join(Rendezvous("127.0.0.1", int(port)), own_job(JOB, CONFIG), node=1, nodes=2, out=Path(out),
+             fork_server=fork_server, join_timeout_seconds=240,
+             notify=lambda text: print(text, file=sys.stderr, flush=True))
 
 
 class Node:
@@ -59,7 +61,7 @@ class Node:
     def close(self) -> None:
         for process in self.processes:
             process.kill()
-            process.wait(20)
+            process.wait(60)
 
 
 @pytest.fixture
@@ -69,18 +71,19 @@ def node(tmp_path):
     made.close()
 
 
-def lead(node: Node, fork_server: ForkServer, out: Path, progress) -> RunResult:
+def lead(node: Node, fork_server: ForkServer, out: Path, progress, timeout: float = TIMEOUT_SECONDS) -> RunResult:
     news: list[object] = []
+    pauses = Pauses()
 
     def slowly(iteration: int, loss: float) -> None:
         progress(iteration, loss)
-        if iteration > 10 and not any(isinstance(one, Recovery) and one.returned for one in news):
-            time.sleep(SLOWLY_SECONDS)
+        back = {worker for one in news if isinstance(one, Recovery) for worker in one.returned}
+        pauses.wait(iteration > 10 and len(back) < 2)
 
     result = run(schedule_for(JOB), CONFIG, out=out, fork_server=fork_server, progress=slowly,
                  options=RunOptions(nodes=2, rendezvous=Rendezvous("127.0.0.1", node.port), secret=SECRET,
                                     notify=news.append),
-                 resilience=Resilience(scheduler=planned(JOB), heartbeat_timeout_seconds=TIMEOUT_SECONDS))
+                 resilience=Resilience(scheduler=planned(JOB), heartbeat_timeout_seconds=timeout))
     assert_same_numbers(result, judge(CONFIG, JOB.microbatches, CONFIG.training.iterations))
     return result
 
@@ -99,7 +102,7 @@ def test_a_node_whose_launcher_is_killed_and_started_again_gets_its_workers_back
     node.start()
     result = lead(node, fork_server, out, progress)
     assert sorted(dead(result)) == sorted(returned(result)) == ["1.0", "1.1"]
-    assert node.processes[1].wait(20) == 0
+    assert node.processes[1].wait(120) == 0
     assert "Traceback" not in node.log.read_text()
     assert {path.name for path in (out / "parameters").iterdir()} == {f"layer-000{layer}.safetensors"
                                                                       for layer in range(4)}
@@ -120,7 +123,7 @@ def test_a_second_launcher_of_a_node_waits_until_the_first_is_missed(node, fork_
 
     node.start()
     try:
-        result = lead(node, fork_server, tmp_path / "lead", progress)
+        result = lead(node, fork_server, tmp_path / "lead", progress, SILENT_SECONDS)
     finally:
         node.close()
         for pid in stopped:  # the fork server sees then that its launcher is gone
@@ -170,7 +173,7 @@ class Pipe:
         self.said = b""
 
     def read_until(self, happened) -> None:
-        deadline, more = time.monotonic() + 60, None
+        deadline, more = time.monotonic() + 240, None
         while not happened(more):
             assert time.monotonic() < deadline, self.said
             time.sleep(0.01)

@@ -15,7 +15,7 @@ from runtime.model.data import Microbatch, load_corpus
 from runtime.model.holding import build_holding
 from runtime.model.layers import model_for
 from runtime.model.slices import SliceRunner
-from runtime.processes.fork_server import ForkServer
+from tests.runtime.forked import own_fork_server
 from tests.runtime.running import assert_same_numbers, judge, schedule_for
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "own-model.md"
@@ -52,7 +52,7 @@ def test_llama_trains_as_in_one_process(here, transformers) -> None:
     job = parse_job(blocks("toml")[0])
     config = parse_run_config({**job.model, "blocks": 2, "width": 32, "context": 16}, job.training, iterations=5,
                               device="cpu", data="my_data:Data")
-    with ForkServer() as fork_server:
+    with own_fork_server() as fork_server:
         result = run(schedule_for(job, ["1.1"]), config, out=here / "out", fork_server=fork_server)
     assert_same_numbers(result, judge(config, job.microbatches, 5))
     assert result.losses[-1] < result.losses[0]

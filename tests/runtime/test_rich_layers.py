@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from cli.shared.failure_schedules import scheduler
-from planner.options import PlanOptions
-from planner.plan import plan_only
 from runtime.config import RunConfig, parse_run_config
 from runtime.launch import Resilience, run
 from runtime.model.calling import adding_losses
@@ -30,9 +28,10 @@ from runtime.tools.reference import reference_run
 from runtime.worker.speed_test import measure_slice
 from schedules.schedule import Worker
 from tests.jobs import grid
-from tests.runtime.failing import at, dead, returned
+from tests.runtime.failing import at, dead, returned, train
 from tests.runtime.rich_model import Data, Model
 from tests.runtime.running import assert_same_evaluations, assert_same_numbers, judge, schedule_for
+from tests.runtime.test_routes import cut_anew
 
 LINEAR = grid(2, 4, 4, more="optimizer = 1\n[placement]\nlayers = [2, 2, 2, 2]")
 V = grid(2, 2, 3, more="[placement]\norder = 'v'\nchunks = 2\nlayers = [2, 2, 2, 2]")
@@ -107,17 +106,10 @@ def test_layers_of_all_kinds(job, failed, backward, training, fork_server, tmp_p
 @pytest.mark.parametrize("shard_optimizer", [False, True])
 def test_deaths_moves_and_returns(shard_optimizer, fork_server, tmp_path):
     """Each schedule cuts the layers anew: what layers share comes together on a worker, and parts again."""
-    config = rich(iterations=60, clip_norm=1.6, shard_optimizer=shard_optimizer)
-    options, used = PlanOptions(layers="move", method="greedy", time_limit=1.0), {}
-
-    def moved(down):
-        return used.setdefault(down, plan_only(options, LINEAR, down).schedule)
-
     kills = [("1.0", 1, 3), ("0.3", 3, "A"), ("1.1", 5, "O")]
-    result = run(moved(()), config, out=tmp_path, fork_server=fork_server, resilience=Resilience(
-        scheduler=moved, injections=tuple(at(*kill) for kill in kills), checkpoint_every=20,
-        returns=tuple(Return(Worker.parse(kill[0]), 8) for kill in kills)))
-    assert_same_numbers(result, judge(config, LINEAR.microbatches, 60))
+    result = train([at(*kill) for kill in kills], fork_server, tmp_path, job=LINEAR, scheduler=cut_anew(LINEAR),
+                   config=rich(iterations=40, clip_norm=1.6, shard_optimizer=shard_optimizer), checkpoint_every=20,
+                   returns=tuple(Return(Worker.parse(kill[0]), 8) for kill in kills))
     assert dead(result) == [kill[0] for kill in kills] and returned(result)
 
 

@@ -11,17 +11,17 @@ from planner.layout.candidates import candidates
 from planner.model.assemble import build_schedule
 from planner.model.for_layout import layout_problem
 from planner.model.from_layout import problem_of_layout
-from planner.options import Layers, PlanOptions
-from planner.plan import plan_only
+from planner.options import Layers
 from planner.search.budget import Budget
 from planner.search.solve import solve
 from runtime.config import RunConfig, parse_run_config
+from runtime.coordinator.planning import Scheduler
 from runtime.launch import run
 from runtime.processes.process_manager import Return
 from schedules.schedule import BackwardMode, OpKind, OptimizerMode, Schedule, Worker
 from tests.jobs import grid
 from tests.runtime.failing import at, dead, returned, train
-from tests.runtime.running import assert_same_numbers, judge
+from tests.runtime.running import assert_same_numbers, judge, schedule_for
 
 LINEAR = grid(2, 4, 4, more="optimizer = 1\n[placement]\nlayers = [2, 2, 2, 2]")
 V = grid(3, 2, 4, more="[placement]\norder = 'v'\nchunks = 2\nlayers = [2, 2, 2, 2]")
@@ -54,6 +54,23 @@ def reduces_early(schedule: Schedule) -> bool:
     """Whether somebody reduces gradients between ops that compute."""
     kinds = [[op.kind for op in program] for program in schedule.programs]
     return any(OpKind.A in ops and set(ops[ops.index(OpKind.A):]) - {OpKind.A, OpKind.O} for ops in kinds)
+
+
+def moves(schedule: Schedule) -> bool:
+    """Whether somebody holds other layers than those of its stage."""
+    return any(map(schedule.holds_others, schedule.seats))
+
+
+def cut_anew(job: Job, used: dict[tuple[Worker, ...], Schedule] | None = None) -> Scheduler:
+    """Schedules that cut the layers anew for each failure, the first way that comes; all that were asked for."""
+    known = {} if used is None else used
+
+    def scheduler(down: tuple[Worker, ...]) -> Schedule:
+        if down not in known:
+            known[down] = first(job, list(down), moves) if down else schedule_for(job)
+        return known[down]
+
+    return scheduler
 
 
 def first(job: Job, failed: list[Worker], what: Callable[[Schedule], bool], **modes) -> Schedule:
@@ -92,14 +109,10 @@ def test_slices_and_work_that_is_shed(backward, fork_server, tmp_path):
     [("1.0", 1, "reported"), ("0.3", 3, 9)]])
 def test_from_one_cut_to_another_and_back(kills, fork_server, tmp_path):
     """Each schedule cuts the layers anew; whoever comes back takes its own from those who have them then."""
-    config = eight_layers(iterations=45, clip_norm=1.6)
-    options, used = PlanOptions(layers="move", method="greedy", time_limit=SECONDS), {}
-
-    def moved(down):
-        return used.setdefault(down, plan_only(options, LINEAR, down).schedule)
-
-    result = train([at(*kill) for kill in kills], fork_server, tmp_path, job=LINEAR, config=config, scheduler=moved,
-                   heartbeat_timeout_seconds=5.0, returns=tuple(Return(Worker.parse(kill[0]), 6) for kill in kills))
+    used = {}
+    result = train([at(*kill) for kill in kills], fork_server, tmp_path, job=LINEAR,
+                   config=eight_layers(iterations=45, clip_norm=1.6), scheduler=cut_anew(LINEAR, used),
+                   returns=tuple(Return(Worker.parse(kill[0]), 6) for kill in kills))
     names = [kill[0] for kill in kills]
     assert dead(result) == names and sorted(returned(result)) == sorted(names)
-    assert sum(any(map(one.holds_others, one.seats)) for one in used.values()) >= 2, "nothing has moved"
+    assert sum(map(moves, used.values())) >= 2, "nothing has moved"

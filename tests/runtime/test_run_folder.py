@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import at, train
 from tests.runtime.model.test_checkpoint import IDENTITY, assert_same, share, states, write
+from tests.runtime.pacing import Pauses
 from tests.runtime.running import assert_same_numbers, command_environment, judge, schedule_for, tiny
 
 JOB = grid(2, 2, 2)
@@ -180,14 +182,13 @@ def writing(folder: Path, out: Path) -> None:
     LossFile(out / "losses.jsonl", 1, None)
 
 
-def prepared(out: Path) -> Path:
+def prepared(out: Path) -> None:
     """Two checkpoints, and half of a third one, with a layer that was saved twice."""
     folder = out / "checkpoints"
     for iteration in (10, 20):
         write(folder, iteration, states(iteration))
     for seed in (2, 3):
         save(folder, 30, share(states(seed), 0), IDENTITY).wait()
-    return folder
 
 
 def whole(out: Path) -> set[str]:
@@ -205,10 +206,12 @@ def whole(out: Path) -> set[str]:
 @pytest.mark.skipif(sys.platform != "linux", reason="forks a process with torch in it")
 def test_writers_killed_at_any_step_leave_nothing_behind(tmp_path_factory):
     """The next start removes it, and so does the end of a run; no checkpoint that was complete is harmed."""
-    number, found = 0, set()
+    number, found, before = 0, set(), tmp_path_factory.mktemp("before")
+    prepared(before)
     while True:
         out = tmp_path_factory.mktemp("killed")
-        folder = prepared(out)
+        shutil.copytree(before, out, dirs_exist_ok=True)
+        folder = out / "checkpoints"
         more = killed(out, number, lambda folder=folder, out=out: writing(folder, out))
         newest = latest(folder, IDENTITY)
         assert newest is not None and newest.iteration in (20, 30)
@@ -243,8 +246,11 @@ def test_checkpoints_are_saved_as_often_as_they_cost_little(fork_server, tmp_pat
     began = time.monotonic()
     seen = set()
 
-    def progress(*_: object) -> None:
+    pauses = Pauses()
+
+    def progress(iteration: int, _: float) -> None:
         seen.update(path.name for path in (tmp_path / "checkpoints").glob("iteration-*"))
+        pauses.wait(iteration > 90 and len(seen) < 2)
 
     result = train([at("0.0", 60)], fork_server, tmp_path, config=tiny(iterations=120), progress=progress,
                    checkpoint_every=None, returns=(Return(Worker(0, 0), 70),))

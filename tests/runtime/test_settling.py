@@ -4,26 +4,26 @@ import pytest
 
 from runtime.coordinator.settling import Settling
 from runtime.events import FetchAbandoned, HandedOver, OrderGiven, SettlingChosen
-from runtime.launch import Resilience, RunOptions, run
+from runtime.launch import RunOptions, run
 from runtime.processes.process_manager import Return
 from schedules.schedule import Worker
-from tests.runtime.failing import Planning, at, dead, planned, returned
+from tests.runtime.failing import Planning, against, at, dead, planned, returned
 from tests.runtime.pacing import UntilBack, slowly_until
 from tests.runtime.running import assert_same_evaluations, assert_same_numbers, judge
 from tests.runtime.test_routes import LINEAR, eight_layers
 
 CONFIG, SHORT = (eight_layers(iterations=number, clip_norm=1.6, evaluate_every=10, validation_text=__file__)
-                 for number in (100, 20))
+                 for number in (60, 30))
 
 
 def train(injections, fork_server, out, *, returns=(), mtbf=None, rate=None, config=CONFIG):
     events = []
     scheduler, planning = planned(LINEAR), Planning(LINEAR)
-    given = Resilience(scheduler=scheduler, heartbeat_timeout_seconds=10.0, injections=tuple(injections),
-                       returns=tuple(returns), fetch_bytes_per_second=rate,
-                       rebalancer=planning, settling=Settling(mtbf_seconds=mtbf))
+    given = against(injections, scheduler=scheduler, returns=tuple(returns), fetch_bytes_per_second=rate,
+                    rebalancer=planning, settling=Settling(mtbf_seconds=mtbf))
     back = UntilBack(returns)
-    settled = slowly_until(lambda: phases(events)[-1] != "at once")
+    settled = slowly_until(lambda: phases(events)[-1] != "at once" or any(
+        isinstance(event, SettlingChosen) and not event.settles for event in events))
     result = run(scheduler(()), config, out=out, fork_server=fork_server, resilience=given,
                  options=RunOptions(observe=events.append, notify=back.notify),
                  progress=lambda iteration, loss: (settled(iteration, loss), back.progress(iteration, loss)))
@@ -65,7 +65,7 @@ def test_another_dies_while_layers_move(worker, fork_server, tmp_path):
 
 def test_one_dies_after_layers_have_moved_and_both_come_back(fork_server, tmp_path):
     """The first answer leaves layers where they are then; those that come back take theirs from whoever has them."""
-    kills, back = [at("1.2", 2), at("1.0", 50)], [Return(Worker(1, 0), 60), Return(Worker(1, 2), 61)]
+    kills, back = [at("1.2", 2), at("1.0", 28)], [Return(Worker(1, 0), 32), Return(Worker(1, 2), 33)]
     result, events, _ = train(kills, fork_server, tmp_path, returns=back)
     assert dead(result) == ["1.2", "1.0"] and sorted(returned(result)) == ["1.0", "1.2"]
     assert phases(events)[:3] == ["whole", "at once", "settled"] and phases(events)[-1] == "whole"
@@ -74,7 +74,7 @@ def test_one_dies_after_layers_have_moved_and_both_come_back(fork_server, tmp_pa
 
 @pytest.mark.parametrize("shard_optimizer", [False, True])
 def test_shards_of_workers_of_two_processes_move_too(shard_optimizer, fork_server, tmp_path):
-    config = eight_layers(iterations=60, clip_norm=1.6, evaluate_every=10, validation_text=__file__, tensor_parallel=2,
+    config = eight_layers(iterations=30, clip_norm=1.6, evaluate_every=10, validation_text=__file__, tensor_parallel=2,
                           shard_optimizer=shard_optimizer)
     result, events, _ = train([at("1.2", 2, "O")], fork_server, tmp_path, config=config)
     assert dead(result) == ["1.2"] and phases(events) == ["whole", "at once", "settled"]

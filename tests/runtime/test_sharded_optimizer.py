@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runtime.config import ConfigError, parse_run_config
-from runtime.events import EVENTS, WentBack
+from runtime.events import EVENTS, Failed, WentBack
 from runtime.launch import Resilience, RunOptions, run
 from runtime.model.checkpoint import latest, load
 from runtime.processes.process_manager import Return
@@ -26,12 +26,17 @@ def sharded(iterations=6, **training):
     return tiny(iterations=iterations, shard_optimizer=True, **training)
 
 
+def events_of(out, kind):
+    events = [json.loads(line) for line in (out / EVENTS).read_text().splitlines()]
+    return [event for event in events if event["event"] == kind.__struct_config__.tag]
+
+
 @pytest.mark.parametrize("clip_norm", [None, 1.8])
 def test_killed_anywhere_and_back(clip_norm, fork_server, tmp_path):
     """Where one dies before its step, another has stepped, and waits for the parameters: it undoes the step."""
-    kills = [at("0.0", 2, "O"), at("2.1", 4, "A"), at("1.0", 20, "stepped"), at("1.1", 21, 2)]
+    kills = [at("0.0", 2, "O"), at("2.1", 4, "A"), at("1.0", 26, "stepped"), at("1.1", 27, 2)]
     back = (Return(Worker(0, 0), 3), Return(Worker(2, 1), 5))
-    result = train(kills, fork_server, tmp_path, job=WIDE, config=sharded(26, clip_norm=clip_norm), returns=back)
+    result = train(kills, fork_server, tmp_path, job=WIDE, config=sharded(32, clip_norm=clip_norm), returns=back)
     assert set(dead(result)) == {"0.0", "2.1", "1.0", "1.1"} and sorted(returned(result)) == ["0.0", "2.1"]
     assert all(one.went_back_to is None for one in result.recoveries)
     assert all(one.meanwhile for one in result.recoveries if one.returned), "all train while parts are fetched"
@@ -53,8 +58,8 @@ def test_one_dies_when_the_last_step_was_not_the_one_that_was_guessed(fork_serve
     """It is committed, and the others have not gathered what was stepped anew: they write it as they get it at the end.
     """
     config = sharded(1, clip_norm=FIRST, **SAME)
-    result = train([at("1.0", 0, "reported")], fork_server, tmp_path, job=WIDE, config=config)
-    assert dead(result) == ["1.0"]
+    train([at("1.0", 0, "reported")], fork_server, tmp_path, job=WIDE, config=config)
+    assert [one["worker"] for one in events_of(tmp_path, Failed)] == [[1, 0]]
 
 
 def test_two_that_are_not_buddies_lose_nothing(fork_server, tmp_path):
@@ -79,8 +84,7 @@ def test_two_that_are_buddies_take_the_run_back_to_its_newest_checkpoint(fork_se
     result = train([at("1.0", 5, "A"), at("2.0", 5, "A")], fork_server, tmp_path, job=FOUR, config=sharded(9),
                    checkpoint_every=3, rebalancer=Planning(FOUR))
     assert sorted(dead(result)) == ["1.0", "2.0"] and [one.went_back_to for one in result.recoveries][-1] in (0, 3)
-    events = [json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines()]
-    (reason,) = [event["reason"] for event in events if event["event"] == WentBack.__struct_config__.tag]
+    (reason,) = [event["reason"] for event in events_of(tmp_path, WentBack)]
     assert reason.startswith("optimizer state of layer 0 is lost with two workers that both kept it: worker ")
 
 

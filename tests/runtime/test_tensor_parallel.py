@@ -1,7 +1,6 @@
 """Workers that are groups of processes: whatever fails, the numbers are those of one process with the whole model."""
 
 import json
-import time
 
 import pytest
 
@@ -17,6 +16,7 @@ from schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import dead, returned, train
 from tests.runtime.model.test_steps import RARELY, SAME
+from tests.runtime.pacing import Pauses
 from tests.runtime.running import assert_same_numbers, judge, schedule_for
 
 TWO = grid(2, 2, 2, more="optimizer = 1")
@@ -92,9 +92,10 @@ def test_it_loses_another_rank_and_has_enough_devices_left(fork_server, tmp_path
 
 def until_joined(out, due):
     """Makes iterations take longer while fewer than so many have come in, by the iteration before which one died."""
+    pauses = Pauses()
+
     def progress(iteration, _):
-        if len(joined(out)) < max([0, *(count for died, count in due.items() if died <= iteration + 1)]):
-            time.sleep(0.2)
+        pauses.wait(len(joined(out)) < max([0, *(count for died, count in due.items() if died <= iteration + 1)]))
     return progress
 
 

@@ -17,6 +17,7 @@ from schedules.schedule import Worker
 from schedules.text_excerpt import render_excerpt
 from tests.general import general_schedules, layers_moved
 from tests.generate import BROKEN, by_hand, schedules
+from tests.patience import SECONDS
 
 GOOD = encode(by_hand(BROKEN))
 GENERAL = encode(layers_moved())
@@ -273,6 +274,6 @@ def test_a_huge_file_in_bounded_memory(tmp_path):
                f"resource.setrlimit(resource.RLIMIT_AS, ({3 * 2**29}, {3 * 2**29}))\n"
                "try: read(Path(sys.argv[1]))\n"
                "except ValueError as error: print(error)\n")
-    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=SECONDS)
     assert done.stdout == f"{path}: more than {MAX_FILE_BYTES} bytes, the most that a schedule file may have\n"
     assert done.stderr == ""

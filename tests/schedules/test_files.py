@@ -7,6 +7,7 @@ from threading import Thread
 import pytest
 
 from schedules.files import read_at_most, write_atomically
+from tests.patience import SECONDS
 
 
 class ReadError(ValueError):
@@ -31,7 +32,7 @@ def test_a_pipe_is_read_like_a_file(tmp_path) -> None:
     writer = Thread(target=pipe.write_bytes, args=(b"x" * 100_000,), daemon=True)  # more than a pipe holds at a time
     writer.start()
     assert len(read_at_most(pipe, 200_000, ReadError)) == 100_000
-    writer.join(10)
+    writer.join(SECONDS)
     assert not writer.is_alive()
 
 
@@ -53,5 +54,5 @@ def test_a_link_is_followed_and_a_pipe_written_to(tmp_path) -> None:
     writer = Thread(target=write_atomically, args=(tmp_path / "pipe", b"through"), daemon=True)
     writer.start()
     assert (tmp_path / "pipe").read_bytes() == b"through"
-    writer.join(10)
+    writer.join(SECONDS)
     assert (tmp_path / "pipe").is_fifo() and len(list(tmp_path.iterdir())) == 3, "nothing is left beside it"

@@ -17,6 +17,7 @@ from schedules.schedule import OpKind, ProgramOp
 from tests.cli.page.pages import EXAMPLE, write_page
 from tests.generate import BROKEN, by_hand, measured_of, planned
 from tests.jobs import grid
+from tests.patience import SECONDS
 
 
 def test_one_file_that_needs_nothing(tmp_path, schedule):
@@ -63,7 +64,7 @@ def test_scripts_parse():
         pytest.skip("needs node")
     text = timeline_page([Shown("a", by_hand(BROKEN))]).decode()
     script = text[text.rindex("<script>") + 8:text.rindex("</script>")]
-    assert subprocess.run([node, "--check", "-"], input=script.encode(), timeout=60, check=False).returncode == 0
+    assert subprocess.run([node, "--check", "-"], input=script.encode(), timeout=SECONDS, check=False).returncode == 0
 
 
 def test_names_are_never_markup(chromium, tmp_path, schedule):

@@ -1,4 +1,8 @@
-"""Slipstream is never behind a policy that it could follow: on spot-instance traces, for every preset."""
+"""Slipstream is never behind a policy that it could follow: on spot-instance traces, for every preset.
+
+However little time its plans have: here, as on a machine that is busy with everything else, next to none, so that all
+but the first list schedules and the first layout of each are left out. With more time it only gains.
+"""
 
 import random
 from functools import cache
@@ -16,18 +20,13 @@ from planner.fleet.trace_file import parse_availability_trace
 from planner.job.file import parse_job
 from planner.job.presets import preset, preset_names
 
-LARGE = ("gpt-14.6b", "gpt-28.3b", "llama-3-70b")
-"""Presets whose plans take seconds: a shorter trace."""
 FOLLOWED = ("recycle", "torchft", "checkpoint-restart", "hot-spares")
 
 
-SECONDS = 0.1
-"""For a plan: what is compared may be far from the best."""
-
-
 @cache
-def throughputs(name):
-    return Throughputs(parse_job(preset(name)), plan_seconds=SECONDS, settle_seconds=SECONDS)
+def throughputs(name, seconds=0.0):
+    """What is planned, in so many seconds each, is kept for all tests."""
+    return Throughputs(parse_job(preset(name)), plan_seconds=seconds, settle_seconds=seconds)
 
 
 def spot_trace(seed, workers, hours=4):
@@ -53,15 +52,15 @@ def spot_trace(seed, workers, hours=4):
     return parse_availability_trace("\n".join(lines), "spot")
 
 
-def result_for(name, trace, parameters=6.7e9, kinds=("slipstream", *FOLLOWED)):
-    planned = throughputs(name)
+def result_for(name, trace, parameters=6.7e9, kinds=("slipstream", *FOLLOWED), seconds=0.0):
+    planned = throughputs(name, seconds)
     fitted = fit_to_job(trace, planned.workers)
     return compare([POLICIES[kind] for kind in kinds], planned, costs_for(parameters, planned.job.stages), fitted)
 
 
-@pytest.mark.parametrize("name", preset_names())
-def test_on_spot_traces(name):
-    result = result_for(name, spot_trace(0, 32, hours=0.25 if name in LARGE else 2))
+@pytest.mark.parametrize(("name", "seconds"), [*((name, 0.0) for name in preset_names()), ("gpt-1.5b", 0.1)])
+def test_on_spot_traces(name, seconds):
+    result = result_for(name, spot_trace(0, 32, hours=0.25), seconds=seconds)
     ours, others = result.runs["slipstream"].throughput, {kind: result.runs[kind].throughput for kind in FOLLOWED}
     assert ours >= max(others.values()), others
 

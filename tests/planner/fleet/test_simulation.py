@@ -64,7 +64,7 @@ def test_what_policies_keep_and_share_changes_no_digit():
     traces += [draw_slow_workers(traces[0], published_fail_slow(6), 1),
                trace(lose(100.0, *range(6)), gain(200.0, 0, 3))]
     traces += [group_gpus(draw_trace(rates, 24, 2, seed), 4) for seed in range(2)]
-    kept = Throughputs(job(), plan_seconds=0.05, settle_seconds=0.05)
+    kept = Throughputs(job(), plan_seconds=0.01, settle_seconds=0.01)
     forgetful = _Forgetful(job())
     throughputs_over_traces(list(POLICIES.values()), kept, COSTS, traces)
     # What list schedules find depends on the time they have: both go by the same plans.

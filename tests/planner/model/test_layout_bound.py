@@ -93,7 +93,7 @@ def test_memory_makes_workers_wait():
 
 def test_a_plan_of_the_layout_can_be_as_short():
     problem = problems(layered(2, 2, 6), [])[0]
-    solved = solve(problem, "cp-sat", Budget(deadline=time.monotonic() + 2))
+    solved = solve(problem, "cp-sat", Budget(deadline=time.monotonic() + 1))
     known = list_schedules(divided(problem, 1, "nothing"), Budget(deadline=time.monotonic() + 1))
     bound = LayoutBound([piece.problem for piece, _ in solved.pieces]).period(1, known.period)
     assert bound == pytest.approx(known.period, rel=0.05)

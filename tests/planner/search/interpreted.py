@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from contextlib import contextmanager
+from functools import cache
 from types import ModuleType
 from unittest import mock
 
@@ -18,6 +19,7 @@ def interpreted(*names: str):
         yield
 
 
+@cache
 def _load(name: str) -> ModuleType:
     full = f"planner.search.kernel.{name}"
     spec = importlib.util.find_spec(full)

@@ -43,7 +43,7 @@ def listed(problem: Problem, assignment, rule: DispatchRule):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), jobs(), MODES, st.sampled_from(ASSIGNMENT_RULES))
+@given(st.data(), jobs(max_pipelines=3, max_stages=3, max_microbatches=4), MODES, st.sampled_from(ASSIGNMENT_RULES))
 def test_interpreted_and_compiled_make_the_same_schedules(data, job, modes, assignment):
     problem = build_problem(job, data.draw(failures(job)), backward=modes[0], optimizer=modes[1])
     rule = data.draw(rules(problem))

@@ -118,7 +118,7 @@ def test_slow_workers_are_exact_and_leave_to_others_what_they_have_no_time_for()
     assert lower_bound(alone) * alone.tick_seconds == 8 * 4.5
     shared = build_problem(grid(2, 3, 8, times=clock))  # 10 of 16 micro-batches in 30 s, 6 in 27 s
     assert 30 <= lower_bound(shared) * shared.tick_seconds < 33
-    plan = plan_job(grid(2, 3, 8, times=clock))
+    plan = plan_job(grid(2, 3, 8, times=clock), time_limit=1)
     assert plan.schedule.period_ticks < 1.1 * plan.schedule.lower_bound_ticks and plan.schedule.shed >= 2
     both = build_problem(grid(2, 2, 6, times=clock, more="[placement]\nchunks = 2\norder = 'v'\n"), sharing=False)
     assert lower_bound(both) * both.tick_seconds >= 6 * 2 * 4.5

@@ -33,7 +33,7 @@ from tests.runtime.speaking import SECRET, talk
 
 JOB = grid(3, 1, 2)
 WORKERS = [Worker(0, 0), Worker(1, 0), Worker(2, 0)]
-SOON = 20.0
+SOON = 120.0
 SETUP = Setup(first_iteration=0, iterations=4, traced=0, nodes=1, transport="gloo", device="cpu",
               store=Rendezvous("127.0.0.1", 1), cuts=(0, 4), columns=((0, 1, 2, 3),), forms=(), loss_scale=1.0,
               heartbeat_timeout_seconds=0.5)

@@ -1,10 +1,10 @@
 """What the coordinator decides, told by hand what workers report."""
 
-import time
 from collections import defaultdict
 
 import pytest
 
+from runtime.coordinator import join_planning
 from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.context import Listeners
 from runtime.coordinator.coordinator import Coordinator
@@ -21,6 +21,7 @@ from runtime.replay.placement import Placement
 from schedules.codec import decode
 from schedules.schedule import Worker
 from tests.jobs import grid
+from tests.runtime.coordinator.clock import Clock
 from tests.runtime.running import schedule_for
 
 JOB = grid(2, 2, 2)
@@ -149,7 +150,14 @@ def test_all_stop_at_the_same_turn_whoever_has_reported_before_it_was_agreed_on(
     assert run.last(Train).first_iteration == 3
 
 
-def test_one_that_could_not_fetch_its_layers_tries_again_later(run):
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(join_planning, "time", clock)
+    return clock
+
+
+def test_one_that_could_not_fetch_its_layers_tries_again_later(clock, run):
     run.ran(0)
     run.ready(BACK)
     run.coordinator.fetch_failed(FetchFailed(BACK, 1))
@@ -157,17 +165,17 @@ def test_one_that_could_not_fetch_its_layers_tries_again_later(run):
     run.fetch_up_to_date(1)  # told before it heard of that
     assert run.ran(1) == run.ran(2) == [False] * 3
     assert run.last(Fetch).number == 2, "too soon"
-    time.sleep(PAUSE_SECONDS)
+    clock.now += PAUSE_SECONDS
     run.coordinator.advance()
     assert run.last(Fetch).number == 3 and run.last(Fetch).moves
 
 
-def test_one_that_never_can_fetch_its_layers_gets_them_while_all_wait(run):
+def test_one_that_never_can_fetch_its_layers_gets_them_while_all_wait(clock, run):
     run.ran(0)
     run.ready(BACK)
     for _ in range(FAILURES):
         run.coordinator.fetch_failed(FetchFailed(BACK, run.last(Fetch).number))
-        time.sleep(PAUSE_SECONDS)
+        clock.now += PAUSE_SECONDS
         run.coordinator.advance()
     assert run.ran(1) == [True] * 3
     run.paused()

@@ -9,6 +9,8 @@ import time
 import pytest
 from msgspec.structs import replace
 
+from runtime.coordinator import stall_watch
+from runtime.coordinator.heartbeat_monitor import LOOKS_PER_TIMEOUT
 from runtime.errors import RunError
 from runtime.protocol import to_node_agent
 from runtime.protocol.to_coordinator import (
@@ -28,6 +30,12 @@ from schedules.schedule import Worker
 from tests.runtime.coordinator.talking import JOB, SETUP, SOON, WORKERS, Talker, World
 from tests.runtime.running import schedule_for, tiny
 from tests.runtime.speaking import talk
+
+
+async def until(condition):
+    """Wait; `World.play` has an end."""
+    while not condition():
+        await asyncio.sleep(0.005)
 
 
 def test_workers_train_to_the_end_and_leave(tmp_path):
@@ -99,15 +107,16 @@ def test_workers_are_gone_with_the_agent_of_their_node(tmp_path):
 def test_what_ranks_have_said_that_were_not_all_ready_is_over_with_their_node(tmp_path):
     """Else the first rank of the next process would make the worker ready, with what the last one has said."""
     async def script(world):
-        await asyncio.sleep(0.1)  # the first ranks of all are ready, and no other
+        reports = world.events._reports
+        await until(lambda: len(reports.incomplete) == 3)  # the first ranks of all are ready, and no other
         agent = await talk(world.address, JoinNode(1))
         agent.writer.close()
-        await asyncio.sleep(0.1)
+        await until(lambda: len(reports.incomplete) == 2)
         world.kept = [await talk(world.address, JoinNode(1)), await talk(
             world.address, JoinWorker(WORKERS[1], rank=1), Ready(WORKERS[1], "corpus", (("127.0.0.1", 2),)))]
 
-    world = World(tmp_path, setup=replace(SETUP, nodes=2), config=tiny(tensor_parallel=2), join_timeout_seconds=0.6)
-    with pytest.raises(RunError, match=r"^waited 0\.6 s in vain for worker 0\.0 of node 0, worker 2\.0 of node 0 and "
+    world = World(tmp_path, setup=replace(SETUP, nodes=2), config=tiny(tensor_parallel=2), join_timeout_seconds=2)
+    with pytest.raises(RunError, match=r"^waited 2 s in vain for worker 0\.0 of node 0, worker 2\.0 of node 0 and "
                        r"worker 1\.0 of node 1; "):
         world.play(script)
 
@@ -136,9 +145,9 @@ def test_workers_that_stay_away_are_waited_for_only_so_long(tmp_path):
         for worker in WORKERS[1:]:
             world.talkers[worker].beating, world.talkers[worker].answers = False, False
 
-    with pytest.raises(RunError, match=r"^waited 0\.5 s in vain for worker 1\.0 of node 0 and worker 2\.0 of node 0; "
+    with pytest.raises(RunError, match=r"^waited 2 s in vain for worker 1\.0 of node 0 and worker 2\.0 of node 0; "
                        "no iteration is committed$"):
-        World(tmp_path, join_timeout_seconds=0.5).play(script)
+        World(tmp_path, join_timeout_seconds=2).play(script)
 
 
 @pytest.mark.parametrize("claimed", [WORKERS[1], Worker(7, 0)])
@@ -174,7 +183,7 @@ def test_planning_blocks_neither_heartbeats_nor_news(tmp_path):
     async def script(world):
         await world.talkers[WORKERS[0]].stopped.wait()
         await die(world, WORKERS[0])
-        await asyncio.sleep(0.2)
+        await until(lambda: world.processes.buried)
         await die(world, WORKERS[1])
 
     world = World(tmp_path, scheduler)
@@ -192,12 +201,10 @@ def test_a_worker_that_comes_back_and_fails_again_is_told(tmp_path):
         talker = Talker(WORKERS[0], world.address)
         talker.answers = False
         live = asyncio.create_task(talker.live())
-        while WORKERS[0] not in world.events._workers:
-            await asyncio.sleep(0.005)
+        await until(lambda: WORKERS[0] in world.events._workers)
         count = len(world.told)
         fail(talker)
-        while len(world.told) == count:
-            await asyncio.sleep(0.005)
+        await until(lambda: len(world.told) > count)
         live.cancel()
 
     async def script(world):
@@ -206,8 +213,7 @@ def test_a_worker_that_comes_back_and_fails_again_is_told(tmp_path):
             talker._stops_before = 2  # the same iteration in the next order
         world.processes.end(WORKERS[0])
         world.talkers[WORKERS[0]].writer.close()
-        while not world.events.recoveries:
-            await asyncio.sleep(0.005)
+        await until(lambda: world.events.recoveries)
 
         def say_why(talker):
             talker.say(Failed(WORKERS[0], "why"))
@@ -226,8 +232,21 @@ def test_a_worker_that_comes_back_and_fails_again_is_told(tmp_path):
     assert told[2].startswith("worker 0.0 ended with exit status 3") and told[2].endswith("), before it took part")
 
 
-def test_a_worker_that_hangs_while_it_sends_heartbeats_is_told_and_given_up(tmp_path):
+class Looks:
+    """A clock that goes on by as much as usual with each look at it, whatever else this machine does."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def monotonic(self):
+        self.now += SETUP.heartbeat_timeout_seconds / LOOKS_PER_TIMEOUT
+        return self.now
+
+
+def test_a_worker_that_hangs_while_it_sends_heartbeats_is_told_and_given_up(tmp_path, monkeypatch):
     """Its main thread is well, and says what the other does."""
+    monkeypatch.setattr(stall_watch, "time", Looks())
+
     async def script(world):
         talker = world.talkers[WORKERS[1]]
         await talker.stopped.wait()
@@ -276,8 +295,7 @@ def test_what_a_worker_says_is_shown_in_one_line_whatever_it_holds(tmp_path):
         first, second, _ = world.talkers.values()
         first.say(Note(first.worker, wild))
         first.status = Status(first.worker, wild, 1.0, waits=True)
-        while not any("nothing has been committed" in line for line in world.told):
-            await asyncio.sleep(0.01)
+        await until(lambda: any("nothing has been committed" in line for line in world.told))
         second.say(Paused(second.worker, 1, ((0, 4),), None, wild))
 
     world = World(tmp_path, lambda _: schedule_for(JOB), stall_timeout_seconds=0.3)

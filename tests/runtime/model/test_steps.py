@@ -19,6 +19,7 @@ from runtime.model.steps import UNCLIPPED, Steps
 from runtime.processes.fork_server import ForkServer
 from runtime.tools.reference import reference_run
 from tests.jobs import grid
+from tests.runtime.forked import own_fork_server
 from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
 
 SAME = {"text": str(Path(__file__).parents[3] / "LICENSE"), "seed": 51}
@@ -190,7 +191,7 @@ def test_what_is_not_finite_is_skipped(clip_norm, tmp_path, monkeypatch) -> None
     plain = tiny(skip_nonfinite=True, clip_norm=clip_norm)
     config = replace(plain, model=replace(plain.model, name="spiky_model:SpikyGPT"))
     job = grid(2, 3, 3, more="optimizer = 1")
-    with ForkServer() as fork_server:
+    with own_fork_server() as fork_server:
         result = run(schedule_for(job, ["0.1"]), config, out=tmp_path / "out", fork_server=fork_server)
     reference = judge(config, job.microbatches)
     assert_same_numbers(result, reference)

@@ -2,15 +2,15 @@
 
 import os
 
-from runtime.processes.fork_server import ForkServer
 from runtime.processes.fork_server_messages import ProcessSpec
 from runtime.processes.process_manager import whole_workers
 from runtime.processes.worker_start import process_name, worker_named
 from schedules.schedule import Worker
+from tests.runtime.forked import own_fork_server
 
 
 def test_a_worker_of_which_a_process_is_gone_is_not_gone_on_with():
-    with ForkServer() as server:
+    with own_fork_server() as server:
         for name in ("0.0", "0.0/1", "1.0", "2.0/1"):
             server.start(ProcessSpec(name, "tests.runtime.processes.child:sleep", "300", os.devnull))
         assert whole_workers(server, 2) == [Worker(0, 0)]

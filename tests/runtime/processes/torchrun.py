@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.runtime.running import alive, below, children, command_environment, free_port
@@ -17,12 +17,12 @@ START_SECONDS = 240.0
 class Agents:
     """One `torchrun` for each machine that is played, all on this one; each starts one launcher."""
 
-    def __init__(self, folder: Path, job: Path, count: int, restarts: int = 0) -> None:
+    def __init__(self, folder: Path, job: Path, count: int, restarts: int, words: Sequence[str]) -> None:
         self.out = folder / "out"
         self._folder = folder
         port = free_port()
         train = ["-m", "cli", "train", str(job), "--out", str(self.out), "--resume", str(self.out), "--method",
-                 "greedy", "--coordinator-timeout", "60" if restarts else "5"]
+                 "greedy", "--coordinator-timeout", "240" if restarts else "5", *words]
         self.processes = [subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(count), "--nproc-per-node", "1",
              "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test",
@@ -76,9 +76,9 @@ class Agents:
 
 
 @contextlib.contextmanager
-def agents(folder: Path, job: Path, count: int, restarts: int = 0) -> Iterator[Agents]:
+def agents(folder: Path, job: Path, count: int, *words: str, restarts: int = 0) -> Iterator[Agents]:
     """Agents of torchrun; at the end nothing of them is left."""
-    made = Agents(folder, job, count, restarts)
+    made = Agents(folder, job, count, restarts, words)
     try:
         yield made
     finally:

@@ -30,7 +30,7 @@ def communicators():
         return Communicator(Membership(1, ranks, worker), groups, transport="gloo", device=CPU, store=store)
 
     with ThreadPoolExecutor(3) as pool:
-        made = list(pool.map(make, WORKERS, timeout=20))
+        made = list(pool.map(make, WORKERS, timeout=120))
     yield made
     for communicator in made:
         communicator.drop()
@@ -66,7 +66,7 @@ def test_gradients_are_summed_over_those_who_hold_the_layers_only(communicators)
     tensors = [[torch.full((3,), rank + 1.0), torch.full((2,), rank + 1.0, dtype=torch.float64)] for rank in range(3)]
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda one, worker, mine: one.sum_over_sharers(LAYERS[worker.column], mine), communicators,
-                      WORKERS, tensors, timeout=20))
+                      WORKERS, tensors, timeout=120))
     assert [mine[0][0].item() for mine in tensors] == [1, 5, 5]
     assert [mine[1][0].item() for mine in tensors] == [1, 5, 5]
 
@@ -88,7 +88,7 @@ def test_small_gradients_are_summed_together_and_large_ones_alone(communicators,
     mine = [gradients(1.0), gradients(2.0)]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda one, tensors: one.sum_over_sharers(LAYERS[1], tensors), communicators[1:], mine,
-                      timeout=20))
+                      timeout=120))
     assert sorted(summed) == sorted(2 * [6 + 1, 20, 2 + 1])
     for one in mine:
         assert all(torch.equal(found, expected) for found, expected in zip(one, gradients(3.0), strict=True))
@@ -96,7 +96,7 @@ def test_small_gradients_are_summed_together_and_large_ones_alone(communicators,
 
 def test_clocks_of_one_machine_agree(communicators):
     with ThreadPoolExecutor(3) as pool:
-        offsets = list(pool.map(lambda communicator: communicator.clock_offset(), communicators, timeout=20))
+        offsets = list(pool.map(lambda communicator: communicator.clock_offset(), communicators, timeout=120))
     assert offsets[0] == 0 and all(abs(offset) < 0.05 for offset in offsets)
 
 
@@ -107,7 +107,7 @@ def test_a_blocked_receive_ends_when_its_peer_drops_the_communicator(communicato
     began = time.monotonic()
     with pytest.raises(CommunicationError, match=r"^receiving from worker 1\.1 failed: [^/]+$"):
         arriving.take()
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize(("wanted", "device", "workers", "cards", "chosen"), [
@@ -130,7 +130,7 @@ def sharers():
     with ThreadPoolExecutor(3) as pool:
         made = list(pool.map(lambda worker: Communicator(
             Membership(1, ranks, worker), {LAYERS[0]: WORKERS}, transport="gloo", device=CPU, store=store), WORKERS,
-            timeout=20))
+            timeout=120))
     yield made
     for communicator in made:
         communicator.drop()
@@ -154,9 +154,9 @@ def test_parts_are_summed_by_their_owners_and_gathered(sharers, total, dtype):
 
     first, exchanges = [gradients.clone() for gradients in given], list(map(PartExchange, sharers))
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda exchange, mine: exchange.reduce(LAYERS[0], mine, one), exchanges, first, timeout=20))
-        list(pool.map(PartExchange.wait_for_copies, exchanges, timeout=20))
-        list(pool.map(work, exchanges, given, parameters, timeout=20))
+        list(pool.map(lambda exchange, mine: exchange.reduce(LAYERS[0], mine, one), exchanges, first, timeout=120))
+        list(pool.map(PartExchange.wait_for_copies, exchanges, timeout=120))
+        list(pool.map(work, exchanges, given, parameters, timeout=120))
     for worker, mine, its in zip(WORKERS, first, parameters, strict=True):
         for start, stop in one.kept(worker):
             torch.testing.assert_close(mine[start:stop].double(), sums[start:stop], rtol=1e-2, atol=1e-6

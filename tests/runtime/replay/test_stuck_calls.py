@@ -15,12 +15,12 @@ from runtime.launch import Resilience, run
 from runtime.model.gpt import GPT
 from runtime.model.gpt_parallel import ParallelGPT
 from runtime.model.worker_group import worker_group
-from runtime.processes.fork_server import ForkServer
 from runtime.protocol.failure_injection import Injection
 from runtime.replay.stuck_calls import AbandonedError, OpenCalls
 from schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import TIMEOUT_SECONDS, WIDE, planned
+from tests.runtime.forked import own_fork_server
 from tests.runtime.running import assert_same_numbers, judge, tiny
 
 CALLS = 2
@@ -56,7 +56,7 @@ def test_a_worker_stuck_for_good_in_its_process_group_goes_on(monkeypatch, tmp_p
     config = tiny(iterations=6)
     stuck = replace(config, model=replace(config.model, name="tests.runtime.replay.test_stuck_calls:Stuck"))
     injections = (Injection(Worker(1, 1), 1, "A"),)
-    with ForkServer() as fork_server:
+    with own_fork_server(__name__) as fork_server:
         result = run(planned(WIDE)(()), stuck, out=tmp_path, fork_server=fork_server, resilience=Resilience(
             scheduler=planned(WIDE), heartbeat_timeout_seconds=TIMEOUT_SECONDS, injections=injections))
     assert (tmp_path / "stuck").exists()
@@ -107,7 +107,7 @@ def test_a_rank_that_is_stuck_within_a_forward_goes_on(monkeypatch, tmp_path):
         "batch": 1, "dtype": "float64", "device": "cpu", "iterations": 3, "tensor_parallel": 2})
     stuck = replace(config, model=replace(config.model, name="tests.runtime.replay.test_stuck_calls:stuck_rank"))
     job = grid(2, 2, 2, more="optimizer = 1")
-    with ForkServer() as fork_server:
+    with own_fork_server(__name__) as fork_server:
         result = run(planned(job)(()), stuck, out=tmp_path, fork_server=fork_server, resilience=Resilience(
             scheduler=planned(job), heartbeat_timeout_seconds=TIMEOUT_SECONDS))
     (recovery,) = result.recoveries

@@ -20,7 +20,7 @@ from tests.runtime.speaking import SECRET
 CPU = torch.device("cpu")
 LEFT, RIGHT, TARGET = Worker(0, 0), Worker(1, 0), Worker(2, 0)
 LAYERS = (0, 3)
-SOON = 10.0
+SOON = 60.0
 
 
 def build(training: TrainingConfig, layers: Iterable[int] = range(*LAYERS), seed: int = 0) -> Holding:

@@ -15,6 +15,7 @@ from schedules.tables.pattern import dead_column, pattern_of, pipeline_classes
 from schedules.tables.relabel import layers_lacked, layers_to_load, relabel, transport
 from tests.general import general_schedules
 from tests.jobs import failures, grid, jobs
+from tests.patience import SECONDS
 
 
 def sets_of(workers, size):
@@ -129,7 +130,7 @@ def test_networkx_is_imported_with_a_table_and_not_for_a_plan():
         Table.load(library("gpt-1.5b"))
         assert "networkx" in sys.modules
         """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=SECONDS)
 
 
 # --- Layers held by whoever has room ----------------------------------------------------------------------------------

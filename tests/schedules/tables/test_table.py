@@ -23,6 +23,7 @@ from schedules.tables.file import VERSION, Basis, TableError, digest, encode_doc
 from schedules.tables.pattern import count_key, dead_column, settled_key
 from schedules.tables.table import Table, library, library_names
 from tests.general import general_schedules
+from tests.patience import SECONDS
 
 JOB = """
 pipelines = 3
@@ -97,7 +98,7 @@ def test_looking_up_needs_no_solver(folder):
             f"from schedules.schedule import Worker; "
             f"print(Table.load(Path({str(folder)!r})).lookup([Worker(0, 1)]).key); "
             "print([name for name in sys.modules if name.split('.')[0] in ('ortools', 'torch', 'planner', 'scipy')])")
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True,
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS, check=True,
                             env={"PYTHONPATH": ":".join(path or "." for path in sys.path)})
     key, modules = result.stdout.split("\n")[:2]
     assert key.startswith(("pattern-", "count-")) and modules == "[]"

@@ -1,0 +1,93 @@
+"""Fork servers for tests that need one of their own: forked where torch is imported already, in milliseconds."""
+
+import gc
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+
+from runtime.processes.fork_server import AdoptedForkServer, ForkServer, environment
+from runtime.processes.fork_server_messages import Adopted
+from runtime.processes.fork_server_process import _Server
+from tests.runtime.launchers import START_SECONDS, Launcher
+
+HIGHEST = 4096
+"""Above all descriptors of a launcher."""
+
+
+class Where(msgspec.Struct):
+    """What a fork server finds when it starts."""
+
+    address: str
+    environment: dict[str, str]
+    folder: str
+
+
+class ForkedServer(AdoptedForkServer):
+    """Forked by the servant of all launchers. It has this process's environment and working directory of now."""
+
+    def __init__(self, *imports: str) -> None:
+        name = f"slipstream-{secrets.token_hex(16)}"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"\0{name}-test")
+            listener.listen(1)
+            listener.settimeout(START_SECONDS)
+            task = Where(f"{name}-test", environment(), str(Path.cwd()))
+            self._process = Launcher(f"{__name__}:connect", msgspec.json.encode(task).decode(), log=os.devnull,
+                                     imports=imports)
+            connection, _ = listener.accept()
+        connection.setblocking(True)
+        super().__init__(connection, name)
+
+    def close(self) -> None:
+        super().close()
+        self._process.kill()
+        self._process.wait(START_SECONDS)
+
+
+def own_fork_server(*imports: str) -> ForkServer:
+    """One for a test of its own. It has imported these modules, so that not each worker must."""
+    return ForkedServer(*imports) if sys.platform.startswith("linux") else ForkServer()
+
+
+def connect(task: str) -> None:
+    """In the process of a `ForkedServer`."""
+    where = msgspec.json.decode(task, type=Where)
+    os.environ.clear()
+    os.environ.update(where.environment)
+    os.chdir(where.folder)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(f"\0{where.address}")
+    serve(connection)
+
+
+def fork_server_of_launcher() -> ForkServer:
+    """For a launcher that is itself forked: it has torch, and one thread. It ends as one that was started does."""
+    if not sys.platform.startswith("linux") or threading.active_count() > 1:
+        return ForkServer()
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        try:
+            os.setsid()
+            serve(theirs)
+        finally:
+            os._exit(1)
+    theirs.close()
+    return AdoptedForkServer(ours, f"slipstream-{secrets.token_hex(16)}")
+
+
+def serve(connection: socket.socket) -> None:
+    """Be a fork server, at the other end of a connection, to the end."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    for descriptor in (0, 1):
+        os.dup2(connection.fileno(), descriptor)
+    os.closerange(3, HIGHEST)  # who forked this would not be seen to have died
+    os.write(1, msgspec.json.encode(Adopted("", ())) + b"\n")
+    gc.freeze()
+    _Server().serve()
+    os._exit(0)
