@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from runtime.model.holding import Holding
 from runtime.model.optimizer import UndoableOptimizer
 from runtime.model.part_optimizer import PartOptimizer
-from runtime.model.part_state import PartState, as_parts, elements_of, part_of, whole
+from runtime.model.part_state import PartState, as_parts, elements_of, part_of, put, whole
 from runtime.model.parts import Cut, Elements
 from runtime.model.rank_parts import joined_state
 from runtime.model.shards import cut_state, shards_of, whole_state
@@ -116,6 +116,11 @@ class LayerStore:
     def _has_received(self, part: PartName) -> PartState | None:
         return next((one for one in self._received if one.layer == part.layer and one.state
                      and one.start <= part.start and part.stop <= one.stop), None)
+
+    def put(self, received: Sequence[PartState]) -> None:
+        """What was received of what is not kept here are the parameters from now on."""
+        for layer, module in self.holding.modules.items():
+            put(module, [one for one in received if one.layer == layer], untrained_too=False)
 
     def own_parts(self, layers: LayerRange) -> list[PartState]:
         """This worker's own parts of a range of layers; the tensors themselves."""

@@ -24,8 +24,8 @@ from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
 
 SAME = {"text": str(Path(__file__).parents[3] / "LICENSE"), "seed": 51}
 """The same gradients whichever Python this is: the text that is read where none is given is that of its library."""
-RARELY, OFTEN = 1.7, 1.25
-"""Norms that one iteration of the tiny model exceeds, and that every other does."""
+RARELY, OFTEN, FIRST = 1.7, 1.25, 1.18
+"""Norms that one iteration of the tiny model exceeds, that every other does, and that the first does."""
 
 
 class Wires:
@@ -125,7 +125,8 @@ def test_clipping_equals_the_reference(mode, failed, clip_norm, fork_server: For
     require_reference(failed, fork_server, tmp_path, mode, clip_norm=clip_norm)
 
 
-@pytest.mark.parametrize(("iterations", "clip_norm", "failed"), [(20, RARELY, []), (20, OFTEN, ["1.1"]), (1, 1e-3, [])])
+@pytest.mark.parametrize(("iterations", "clip_norm", "failed"), [
+    (20, RARELY, []), (20, OFTEN, ["1.1"]), (1, FIRST, [])])
 def test_parts_of_a_second_step_are_gathered_again(iterations, clip_norm, failed, fork_server, tmp_path) -> None:
     """Also where no iteration follows, and nobody runs anything before all are right."""
     require_reference(failed, fork_server, tmp_path, shard_optimizer=True, iterations=iterations, clip_norm=clip_norm)
