@@ -117,10 +117,11 @@ class LayerStore:
         return next((one for one in self._received if one.layer == part.layer and one.state
                      and one.start <= part.start and part.stop <= one.stop), None)
 
-    def put(self, received: Sequence[PartState]) -> None:
+    def put(self, received: ByRank) -> None:
         """What was received of what is not kept here are the parameters from now on."""
+        (mine,) = received
         for layer, module in self.holding.modules.items():
-            put(module, [one for one in received if one.layer == layer], untrained_too=False)
+            put(module, [one for one in mine if one.layer == layer], untrained_too=False)
 
     def own_parts(self, layers: LayerRange) -> list[PartState]:
         """This worker's own parts of a range of layers; the tensors themselves."""

@@ -62,6 +62,12 @@ class RankStores(LayerStore):
         for store, mine in zip(self.by_rank, received, strict=True):
             store.receive([mine])
 
+    def put(self, received: ByRank) -> None:
+        """See `LayerStore.put`: each rank its own."""
+        for store, mine in zip(self.by_rank, received, strict=True):
+            store.put([mine])
+        self.holding.arrived()
+
     def keep_parts(self, cuts: Mapping[LayerRange, Cut], worker: Worker, after: int) -> None:
         """See `LayerStore.keep_parts`: each rank keeps its own."""
         for store, stand_in in self._ranks:
