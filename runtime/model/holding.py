@@ -90,30 +90,35 @@ class Holding:
         """Hold exactly these layers, and of their optimizer's state what a worker keeps by these cuts.
 
         `parts`, and those that are kept until now, have all of that, or nothing of it before the first step, and all
-        that is lacking of the parameters, which are those after an iteration.
+        that is lacking of the parameters, which are those after an iteration. Where nothing changes, all stays as it
+        is: mostly, that is so of workers of other stages.
         """
-        before, held = self.optimizer, self.modules
+        before, held, same = self.optimizer, self.modules, self.modules == modules and self.cuts == cuts
         assert isinstance(before, PartOptimizer)
-        self.modules = dict(sorted(modules.items()))
-        self._sharing.tie(self.modules)
-        self.cuts = dict(sorted(cuts.items()))
-        self._gradients, self._flat_parameters = {}, {}
-        self.reduce_by(self.cuts)
-        for layers, one in self.cuts.items():
+        if not same:
+            self.modules = dict(sorted(modules.items()))
+            self._sharing.tie(self.modules)
+            self.cuts = dict(sorted(cuts.items()))
+            self._gradients, self._flat_parameters = {}, {}
+            self.reduce_by(self.cuts)
+        for layers, one in () if same else self.cuts.items():
             if one.sharded:
                 self._flat_parameters[layers] = _flatten_parameters(self._reduced(layers, whole=False), one.length)
-
         for layer, module in self.modules.items():
             put(module, [part for part in parts if part.layer == layer], untrained_too=held.get(layer) is not module)
+        if not same:
+            self.optimizer = self._keeping(worker)
+            self.optimizer.load([*before.kept_states(), *parts])
+        optimizer = self.optimizer
+        optimizer.gathered(after)
 
+    def _keeping(self, worker: Worker) -> PartOptimizer:
+        """What steps what a worker keeps by the cuts."""
         def elements(layer: int) -> Elements:
             return elements_of(self.modules[layer])
 
-        self.optimizer = optimizer = PartOptimizer(
-            self.modules, self._config, parts_of(worker, self.cuts, elements),
-            parts_of(worker, self.cuts, elements, own=True), self._sharing)
-        optimizer.load([*before.kept_states(), *parts])
-        optimizer.gathered(after)
+        return PartOptimizer(self.modules, self._config, parts_of(worker, self.cuts, elements),
+                             parts_of(worker, self.cuts, elements, own=True), self._sharing)
 
     @property
     def part_optimizers(self) -> Sequence[PartOptimizer]:
