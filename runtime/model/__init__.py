@@ -6,7 +6,7 @@
     worker_group      the process group of a worker's ranks, for layers
     tensor_parallel   collectives in it that a backward goes through
     shards            what a rank has of a layer, and the whole of it
-    rank_parts        what a process has that stands for several ranks, as each of them has it
+    own_ranks         what a process has that stands for several ranks, as each of them has it
     degraded          whether a worker could go on as half its processes
     distributed_tensors  layers that torch's parallelize_module has cut
     object_reference  a user's own model, data or optimizer, named in the job file

@@ -9,8 +9,8 @@ from runtime.config import STANDS_FOR, ConfigError, RunConfig
 from runtime.model.distributed_tensors import with_local_parameters
 from runtime.model.forms import forms
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
+from runtime.model.own_ranks import cut_dims
 from runtime.model.passed import Form
-from runtime.model.rank_parts import cut_dims
 from runtime.model.shards import in_parts, shards_of
 from runtime.model.worker_group import standing_in
 

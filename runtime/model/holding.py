@@ -15,11 +15,11 @@ from runtime.model.digest import parameter_digest
 from runtime.model.distributed_tensors import with_local_parameters
 from runtime.model.layers import LayeredModel, parameter_dtype
 from runtime.model.optimizer import UndoableOptimizer, build_optimizer
+from runtime.model.own_ranks import summed_by_rank
 from runtime.model.part_optimizer import PartOptimizer
 from runtime.model.part_state import PartState, elements_of, keep_whole, kept_whole, put, trained
 from runtime.model.parts import Cut, Elements, parts_of
 from runtime.model.rank_optimizers import RankOptimizers
-from runtime.model.rank_parts import summed_by_rank
 from runtime.model.seeds import GENERATORS
 from runtime.model.shards import shards_of
 from runtime.model.sharing import NOTHING_SHARED, Sharing, sharing_of
@@ -107,10 +107,9 @@ class Holding:
         for layer, module in self.modules.items():
             put(module, [part for part in parts if part.layer == layer], untrained_too=held.get(layer) is not module)
         if not same:
-            self.optimizer = self._keeping(worker)
-            self.optimizer.load([*before.kept_states(), *parts])
-        optimizer = self.optimizer
-        optimizer.gathered(after)
+            self.optimizer = optimizer = self._keeping(worker)
+            optimizer.load([*before.kept_states(), *parts])
+        self.gathered(after)
 
     def _keeping(self, worker: Worker) -> PartOptimizer:
         """What steps what a worker keeps by the cuts."""
@@ -133,10 +132,10 @@ class Holding:
         for one in self.part_optimizers:
             one.gathered(iteration)
 
-    def flat_parameters(self, part: int = 0) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
+    def flat_parameters(self, own_rank: int = 0) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
         """Of each range whose optimizer's state is sharded, the parameters: one flat tensor, with padding; at one of
         the ranks that this process stands for."""
-        assert part == 0
+        assert own_rank == 0
         return [(layers, flat, self.cuts[layers]) for layers, flat in self._flat_parameters.items()]
 
     def reduce_by(self, ranges: Iterable[LayerRange]) -> None:
@@ -166,25 +165,25 @@ class Holding:
     @contextmanager
     def summed(self, layers: LayerRange) -> Iterator[list[list[Tensor]]]:
         """The gradients of a range, to be summed in place: for each rank that this process stands for, its tensors."""
-        parts = _stands_for()
-        if parts == 1:
+        ranks = _stands_for()
+        if ranks == 1:
             yield [self._gradients[layers]]
             return
         with summed_by_rank([(parameter, shards_of(self.modules[layer]).get(name)) for layer in range(*layers)
                              for name, parameter in self.modules[layer].named_parameters()
-                             if not self._sharing.is_shared(layer, name)], parts) as found:
+                             if not self._sharing.is_shared(layer, name)], ranks) as found:
             yield found
 
     @contextmanager
     def summed_shared(self, first: str) -> Iterator[list[list[Tensor]]]:
         """As `summed`, of a parameter that layers share, by its first name."""
-        parts = _stands_for()
-        if parts == 1:
+        ranks = _stands_for()
+        if ranks == 1:
             yield [self.shared_gradients[first]]
             return
         mine = next(one for place, (one, *_) in self._sharing.held(self.modules) if str(place) == first)
         module = self.modules[mine.layer]
-        with summed_by_rank([(module.get_parameter(mine.name), shards_of(module).get(mine.name))], parts) as found:
+        with summed_by_rank([(module.get_parameter(mine.name), shards_of(module).get(mine.name))], ranks) as found:
             yield found
 
     def squares(self, layers: Collection[int]) -> float:
@@ -221,10 +220,10 @@ class Holding:
         return {str(self._sharing.first(layer, name)): parameter for layer, module in self.modules.items()
                 for name, parameter in module.named_parameters()}
 
-    def part(self, part: int, parts: int) -> dict[str, Tensor]:
+    def at_rank(self, own_rank: int, ranks: int) -> dict[str, Tensor]:
         """`parameters`, as one of the ranks has them that this process stands for."""
         return {str(self._sharing.first(layer, name)): parameter if (shard := shards_of(module).get(name)) is None
-                else shard.cut(parameter.detach(), part, parts)
+                else shard.cut(parameter.detach(), own_rank, ranks)
                 for layer, module in self.modules.items() for name, parameter in module.named_parameters()}
 
     def digest(self) -> str:

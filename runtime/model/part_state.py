@@ -84,7 +84,7 @@ def as_parts(module: nn.Module, layer: int, state: Mapping[str, Tensor]) -> Part
         for key, tensor in state.items()})
 
 
-def part_of(module: nn.Module, part: PartState, wanted: Span, *, state: bool) -> dict[str, Tensor]:
+def span_of(module: nn.Module, part: PartState, wanted: Span, *, state: bool) -> dict[str, Tensor]:
     """What some elements of a part are; without `state`, the parameters alone."""
     found: dict[str, Tensor] = {}
     spans = {name: span for name, _, span in placed(module)}

@@ -42,9 +42,9 @@ class RankHolding(Holding):
         """Of each rank."""
         return [optimizer for one in self._ranks for optimizer in one.part_optimizers]
 
-    def flat_parameters(self, part: int = 0) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
+    def flat_parameters(self, own_rank: int = 0) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
         """Those of a rank, counted from 0."""
-        return self._ranks[part].flat_parameters()
+        return self._ranks[own_rank].flat_parameters()
 
     def arrived(self) -> None:
         """The ranks have all elements of their parameters: compute with these. Also with what is not trained."""
@@ -74,10 +74,10 @@ class RankHolding(Holding):
         module = self.modules[layer]
         gradient, shard = module.get_parameter(name).grad, shards_of(module).get(name)
         assert gradient is not None
-        for part, one in enumerate(self._ranks):
+        for rank, one in enumerate(self._ranks):
             theirs = one.modules[layer].get_parameter(name).grad
             assert theirs is not None
-            theirs.copy_(gradient if shard is None else shard.cut(gradient, part, len(self._ranks)))
+            theirs.copy_(gradient if shard is None else shard.cut(gradient, rank, len(self._ranks)))
 
     def _build(self, modules: Mapping[int, nn.Module]) -> RankOptimizers:  # noqa: ARG002  # they have those
         return RankOptimizers(self.part_optimizers)

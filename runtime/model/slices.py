@@ -199,18 +199,18 @@ class Slices:
         found = self._holding.cuts.get(self.layers[slice])
         return found if found is not None and found.sharded else None
 
-    def flat_parameters(self, part: int) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
-        """Of each range that is cut, the parameters, whose parts are to be gathered after a step: `part` is one of the
-        ranks that this process stands for."""
-        return self._holding.flat_parameters(part)
+    def flat_parameters(self, own_rank: int) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
+        """Of each range that is cut, the parameters, whose parts are to be gathered after a step; at one of the ranks
+        that this process stands for."""
+        return self._holding.flat_parameters(own_rank)
 
     @contextmanager
     def when_own_parts_are_stepped(self, call: Callable[[int], None]) -> Iterator[None]:
         """In here, an optimizer of parts calls this between the steps of its own parts and of copies of others, with
         the number of its rank, of those that this process stands for."""
         optimizers = self._holding.part_optimizers
-        for part, optimizer in enumerate(optimizers):
-            optimizer.own_stepped = partial(call, part)
+        for own_rank, optimizer in enumerate(optimizers):
+            optimizer.own_stepped = partial(call, own_rank)
         try:
             yield
         finally:

@@ -68,7 +68,7 @@ class Executor:
         self._slices = slices
         self._steps = steps
         self._communicator = communicator
-        self._parts = [PartExchange(communicator, part) for part in communicator.parts]
+        self._parts = [PartExchange(communicator, own_rank) for own_rank in communicator.own_ranks]
         """Of each rank that this process stands for."""
         self._exchange = exchange
         self._feed = feed
@@ -174,13 +174,13 @@ class Executor:
             if cut is None:
                 self._sum(layers, by_rank)
             else:
-                for part, (gradients, *whole) in enumerate(by_rank):
-                    self._parts[part].reduce(layers, gradients, cut)
-                    self._communicator.sum_over_sharers(layers, whole, part)
+                for own_rank, (gradients, *whole) in enumerate(by_rank):
+                    self._parts[own_rank].reduce(layers, gradients, cut)
+                    self._communicator.sum_over_sharers(layers, whole, own_rank)
 
     def _sum(self, what: Shared, by_rank: Sequence[Sequence[Tensor]]) -> None:
-        for part, gradients in enumerate(by_rank):
-            self._communicator.sum_over_sharers(what, gradients, part)
+        for own_rank, gradients in enumerate(by_rank):
+            self._communicator.sum_over_sharers(what, gradients, own_rank)
 
     def _optimize(self, step: _Step) -> None:
         """What layers share is summed first, and parameters are gathered last: all that hold them are at their O, with
@@ -201,18 +201,18 @@ class Executor:
             self._finish(gathering or self._gathering_all())
             self._steps.when_validated(partial(_note_whole, self._slices, self._steps, self._iteration))
 
-    def _gather(self, gathering: list[Callable[[], None]], part: int) -> None:
+    def _gather(self, gathering: list[Callable[[], None]], own_rank: int) -> None:
         """While parameters are on their way to others, the copies of others' parts are stepped."""
-        gathering += self._gathering(part)
-        self._parts[part].wait_for_copies()
+        gathering += self._gathering(own_rank)
+        self._parts[own_rank].wait_for_copies()
 
-    def _gathering(self, part: int) -> list[Callable[[], None]]:
+    def _gathering(self, own_rank: int) -> list[Callable[[], None]]:
         """Start to gather all parameters of a rank."""
-        return [self._parts[part].gather(layers, parameters, cut)
-                for layers, parameters, cut in self._slices.flat_parameters(part)]
+        return [self._parts[own_rank].gather(layers, parameters, cut)
+                for layers, parameters, cut in self._slices.flat_parameters(own_rank)]
 
     def _gathering_all(self) -> list[Callable[[], None]]:
-        return [finish for part in range(len(self._parts)) for finish in self._gathering(part)]
+        return [finish for own_rank in range(len(self._parts)) for finish in self._gathering(own_rank)]
 
     def _finish(self, gathering: Iterable[Callable[[], None]]) -> None:
         for finish in gathering:

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from runtime.model.holding import Holding
 from runtime.model.optimizer import UndoableOptimizer
+from runtime.model.own_ranks import joined_state
 from runtime.model.part_optimizer import PartOptimizer
-from runtime.model.part_state import PartState, as_parts, elements_of, part_of, put, whole
+from runtime.model.part_state import PartState, as_parts, elements_of, put, span_of, whole
 from runtime.model.parts import Cut, Elements
-from runtime.model.rank_parts import joined_state
 from runtime.model.shards import cut_state, shards_of, whole_state
 from runtime.model.worker_group import first_rank, worker_group
 from runtime.protocol.to_coordinator import Kept
@@ -106,7 +106,7 @@ class LayerStore:
         """A part of a layer that is kept, for another worker; the tensors themselves."""
         span, received = (part.start, part.stop), self._has_received(part)
         if received is not None:
-            return part_of(self.module(part.layer), received, span, state=part.state)
+            return span_of(self.module(part.layer), received, span, state=part.state)
         return dict(self._parts.part_state(part.layer, span, state=part.state).tensors)
 
     def part_gradients(self, part: PartName) -> dict[str, Tensor]:

@@ -176,7 +176,7 @@ def _write(context: WorkerContext, order: Finish, received: ByRank | None) -> No
     context.checkpointer.save_last(
         order, store.whole_states if received is None else lambda layers: store.whole_layers(layers, received))
     kept, ranks = store.kept(), len(context.ranks)
-    by_rank = [holding.parameters()] if ranks == 1 else [holding.part(part, ranks) for part in range(ranks)]
+    by_rank = [holding.parameters()] if ranks == 1 else [holding.at_rank(own_rank, ranks) for own_rank in range(ranks)]
     first, *others = [{} if kept is not None and kept.whole_after != order.first_iteration - 1 else {
         name: tensor_digest(name, parameter) for name, parameter in found.items()} for found in by_rank]
     context.channel.send(Finished(context.worker, order.number, first, tuple(others)))

@@ -1,6 +1,6 @@
 """Layers of each rank that a process stands for, handed on and fetched as the rank itself would.
 
-There is one sender, and one receiver, for each of these ranks (`runtime.model.rank_parts`); mostly that is one. Others
+There is one sender, and one receiver, for each of these ranks (`runtime.model.own_ranks`); mostly that is one. Others
 reach a rank at its own address, wherever it is.
 """
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from runtime.model.holding import Holding
 from runtime.model.optimizer import UndoableOptimizer
-from runtime.model.rank_parts import joined_state
-from runtime.model.shards import Shards, part_of_state, shards_of
+from runtime.model.own_ranks import joined_state
+from runtime.model.shards import Shards, shards_of, state_of_rank
 from runtime.worker.layer_messages import MessageError, PartName
 from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents
 from runtime.worker.layer_sender import Layers, LayerSender
@@ -23,18 +23,18 @@ from runtime.worker.sockets import Sockets
 class _RankLayers:
     """What one of these ranks holds."""
 
-    def __init__(self, store: LayerStore, part: int, parts: int) -> None:
-        self._store, self._part, self._parts = store, part, parts
+    def __init__(self, store: LayerStore, own_rank: int, ranks: int) -> None:
+        self._store, self._own_rank, self._ranks = store, own_rank, ranks
 
     def holds(self, layer: int) -> bool:
         return self._store.holds(layer)
 
     def layer_state(self, layer: int) -> Mapping[str, Tensor]:
-        return part_of_state(self._store.layer_state(layer), self._shards(layer), self._part, self._parts)
+        return state_of_rank(self._store.layer_state(layer), self._shards(layer), self._own_rank, self._ranks)
 
     def layer_gradients(self, layer: int) -> Mapping[str, Tensor]:
         shards = self._shards(layer)
-        return {name: shards[name].cut(tensor, self._part, self._parts) if name in shards else tensor
+        return {name: shards[name].cut(tensor, self._own_rank, self._ranks) if name in shards else tensor
                 for name, tensor in self._store.layer_gradients(layer).items()}
 
     def keeps(self, part: PartName) -> bool:  # noqa: ARG002  # layers are kept whole
@@ -56,7 +56,7 @@ class RankSenders:
     def __init__(self, senders: Sequence[LayerSender], store: LayerStore) -> None:
         self._senders = senders
         self._layers: Sequence[Layers] = store.by_rank if len(store.by_rank) == len(senders) else [
-            _RankLayers(store, part, len(senders)) for part in range(len(senders))]
+            _RankLayers(store, own_rank, len(senders)) for own_rank in range(len(senders))]
 
     @property
     def addresses(self) -> tuple[tuple[str, int], ...]:

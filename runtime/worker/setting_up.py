@@ -11,9 +11,9 @@ from runtime.model.followed_part import SteppedPart
 from runtime.model.forms import forms
 from runtime.model.holding import Holding, build_holding, keeps_parts
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
+from runtime.model.own_ranks import RankForms
 from runtime.model.part_state import PartState
 from runtime.model.rank_holding import RankHolding
-from runtime.model.rank_parts import RankForms
 from runtime.model.sharing import Sharing, sharing_of
 from runtime.model.worker_group import enter_group, standing_in
 from runtime.processes.worker_start import WorkerSpec

@@ -16,7 +16,7 @@ from runtime.model.part_state import (
     elements_of,
     keep_whole,
     pack_parts,
-    part_of,
+    span_of,
     unpack_parts,
     whole,
 )
@@ -201,7 +201,7 @@ def test_the_whole_state_comes_from_own_parts_and_goes_anywhere(training):
         torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-12)
     assert {tensor.dtype for name, tensor in state.items() if name.startswith("model.")} == {
         torch.float32 if training.master_weights else torch.float64}
-    some = part_of(module, as_parts(module, 3, state), (2, 17), state=False)
+    some = span_of(module, as_parts(module, 3, state), (2, 17), state=False)
     assert {name: len(tensor) for name, tensor in some.items()} == {"model.0.weight": 13, "model.0.bias": 2}
 
 

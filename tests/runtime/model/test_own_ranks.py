@@ -8,12 +8,12 @@ from runtime.model.degraded import require_degradable
 from runtime.model.forms import forms
 from runtime.model.holding import build_holding, built
 from runtime.model.layers import model_for
+from runtime.model.own_ranks import carried, carriers, cut_dims, joined_state
 from runtime.model.part_state import elements_of
 from runtime.model.parts import cut
 from runtime.model.passed import TensorForm, TupleForm
 from runtime.model.rank_holding import RankHolding
-from runtime.model.rank_parts import carried, carriers, cut_dims, joined_state
-from runtime.model.shards import part_of_state, shards_of
+from runtime.model.shards import shards_of, state_of_rank
 from runtime.model.worker_group import standing_in, worker_group
 from schedules.schedule import Worker
 
@@ -53,13 +53,13 @@ def test_it_has_what_its_ranks_have():
     for layer, module in both.modules.items():
         state, shards = both.optimizer.layer_state(layer), shards_of(module)
         theirs = [one.optimizer.layer_state(layer) for one in ranks]
-        for part, other in enumerate(theirs):
-            mine = part_of_state(state, shards, part, 2)
+        for rank, other in enumerate(theirs):
+            mine = state_of_rank(state, shards, rank, 2)
             assert mine.keys() == other.keys() and all(torch.equal(mine[key], other[key]) for key in mine)
         joined = joined_state(theirs, shards)
         assert all(torch.equal(joined[key], state[key]) for key in state)
-    for part, other in enumerate(ranks):
-        mine, parameters = both.part(part, 2), other.parameters()
+    for own_rank, other in enumerate(ranks):
+        mine, parameters = both.at_rank(own_rank, 2), other.parameters()
         assert mine.keys() == parameters.keys() and all(torch.equal(mine[name], parameters[name]) for name in mine)
 
 
@@ -120,8 +120,8 @@ def test_its_ranks_step_their_parts_of_what_it_computes():
                 assert torch.equal(flat[:len(theirs)], theirs)
         both.optimizer.step(0)
         both.arrived()
-    for part, other in enumerate(alone):
-        mine = both.part(part, 2)
+    for own_rank, other in enumerate(alone):
+        mine = both.at_rank(own_rank, 2)
         assert all(torch.equal(mine[name], parameter) for name, parameter in other.parameters().items())
     assert both.squares(range(3)) == pytest.approx(sum(sum(one.optimizer.squares().values()) for one in ranks))
     both.optimizer.go_back(-1)
