@@ -10,6 +10,7 @@ from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.settling import Settling
 from runtime.coordinator.slow_workers import SpeedEvent
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
+from runtime.model.parts import Elements
 from runtime.processes.stop_signals import GRACE_SECONDS
 from runtime.protocol.authentication import Secret
 from runtime.protocol.failure_injection import Injection, Slowdown
@@ -47,7 +48,7 @@ class Run:
     """Whether and how layers move to better schedules after failures; None: they stay as long as they can."""
     layer_bytes: Sequence[int] = ()
     """What is sent of each layer of the model."""
-    elements: Sequence[int] = ()
+    elements: Sequence[Elements] = ()
     """Of each layer of the model: how many are trained, where workers keep parts of layers' optimizer states."""
     notify: Notify = field(default=lambda _: None)
     join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS

@@ -23,6 +23,7 @@
     parts             which worker keeps which part of a layer's optimizer state, and a copy of which
     part_state        parts of layers' states, as they are moved and saved
     part_optimizer    the optimizer of parts, and of float32 master weights
+    followed_part     parts that another worker keeps, on their way here while it trains
     learning_rate     the learning rate of an iteration
     parameter_groups  which options of the optimizer each parameter has
     clipping          how far to scale a step down, or not to make it

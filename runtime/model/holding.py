@@ -10,14 +10,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from runtime.config import ConfigError, TrainingConfig
+from runtime.config import TrainingConfig
 from runtime.model.digest import parameter_digest
 from runtime.model.distributed_tensors import with_local_parameters
-from runtime.model.layers import LayeredModel
+from runtime.model.layers import LayeredModel, parameter_dtype
 from runtime.model.optimizer import UndoableOptimizer, build_optimizer
 from runtime.model.part_optimizer import PartOptimizer
-from runtime.model.part_state import PartState, elements_of, put, trained
-from runtime.model.parts import Cut, parts_of
+from runtime.model.part_state import PartState, elements_of, keep_whole, kept_whole, put, trained
+from runtime.model.parts import Cut, Elements, parts_of
 from runtime.model.rank_parts import summed_by_rank
 from runtime.model.seeds import GENERATORS
 from runtime.model.shards import shards_of
@@ -94,22 +94,23 @@ class Holding:
         before, held = self.optimizer, self.modules
         assert isinstance(before, PartOptimizer)
         self.modules = dict(sorted(modules.items()))
+        self._sharing.tie(self.modules)
         self.cuts = dict(sorted(cuts.items()))
         self._gradients, self._flat_parameters = {}, {}
         self.reduce_by(self.cuts)
         for layers, one in self.cuts.items():
             if one.sharded:
-                self._flat_parameters[layers] = _flatten_parameters(self._trained(layers), one.length)
+                self._flat_parameters[layers] = _flatten_parameters(self._reduced(layers, whole=False), one.length)
 
         for layer, module in self.modules.items():
             put(module, [part for part in parts if part.layer == layer], untrained_too=held.get(layer) is not module)
 
-        def elements(layer: int) -> int:
+        def elements(layer: int) -> Elements:
             return elements_of(self.modules[layer])
 
         self.optimizer = optimizer = PartOptimizer(
             self.modules, self._config, parts_of(worker, self.cuts, elements),
-            parts_of(worker, self.cuts, elements, own=True))
+            parts_of(worker, self.cuts, elements, own=True), self._sharing)
         optimizer.load([*before.kept_states(), *parts])
         optimizer.gathered(after)
 
@@ -126,10 +127,9 @@ class Holding:
         self._gradients = {}
         for parameter in self.parameters().values():
             parameter.grad = None  # the memory goes before it is taken anew
-        self._gradients = {one: _flatten_gradients([
-            parameter for layer in range(*one) for name, parameter in self.modules[layer].named_parameters()
-            if not self._sharing.is_shared(layer, name)], gradient_dtype(self._config), self.cuts.get(one))
-            for one in ranges}
+        self._gradients = {one: [
+            *_flatten_gradients(self._reduced(one, whole=False), gradient_dtype(self._config), self.cuts.get(one)),
+            *_flatten_gradients(self._reduced(one, whole=True), gradient_dtype(self._config))] for one in ranges}
         self.shared_gradients = {
             str(first): _flatten_gradients([self.modules[mine[0].layer].get_parameter(mine[0].name)],
                                            gradient_dtype(self._config))
@@ -182,11 +182,13 @@ class Holding:
     def _build(self, modules: Mapping[int, nn.Module]) -> UndoableOptimizer | PartOptimizer:
         if not keeps_parts(self._config):
             return build_optimizer(modules, self._config, self._sharing)
-        everything = {layer: ((0, elements_of(module)),) for layer, module in modules.items()}
-        return PartOptimizer(modules, self._config, everything, everything)
+        everything = {layer: ((0, elements_of(module).total),) for layer, module in modules.items()}
+        return PartOptimizer(modules, self._config, everything, everything, self._sharing)
 
-    def _trained(self, layers: LayerRange) -> list[nn.Parameter]:
-        return [parameter for layer in range(*layers) for parameter in trained(self.modules[layer]).values()]
+    def _reduced(self, layers: LayerRange, *, whole: bool) -> list[nn.Parameter]:
+        """The parameters that are reduced with a range: those that are not cut, or the others."""
+        return [parameter for layer in range(*layers) for name, parameter in trained(self.modules[layer]).items()
+                if (name in kept_whole(self.modules[layer])) is whole and not self._sharing.is_shared(layer, name)]
 
     def zero_gradients(self) -> None:
         """Start the next sum of gradients; after the optimizer's step."""
@@ -225,7 +227,17 @@ def built(model: LayeredModel, layer: int) -> nn.Module:
 
 def build_holding(model: LayeredModel, layers: Iterable[int], config: TrainingConfig) -> Holding:
     """Layers as they are before the first iteration."""
-    return Holding({layer: built(model, layer) for layer in layers}, config, sharing_of(model))
+    modules, sharing = {layer: built(model, layer) for layer in layers}, sharing_of(model)
+    for layer, module in modules.items():
+        _keep_whole(layer, module, config, sharing)
+    return Holding(modules, config, sharing)
+
+
+def _keep_whole(layer: int, module: nn.Module, config: TrainingConfig, sharing: Sharing) -> None:
+    """Where optimizers keep parts: what other layers have, too, and what is of another dtype, is not cut."""
+    if keeps_parts(config):
+        keep_whole(module, [name for name, parameter in trained(module).items()
+                            if sharing.is_shared(layer, name) or parameter.dtype != parameter_dtype(config)])
 
 
 def slots_of(config: TrainingConfig) -> int:
@@ -247,19 +259,13 @@ def state_bytes(model: LayeredModel, config: TrainingConfig, holders: int = 1) -
     return found
 
 
-def trained_elements(model: LayeredModel) -> tuple[int, ...]:
-    """How many elements of each layer are trained, where workers keep parts of their state. Raises ConfigError."""
-    if sharing_of(model).groups:
-        raise ConfigError("training.shard_optimizer and master_weights: the model's layers share parameters, whose "
-                          "state cannot be cut yet; expected layers that share none, or neither option")
-    found = []
+def trained_elements(model: LayeredModel, config: TrainingConfig) -> tuple[Elements, ...]:
+    """How many elements of each layer are trained, where workers keep parts of their state."""
+    found, sharing = [], sharing_of(model)
     for layer in range(model.layers):
         with torch.device("meta"):
             module = with_local_parameters(model.build(layer))
-        dtypes = {parameter.dtype for parameter in trained(module).values()}
-        if len(dtypes) > 1:
-            raise ConfigError(f"training.shard_optimizer and master_weights: layer {layer} of the model has parameters "
-                              f"of {len(dtypes)} dtypes; expected one")
+        _keep_whole(layer, module, config, sharing)
         found.append(elements_of(module))
     return tuple(found)
 

@@ -65,7 +65,7 @@ class StageBench:
             return
         self._holding = Holding(self._holding.modules, self._config.training)
         workers = [Worker(pipeline, 0) for pipeline in range(members)]
-        total = sum(map(elements_of, self._holding.modules.values()))
+        total = sum(elements_of(module).cut for module in self._holding.modules.values())
         one = cut(total, workers, (), sharded=self._config.training.shard_optimizer)
         self._holding.keep(self._holding.modules, {self._stage.layers: one}, workers[0], [], -1)
 

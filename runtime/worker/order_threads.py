@@ -100,6 +100,7 @@ class OrderThreads:
                         received = move_parts(context, order, partial(_require_not, over))
                     except CommunicationError:
                         return
+                    context.layer_store.put(received)
                 self._between_ranks = _connect_ranks(context, order)
                 _write(context, order, received)
 

@@ -44,6 +44,9 @@ class _RankLayers:
     def part_state(self, part: PartName) -> Mapping[str, Tensor]:
         raise MessageError(f"it asked for a part of layer {part.layer}, where layers are kept whole")
 
+    def part_gradients(self, part: PartName) -> Mapping[str, Tensor]:
+        return self.part_state(part)
+
     def _shards(self, layer: int) -> Shards:
         return shards_of(self._store.holding.modules[layer])
 
@@ -114,9 +117,9 @@ class RankReceivers:
         return {layer: self._joined(layer, [holding, *(other[layer] for other in others)])
                 for layer, holding in first.items()} if others else first
 
-    def take_parts(self, generation: int, require: Callable[[], None]) -> list[PartState]:
+    def take_parts(self, generation: int, fetch: int, require: Callable[[], None]) -> list[PartState]:
         """See `LayerReceiver.take_parts`."""
-        return [part for one in self._receivers for part in one.take_parts(generation, require)]
+        return [part for one in self._receivers for part in one.take_parts(generation, fetch, require)]
 
     def drop(self, generation: int) -> None:
         """See `LayerReceiver.drop`."""

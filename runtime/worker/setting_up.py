@@ -6,11 +6,13 @@ from functools import partial
 import torch
 
 from runtime.model.data import load_corpus, load_validation
+from runtime.model.followed_part import SteppedPart
 from runtime.model.forms import forms
 from runtime.model.holding import Holding, build_holding
 from runtime.model.layers import model_for, parameter_dtype
+from runtime.model.part_state import PartState
 from runtime.model.rank_parts import RankForms
-from runtime.model.sharing import sharing_of
+from runtime.model.sharing import Sharing, sharing_of
 from runtime.model.worker_group import enter_group, standing_in
 from runtime.processes.worker_start import WorkerSpec
 from runtime.protocol.failure_injection import Injector
@@ -48,17 +50,22 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
         by_rank=RankForms(passed, spec.stands_for), layer_store=layer_store, injector=injector,
         checkpoints=checkpoints,
         checkpointer=Checkpointer(setup, settings, model.layers, spec.worker, channel.send, sharing),
-        layer_receiver=_receivers(spec, device, layer_store, _FetchReports(spec.worker, channel, injector)),
+        layer_receiver=_receivers(spec, device, layer_store, sharing, _FetchReports(spec.worker, channel, injector)),
         layer_sender=RankSenders([
             LayerSender(address_towards(spec.coordinator), settings.secret, setup.fetch_bytes_per_second)
             for _ in range(spec.stands_for)], layer_store))
 
 
-def _receivers(spec: WorkerSpec, device: torch.device, store: LayerStore, events: ReceiverEvents) -> RankReceivers:
+def _receivers(spec: WorkerSpec, device: torch.device, store: LayerStore, sharing: Sharing,
+               events: ReceiverEvents) -> RankReceivers:
     """What gets layers. A process that stands for several ranks builds them as each would."""
     training, ranks, secret = spec.settings.config.training, spec.stands_for, spec.settings.secret
+
+    def follow(part: PartState) -> SteppedPart:
+        return SteppedPart(part, store.module(part.layer), training, sharing)
+
     if ranks == 1:
-        return RankReceivers([LayerReceiver(store.fresh, device, secret, events)], store)
+        return RankReceivers([LayerReceiver(store.fresh, follow, device, secret, events)], store)
 
     def built_at(rank: int, layer: int) -> Holding:
         with standing_in(training.tensor_parallel, rank):
@@ -66,7 +73,7 @@ def _receivers(spec: WorkerSpec, device: torch.device, store: LayerStore, events
             return build_holding(model, [layer], training)
 
     told = AllUpToDate(events, ranks)
-    return RankReceivers([LayerReceiver(partial(built_at, spec.rank * ranks + part), device, secret, told)
+    return RankReceivers([LayerReceiver(partial(built_at, spec.rank * ranks + part), follow, device, secret, told)
                           for part in range(ranks)], store)
 
 
