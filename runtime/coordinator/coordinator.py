@@ -72,6 +72,7 @@ class Coordinator:
         first = schedules.first
         self._log = log
         self._state = state = RunState(first, {seat.worker for seat in first.seats})
+        schedules.stand_for = state.stand_for
         self._slow = SlowWorkers(schedules, self._tell_speed, self._measure_speed)
         self._recovery = RecoveryClock()
         self._lost = LostWorkers(state.grid, placement)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runtime.config import RunConfig
-from runtime.coordinator.planning import Rebalancer, Scheduler, SchedulerAtSpeeds
+from runtime.coordinator.planning import Rebalancer, Scheduler, SchedulerAtSpeeds, WithDegraded
 from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.settling import Settling
 from runtime.coordinator.slow_workers import SpeedEvent
@@ -44,6 +44,8 @@ class Run:
     """How long the run may go on once it is told to end."""
     rebalancer: Rebalancer | None = None
     """What plans where layers must move, or may."""
+    with_degraded: WithDegraded | None = None
+    """What plans while workers go on as half their processes."""
     settling: Settling | None = None
     """Whether and how layers move to better schedules after failures; None: they stay as long as they can."""
     layer_bytes: Sequence[int] = ()

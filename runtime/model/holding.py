@@ -18,6 +18,7 @@ from runtime.model.optimizer import UndoableOptimizer, build_optimizer
 from runtime.model.part_optimizer import PartOptimizer
 from runtime.model.part_state import PartState, elements_of, keep_whole, kept_whole, put, trained
 from runtime.model.parts import Cut, Elements, parts_of
+from runtime.model.rank_optimizers import RankOptimizers
 from runtime.model.rank_parts import summed_by_rank
 from runtime.model.seeds import GENERATORS
 from runtime.model.shards import shards_of
@@ -54,7 +55,7 @@ class Holding:
         self.cuts: dict[LayerRange, Cut] = {}
         """How each range that is reduced is cut, where optimizers keep parts."""
         self._flat_parameters: dict[LayerRange, Tensor] = {}
-        self.optimizer: UndoableOptimizer | PartOptimizer = self._build(self.modules)
+        self.optimizer: UndoableOptimizer | PartOptimizer | RankOptimizers = self._build(self.modules)
         self._gradients: dict[LayerRange, list[Tensor]] = {}
         self.shared_gradients: dict[str, list[Tensor]] = {}
         """Of each parameter that layers share, by its first name: to be summed in place over all that hold a copy."""
@@ -114,8 +115,23 @@ class Holding:
         optimizer.load([*before.kept_states(), *parts])
         optimizer.gathered(after)
 
-    def flat_parameters(self) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
-        """Of each range whose optimizer's state is sharded, the parameters: one flat tensor, with padding."""
+    @property
+    def part_optimizers(self) -> Sequence[PartOptimizer]:
+        """Where optimizers keep parts: that of each rank that this process stands for."""
+        return [self.optimizer] if isinstance(self.optimizer, PartOptimizer) else []
+
+    def arrived(self) -> None:
+        """Parameters of others have come after a step, which may be a guess: compute with these."""
+
+    def gathered(self, iteration: int) -> None:
+        """All elements of the parameters are as they should be after an iteration."""
+        for one in self.part_optimizers:
+            one.gathered(iteration)
+
+    def flat_parameters(self, part: int = 0) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
+        """Of each range whose optimizer's state is sharded, the parameters: one flat tensor, with padding; at one of
+        the ranks that this process stands for."""
+        assert part == 0
         return [(layers, flat, self.cuts[layers]) for layers, flat in self._flat_parameters.items()]
 
     def reduce_by(self, ranges: Iterable[LayerRange]) -> None:
@@ -179,7 +195,7 @@ class Holding:
         norms = [torch.linalg.vector_norm(flat, dtype=torch.float64) for flat in found]
         return float(torch.stack(norms).square().sum().item()) if norms else 0.0
 
-    def _build(self, modules: Mapping[int, nn.Module]) -> UndoableOptimizer | PartOptimizer:
+    def _build(self, modules: Mapping[int, nn.Module]) -> UndoableOptimizer | PartOptimizer | RankOptimizers:
         if not keeps_parts(self._config):
             return build_optimizer(modules, self._config, self._sharing)
         everything = {layer: ((0, elements_of(module).total),) for layer, module in modules.items()}
@@ -280,7 +296,7 @@ def _flatten_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | 
     flats = []
     for kind, group in by_dtype.items():
         sizes = [parameter.numel() for parameter in group]
-        length = sum(sizes) if cut is None else cut.length
+        length = sum(sizes) if cut is None else max(sum(sizes), cut.length)
         flat = torch.zeros(length, dtype=kind, device=group[0].device)
         for parameter, view in zip(group, torch.split(flat[:sum(sizes)], sizes), strict=True):
             if kind != parameter.dtype:

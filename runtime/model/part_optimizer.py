@@ -60,6 +60,7 @@ class PartOptimizer(UndoableSteps):
                  sharing: Sharing = NOTHING_SHARED) -> None:
         self.kept, self._own = kept, own
         self._masters = config.master_weights
+        self._first_rank = first_rank()
         self._modules = modules
         self._sharing = sharing
         self._tied: dict[nn.Parameter, nn.Parameter] = {}
@@ -81,7 +82,7 @@ class PartOptimizer(UndoableSteps):
         """
         counted = [piece for piece in self._pieces if piece.own and piece.parameter.grad is not None
                    and self._sharing.first(piece.layer, piece.name) == (piece.layer, piece.name)
-                   and (first_rank() or piece.name in shards_of(self._modules[piece.layer]))]
+                   and (self._first_rank or piece.name in shards_of(self._modules[piece.layer]))]
         sums = [gradient.double().square().sum() for piece in counted
                 if (gradient := piece.gradient()) is not None]
         found = dict.fromkeys(self._modules, 0.0)

@@ -132,6 +132,8 @@ class Communicator:
         """Whether transfers are matched by their order, and so have to be issued in one that all agree on."""
         self.staged = transport == "gloo" and device.type != "cpu"
         """Whether tensors pass through host memory."""
+        self.parts = range(membership.stands_for)
+        """The ranks that this process stands for, counted from 0."""
         self._transport_device = torch.device("cpu") if self.staged else device
         self._ranks = membership.ranks
         self._groups: dict[tuple[str, int], Group] = {}
@@ -143,7 +145,6 @@ class Communicator:
         self._require = require
         self._between_ranks: Connection | None = None
         self._worker_group = membership.group
-        self._parts = range(membership.stands_for)
         everyone = sorted(self._ranks, key=self._ranks.__getitem__)
         if len(everyone) > 1:
             self._join(_WORLD, everyone, transport)
@@ -197,22 +198,22 @@ class Communicator:
             for tensor, total in zip(tensors, carried, strict=True):
                 tensor.copy_(total)
 
-    def sharers_of(self, layers: LayerRange) -> Group | None:
+    def sharers_of(self, layers: LayerRange, part: int = 0) -> Group | None:
         """The group of those who reduce a range, by their order; None where nobody else does."""
-        return self._group(_name_of(self._sharers[layers])) if layers in self._sharers else None
+        return self._group(_name_of(self._sharers[layers]), part) if layers in self._sharers else None
 
-    def send_bytes(self, data: bytes, target: Worker) -> None:
+    def send_bytes(self, data: bytes, target: Worker, part: int = 0) -> None:
         """Send bytes of this host. Raises CommunicationError."""
         with told_in_one_line(f"sending to worker {target}"):
-            group, rank = self._group(self._bytes), self._ranks[target]
+            group, rank = self._group(self._bytes, part), self._ranks[target]
             payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             for tensor in (torch.tensor([len(data)]), payload):
                 group.send([tensor], rank, BYTES_TAG).wait()
 
-    def receive_bytes(self, source: Worker) -> bytes:
+    def receive_bytes(self, source: Worker, part: int = 0) -> bytes:
         """Receive what `send_bytes` sends. Raises CommunicationError."""
         with told_in_one_line(f"receiving from worker {source}"):
-            group, rank = self._group(self._bytes), self._ranks[source]
+            group, rank = self._group(self._bytes, part), self._ranks[source]
             length = torch.empty(1, dtype=torch.int64)
             group.recv([length], rank, BYTES_TAG).wait()
             payload = torch.empty(int(length.item()), dtype=torch.uint8)
@@ -234,7 +235,7 @@ class Communicator:
         by_rank = sorted(self._ranks, key=self._ranks.__getitem__)
         if (_CLOCK, 0) not in self._groups:
             self._join(_CLOCK, by_rank, "gloo")
-        first, *_ = [self._offset(self._group(_CLOCK, part), by_rank) for part in self._parts]
+        first, *_ = [self._offset(self._group(_CLOCK, part), by_rank) for part in self.parts]
         return first
 
     def _offset(self, group: Group, by_rank: Sequence[Worker]) -> float:
@@ -253,7 +254,7 @@ class Communicator:
             return
         present = torch.ones(1, device=self._transport_device)
         with told_in_one_line("waiting for all workers to end"):
-            for part in self._parts:
+            for part in self.parts:
                 self._group(_WORLD, part).allreduce([present.fill_(1.0)]).wait()
                 assert present.item() == len(self._ranks)  # reading it waits for the GPU, too
 
@@ -268,8 +269,8 @@ class Communicator:
     def _join(self, name: str, members: Sequence[Worker], transport: Transport) -> None:
         """Meet workers, here those of their processes that stand for the same rank."""
         place = members.index(self.worker), len(members)
-        for part in self._parts:
-            rank = 0 if self._worker_group is None else self._worker_group.rank() * len(self._parts) + part
+        for part in self.parts:
+            rank = 0 if self._worker_group is None else self._worker_group.rank() * len(self.parts) + part
             self._meet(name, name if self._worker_group is None else f"{rank} of {name}", place, transport, part)
 
     def _connect(self, group: WorkerGroup, transport: Transport) -> None:

@@ -68,7 +68,8 @@ class Executor:
         self._slices = slices
         self._steps = steps
         self._communicator = communicator
-        self._parts = PartExchange(communicator)
+        self._parts = [PartExchange(communicator, part) for part in communicator.parts]
+        """Of each rank that this process stands for."""
         self._exchange = exchange
         self._feed = feed
         self._recorder = recorder
@@ -118,7 +119,7 @@ class Executor:
         Raises CommunicationError.
         """
         assert self._steps.validated is not None
-        self._finish(self._gathering())
+        self._finish(self._gathering_all())
         self._slices.gathered(self._steps.validated[0])
 
     def _forget_round(self) -> None:
@@ -173,9 +174,9 @@ class Executor:
             if cut is None:
                 self._sum(layers, by_rank)
             else:
-                gradients, *whole = by_rank[0]
-                self._parts.reduce(layers, gradients, cut)
-                self._communicator.sum_over_sharers(layers, whole)
+                for part, (gradients, *whole) in enumerate(by_rank):
+                    self._parts[part].reduce(layers, gradients, cut)
+                    self._communicator.sum_over_sharers(layers, whole, part)
 
     def _sum(self, what: Shared, by_rank: Sequence[Sequence[Tensor]]) -> None:
         for part, gradients in enumerate(by_rank):
@@ -191,27 +192,32 @@ class Executor:
                 with self._slices.summed_shared(name) as by_rank:
                     self._sum(name, by_rank)
             if self._steps.watches:
-                self._parts.wait_for_copies()  # there may be no step, and gradients are zero afterwards
+                for exchange in self._parts:  # there may be no step, and gradients are zero afterwards
+                    exchange.wait_for_copies()
             gathering: list[Callable[[], None]] = []
             with self._slices.when_own_parts_are_stepped(partial(self._gather, gathering)):
                 self._steps.step(self._iteration, self._loss)
             # Who knows that there is no step makes none, though others may guess one, and wait for its part.
-            self._finish(gathering or self._gathering())
+            self._finish(gathering or self._gathering_all())
             self._steps.when_validated(partial(_note_whole, self._slices, self._steps, self._iteration))
 
-    def _gather(self, gathering: list[Callable[[], None]]) -> None:
+    def _gather(self, gathering: list[Callable[[], None]], part: int) -> None:
         """While parameters are on their way to others, the copies of others' parts are stepped."""
-        gathering += self._gathering()
-        self._parts.wait_for_copies()
+        gathering += self._gathering(part)
+        self._parts[part].wait_for_copies()
 
-    def _gathering(self) -> list[Callable[[], None]]:
-        """Start to gather all parameters."""
-        return [self._parts.gather(layers, parameters, cut)
-                for layers, parameters, cut in self._slices.flat_parameters()]
+    def _gathering(self, part: int) -> list[Callable[[], None]]:
+        """Start to gather all parameters of a rank."""
+        return [self._parts[part].gather(layers, parameters, cut)
+                for layers, parameters, cut in self._slices.flat_parameters(part)]
+
+    def _gathering_all(self) -> list[Callable[[], None]]:
+        return [finish for part in range(len(self._parts)) for finish in self._gathering(part)]
 
     def _finish(self, gathering: Iterable[Callable[[], None]]) -> None:
         for finish in gathering:
             finish()
+        self._slices.arrived()
 
     def _runner(self, step: _Step) -> SliceRunner:
         assert step.runner is not None

@@ -10,6 +10,7 @@ from runtime.model.optimizer import UndoableOptimizer
 from runtime.model.part_optimizer import PartOptimizer
 from runtime.model.part_state import PartState, as_parts, elements_of, part_of, put, whole
 from runtime.model.parts import Cut, Elements
+from runtime.model.rank_parts import joined_state
 from runtime.model.shards import cut_state, shards_of, whole_state
 from runtime.model.worker_group import first_rank, worker_group
 from runtime.protocol.to_coordinator import Kept
@@ -21,6 +22,8 @@ Build = Callable[[Iterable[int]], Holding]
 """Makes layers as they are before iteration 0."""
 Restore = Callable[[int, Iterable[int]], Mapping[int, Mapping[str, Tensor]]]
 """The whole states of layers before an iteration, by a checkpoint; nothing where they are as they are built."""
+ByRank = Sequence[Sequence[PartState]]
+"""What was received as each of the ranks that this process stands for."""
 
 
 class LayerStore:
@@ -72,17 +75,17 @@ class LayerStore:
             module = self.module(layer)
             self._received.append(as_parts(module, layer, cut_state(state, shards_of(module), worker_group())))
 
-    def receive(self, parts: Iterable[PartState]) -> None:
+    def receive(self, received: ByRank) -> None:
         """Parts have come for an order: keep them, too, until the next `keep_parts`."""
-        self._received = [*(one for one in self._received if one.state), *parts]
+        (mine,) = received
+        self._received = [*(one for one in self._received if one.state), *mine]
 
     def keep_parts(self, cuts: Mapping[LayerRange, Cut], worker: Worker, after: int) -> None:
         """Hold the layers of these cuts, and of their optimizer's state what a worker keeps by them.
 
         What has been read and received is as it is after an iteration; no step may be open.
         """
-        modules = {layer: self.module(layer) for layers in cuts for layer in range(*layers)}
-        self.holding.keep(modules, cuts, worker, self._received, after)
+        self.holding.keep(self._modules(cuts), cuts, worker, self._received, after)
         self._received, self._built = [], {}
 
     def kept(self) -> Kept | None:
@@ -114,25 +117,36 @@ class LayerStore:
         return next((one for one in self._received if one.layer == part.layer and one.state
                      and one.start <= part.start and part.stop <= one.stop), None)
 
-    def put(self, received: Sequence[PartState]) -> None:
+    def put(self, received: ByRank) -> None:
         """What was received of what is not kept here are the parameters from now on."""
+        (mine,) = received
         for layer, module in self.holding.modules.items():
-            put(module, [one for one in received if one.layer == layer], untrained_too=False)
+            put(module, [one for one in mine if one.layer == layer], untrained_too=False)
 
     def own_parts(self, layers: LayerRange) -> list[PartState]:
         """This worker's own parts of a range of layers; the tensors themselves."""
         return [part for layer in range(*layers) for part in self._parts.own_states(layer)]
 
-    def whole_layers(self, layers: Iterable[int], received: Sequence[PartState]) -> dict[int, dict[str, Tensor]]:
+    @property
+    def by_rank(self) -> Sequence["LayerStore"]:
+        """That of each rank that this process stands for, where workers keep parts of layers' states."""
+        return [self]
+
+    def whole_layers(self, layers: Iterable[int], received: ByRank) -> dict[int, dict[str, Tensor]]:
         """As `whole_states`, with what was received of what is not kept here."""
         group, found = worker_group(), dict[int, dict[str, Tensor]]()
         for layer in sorted(layers):
-            parts = [*self._parts.kept_states(), *self._received, *received]
-            module = self.holding.modules[layer]
-            state = whole_state(whole(module, [one for one in parts if one.layer == layer]), shards_of(module), group)
+            shards = shards_of(self.holding.modules[layer])
+            states = [store.with_parts(layer, parts) for store, parts in zip(self.by_rank, received, strict=True)]
+            state = whole_state(states[0] if len(states) == 1 else joined_state(states, shards), shards, group)
             if first_rank():
                 found[layer] = state
         return found
+
+    def with_parts(self, layer: int, received: Sequence[PartState]) -> dict[str, Tensor]:
+        """The state of a layer, from parts that are kept and others that were received."""
+        return whole(self.holding.modules[layer],
+                     [one for one in (*self._parts.kept_states(), *self._received, *received) if one.layer == layer])
 
     @property
     def _whole(self) -> UndoableOptimizer:
@@ -149,6 +163,9 @@ class LayerStore:
     def elements(self, layer: int) -> Elements:
         """How many a layer has that is held, or will be."""
         return elements_of(self.module(layer))
+
+    def _modules(self, cuts: Iterable[LayerRange]) -> dict[int, nn.Module]:
+        return {layer: self.module(layer) for layers in cuts for layer in range(*layers)}
 
     def module(self, layer: int) -> nn.Module:
         """A layer: one that is held, or a new one, which is kept for `keep_parts`. May be called from other threads."""

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 from runtime.model.checkpoint import CheckpointError
 from runtime.model.holding import keeps_parts
-from runtime.model.part_state import PartState
 from runtime.model.parts import cut
 from runtime.protocol.to_coordinator import Note
 from runtime.protocol.to_worker import Finish, Train
@@ -12,6 +11,7 @@ from runtime.replay.communication import CommunicationError, Communicator
 from runtime.worker.activity import WAITS
 from runtime.worker.context import OrderContext, WorkerContext
 from runtime.worker.layer_receiver import LayerFetch, part_senders_for, senders_for
+from runtime.worker.layer_store import ByRank
 
 
 def take_layers(part: OrderContext, communicator: Communicator) -> None:
@@ -55,8 +55,7 @@ def _take_parts(part: OrderContext, communicator: Communicator) -> None:
     store.keep_parts(cuts, part.worker, order.first_iteration - 1)
 
 
-def move_parts(context: WorkerContext, order: Train | Finish, require: Callable[[], None],
-               fetch: int = 0) -> list[PartState]:
+def move_parts(context: WorkerContext, order: Train | Finish, require: Callable[[], None], fetch: int = 0) -> ByRank:
     """Give what others lack, and get what is lacking here, while all wait; with what has been fetched under a number.
 
     Raises CommunicationError.

@@ -1,7 +1,7 @@
 """What takes a worker long: its part in orders, and tests of its speed. Each runs in a thread of its own."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,6 @@ import torch
 from runtime.model.digest import tensor_digest
 from runtime.model.holding import build_holding, keeps_parts
 from runtime.model.parameters import save_layer
-from runtime.model.part_state import PartState
 from runtime.model.shards import whole_layer
 from runtime.model.slices import SliceRunner
 from runtime.protocol.to_coordinator import Finished, SpeedMeasured
@@ -21,6 +20,7 @@ from runtime.replay.recorder import OpTime
 from runtime.replay.stuck_calls import AbandonedError
 from runtime.worker.context import WorkerContext
 from runtime.worker.generation import Generation
+from runtime.worker.layer_store import ByRank
 from runtime.worker.layers_of_order import move_parts
 from runtime.worker.speed_test import measure_slice
 
@@ -162,7 +162,7 @@ def _connect_ranks(context: WorkerContext, order: Finish) -> Communicator | None
     return Communicator(alone, {}, transport=context.setup.transport, device=context.device, store=context.store)
 
 
-def _write(context: WorkerContext, order: Finish, received: Sequence[PartState] | None) -> None:
+def _write(context: WorkerContext, order: Finish, received: ByRank | None) -> None:
     """`received` are parts of layers, where others have them."""
     holding = context.layer_store.holding
     for layer, worker in order.writers:

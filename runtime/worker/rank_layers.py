@@ -11,13 +11,12 @@ from torch import Tensor
 
 from runtime.model.holding import Holding
 from runtime.model.optimizer import UndoableOptimizer
-from runtime.model.part_state import PartState
 from runtime.model.rank_parts import joined_state
 from runtime.model.shards import Shards, part_of_state, shards_of
 from runtime.worker.layer_messages import MessageError, PartName
 from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents
 from runtime.worker.layer_sender import Layers, LayerSender
-from runtime.worker.layer_store import LayerStore
+from runtime.worker.layer_store import ByRank, LayerStore
 from runtime.worker.sockets import Sockets
 
 
@@ -38,7 +37,7 @@ class _RankLayers:
         return {name: shards[name].cut(tensor, self._part, self._parts) if name in shards else tensor
                 for name, tensor in self._store.layer_gradients(layer).items()}
 
-    def keeps(self, part: PartName) -> bool:  # noqa: ARG002  # where workers keep parts, none stands for others
+    def keeps(self, part: PartName) -> bool:  # noqa: ARG002  # layers are kept whole
         return False
 
     def part_state(self, part: PartName) -> Mapping[str, Tensor]:
@@ -56,7 +55,7 @@ class RankSenders:
 
     def __init__(self, senders: Sequence[LayerSender], store: LayerStore) -> None:
         self._senders = senders
-        self._layers: Sequence[Layers] = [store] if len(senders) == 1 else [
+        self._layers: Sequence[Layers] = store.by_rank if len(store.by_rank) == len(senders) else [
             _RankLayers(store, part, len(senders)) for part in range(len(senders))]
 
     @property
@@ -117,9 +116,9 @@ class RankReceivers:
         return {layer: self._joined(layer, [holding, *(other[layer] for other in others)])
                 for layer, holding in first.items()} if others else first
 
-    def take_parts(self, generation: int, fetch: int, require: Callable[[], None]) -> list[PartState]:
-        """See `LayerReceiver.take_parts`."""
-        return [part for one in self._receivers for part in one.take_parts(generation, fetch, require)]
+    def take_parts(self, generation: int, fetch: int, require: Callable[[], None]) -> ByRank:
+        """See `LayerReceiver.take_parts`: of each rank its own."""
+        return [one.take_parts(generation, fetch, require) for one in self._receivers]
 
     def drop(self, generation: int) -> None:
         """See `LayerReceiver.drop`."""
@@ -138,7 +137,7 @@ class RankReceivers:
 
 
 def _whole(holding: Holding) -> UndoableOptimizer:
-    assert isinstance(holding.optimizer, UndoableOptimizer), "where workers keep parts, none stands for others"
+    assert isinstance(holding.optimizer, UndoableOptimizer), "parts of layers are fetched as parts"
     return holding.optimizer
 
 

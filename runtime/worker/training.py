@@ -144,13 +144,15 @@ class Training:
         store = self._part.context.layer_store
         if not keeps_parts(self._part.context.config.training):
             return store.whole_states(self._speaks_for)
-        received: list[PartState] = []
-        for layers, cut in store.holding.cuts.items():
-            for member in cut.members[1:] if cut.sharded else ():
-                if self._part.worker == cut.members[0]:
-                    received += unpack_parts(self._communicator.receive_bytes(member))
-                elif self._part.worker == member:
-                    self._communicator.send_bytes(pack_parts(store.own_parts(layers)), cut.members[0])
+        received: list[list[PartState]] = []
+        for part, mine in enumerate(store.by_rank):
+            received.append([])
+            for layers, cut in store.holding.cuts.items():
+                for member in cut.members[1:] if cut.sharded else ():
+                    if self._part.worker == cut.members[0]:
+                        received[part] += unpack_parts(self._communicator.receive_bytes(member, part))
+                    elif self._part.worker == member:
+                        self._communicator.send_bytes(pack_parts(mine.own_parts(layers)), cut.members[0], part)
         return store.whole_layers(self._speaks_for, received)
 
     def _read(self, data: Data, microbatch: Microbatch) -> Batch:

@@ -108,8 +108,7 @@ def test_deaths_moves_and_returns(shard_optimizer, fork_server, tmp_path):
     """Each schedule cuts the layers anew: what layers share comes together on a worker, and parts again."""
     kills = [("1.0", 1, 3), ("0.3", 3, "A"), ("1.1", 5, "O")]
     result = train([at(*kill) for kill in kills], fork_server, tmp_path, job=LINEAR, scheduler=cut_anew(LINEAR),
-                   config=rich(iterations=40, clip_norm=1.6, shard_optimizer=shard_optimizer),
-                   checkpoint_every=20,
+                   config=rich(iterations=40, clip_norm=1.6, shard_optimizer=shard_optimizer), checkpoint_every=20,
                    returns=tuple(Return(Worker.parse(kill[0]), 8) for kill in kills))
     assert dead(result) == [kill[0] for kill in kills] and returned(result)
 

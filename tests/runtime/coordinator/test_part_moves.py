@@ -4,11 +4,14 @@ import itertools
 
 import pytest
 
+from planner.normalise import normal_form
+from planner.options import PlanOptions
 from runtime.coordinator.part_moves import Partition
 from runtime.model.parts import Elements, cut, parts_of, without
 from runtime.protocol.to_coordinator import Kept
 from runtime.replay.placement import place
 from schedules.schedule import Worker
+from schedules.tables.relabel import relabel
 from tests.jobs import grid
 from tests.runtime.running import schedule_for
 
@@ -136,3 +139,16 @@ def test_where_all_keep_everything_only_who_comes_gets_something():
     moves = partition(sharded=False).moves(WHOLE, old, {worker: PLACEMENT.held(WHOLE, worker) for worker in old}, 5)
     assert {move.target for move in moves} == {Worker(2, 1)}
     assert sum(move.stop - move.start for move in moves) == sum(its.total for its in ELEMENTS[2:])
+
+
+def test_buddies_are_on_different_machines_where_roles_have_moved():
+    """Members of a stage are who plays its roles, wherever they come from."""
+    machines = [[Worker(pipeline, stage) for stage in range(2)] for pipeline in range(4)]
+    schedule = relabel(normal_form(JOB, 2, PlanOptions(method="greedy", time_limit=1.0)).schedule,
+                       sorted(workers("0.0", "1.0")), nodes=machines)
+    assert schedule is not None and any(seat.role.column != seat.worker.column for seat in schedule.moves)
+    for layers, members in PLACEMENT.reduced_by_all(schedule).items():
+        one = cut(sum(its.cut for its in ELEMENTS[slice(*layers)]), members, machines, sharded=True)
+        assert len(members) == 3 and all(
+            worker.pipeline != one.members[ward].pipeline
+            for worker, wards in zip(one.members, one.wards, strict=True) for ward in wards)
