@@ -78,6 +78,10 @@ def _moved(problem: LayoutProblem, seconds: float, seed: int,
 
     yield recut(parts=1)
     yield recut(spread=False, parts=1)
+    if problem.sliced:
+        for parts in (max(1, PARTS // 2), PARTS):
+            if size * parts <= largest_fine:
+                yield recut(apart=True, parts=parts)
     yield recut(staggered=True)
     yield recut(spread=False, staggered=True)
     yield recut(spread=False, floating=False)
@@ -124,14 +128,16 @@ def _assigned(problem: LayoutProblem, *, seconds: float, seed: int) -> Layout | 
 
 
 def _recut(problem: LayoutProblem, *, floating: bool = True, spread: bool = True, staggered: bool = False,
-           anywhere: bool = False, parts: int = 0) -> Layout | None:
+           anywhere: bool = False, apart: bool = False, parts: int = 0) -> Layout | None:
     """The layout with the least longest load on lines; `parts`: of `finer_slices`."""
     lines = lines_of(problem)
-    found = Divider(problem, lines, floating=floating, spread=spread, staggered=staggered, anywhere=anywhere).least()
+    found = Divider(problem, lines, floating=floating, spread=spread, staggered=staggered, anywhere=anywhere,
+                    apart=apart).least()
     if found is None:
         return None
+    where = " anywhere" if anywhere else " apart" if apart else ""
     kind = ", ".join(["re-cut pipelines", "floating layers" if floating else "one cut each",
-                      f"the rest spread{' anywhere' if anywhere else ''}" if spread else "whole micro-batches"])
+                      f"the rest spread{where}" if spread else "whole micro-batches"])
     layout = layout_of(problem, lines, found[1], kind)
     return finer_slices(problem, layout, parts) if parts else layout
 
