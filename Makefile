@@ -45,7 +45,7 @@ LIBRARY := $(patsubst %/job.toml,%,$(wildcard schedules/library/*/job.toml))
 library: $(INSTALLED)      ## plan the tables of schedules/library anew
 	for job in $(LIBRARY); do \
 	  rm -rf $$job/index.json $$job/parts && \
-	  $(BIN)/slipstream table $$job/job.toml --max-failures 4 --time-limit 60 --out $$job || exit 1; \
+	  $(BIN)/slipstream table $$job/job.toml --max-failures 4 --time-limit 30 --out $$job || exit 1; \
 	done
 
 # torch first and by its exact version, so that no other package brings another build. The planner's inner loops are compiled

@@ -166,9 +166,12 @@ def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Bu
         within = msgspec.structs.replace(budget, deadline=time.monotonic() + seconds, progress=SearchProgress())
         return _whole(in_place, in_place.problem(block, failed), within).schedule
 
-    ops = sum(piece.problem.operations for piece in decompose(problem))
-    whole = options.layers == "move" and ops <= LARGEST_MOVED
-    blocks = None if whole else blocks_within(job, ops, budget.seconds, plan_block, speed, grace=grace)
+    def ops_of(part: Job) -> int:
+        given = problem if part is job else in_place.problem(part, failed)
+        return sum(piece.problem.operations for piece in decompose(given))
+
+    whole = options.layers == "move" and ops_of(job) <= LARGEST_MOVED
+    blocks = None if whole else blocks_within(job, ops_of, budget.seconds, plan_block, speed, grace=grace)
     if blocks is None:
         return _answered(options, job, failed, problem, budget)
     said = f"{blocks.number} blocks of about {max(job.microbatches) // blocks.number} micro-batches a pipeline"

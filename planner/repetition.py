@@ -34,6 +34,9 @@ MARGIN, WHOLE_MARGIN = 1.25, 1.75
 BLOCK_SHARE = 0.3
 """Share of the time that the first plan of all blocks may take; the rest improves it."""
 
+OpsOf = Callable[[Job], int]
+"""How many compute ops the different pieces of a job are."""
+
 PlanBlock = Callable[[Job, float], Schedule]
 """A checked schedule of a job in so many seconds, where layers stay in place and no stage is cut."""
 
@@ -63,10 +66,11 @@ class Speed:
         """Of a processor, until the time limit; negative after it."""
         return self._end - time.process_time()
 
-    def pace(self, job: Job, ops: int, plan_block: PlanBlock) -> Pace:
+    def pace(self, job: Job, ops_of: OpsOf, plan_block: PlanBlock) -> Pace:
         """By a part of this job, or of the first one that was asked about."""
         if self._pace is None:
-            self._pace = measured(job, ops, plan_block)
+            sample = sample_of(job, ops_of)
+            self._pace = measured(sample, ops_of(sample), plan_block)
         return self._pace
 
 
@@ -78,17 +82,18 @@ class Blocks(NamedTuple):
     """For all different ones together; what is left of the limit joins them."""
 
 
-def blocks_within(job: Job, ops: int, seconds: float, plan_block: PlanBlock, speed: Speed, *,
+def blocks_within(job: Job, ops_of: OpsOf, seconds: float, plan_block: PlanBlock, speed: Speed, *,
                   grace: bool = True) -> Blocks | None:
-    """How to plan a job whose different pipelines have `ops` compute ops in all within `seconds`; None: as a whole.
+    """How to plan a job within `seconds`; None: as a whole.
 
     `grace`: whether it may take somewhat longer. Raises TooLargeError where the plan could not even be put together and
     checked.
     """
+    ops = ops_of(job)
     if ops <= (CERTAIN if grace else QUICK):
         return None
     began = time.thread_time()
-    pace = speed.pace(job, ops, plan_block)
+    pace = speed.pace(job, ops_of, plan_block)
     left = seconds - (time.thread_time() - began)
     if pace.plan * ops * WHOLE_MARGIN < left:
         return None
@@ -115,17 +120,26 @@ def _even(number: int, job: Job) -> int:
     return min((count for count in near if common % count == 0), key=lambda count: abs(count - number), default=number)
 
 
-def measured(job: Job, ops: int, plan_block: PlanBlock) -> Pace:
-    """The pace of this machine, by a part of the job."""
+def sample_of(job: Job, ops_of: OpsOf) -> Job:
+    """A part of a job, of about `SAMPLE` compute ops where that is possible.
+
+    Fewer micro-batches are shared by fewer pipelines where workers failed, so that there is less to plan in them than
+    their share: a sample that is too small would take its time for other things than ops.
+    """
+    blocks = max(1, min(ops_of(job) // SAMPLE, min(job.microbatches) // job.chains))
+    sample = next(blocks_of(job, blocks))
+    ops = ops_of(sample)
+    return sample if 2 * ops >= SAMPLE or blocks <= 2 else next(blocks_of(job, max(2, blocks * ops // SAMPLE)))
+
+
+def measured(sample: Job, ops: int, plan_block: PlanBlock) -> Pace:
+    """The pace of this machine, by a part of the job, which is so many ops."""
     load()
-    blocks = max(1, min(ops // SAMPLE, min(job.microbatches) // job.chains))
-    sample = next(iter(blocks_of(job, blocks)))
     began = time.thread_time()
     schedule = plan_block(sample, 0.0)
     planned = time.thread_time()
     joined(sample, [schedule], 0)
-    count = sum(map(len, schedule.programs))
-    return Pace((planned - began) / count, (time.thread_time() - planned) / count)
+    return Pace((planned - began) / ops, (time.thread_time() - planned) / ops)
 
 
 def blocks_of(job: Job, count: int) -> Iterator[Job]:

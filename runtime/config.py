@@ -3,15 +3,15 @@
 A `RunConfig` travels to worker processes as JSON (`to_json`, `from_json`).
 """
 
-import difflib
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
+
+from runtime.config_errors import explain
 
 DtypeName = Literal["float32", "float64", "bf16"]
 BackendName = Literal["auto", "gloo", "nccl"]
@@ -35,12 +35,6 @@ Options = Annotated[dict[str, Any], Meta(description="a table")]
 
 STANDS_FOR = 2
 """Ranks for which each process does of a worker that has lost some, with `degraded_ranks`."""
-MANY = 16
-"""Keys that are not listed in a line."""
-_NO_FLOAT16 = ": in float16 small gradients are lost without loss scaling, which there is not, and bf16 needs none"
-_PLACE = re.compile(r" - at `\$\.(\w+)(?:\[(\d+)\])?")
-"""Where msgspec says which key is wrong, and which entry of its list."""
-_MISSING = re.compile(r"missing required field `(\w+)`")
 _Table = TypeVar("_Table", bound=msgspec.Struct)
 
 
@@ -308,53 +302,4 @@ def _table(name: str, values: Mapping[str, object], kind: type[_Table]) -> _Tabl
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(_explain(name, values, kind, str(error))) from None
-
-
-def _explain(name: str, values: Mapping[str, object], kind: type[msgspec.Struct], error: str) -> str:
-    """msgspec's message, in the job file's words."""
-    types = {field.name: field.type for field in msgspec.structs.fields(kind)}
-    unknown = next((key for key in values if key not in types), None)
-    if unknown is not None:
-        near = difflib.get_close_matches(unknown, types, 1)
-        hint = f"did you mean {name}.{near[0]}?" if near else "docs/configuration.md has all that are known" \
-            if len(types) > MANY else f"known: {', '.join(types)}"
-        return f"unknown key {name}.{unknown}; {hint}"
-    place = _PLACE.search(error)
-    if place is None:  # what `__post_init__` says
-        return error.removesuffix(" - at `$`")
-    value = values[place[1]]
-    if place[2] is not None and isinstance(value, list | tuple) and place[1] == "parameter_groups":
-        entry, inside = value[int(place[2])], f"{name}.{place[1]}[{place[2]}]"
-        if isinstance(entry, Mapping):
-            missing = _MISSING.search(error)
-            return f"{inside} has no key {missing[1]!r}" if missing else \
-                _explain(inside, entry, ParameterGroup, error.replace(place[0], " - at `$"))
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    why = _NO_FLOAT16 if place[1] == "dtype" and value in ("float16", "fp16", "half") else \
-        _nearest(types[place[1]], value)
-    return f"{name}.{place[1]} is {shown}; expected {_expected(types[place[1]])}{why}"
-
-
-def _nearest(kind: Any, value: object) -> str:
-    """Which of the names that a field takes was meant, if that can be guessed."""
-    options = [option for option in get_args(kind) if isinstance(option, str)]
-    near = difflib.get_close_matches(value, options, 1) if isinstance(value, str) else []
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def _expected(kind: Any) -> str:
-    """What a field takes, in words."""
-    for meta in getattr(kind, "__metadata__", ()):
-        return str(meta.description)
-    if kind is bool:
-        return "true or false"
-    if kind == tuple[ParameterGroup, ...]:
-        return "a list of tables, [[training.parameter_groups]]"
-    options = get_args(kind)
-    if options and all(isinstance(option, str) for option in options):
-        return "one of " + ", ".join(repr(option) for option in options)
-    if getattr(kind, "__origin__", None) is tuple:
-        return f"a list of {len(options)}, each {_expected(options[0])}"
-    return _expected(options[0])
+        raise ConfigError(explain(name, values, kind, str(error))) from None

@@ -5,11 +5,16 @@ The fixture `chromium` is a real browser, for pages.
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.browser import chromium as chromium
+
+REAL_PROCESSES = ("cli", "examples", "launchers", "runtime")
+"""Folders of tests that start processes, which other programs of the machine may hold up for longer than a test waits.
+Such a test gets a second try. Both are told: one that needs it twice is a defect, of the test or of what it tests."""
 
 # The tests share the machine with each other, and with the processes that they start: one thread each. Read when torch
 # is imported, which is later.
@@ -22,6 +27,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as where a shell runs the tests in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give a second try to tests of real processes."""
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.relative_to(here).parts[0] in REAL_PROCESSES:
+            item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 @pytest.fixture(autouse=True, scope="session")

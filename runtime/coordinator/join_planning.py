@@ -16,6 +16,9 @@ from schedules.schedule import Schedule, Worker
 
 PAUSE_SECONDS = 0.5
 """From a fetch that failed to the next one."""
+NUMBERS = 1000
+"""Fetches during an order are numbered from its number times this on. A coordinator that takes over goes on with the
+orders' numbers, and so gives no fetch the number of another one that workers may still answer."""
 FAILURES = 3
 """Fetches that fail, one after the other, before layers are moved while all wait."""
 
@@ -95,11 +98,12 @@ class JoinPlanner:
                 self._join = Join(schedule, order, 0, Counter(), iteration, speeds=speeds)
             return not settles
         lacking = Counter(move.target for move in moves)
-        self._join = Join(schedule, order, self._number + 1, lacking, iteration, len(moves), speeds, settles)
-        self._events.write(FetchBegun(fetch=self._number + 1, purpose="settle" if settles else "join",
+        number = max(self._number, order * NUMBERS) + 1
+        self._join = Join(schedule, order, number, lacking, iteration, len(moves), speeds, settles)
+        self._events.write(FetchBegun(fetch=number, purpose="settle" if settles else "join",
                                       layers=len(moves), workers=tuple(sorted(lacking))))
         self._give(Fetch(
-            number=self._number + 1, order=order, moves=moves,
+            number=number, order=order, moves=moves,
             addresses=tuple((worker, addresses[worker]) for worker in sorted({move.source for move in moves}))))
         return True
 

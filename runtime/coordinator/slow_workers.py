@@ -242,7 +242,9 @@ class SlowWorkers:
         else:
             decision, self._returning, reason = answer
             self._present_seconds = decision.present_seconds
-            if decision.schedule is not None and not self._returning:
+            if self._returning:
+                pass  # they come in by an order of their own, and what all run is decided anew then
+            elif decision.schedule is not None:
                 self.decision = decision
             elif self._news or reason is not None:
                 self._tell(decision, iteration, reason)

@@ -10,10 +10,22 @@ from hypothesis import strategies as st
 
 from benchmarks.jobs import uniform_job
 from planner.model.bounds import lower_bound
+from planner.model.decompose import decompose
 from planner.model.from_job import build_problem
 from planner.options import PlanOptions
 from planner.plan import plan_job, plan_only
-from planner.repetition import Blocks, Speed, TooLargeError, _even, blocks_of, blocks_within, joined, repeated
+from planner.repetition import (
+    SAMPLE,
+    Blocks,
+    Speed,
+    TooLargeError,
+    _even,
+    blocks_of,
+    blocks_within,
+    joined,
+    repeated,
+    sample_of,
+)
 from schedules.check import check
 from schedules.schedule import OpKind, Worker
 from tests.jobs import failures, jobs
@@ -80,7 +92,10 @@ def test_blocks_are_equal_where_the_micro_batches_divide_evenly():
 
 def test_the_pace_of_the_machine_is_measured_once_a_plan_and_the_reference_has_no_grace():
     """98,304 ops in no time: in blocks within the second of grace, and not at all without it."""
-    job, planned = uniform_job(4, 8, 1024, capacity=16), []
+    job, planned = uniform_job(1, 8, 4096, capacity=16), []
+
+    def ops_of(job):
+        return 8 * 3 * max(job.microbatches)
 
     def plan_block(block, seconds):
         planned.append(block.microbatches[0])
@@ -88,7 +103,21 @@ def test_the_pace_of_the_machine_is_measured_once_a_plan_and_the_reference_has_n
 
     speed = Speed(60.0)
     with pytest.raises(TooLargeError, match="--time-limit"):
-        blocks_within(job, 98_304, 0.01, plan_block, speed, grace=False)
-    blocks = blocks_within(job, 98_304, 0.01, plan_block, speed)
-    assert blocks is not None and 1024 % blocks.number == 0
-    assert planned == [256], "one sample"
+        blocks_within(job, ops_of, 0.01, plan_block, speed, grace=False)
+    blocks = blocks_within(job, ops_of, 0.01, plan_block, speed)
+    assert blocks is not None and 4096 % blocks.number == 0
+    assert planned == [1024], "one sample"
+
+
+def test_the_pace_is_not_measured_by_a_part_that_is_hardly_any_ops():
+    """Of 4,096 workers with five down, a twelfth of the micro-batches is a hundredth of the ops, as fewer share them.
+
+    255,000 ops were refused for that in 10 s, of which they need 3.
+    """
+    job, down = uniform_job(256, 16, 32, capacity=32), [Worker(index, index) for index in range(5)]
+
+    def ops_of(part):
+        return sum(piece.problem.operations for piece in decompose(build_problem(part, down)))
+
+    assert ops_of(job) > 10 * SAMPLE and ops_of(next(blocks_of(job, ops_of(job) // SAMPLE))) < SAMPLE / 6
+    assert SAMPLE / 2 < ops_of(sample_of(job, ops_of)) < 4 * SAMPLE

@@ -12,16 +12,17 @@ ONE, OTHER, SOURCE = Worker(0, 0), Worker(0, 1), Worker(1, 0)
 
 
 def test_the_share_that_has_come_is_one_of_layers_and_counts_each_worker_once():
-    told = []
-    joins = JoinPlanner(lambda _: None, EventLog(None, observer=told.append))
+    told, sent = [], []
+    joins = JoinPlanner(sent.append, EventLog(None, observer=told.append))
     moves = (*(LayerMove(ONE, SOURCE, layer) for layer in range(3)), LayerMove(OTHER, SOURCE, 3))
     assert joins.begin(1, schedule_for(grid(2, 2, 2)), moves, {SOURCE: ("", 1)}, 5, None)
+    number, = (fetch.number for fetch in sent)
     for worker in (OTHER, OTHER, SOURCE):
-        joins.fetch_up_to_date(worker, 1)
+        joins.fetch_up_to_date(worker, number)
     assert not joins.complete
-    joins.fetch_up_to_date(ONE, 1)
+    joins.fetch_up_to_date(ONE, number)
     assert joins.complete
-    joins.fetch_up_to_date(ONE, 1)
+    joins.fetch_up_to_date(ONE, number)
     assert [event.share for event in told if isinstance(event, FetchProgressed)] == [0.25, 1.0]
 
 
@@ -40,3 +41,16 @@ def test_layers_that_only_settle_give_way_once_and_a_join_to_nobody():
     assert begin(settles=False) and not joins.open_to_join
     joins.give_way()
     assert not joins.open
+
+
+def test_a_coordinator_that_takes_over_gives_no_fetch_a_number_that_was_used():
+    """Answers to the other coordinator's fetches may be on their way, and ranks of a worker count theirs by number."""
+    sent = []
+    for orders in ((1, 2, 3), (4, 5)):
+        joins = JoinPlanner(sent.append, EventLog(None))
+        for order in orders:
+            assert joins.begin(order, schedule_for(grid(2, 2, 2)), (LayerMove(ONE, SOURCE, 0),), {SOURCE: ("", 1)}, 5,
+                               None)
+            joins.lost(ONE)
+    numbers = [fetch.number for fetch in sent]
+    assert len(numbers) == 10 and numbers == sorted(set(numbers))

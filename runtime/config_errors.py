@@ -1,0 +1,72 @@
+"""What is wrong with a table of the job file: msgspec's messages in the words of its keys."""
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import msgspec
+
+MANY = 16
+"""Keys that are not listed in a line."""
+_NO_FLOAT16 = ": in float16 small gradients are lost without loss scaling, which there is not, and bf16 needs none"
+_PLACE = re.compile(r" - at `\$\.(\w+)(?:\[(\d+)\])?")
+"""Where msgspec says which key is wrong, and which entry of its list."""
+_MISSING = re.compile(r"missing required field `(\w+)`")
+
+
+def explain(name: str, values: Mapping[str, object], kind: type[msgspec.Struct], error: str) -> str:
+    """What is wrong with the `values` of the table of this name, which could not be read as a `kind`, in one line.
+
+    `error` is msgspec's message.
+    """
+    types = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    unknown = next((key for key in values if key not in types), None)
+    if unknown is not None:
+        near = difflib.get_close_matches(unknown, types, 1)
+        hint = f"did you mean {name}.{near[0]}?" if near else "docs/configuration.md has all that are known" \
+            if len(types) > MANY else f"known: {', '.join(types)}"
+        return f"unknown key {name}.{unknown}; {hint}"
+    place = _PLACE.search(error)
+    if place is None:  # what `__post_init__` says
+        return error.removesuffix(" - at `$`")
+    value, table = values[place[1]], _table_in_list(types[place[1]])
+    if table is not None and place[2] is not None and isinstance(value, list | tuple):
+        entry, inside = value[int(place[2])], f"{name}.{place[1]}[{place[2]}]"
+        if isinstance(entry, Mapping):
+            missing = _MISSING.search(error)
+            return f"{inside} has no key {missing[1]!r}" if missing else \
+                explain(inside, entry, table, error.replace(place[0], " - at `$"))
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    why = _NO_FLOAT16 if place[1] == "dtype" and value in ("float16", "fp16", "half") else \
+        _nearest(types[place[1]], value)
+    expected = _expected(types[place[1]]) if table is None else f"a list of tables, [[{name}.{place[1]}]]"
+    return f"{name}.{place[1]} is {shown}; expected {expected}{why}"
+
+
+def _table_in_list(kind: Any) -> type[msgspec.Struct] | None:
+    """What the entries of a field are, where it is a list of tables."""
+    first = next(iter(get_args(kind)), None)
+    return first if isinstance(first, type) and issubclass(first, msgspec.Struct) else None
+
+
+def _nearest(kind: Any, value: object) -> str:
+    """Which of the names that a field takes was meant, if that can be guessed."""
+    options = [option for option in get_args(kind) if isinstance(option, str)]
+    near = difflib.get_close_matches(value, options, 1) if isinstance(value, str) else []
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _expected(kind: Any) -> str:
+    """What a field takes, in words."""
+    for meta in getattr(kind, "__metadata__", ()):
+        return str(meta.description)
+    if kind is bool:
+        return "true or false"
+    options = get_args(kind)
+    if options and all(isinstance(option, str) for option in options):
+        return "one of " + ", ".join(repr(option) for option in options)
+    if getattr(kind, "__origin__", None) is tuple:
+        return f"a list of {len(options)}, each {_expected(options[0])}"
+    return _expected(options[0])
