@@ -25,8 +25,9 @@ from schedules.layers import layers_in
 
 LARGEST_SHARED = 100_000
 """Micro-batches times stages up to which layouts are made that are not divided into groups."""
-PARTS, LARGEST_FINE = 4, 40_000
-"""Into how many parts a stage is cut for short slices, and micro-batches times parts of stages up to which it is."""
+PARTS, HALVES, LARGEST_FINE = 4, 2, 40_000
+"""Into how many parts a stage is cut for short slices, at first fewer, and micro-batches times parts of stages up to
+which it is."""
 LARGEST_WHOLE = 5_000
 """The same, up to which layouts that divide over several pipelines are made of the whole beside those of groups."""
 
@@ -78,10 +79,9 @@ def _moved(problem: LayoutProblem, seconds: float, seed: int,
 
     yield recut(parts=1)
     yield recut(spread=False, parts=1)
-    if problem.sliced:
-        for parts in (max(1, PARTS // 2), PARTS):
-            if size * parts <= largest_fine:
-                yield recut(apart=True, parts=parts)
+    if problem.sliced and size * HALVES <= largest_fine:
+        yield recut(apart=True, parts=HALVES)
+        yield recut(spread=False, parts=HALVES)
     yield recut(staggered=True)
     yield recut(spread=False, staggered=True)
     yield recut(spread=False, floating=False)
@@ -89,6 +89,7 @@ def _moved(problem: LayoutProblem, seconds: float, seed: int,
         yield partial(one_cut, problem)
         yield partial(fixed_layout, problem, sliced=problem.sliced)
     if problem.sliced and size * PARTS <= largest_fine:  # they take longest to list, so others come first
+        yield recut(apart=True, parts=PARTS)
         yield recut(staggered=True, parts=PARTS)
         yield recut(anywhere=True, parts=PARTS)
         yield recut(spread=False, parts=PARTS)

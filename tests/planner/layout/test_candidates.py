@@ -49,8 +49,8 @@ def test_short_slices_are_left_out_where_they_are_too_many_for_the_time():
                               for fine in (3 * 8 * 4 * 4, 3 * 8 * 4 * 4 - 1, 3 * 8 * 4 * 2 - 1))
     assert none == [kind for kind in quarters if "short slices" not in kind] != quarters
     assert none == [kind for kind in halves if "short slices" not in kind]
-    assert [kind for kind in halves if "short slices" in kind] == [
-        "re-cut pipelines, floating layers, the rest spread apart, short slices"]
+    short = [kind for kind in halves if "short slices" in kind]
+    assert short and all("spread apart" in kind or "whole" in kind for kind in short)
 
 
 def _idle(given_problem):
