@@ -35,6 +35,8 @@ CUT_LAYER = 3_000
 """Nanoseconds for each layer to cut a line of workers."""
 SLICE = 25_000_000
 """Nanoseconds of a slice of annealing: two chains run side by side for twice that."""
+SOLVER_UNITS = 0.2
+"""Units of CP-SAT's own count of its steps in a second, where it is asked for little."""
 PACKAGES = ("planner", "cli", "tests")
 
 
@@ -68,7 +70,7 @@ def steadily() -> Iterator[SteadyClock]:
     solve = cp_model.CpSolver.solve
 
     def solve_in_steps(solver, *given):
-        solver.parameters.max_deterministic_time = solver.parameters.max_time_in_seconds
+        solver.parameters.max_deterministic_time = SOLVER_UNITS * solver.parameters.max_time_in_seconds
         solver.parameters.max_time_in_seconds = math.inf
         return solve(solver, *given)
 
@@ -94,7 +96,8 @@ def _counted(clock: SteadyClock, function: Callable[..., object], cost: Callable
 
 def _solver_cost(solver: cp_model.CpSolver, *_: object) -> float:
     """CP-SAT's own count, where it is waited for: beside annealing it takes no time of its own."""
-    return 1e9 * solver.deterministic_time if threading.current_thread() is threading.main_thread() else 0
+    waited_for = threading.current_thread() is threading.main_thread()
+    return 1e9 / SOLVER_UNITS * solver.deterministic_time if waited_for else 0
 
 
 STEPS: tuple[tuple[object, str, Callable[..., float]], ...] = (
