@@ -98,13 +98,16 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "sharded-settling": {"shards": True, "moves": True, "slows": True, **SETTLING},
     "sharded-ranks": {"shards": True, "ranks": 2}, "degraded": {"ranks": 2, "degrades": True},
     "degraded-settling": {"ranks": 2, "degrades": True, "slows": True, **SETTLING},
+    "degraded-sharded": {"ranks": 2, "degrades": True, "shards": True},
+    "degraded-sharded-settling": {"ranks": 2, "degrades": True, "shards": True, "moves": True, **SETTLING},
     "nodes": {"node_workers": 2, "moves": True}}
 
 
 def settings(grid: str, iterations: int) -> dict[str, ChaosScenario]:
     """By their names: plain, with roles that move, with slow workers, with layers that move, with both; with workers of
     two processes, and that with the latter; with sharded optimizer state, by itself and with others; with workers that
-    go on as half their processes; with nodes that die, and roles that move; each of them with and without clipping.
+    go on as half their processes, and these with sharded optimizer state, too; with nodes that die, and roles that
+    move; each of them with and without clipping.
     """
     pipelines, stages = map(int, grid.split("x"))
     made = {}

@@ -1,12 +1,13 @@
 """How long training stands still when a worker comes back whose layers take longer to move than an iteration lasts.
 
-    python -m benchmarks.joining [--width 1536] [--megabytes-per-second 15] [--returns 5]
+    python -m benchmarks.joining [--width 1536] [--megabytes-per-second 15] [--returns 5] [--shard-optimizer]
 
 Trains layers that sleep through their ops (so that two cores are enough for six workers) and are as large as real ones,
 by AdamW, in 3 pipelines of 2 stages. Again and again a worker is killed and comes back, and is sent its layers no
 faster than it is told. Prints the longest time between two commits from when the worker is started until it has trained
-5 iterations; the median iteration without it; and the switch: from when all have stopped until the first op. Exit
-status 1 when the median of the longest is above 1.5 iterations and the switch: an iteration that begins with empty
+5 iterations; the median iteration without it; the switch: from when all have stopped until the first op; and the same
+after a death. With --shard-optimizer, all of it once more with sharded optimizer state, and how its switch compares.
+Exit status 1 when the median of the longest is above 1.5 iterations and the switch: an iteration that begins with empty
 pipelines is longer than the others.
 """
 
@@ -62,11 +63,13 @@ class Clock:
         return max(later - earlier for earlier, later in pairwise(self.commits[start:end]))
 
 
-def returns(count: int, width: int, bytes_per_second: float, fork_server: ForkServer, out: Path) -> Clock:
+def returns(options: argparse.Namespace, fork_server: ForkServer, out: Path, *, sharded: bool) -> Clock:
     """A worker dies and comes back so many times."""
+    count = options.returns
     job = uniform_job(3, STAGES, 2, op=1, optimizer=0, transfer=0)
-    config = parse_run_config({**MODEL, "width": width, "blocks": STAGES * LAYERS_A_STAGE},
-                              {**TRAINING, "optimizer": "adamw", "iterations": GAP * (count + 1)})
+    config = parse_run_config({**MODEL, "width": options.width, "blocks": STAGES * LAYERS_A_STAGE},
+                              {**TRAINING, "optimizer": "adamw", "iterations": GAP * (count + 1),
+                               "shard_optimizer": sharded})
     clock, deaths = Clock(), [GAP * number for number in range(1, count + 1)]
 
     def schedule(down: tuple[Worker, ...]) -> Schedule:
@@ -75,7 +78,7 @@ def returns(count: int, width: int, bytes_per_second: float, fork_server: ForkSe
     run(schedule(()), config, out=out, fork_server=fork_server, progress=clock.progress,
         options=RunOptions(notify=clock.notify),
         resilience=Resilience(
-        scheduler=schedule, fetch_bytes_per_second=bytes_per_second,
+        scheduler=schedule, fetch_bytes_per_second=options.megabytes_per_second * 1e6,
         injections=tuple(Injection(WORKER, death) for death in deaths),
         returns=tuple(Return(WORKER, death + 2) for death in deaths)))
     return clock
@@ -86,24 +89,39 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1536, help="of a layer; its matrix is as high as wide")
     parser.add_argument("--megabytes-per-second", type=float, default=15.0, help="from each of the two others at most")
     parser.add_argument("--returns", type=int, default=5)
+    parser.add_argument("--shard-optimizer", action="store_true", help="without, then with sharded optimizer state")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, sleeping(*(OP_SECONDS / LAYERS_A_STAGE,) * 3, 0.0), \
-            ForkServer() as fork_server:
-        clock = returns(options.returns, options.width, options.megabytes_per_second * 1e6, fork_server, Path(folder))
+    switches, good = [], True
+    with sleeping(*(OP_SECONDS / LAYERS_A_STAGE,) * 3, 0.0), ForkServer() as fork_server:
+        for sharded in (False, True) if options.shard_optimizer else (False,):
+            with tempfile.TemporaryDirectory() as folder:
+                clock = returns(options, fork_server, Path(folder), sharded=sharded)
+            print("with sharded optimizer state" if sharded else "with whole optimizer state")
+            switch, fine = tell(clock, options)
+            switches.append(switch)
+            good = good and fine
+    if options.shard_optimizer:
+        print(f"switch with sharded state: {switches[1] / switches[0]:.2f} of that with whole state")
+    sys.exit(not good)
+
+
+def tell(clock: Clock, options: argparse.Namespace) -> tuple[float, bool]:
+    """Print what was measured: the switch, in seconds, and whether no commit was late."""
     back = [one for one in clock.recoveries if one.returned]
     state_bytes = LAYERS_A_STAGE * options.width**2 * 4 * 3
     # From the third iteration after the death on: the worker is started in the second.
     median = statistics.median(later - earlier for one in back for earlier, later in pairwise(
         clock.commits[GAP * (one.iteration // GAP) + 2:one.iteration]))
     gaps = [clock.gap(GAP * (one.iteration // GAP) + 2, one.iteration + SETTLED) for one in back]
-    switch = statistics.median(one.seconds for one in back)
+    switch, dead = (statistics.median(one.seconds for one in found)
+                    for found in (back, [one for one in clock.recoveries if one.dead]))
     print(f"{len(back)} returns with {state_bytes / 1e6:.0f} MB each, "
           f"{state_bytes / 2e6 / options.megabytes_per_second:.1f} s to move; iterations committed meanwhile: "
           f"{', '.join(str(one.meanwhile) for one in back)}\n"
           f"median iteration without it {median * 1e3:.0f} ms, switch {switch * 1e3:.0f} ms; longest from one commit "
           f"to the next: median {statistics.median(gaps) * 1e3:.0f} ms, worst {max(gaps) * 1e3:.0f} ms "
-          f"({max(gaps) / median:.2f} iterations)")
-    sys.exit(statistics.median(gaps) > SLACK * median + switch)
+          f"({max(gaps) / median:.2f} iterations); pause after a death {dead * 1e3:.0f} ms")
+    return switch, statistics.median(gaps) <= SLACK * median + switch
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@
 A GPT of one stage on so many workers, in float32 on CPUs: without and with `[training] shard_optimizer`, and under
 torch.distributed's DistributedDataParallel with a ZeroRedundancyOptimizer over AdamW, which reads the same
 micro-batches and keeps no copy of any part. In turns; the least wall time of an iteration counts, over the last half
-of a run. Then what buddies cost: reducing, stepping and gathering alone, with and without them, in turns. Exit status
-1 when what a worker keeps of the optimizer is more than 2 % off (1 + buddy) x 20 bytes a parameter / workers.
+of a run. Then what buddies cost: reducing, stepping and gathering alone, with and without them, in turns: once on these
+cores, which all workers share, and once with steps that sleep, as those of devices leave cores to others. They take as
+long as AdamW and its undo copies do on a core that has nothing else to do. Exit status 1 when what a worker keeps of
+the optimizer is more than 2 % off (1 + buddy) x 20 bytes a parameter / workers.
 """
 
 import argparse
@@ -20,9 +22,11 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 from torch import distributed, nn
@@ -31,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.jobs import uniform_job
 from planner.plan import plan_job
-from runtime.config import RunConfig, parse_run_config
+from runtime.config import RunConfig, TrainingConfig, parse_run_config
 from runtime.launch import run
 from runtime.model.data import Microbatch, load_corpus
 from runtime.model.holding import Holding
@@ -51,6 +55,7 @@ BYTES = 20
 """Of the optimizer for each parameter that is stepped: two moments, and what undoes a step of them and of itself."""
 LIMIT = 0.02
 STEPS = 24
+_SECONDS = "SHARDING_SECONDS_PER_ELEMENT"
 CPU = torch.device("cpu")
 
 
@@ -60,6 +65,8 @@ class _Rank(msgspec.Struct, frozen=True):
     workers: int
     microbatches: int = 1
     folder: str = ""
+    seconds_per_element: float = 0.0
+    """That steps sleep."""
     rendezvous: Rendezvous | None = None
 
 
@@ -110,11 +117,38 @@ def zero(data: bytes) -> bytes:
     return str(_least(ends)).encode()
 
 
-def cost_of_buddies(config: RunConfig, workers: int) -> tuple[float, float]:
-    """Seconds of reducing, stepping and gathering the whole model, without buddies and with."""
+def sleeping_adamw(groups: list[dict[str, Any]], config: TrainingConfig) -> torch.optim.Optimizer:
+    """Takes its time, and changes nothing."""
+    seconds = float(os.environ[_SECONDS])
+
+    class Sleeping(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+            time.sleep(seconds * sum(one.numel() for group in self.param_groups for one in group["params"]))
+
+    return Sleeping(groups, lr=config.learning_rate)
+
+
+def seconds_per_element(config: RunConfig) -> float:
+    """Of a step that can be undone, on one core."""
+    torch.set_num_threads(1)
+    model = model_for(config.model, 0, parameter_dtype(config.training), CPU)
+    holding = Holding({layer: model.build(layer) for layer in range(model.layers)}, config.training)
+    times = []
+    for iteration in range(STEPS // 4):
+        began = time.perf_counter()
+        holding.optimizer.step(iteration)
+        times.append(time.perf_counter() - began)
+    return min(times) / sum(elements_of(module).total for module in holding.modules.values())
+
+
+def cost_of_buddies(config: RunConfig, workers: int, sleep: float = 0.0) -> tuple[float, float]:
+    """Seconds of reducing, stepping and gathering the whole model, without buddies and with; steps may sleep."""
     store, opened = host_store()
-    with Children("benchmarks.sharding:step_parts", [_Rank(config, rank, workers, rendezvous=opened)
-                                                     for rank in range(workers)]) as children:
+    if sleep:
+        config = replace(config, training=replace(config.training, optimizer="benchmarks.sharding:sleeping_adamw"))
+    with Children("benchmarks.sharding:step_parts", [
+            _Rank(config, rank, workers, seconds_per_element=sleep, rendezvous=opened) for rank in range(workers)
+            ]) as children:
         found = [msgspec.json.decode(answer, type=tuple[float, float]) for answer in children.answers(300)]
     del store
     return max(without for without, _ in found), max(beside for _, beside in found)
@@ -125,6 +159,7 @@ def step_parts(data: bytes) -> bytes:
     task = msgspec.json.decode(data, type=_Rank)
     assert task.rendezvous is not None
     torch.set_num_threads(1)
+    os.environ[_SECONDS] = str(task.seconds_per_element)
     model = model_for(task.config.model, 0, parameter_dtype(task.config.training), CPU)
     members, layers = [Worker(one, 0) for one in range(task.workers)], (0, model.layers)
     me = members[task.rank]
@@ -134,7 +169,7 @@ def step_parts(data: bytes) -> bytes:
     holdings = []
     for buddies in (False, True):
         holding = Holding({layer: model.build(layer) for layer in range(model.layers)}, task.config.training)
-        one = cut(sum(map(elements_of, holding.modules.values())), members, (), sharded=True)
+        one = cut(sum(elements_of(module).cut for module in holding.modules.values()), members, (), sharded=True)
         one = one if buddies else one._replace(wards=((),) * task.workers)
         holding.keep(holding.modules, {layers: one}, me, [], -1)
         holdings.append((holding, one))
@@ -173,7 +208,8 @@ def bytes_kept(config: RunConfig, workers: int) -> tuple[int, int]:
     """What the first worker keeps of the optimizer once it has stepped, and how many parameters the model has."""
     model = model_for(config.model, 0, parameter_dtype(config.training), CPU)
     holding = Holding({layer: model.build(layer) for layer in range(model.layers)}, config.training)
-    total, members = sum(map(elements_of, holding.modules.values())), [Worker(one, 0) for one in range(workers)]
+    total = sum(elements_of(module).cut for module in holding.modules.values())
+    members = [Worker(one, 0) for one in range(workers)]
     holding.keep(holding.modules, {(0, model.layers): cut(total, members, (), sharded=True)}, members[0], [], -1)
     for iteration in range(2):
         holding.optimizer.step(iteration)
@@ -200,9 +236,10 @@ def main() -> None:
     for name, seconds in found.items():
         table.add_row(name, f"{min(seconds) * 1e3:.1f}", f"{rival / min(seconds):.2f}")
     Console().print(table)
-    without, beside = cost_of_buddies(sharded, options.workers)
-    print(f"A and O alone: {without * 1e3:.1f} ms without buddies, {beside * 1e3:.1f} ms with them, which is "
-          f"{(beside - without) / min(found['sharded, with buddies']):+.1%} of an iteration")
+    for sleep in (0.0, seconds_per_element(sharded)):
+        without, beside = cost_of_buddies(sharded, options.workers, sleep)
+        print(f"A and O alone, steps {'asleep' if sleep else 'on these cores'}: {without * 1e3:.1f} ms without "
+              f"buddies, {beside * 1e3:.1f} ms with them, {beside / without:.3f} of that")
     kept, parameters = bytes_kept(sharded, options.workers)
     formula = 2 * BYTES * parameters / options.workers
     print(f"{parameters / 1e6:.2f} million parameters: a worker keeps {kept / parameters:.2f} bytes each of the "

@@ -78,11 +78,12 @@ def _missing(folder: Path) -> NoReturn:
 
 
 def _look_up(table: Table, down: tuple[Worker, ...], *, settled: bool) -> _Answer | None:
-    found = table.lookup(down, settled=settled)  # the first use of an entry checks it; the time is that of the second
+    nodes = _job(table).nodes
+    found = table.lookup(down, settled=settled, nodes=nodes)  # the first use of an entry checks it: the second is timed
     if found is None:
         return None
     began = time.perf_counter()
-    found = table.lookup(down, settled=settled)
+    found = table.lookup(down, settled=settled, nodes=nodes)
     seconds = time.perf_counter() - began
     assert found is not None
     return _Answer(found.key, found.schedule, seconds)

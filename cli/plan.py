@@ -1,6 +1,7 @@
 """`slipstream plan`: a job and its failed workers become one checked schedule."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -10,6 +11,7 @@ from cli.drawing.text_timeline import timeline
 from cli.shared.console import answer_no, completing, err, out, print_json, refuse, screen
 from cli.shared.inputs import (
     failed_workers,
+    parse_workers,
     read_job_or_refuse,
     read_text_or_refuse,
     require_choice,
@@ -20,6 +22,7 @@ from cli.shared.options import (
     ANSWER,
     PLANNED,
     Backward,
+    Degraded,
     Failed,
     FailedNode,
     JobFile,
@@ -33,7 +36,9 @@ from cli.shared.options import (
 from cli.shared.plan_summary import answer, details, rank_lines, recomputation_lines
 from cli.shared.planning import chosen_recomputation, compile_planner, make_plan, plan_options
 from planner.alternatives import Alternative, alternatives
+from planner.degraded import SLOWER, STANDS_FOR, with_degraded
 from planner.job.file import Job, JobError
+from planner.job.topology import require_in_grid
 from planner.judge import judge_order
 from planner.model.problem import NoPlanError
 from planner.options import LAYERS
@@ -42,7 +47,7 @@ from planner.recompute import SHARE, Recomputation
 from planner.report import plan_report
 from planner.transition import BANDWIDTH, transition
 from schedules.codec import encode
-from schedules.schedule import OptimizerMode
+from schedules.schedule import OptimizerMode, Worker
 from schedules.torchcsv import MAX_BYTES, TorchCsvError, read_order
 
 Normalise = Annotated[bool, typer.Option("--normalise", rich_help_panel=PLANNED, help=(
@@ -69,7 +74,8 @@ ALONE = 0.2
 """The part of it with no failures, where there is less to compare with."""
 
 
-def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, backward: Backward = None,
+def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, degraded: Degraded = None,
+         backward: Backward = None,
          optimizer: Optimizer = None, method: MethodName = "cp-sat", time_limit: TimeLimit = 10.0,
          normalise: Normalise = False, layers: LayersMode = "fixed", from_checkpoint: FromCheckpoint = False,
          bandwidth: Bandwidth = BANDWIDTH, seed: Seed = 0, given: Given = None, out_file: OutFile = None,
@@ -85,8 +91,9 @@ def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, ba
     others: list[Alternative] = []
     again: Recomputation | None = None
     if given is not None:
-        if failed or failed_node or backward or normalise or layers != "fixed":
-            refuse("--from gives the order: leave out --failed, --failed-node, --backward, --normalise and --layers")
+        if failed or failed_node or degraded or backward or normalise or layers != "fixed":
+            refuse("--from gives the order: leave out --failed, --failed-node, --degraded, --backward, --normalise and "
+                   "--layers")
         made = _judge(wanted, *given, optimizer=optimizer)
     else:
         _require_one_way(normalise=normalise, layers=layers, from_checkpoint=from_checkpoint)
@@ -95,6 +102,8 @@ def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, ba
         again = chosen_recomputation(job, wanted, options)
         if again is not None:
             wanted, time_limit = again.job, (1 - SHARE) * time_limit
+        if degraded:
+            wanted = _degraded(wanted, degraded, down, normalise=normalise)
         comparing = 0.0 if json else min(COMPARE_SECONDS, COMPARE_SHARE * time_limit) * (1.0 if down else ALONE)
         made = make_plan(wanted, down, options.within(time_limit - comparing), normalise=normalise)
         if comparing:
@@ -114,6 +123,26 @@ def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, ba
     out.print("\n".join(rest), highlight=False)
     if out_file is not None:
         err.print(f"written to {out_file}", highlight=False)
+
+
+def _degraded(job: Job, names: list[str], down: Sequence[Worker], *, normalise: bool) -> Job:
+    """The job while these workers go on as half their ranks."""
+    if normalise:
+        refuse("--degraded: with --normalise, a worker may get a role for which it has no room: take one")
+    workers = parse_workers(names)
+    if job.ranks % STANDS_FOR:
+        refuse(f"--degraded: a worker of the job is {job.ranks} process{'es' if job.ranks > 1 else ''} ([training] "
+               "tensor_parallel); expected an even number")
+    if both := sorted(set(workers) & set(down)):
+        refuse(f"--degraded: worker {both[0]} is down")
+    try:
+        for worker in workers:
+            require_in_grid("--degraded", worker, job.pipelines, job.stages)
+        return with_degraded(job, workers, slower=SLOWER)
+    except JobError as error:
+        refuse(error)
+    except NoPlanError as error:
+        answer_no(error)
 
 
 def _require_one_way(*, normalise: bool, layers: str, from_checkpoint: bool) -> None:

@@ -105,7 +105,7 @@ def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
         "time": {name: seconds(name)
                  for name in ("forward", "backward_input", "backward_weight", "optimizer", "all_reduce")},
         "memory": {"capacity": [max(0, (room - held) // KIB) for held in static],
-                   **_sizes(stages), "unit_bytes": KIB * measured.ranks},
+                   **_sizes(stages), **_state(stages), "unit_bytes": KIB * measured.ranks},
         "model": dict(job.model), "training": dict(job.training),
     }
     tables["time"]["transfer"], = rounded([measured.transfer], longest)
@@ -137,6 +137,12 @@ def _sizes(stages: "Sequence[StageProfile]") -> dict[str, list[int]]:
             **({"recomputed": [-(-size // KIB) for size in again]} if again else {})}
 
 
+def _state(stages: "Sequence[StageProfile]") -> dict[str, list[int]]:
+    """What of the optimizer's state is sharded, in KiB, by stage."""
+    whole = [stage.state_bytes for stage in stages if stage.state_bytes is not None]
+    return {"state": [-(-size // KIB) for size in whole]} if whole else {}
+
+
 def comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
     """The comments above each table of the job file."""
     static = ", ".join(f"{stage.static_bytes / 2**20:.1f}" for stage in measured.stages)
@@ -155,6 +161,9 @@ def comments(job: Job, measured: "Profile") -> dict[str, list[str]]:
                    f"of it the copies by which a step can be undone: {undo}."],
         "layers": ["Each layer measured by itself: how a stage divides over its layers."],
     }
+    if any(stage.state_bytes is not None for stage in measured.stages):
+        found["memory"] += [f"Optimizer state is sharded over {copies}; state: all of a stage's, of which each worker "
+                            "has more when some are down."]
     if measured.ranks > 1:
         found[""][0] += f" Each is a rank of a worker of {measured.ranks}."
         found["time"] += ["An op takes until all ranks of its worker are done; tensors go from rank r to rank r, all "

@@ -10,6 +10,7 @@ import typer
 from msgspec.structs import replace
 
 from cli.shared.console import answer_no, err, out, print_json, refuse
+from cli.shared.degraded_workers import may_degrade, with_less_room
 from cli.shared.device_peak import peak_flops
 from cli.shared.failure_schedules import scheduler, scheduler_at_speeds
 from cli.shared.going_on import (
@@ -21,7 +22,7 @@ from cli.shared.going_on import (
     where_to_go_on,
 )
 from cli.shared.inputs import failed_workers, read_job_or_refuse, read_schedule_or_refuse, require_choice
-from cli.shared.launch_options import given_secret_or_refuse, launched_as
+from cli.shared.launch_options import given_secret_or_refuse, launched_as, with_machines
 from cli.shared.options import Backward, Failed, FailedNode, JobFile, Json, MethodName, Optimizer, TimeLimit
 from cli.shared.plan_summary import recomputation_lines
 from cli.shared.planning import chosen_recomputation, make_plan, plan_options
@@ -160,7 +161,8 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
         options = plan_options(
             backward=loaded.basis.backward if loaded else backward, method=method, seed=seed or 0,
             optimizer=loaded.basis.optimizer if loaded else optimizer, time_limit=time_limit, layers=layers)
-        found, whole = look_up(loaded, down, settled=layers == "move"), look_up(loaded, ())
+        found, whole = look_up(loaded, down, settled=layers == "move", nodes=wanted.nodes), \
+            look_up(loaded, ())
         if found is None:
             plan = make_plan(wanted, down, options, ctrl_c="ends the search, and training starts by this schedule")
             if plan.interrupted:
@@ -168,13 +170,15 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
                      "the run.")
             found, fault_free = plan.schedule, plan.fault_free_period
         chosen, fault_free = found, whole.seconds(whole.period_ticks) if whole else fault_free
+    placed = with_machines(wanted, chosen, here)
     resilience = Resilience(
-        scheduler=scheduler(wanted, chosen, loaded), at_speeds=scheduler_at_speeds(wanted, chosen, loaded),
+        scheduler=scheduler(placed, chosen, loaded), at_speeds=scheduler_at_speeds(placed, chosen, loaded),
         slowdowns=rehearsals.slowdowns, heartbeat_timeout_seconds=heartbeat_timeout,
         checkpoint_every=checkpoint_every, resume=resume_from, injections=rehearsals.injections,
         node_failures=rehearsals.node_failures, returns=rehearsals.returns, join_timeout_seconds=join_timeout,
         stall_timeout_seconds=stall_timeout, coordinator_timeout_seconds=coordinator_timeout,
-        rebalancer=Rebalancing(wanted, chosen, loaded),
+        rebalancer=Rebalancing(placed, chosen, loaded), with_degraded=with_less_room(placed, chosen, loaded),
+        degradable=may_degrade(wanted, config, _say),
         settling=Settling(mtbf_seconds=mtbf) if layers == "move" else None)
     with _refusals(lambda: how_to_resume(ctx, folder, resume_from)), \
             shown(config.training.iterations, config.model.context) as display:

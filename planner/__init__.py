@@ -4,6 +4,7 @@
     model/       the scheduling problem, its bounds, its arrays
     search/      searches for the best solution
     plan         one checked schedule for a job and its failures (`options`, `progress`, `interrupt`)
+    degraded     workers that go on as half their processes
     portfolio    the best of whole micro-batches, slices and moved layers
     repetition   many micro-batches as a plan of fewer, again and again
     reference    the fault-free period that plans are compared with

@@ -262,7 +262,7 @@ def _with_roles(best: Plan, job: Job, failed: Sequence[Worker], options: PlanOpt
     if _cannot_be_beaten(best, windows):
         return best
     normal = normal_form(job, len(set(failed)), options, windows=windows, progress=progress)
-    schedule = relabel(normal.schedule, failed, held_elsewhere=options.from_checkpoint)
+    schedule = relabel(normal.schedule, failed, held_elsewhere=options.from_checkpoint, nodes=job.nodes)
     if schedule is not None and schedule.seconds(schedule.period_ticks) < best.period:
         if moving:  # its own bound is for these roles only
             schedule = _bounded_by(schedule, best.schedule)

@@ -152,7 +152,10 @@ class _Found(msgspec.Struct, frozen=True):
 def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget, speed: Speed, *,
             grace: bool = True) -> _Found:
     """The best schedule of a job within the budget; where that is too little for the whole job, of its blocks."""
-    if options.holds:
+    if options.holds or (job.memory is not None and job.memory.capacity_of):
+        if options.method in BASELINES:
+            raise NoPlanError(f"{options.method} takes all workers to have the same room; expected --method cp-sat or "
+                              "greedy")
         return _answered(options, job, failed, None, budget)
     try:
         problem = options.problem(job, failed)

@@ -46,7 +46,7 @@ HEATS = ((5, 0.2), (2, 0.3))
 """
 PROMISE = 3.0
 """How often a candidate is expected to gain again what annealing gained in its last turn."""
-MOST_LAYOUTS, FIRST = 12, 2.0
+MOST_LAYOUTS, FIRST = 15, 2.0
 """Layouts that are looked at, and how many times its equal share of the time the first one has: many a later one cannot
 be the best."""
 ASSIGNMENT_SECONDS, ASSIGNMENT_SHARE = 2.0, 0.2

@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from planner.job.file import Job, JobError, LayerValues
-from planner.job.layers import exact, layer_costs, layer_counts
+from planner.job.layers import added, layer_costs, layer_counts
 from planner.model.bounds import lower_bound
 from planner.model.problem import NoPlanError
 from planner.options import PlanOptions
@@ -118,18 +118,13 @@ def recomputing(job: Job, stages: Iterable[int]) -> Job:
     return replace(
         job,
         time=replace(time, backward_input=tuple(
-                         _sum(value, time.forward[place]) if chosen[place] and not late[place] else value
+                         added(value, time.forward[place]) if chosen[place] and not late[place] else value
                          for place, value in enumerate(time.backward_input)),
-                     backward_weight=tuple(_sum(value, time.forward[place]) if late[place] else value
+                     backward_weight=tuple(added(value, time.forward[place]) if late[place] else value
                                            for place, value in enumerate(time.backward_weight))),
         memory=replace(memory, activation=tuple(held), weight_stash=tuple(stash), capacity=tuple(
-            max(0.0, _sum(room, -less)) for room, less in zip(memory.capacity, reserve, strict=True))),
+            max(0.0, added(room, -less)) for room, less in zip(memory.capacity, reserve, strict=True))),
         layer_values=_by_layer(job, chosen, late))
-
-
-def _sum(one: float, other: float) -> float:
-    """Of the decimal numbers that the user wrote, so that ticks stay coarse."""
-    return float(exact(one) + exact(other))
 
 
 def _largest_layer(job: Job, stage: int) -> float:

@@ -9,7 +9,7 @@ from planner.job.file import Job
 from planner.job.layers import layer_costs
 from planner.plan import Plan
 from schedules.schedule import Schedule, Worker
-from schedules.tables.relabel import layers_lacked
+from schedules.tables.moves import layers_lacked
 
 BANDWIDTH = 12.5e9
 """Bytes a second that each rank of a worker sends or receives: a port of 100 Gb/s."""

@@ -8,7 +8,7 @@ import asyncio
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -225,6 +225,7 @@ class _Launch:
         return Run(schedule=self.schedule, scheduler=resilience.scheduler, shares=self.fit.shares,
                    injections=resilience.injections, slowdowns=resilience.slowdowns, at_speeds=resilience.at_speeds,
                    setup=setup, out=self.out, config=self.config, rebalancer=resilience.rebalancer,
+                   with_degraded=resilience.with_degraded,
                    settling=resilience.settling,
                    layer_bytes=() if resilience.settling is None else state_bytes(
                        self.fit.model, self.config.training, self.schedule.grid.pipelines),
@@ -243,7 +244,13 @@ class _Launch:
         there = places if alive is None else alive
         return ProcessManager(local, places, self.resilience.returns,
                               [worker for worker in self.schedule.grid.workers() if worker not in there],
-                              self.resilience.node_failures, degraded=self.config.training.degraded_ranks)
+                              self.resilience.node_failures, degradable=self._degradable())
+
+    def _degradable(self) -> Collection[int]:
+        """The columns whose workers may go on as half their processes."""
+        able = self.resilience.degradable
+        columns = range(self.schedule.grid.columns) if able is None else able
+        return columns if self.config.training.degraded_ranks else ()
 
 
 def _started(schedule: Schedule, config: RunConfig, options: RunOptions) -> Started:

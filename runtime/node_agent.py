@@ -185,6 +185,8 @@ class _NodeAgent:
         self._coordinator_timeout_seconds = coordinator_timeout_seconds
         self._deadline: float | None = None
         """Once it was told to end."""
+        self._ended: list[Ended] = []
+        """Workers that have ended while there was no node 0."""
         self.anew = False
         """Whether node 0 begins the run anew after this one has ended."""
 
@@ -210,6 +212,9 @@ class _NodeAgent:
     def _follow(self, woken: socket.socket) -> str | None:
         """Do as the coordinator says. Raises RendezvousError when it is gone."""
         link, self._heard = self._link, time.monotonic()
+        ended, self._ended = self._ended, []
+        for end in ended:
+            link.send(end)
         with selectors.DefaultSelector() as selector:
             for one in (link, self._processes, woken):
                 selector.register(one, selectors.EVENT_READ)
@@ -258,7 +263,7 @@ class _NodeAgent:
             self._notify(f"{gone}; waits {seconds:g} s for another one")
         deadline = time.monotonic() + seconds
         while self._deadline is None and time.monotonic() < deadline:
-            self._processes.poll()  # the new node 0 is told who lives
+            self._ended += self._processes.poll()  # the new node 0 is told who lives, and then who does not
             with suppress(RendezvousError):
                 hello = JoinNode(self._node, self._link.setup.epoch, tuple(self._processes.alive()))
                 return self._link.follow_another(hello, RunEnded, lambda _: None)

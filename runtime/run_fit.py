@@ -17,6 +17,7 @@ from runtime.model.forms import forms
 from runtime.model.holding import keeps_parts, trained_elements
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
 from runtime.model.parameter_groups import require_matches
+from runtime.model.parts import Elements
 from runtime.model.worker_group import standing_in
 from runtime.processes.launchers import GpuShare, gpu_share
 from runtime.protocol.rendezvous import Rendezvous
@@ -44,7 +45,7 @@ class Fit:
     """What passes each cut. Found out once, for all workers, and before node 0 listens: it takes seconds."""
     work: Work
     """What an iteration is."""
-    elements: tuple[int, ...] = ()
+    elements: tuple[Elements, ...] = ()
     """Of each layer: how many are trained, where workers keep parts of layers' optimizer states."""
 
 
@@ -61,7 +62,7 @@ def prepare(schedule: Schedule, config: RunConfig, options: RunOptions) -> Fit:
             at_layer = forms(model, config)
         require_matches(model, training)
         require_degradable(model, config, at_layer)
-        elements = trained_elements(model) if keeps_parts(training) else ()
+        elements = trained_elements(model, training) if keeps_parts(training) else ()
     placement = place(schedule.grid, model.layers)
     load_corpus(config, schedule.grid.microbatches)
     load_validation(config, schedule.grid.microbatches)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.coordinator.event_log import Observer
-from runtime.coordinator.planning import Rebalancer, Scheduler, SchedulerAtSpeeds
+from runtime.coordinator.planning import Rebalancer, Scheduler, SchedulerAtSpeeds, WithDegraded
 from runtime.coordinator.run import Notify
 from runtime.coordinator.settling import Settling
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
@@ -47,6 +47,10 @@ class Resilience:
     rebalancer: Rebalancer | None = None
     """Gives the schedule where layers must move, since fewer workers live than there are stages, or may move; None:
     then the run ends."""
+    with_degraded: WithDegraded | None = None
+    """What gives the schedules while workers go on as half their processes; None: as for whole ones."""
+    degradable: Collection[int] | None = None
+    """With `[training] degraded_ranks`, the columns whose workers have room for that; None: all."""
     settling: Settling | None = None
     """Whether and how layers move to better schedules after failures; None: they stay as long as they can."""
     injections: tuple[Injection, ...] = ()

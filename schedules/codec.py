@@ -92,6 +92,7 @@ def _require_version_1(schedule: Schedule) -> None:
     seats = any(seat.holds is not None for seat in schedule.seats)
     weights = schedule.memory is not None and schedule.memory.weights
     for key, used in (("slices", schedule.slices), ("seats: layers held", seats), ("memory.weights", weights),
+                      ("memory.capacity_of", schedule.memory is not None and schedule.memory.capacity_of),
                       ("times.optimizer_of_layer", schedule.times.optimizer_of_layer)):
         if used:
             raise ValueError(f"{key}: not in version 1 of the format; expected version {VERSION}")
@@ -231,6 +232,11 @@ def _validate_memory(memory: Memory, schedule: Schedule) -> None:
     for name in ("capacity", "activation", "weight_stash", "weights"):
         for amount in getattr(memory, name):
             _ticks(f"memory.{name}", amount)
+    rooms = memory.capacity_of or ()
+    for room in rooms:
+        _in_grid("memory.capacity_of", room.worker, schedule.grid)
+        _ticks("memory.capacity_of", room.capacity)
+    _ascending("memory.capacity_of", tuple(room.worker for room in rooms))
 
 
 def _per(schedule: Schedule) -> str:

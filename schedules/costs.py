@@ -66,6 +66,13 @@ def _per_slice(times: Times, kind: OpKind) -> tuple[int, ...]:
     return times.backward_input if kind is OpKind.I else times.backward_weight
 
 
+class Room(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A worker that has another capacity than its column."""
+
+    worker: Worker
+    capacity: int
+
+
 class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
     """Room on a worker, in multiples of `unit`."""
 
@@ -78,6 +85,16 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """One a slice, stages first: held from I end to W end, per micro-batch."""
     weights: tuple[int, ...] = ()
     """One a layer: parameters, gradients and the optimizer's state, for seats with `holds`."""
+    capacity_of: tuple[Room, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Workers that have another one; a file has this key only where there are any."""
+
+    def beside(self, worker: Worker, column: int) -> int:
+        """The room of a worker beside the layers of a column, which may be the one of a role that it plays."""
+        return self._capacity_of.get(worker, self.capacity[column])
+
+    @cached_property
+    def _capacity_of(self) -> Mapping[Worker, int]:
+        return {one.worker: one.capacity for one in self.capacity_of or ()}
 
     @cached_property
     def weights_before(self) -> tuple[int, ...]:

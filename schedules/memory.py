@@ -40,9 +40,9 @@ def room(schedule: Schedule, seat: Seat) -> int | None:
     if memory is None:
         return None
     if seat.holds is None:
-        return memory.capacity[seat.role.column]
+        return memory.beside(seat.worker, seat.role.column)
     own = total(memory.weights_before, schedule.holds_of_column(seat.worker.column))
-    return memory.capacity[seat.worker.column] + own - total(memory.weights_before, seat.holds)
+    return memory.beside(seat.worker, seat.worker.column) + own - total(memory.weights_before, seat.holds)
 
 
 def memory_peaks(schedule: Schedule) -> dict[Worker, int]:

@@ -1,5 +1,6 @@
 """The schedules of `slipstream train` after failures and where workers are slow: from a table, or planned meanwhile."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,11 +9,14 @@ import msgspec
 from cli.shared.planning import compile_planner
 from planner.job.file import Job
 from planner.model.problem import NoPlanError
+from planner.model.ticks import memory_in_units
 from planner.normalise import normal_form
 from planner.options import PlanOptions
 from planner.plan import plan_only
 from runtime.coordinator.planning import NoScheduleError, Scheduler, SchedulerAtSpeeds, Speeds
 from runtime.coordinator.speed_planning import period_at
+from schedules.costs import Room
+from schedules.memory import memory_peaks, room
 from schedules.schedule import Schedule, Worker
 from schedules.tables.file import TableError
 from schedules.tables.pattern import dead_column
@@ -36,7 +40,7 @@ def scheduler(job: Job, first: Schedule, table: Table | None) -> Scheduler:
 
     def schedule(down: tuple[Worker, ...]) -> Schedule:
         with _no_schedule():
-            return _looked_up(table, down, first) or _planned(job, first, down, AT_ONCE_SECONDS)
+            return _looked_up(job, table, down, first) or _planned(job, first, down, AT_ONCE_SECONDS)
 
     return schedule
 
@@ -48,7 +52,8 @@ def scheduler_at_speeds(job: Job, first: Schedule, table: Table | None) -> Sched
     """
     def schedule(down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
         with _no_schedule():
-            found = [first if down == first.failed else None, _looked_up(table, down, first),
+            found = [first if down == first.failed and has_room(job, first) else None,
+                     _looked_up(job, table, down, first),
                      _planned(job_at(job, speeds), first, down, MEANWHILE_SECONDS)]
             return min(filter(None, found), key=lambda one: period_at(one, dict(speeds)))
 
@@ -68,12 +73,25 @@ def _no_schedule() -> Iterator[None]:
         raise NoScheduleError(str(error)) from None
 
 
-def _looked_up(table: Table | None, down: tuple[Worker, ...], first: Schedule) -> Schedule | None:
+def has_room(job: Job, schedule: Schedule) -> bool:
+    """Whether workers that have another capacity than their column have enough for a schedule, which may be made
+    without regard to that."""
+    memory = memory_in_units(job)
+    if memory is None or schedule.memory is None or not memory.capacity_of:
+        return True
+    scale = memory.unit / schedule.memory.unit
+    rooms = tuple(Room(one.worker, math.floor(one.capacity * scale)) for one in memory.capacity_of)
+    own = msgspec.structs.replace(schedule, memory=msgspec.structs.replace(schedule.memory, capacity_of=rooms))
+    return all(peak <= (room(own, own.seat_of[worker]) or 0) for worker, peak in memory_peaks(schedule).items())
+
+
+def _looked_up(job: Job, table: Table | None, down: tuple[Worker, ...], first: Schedule) -> Schedule | None:
     # Where a stage is lost, as with a machine, one of another stage that has taken over there before holds its layers,
     # or a checkpoint does.
     lost = dead_column(down, first.grid) is not None
-    found = None if table is None else table.lookup(down, held_elsewhere=lost)
-    return found.schedule if found is not None and found.schedule.grid == first.grid else None
+    found = None if table is None else table.lookup(down, held_elsewhere=lost, nodes=job.nodes)
+    fits = found is not None and found.schedule.grid == first.grid and has_room(job, found.schedule)
+    return found.schedule if found is not None and fits else None
 
 
 def _planned(job: Job, first: Schedule, down: tuple[Worker, ...], seconds: float) -> Schedule:
@@ -89,8 +107,13 @@ def _planned(job: Job, first: Schedule, down: tuple[Worker, ...], seconds: float
 
 
 def _with_moves(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule:
-    """A schedule for as many failures, spread over the stages, in which live workers move. Raises NoScheduleError."""
-    found = relabel(normal_form(job, len(down), options).schedule, down, held_elsewhere=True)
+    """A schedule for as many failures, spread over the stages, in which live workers move. Raises NoScheduleError.
+
+    What room single workers have is not looked at.
+    """
+    if job.memory is not None:
+        job = msgspec.structs.replace(job, memory=msgspec.structs.replace(job.memory, capacity_of=()))
+    found = relabel(normal_form(job, len(down), options).schedule, down, held_elsewhere=True, nodes=job.nodes)
     if found is None:
         raise NoScheduleError(f"no live worker can take over the roles of {', '.join(map(str, down))}")
     return found

@@ -1,9 +1,14 @@
 """Which node of a run this process is: from the options of `slipstream train`, or from the launcher's environment."""
 
+from msgspec.structs import replace
+
 from cli.shared.console import refuse
+from planner.job.file import Job
+from runtime.failure_domains import find_domains, shares_of_nodes
 from runtime.processes.launchers import Launched, launched, of_ranks
 from runtime.protocol.authentication import HOW, Secret, SecretError, given_secret
 from runtime.protocol.rendezvous import Rendezvous
+from schedules.schedule import Schedule
 
 
 def launched_as(nodes: int | None, node: int | None, rendezvous: str | None, ranks: int = 1) -> Launched | None:
@@ -30,6 +35,14 @@ def launched_as(nodes: int | None, node: int | None, rendezvous: str | None, ran
         return Launched(node=node, nodes=nodes, master=Rendezvous.parse(rendezvous))
     except ValueError as error:
         refuse(f"--rendezvous: {error}")
+
+
+def with_machines(job: Job, first: Schedule, here: Launched) -> Job:
+    """The job with the workers of each machine: those of its [topology], else as the nodes of this run have them."""
+    if job.nodes or here.nodes == 1:
+        return job
+    shares = shares_of_nodes([seat.worker for seat in first.seats], here.nodes, ())
+    return replace(job, nodes=find_domains(first.grid, shares, here.local.processes, ()).domains)
 
 
 def given_secret_or_refuse(here: Launched) -> Secret | None:

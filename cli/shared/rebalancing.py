@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from cli.shared.failure_schedules import AT_ONCE_SECONDS, job_at
+from cli.shared.failure_schedules import AT_ONCE_SECONDS, has_room, job_at
 from planner.job.file import Job
 from planner.model.problem import NoPlanError
 from planner.options import PlanOptions
@@ -82,10 +82,12 @@ class Rebalancing:
         if self._table is None or any(layers != self._first.holds_of_column(worker.column) for worker, layers in held):
             return None
         try:
-            found = self._table.lookup(down, settled=True)
+            found = self._table.lookup(down, settled=True, nodes=self._job.nodes)
         except TableError as error:
             raise NoScheduleError(str(error)) from None
-        return None if found is None or found.schedule.grid != self._first.grid else found.schedule
+        if found is None or found.schedule.grid != self._first.grid or not has_room(self._job, found.schedule):
+            return None
+        return found.schedule
 
 
 def _plan(job: Job, task: _Task) -> bytes:

@@ -8,6 +8,7 @@ from planner.job.file import Job
 from runtime.model.checkpoint import MANIFEST, Checkpoint, CheckpointError, latest, open_checkpoint
 from schedules.schedule import Grid, Schedule, Worker
 from schedules.tables.file import TableError
+from schedules.tables.spread import Nodes
 from schedules.tables.table import Table
 
 
@@ -32,7 +33,8 @@ def read_table(path: Path, job: Job) -> Table:
     return table
 
 
-def look_up(table: Table | None, down: tuple[Worker, ...], *, settled: bool = False) -> Schedule | None:
+def look_up(table: Table | None, down: tuple[Worker, ...], *, settled: bool = False,
+            nodes: Nodes = ()) -> Schedule | None:
     """The table's schedule for these failures, None where it has none; `settled`: with layers moved.
 
     Exits 2 for workers outside its grid.
@@ -40,7 +42,7 @@ def look_up(table: Table | None, down: tuple[Worker, ...], *, settled: bool = Fa
     if table is None:
         return None
     try:
-        found = table.lookup(down, settled=settled)
+        found = table.lookup(down, settled=settled, nodes=nodes)
     except ValueError as error:  # also TableError
         refuse(error)
     return None if found is None else found.schedule

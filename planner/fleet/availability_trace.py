@@ -85,16 +85,17 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
         """The changes as a policy sees them, without `gpus`: machines that lost GPUs are slower, or down.
 
         `alive_gpus` gives, by how many GPUs of a machine are alive, with how many of them it goes on; 0: it is down. A
-        machine that goes on with n of N takes N / n times as long.
+        machine that goes on with n of N takes N / n times as long. One that loses some of these is removed, and added
+        by the next change, at the same instant: all of its processes have ended, and those that go on begin anew.
         """
         if not any(change.slowed or change.gpus for change in self.changes):
             yield from self.changes
             return
         states = _MachineStates(self.gpus_per_worker, alive_gpus, self.live)
         for change in self.changes:
-            seen = states.seen(change)
-            if seen.removed or seen.added or seen.slowed:
-                yield seen
+            for seen in states.seen(change):
+                if seen.removed or seen.added or seen.slowed:
+                    yield seen
 
 
 class _MachineStates:
@@ -107,9 +108,11 @@ class _MachineStates:
         self._slow: dict[int, float] = {}
         self._factor = dict.fromkeys(live, 1.0)
         """By place of a machine that is alive for the policy."""
+        self._going = dict.fromkeys(live, whole)
+        """And with how many of its GPUs."""
 
-    def seen(self, change: Change) -> Change:
-        """The change for the policy."""
+    def seen(self, change: Change) -> tuple[Change, Change]:
+        """The change for the policy, and what begins anew with fewer GPUs right after it."""
         for place in change.removed:
             self._gpus.pop(place, None)
             self._slow.pop(place, None)
@@ -117,20 +120,22 @@ class _MachineStates:
         self._gpus |= {place: count for place, count in change.gpus if place in self._gpus}
         self._slow |= {place: factor for place, factor in change.slowed if place in self._gpus}
         touched = {*change.removed, *change.added, *(place for place, _ in (*change.slowed, *change.gpus))}
-        removed, added, slowed = list[int](), list[int](), list[tuple[int, float]]()
+        removed, added, slowed, anew = list[int](), list[int](), list[tuple[int, float]](), list[tuple[int, float]]()
         for place in sorted(touched):
-            before, after = self._factor.pop(place, None), self._factor_of(place)
-            if after is None:
+            before, going = self._factor.pop(place, None), self._alive_gpus(self._gpus.get(place, 0))
+            had, self._going[place] = self._going.get(place, 0), going
+            if not going:
                 removed += [place] if before is not None else []
                 continue
-            self._factor[place] = after
+            after = self._factor[place] = self._slow.get(place, 1.0) * self._whole / going
+            if before is not None and going < had and change.seconds > 0:
+                removed.append(place)
+                anew.append((place, after))
+                continue
             added += [place] if before is None else []
             slowed += [(place, after)] if after != (before or 1.0) else []
-        return Change(change.seconds, tuple(removed), tuple(added), tuple(slowed))
-
-    def _factor_of(self, place: int) -> float | None:
-        going = self._alive_gpus(self._gpus.get(place, 0))
-        return self._slow.get(place, 1.0) * self._whole / going if going else None
+        return Change(change.seconds, tuple(removed), tuple(added), tuple(slowed)), \
+            Change(change.seconds, added=tuple(place for place, _ in anew), slowed=tuple(anew))
 
 
 def merged(trace: AvailabilityTrace, more: Iterable[Change]) -> AvailabilityTrace:

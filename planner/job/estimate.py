@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from planner.job.shared_state import share
 from planner.job.writer import rounded
 
 BYTES_HELD = 18
@@ -23,6 +24,8 @@ BYTES_UNDO = 12
 """For each parameter: the copies by which a step can be undone, of master weight and moments."""
 BYTES_WHOLE = 6
 """Of these, what is not sharded with the optimizer's state: weight and gradient."""
+BYTES_STATE = BYTES_HELD + BYTES_UNDO - BYTES_WHOLE
+"""What is."""
 UNIT_BYTES = 10**6
 """The unit of memory, on each GPU."""
 BYTES_STEPPED = 34
@@ -96,13 +99,12 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def stepped(self) -> float:
         """Share of a stage's parameters that each of its workers steps."""
-        return min(1.0, 2 / self.pipelines) if self.shard_optimizer else 1.0
+        return float(share(self.pipelines)) if self.shard_optimizer else 1.0
 
     @property
     def held_bytes(self) -> float:
-        """For each parameter, all the time. Where state is sharded, with room for one worker of the stage lost."""
-        shared = min(1.0, 2 / max(1, self.pipelines - 1)) if self.shard_optimizer else 1.0
-        return BYTES_WHOLE + (BYTES_HELD + BYTES_UNDO - BYTES_WHOLE) * shared
+        """For each parameter, all the time; where state is sharded, while all workers of the stage are there."""
+        return BYTES_WHOLE + BYTES_STATE * self.stepped
 
 
 class _Cost(NamedTuple):
@@ -149,7 +151,8 @@ def estimate(name: str, shape: ModelShape, layout: Layout) -> tuple[dict[str, An
         "name": name, "pipelines": layout.pipelines, "stages": layout.stages, "microbatches": layout.microbatches,
         "time": {**summed(_times(layers, layout)), "transfer": float(f"{transfer:.2g}")},
         "memory": {"capacity": _capacity(stages, layout.gpu), **summed(_sizes(layers)),
-                   "unit_bytes": UNIT_BYTES * layout.tensor_parallel},
+                   **({"state": [math.ceil(BYTES_STATE * cost.parameters / UNIT_BYTES) for cost in stages]}
+                      if layout.shard_optimizer else {}), "unit_bytes": UNIT_BYTES * layout.tensor_parallel},
         "placement": {"layers": counts},
         "layers": {key: by_layer[key] for key in by_layer if len(set(by_layer[key])) > 1}}
     training: dict[str, Any] = {}
@@ -236,7 +239,8 @@ def _comments(shape: ModelShape, layout: Layout) -> dict[str, list[str]]:
             "which a step can be undone."]
     if layout.shard_optimizer:
         held = [f"MB on each GPU. capacity: what is left beside {layout.held_bytes:.3g} bytes per parameter: optimizer",
-                "state and its undo copies are sharded, with room for one lost worker of the stage."]
+                f"state and its undo copies are sharded over {layout.pipelines} workers. state: all of a stage's, of "
+                "which each has more when some are down."]
     comments = {
         "": [f"Estimated, not measured: {shape.parameters / 1e9:.3g} billion parameters ({shape.layers} layers of "
              f"width {shape.hidden}), sequences of {shape.sequence},",

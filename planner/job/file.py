@@ -50,6 +50,12 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes on a worker that are one unit."""
     recomputed: tuple[float, ...] = ()
     """As `activation`, of a stage that computes its activations again. Empty where the job does not say."""
+    state: tuple[float, ...] = ()
+    """Optimizer state of a stage that all who hold it share (`[training] shard_optimizer`), undo copies included, as
+    one would have it alone. `weights` have what each has of it while all are there. Empty where it is not shared.
+    """
+    capacity_of: tuple[tuple[Worker, float], ...] = ()
+    """Workers that have another capacity than their column."""
 
 
 class LayerValues(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,7 +153,7 @@ def _job(table: TomlTable) -> Job:
     # Copies of a stage are equal, so a list in the file has one value for all copies.
     virtual = len(columns) // chains
     time = _times(table.table("time"), virtual, chains, pipelines, stages)
-    memory = _memory(table.table("memory"), virtual, chains, stages) if table.has("memory") else None
+    memory = _memory(table.table("memory"), virtual, chains, (pipelines, stages)) if table.has("memory") else None
     layer_values = None
     if table.has("layers"):
         layer_values = _layer_values(table.table("layers"), virtual if layers is None else sum(layers[:virtual]))
@@ -247,32 +253,41 @@ def _times(table: TomlTable, virtual: int, chains: int, pipelines: int, stages: 
         optimizer=table.numbers("optimizer", virtual, per, 0.0) * chains,
         all_reduce=table.numbers("all_reduce", virtual, per, 0.0) * chains,
         transfer=table.number("transfer", 0.0),
-        slow=_slow(table.take("slow", {}), pipelines, stages))
+        slow=_slow(table, pipelines, stages))
     table.finish()
     if not any(times.forward + times.backward_input + times.backward_weight):
         raise JobError("time: every op takes 0 seconds; expected some stage whose forward or backward takes longer")
     return times
 
 
-def _slow(table: object, pipelines: int, stages: int) -> tuple[tuple[Worker, float], ...]:
-    if not isinstance(table, dict):
-        raise JobError(f"time.slow is {shortened(table)}; expected a table of workers and factors, such as "
+def _slow(table: TomlTable, pipelines: int, stages: int) -> tuple[tuple[Worker, float], ...]:
+    slow = _by_worker(table, "slow", pipelines, stages, 0.001)
+    for worker, factor in slow:
+        if factor > 1000:
+            raise JobError(f"time.slow.{worker} is {factor:g}; expected a factor of at most 1000")
+    return slow
+
+
+def _by_worker(table: TomlTable, key: str, pipelines: int, stages: int, low: float = 0.0
+               ) -> tuple[tuple[Worker, float], ...]:
+    """Numbers by the names of workers, sorted; by default, of none."""
+    path, values = table.path(key), table.take(key, {})
+    if not isinstance(values, dict):
+        raise JobError(f"{path} is {shortened(values)}; expected a table of workers and numbers, such as "
                        '{"1.2" = 1.5}')
-    slow = []
-    for name, factor in table.items():
+    found = []
+    for name, given in values.items():
         try:
             worker = Worker.parse(name)
         except ValueError as error:
-            raise JobError(f"time.slow: {error}") from None
-        require_in_grid("time.slow", worker, pipelines, stages)
-        value = number(f"time.slow.{name}", factor, 0.001)
-        if value > 1000:
-            raise JobError(f"time.slow.{name} is {shortened(factor)}; expected a factor of at most 1000")
-        slow.append((worker, value))
-    return tuple(sorted(slow))
+            raise JobError(f"{path}: {error}") from None
+        require_in_grid(path, worker, pipelines, stages)
+        found.append((worker, number(f"{path}.{name}", given, low)))
+    return tuple(sorted(found))
 
 
-def _memory(table: TomlTable, virtual: int, chains: int, stages: int) -> StageMemory:
+def _memory(table: TomlTable, virtual: int, chains: int, grid: tuple[int, int]) -> StageMemory:
+    pipelines, stages = grid
     per = "virtual stage" if virtual != stages else "stage"
     memory = StageMemory(capacity=table.numbers("capacity", stages, "stage"),
                          activation=table.numbers("activation", virtual, per, 1.0) * chains,
@@ -280,7 +295,9 @@ def _memory(table: TomlTable, virtual: int, chains: int, stages: int) -> StageMe
                          weights=table.numbers("weights", virtual, per) * chains if table.known("weights") else (),
                          unit_bytes=table.number("unit_bytes", 1.0),
                          recomputed=table.numbers("recomputed", virtual, per) * chains
-                         if table.known("recomputed") else ())
+                         if table.known("recomputed") else (),
+                         state=table.numbers("state", virtual, per) * chains if table.known("state") else (),
+                         capacity_of=_by_worker(table, "capacity_of", pipelines, stages))
     table.finish()
     return memory
 

@@ -62,6 +62,11 @@ def exact(value: float) -> Fraction:
     return Fraction(repr(value))
 
 
+def added(one: float, other: float) -> float:
+    """The sum of the decimal numbers that the user wrote, so that ticks and units stay coarse."""
+    return float(exact(one) + exact(other))
+
+
 @lru_cache(maxsize=256)
 def _divided(stages: tuple[float, ...], counts: tuple[int, ...],
              values: tuple[float, ...] | None) -> tuple[Fraction, ...]:

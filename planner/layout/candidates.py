@@ -25,8 +25,9 @@ from schedules.layers import layers_in
 
 LARGEST_SHARED = 100_000
 """Micro-batches times stages up to which layouts are made that are not divided into groups."""
-PARTS, LARGEST_FINE = 4, 40_000
-"""Into how many parts a stage is cut for short slices, and micro-batches times parts of stages up to which it is."""
+PARTS, HALVES, LARGEST_FINE = 4, 2, 40_000
+"""Into how many parts a stage is cut for short slices, at first fewer, and micro-batches times parts of stages up to
+which it is."""
 LARGEST_WHOLE = 5_000
 """The same, up to which layouts that divide over several pipelines are made of the whole beside those of groups."""
 
@@ -78,6 +79,9 @@ def _moved(problem: LayoutProblem, seconds: float, seed: int,
 
     yield recut(parts=1)
     yield recut(spread=False, parts=1)
+    if problem.sliced and size * HALVES <= largest_fine:
+        yield recut(apart=True, parts=HALVES)
+        yield recut(spread=False, parts=HALVES)
     yield recut(staggered=True)
     yield recut(spread=False, staggered=True)
     yield recut(spread=False, floating=False)
@@ -85,6 +89,7 @@ def _moved(problem: LayoutProblem, seconds: float, seed: int,
         yield partial(one_cut, problem)
         yield partial(fixed_layout, problem, sliced=problem.sliced)
     if problem.sliced and size * PARTS <= largest_fine:  # they take longest to list, so others come first
+        yield recut(apart=True, parts=PARTS)
         yield recut(staggered=True, parts=PARTS)
         yield recut(anywhere=True, parts=PARTS)
         yield recut(spread=False, parts=PARTS)
@@ -124,14 +129,16 @@ def _assigned(problem: LayoutProblem, *, seconds: float, seed: int) -> Layout | 
 
 
 def _recut(problem: LayoutProblem, *, floating: bool = True, spread: bool = True, staggered: bool = False,
-           anywhere: bool = False, parts: int = 0) -> Layout | None:
+           anywhere: bool = False, apart: bool = False, parts: int = 0) -> Layout | None:
     """The layout with the least longest load on lines; `parts`: of `finer_slices`."""
     lines = lines_of(problem)
-    found = Divider(problem, lines, floating=floating, spread=spread, staggered=staggered, anywhere=anywhere).least()
+    found = Divider(problem, lines, floating=floating, spread=spread, staggered=staggered, anywhere=anywhere,
+                    apart=apart).least()
     if found is None:
         return None
+    where = " anywhere" if anywhere else " apart" if apart else ""
     kind = ", ".join(["re-cut pipelines", "floating layers" if floating else "one cut each",
-                      f"the rest spread{' anywhere' if anywhere else ''}" if spread else "whole micro-batches"])
+                      f"the rest spread{where}" if spread else "whole micro-batches"])
     layout = layout_of(problem, lines, found[1], kind)
     return finer_slices(problem, layout, parts) if parts else layout
 

@@ -7,9 +7,14 @@ consecutive cells, in one order of workers, no two routes pass two workers in op
 
 Not so `anywhere`: there a line that is cut anew first takes what the workers of each stage have no time for, so that
 loads are more even by up to a layer; with little memory, such a layout may have no order.
+
+`apart`, each of the rest has a few lines of its own that keep their stages, and the lines that are cut anew take none.
+So the lines fall into small sets that share no micro-batch, most of them alike, whose orders are soon found.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -21,6 +26,11 @@ from planner.layout.problem import LayoutProblem
 from planner.layout.types import LayerRange
 from schedules.schedule import Worker
 
+LEAST_SHARE = Fraction(1, 4)
+"""Of a stage, which a worker takes of a micro-batch that is spread `apart`: shorter slices wait longer than they take.
+"""
+TOLERANCE = 0.01
+"""By how much of the period loads may be longer than with fewer and larger sets of lines, each `apart`."""
 Cell = tuple[int, int]
 """A layer of one of the micro-batches that run on no line whole: (item, layer)."""
 
@@ -51,10 +61,11 @@ class Divider:
     """Divides the work of a problem over given lines, for a given longest load."""
 
     def __init__(self, problem: LayoutProblem, lines: Sequence[Line], *, floating: bool = True,
-                 spread: bool = True, staggered: bool = False, anywhere: bool = False) -> None:
+                 spread: bool = True, staggered: bool = False, anywhere: bool = False, apart: bool = False) -> None:
         """`floating`: two neighbours of a line may hold one layer; `spread`: a micro-batch may visit several lines;
-        `anywhere`: and come back to one."""
-        self._problem, self._lines, self._spread, self._anywhere = problem, tuple(lines), spread, anywhere
+        `anywhere`: and come back to one; `apart`: few of its own."""
+        self._problem, self._lines = problem, tuple(lines)
+        self._spread, self._anywhere, self._apart = spread, anywhere, apart
         self._cut = partial(cut, floating=floating, staggered=staggered)
         self._kinds = [self._kind(line) for line in lines]
         self._known: dict[tuple[object, int], int] = {}
@@ -79,7 +90,7 @@ class Divider:
             left -= most
         if left and not self._spread:
             return None
-        segments = self._segments(whole, left, limit)
+        segments = [] if self._apart else self._segments(whole, left, limit)
         chunks = [self._balanced(line, counts, limit) if line.cut else ()
                   for line, counts in zip(self._lines, self._counts(whole, segments), strict=True)]
         return self.complete(whole, chunks, segments, limit)
@@ -92,7 +103,8 @@ class Divider:
         """
         items = self._problem.total_microbatches - sum(whole)
         taken = {(piece.item, layer) for piece in segments for layer in range(piece.first, piece.end)}
-        pieces = self._over_workers(whole, items, taken, limit)
+        pieces = self._over_sets(whole, items, limit) if self._apart else \
+            self._over_workers(whole, items, taken, limit)
         if pieces is None:
             return None
         return Division(tuple(whole), tuple(map(tuple, chunks)), (*segments, *pieces), items)
@@ -205,6 +217,54 @@ class Divider:
             if placed < len(cells):
                 return None
         return pieces
+
+    def _over_sets(self, whole: Sequence[int], items: int, limit: int) -> list[Piece] | None:
+        """The items over sets of lines that keep their stages, in each the same number; None if they do not fit.
+
+        The workers of a stage in a set take even shares of it.
+        """
+        free, pieces = self._free(whole, limit) if items else {}, []
+        for batches, lines in self._sets(items):
+            for layers, column in self._problem.paths[0]:
+                workers = [(index, worker) for index in lines for worker in self._lines[index].workers
+                           if worker.column == column]
+                for (index, worker), cells in zip(workers, self._shares(batches, layers, len(workers)), strict=True):
+                    parts = _pieces(cells, index, worker)
+                    free[worker] -= sum(self._problem.slice_ticks((part.first, part.end), worker) for part in parts)
+                    if free[worker] < 0:
+                        return None
+                    pieces += parts
+        return pieces if pieces or not items else None
+
+    def _sets(self, items: int) -> Iterator[tuple[range, list[int]]]:
+        """(items, lines) of each set: as many sets as can be with hardly longer loads, of as few lines each."""
+        kept = [index for index, line in enumerate(self._lines) if not line.cut]
+        counts = [count for count in range(1, min(items, len(kept)) + 1) if items % count == 0]
+        if not counts:
+            return
+        most = {count: self._most_of_stage(items // count, len(kept) // count) for count in counts}
+        enough = min(most.values()) + Fraction(TOLERANCE) * max(self._problem.microbatches)
+        count = max(count for count in counts if most[count] <= enough)
+        each = items // count
+        size = next(size for size in itertools.count(1) if self._most_of_stage(each, size) <= most[count])
+        for number in range(count):
+            yield range(number * each, (number + 1) * each), kept[number * size:(number + 1) * size]
+
+    def _most_of_stage(self, items: int, lines: int) -> Fraction:
+        """The most that a worker runs where so many lines share so many micro-batches: a share of a stage in layers."""
+        counts = [end - first for (first, end), _ in self._problem.paths[0]]
+        return max(LEAST_SHARE, *(Fraction(-(-items * count // lines), count) for count in counts))
+
+    def _shares(self, items: range, layers: LayerRange, count: int) -> list[list[Cell]]:
+        """The cells of a stage in so many consecutive parts, of even work."""
+        work = self._problem.work
+        total, before = sum(work[slice(*layers)]) * len(items), 0
+        shares: list[list[Cell]] = [[] for _ in range(count)]
+        for item in items:
+            for layer in range(*layers):
+                shares[min(count - 1, (2 * before + work[layer]) * count // max(1, 2 * total))].append((item, layer))
+                before += work[layer]
+        return shares
 
     def _counts(self, whole: Sequence[int], segments: Sequence[Piece]) -> list[list[int]]:
         """Cells of each layer on each line, without what is spread over single workers."""

@@ -13,20 +13,31 @@ from schedules.schedule import Slow, Worker
 def by_runner(problem: Problem) -> tuple[Problem, Mapping[MicroBatch, MicroBatch]]:
     """The same with micro-batches numbered in the pipeline that runs them, not in the one that they come from.
 
-    In order of their own numbers, those of several pipelines in turn; where several run one, in the first of these.
+    In order of their own numbers, those of several pipelines in turn. Those that several run are numbered in the first
+    of these, evenly over what that one runs alone: so pipelines with equally many are alike.
     The mapping is from the new names to those of the problem.
     """
     assert problem.routes is not None
-    counts = [0] * problem.grid.pipelines
-    names: dict[MicroBatch, MicroBatch] = {}
+    alone: list[list[MicroBatch]] = [[] for _ in range(problem.grid.pipelines)]
+    shared: list[list[MicroBatch]] = [[] for _ in range(problem.grid.pipelines)]
     for batch in sorted(problem.routes, key=lambda batch: (batch.microbatch, batch.pipeline)):
         runners = {leg.worker.pipeline for leg in problem.routes[batch]}
         pipeline = batch.pipeline if batch.pipeline in runners else min(runners)
-        names[MicroBatch(pipeline, counts[pipeline])] = batch
-        counts[pipeline] += 1
+        (alone if len(runners) == 1 else shared)[pipeline].append(batch)
+    names = {MicroBatch(pipeline, number): batch for pipeline, both in enumerate(zip(alone, shared, strict=True))
+             for number, batch in enumerate(_evenly(*both))}
     routes = {new: problem.routes[batch] for new, batch in sorted(names.items())}
-    grid = msgspec.structs.replace(problem.grid, microbatches=tuple(counts))
+    counts = tuple(len(own) + len(others) for own, others in zip(alone, shared, strict=True))
+    grid = msgspec.structs.replace(problem.grid, microbatches=counts)
     return msgspec.structs.replace(problem, grid=grid, routes=routes), names
+
+
+def _evenly(some: Sequence[MicroBatch], others: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """All, the others in equal steps among some."""
+    found, count = list(some), len(others)
+    for number in reversed(range(count)):
+        found.insert((2 * number + 1) * len(some) // (2 * count), others[number])
+    return found
 
 
 def components(problem: Problem) -> list[list[tuple[int, ...]]]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from planner.job.file import Job
 from planner.job.layers import layer_costs
+from planner.job.shared_state import with_shared_state
 from planner.layout.problem import LayersMode, LayoutProblem
 from planner.model.from_job import grid_of
 from planner.model.from_layout import Held
@@ -20,6 +21,7 @@ def layout_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backwar
     `holds`: what live workers hold now, of those that do not hold the layers of their own stages.
     Raises JobError where a stage has no layer, NoPlanError where no worker is left.
     """
+    job = with_shared_state(job, failed)
     grid, costs = grid_of(job), layer_costs(job)
     single = tuple((layer, layer + 1) for layer in range(len(costs.forward)))
     tick, stages = tick_of(job, costs), len(grid.stages)
@@ -36,8 +38,8 @@ def layout_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backwar
         activation=memory.activation[stages:] if memory else (),
         weight_stash=memory.weight_stash[stages:] if memory and backward == "split" else (0,) * len(single),
         weights=weights, per_mille={worker: ticks for worker, ticks in times.per_mille_of.items() if worker in live},
-        room={worker: memory.capacity[worker.column] + sum(sum(weights[first:end])
-                                                           for first, end in usual[worker.column])
+        room={worker: memory.beside(worker, worker.column) + sum(sum(weights[first:end])
+                                                                 for first, end in usual[worker.column])
               for worker in live} if memory else None,
         microbatches=grid.microbatches, layers=layers,
         holds={worker: (holds or {}).get(worker, usual[worker.column]) for worker in live},

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from planner.job.file import Job
+from planner.job.shared_state import with_shared_state
 from planner.model.problem import NoPlanError, Problem
 from planner.model.ticks import memory_in_units, tick_of, times_in_ticks
 from schedules.schedule import BackwardMode, Grid, OptimizerMode, VirtualStage, Worker
@@ -18,6 +19,7 @@ def build_problem(job: Job, failed: Sequence[Worker] = (), *, backward: Backward
     different numbers of micro-batches. With it, `sliced` has the bound hold for micro-batches that are cut, too.
     Raises NoPlanError when a stage has no live worker or a worker cannot hold a single micro-batch.
     """
+    job = with_shared_state(job, failed)
     grid = grid_of(job)
     tick = tick_of(job)
     if sharing is None:

@@ -7,6 +7,7 @@ import msgspec
 
 from planner.job.file import Job
 from planner.job.layers import layer_costs
+from planner.job.shared_state import with_shared_state
 from planner.layout.types import LayerRange, Layout
 from planner.model.from_job import grid_of
 from planner.model.problem import Holding, Leg, Problem, merged
@@ -22,6 +23,7 @@ def problem_of_layout(job: Job, failed: Sequence[Worker], layout: Layout, *, bac
 
     Raises JobError where a stage has no layer.
     """
+    job = with_shared_state(job, failed)
     grid, costs = grid_of(job), layer_costs(job)
     tick = tick_of(job, costs)
     groups = tuple(sorted(set(layout.holds.values())))
@@ -82,7 +84,8 @@ def _holdings(grid: Grid, times: Times, memory: Memory | None, holds: Mapping[Wo
 
     def room(worker: Worker) -> int:
         held = sum(sum(weights[first:end]) for first, end in holds[worker])
-        return 0 if memory is None else memory.capacity[worker.column] + beside[worker.column] - held
+        return 0 if memory is None else \
+            memory.beside(worker, worker.column) + beside[worker.column] - held
 
     return {worker: Holding(room=room(worker), step=steps[number[held]], group=number[held])
             for worker, held in sorted(holds.items())}

@@ -4,9 +4,12 @@ import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
+import msgspec
+
 from planner.job.file import Job
 from planner.job.layers import LayerCosts, exact
 from planner.layout.types import LayerRange
+from schedules.costs import Room
 from schedules.schedule import Grid, Memory, Slow, Times
 
 FINEST = 10**6
@@ -79,7 +82,9 @@ def memory_in_units(job: Job, costs: LayerCosts | None = None, slices: Sequence[
         return (*(math.ceil(exact(value) / unit) for value in stages),
                 *(math.ceil(sum(layers[first:end]) / unit) for first, end in slices))
 
+    others = tuple(Room(worker, math.floor(exact(value) / unit)) for worker, value in job.memory.capacity_of)
     return Memory(unit=float(unit), capacity=tuple(math.floor(value / unit) for value in room),
+                  capacity_of=others or msgspec.UNSET,
                   activation=units(job.memory.activation, costs.activation if costs else ()),
                   weight_stash=units(job.memory.weight_stash, costs.weight_stash if costs else ()),
                   weights=() if costs is None else tuple(math.ceil(value / unit) for value in costs.weights))

@@ -62,9 +62,11 @@ SHORTLIST = tuple(itertools.starmap(Choice, (
 """Of all choices, the fewest whose best was the best of all on 31 jobs with failures and little, more and much memory.
 The first is for much memory."""
 PATIENT: tuple[tuple[ForwardOrder, float, float, float, float, float], ...] = (
-    ("oldest", 0.5, 0.5, 0.5, 0.0, 0.0), ("deepest", 0.0, 1.0, 0.0, 0.0, 0.0), ("oldest", 0.25, 0.5, 0.5, 2.0, 2.0),
+    ("oldest", 0.5, 0.5, 0.5, 0.0, 0.0), ("oldest", 0.5, 0.5, 0.5, 0.5, 4.0),
+    ("deepest", 0.0, 1.0, 0.0, 0.0, 0.0), ("oldest", 0.25, 0.5, 0.5, 2.0, 2.0),
     ("deepest", 0.0, 0.25, 0.0, 0.0, 0.0), ("oldest", 0.5, 0.5, 0.0, 2.0, 2.0), ("deepest", 0.25, 0.5, 0.5, 0.0, 0.0),
     ("oldest", 0.25, 0.5, 0.5, 0.0, 0.0), ("deepest", 0.0, 0.5, 0.5, 0.0, 0.0), ("oldest", 0.5, 0.5, 0.5, 2.0, 2.0),
+    ("deepest", 0.5, 0.5, 0.5, 2.0, 0.0), ("oldest", 0.25, 0.5, 0.5, -1.0, 4.0),
     ("oldest", 0.0, 0.5, 0.0, 2.0, 2.0), ("oldest", 0.5, 0.5, 0.0, 0.0, 0.0), ("deepest", 0.5, 0.5, 0.0, 0.0, 0.0))
 """Of layouts: `forward_order`, `lookahead`, `fill_wait` as a share of an F, `forward_lookahead`, `advance` and
 `gradient_advance` of the best rules of a grid on instances of benchmarks.layers, those that were best most often first.

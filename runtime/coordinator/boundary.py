@@ -50,9 +50,8 @@ class BoundaryPlanner:
             return schedule is None
         context.joins.give_way()
         if context.joins.open:
-            moves = plan_moves(context.placement.held_by(schedule), context.held_now())
-            context.joins.begin(state.number, schedule, moves, state.addresses, context.log.next_iteration,
-                                context.schedules.speeds)
+            context.joins.begin(state.number, schedule, context.fetched_for(schedule), state.addresses,
+                                context.log.next_iteration, context.schedules.speeds)
         return False
 
     def _plan_settling(self) -> None:
@@ -74,7 +73,8 @@ class BoundaryPlanner:
         moves = plan_moves(context.placement.held_by(schedule), context.held_now())
         new = old * schedule.seconds(schedule.period_ticks) / context.slow.period_of(state.current)
         if not settler.pays(old, new, moves, pause=context.recovery.last_seconds) or not context.joins.begin(
-                state.number, schedule, moves, state.addresses, context.log.next_iteration, speeds, settles=True):
+                state.number, schedule, context.fetched_for(schedule), state.addresses, context.log.next_iteration,
+                speeds, settles=True):
             settler.close(state.number, speeds)
 
     def _choose_stop(self) -> None:

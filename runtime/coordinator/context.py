@@ -11,8 +11,8 @@ from typing import Literal, Protocol
 from runtime.coordinator.checkpoint_timer import CheckpointTimer
 from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.event_log import EventLog
-from runtime.coordinator.join_planning import JoinPlanner
-from runtime.coordinator.layer_moves import layers_without_holder
+from runtime.coordinator.join_planning import JoinPlanner, Moves
+from runtime.coordinator.layer_moves import layers_without_holder, plan_moves
 from runtime.coordinator.lost_workers import LostWorkers
 from runtime.coordinator.part_moves import Partition
 from runtime.coordinator.planning import ScheduleService
@@ -141,6 +141,13 @@ class CoordinatorContext:
         """The layers of each member under the present schedule."""
         return {worker: layers for worker, layers in self.placement.held_by(self.state.current).items()
                 if worker in self.state.members}
+
+    def fetched_for(self, schedule: Schedule) -> Moves:
+        """What workers are to fetch for a schedule, while all train by the present one."""
+        held = self.held_now()
+        if self.partition is None:
+            return plan_moves(self.placement.held_by(schedule), held)
+        return self.partition.fetched(schedule, self.state.current, held)
 
     def tell(self, workers: set[Worker], message: ToWorker) -> None:
         """Send to several."""

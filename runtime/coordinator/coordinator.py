@@ -72,12 +72,12 @@ class Coordinator:
         first = schedules.first
         self._log = log
         self._state = state = RunState(first, {seat.worker for seat in first.seats})
+        schedules.stand_for = state.stand_for
         self._slow = SlowWorkers(schedules, self._tell_speed, self._measure_speed)
         self._recovery = RecoveryClock()
         self._lost = LostWorkers(state.grid, placement)
         self._events = listeners.events
-        self._joins = JoinPlanner(lambda fetch: self._context.tell_all(fetch), listeners.events,
-                                  fetches=partition is None)
+        self._joins = JoinPlanner(lambda fetch: self._context.tell_all(fetch), listeners.events)
         self._context = CoordinatorContext(
             state=state, iterations=iterations, placement=placement, send=send, log=log, schedules=schedules,
             joins=self._joins, slow=self._slow, settler=settler, recovery=self._recovery, lost=self._lost,

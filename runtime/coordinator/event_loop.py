@@ -73,7 +73,7 @@ class EventLoop:
         self._stall = StallWatch(run.stall_timeout_seconds, lambda worker: self._workers.send(worker, ReportStatus()))
         self._events: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
         schedules = ScheduleService(run.schedule, run.scheduler, lambda: self._put(lambda: None), event_log,
-                                    run.at_speeds, run.rebalancer)
+                                    run.at_speeds, run.rebalancer, run.with_degraded)
         setup = run.setup
         self._commits = commits = Commits(run, log, losses, event_log, self.news, processes)
         self._coordinator = Coordinator(

@@ -1,6 +1,7 @@
 """Join planning: which layers are fetched while training goes on, and whether all have come.
 
-They are for workers that join, or for members alone, which settle into a better schedule (`settling`).
+They are for workers that join, or for members alone, which settle into a better schedule (`settling`). Where workers
+keep parts of layers' states, these are what is fetched (`part_moves`).
 """
 
 import time
@@ -11,9 +12,10 @@ from dataclasses import dataclass
 from runtime.coordinator.event_log import EventLog
 from runtime.coordinator.planning import Speeds
 from runtime.events import FetchAbandoned, FetchBegun, FetchProgressed
-from runtime.protocol.to_worker import Fetch, LayerMove
+from runtime.protocol.to_worker import Fetch, LayerMove, PartMove
 from schedules.schedule import Schedule, Worker
 
+Moves = tuple[LayerMove, ...] | tuple[PartMove, ...]
 PAUSE_SECONDS = 0.5
 """From a fetch that failed to the next one."""
 NUMBERS = 1000
@@ -36,8 +38,10 @@ class Join:
     """How many layers each worker fetches that does not have them yet."""
     began: int
     """The first iteration that was not committed when it began."""
+    moves: Moves = ()
+    """What is fetched."""
     layers: int = 0
-    """How many are fetched, over all workers."""
+    """Of how many, over all workers."""
     speeds: Speeds | None = None
     """For which the schedule was planned."""
     settles: bool = False
@@ -52,12 +56,10 @@ class Join:
 class JoinPlanner:
     """Plans one join at a time; a worker that is ready after it was planned waits for the next.
 
-    `send` sends a `Fetch` to all members and all workers that want to join. Unless there are `fetches`, nothing is
-    prepared: all moves while all wait.
+    `send` sends a `Fetch` to all members and all workers that want to join.
     """
 
-    def __init__(self, send: Callable[[Fetch], None], events: EventLog, *, fetches: bool = True) -> None:
-        self._fetches = fetches
+    def __init__(self, send: Callable[[Fetch], None], events: EventLog) -> None:
         self._send = send
         self._events = events
         self._number = 0
@@ -81,7 +83,7 @@ class JoinPlanner:
         """Whether all have the layers that the join gives them."""
         return self._join is not None and not self._join.lacking
 
-    def begin(self, order: int, schedule: Schedule, moves: tuple[LayerMove, ...],
+    def begin(self, order: int, schedule: Schedule, moves: Moves,
               addresses: Mapping[Worker, tuple[tuple[str, int], ...]], iteration: int, speeds: Speeds | None, *,
               settles: bool = False) -> bool:
         """Have the targets of the moves get their layers from the sources.
@@ -90,20 +92,18 @@ class JoinPlanner:
         failed too often, the join is complete as it is, and nothing is fetched; where nobody joins, it is given up.
         Whether there is one now.
         """
-        if not self._fetches:
-            self._join = Join(schedule, order, 0, Counter(), iteration, speeds=speeds, settles=settles)
-            return True
         if self._failures >= FAILURES:
             if not settles:
                 self._join = Join(schedule, order, 0, Counter(), iteration, speeds=speeds)
             return not settles
-        lacking = Counter(move.target for move in moves)
+        lacking = Counter(target for target, _ in {(move.target, move.layer) for move in moves})
         number = max(self._number, order * NUMBERS) + 1
-        self._join = Join(schedule, order, number, lacking, iteration, len(moves), speeds, settles)
-        self._events.write(FetchBegun(fetch=number, purpose="settle" if settles else "join",
-                                      layers=len(moves), workers=tuple(sorted(lacking))))
+        self._join = Join(schedule, order, number, lacking, iteration, moves, lacking.total(), speeds, settles)
+        self._events.write(FetchBegun(fetch=number, purpose="settle" if settles else "join", layers=lacking.total(),
+                                      workers=tuple(sorted(lacking))))
         self._give(Fetch(
-            number=number, order=order, moves=moves,
+            number=number, order=order, moves=tuple(move for move in moves if isinstance(move, LayerMove)),
+            part_moves=tuple(move for move in moves if isinstance(move, PartMove)),
             addresses=tuple((worker, addresses[worker]) for worker in sorted({move.source for move in moves}))))
         return True
 

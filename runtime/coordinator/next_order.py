@@ -12,7 +12,7 @@ from runtime.coordinator.planning import NoScheduleError
 from runtime.coordinator.schedule_choice import ScheduleChoice
 from runtime.errors import RunError
 from runtime.events import Failed, NodeLost
-from runtime.protocol.to_worker import Leave
+from runtime.protocol.to_worker import Leave, PartMove
 from schedules.schedule import Schedule, Worker
 
 
@@ -79,8 +79,9 @@ class NextOrder:
             return
         fetched, partition, state = join is not None and join.fetch, context.partition, context.state
         if partition is not None:
-            parts = () if untouched else partition.moves(schedule, state.kept, state.holds,
-                                                         context.log.next_iteration - 1)
+            parts = () if untouched else partition.moves(
+                schedule, state.kept, state.holds, context.log.next_iteration - 1,
+                [move for move in join.moves if isinstance(move, PartMove)] if join is not None and fetched else ())
             self._orders.train(schedule, (), join, parts)
             return
         moves = () if untouched or fetched else plan_moves(context.placement.held_by(schedule), state.holds)

@@ -1,15 +1,22 @@
-"""Which parts of layers move from which worker to which, where workers keep parts of layers' optimizer states."""
+"""Which parts of layers move from which worker to which, where workers keep parts of layers' optimizer states.
+
+For a schedule with other workers or layers, all ranges that they concern are cut anew. What each is to keep then it
+fetches while all train by the present schedule: the state once, then the gradients of each step, in whole parts of
+those who keep them now (`runtime.model.followed_part`). After a failure the rest moves while all wait.
+"""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from runtime.coordinator.layer_moves import Holders
-from runtime.model.parts import Domains, Span, cut, parts_of, without
+from runtime.model.parts import Cut, Domains, Elements, Span, cut, parts_of, without
 from runtime.protocol.to_coordinator import Kept
 from runtime.protocol.to_worker import PartMove
 from runtime.replay.placement import Placement
-from schedules.layers import joined
+from schedules.layers import LayerRange, joined
 from schedules.schedule import Schedule, Worker
 
 Keepers = Mapping[Worker, Kept]
@@ -20,8 +27,8 @@ Keepers = Mapping[Worker, Kept]
 class Partition:
     """How one run cuts the state of its layers."""
 
-    elements: Sequence[int]
-    """Of each layer of the model: how many are trained, on each rank."""
+    elements: Sequence[Elements]
+    """Of each layer of the model, on each rank."""
     placement: Placement
     domains: Domains
     sharded: bool
@@ -30,32 +37,47 @@ class Partition:
     def lost(self, keepers: Keepers) -> list[int]:
         """The layers of which nobody keeps some element."""
         kept = _by_layer(keepers)
-        return [layer for layer, count in enumerate(self.elements) if count
-                and joined(span for _, span in kept.get(layer, ())) != ((0, count),)]
+        return [layer for layer, its in enumerate(self.elements) if its.total
+                and joined(span for _, span in kept.get(layer, ())) != ((0, its.total),)]
 
-    def moves(self, schedule: Schedule, keepers: Keepers, holds: Holders, committed: int) -> tuple[PartMove, ...]:
+    def keepers(self, schedule: Schedule, after: int) -> Keepers:
+        """What each worker of a schedule keeps that trains by it, after an iteration."""
+        cuts = self._cuts(schedule)
+        return {worker: Kept(tuple(
+            (layer, *span) for layer, spans in self._parts_of(worker, cuts).items() for span in spans), after)
+            for worker in self.placement.held_by(schedule)}
+
+    def fetched(self, schedule: Schedule, present: Schedule, held: Holders) -> tuple[PartMove, ...]:
+        """What each worker of a schedule is to fetch for it, while workers who hold layers train by the present one."""
+        keepers = {worker: kept for worker, kept in self.keepers(present, 0).items() if worker in held}
+        found: dict[tuple[Worker, int, int, int, bool], PartMove] = {}
+        for move in self.moves(schedule, keepers, held, 0):
+            start, stop = next(its for its in _spans(keepers[move.source], move.layer)
+                               if its[0] <= move.start < its[1]) if move.state else (move.start, move.stop)
+            whole = msgspec.structs.replace(move, start=start, stop=stop)
+            found.setdefault((move.target, move.layer, start, stop, move.state), whole)
+        return tuple(found.values())
+
+    def moves(self, schedule: Schedule, keepers: Keepers, holds: Holders, committed: int,
+              fetched: Iterable[PartMove] = ()) -> tuple[PartMove, ...]:
         """What each worker of a schedule lacks: of state, what it is to keep, and of parameters, all of its layers.
 
         It has the parameters of the layers that it holds if these are those after the last committed iteration.
-        Nothing may be lost. Who is not in the schedule gives only what nobody else has.
+        Nothing may be lost. Who is not in the schedule gives only what nobody else has. What has been fetched is there.
         """
-        sharers = self.placement.reduced_by_all(schedule)
-        cuts = {layers: cut(sum(self.elements[slice(*layers)]), members, self.domains, sharded=self.sharded)
-                for layers, members in sharers.items()}
-        held = self.placement.held_by(schedule)
+        cuts, held, there = self._cuts(schedule), self.placement.held_by(schedule), _Fetched(fetched)
         members = {worker: kept for worker, kept in keepers.items() if worker in held}
         sources, found = _Sources(keepers if self.lost(members) else members), list[PartMove]()
         for target, layers in sorted(held.items()):
-            mine, kept = {one: its for one, its in cuts.items() if target in its.members}, keepers.get(target)
-            needs = parts_of(target, mine, self.elements.__getitem__)
+            kept, needs = keepers.get(target), self._parts_of(target, cuts)
             whole = holds.get(target, ()) if kept is not None and kept.whole_after == committed else ()
             for layer in sorted(layers):
-                has = _spans(kept, layer)
+                has = [*_spans(kept, layer), *there.of(target, layer, state=True)]
                 for span in needs.get(layer, ()):
                     for lacking in without(span, has):
                         found += sources.moves(target, layer, lacking, state=True)
-                for lacking in () if layer in whole else without((0, self.elements[layer]),
-                                                                 [*has, *needs.get(layer, ())]):
+                parameters = [*has, *needs.get(layer, ()), *there.of(target, layer, state=False)]
+                for lacking in () if layer in whole else without((0, self.elements[layer].total), parameters):
                     found += sources.moves(target, layer, lacking, state=False)
         return tuple(found)
 
@@ -63,12 +85,33 @@ class Partition:
         """What those who write whole layers lack of them."""
         sources = _Sources(keepers)
         return tuple(move for layer, writer in sorted(writers.items())
-                     for lacking in without((0, self.elements[layer]), _spans(keepers.get(writer), layer))
+                     for lacking in without((0, self.elements[layer].total), _spans(keepers.get(writer), layer))
                      for move in sources.moves(writer, layer, lacking, state=True))
 
     def read(self, layers: Collection[int], iteration: int) -> Kept:
         """What a worker keeps that has read layers as they were before an iteration."""
-        return Kept(tuple((layer, 0, self.elements[layer]) for layer in sorted(layers)), iteration - 1)
+        return Kept(tuple((layer, 0, self.elements[layer].total) for layer in sorted(layers)), iteration - 1)
+
+    def _cuts(self, schedule: Schedule) -> dict[LayerRange, Cut]:
+        return {layers: cut(sum(its.cut for its in self.elements[slice(*layers)]), members, self.domains,
+                            sharded=self.sharded)
+                for layers, members in self.placement.reduced_by_all(schedule).items()}
+
+    def _parts_of(self, worker: Worker, cuts: Mapping[LayerRange, Cut]) -> dict[int, tuple[Span, ...]]:
+        mine = {layers: one for layers, one in cuts.items() if worker in one.members}
+        return parts_of(worker, mine, self.elements.__getitem__)
+
+
+class _Fetched:
+    """What has been fetched, by its target."""
+
+    def __init__(self, moves: Iterable[PartMove]) -> None:
+        self._spans: dict[tuple[Worker, int, bool], list[Span]] = {}
+        for move in moves:
+            self._spans.setdefault((move.target, move.layer, move.state), []).append((move.start, move.stop))
+
+    def of(self, target: Worker, layer: int, *, state: bool) -> Sequence[Span]:
+        return self._spans.get((target, layer, state), ())
 
 
 class _Sources:

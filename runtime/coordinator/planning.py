@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -55,6 +55,18 @@ class Rebalancer(Protocol):
         """One for which all layers are read anew, whoever held them: all wait for it."""
 
 
+class Finders(NamedTuple):
+    """What finds schedules; None: nothing does."""
+
+    scheduler: Scheduler | None
+    at_speeds: SchedulerAtSpeeds | None = None
+    rebalancer: Rebalancer | None = None
+
+
+WithDegraded = Callable[[tuple[Worker, ...]], Finders]
+"""What finds schedules while these workers, sorted, have less room: they go on as half their processes."""
+
+
 class Question(NamedTuple):
     """Which schedule is asked for."""
 
@@ -66,6 +78,8 @@ class Question(NamedTuple):
     settled: bool = False
     from_checkpoint: bool = False
     """Whether all layers are read anew, whatever is held."""
+    degraded: tuple[Worker, ...] = ()
+    """Live workers that go on as half their processes."""
 
     @property
     def phase(self) -> Phase:
@@ -95,14 +109,18 @@ class ScheduleService:
         What to ask where workers are slow; None: that changes no schedule.
     rebalancer
         What to ask where layers have moved, or may move.
+    with_degraded
+        What to ask while workers go on as half their processes; None: as else.
     """
 
     def __init__(self, first: Schedule, scheduler: Scheduler | None, answered: Callable[[], None],
                  events: EventLog | None = None, at_speeds: SchedulerAtSpeeds | None = None,
-                 rebalancer: Rebalancer | None = None) -> None:
+                 rebalancer: Rebalancer | None = None, with_degraded: WithDegraded | None = None) -> None:
         self.first = first
-        self._rebalancer = rebalancer
-        self._scheduler = scheduler
+        self._finders = Finders(scheduler, at_speeds, rebalancer)
+        self._with_degraded = with_degraded
+        self.stand_for: Mapping[Worker, int] = {}
+        """For how many ranks each process does of a worker."""
         self.answered = answered
         self._events = events or EventLog(None)
         self.at_speeds = at_speeds
@@ -118,34 +136,38 @@ class ScheduleService:
         Whoever would hold nothing has no part in it (`without_idle`). Raises NoScheduleError, and RunError where the
         scheduler's answer does not fit.
         """
-        if self.speeds is None and live == [seat.worker for seat in self.first.seats]:
+        if self._as_first(live):
             return self.first
         return self._fitting(live, self.get(self._down(live)))
 
     def at_once(self, held: Held) -> Schedule | None:
         """The schedule for workers that hold these layers, in which none move; None and errors as of `for_workers`."""
         live = [worker for worker, _ in held]
-        return self._fitting(live, self._find(Question(self._down(live), self.speeds, held)))
+        return self._fitting(live, self._find(Question(self._down(live), self.speeds, held,
+                                                       degraded=self._degraded(live))))
 
     def settled(self, held: Held) -> Schedule | None:
         """The schedule that is the best to come to for workers that hold these layers; None and errors likewise."""
         live = [worker for worker, _ in held]
-        if self.speeds is None and live == [seat.worker for seat in self.first.seats]:
+        if self._as_first(live):
             return self.first
-        return self._fitting(live, self._find(Question(self._down(live), self.speeds, held, settled=True)))
+        return self._fitting(live, self._find(Question(self._down(live), self.speeds, held, settled=True,
+                                                       degraded=self._degraded(live))))
 
     def from_checkpoint(self, live: Sequence[Worker]) -> Schedule | None:
         """The schedule for these workers, in order, where all layers are read anew; None and errors likewise."""
-        return self._fitting(live, self._find(Question(self._down(live), self.speeds, from_checkpoint=True)))
+        return self._fitting(live, self._find(Question(self._down(live), self.speeds, from_checkpoint=True,
+                                                       degraded=self._degraded(live))))
 
     def planner_at_speeds(self, present: Schedule) -> SchedulerAtSpeeds | None:
         """What plans for speeds where workers hold what a schedule gives them, and none of it moves.
 
         None where the run has nothing that plans for speeds: settled schedules are not planned for them then, either.
         """
-        rebalancer = self._rebalancer
-        if self.at_speeds is None or rebalancer is None or all(seat.holds is None for seat in present.seats):
-            return self.at_speeds
+        finders = self._found_by(self._degraded(seat.worker for seat in present.seats))
+        rebalancer = finders.rebalancer
+        if finders.at_speeds is None or rebalancer is None or all(seat.holds is None for seat in present.seats):
+            return finders.at_speeds
         held = {seat.worker: present.holds_of(seat) for seat in present.seats}
 
         def plan(down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
@@ -153,6 +175,19 @@ class ScheduleService:
             return rebalancer.at_once(down, tuple((worker, held.get(worker, ())) for worker in live), speeds)
 
         return plan
+
+    def _as_first(self, live: Sequence[Worker]) -> bool:
+        """Whether the first schedule is for these workers, as they are."""
+        return self.speeds is None and live == [seat.worker for seat in self.first.seats] and not self._degraded(live)
+
+    def _degraded(self, live: Iterable[Worker]) -> tuple[Worker, ...]:
+        """Those of these workers that go on as half their processes, where that makes a difference."""
+        if self._with_degraded is None:
+            return ()
+        return tuple(sorted(worker for worker in live if self.stand_for.get(worker, 1) > 1))
+
+    def _found_by(self, degraded: tuple[Worker, ...]) -> Finders:
+        return self._finders if not degraded or self._with_degraded is None else self._with_degraded(degraded)
 
     def _down(self, live: Sequence[Worker]) -> tuple[Worker, ...]:
         return tuple(sorted(set(self.first.grid.workers()) - set(live)))
@@ -169,7 +204,8 @@ class ScheduleService:
 
         Raises what the scheduler has raised.
         """
-        return self._find(Question(down, self.speeds))
+        live = set(self.first.grid.workers()).difference(down)
+        return self._find(Question(down, self.speeds, degraded=self._degraded(live)))
 
     def _find(self, question: Question) -> Schedule | None:
         """The answer; None where it is not there yet. Raises what was raised."""
@@ -186,18 +222,19 @@ class ScheduleService:
 
     def _finder(self, question: Question) -> Callable[[], Schedule]:
         """What finds the answer. Raises NoScheduleError where there is nothing to ask."""
+        scheduler, at_speeds, rebalancer = self._found_by(question.degraded)
         if question.held is not None or question.from_checkpoint:
-            if self._rebalancer is None:
+            if rebalancer is None:
                 raise NoScheduleError
             if question.held is None:
-                return partial(self._rebalancer.from_checkpoint, question.down, question.speeds or ())
-            find = self._rebalancer.settled if question.settled else self._rebalancer.at_once
+                return partial(rebalancer.from_checkpoint, question.down, question.speeds or ())
+            find = rebalancer.settled if question.settled else rebalancer.at_once
             return partial(find, question.down, question.held, question.speeds or ())
-        if question.speeds is not None and self.at_speeds is not None:
-            return partial(self.at_speeds, question.down, question.speeds)
-        if self._scheduler is None:
+        if question.speeds is not None and at_speeds is not None:
+            return partial(at_speeds, question.down, question.speeds)
+        if scheduler is None:
             raise NoScheduleError
-        return partial(self._scheduler, question.down)
+        return partial(scheduler, question.down)
 
     def forget(self) -> None:
         """Drop all answers."""

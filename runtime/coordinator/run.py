@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runtime.config import RunConfig
-from runtime.coordinator.planning import Rebalancer, Scheduler, SchedulerAtSpeeds
+from runtime.coordinator.planning import Rebalancer, Scheduler, SchedulerAtSpeeds, WithDegraded
 from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.settling import Settling
 from runtime.coordinator.slow_workers import SpeedEvent
 from runtime.coordinator.stall_watch import STALL_TIMEOUT_SECONDS
+from runtime.model.parts import Elements
 from runtime.processes.stop_signals import GRACE_SECONDS
 from runtime.protocol.authentication import Secret
 from runtime.protocol.failure_injection import Injection, Slowdown
@@ -43,11 +44,13 @@ class Run:
     """How long the run may go on once it is told to end."""
     rebalancer: Rebalancer | None = None
     """What plans where layers must move, or may."""
+    with_degraded: WithDegraded | None = None
+    """What plans while workers go on as half their processes."""
     settling: Settling | None = None
     """Whether and how layers move to better schedules after failures; None: they stay as long as they can."""
     layer_bytes: Sequence[int] = ()
     """What is sent of each layer of the model."""
-    elements: Sequence[int] = ()
+    elements: Sequence[Elements] = ()
     """Of each layer of the model: how many are trained, where workers keep parts of layers' optimizer states."""
     notify: Notify = field(default=lambda _: None)
     join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS

@@ -114,12 +114,14 @@ class WorkerConnections:
         missed = {worker for (worker, _), _ in self._monitor.missed()}
         if not missed:
             return
-        silent = dict[Worker, float]()
-        for (worker, _), heard in self._monitor.silent(SILENT_TOO):
-            silent[worker] = min(heard, silent.get(worker, heard))
+        silent = dict[Worker, dict[int, float]]()
+        for (worker, rank), heard in self._monitor.silent(SILENT_TOO):
+            silent.setdefault(worker, {})[rank] = heard
         for worker in sorted(missed | {other for one in missed for other in self._gone_with(one, silent)}):
-            self.give_up(worker, f"worker {worker} stopped answering", silent[worker])
-            self._processes.kill(worker)
+            ranks = silent[worker]
+            alone = next(iter(ranks)) if len(ranks) == 1 < self.processes_of(worker) else None
+            self._processes.kill(worker, alone)  # first: the others of its processes may end by themselves then
+            self.give_up(worker, f"worker {worker} stopped answering", min(ranks.values()))
 
     def give_up(self, worker: Worker, reason: str, since: float = 0.0) -> None:
         """Count a worker as lost whose process may not have ended."""

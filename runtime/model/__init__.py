@@ -6,7 +6,7 @@
     worker_group      the process group of a worker's ranks, for layers
     tensor_parallel   collectives in it that a backward goes through
     shards            what a rank has of a layer, and the whole of it
-    rank_parts        what a process has that stands for several ranks, as each of them has it
+    own_ranks         what a process has that stands for several ranks, as each of them has it
     degraded          whether a worker could go on as half its processes
     distributed_tensors  layers that torch's parallelize_module has cut
     object_reference  a user's own model, data or optimizer, named in the job file
@@ -23,6 +23,9 @@
     parts             which worker keeps which part of a layer's optimizer state, and a copy of which
     part_state        parts of layers' states, as they are moved and saved
     part_optimizer    the optimizer of parts, and of float32 master weights
+    followed_part     parts that another worker keeps, on their way here while it trains
+    rank_holding      layers, and the holdings of the ranks that a process stands for, which keep parts
+    rank_optimizers   the optimizers of these ranks, as one
     learning_rate     the learning rate of an iteration
     parameter_groups  which options of the optimizer each parameter has
     clipping          how far to scale a step down, or not to make it

@@ -8,10 +8,9 @@ from torch import nn
 from runtime.config import STANDS_FOR, ConfigError, RunConfig
 from runtime.model.distributed_tensors import with_local_parameters
 from runtime.model.forms import forms
-from runtime.model.holding import keeps_parts
 from runtime.model.layers import LayeredModel, model_for, parameter_dtype
+from runtime.model.own_ranks import cut_dims
 from runtime.model.passed import Form
-from runtime.model.rank_parts import cut_dims
 from runtime.model.shards import in_parts, shards_of
 from runtime.model.worker_group import standing_in
 
@@ -25,9 +24,6 @@ def require_degradable(model: LayeredModel, config: RunConfig, at_layer: Sequenc
     training = config.training
     if not training.degraded_ranks:
         return
-    if keeps_parts(training):
-        raise ConfigError("training.degraded_ranks is true, and workers keep parts of optimizer states "
-                          "(shard_optimizer or master_weights); expected one or the other")
     fewer = training.tensor_parallel // STANDS_FOR
     whole = [_built(model, layer) for layer in range(model.layers)]
     for layer, module in enumerate(whole):

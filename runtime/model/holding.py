@@ -10,15 +10,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from runtime.config import ConfigError, TrainingConfig
+from runtime.config import TrainingConfig
 from runtime.model.digest import parameter_digest
 from runtime.model.distributed_tensors import with_local_parameters
-from runtime.model.layers import LayeredModel
+from runtime.model.layers import LayeredModel, parameter_dtype
 from runtime.model.optimizer import UndoableOptimizer, build_optimizer
+from runtime.model.own_ranks import summed_by_rank
 from runtime.model.part_optimizer import PartOptimizer
-from runtime.model.part_state import PartState, elements_of, put, trained
-from runtime.model.parts import Cut, parts_of
-from runtime.model.rank_parts import summed_by_rank
+from runtime.model.part_state import PartState, elements_of, keep_whole, kept_whole, put, trained
+from runtime.model.parts import Cut, Elements, parts_of
+from runtime.model.rank_optimizers import RankOptimizers
 from runtime.model.seeds import GENERATORS
 from runtime.model.shards import shards_of
 from runtime.model.sharing import NOTHING_SHARED, Sharing, sharing_of
@@ -54,7 +55,7 @@ class Holding:
         self.cuts: dict[LayerRange, Cut] = {}
         """How each range that is reduced is cut, where optimizers keep parts."""
         self._flat_parameters: dict[LayerRange, Tensor] = {}
-        self.optimizer: UndoableOptimizer | PartOptimizer = self._build(self.modules)
+        self.optimizer: UndoableOptimizer | PartOptimizer | RankOptimizers = self._build(self.modules)
         self._gradients: dict[LayerRange, list[Tensor]] = {}
         self.shared_gradients: dict[str, list[Tensor]] = {}
         """Of each parameter that layers share, by its first name: to be summed in place over all that hold a copy."""
@@ -89,32 +90,52 @@ class Holding:
         """Hold exactly these layers, and of their optimizer's state what a worker keeps by these cuts.
 
         `parts`, and those that are kept until now, have all of that, or nothing of it before the first step, and all
-        that is lacking of the parameters, which are those after an iteration.
+        that is lacking of the parameters, which are those after an iteration. Where nothing changes, all stays as it
+        is: mostly, that is so of workers of other stages.
         """
-        before, held = self.optimizer, self.modules
+        before, held, same = self.optimizer, self.modules, self.modules == modules and self.cuts == cuts
         assert isinstance(before, PartOptimizer)
-        self.modules = dict(sorted(modules.items()))
-        self.cuts = dict(sorted(cuts.items()))
-        self._gradients, self._flat_parameters = {}, {}
-        self.reduce_by(self.cuts)
-        for layers, one in self.cuts.items():
+        if not same:
+            self.modules = dict(sorted(modules.items()))
+            self._sharing.tie(self.modules)
+            self.cuts = dict(sorted(cuts.items()))
+            self._gradients, self._flat_parameters = {}, {}
+            self.reduce_by(self.cuts)
+        for layers, one in () if same else self.cuts.items():
             if one.sharded:
-                self._flat_parameters[layers] = _flatten_parameters(self._trained(layers), one.length)
-
+                self._flat_parameters[layers] = _flatten_parameters(self._reduced(layers, whole=False), one.length)
         for layer, module in self.modules.items():
             put(module, [part for part in parts if part.layer == layer], untrained_too=held.get(layer) is not module)
+        if not same:
+            self.optimizer = optimizer = self._keeping(worker)
+            optimizer.load([*before.kept_states(), *parts])
+        self.gathered(after)
 
-        def elements(layer: int) -> int:
+    def _keeping(self, worker: Worker) -> PartOptimizer:
+        """What steps what a worker keeps by the cuts."""
+        def elements(layer: int) -> Elements:
             return elements_of(self.modules[layer])
 
-        self.optimizer = optimizer = PartOptimizer(
-            self.modules, self._config, parts_of(worker, self.cuts, elements),
-            parts_of(worker, self.cuts, elements, own=True))
-        optimizer.load([*before.kept_states(), *parts])
-        optimizer.gathered(after)
+        return PartOptimizer(self.modules, self._config, parts_of(worker, self.cuts, elements),
+                             parts_of(worker, self.cuts, elements, own=True), self._sharing)
 
-    def flat_parameters(self) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
-        """Of each range whose optimizer's state is sharded, the parameters: one flat tensor, with padding."""
+    @property
+    def part_optimizers(self) -> Sequence[PartOptimizer]:
+        """Where optimizers keep parts: that of each rank that this process stands for."""
+        return [self.optimizer] if isinstance(self.optimizer, PartOptimizer) else []
+
+    def arrived(self) -> None:
+        """Parameters of others have come after a step, which may be a guess: compute with these."""
+
+    def gathered(self, iteration: int) -> None:
+        """All elements of the parameters are as they should be after an iteration."""
+        for one in self.part_optimizers:
+            one.gathered(iteration)
+
+    def flat_parameters(self, own_rank: int = 0) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
+        """Of each range whose optimizer's state is sharded, the parameters: one flat tensor, with padding; at one of
+        the ranks that this process stands for."""
+        assert own_rank == 0
         return [(layers, flat, self.cuts[layers]) for layers, flat in self._flat_parameters.items()]
 
     def reduce_by(self, ranges: Iterable[LayerRange]) -> None:
@@ -126,10 +147,9 @@ class Holding:
         self._gradients = {}
         for parameter in self.parameters().values():
             parameter.grad = None  # the memory goes before it is taken anew
-        self._gradients = {one: _flatten_gradients([
-            parameter for layer in range(*one) for name, parameter in self.modules[layer].named_parameters()
-            if not self._sharing.is_shared(layer, name)], gradient_dtype(self._config), self.cuts.get(one))
-            for one in ranges}
+        self._gradients = {one: [
+            *_flatten_gradients(self._reduced(one, whole=False), gradient_dtype(self._config), self.cuts.get(one)),
+            *_flatten_gradients(self._reduced(one, whole=True), gradient_dtype(self._config))] for one in ranges}
         self.shared_gradients = {
             str(first): _flatten_gradients([self.modules[mine[0].layer].get_parameter(mine[0].name)],
                                            gradient_dtype(self._config))
@@ -145,25 +165,25 @@ class Holding:
     @contextmanager
     def summed(self, layers: LayerRange) -> Iterator[list[list[Tensor]]]:
         """The gradients of a range, to be summed in place: for each rank that this process stands for, its tensors."""
-        parts = _stands_for()
-        if parts == 1:
+        ranks = _stands_for()
+        if ranks == 1:
             yield [self._gradients[layers]]
             return
         with summed_by_rank([(parameter, shards_of(self.modules[layer]).get(name)) for layer in range(*layers)
                              for name, parameter in self.modules[layer].named_parameters()
-                             if not self._sharing.is_shared(layer, name)], parts) as found:
+                             if not self._sharing.is_shared(layer, name)], ranks) as found:
             yield found
 
     @contextmanager
     def summed_shared(self, first: str) -> Iterator[list[list[Tensor]]]:
         """As `summed`, of a parameter that layers share, by its first name."""
-        parts = _stands_for()
-        if parts == 1:
+        ranks = _stands_for()
+        if ranks == 1:
             yield [self.shared_gradients[first]]
             return
         mine = next(one for place, (one, *_) in self._sharing.held(self.modules) if str(place) == first)
         module = self.modules[mine.layer]
-        with summed_by_rank([(module.get_parameter(mine.name), shards_of(module).get(mine.name))], parts) as found:
+        with summed_by_rank([(module.get_parameter(mine.name), shards_of(module).get(mine.name))], ranks) as found:
             yield found
 
     def squares(self, layers: Collection[int]) -> float:
@@ -179,14 +199,16 @@ class Holding:
         norms = [torch.linalg.vector_norm(flat, dtype=torch.float64) for flat in found]
         return float(torch.stack(norms).square().sum().item()) if norms else 0.0
 
-    def _build(self, modules: Mapping[int, nn.Module]) -> UndoableOptimizer | PartOptimizer:
+    def _build(self, modules: Mapping[int, nn.Module]) -> UndoableOptimizer | PartOptimizer | RankOptimizers:
         if not keeps_parts(self._config):
             return build_optimizer(modules, self._config, self._sharing)
-        everything = {layer: ((0, elements_of(module)),) for layer, module in modules.items()}
-        return PartOptimizer(modules, self._config, everything, everything)
+        everything = {layer: ((0, elements_of(module).total),) for layer, module in modules.items()}
+        return PartOptimizer(modules, self._config, everything, everything, self._sharing)
 
-    def _trained(self, layers: LayerRange) -> list[nn.Parameter]:
-        return [parameter for layer in range(*layers) for parameter in trained(self.modules[layer]).values()]
+    def _reduced(self, layers: LayerRange, *, whole: bool) -> list[nn.Parameter]:
+        """The parameters that are reduced with a range: those that are not cut, or the others."""
+        return [parameter for layer in range(*layers) for name, parameter in trained(self.modules[layer]).items()
+                if (name in kept_whole(self.modules[layer])) is whole and not self._sharing.is_shared(layer, name)]
 
     def zero_gradients(self) -> None:
         """Start the next sum of gradients; after the optimizer's step."""
@@ -198,10 +220,10 @@ class Holding:
         return {str(self._sharing.first(layer, name)): parameter for layer, module in self.modules.items()
                 for name, parameter in module.named_parameters()}
 
-    def part(self, part: int, parts: int) -> dict[str, Tensor]:
+    def at_rank(self, own_rank: int, ranks: int) -> dict[str, Tensor]:
         """`parameters`, as one of the ranks has them that this process stands for."""
         return {str(self._sharing.first(layer, name)): parameter if (shard := shards_of(module).get(name)) is None
-                else shard.cut(parameter.detach(), part, parts)
+                else shard.cut(parameter.detach(), own_rank, ranks)
                 for layer, module in self.modules.items() for name, parameter in module.named_parameters()}
 
     def digest(self) -> str:
@@ -225,7 +247,17 @@ def built(model: LayeredModel, layer: int) -> nn.Module:
 
 def build_holding(model: LayeredModel, layers: Iterable[int], config: TrainingConfig) -> Holding:
     """Layers as they are before the first iteration."""
-    return Holding({layer: built(model, layer) for layer in layers}, config, sharing_of(model))
+    modules, sharing = {layer: built(model, layer) for layer in layers}, sharing_of(model)
+    for layer, module in modules.items():
+        _keep_whole(layer, module, config, sharing)
+    return Holding(modules, config, sharing)
+
+
+def _keep_whole(layer: int, module: nn.Module, config: TrainingConfig, sharing: Sharing) -> None:
+    """Where optimizers keep parts: what other layers have, too, and what is of another dtype, is not cut."""
+    if keeps_parts(config):
+        keep_whole(module, [name for name, parameter in trained(module).items()
+                            if sharing.is_shared(layer, name) or parameter.dtype != parameter_dtype(config)])
 
 
 def slots_of(config: TrainingConfig) -> int:
@@ -247,19 +279,13 @@ def state_bytes(model: LayeredModel, config: TrainingConfig, holders: int = 1) -
     return found
 
 
-def trained_elements(model: LayeredModel) -> tuple[int, ...]:
-    """How many elements of each layer are trained, where workers keep parts of their state. Raises ConfigError."""
-    if sharing_of(model).groups:
-        raise ConfigError("training.shard_optimizer and master_weights: the model's layers share parameters, whose "
-                          "state cannot be cut yet; expected layers that share none, or neither option")
-    found = []
+def trained_elements(model: LayeredModel, config: TrainingConfig) -> tuple[Elements, ...]:
+    """How many elements of each layer are trained, where workers keep parts of their state."""
+    found, sharing = [], sharing_of(model)
     for layer in range(model.layers):
         with torch.device("meta"):
             module = with_local_parameters(model.build(layer))
-        dtypes = {parameter.dtype for parameter in trained(module).values()}
-        if len(dtypes) > 1:
-            raise ConfigError(f"training.shard_optimizer and master_weights: layer {layer} of the model has parameters "
-                              f"of {len(dtypes)} dtypes; expected one")
+        _keep_whole(layer, module, config, sharing)
         found.append(elements_of(module))
     return tuple(found)
 
@@ -274,7 +300,7 @@ def _flatten_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | 
     flats = []
     for kind, group in by_dtype.items():
         sizes = [parameter.numel() for parameter in group]
-        length = sum(sizes) if cut is None else cut.length
+        length = sum(sizes) if cut is None else max(sum(sizes), cut.length)
         flat = torch.zeros(length, dtype=kind, device=group[0].device)
         for parameter, view in zip(group, torch.split(flat[:sum(sizes)], sizes), strict=True):
             if kind != parameter.dtype:

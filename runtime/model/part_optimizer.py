@@ -15,6 +15,7 @@ from runtime.model.parameter_groups import Groups, grouped
 from runtime.model.part_state import PartState, name_of, placed, slice_of, untrained
 from runtime.model.parts import Parts, Span, common
 from runtime.model.shards import shards_of
+from runtime.model.sharing import NOTHING_SHARED, Sharing
 from runtime.model.undoable_steps import UndoableSteps
 from runtime.model.worker_group import first_rank
 
@@ -42,6 +43,12 @@ class _Piece(NamedTuple):
         gradient = self.parameter.grad
         return None if gradient is None else slice_of(gradient.view(-1), self.whole, self.span).to(self.stepped.dtype)
 
+    def scaled(self, factor: float) -> Tensor:
+        """The gradient as it was stepped by: times a factor, which a view has been multiplied by."""
+        gradient, parameter = self.gradient(), self.parameter
+        assert gradient is not None and parameter.grad is not None
+        return gradient if factor == 1.0 or gradient.dtype == parameter.grad.dtype else gradient.mul_(factor)
+
 
 class PartOptimizer(UndoableSteps):
     """Steps the parts that are `kept` of some layers; of these, some are this worker's `own`.
@@ -49,13 +56,20 @@ class PartOptimizer(UndoableSteps):
     Other elements of the parameters come from other workers after each step: then `gathered` is to be called.
     """
 
-    def __init__(self, modules: Mapping[int, nn.Module], config: TrainingConfig, kept: Parts, own: Parts) -> None:
+    def __init__(self, modules: Mapping[int, nn.Module], config: TrainingConfig, kept: Parts, own: Parts,
+                 sharing: Sharing = NOTHING_SHARED) -> None:
         self.kept, self._own = kept, own
         self._masters = config.master_weights
+        self._first_rank = first_rank()
         self._modules = modules
+        self._sharing = sharing
+        self._tied: dict[nn.Parameter, nn.Parameter] = {}
+        """Of parameters that layers share, what is stepped: once where several of these layers are here."""
         self._pieces = [piece for layer, spans in kept.items() for part in spans
                         for piece in self._cut(layer, modules[layer], part)]
         super().__init__(self._groups(config), config)
+        self._factor = 1.0
+        """Of the last step."""
         self.whole_after: int | None = None
         """The iteration after which all elements of the parameters are as they should be; None: they are not."""
         self.own_stepped: Callable[[], None] | None = None
@@ -64,10 +78,11 @@ class PartOptimizer(UndoableSteps):
     def squares(self) -> dict[int, float]:
         """The sum of squares of the gradients of each layer's own parts, computed in float64.
 
-        What all ranks of a worker have counts as the first rank's.
+        What several layers share counts as the first one's, and what all ranks of a worker have as the first rank's.
         """
         counted = [piece for piece in self._pieces if piece.own and piece.parameter.grad is not None
-                   and (first_rank() or piece.name in shards_of(self._modules[piece.layer]))]
+                   and self._sharing.first(piece.layer, piece.name) == (piece.layer, piece.name)
+                   and (self._first_rank or piece.name in shards_of(self._modules[piece.layer]))]
         sums = [gradient.double().square().sum() for piece in counted
                 if (gradient := piece.gradient()) is not None]
         found = dict.fromkeys(self._modules, 0.0)
@@ -77,7 +92,7 @@ class PartOptimizer(UndoableSteps):
 
     def step(self, iteration: int, factor: float = 1.0) -> None:
         """Step what is kept, by the parameters' gradients times `factor`; undoable from now on."""
-        self.whole_after = None
+        self.whole_after, self._factor = None, factor
         super().step(iteration, factor)
         for piece in self._pieces:
             piece.stepped.grad = None
@@ -107,7 +122,12 @@ class PartOptimizer(UndoableSteps):
                     tensors[f"optimizer.{slot}.{piece.name}"] = slice_of(value, piece.span, both)
         if span[0] == 0:
             tensors |= {f"model.{name}": tensor for name, tensor in untrained(self._modules[layer]).items()}
-        return PartState(layer, *span, tensors)
+        return PartState(layer, *span, tensors, state)
+
+    def part_gradients(self, layer: int, span: Span) -> dict[str, Tensor]:
+        """By what the elements of one part that is kept were stepped last; mostly the tensors themselves."""
+        return {piece.name: piece.scaled(self._factor) for piece in self._pieces
+                if (piece.layer, piece.part) == (layer, span) and piece.parameter.grad is not None}
 
     def own_states(self, layer: int) -> list[PartState]:
         """This worker's own parts of a layer."""
@@ -129,7 +149,7 @@ class PartOptimizer(UndoableSteps):
 
     def state_bytes(self) -> int:
         """Memory of the optimizer's state, and of master weights."""
-        masters = sum(piece.stepped.nbytes for piece in self._pieces) if self._masters else 0
+        masters = sum(stepped.nbytes for stepped in self._stepped()) if self._masters else 0
         return masters + sum(value.nbytes for slots in self._state.values() for value in slots.values()
                              if isinstance(value, Tensor))
 
@@ -139,25 +159,34 @@ class PartOptimizer(UndoableSteps):
             if both is None:
                 continue
             view = slice_of(parameter.detach().view(-1), span, both)
-            stepped = nn.Parameter(view.float() if self._masters else view)
+            stepped = self._tied.get(parameter)
+            if stepped is None:
+                stepped = nn.Parameter(view.float() if self._masters else view)
+            if self._sharing.is_shared(layer, name):
+                self._tied[parameter] = stepped
             yield _Piece(layer, name, parameter, part, span, both, stepped, part in self._own.get(layer, ()))
 
     def _groups(self, config: TrainingConfig) -> Groups:
         """Pieces in the groups of their parameters."""
         pieces: dict[nn.Parameter, list[nn.Parameter]] = {}
         for piece in self._pieces:
-            pieces.setdefault(piece.parameter, []).append(piece.stepped)
-        groups = grouped({f"{piece.layer}.{piece.name}": piece.parameter for piece in self._pieces}, config)
+            mine = pieces.setdefault(piece.parameter, [])
+            if piece.parameter not in self._tied or not mine:
+                mine.append(piece.stepped)
+        groups = grouped({str(self._sharing.first(piece.layer, piece.name)): piece.parameter
+                          for piece in self._pieces}, config)
         return [{**group, "params": [one for parameter in group["params"] for one in pieces[parameter]]}
                 for group in groups]
 
     def _make_step(self, factor: float) -> None:
-        """The own parts first, so that others get them while this steps its copies of theirs."""
+        """The own parts first, so that others get them while this saves and steps its copies of theirs."""
         groups = self._optimizer.param_groups
         everything = [group["params"] for group in groups]
         try:
+            done: set[nn.Parameter] = set()
             for own in (True, False):
-                mine = [piece for piece in self._pieces if piece.own is own]
+                mine = [piece for piece in self._pieces if piece.own is own and piece.stepped not in done]
+                done |= {piece.stepped for piece in mine}
                 for piece in mine:
                     piece.stepped.grad = piece.gradient()
                 chosen = {piece.stepped for piece in mine}

@@ -1,12 +1,12 @@
 """Parts of layers' states: what one worker gives another, or a checkpoint holds, where workers keep parts of it."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from runtime.model.parts import Span, common
+from runtime.model.parts import Elements, Span, common
 from runtime.model.tensor_codec import decode, encode
 
 
@@ -22,11 +22,26 @@ class PartState(NamedTuple):
     start: int
     stop: int
     tensors: Mapping[str, Tensor]
+    state: bool = True
+    """With the optimizer's state, else parameters alone."""
+
+
+def keep_whole(module: nn.Module, names: Collection[str]) -> None:
+    """From now on, these parameters of a layer are not cut."""
+    module.kept_whole = frozenset(names)  # type: ignore[assignment]
+
+
+def kept_whole(module: nn.Module) -> Collection[str]:
+    """The parameters of a layer that are not cut."""
+    names: Collection[str] = getattr(module, "kept_whole", ())
+    return names
 
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters whose elements are counted, in their order."""
-    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    """The parameters whose elements are counted, in their order: those that are not cut are the last."""
+    whole, found = kept_whole(module), dict(module.named_parameters())
+    return {name: parameter for last in (False, True) for name, parameter in found.items()
+            if parameter.requires_grad and (name in whole) is last}
 
 
 def untrained(module: nn.Module) -> dict[str, Tensor]:
@@ -35,9 +50,11 @@ def untrained(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in module.state_dict().items() if name not in mine}
 
 
-def elements_of(module: nn.Module) -> int:
+def elements_of(module: nn.Module) -> Elements:
     """How many a layer has."""
-    return sum(parameter.numel() for parameter in trained(module).values())
+    sizes, whole = {name: one.numel() for name, one in trained(module).items()}, kept_whole(module)
+    return Elements(sum(size for name, size in sizes.items() if name not in whole),
+                    tuple(size for name, size in sizes.items() if name in whole))
 
 
 def placed(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Span]]:
@@ -62,12 +79,12 @@ def name_of(key: str) -> str:
 def as_parts(module: nn.Module, layer: int, state: Mapping[str, Tensor]) -> PartState:
     """A layer's whole state (`UndoableOptimizer.layer_state`)."""
     mine = trained(module)
-    return PartState(layer, 0, elements_of(module), {
+    return PartState(layer, 0, elements_of(module).total, {
         key: tensor.reshape(-1) if name_of(key) in mine and tensor.shape == mine[name_of(key)].shape else tensor
         for key, tensor in state.items()})
 
 
-def part_of(module: nn.Module, part: PartState, wanted: Span, *, state: bool) -> dict[str, Tensor]:
+def span_of(module: nn.Module, part: PartState, wanted: Span, *, state: bool) -> dict[str, Tensor]:
     """What some elements of a part are; without `state`, the parameters alone."""
     found: dict[str, Tensor] = {}
     spans = {name: span for name, _, span in placed(module)}

@@ -5,11 +5,14 @@ its gradients, are cut into equal parts, one for each worker that reduces the ra
 a copy of another one's: it is that one's *buddy*, and makes the same steps. Buddies are in different failure domains
 (machines) where there are such. So whatever fails that has not both of two buddies, all state is left.
 
-Elements are those of the trained parameters, in the order of `named_parameters`; those of a layer count from 0.
+Elements are those of the trained parameters, in the order of `named_parameters`; those of a layer count from 0. Behind
+them are those of parameters that are not cut, but kept whole by all who hold the layer: what layers share, which others
+hold, too, and what is of another dtype.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from schedules.layers import LayerRange
@@ -21,6 +24,25 @@ Parts = Mapping[int, tuple[Span, ...]]
 """Spans of layers. They are not joined: each is stepped by itself, wherever it is kept, to the same bits."""
 Domains = Sequence[Sequence[Worker]]
 """The workers that fail together (`runtime.failure_domains`)."""
+
+
+class Elements(NamedTuple):
+    """How many elements of a layer are trained."""
+
+    cut: int
+    whole: tuple[int, ...] = ()
+    """Of each parameter that is not cut."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.cut + sum(self.whole)
+
+    @property
+    def whole_spans(self) -> tuple[Span, ...]:
+        """Where the parameters are that are not cut."""
+        ends = tuple(accumulate(self.whole, initial=self.cut))
+        return tuple(pairwise(ends))
 
 
 class Cut(NamedTuple):
@@ -83,14 +105,20 @@ def in_layers(span: Span, layers: LayerRange, elements: Callable[[int], int]) ->
         begins += elements(layer)
 
 
-def parts_of(worker: Worker, cuts: Mapping[LayerRange, Cut], elements: Callable[[int], int], *, own: bool = False
+def parts_of(worker: Worker, cuts: Mapping[LayerRange, Cut], elements: Callable[[int], Elements], *, own: bool = False
              ) -> dict[int, tuple[Span, ...]]:
-    """The parts of layers that a member of some cuts keeps, or those of them that are its own."""
+    """The parts of layers that a member of some cuts keeps, or those of them that are its own.
+
+    What is not cut is the first member's own.
+    """
     found: dict[int, tuple[Span, ...]] = {}
     for layers, one in cuts.items():
         for span in (one.own(worker),) if own else one.kept(worker):
-            for layer, part in in_layers(span, layers, elements):
+            for layer, part in in_layers(span, layers, lambda layer: elements(layer).cut):
                 found[layer] = (*found.get(layer, ()), part)
+        for layer in range(*layers) if not own or worker == one.members[0] else ():
+            if whole := elements(layer).whole_spans:
+                found[layer] = (*found.get(layer, ()), *whole)
     return found
 
 

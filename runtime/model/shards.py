@@ -62,13 +62,13 @@ def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 def cut_state(state: Mapping[str, Tensor], shards: Shards, group: WorkerGroup | None) -> dict[str, Tensor]:
     """What this rank has of a layer's whole state (`UndoableOptimizer.layer_state`)."""
-    return dict(state) if group is None else part_of_state(state, shards, group.rank(), group.size())
+    return dict(state) if group is None else state_of_rank(state, shards, group.rank(), group.size())
 
 
-def part_of_state(state: Mapping[str, Tensor], shards: Shards, part: int, parts: int) -> dict[str, Tensor]:
-    """One of so many equal parts of a layer's state; what is not cut is whole in each."""
+def state_of_rank(state: Mapping[str, Tensor], shards: Shards, rank: int, ranks: int) -> dict[str, Tensor]:
+    """A layer's state as one of so many ranks has it; what is not cut is whole at each."""
     return {key: tensor if (shard := shard_of(key, tensor, shards)) is None
-            else shard.cut(tensor, part, parts) for key, tensor in state.items()}
+            else shard.cut(tensor, rank, ranks) for key, tensor in state.items()}
 
 
 def whole_state(state: Mapping[str, Tensor], shards: Shards, group: WorkerGroup | None) -> dict[str, Tensor]:

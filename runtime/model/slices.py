@@ -16,7 +16,6 @@ from runtime.model.data import Microbatch as Microbatch
 from runtime.model.forms import forms as forms
 from runtime.model.holding import Holding
 from runtime.model.layers import LayeredModel, autocast, layer_randomness, layer_seed, recomputed_layers
-from runtime.model.part_optimizer import PartOptimizer
 from runtime.model.parts import Cut
 from runtime.model.passed import TensorForm as TensorForm
 from runtime.model.passed import Value, changed, form_of, has_gradient, of_form, tensors_of
@@ -200,26 +199,31 @@ class Slices:
         found = self._holding.cuts.get(self.layers[slice])
         return found if found is not None and found.sharded else None
 
-    def flat_parameters(self) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
-        """Of each range that is cut, the parameters, whose parts are to be gathered after a step."""
-        return self._holding.flat_parameters()
+    def flat_parameters(self, own_rank: int) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
+        """Of each range that is cut, the parameters, whose parts are to be gathered after a step; at one of the ranks
+        that this process stands for."""
+        return self._holding.flat_parameters(own_rank)
 
     @contextmanager
-    def when_own_parts_are_stepped(self, call: Callable[[], None]) -> Iterator[None]:
-        """In here, an optimizer of parts calls this between the steps of its own parts and those of others' copies."""
-        optimizer = self._holding.optimizer
-        if isinstance(optimizer, PartOptimizer):
-            optimizer.own_stepped = call
+    def when_own_parts_are_stepped(self, call: Callable[[int], None]) -> Iterator[None]:
+        """In here, an optimizer of parts calls this between the steps of its own parts and of copies of others, with
+        the number of its rank, of those that this process stands for."""
+        optimizers = self._holding.part_optimizers
+        for own_rank, optimizer in enumerate(optimizers):
+            optimizer.own_stepped = partial(call, own_rank)
         try:
             yield
         finally:
-            if isinstance(optimizer, PartOptimizer):
+            for optimizer in optimizers:
                 optimizer.own_stepped = None
+
+    def arrived(self) -> None:
+        """The parameters of others have come after a step, which may be a guess."""
+        self._holding.arrived()
 
     def gathered(self, iteration: int) -> None:
         """They are as they should be after an iteration."""
-        if isinstance(self._holding.optimizer, PartOptimizer):
-            self._holding.optimizer.gathered(iteration)
+        self._holding.gathered(iteration)
 
     @property
     def shared(self) -> Iterable[str]:

@@ -8,8 +8,10 @@ again. The idea is Zero Bubble's (Qi et al., ICLR 2024, section 4); undoing by c
 While the sums travel, the worker runs the forwards that begin the next iteration. Those that ran on a wrong guess are
 void: from there on all workers pass empty tensors to each other to the end of the iteration, computing nothing, and
 run it once more. They all know alike, from the same bits, and before any backward (which needs the last layer's step),
-so that gradients of two iterations never meet. After an iteration that was clipped, no guess is made for a while: where
-clipping is the rule, timing is that of a synchronous optimizer, and nothing runs twice.
+so that gradients of two iterations never meet. Where workers keep parts of layers' states, they gather the parameters
+of the second step at the end of the void iteration, where all are together. After an iteration that was clipped, no
+guess is made for a while: where clipping is the rule, timing is that of a synchronous optimizer, and nothing runs
+twice.
 """
 
 import math
@@ -19,7 +21,7 @@ from typing import Protocol
 
 from runtime.config import TrainingConfig
 from runtime.model.clipping import clip_factor, watches_gradients
-from runtime.model.holding import Holding, keeps_parts
+from runtime.model.holding import Holding
 from runtime.model.worker_group import first_rank, worker_group
 
 UNCLIPPED = 4
@@ -52,8 +54,7 @@ class Steps:
     share
         None where `watches_gradients` is false.
     staggered
-        Whether steps may be guessed; with a synchronous optimizer all gradients are known soon anyway. They are not
-        where optimizers keep parts of layers' states.
+        Whether steps may be guessed; with a synchronous optimizer all gradients are known soon anyway.
     stepped
         Called with each iteration whose step has been made for good, while the gradients are still those it was made
         by.
@@ -68,9 +69,7 @@ class Steps:
         self._speaks_for = frozenset(speaks_for)
         self._layers = layers
         self._share = share
-        # Where parameters are gathered after a step, a second one would have to be gathered, too, at a place in the
-        # program where all are together.
-        self._may_guess = staggered and not keeps_parts(config)
+        self._may_guess = staggered
         self._stepped = stepped
         self._unclipped = UNCLIPPED
         self.squares = 0.0
@@ -95,6 +94,11 @@ class Steps:
     def watches(self) -> bool:
         """Whether a step depends on the gradients of all layers, and there may be none."""
         return self._share is not None
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the last step that has been validated was another one than others had guessed."""
+        return self._wrong
 
     def step(self, iteration: int, loss: float) -> None:
         """O: step all layers, for good or on a guess. `loss` is this worker's part. Raises CommunicationError."""

@@ -63,8 +63,10 @@ class UndoableSteps:
         self._state: Any = self._optimizer.state
         self._saved: list[tuple[Tensor, Tensor]] = []
         """Live tensors, each with its copy from before the open step."""
-        self._slots: dict[nn.Parameter, dict[str, Any]] = {}
-        """The optimizer's state before the open step, as it names it; tensors are the live ones."""
+        self._spare: dict[int, tuple[Tensor, Tensor]] = {}
+        """Those of the step before, by the ids of the live ones: memory for copies."""
+        self._slots: dict[nn.Parameter, dict[str, Any] | None] = {}
+        """Of what has been saved, the optimizer's state before the open step; tensors are the live ones."""
         self.open_iteration: int | None = None
         """The iteration whose step can be undone."""
 
@@ -75,13 +77,16 @@ class UndoableSteps:
     def step(self, iteration: int, factor: float = 1.0) -> None:
         """Step with the gradients times `factor`, which `.grad` then holds; undoable from now on."""
         assert self.open_iteration is None or self.open_iteration < iteration, f"iteration {iteration} is open already"
-        self._save()
+        self._spare = {id(pair[0]): pair for pair in self._saved}
+        self._saved, self._slots = [], {}
         self.open_iteration = iteration
         for group, rate in self._rates:
             group["lr"] = rate * scale(self._config, iteration)
         self._make_step(factor)
+        self._spare = {}
 
     def _make_step(self, factor: float) -> None:
+        self._save(self._stepped())
         if factor != 1.0:
             for parameter in self._stepped():
                 if parameter.grad is not None:
@@ -93,12 +98,11 @@ class UndoableSteps:
         assert self.open_iteration is not None, "no step is open"
         with torch.no_grad():
             copy_all([copy for _, copy in self._saved], [live for live, _ in self._saved])
-        for parameter in list(self._state):
-            before = self._slots.get(parameter)
-            if before is None:
-                del self._state[parameter]
-            else:
+        for parameter, before in self._slots.items():
+            if before is not None:
                 self._state[parameter] = dict(before)
+            elif parameter in self._state:
+                del self._state[parameter]
         self.open_iteration = None
 
     def go_back(self, committed: int) -> None:
@@ -134,14 +138,15 @@ class UndoableSteps:
         beside = slot != "step" or options.get("fused") or options.get("capturable")
         return parameter.device if beside else torch.device("cpu")
 
-    def _save(self) -> None:
-        live: list[Tensor] = [*self._stepped()]
-        self._slots = {}
-        for parameter, slots in self._state.items():
-            self._slots[parameter] = dict(slots)
-            live += [value for value in slots.values() if isinstance(value, Tensor)]
-        copies = {id(tensor): copy for tensor, copy in self._saved}
-        self._saved = [(tensor, copies[id(tensor)] if id(tensor) in copies else torch.empty_like(tensor))
-                       for tensor in live]
+    def _save(self, stepped: Sequence[nn.Parameter]) -> None:
+        """Copy what is about to be stepped, and its state."""
+        live: list[Tensor] = [*stepped]
+        for parameter in stepped:
+            slots = self._state.get(parameter)
+            self._slots[parameter] = None if slots is None else dict(slots)
+            live += [value for value in (slots or {}).values() if isinstance(value, Tensor)]
+        saved = [self._spare[id(tensor)] if id(tensor) in self._spare else (tensor, torch.empty_like(tensor))
+                 for tensor in live]
         with torch.no_grad():
-            copy_all(live, [copy for _, copy in self._saved])
+            copy_all(live, [copy for _, copy in saved])
+        self._saved += saved

@@ -75,7 +75,7 @@ class WorkerGroup(distributed.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._index, self._size = rank, size
         self.stands_for = stands_for
-        """For how many ranks each of its processes stands, to other workers (`runtime.model.rank_parts`)."""
+        """For how many ranks each of its processes stands, to other workers (`runtime.model.own_ranks`)."""
         self._connection: Connection | None = None
         self._lock = threading.Lock()
         self._group_name = NAME

@@ -1,5 +1,6 @@
 """The processes of a run's workers, on all nodes: starts, kills and restarts them."""
 
+import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -93,7 +94,10 @@ class NodeProcesses:
         """Start or kill a worker. Raises ForkServerError."""
         worker = command.worker
         if isinstance(command, KillWorker):
-            self._killed.add(worker)
+            if command.rank is None:
+                self._killed.add(worker)
+            elif self._lives(worker):
+                self._ends(worker, -signal.SIGKILL, command.rank)
             self._kill(worker)
         elif not self._lives(worker):
             self._start(command)
@@ -136,12 +140,16 @@ class NodeProcesses:
         """The workers here that have ended. Raises ForkServerError."""
         for one in self._fork_server.poll(0):
             worker, rank = worker_named(one.name)
-            enough = STANDS_FOR * (len(self._left(worker)) - 1) >= len(self._ranks) > 1 and worker not in self._killed
-            self._ending.setdefault(worker, Ended(worker, one.status, rank if enough else None))
+            self._ends(worker, one.status, rank)
         over = [worker for worker in self._ending if not self._lives(worker)]
         for worker in self._ending.keys() - over:
             self._kill(worker)
         return [self._ending.pop(worker) for worker in over]
+
+    def _ends(self, worker: Worker, status: int, rank: int) -> None:
+        """A worker ends because of one of its processes, if it does not end already."""
+        enough = STANDS_FOR * (len(self._left(worker)) - 1) >= len(self._ranks) > 1 and worker not in self._killed
+        self._ending.setdefault(worker, Ended(worker, status, rank if enough else None))
 
 
 class ProcessManager:
@@ -157,20 +165,20 @@ class ProcessManager:
         The workers that are not there from the start.
     failures
         Nodes whose workers to kill.
-    degraded
-        Whether a worker that has lost one of its processes is started again at once, as half as many.
+    degradable
+        The columns of which a worker that has lost one of its processes is started again at once, as half as many.
     """
 
     def __init__(self, local: NodeProcesses, nodes: Mapping[Worker, int], returns: Sequence[Return] = (),
                  absent: Sequence[Worker] = (), failures: Sequence[NodeFailure] = (), *,
-                 degraded: bool = False) -> None:
+                 degradable: Collection[int] = ()) -> None:
         self._local = local
         self._nodes = nodes
         self._later = list(returns)
         self._due: list[Worker] = []
         """Each as often as it is to be started."""
         self._dead = set(absent)
-        self._may_degrade = degraded
+        self._degradable = degradable
         self._failures = list(failures)
         self._send: SendToAgent = lambda *_: None
 
@@ -209,9 +217,12 @@ class ProcessManager:
             self._dead.remove(worker)
             self._local.do(StartWorker(worker))
 
-    def kill(self, worker: Worker) -> None:
-        """Kill a worker's process, wherever it is. Raises ForkServerError."""
-        self._do(KillWorker(worker))
+    def kill(self, worker: Worker, rank: int | None = None) -> None:
+        """Kill a worker's process, wherever it is; all of them, where it is several, because of that of a `rank`.
+
+        Raises ForkServerError.
+        """
+        self._do(KillWorker(worker, rank))
 
     def ended(self, ended: Ended) -> None:
         """A worker has ended; start it anew if that is due, or if it can go on without one of its processes.
@@ -221,7 +232,7 @@ class ProcessManager:
         worker = ended.worker
         self._dead.add(worker)
         self._bring_back()
-        if self._may_degrade and ended.status and ended.without is not None and worker in self._dead:
+        if worker.column in self._degradable and ended.status and ended.without is not None and worker in self._dead:
             self._dead.remove(worker)
             self._do(StartWorker(worker, without=ended.without))
 

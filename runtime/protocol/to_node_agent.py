@@ -51,6 +51,8 @@ class KillWorker(msgspec.Struct, frozen=True, tag=True):
     """When a worker has been given up: kill its process, if it lives."""
 
     worker: Worker
+    rank: int | None = None
+    """Of its processes, the one that it is given up for: its end is the worker's."""
 
 
 class StillRunning(msgspec.Struct, frozen=True, tag=True):

@@ -117,6 +117,8 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     order: int
     """The one that is being followed."""
     moves: tuple[LayerMove, ...] = ()
+    part_moves: tuple[PartMove, ...] = ()
+    """In their place, where workers keep parts of layers' optimizer states."""
     addresses: tuple[tuple[Worker, tuple[tuple[str, int], ...]], ...] = ()
     """Where each rank of a source listens (`runtime.worker.layer_sender`)."""
 

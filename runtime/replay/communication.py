@@ -116,7 +116,7 @@ class Communicator:
 
     Where a worker is a group of processes, each communicates with those of the same rank in all workers; only
     `sum_over_all` is over all processes. The worker's own group is connected with it. A process that stands for several
-    ranks communicates as each of them: `part` says which, counted from 0.
+    ranks communicates as each of them: `own_rank` says which, counted from 0.
 
     Gloo carries host memory only, so tensors of a GPU pass through pinned buffers. Gloo matches transfers by tag; NCCL
     by their order, so every worker must issue its transfers in an order that all of them agree on (that of
@@ -132,6 +132,8 @@ class Communicator:
         """Whether transfers are matched by their order, and so have to be issued in one that all agree on."""
         self.staged = transport == "gloo" and device.type != "cpu"
         """Whether tensors pass through host memory."""
+        self.own_ranks = range(membership.stands_for)
+        """The ranks that this process stands for, counted from 0."""
         self._transport_device = torch.device("cpu") if self.staged else device
         self._ranks = membership.ranks
         self._groups: dict[tuple[str, int], Group] = {}
@@ -143,7 +145,6 @@ class Communicator:
         self._require = require
         self._between_ranks: Connection | None = None
         self._worker_group = membership.group
-        self._parts = range(membership.stands_for)
         everyone = sorted(self._ranks, key=self._ranks.__getitem__)
         if len(everyone) > 1:
             self._join(_WORLD, everyone, transport)
@@ -160,22 +161,23 @@ class Communicator:
         for members in sorted(set(self._sharers.values())):
             self._join(_name_of(members), members, transport)
 
-    def send(self, tensor: Tensor, target: Worker, tag: int, part: int = 0) -> Outgoing:
+    def send(self, tensor: Tensor, target: Worker, tag: int, own_rank: int = 0) -> Outgoing:
         """Start sending; computing goes on."""
         payload = tensor.detach().contiguous()
         if self.staged:
             payload = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True).copy_(payload)
         with told_in_one_line(f"sending to worker {target}"):
-            return Outgoing(self._group(_WORLD, part).send([payload], self._ranks[target], tag), payload, target)
+            return Outgoing(self._group(_WORLD, own_rank).send([payload], self._ranks[target], tag), payload, target)
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: Worker, tag: int, part: int = 0) -> Arriving:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: Worker, tag: int, own_rank: int = 0
+                ) -> Arriving:
         """Make room for a tensor, and start receiving it."""
         payload = self._buffer(shape, dtype)
         with told_in_one_line(f"receiving from worker {source}"):
-            work = self._group(_WORLD, part).recv([payload], self._ranks[source], tag)
+            work = self._group(_WORLD, own_rank).recv([payload], self._ranks[source], tag)
             return Arriving(work, payload, source, self.device)
 
-    def sum_over_sharers(self, what: Shared, tensors: Sequence[Tensor], part: int = 0) -> None:
+    def sum_over_sharers(self, what: Shared, tensors: Sequence[Tensor], own_rank: int = 0) -> None:
         """Replace each tensor by its sum over all live workers that reduce these layers, or hold a copy of this
         parameter. Raises CommunicationError."""
         members = self._sharers.get(what)
@@ -183,7 +185,7 @@ class Communicator:
             return
         with told_in_one_line(f"summing the gradients of {what if isinstance(what, str) else layers_text(what)}"):
             carried = [tensor.cpu() for tensor in tensors] if self.staged else list(tensors)
-            group, buckets = self._group(_name_of(members), part), _buckets(carried)
+            group, buckets = self._group(_name_of(members), own_rank), _buckets(carried)
             joined = [bucket[0] if len(bucket) == 1 else torch.cat([tensor.flatten() for tensor in bucket])
                       for bucket in buckets]
             for work in [group.allreduce([one]) for one in joined]:
@@ -197,22 +199,22 @@ class Communicator:
             for tensor, total in zip(tensors, carried, strict=True):
                 tensor.copy_(total)
 
-    def sharers_of(self, layers: LayerRange) -> Group | None:
+    def sharers_of(self, layers: LayerRange, own_rank: int = 0) -> Group | None:
         """The group of those who reduce a range, by their order; None where nobody else does."""
-        return self._group(_name_of(self._sharers[layers])) if layers in self._sharers else None
+        return self._group(_name_of(self._sharers[layers]), own_rank) if layers in self._sharers else None
 
-    def send_bytes(self, data: bytes, target: Worker) -> None:
+    def send_bytes(self, data: bytes, target: Worker, own_rank: int = 0) -> None:
         """Send bytes of this host. Raises CommunicationError."""
         with told_in_one_line(f"sending to worker {target}"):
-            group, rank = self._group(self._bytes), self._ranks[target]
+            group, rank = self._group(self._bytes, own_rank), self._ranks[target]
             payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             for tensor in (torch.tensor([len(data)]), payload):
                 group.send([tensor], rank, BYTES_TAG).wait()
 
-    def receive_bytes(self, source: Worker) -> bytes:
+    def receive_bytes(self, source: Worker, own_rank: int = 0) -> bytes:
         """Receive what `send_bytes` sends. Raises CommunicationError."""
         with told_in_one_line(f"receiving from worker {source}"):
-            group, rank = self._group(self._bytes), self._ranks[source]
+            group, rank = self._group(self._bytes, own_rank), self._ranks[source]
             length = torch.empty(1, dtype=torch.int64)
             group.recv([length], rank, BYTES_TAG).wait()
             payload = torch.empty(int(length.item()), dtype=torch.uint8)
@@ -234,7 +236,7 @@ class Communicator:
         by_rank = sorted(self._ranks, key=self._ranks.__getitem__)
         if (_CLOCK, 0) not in self._groups:
             self._join(_CLOCK, by_rank, "gloo")
-        first, *_ = [self._offset(self._group(_CLOCK, part), by_rank) for part in self._parts]
+        first, *_ = [self._offset(self._group(_CLOCK, own_rank), by_rank) for own_rank in self.own_ranks]
         return first
 
     def _offset(self, group: Group, by_rank: Sequence[Worker]) -> float:
@@ -253,8 +255,8 @@ class Communicator:
             return
         present = torch.ones(1, device=self._transport_device)
         with told_in_one_line("waiting for all workers to end"):
-            for part in self._parts:
-                self._group(_WORLD, part).allreduce([present.fill_(1.0)]).wait()
+            for own_rank in self.own_ranks:
+                self._group(_WORLD, own_rank).allreduce([present.fill_(1.0)]).wait()
                 assert present.item() == len(self._ranks)  # reading it waits for the GPU, too
 
     def drop(self) -> None:
@@ -268,9 +270,9 @@ class Communicator:
     def _join(self, name: str, members: Sequence[Worker], transport: Transport) -> None:
         """Meet workers, here those of their processes that stand for the same rank."""
         place = members.index(self.worker), len(members)
-        for part in self._parts:
-            rank = 0 if self._worker_group is None else self._worker_group.rank() * len(self._parts) + part
-            self._meet(name, name if self._worker_group is None else f"{rank} of {name}", place, transport, part)
+        for own_rank in self.own_ranks:
+            rank = 0 if self._worker_group is None else self._worker_group.rank() * len(self.own_ranks) + own_rank
+            self._meet(name, name if self._worker_group is None else f"{rank} of {name}", place, transport, own_rank)
 
     def _connect(self, group: WorkerGroup, transport: Transport) -> None:
         """Meet the other processes of this worker."""
@@ -280,20 +282,20 @@ class Communicator:
         self._between_ranks = Connection(backend, told_in_one_line, self.device, self.staged)
         group.connect(self._between_ranks)
 
-    def _meet(self, name: str, key: str, place: tuple[int, int], transport: Transport, part: int = 0) -> None:
+    def _meet(self, name: str, key: str, place: tuple[int, int], transport: Transport, own_rank: int = 0) -> None:
         """Make a group whose members leave their addresses under a key; `place` is the rank in it and its size."""
         prefix = f"generation{self._generation}/{key}"
         with told_in_one_line(f"meeting the workers of {name}"):
             if transport == "gloo":
                 self._stores.append(GroupStore(self._store, f"{prefix}/", TIMEOUT, self._require, place[1]))
-                self._groups[name, part] = gloo_group(self._stores[-1], *place, TIMEOUT)
+                self._groups[name, own_rank] = gloo_group(self._stores[-1], *place, TIMEOUT)
             else:
                 assert isinstance(self._store, TCPStore)
-                self._groups[name, part] = nccl_group(self._store, prefix, *place, TIMEOUT)
+                self._groups[name, own_rank] = nccl_group(self._store, prefix, *place, TIMEOUT)
 
-    def _group(self, name: str, part: int = 0) -> Group:
+    def _group(self, name: str, own_rank: int = 0) -> Group:
         try:
-            return self._groups[name, part]
+            return self._groups[name, own_rank]
         except KeyError:
             raise RuntimeError("the connections are closed") from None
 

@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from runtime.model.own_ranks import RankForms, carried, carriers
 from runtime.model.passed import Form, Value, carrier_form, gradient_form, made
-from runtime.model.rank_parts import RankForms, carried, carriers
 from runtime.replay.communication import Arriving, Communicator, Outgoing
 from schedules.graph import Transfer, programs_of, transfers
 from schedules.schedule import Schedule
@@ -143,12 +143,12 @@ class Exchange:
     def _issue(self, number: int) -> None:
         tag, transfer = self._transfer(number)
         if transfer.source == self._worker:
-            self._leaving += [self._communicator.send(carrier, transfer.target, tag, part)
-                              for part, carrier in enumerate(self._ready.pop(number))]
+            self._leaving += [self._communicator.send(carrier, transfer.target, tag, own_rank)
+                              for own_rank, carrier in enumerate(self._ready.pop(number))]
         else:
             shape, dtype = carrier_form(self._forms_of(transfer.kind, transfer.slice)[1])
-            self._arriving[number] = [self._communicator.receive(shape, dtype, transfer.source, tag, part)
-                                      for part in range(self._by_rank.ranks)]
+            self._arriving[number] = [self._communicator.receive(shape, dtype, transfer.source, tag, own_rank)
+                                      for own_rank in range(self._by_rank.ranks)]
 
     def _transfer(self, number: int) -> tuple[int, Transfer]:
         """Its tag, and what it is."""

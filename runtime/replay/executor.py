@@ -1,6 +1,6 @@
 """Executor: runs one worker's program, op by op, in its order. It decides nothing."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -68,7 +68,8 @@ class Executor:
         self._slices = slices
         self._steps = steps
         self._communicator = communicator
-        self._parts = PartExchange(communicator)
+        self._parts = [PartExchange(communicator, own_rank) for own_rank in communicator.own_ranks]
+        """Of each rank that this process stands for."""
         self._exchange = exchange
         self._feed = feed
         self._recorder = recorder
@@ -106,9 +107,20 @@ class Executor:
             elif kind is not OpKind.O:
                 self._steps.validate()
             elif self._steps.void:
+                self._before_exchange()
+                self.gather_again()
                 return False
             (Executor._pass_empty if self._steps.void else step.run)(self, step)
         return True
+
+    def gather_again(self) -> None:
+        """Where the last step was another one than guessed, gather its parameters; all do so at the same place.
+
+        Raises CommunicationError.
+        """
+        assert self._steps.validated is not None
+        self._finish(self._gathering_all())
+        self._slices.gathered(self._steps.validated[0])
 
     def _forget_round(self) -> None:
         self._void_rounds += 1
@@ -162,11 +174,13 @@ class Executor:
             if cut is None:
                 self._sum(layers, by_rank)
             else:
-                self._parts.reduce(layers, by_rank[0][0], cut)
+                for own_rank, (gradients, *whole) in enumerate(by_rank):
+                    self._parts[own_rank].reduce(layers, gradients, cut)
+                    self._communicator.sum_over_sharers(layers, whole, own_rank)
 
     def _sum(self, what: Shared, by_rank: Sequence[Sequence[Tensor]]) -> None:
-        for part, gradients in enumerate(by_rank):
-            self._communicator.sum_over_sharers(what, gradients, part)
+        for own_rank, gradients in enumerate(by_rank):
+            self._communicator.sum_over_sharers(what, gradients, own_rank)
 
     def _optimize(self, step: _Step) -> None:
         """What layers share is summed first, and parameters are gathered last: all that hold them are at their O, with
@@ -178,19 +192,32 @@ class Executor:
                 with self._slices.summed_shared(name) as by_rank:
                     self._sum(name, by_rank)
             if self._steps.watches:
-                self._parts.wait_for_copies()  # there may be no step, and gradients are zero afterwards
+                for exchange in self._parts:  # there may be no step, and gradients are zero afterwards
+                    exchange.wait_for_copies()
             gathering: list[Callable[[], None]] = []
             with self._slices.when_own_parts_are_stepped(partial(self._gather, gathering)):
                 self._steps.step(self._iteration, self._loss)
-            for finish in gathering:
-                finish()
-            self._slices.gathered(self._iteration)
+            # Who knows that there is no step makes none, though others may guess one, and wait for its part.
+            self._finish(gathering or self._gathering_all())
+            self._steps.when_validated(partial(_note_whole, self._slices, self._steps, self._iteration))
 
-    def _gather(self, gathering: list[Callable[[], None]]) -> None:
+    def _gather(self, gathering: list[Callable[[], None]], own_rank: int) -> None:
         """While parameters are on their way to others, the copies of others' parts are stepped."""
-        gathering += [self._parts.gather(layers, parameters, cut)
-                      for layers, parameters, cut in self._slices.flat_parameters()]
-        self._parts.wait_for_copies()
+        gathering += self._gathering(own_rank)
+        self._parts[own_rank].wait_for_copies()
+
+    def _gathering(self, own_rank: int) -> list[Callable[[], None]]:
+        """Start to gather all parameters of a rank."""
+        return [self._parts[own_rank].gather(layers, parameters, cut)
+                for layers, parameters, cut in self._slices.flat_parameters(own_rank)]
+
+    def _gathering_all(self) -> list[Callable[[], None]]:
+        return [finish for own_rank in range(len(self._parts)) for finish in self._gathering(own_rank)]
+
+    def _finish(self, gathering: Iterable[Callable[[], None]]) -> None:
+        for finish in gathering:
+            finish()
+        self._slices.arrived()
 
     def _runner(self, step: _Step) -> SliceRunner:
         assert step.runner is not None
@@ -228,6 +255,12 @@ def _step(schedule: Schedule, op: Op, slices: Slices) -> _Step:
     gives = next((TensorName(rule.tensor, *other[1:]) for other, rule in consumers(key, path)
                   if rule.tensor), None)
     return _Step(op, _HANDLERS[op.kind], slices.runners[op.slice], takes, gives)
+
+
+def _note_whole(slices: Slices, steps: Steps, iteration: int) -> None:
+    """A step has been validated: what was gathered after it is right if the guess was."""
+    if not steps.wrong:
+        slices.gathered(iteration)
 
 
 _HANDLERS: Mapping[OpKind, Callable[[Executor, _Step], None]] = {

@@ -18,10 +18,12 @@ _REDUCE, _COPY, _GATHER = range(BYTES_TAG + 1, BYTES_TAG + 4)
 
 
 class PartExchange:
-    """That of one worker in one generation. All methods raise CommunicationError."""
+    """That of one worker in one generation, as one of the ranks that this process stands for. All methods raise
+    CommunicationError."""
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, own_rank: int = 0) -> None:
         self._communicator = communicator
+        self._own_rank = own_rank
         self._copies: list[tuple[list[Work], Tensor, Tensor, tuple[Span, ...]]] = []
         """Of sums of gradients, on their way: the gradients, what carries them, and what is kept of them."""
 
@@ -31,11 +33,12 @@ class PartExchange:
 
         Over gloo, sums are always in the order of the members. Raises CommunicationError.
         """
-        group, place = self._communicator.sharers_of(layers), cut.members.index(self._communicator.worker)
+        group = self._communicator.sharers_of(layers, self._own_rank)
+        place = cut.members.index(self._communicator.worker)
         if group is None:
             return
         if self._communicator.ordered:
-            self._communicator.sum_over_sharers(layers, [gradients])
+            self._communicator.sum_over_sharers(layers, [gradients], self._own_rank)
             return
         with told_in_one_line(f"reducing the gradients of {layers_text(layers)}"):
             carried = gradients.cpu() if self._communicator.staged else gradients
@@ -69,7 +72,8 @@ class PartExchange:
     def gather(self, layers: LayerRange, parameters: Tensor, cut: Cut) -> Callable[[], None]:
         """Start to bring each member's own part of a range's parameters to all sharers that do not keep it, who step it
         themselves; what waits for those of the others. Both raise CommunicationError."""
-        group, what = self._communicator.sharers_of(layers), f"gathering the parameters of {layers_text(layers)}"
+        group = self._communicator.sharers_of(layers, self._own_rank)
+        what = f"gathering the parameters of {layers_text(layers)}"
         if group is None:
             return lambda: None
         worker, staged, ordered = self._communicator.worker, self._communicator.staged, self._communicator.ordered

@@ -144,7 +144,7 @@ class _Measurer:
         holding = build_holding(self._model, range(*layers), config.training)
         stage = SliceRunner(layers, holding.modules, self._model, loss_scale=1 / task.microbatches, config=config)
         bench = StageBench(stage, holding, self._forms, config, self._data, self._device)
-        bench.keep(max(1, task.copies - 1))  # there must be room for state when a worker of the stage is lost
+        bench.keep(task.copies)
         return bench
 
     def _recomputed(self, index: int) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """A stage under test: seconds of its ops and bytes of what it holds, in a process that has nothing else to do."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import torch
@@ -13,8 +13,9 @@ from runtime.model.data import Data, Microbatch
 from runtime.model.holding import Holding, keeps_parts
 from runtime.model.part_optimizer import PartOptimizer
 from runtime.model.part_state import elements_of
-from runtime.model.parts import cut
+from runtime.model.parts import Span, cut
 from runtime.model.passed import Form, Value, gradient_form, made, tensors_of
+from runtime.model.rank_optimizers import RankOptimizers
 from runtime.model.slices import SliceRunner
 from runtime.torch_private import LivingStorages, TensorWatch
 from schedules.schedule import Worker
@@ -44,6 +45,8 @@ class StageProfile(msgspec.Struct, frozen=True, kw_only=True):
     static_bytes: int
     """Parameters, gradients, optimizer state, and the copies by which a step is undone."""
     undo_bytes: int
+    state_bytes: int | None = None
+    """Where the optimizer's state is sharded: all of it, undo copies included."""
 
 
 class StageBench:
@@ -65,7 +68,7 @@ class StageBench:
             return
         self._holding = Holding(self._holding.modules, self._config.training)
         workers = [Worker(pipeline, 0) for pipeline in range(members)]
-        total = sum(map(elements_of, self._holding.modules.values()))
+        total = sum(elements_of(module).cut for module in self._holding.modules.values())
         one = cut(total, workers, (), sharded=self._config.training.shard_optimizer)
         self._holding.keep(self._holding.modules, {self._stage.layers: one}, workers[0], [], -1)
 
@@ -97,7 +100,9 @@ class StageBench:
             stage.backward_weight(microbatch)
         for _ in range(2):  # state appears with the first step, and is first copied by the second
             self._step()
-        optimizer, undo = self._holding.optimizer, self._holding.optimizer.undo_bytes()
+        optimizer = self._holding.optimizer
+        assert not isinstance(optimizer, RankOptimizers), "a stage is measured by one process a rank"
+        undo = optimizer.undo_bytes()
         if isinstance(optimizer, PartOptimizer):
             held = optimizer.state_bytes() + sum(tensor.nbytes for module in self._holding.modules.values()
                                                  for tensor in module.state_dict().values())
@@ -105,8 +110,13 @@ class StageBench:
             held = sum(tensor.nbytes for layer in range(*stage.layers)
                        for tensor in optimizer.layer_state(layer).values())
         gradients = sum(flat.nbytes for flat in self._holding.gradients())
-        return {"activation_bytes": activation, "stash_bytes": stash, "undo_bytes": undo,
-                "static_bytes": held + gradients + undo}
+        found = {"activation_bytes": activation, "stash_bytes": stash, "undo_bytes": undo,
+                 "static_bytes": held + gradients + undo}
+        if isinstance(optimizer, PartOptimizer) and self._config.training.shard_optimizer:
+            kept, stepped = optimizer.state_bytes() + undo, sum(map(_elements, optimizer.kept.values()))
+            shared = sum(elements_of(module).cut for module in self._holding.modules.values())
+            found["state_bytes"] = kept * shared // max(1, stepped)
+        return found
 
     def _forward(self, microbatch: Microbatch, living: LivingStorages | None = None) -> None:
         stage, training = self._stage, self._config.training
@@ -135,6 +145,10 @@ class StageBench:
                 call(microbatch)
 
         return timed(run, self._device)
+
+
+def _elements(spans: Iterable[Span]) -> int:
+    return sum(stop - start for start, stop in spans)
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:

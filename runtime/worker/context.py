@@ -8,8 +8,8 @@ import torch
 from runtime.config import RunConfig
 from runtime.model.data import Data
 from runtime.model.layers import LayeredModel
+from runtime.model.own_ranks import RankForms
 from runtime.model.passed import Form
-from runtime.model.rank_parts import RankForms
 from runtime.model.sharing import Sharing
 from runtime.model.worker_group import WorkerGroup
 from runtime.protocol.coordinator_link import CoordinatorLink

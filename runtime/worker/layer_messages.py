@@ -5,8 +5,8 @@ peer sends is used before its tag has been checked.
 
 A worker that needs layers sends a `LayerRequest` to one that holds them, which answers with a `LayerState` for each,
 or with a `LayerPart` where workers keep parts of layers' states.
-While training goes on, `LayerGradients` of every step of the sender follow, so that the receiver can make the same
-steps (`runtime.worker.layer_sender`, `runtime.worker.layer_receiver`).
+While training goes on, `LayerGradients` or `PartStepped` of every step of the sender follow, so that the receiver can
+make the same steps (`runtime.worker.layer_sender`, `runtime.worker.layer_receiver`).
 """
 
 import hashlib
@@ -66,15 +66,23 @@ class LayerState(msgspec.Struct, frozen=True, tag=True):
 
 
 class LayerPart(msgspec.Struct, frozen=True, tag=True):
-    """A part of a layer, as it is after the last committed iteration."""
+    """A part of a layer, as it is before an iteration's step."""
 
     part: PartName
+    iteration: _Number
 
 
 class LayerGradients(msgspec.Struct, frozen=True, tag=True):
     """The gradients by which a layer was stepped in an iteration: summed over the workers, and scaled."""
 
     layer: _Layer
+    iteration: _Number
+
+
+class PartStepped(msgspec.Struct, frozen=True, tag=True):
+    """An iteration's step of a part: the gradients by which it was stepped; without state, the parameters after it."""
+
+    part: PartName
     iteration: _Number
 
 
@@ -89,7 +97,7 @@ class UpToDate(msgspec.Struct, frozen=True, tag=True):
     """All that was to be sent until now has been sent."""
 
 
-Message = LayerRequest | LayerState | LayerPart | LayerGradients | GenerationBegins | UpToDate
+Message = LayerRequest | LayerState | LayerPart | LayerGradients | PartStepped | GenerationBegins | UpToDate
 
 
 class _Header(msgspec.Struct, frozen=True, array_like=True):
@@ -103,8 +111,8 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(_Header)
 # msgspec crashes where two threads are the first to read a type at the same moment: each kind is read once, here.
-for _message in (LayerRequest(()), LayerState(0, 0), LayerPart(PartName(0, 0, 0, True)),
-                 LayerGradients(0, 0), GenerationBegins(0, 0), UpToDate()):
+for _message in (LayerRequest(()), LayerState(0, 0), LayerPart(PartName(0, 0, 0, True), 0),
+                 LayerGradients(0, 0), PartStepped(PartName(0, 0, 0, True), 0), GenerationBegins(0, 0), UpToDate()):
     _DECODER.decode(_ENCODER.encode(_Header(_message)))
 
 

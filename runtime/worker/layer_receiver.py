@@ -3,6 +3,7 @@
 The layers come from several live workers side by side, each with its optimizer's state. Where training goes on, that is
 the state before some step; then come the gradients of that step and of each one after it, and the receiver makes the
 same steps with an optimizer of its own for each layer. Optimizers are elementwise, so that they end in the same bits.
+Of parts of layers, where workers keep these, it is the same (`runtime.model.followed_part`).
 When the generation begins that the layers are for, every sender sends the iteration that is committed, and a receiver
 that was one step further goes back. Where all wait, the senders send it right after the state.
 """
@@ -13,11 +14,13 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from runtime.model.followed_part import CopiedPart, FollowedPart
 from runtime.model.holding import Holding
 from runtime.model.optimizer import UndoableOptimizer
 from runtime.model.part_state import PartState
@@ -33,6 +36,7 @@ from runtime.worker.layer_messages import (
     Message,
     MessageError,
     PartName,
+    PartStepped,
     UpToDate,
     pack,
     read_message,
@@ -43,6 +47,7 @@ from schedules.schedule import Worker
 CONNECT_SECONDS = 10.0
 POLL_SECONDS = 0.002
 Build = Callable[[int], Holding]
+Follow = Callable[[PartState], FollowedPart]
 Address = tuple[str, int]
 
 
@@ -108,16 +113,16 @@ class LayerReceiver:
     ----------
     build
         Makes a layer, while training goes on.
+    follow
+        Makes what follows a part with its optimizer's state.
     secret
         What those who may give layers know.
     """
 
-    def __init__(self, build: Build, device: torch.device, secret: Secret,
+    def __init__(self, build: Build, follow: Follow, device: torch.device, secret: Secret,
                  events: ReceiverEvents | None = None) -> None:
-        self._build = build
-        self._secret = secret
-        self._device = device
-        self._events = events or ReceiverEvents()
+        self._begin = partial(_Transfer, build=build, follow=follow, device=device, secret=secret,
+                              events=events or ReceiverEvents())
         self._lock = threading.Lock()
         self._transfers: dict[tuple[int, bool], _Transfer] = {}
         """By generation, and whether it follows: a fetch may come before the worker is in that generation."""
@@ -129,7 +134,7 @@ class LayerReceiver:
             if key in self._transfers:
                 self._transfers.pop(key).close()
             if fetch.senders:
-                self._transfers[key] = _Transfer(fetch, self._build, self._device, self._secret, self._events)
+                self._transfers[key] = self._begin(fetch)
 
     def take(self, generation: int, fetch: int, require: Callable[[], None]) -> dict[int, Holding]:
         """The layers that were fetched for a generation, as they are when it begins; nothing where none were.
@@ -137,21 +142,21 @@ class LayerReceiver:
         Waits until all senders are in the generation, too; `require` is called meanwhile and may raise. Raises
         CommunicationError when a sender is gone. What was fetched under any number but `fetch` is dropped.
         """
-        transfer = self._taken(generation, fetch, require)
-        return {} if transfer is None else transfer.layers
+        return {layer: holding for transfer in self._taken(generation, fetch, require)
+                for layer, holding in transfer.layers.items()}
 
-    def take_parts(self, generation: int, require: Callable[[], None]) -> list[PartState]:
-        """The parts of layers that were fetched for a generation, where all wait. Raises as `take`."""
-        transfer = self._taken(generation, 0, require)
-        return [] if transfer is None else transfer.parts
+    def take_parts(self, generation: int, fetch: int, require: Callable[[], None]) -> list[PartState]:
+        """Parts of layers that were fetched for a generation: under this number, and where all wait; see `take`."""
+        return [part.state() for transfer in self._taken(generation, fetch, require)
+                for part in transfer.parts.values()]
 
-    def _taken(self, generation: int, fetch: int, require: Callable[[], None]) -> "_Transfer | None":
-        found = None
+    def _taken(self, generation: int, fetch: int, require: Callable[[], None]) -> "list[_Transfer]":
+        found = []
         for transfer in self._until(generation):
             try:
-                if transfer.fetch.number == fetch:
+                if transfer.fetch.number in (0, fetch):
                     transfer.take(generation, require)
-                    found = transfer
+                    found.append(transfer)
             finally:
                 transfer.close()
         return found
@@ -176,16 +181,17 @@ class LayerReceiver:
 class _Transfer:
     """One fetch: a thread builds the layers, then one for each sender applies its messages."""
 
-    def __init__(self, fetch: LayerFetch, build: Build, device: torch.device, secret: Secret,
+    def __init__(self, fetch: LayerFetch, *, build: Build, follow: Follow, device: torch.device, secret: Secret,
                  events: ReceiverEvents) -> None:
         self.fetch = fetch
         self._secret = secret
         self._build = build
+        self._follow = follow
         self._device = device
         self._events = events
         self.layers: dict[int, Holding] = {}
         """Each layer with an optimizer of its own."""
-        self.parts: list[PartState] = []
+        self.parts: dict[PartName, FollowedPart] = {}
         self._changed = threading.Condition()
         self._connections: list[socket.socket] = []
         self._up_to_date: set[Worker] = set()
@@ -266,9 +272,9 @@ class _Transfer:
                 if self.fetch.follow:
                     self._events.loaded(message.iteration)
             case LayerPart():
-                if message.part not in self.fetch.senders[sender].parts:
-                    raise MessageError(f"it sent a part of layer {message.part.layer} for which it was not asked")
-                self.parts.append(PartState(message.part.layer, message.part.start, message.part.stop, tensors))
+                self._load(sender, message, tensors)
+            case PartStepped():
+                self._part(sender, message.part).follow(message.iteration, tensors)
             case LayerGradients():
                 self._step(self._mine(sender, message.layer), message, tensors)
             case GenerationBegins():
@@ -285,6 +291,21 @@ class _Transfer:
         assert isinstance(optimizer, UndoableOptimizer), "parts of layers are fetched as parts"
         return optimizer
 
+    def _load(self, sender: Worker, message: LayerPart, tensors: Mapping[str, Tensor]) -> None:
+        name = message.part
+        if name not in self.fetch.senders[sender].parts:
+            raise MessageError(f"it sent a part of layer {name.layer} for which it was not asked")
+        part = PartState(name.layer, name.start, name.stop, tensors, name.state)
+        stepped = name.state and self.fetch.follow
+        self.parts[name] = self._follow(part) if stepped else CopiedPart(part, message.iteration)
+        if self.fetch.follow:
+            self._events.loaded(message.iteration)
+
+    def _part(self, sender: Worker, name: PartName) -> FollowedPart:
+        if name not in self.fetch.senders[sender].parts or name not in self.parts:
+            raise MessageError(f"it has stepped a part of layer {name.layer} that it has not sent")
+        return self.parts[name]
+
     def _step(self, optimizer: UndoableOptimizer, step: LayerGradients, gradients: Mapping[str, Tensor]) -> None:
         mine = optimizer.layer_gradients(step.layer)
         if {name: one.shape for name, one in mine.items()} != {name: one.shape for name, one in gradients.items()}:
@@ -296,6 +317,8 @@ class _Transfer:
     def _go_back(self, sender: Worker, begins: GenerationBegins) -> None:
         for layer in self.fetch.senders[sender].layers:
             self.layers[layer].optimizer.go_back(begins.iteration)
+        for part in self.fetch.senders[sender].parts:
+            self._part(sender, part).go_back(begins.iteration)
         with self._changed:
             self._generations[sender] = begins.generation
             self._changed.notify_all()

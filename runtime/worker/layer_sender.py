@@ -2,21 +2,30 @@
 
 A worker that needs layers connects, and sends a request (`runtime.worker.layer_messages`). Where training goes on, the
 sender copies a layer's state to host memory before its next optimizer step, as a checkpoint does; from then on it
-copies the gradients of each step that stands. A thread (`runtime.worker.layer_server`) serves all receivers while the
-worker trains. What is to be sent lies in a queue for each of them. It is bounded: where the connection carries less
-than training makes, training waits until the queue is empty, and then the receiver is up to date.
+copies the gradients of each step that stands. Of parts of layers, where workers keep these, it is the same. A thread
+(`runtime.worker.layer_server`) serves all receivers while the worker trains. What is to be sent lies in a queue for
+each of them. It is bounded: where the connection carries less than training makes, training waits until the queue is
+empty, and then the receiver is up to date.
 """
 
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from runtime.protocol.authentication import Secret
-from runtime.worker.layer_messages import GenerationBegins, LayerGradients, LayerPart, PartName
+from runtime.worker.layer_messages import (
+    GenerationBegins,
+    LayerGradients,
+    LayerPart,
+    LayerRequest,
+    LayerState,
+    PartName,
+    PartStepped,
+)
 from runtime.worker.layer_server import LayerServer, Receiver
 from runtime.worker.sockets import Sockets, sockets_of
 
@@ -40,6 +49,9 @@ class Layers(Protocol):
 
     def part_state(self, part: PartName) -> Mapping[str, Tensor]:
         """A part of a layer that it keeps; the tensors themselves."""
+
+    def part_gradients(self, part: PartName) -> Mapping[str, Tensor]:
+        """By what a part that it keeps was stepped; the tensors themselves."""
 
 
 class LayerSender:
@@ -70,23 +82,21 @@ class LayerSender:
 
     def before_step(self, iteration: int, layers: Layers) -> None:
         """Send the state before an iteration's step to receivers that wait; all iterations before it are committed."""
-        copies: dict[int, Mapping[str, Tensor]] = {}
+        copied = _Copies()
         for one in self._server.asking():
             if one.request.generation is None and self._holds_all(one, layers):
-                for layer in one.request.layers:
-                    if layer not in copies:
-                        copies[layer] = _copied(layers.layer_state(layer))
-                self._server.answer(one, {layer: copies[layer] for layer in one.request.layers}, iteration)
+                self._server.answer(one, _states(one.request, iteration, layers, copied))
 
     def stepped(self, iteration: int, layers: Layers) -> None:
         """Queue the gradients of a step, which the layers hold, for all receivers that follow."""
-        copies: dict[int, Mapping[str, Tensor]] = {}
+        copied = _Copies()
         for one in self._server.following():
             if self._holds_all(one, layers):
                 for layer in one.request.layers:
-                    if layer not in copies:
-                        copies[layer] = _copied(layers.layer_gradients(layer))
-                    self._server.put(one, LayerGradients(layer, iteration), copies[layer])
+                    self._server.put(one, LayerGradients(layer, iteration), copied(layers.layer_gradients, layer))
+                for part in one.request.parts:
+                    self._server.put(one, PartStepped(part, iteration), copied(
+                        layers.part_gradients if part.state else layers.part_state, part))
 
     def generation_begins(self, generation: int, committed: int) -> None:
         """Queue for all receivers that follow: a generation begins, and this worker is at a committed iteration."""
@@ -103,10 +113,7 @@ class LayerSender:
         while len(answered) < receivers or any(one.pending for one in answered):
             for one in self._server.asking():
                 if one.request.generation == generation and self._holds_all(one, layers):
-                    self._server.answer(one, {layer: layers.layer_state(layer) for layer in one.request.layers},
-                                        committed + 1)
-                    for part in one.request.parts:
-                        self._server.put(one, LayerPart(part), layers.part_state(part))
+                    self._server.answer(one, _states(one.request, committed + 1, layers, lambda read, name: read(name)))
                     self._server.put(one, GenerationBegins(generation, committed))
                     answered.append(one)
             require()
@@ -134,5 +141,24 @@ class LayerSender:
         return held
 
 
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+def _states(request: LayerRequest, iteration: int, layers: Layers, by: "_Reading"
+            ) -> list[tuple[LayerState | LayerPart, Mapping[str, Tensor]]]:
+    """All that is asked for, as it is before an iteration's step."""
+    return [*((LayerState(layer, iteration), by(layers.layer_state, layer)) for layer in request.layers),
+            *((LayerPart(part, iteration), by(layers.part_state, part)) for part in request.parts)]
+
+
+_Reading = Callable[[Callable[[Any], Mapping[str, Tensor]], Any], Mapping[str, Tensor]]
+
+
+class _Copies:
+    """What several receivers get, copied once to host memory."""
+
+    def __init__(self) -> None:
+        self._found: dict[object, Mapping[str, Tensor]] = {}
+
+    def __call__(self, read: Callable[[Any], Mapping[str, Tensor]], name: int | PartName) -> Mapping[str, Tensor]:
+        if name not in self._found:
+            self._found[name] = {key: tensor.detach().to("cpu", copy=True).contiguous()
+                                 for key, tensor in read(name).items()}
+        return self._found[name]

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -30,6 +30,7 @@ from runtime.protocol.authentication import (
 )
 from runtime.worker.layer_messages import (
     MAX_HEADER_BYTES,
+    LayerPart,
     LayerRequest,
     LayerState,
     Message,
@@ -124,13 +125,13 @@ class LayerServer:
         with self._lock:
             return [self._wake_up, self._woken, *(one.connection for one in self._receivers)]
 
-    def answer(self, receiver: Receiver, states: Mapping[int, Mapping[str, Tensor]], iteration: int) -> None:
+    def answer(self, receiver: Receiver, states: Sequence[tuple[LayerState | LayerPart, Mapping[str, Tensor]]]) -> None:
         """Send states, and whatever is put in from now on."""
         with self._lock:
             receiver.asking, receiver.answered = False, True
-            receiver.most_bytes = QUEUE_STATES * sum(map(_size, states.values()))
-        for layer, state in states.items():
-            self.put(receiver, LayerState(layer, iteration), state)
+            receiver.most_bytes = QUEUE_STATES * sum(_size(state) for _, state in states)
+        for message, state in states:
+            self.put(receiver, message, state)
 
     def put(self, receiver: Receiver, message: Message, tensors: Mapping[str, Tensor] | None = None) -> None:
         """Send this after all that was put in before."""
@@ -269,7 +270,7 @@ class LayerServer:
         sent = receiver.connection.send(receiver.piece[:CHUNK_BYTES])
         receiver.piece = receiver.piece[sent:]
         now = receiver.progress = time.monotonic()
-        if self._seconds_per_byte and receiver.sending and isinstance(receiver.sending[0], LayerState) \
+        if self._seconds_per_byte and receiver.sending and isinstance(receiver.sending[0], LayerState | LayerPart) \
                 and receiver.request.generation is None:
             receiver.not_before = now + sent * self._seconds_per_byte
         if not receiver.piece:

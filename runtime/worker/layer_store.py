@@ -1,14 +1,16 @@
 """Layer store: the layers that a worker holds. They change with the schedule."""
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
 from runtime.model.holding import Holding
 from runtime.model.optimizer import UndoableOptimizer
+from runtime.model.own_ranks import joined_state
 from runtime.model.part_optimizer import PartOptimizer
-from runtime.model.part_state import PartState, as_parts, elements_of, part_of, whole
-from runtime.model.parts import Cut
+from runtime.model.part_state import PartState, as_parts, elements_of, put, span_of, whole
+from runtime.model.parts import Cut, Elements
 from runtime.model.shards import cut_state, shards_of, whole_state
 from runtime.model.worker_group import first_rank, worker_group
 from runtime.protocol.to_coordinator import Kept
@@ -20,6 +22,8 @@ Build = Callable[[Iterable[int]], Holding]
 """Makes layers as they are before iteration 0."""
 Restore = Callable[[int, Iterable[int]], Mapping[int, Mapping[str, Tensor]]]
 """The whole states of layers before an iteration, by a checkpoint; nothing where they are as they are built."""
+ByRank = Sequence[Sequence[PartState]]
+"""What was received as each of the ranks that this process stands for."""
 
 
 class LayerStore:
@@ -30,8 +34,9 @@ class LayerStore:
         self._restore = restore
         self.holding = build(())
         self._prepared: dict[int, Holding] = {}
-        self._read: list[PartState] = []
-        """Whole layers that have been read for an order, where workers keep parts of layers' states."""
+        self._received: list[PartState] = []
+        """What has been read or has come for an order, where workers keep parts of layers' states."""
+        self._building = threading.Lock()
         self._built: dict[int, nn.Module] = {}
         """Layers that an order needs and that are not held yet."""
 
@@ -47,7 +52,7 @@ class LayerStore:
     def clear(self) -> None:
         """Hold nothing."""
         self.holding.change(())
-        self._read = []
+        self._received = []
 
     def restore(self, layers: Collection[int], iteration: int) -> None:
         """Take up layers as they were before an iteration, beside those held already. Raises CheckpointError."""
@@ -65,58 +70,83 @@ class LayerStore:
 
     def read(self, layers: Collection[int], iteration: int) -> None:
         """Where workers keep parts: read layers as they were before an iteration. Raises CheckpointError."""
-        self._read = []
+        self._received = []
         for layer, state in self._restore(iteration, sorted(layers)).items():
-            module = self._module(layer)
-            self._read.append(as_parts(module, layer, cut_state(state, shards_of(module), worker_group())))
+            module = self.module(layer)
+            self._received.append(as_parts(module, layer, cut_state(state, shards_of(module), worker_group())))
 
-    def keep_parts(self, cuts: Mapping[LayerRange, Cut], worker: Worker, received: Sequence[PartState],
-                   after: int) -> None:
+    def receive(self, received: ByRank) -> None:
+        """Parts have come for an order: keep them, too, until the next `keep_parts`."""
+        (mine,) = received
+        self._received = [*(one for one in self._received if one.state), *mine]
+
+    def keep_parts(self, cuts: Mapping[LayerRange, Cut], worker: Worker, after: int) -> None:
         """Hold the layers of these cuts, and of their optimizer's state what a worker keeps by them.
 
         What has been read and received is as it is after an iteration; no step may be open.
         """
-        modules = {layer: self._module(layer) for layers in cuts for layer in range(*layers)}
-        self.holding.keep(modules, cuts, worker, [*self._read, *received], after)
-        self._read, self._built = [], {}
+        self.holding.keep(self._modules(cuts), cuts, worker, self._received, after)
+        self._received, self._built = [], {}
 
     def kept(self) -> Kept | None:
         """What is kept, where workers keep parts of layers' states."""
         optimizer = self.holding.optimizer
         if not isinstance(optimizer, PartOptimizer):
             return None
-        return Kept(tuple((layer, *span) for layer, spans in optimizer.kept.items() for span in spans),
+        return Kept((*((layer, *span) for layer, spans in optimizer.kept.items() for span in spans),
+                     *((one.layer, one.start, one.stop) for one in self._received if one.state)),
                     optimizer.whole_after)
 
     def keeps(self, part: PartName) -> bool:
-        """Whether a part of a layer is kept, or the whole layer has been read."""
-        span = part.start, part.stop
-        spans = self._parts.kept.get(part.layer, ())
-        return any(one.layer == part.layer for one in self._read) or any(
-            first <= span[0] and span[1] <= end for first, end in spans)
+        """Whether a part of a layer is kept, or has been read or received."""
+        return self._has_received(part) is not None or any(
+            first <= part.start and part.stop <= end for first, end in self._parts.kept.get(part.layer, ()))
 
     def part_state(self, part: PartName) -> dict[str, Tensor]:
         """A part of a layer that is kept, for another worker; the tensors themselves."""
-        span = part.start, part.stop
-        for one in self._read:
-            if one.layer == part.layer:
-                return part_of(self._module(part.layer), one, span, state=part.state)
+        span, received = (part.start, part.stop), self._has_received(part)
+        if received is not None:
+            return span_of(self.module(part.layer), received, span, state=part.state)
         return dict(self._parts.part_state(part.layer, span, state=part.state).tensors)
+
+    def part_gradients(self, part: PartName) -> dict[str, Tensor]:
+        """By what a part that is kept, as a whole, was stepped last; the tensors themselves."""
+        return self._parts.part_gradients(part.layer, (part.start, part.stop))
+
+    def _has_received(self, part: PartName) -> PartState | None:
+        return next((one for one in self._received if one.layer == part.layer and one.state
+                     and one.start <= part.start and part.stop <= one.stop), None)
+
+    def put(self, received: ByRank) -> None:
+        """What was received of what is not kept here are the parameters from now on."""
+        (mine,) = received
+        for layer, module in self.holding.modules.items():
+            put(module, [one for one in mine if one.layer == layer], untrained_too=False)
 
     def own_parts(self, layers: LayerRange) -> list[PartState]:
         """This worker's own parts of a range of layers; the tensors themselves."""
         return [part for layer in range(*layers) for part in self._parts.own_states(layer)]
 
-    def whole_layers(self, layers: Iterable[int], received: Sequence[PartState]) -> dict[int, dict[str, Tensor]]:
+    @property
+    def by_rank(self) -> Sequence["LayerStore"]:
+        """That of each rank that this process stands for, where workers keep parts of layers' states."""
+        return [self]
+
+    def whole_layers(self, layers: Iterable[int], received: ByRank) -> dict[int, dict[str, Tensor]]:
         """As `whole_states`, with what was received of what is not kept here."""
         group, found = worker_group(), dict[int, dict[str, Tensor]]()
         for layer in sorted(layers):
-            parts = [*self._parts.kept_states(), *received]
-            module = self.holding.modules[layer]
-            state = whole_state(whole(module, [one for one in parts if one.layer == layer]), shards_of(module), group)
+            shards = shards_of(self.holding.modules[layer])
+            states = [store.with_parts(layer, parts) for store, parts in zip(self.by_rank, received, strict=True)]
+            state = whole_state(states[0] if len(states) == 1 else joined_state(states, shards), shards, group)
             if first_rank():
                 found[layer] = state
         return found
+
+    def with_parts(self, layer: int, received: Sequence[PartState]) -> dict[str, Tensor]:
+        """The state of a layer, from parts that are kept and others that were received."""
+        return whole(self.holding.modules[layer],
+                     [one for one in (*self._parts.kept_states(), *self._received, *received) if one.layer == layer])
 
     @property
     def _whole(self) -> UndoableOptimizer:
@@ -130,17 +160,22 @@ class LayerStore:
         assert isinstance(optimizer, PartOptimizer)
         return optimizer
 
-    def elements(self, layer: int) -> int:
+    def elements(self, layer: int) -> Elements:
         """How many a layer has that is held, or will be."""
-        return elements_of(self._module(layer))
+        return elements_of(self.module(layer))
 
-    def _module(self, layer: int) -> nn.Module:
-        """A layer: one that is held, or a new one, which is kept for `keep_parts`."""
-        if layer in self.holding.modules:
-            return self.holding.modules[layer]
-        if layer not in self._built:
-            self._built[layer] = self.fresh(layer).modules[layer]
-        return self._built[layer]
+    def _modules(self, cuts: Iterable[LayerRange]) -> dict[int, nn.Module]:
+        return {layer: self.module(layer) for layers in cuts for layer in range(*layers)}
+
+    def module(self, layer: int) -> nn.Module:
+        """A layer: one that is held, or a new one, which is kept for `keep_parts`. May be called from other threads."""
+        held = self.holding.modules
+        if layer in held:
+            return held[layer]
+        with self._building:
+            if layer not in self._built:
+                self._built[layer] = self.fresh(layer).modules[layer]
+            return self._built[layer]
 
     def holds(self, layer: int) -> bool:
         """Whether a layer is held."""

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 from runtime.model.checkpoint import CheckpointError
 from runtime.model.holding import keeps_parts
-from runtime.model.part_state import PartState
 from runtime.model.parts import cut
 from runtime.protocol.to_coordinator import Note
 from runtime.protocol.to_worker import Finish, Train
@@ -12,6 +11,7 @@ from runtime.replay.communication import CommunicationError, Communicator
 from runtime.worker.activity import WAITS
 from runtime.worker.context import OrderContext, WorkerContext
 from runtime.worker.layer_receiver import LayerFetch, part_senders_for, senders_for
+from runtime.worker.layer_store import ByRank
 
 
 def take_layers(part: OrderContext, communicator: Communicator) -> None:
@@ -34,7 +34,11 @@ def take_layers(part: OrderContext, communicator: Communicator) -> None:
 
 
 def _take_parts(part: OrderContext, communicator: Communicator) -> None:
-    """Where workers keep parts: what is kept changes only once all have what they need of it."""
+    """Where workers keep parts: what is kept changes only once all have what they need of it.
+
+    What has come counts as kept before that. So if a worker dies meanwhile, those that do not hear any more that all
+    have theirs keep the old parts and the new ones, and all others the new ones.
+    """
     order, context, store = part.order, part.context, part.context.layer_store
     reduced = context.placement.reduced(part.schedule, part.worker)
     if order.restore is not None:
@@ -43,22 +47,25 @@ def _take_parts(part: OrderContext, communicator: Communicator) -> None:
         store.clear()
         store.read(context.placement.held(part.schedule, part.worker), order.first_iteration)
     part.activity.begins(f"{WAITS} for parts of layers to move")
-    received = move_parts(context, order, part.connections.require)
+    store.receive(move_parts(context, order, part.connections.require, order.fetch))
     communicator.wait_for_all()
     training, domains = context.config.training, context.setup.failure_domains
-    cuts = {layers: cut(sum(map(store.elements, range(*layers))), members, domains, sharded=training.shard_optimizer)
-            for layers, members in reduced.items()}
-    store.keep_parts(cuts, part.worker, received, order.first_iteration - 1)
+    cuts = {layers: cut(sum(store.elements(layer).cut for layer in range(*layers)), members, domains,
+                        sharded=training.shard_optimizer) for layers, members in reduced.items()}
+    store.keep_parts(cuts, part.worker, order.first_iteration - 1)
 
 
-def move_parts(context: WorkerContext, order: Train | Finish, require: Callable[[], None]) -> list[PartState]:
-    """Give what others lack, and get what is lacking here, while all wait. Raises CommunicationError."""
+def move_parts(context: WorkerContext, order: Train | Finish, require: Callable[[], None], fetch: int = 0) -> ByRank:
+    """Give what others lack, and get what is lacking here, while all wait; with what has been fetched under a number.
+
+    Raises CommunicationError.
+    """
     context.layer_receiver.begin([
         LayerFetch(0, order.number, part_senders_for(context.worker, order.part_moves, order.addresses, rank),
                    follow=False) for rank in context.ranks])
     receivers = {move.target for move in order.part_moves if move.source == context.worker}
     context.layer_sender.give(order.number, order.first_iteration - 1, len(receivers), require)
-    return context.layer_receiver.take_parts(order.number, require)
+    return context.layer_receiver.take_parts(order.number, fetch, require)
 
 
 def _restore(part: OrderContext, layers: tuple[int, ...], read: Callable[[tuple[int, ...], int], None]) -> None:

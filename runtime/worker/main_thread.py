@@ -28,7 +28,7 @@ from runtime.protocol.to_worker import (
 from runtime.run_folder import holder
 from runtime.worker.context import WorkerLink
 from runtime.worker.generation import Generation
-from runtime.worker.layer_receiver import LayerFetch, senders_for
+from runtime.worker.layer_receiver import LayerFetch, part_senders_for, senders_for
 from runtime.worker.order_threads import OrderThreads
 from runtime.worker.setting_up import set_up
 from schedules.codec import decode
@@ -228,4 +228,6 @@ class MainThread:
 
 def _fetch_for(worker: Worker, fetch: Fetch, rank: int) -> LayerFetch:
     """One worker's part; where it has none, this ends what was fetched in the same order."""
-    return LayerFetch(fetch.number, fetch.order, senders_for(worker, fetch.moves, fetch.addresses, rank), follow=True)
+    senders = part_senders_for(worker, fetch.part_moves, fetch.addresses, rank) or senders_for(
+        worker, fetch.moves, fetch.addresses, rank)
+    return LayerFetch(fetch.number, fetch.order, senders, follow=True)

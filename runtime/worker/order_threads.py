@@ -1,7 +1,7 @@
 """What takes a worker long: its part in orders, and tests of its speed. Each runs in a thread of its own."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,6 @@ import torch
 from runtime.model.digest import tensor_digest
 from runtime.model.holding import build_holding, keeps_parts
 from runtime.model.parameters import save_layer
-from runtime.model.part_state import PartState
 from runtime.model.shards import whole_layer
 from runtime.model.slices import SliceRunner
 from runtime.protocol.to_coordinator import Finished, SpeedMeasured
@@ -21,6 +20,7 @@ from runtime.replay.recorder import OpTime
 from runtime.replay.stuck_calls import AbandonedError
 from runtime.worker.context import WorkerContext
 from runtime.worker.generation import Generation
+from runtime.worker.layer_store import ByRank
 from runtime.worker.layers_of_order import move_parts
 from runtime.worker.speed_test import measure_slice
 
@@ -100,6 +100,7 @@ class OrderThreads:
                         received = move_parts(context, order, partial(_require_not, over))
                     except CommunicationError:
                         return
+                    context.layer_store.put(received)
                 self._between_ranks = _connect_ranks(context, order)
                 _write(context, order, received)
 
@@ -161,7 +162,7 @@ def _connect_ranks(context: WorkerContext, order: Finish) -> Communicator | None
     return Communicator(alone, {}, transport=context.setup.transport, device=context.device, store=context.store)
 
 
-def _write(context: WorkerContext, order: Finish, received: Sequence[PartState] | None) -> None:
+def _write(context: WorkerContext, order: Finish, received: ByRank | None) -> None:
     """`received` are parts of layers, where others have them."""
     holding = context.layer_store.holding
     for layer, worker in order.writers:
@@ -175,7 +176,7 @@ def _write(context: WorkerContext, order: Finish, received: Sequence[PartState] 
     context.checkpointer.save_last(
         order, store.whole_states if received is None else lambda layers: store.whole_layers(layers, received))
     kept, ranks = store.kept(), len(context.ranks)
-    by_rank = [holding.parameters()] if ranks == 1 else [holding.part(part, ranks) for part in range(ranks)]
+    by_rank = [holding.parameters()] if ranks == 1 else [holding.at_rank(own_rank, ranks) for own_rank in range(ranks)]
     first, *others = [{} if kept is not None and kept.whole_after != order.first_iteration - 1 else {
         name: tensor_digest(name, parameter) for name, parameter in found.items()} for found in by_rank]
     context.channel.send(Finished(context.worker, order.number, first, tuple(others)))

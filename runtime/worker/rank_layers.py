@@ -1,6 +1,6 @@
 """Layers of each rank that a process stands for, handed on and fetched as the rank itself would.
 
-There is one sender, and one receiver, for each of these ranks (`runtime.model.rank_parts`); mostly that is one. Others
+There is one sender, and one receiver, for each of these ranks (`runtime.model.own_ranks`); mostly that is one. Others
 reach a rank at its own address, wherever it is.
 """
 
@@ -11,38 +11,40 @@ from torch import Tensor
 
 from runtime.model.holding import Holding
 from runtime.model.optimizer import UndoableOptimizer
-from runtime.model.part_state import PartState
-from runtime.model.rank_parts import joined_state
-from runtime.model.shards import Shards, part_of_state, shards_of
+from runtime.model.own_ranks import joined_state
+from runtime.model.shards import Shards, shards_of, state_of_rank
 from runtime.worker.layer_messages import MessageError, PartName
 from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEvents
 from runtime.worker.layer_sender import Layers, LayerSender
-from runtime.worker.layer_store import LayerStore
+from runtime.worker.layer_store import ByRank, LayerStore
 from runtime.worker.sockets import Sockets
 
 
 class _RankLayers:
     """What one of these ranks holds."""
 
-    def __init__(self, store: LayerStore, part: int, parts: int) -> None:
-        self._store, self._part, self._parts = store, part, parts
+    def __init__(self, store: LayerStore, own_rank: int, ranks: int) -> None:
+        self._store, self._own_rank, self._ranks = store, own_rank, ranks
 
     def holds(self, layer: int) -> bool:
         return self._store.holds(layer)
 
     def layer_state(self, layer: int) -> Mapping[str, Tensor]:
-        return part_of_state(self._store.layer_state(layer), self._shards(layer), self._part, self._parts)
+        return state_of_rank(self._store.layer_state(layer), self._shards(layer), self._own_rank, self._ranks)
 
     def layer_gradients(self, layer: int) -> Mapping[str, Tensor]:
         shards = self._shards(layer)
-        return {name: shards[name].cut(tensor, self._part, self._parts) if name in shards else tensor
+        return {name: shards[name].cut(tensor, self._own_rank, self._ranks) if name in shards else tensor
                 for name, tensor in self._store.layer_gradients(layer).items()}
 
-    def keeps(self, part: PartName) -> bool:  # noqa: ARG002  # where workers keep parts, none stands for others
+    def keeps(self, part: PartName) -> bool:  # noqa: ARG002  # layers are kept whole
         return False
 
     def part_state(self, part: PartName) -> Mapping[str, Tensor]:
         raise MessageError(f"it asked for a part of layer {part.layer}, where layers are kept whole")
+
+    def part_gradients(self, part: PartName) -> Mapping[str, Tensor]:
+        return self.part_state(part)
 
     def _shards(self, layer: int) -> Shards:
         return shards_of(self._store.holding.modules[layer])
@@ -53,8 +55,8 @@ class RankSenders:
 
     def __init__(self, senders: Sequence[LayerSender], store: LayerStore) -> None:
         self._senders = senders
-        self._layers: Sequence[Layers] = [store] if len(senders) == 1 else [
-            _RankLayers(store, part, len(senders)) for part in range(len(senders))]
+        self._layers: Sequence[Layers] = store.by_rank if len(store.by_rank) == len(senders) else [
+            _RankLayers(store, own_rank, len(senders)) for own_rank in range(len(senders))]
 
     @property
     def addresses(self) -> tuple[tuple[str, int], ...]:
@@ -114,9 +116,9 @@ class RankReceivers:
         return {layer: self._joined(layer, [holding, *(other[layer] for other in others)])
                 for layer, holding in first.items()} if others else first
 
-    def take_parts(self, generation: int, require: Callable[[], None]) -> list[PartState]:
-        """See `LayerReceiver.take_parts`."""
-        return [part for one in self._receivers for part in one.take_parts(generation, require)]
+    def take_parts(self, generation: int, fetch: int, require: Callable[[], None]) -> ByRank:
+        """See `LayerReceiver.take_parts`: of each rank its own."""
+        return [one.take_parts(generation, fetch, require) for one in self._receivers]
 
     def drop(self, generation: int) -> None:
         """See `LayerReceiver.drop`."""
@@ -135,7 +137,7 @@ class RankReceivers:
 
 
 def _whole(holding: Holding) -> UndoableOptimizer:
-    assert isinstance(holding.optimizer, UndoableOptimizer), "where workers keep parts, none stands for others"
+    assert isinstance(holding.optimizer, UndoableOptimizer), "parts of layers are fetched as parts"
     return holding.optimizer
 
 

@@ -1,16 +1,20 @@
 """What a worker makes before it is ready: device, model, data, and the parts that last from order to order."""
 
 import time
+from collections.abc import Iterable
 from functools import partial
 
 import torch
 
 from runtime.model.data import load_corpus, load_validation
+from runtime.model.followed_part import SteppedPart
 from runtime.model.forms import forms
-from runtime.model.holding import Holding, build_holding
-from runtime.model.layers import model_for, parameter_dtype
-from runtime.model.rank_parts import RankForms
-from runtime.model.sharing import sharing_of
+from runtime.model.holding import Holding, build_holding, keeps_parts
+from runtime.model.layers import LayeredModel, model_for, parameter_dtype
+from runtime.model.own_ranks import RankForms
+from runtime.model.part_state import PartState
+from runtime.model.rank_holding import RankHolding
+from runtime.model.sharing import Sharing, sharing_of
 from runtime.model.worker_group import enter_group, standing_in
 from runtime.processes.worker_start import WorkerSpec
 from runtime.protocol.failure_injection import Injector
@@ -24,6 +28,7 @@ from runtime.worker.layer_receiver import LayerFetch, LayerReceiver, ReceiverEve
 from runtime.worker.layer_sender import LayerSender
 from runtime.worker.layer_store import LayerStore
 from runtime.worker.rank_layers import AllUpToDate, RankReceivers, RankSenders
+from runtime.worker.rank_stores import RankStores
 from schedules.schedule import Worker
 
 
@@ -38,7 +43,7 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
     passed = [one.form() for one in setup.forms]
     sharing = sharing_of(model)
     checkpoints = CheckpointReader(setup.first_iteration, settings, model.layers, sharing)
-    layer_store = LayerStore(lambda layers: build_holding(model, layers, training), checkpoints.load)
+    layer_store = _layer_store(spec, model, checkpoints)
     injector = Injector(setup.injections, lambda index: channel.send(Injected(spec.worker, index, time.monotonic())))
     return WorkerContext(
         worker=spec.worker, group=group, channel=channel, store=connect_store(setup.store), setup=setup,
@@ -48,26 +53,58 @@ def set_up(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
         by_rank=RankForms(passed, spec.stands_for), layer_store=layer_store, injector=injector,
         checkpoints=checkpoints,
         checkpointer=Checkpointer(setup, settings, model.layers, spec.worker, channel.send, sharing),
-        layer_receiver=_receivers(spec, device, layer_store, _FetchReports(spec.worker, channel, injector)),
+        layer_receiver=_receivers(spec, device, layer_store, sharing, _FetchReports(spec.worker, channel, injector)),
         layer_sender=RankSenders([
             LayerSender(address_towards(spec.coordinator), settings.secret, setup.fetch_bytes_per_second)
             for _ in range(spec.stands_for)], layer_store))
 
 
-def _receivers(spec: WorkerSpec, device: torch.device, store: LayerStore, events: ReceiverEvents) -> RankReceivers:
+def _layer_store(spec: WorkerSpec, model: LayeredModel, checkpoints: CheckpointReader) -> LayerStore:
+    """What holds layers; those of each rank, too, where workers keep parts and this process stands for several."""
+    training = spec.settings.config.training
+
+    def build(layers: Iterable[int]) -> Holding:
+        return build_holding(model, layers, training)
+
+    if spec.stands_for == 1 or not keeps_parts(training):
+        return LayerStore(build, checkpoints.load)
+    ranks = [(LayerStore(partial(_built_at, spec, model.device, rank), checkpoints.load),
+              partial(standing_in, training.tensor_parallel, rank)) for rank in _ranks(spec)]
+    holding = RankHolding(training, [store.holding for store, _ in ranks], sharing_of(model))
+    return RankStores(build, checkpoints.load, ranks, holding)
+
+
+def _receivers(spec: WorkerSpec, device: torch.device, store: LayerStore, sharing: Sharing,
+               events: ReceiverEvents) -> RankReceivers:
     """What gets layers. A process that stands for several ranks builds them as each would."""
     training, ranks, secret = spec.settings.config.training, spec.stands_for, spec.settings.secret
-    if ranks == 1:
-        return RankReceivers([LayerReceiver(store.fresh, device, secret, events)], store)
 
-    def built_at(rank: int, layer: int) -> Holding:
-        with standing_in(training.tensor_parallel, rank):
-            model = model_for(spec.settings.config.model, training.seed, parameter_dtype(training), device)
-            return build_holding(model, [layer], training)
+    def follow(of: LayerStore, part: PartState) -> SteppedPart:
+        return SteppedPart(part, of.module(part.layer), training, sharing)
+
+    if ranks == 1:
+        return RankReceivers([LayerReceiver(store.fresh, partial(follow, store), device, secret, events)], store)
+
+    def build(rank: int, layer: int) -> Holding:
+        return _built_at(spec, device, rank, [layer])
 
     told = AllUpToDate(events, ranks)
-    return RankReceivers([LayerReceiver(partial(built_at, spec.rank * ranks + part), device, secret, told)
-                          for part in range(ranks)], store)
+    stores = store.by_rank if keeps_parts(training) else [store] * ranks
+    return RankReceivers([LayerReceiver(partial(build, rank), partial(follow, of), device, secret, told)
+                          for rank, of in zip(_ranks(spec), stores, strict=True)], store)
+
+
+def _ranks(spec: WorkerSpec) -> range:
+    """Those that this process stands for."""
+    return range(spec.rank * spec.stands_for, (spec.rank + 1) * spec.stands_for)
+
+
+def _built_at(spec: WorkerSpec, device: torch.device, rank: int, layers: Iterable[int]) -> Holding:
+    """Layers as a rank of a whole worker has them."""
+    config, training = spec.settings.config, spec.settings.config.training
+    with standing_in(training.tensor_parallel, rank):
+        model = model_for(config.model, training.seed, parameter_dtype(training), device)
+        return build_holding(model, layers, training)
 
 
 class _FetchReports(ReceiverEvents):

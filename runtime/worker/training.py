@@ -56,7 +56,7 @@ class Training:
             part.schedule, slices=slices, steps=steps, communicator=self._communicator, exchange=exchange,
             feed=partial(self._read, context.corpus), recorder=recorder, before_op=self._before_op,
             before_exchange=self._reports.require_acknowledged)
-        evaluate = self._evaluation(slices)
+        evaluate = self._evaluation(slices, executor)
         context.channel.send(Started(part.worker, part.order.number))
         first_traced = max(first, setup.iterations - setup.traced)
         with contextlib.suppress(OrderStoppedError):
@@ -77,7 +77,7 @@ class Training:
                 self._reports.report(iteration, loss, steps, recorder, evaluation)
             self._reports.require_acknowledged()
         part.activity.begins("ends its last iteration")
-        steps.validate()
+        self._validate(executor)
         exchange.flush()
 
     def _stretch(self, first: int) -> range:
@@ -90,7 +90,14 @@ class Training:
         context = self._part.context
         return Exchange(schedule, self._communicator, context.forms, iterations, context.by_rank)
 
-    def _evaluation(self, slices: Slices) -> Callable[[int], float]:
+    def _validate(self, executor: Executor) -> None:
+        """See to it that the last step is right, where nobody has run a forward of the next iteration, or will."""
+        self.steps.validate()
+        if self.steps.void:
+            executor.gather_again()
+            self.steps.void = False
+
+    def _evaluation(self, slices: Slices, executor: Executor) -> Callable[[int], float]:
         """What evaluates after an iteration. It is made when it is first used: no recovery waits for it."""
         part, context, made = self._part, self._part.context, list[Evaluation]()
 
@@ -101,8 +108,7 @@ class Training:
             context.injector.at(reached, "evaluating")
 
         def evaluate(iteration: int) -> float:
-            self.steps.validate()
-            self.steps.void = False  # on all alike: nobody has run a forward of the next iteration
+            self._validate(executor)
             self._reports.reached = iteration
             assert context.validation is not None
             if not made:
@@ -138,13 +144,15 @@ class Training:
         store = self._part.context.layer_store
         if not keeps_parts(self._part.context.config.training):
             return store.whole_states(self._speaks_for)
-        received: list[PartState] = []
-        for layers, cut in store.holding.cuts.items():
-            for member in cut.members[1:] if cut.sharded else ():
-                if self._part.worker == cut.members[0]:
-                    received += unpack_parts(self._communicator.receive_bytes(member))
-                elif self._part.worker == member:
-                    self._communicator.send_bytes(pack_parts(store.own_parts(layers)), cut.members[0])
+        received: list[list[PartState]] = []
+        for own_rank, mine in enumerate(store.by_rank):
+            received.append([])
+            for layers, cut in store.holding.cuts.items():
+                for member in cut.members[1:] if cut.sharded else ():
+                    if self._part.worker == cut.members[0]:
+                        received[own_rank] += unpack_parts(self._communicator.receive_bytes(member, own_rank))
+                    elif self._part.worker == member:
+                        self._communicator.send_bytes(pack_parts(mine.own_parts(layers)), cut.members[0], own_rank)
         return store.whole_layers(self._speaks_for, received)
 
     def _read(self, data: Data, microbatch: Microbatch) -> Batch:

@@ -112,8 +112,8 @@ def _room(case: Case, sizes: Memory, seat: Seat) -> tuple[int, str]:
     less.
     """
     if seat.holds is None:
-        return sizes.capacity[seat.role.column], ""
-    capacity, before = sizes.capacity[seat.worker.column], sizes.weights_before
+        return sizes.beside(seat.worker, seat.role.column), ""
+    capacity, before = sizes.beside(seat.worker, seat.worker.column), sizes.weights_before
     own = total(before, case.schedule.holds_of_column(seat.worker.column))
     held = total(before, seat.holds)
     return capacity + own - held, f", {capacity * sizes.unit:g} + {own * sizes.unit:g} for the layers of its column " \

@@ -4,5 +4,7 @@
     file           the files of a table, read with their digests verified
     entry_codec    schedules to entries and back
     relabel        fits a schedule to the workers that have really failed
+    moves          what workers must load for the roles that they play
+    spread         has holders of a stage on different machines where roles move
     table          loads a table, and looks up a schedule
 """

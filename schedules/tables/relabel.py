@@ -18,9 +18,11 @@ from typing import TypeVar
 
 import msgspec
 
-from schedules.layers import layers_in, total
-from schedules.schedule import Grid, LayerRange, OpKind, Program, Schedule, Seat, Worker
+from schedules.layers import total
+from schedules.schedule import LayerRange, OpKind, Program, Schedule, Seat, Worker
+from schedules.tables.moves import layers_lacked
 from schedules.tables.pattern import Columns, columns_by_pipeline, pipeline_classes
+from schedules.tables.spread import Nodes, spread
 
 A = TypeVar("A", bound=Hashable)
 B = TypeVar("B", bound=Hashable)
@@ -33,34 +35,17 @@ def preload() -> None:
     import networkx  # noqa: F401
 
 
-def layers_to_load(grid: Grid, worker: Worker, role: Worker) -> int:
-    """How many model layers a worker must load before it can play a role.
-
-    A stage counts as one layer where the job does not say how many it has.
-    """
-    return 0 if worker.column == role.column else len(_layers(grid, role.column) - _layers(grid, worker.column))
-
-
-def layers_lacked(schedule: Schedule, seat: Seat) -> frozenset[int]:
-    """The layers that a worker must load for its seat: those beside the layers of its own column's stages."""
-    if seat.holds is None and seat.worker.column == seat.role.column:
-        return frozenset()
-    return layers_in(schedule.holds_of(seat)) - layers_in(schedule.holds_of_column(seat.worker.column))
-
-
-def _layers(grid: Grid, column: int) -> set[int]:
-    return {layer for stage in grid.stages_of(column) for layer in range(*grid.layers_of(stage))}
-
-
-def relabel(schedule: Schedule, failed: Iterable[Worker], *, held_elsewhere: bool = False) -> Schedule | None:
+def relabel(schedule: Schedule, failed: Iterable[Worker], *, held_elsewhere: bool = False,
+            nodes: Nodes = ()) -> Schedule | None:
     """The same schedule for other failed workers, as many as it has vacant roles; None where that is impossible.
 
     It is impossible where a column has no live worker left to load its parameters from, unless they are
     `held_elsewhere`: by workers of other columns, whose roles have moved before, or in a checkpoint. It is also
     impossible where the role of a fast worker would go to a slower one, or the layers that a worker holds to one of a
-    column that has less room. Whoever takes over a role holds its layers. The result passes `schedules.check` if
-    `schedule` does, and has the same period. In `schedule` every worker must play its own role. Raises ValueError where
-    it does not, or the numbers differ.
+    column that has less room. Whoever takes over a role holds its layers; of all who could, at no more layers to load,
+    it is who leaves the holders of a stage on different machines, where `nodes` says who shares one. The result passes
+    `schedules.check` if `schedule` does, and has the same period. In `schedule` every worker must play its own role.
+    Raises ValueError where it does not, or the numbers differ.
     """
     down = tuple(sorted(set(failed)))
     if len(down) != len(schedule.failed):
@@ -76,7 +61,7 @@ def relabel(schedule: Schedule, failed: Iterable[Worker], *, held_elsewhere: boo
     if moves is None:
         return None
     players = {role: role for role in schedule.grid.workers() if role not in vacant and role not in moves} | moves
-    return _rebuilt(schedule, down, renumbered, players)
+    return _rebuilt(schedule, down, renumbered, players, nodes)
 
 
 # --- Which pipeline is which ------------------------------------------------------------------------------------------
@@ -193,9 +178,10 @@ def transport(supply: Mapping[A, int], demand: Mapping[B, int],
 
 
 def _rebuilt(schedule: Schedule, failed: tuple[Worker, ...], numbers: Mapping[int, int],
-             players: Mapping[Worker, Worker]) -> Schedule:
+             players: Mapping[Worker, Worker], nodes: Nodes) -> Schedule:
     """The schedule with new pipeline numbers and players, in canonical form."""
-    seats = sorted(_seats(schedule, numbers, players), key=lambda seat: seat.worker)
+    seats = spread(schedule, sorted(_seats(schedule, numbers, players), key=lambda seat: seat.worker), nodes)
+    players = {seat.role: seat.worker for seat in seats}
     order: dict[int, int] = {}
     seats = [Seat(seat.worker, seat.role, order.setdefault(seat.program, len(order)), seat.holds) for seat in seats]
     programs = tuple(renamed(schedule.programs[index], numbers) for index in order)

@@ -37,8 +37,10 @@ from schedules.tables.file import (
     read_index,
     read_verified,
 )
+from schedules.tables.moves import layers_lacked
 from schedules.tables.pattern import count_key, pattern_key, pattern_of, pipeline_classes, settled_key
-from schedules.tables.relabel import layers_lacked, preload, relabel
+from schedules.tables.relabel import preload, relabel
+from schedules.tables.spread import Nodes
 
 LIBRARY = Path(__file__).parents[1] / "library"
 """The tables that come with Slipstream, a folder for each."""
@@ -118,14 +120,15 @@ class Table:
             self.entry(key)
 
     def lookup(self, failed: Iterable[Worker], *, settled: bool = False,
-               held_elsewhere: bool = False) -> LookupResult | None:
+               held_elsewhere: bool = False, nodes: Nodes = ()) -> LookupResult | None:
         """The schedule with the shortest period for exactly these failed workers; None where the table has none.
 
         `settled`: the one to come to in the end, for which layers may have to move; else the one that runs at once.
         `held_elsewhere`: where a column has no live worker left, others can get its layers, as from a checkpoint.
-        Of an exact pattern and a normalised count of equal period it takes the pattern, which moves no worker. The
-        schedule is valid because the stored one is and `relabel` keeps every rule; at the first use of an entry the
-        checker is asked about the stored one. Raises ValueError for a worker outside the grid, TableError for an
+        `nodes`: the workers of each machine, over which the holders of a stage are spread where roles move. Of an exact
+        pattern and a normalised count of equal period it takes the pattern, which moves no worker. The schedule is
+        valid because the stored one is and `relabel` keeps every rule; at the first use of an entry the checker is
+        asked about the stored one. Raises ValueError for a worker outside the grid, TableError for an
         entry that cannot be used.
         """
         down = set(failed)
@@ -137,7 +140,7 @@ class Table:
             keys += [settled_key(key) for key in keys]
         known = sorted((key for key in keys if key in self._entries), key=self._period)
         for key in known:
-            schedule = relabel(self.entry(key), down, held_elsewhere=held_elsewhere)
+            schedule = relabel(self.entry(key), down, held_elsewhere=held_elsewhere, nodes=nodes)
             if schedule is not None:
                 return LookupResult(key=key, schedule=schedule)
         return None

@@ -59,7 +59,7 @@ class Planning(Rebalancing):
 
     def settled(self, down: tuple[Worker, ...], held: Held, speeds: Speeds) -> Schedule:
         self.asked.append((down, speeds))
-        options = PlanOptions(method="greedy", time_limit=0.3, layers="move", holds=held)
+        options = PlanOptions(method="greedy", time_limit=0.1, layers="move", holds=held)
         return self._on_the_spot(options, down, speeds)
 
 

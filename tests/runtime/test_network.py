@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import json
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime.events import EVENTS
 from tests.runtime.launchers import Launcher, command
 from tests.runtime.pacing import hold_at
 from tests.runtime.running import judge_of_text, losses_in, tiny_text
@@ -113,4 +115,6 @@ def test_a_node_that_is_cut_off_is_given_up_and_the_others_go_on(network, tmp_pa
         assert processes[1].wait(120) == 0, (tmp_path / "node1.log").read_text()
     said = (tmp_path / "node0.log").read_text()
     assert "worker 2.0" in said and "worker 2.1" in said and "runs on 4 workers" in said
+    events = map(json.loads, (tmp_path / "out0" / EVENTS).read_text().splitlines())
+    assert [one["workers"] for one in events if one["event"] == "node_lost"] == [[[2, 0], [2, 1]]]
     assert losses_in(tmp_path / "out0") == pytest.approx(judge_of_text(JOB).losses, rel=0, abs=1e-9)

@@ -91,7 +91,8 @@ EVALUATED = {"evaluate_every": 2, "validation_data": "tests.runtime.rich_model:D
 @pytest.mark.parametrize(("job", "failed", "backward", "training"), [
     (LINEAR, [], "split", EVALUATED), (LINEAR, ["1.0"], "fused", {"clip_norm": 1.6}),
     (LINEAR, ["0.3"], "split", {"clip_norm": 1.6, "skip_nonfinite": True}), (V, ["0.1"], "split", {}),
-    (V, [], "fused", {})], ids=["linear", "first lost", "last lost", "v", "v-fused"])
+    (V, [], "fused", {}), (V, [], "split", {**EVALUATED, "clip_norm": 1.6, "shard_optimizer": True})],
+    ids=["linear", "first lost", "last lost", "v", "v-fused", "v-sharded"])
 def test_layers_of_all_kinds(job, failed, backward, training, fork_server, tmp_path):
     config = rich(**training)
     result = run(schedule_for(job, failed, backward=backward), config, out=tmp_path, fork_server=fork_server)
@@ -101,11 +102,12 @@ def test_layers_of_all_kinds(job, failed, backward, training, fork_server, tmp_p
         assert_same_evaluations(tmp_path, expected)
 
 
-def test_deaths_moves_and_returns(fork_server, tmp_path):
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+def test_deaths_moves_and_returns(shard_optimizer, fork_server, tmp_path):
     """Each schedule cuts the layers anew: what layers share comes together on a worker, and parts again."""
     kills = [("1.0", 1, 3), ("0.3", 3, "A"), ("1.1", 5, "O")]
     result = train([at(*kill) for kill in kills], fork_server, tmp_path, job=LINEAR, scheduler=cut_anew(LINEAR),
-                   config=rich(iterations=40, clip_norm=1.6), checkpoint_every=20,
+                   config=rich(iterations=40, clip_norm=1.6, shard_optimizer=shard_optimizer), checkpoint_every=20,
                    returns=tuple(Return(Worker.parse(kill[0]), 8) for kill in kills))
     assert dead(result) == [kill[0] for kill in kills] and returned(result)
 
@@ -113,8 +115,8 @@ def test_deaths_moves_and_returns(fork_server, tmp_path):
 def test_what_is_shared_is_written_once_and_goes_on_from_a_checkpoint(fork_server, tmp_path):
     """On two stages instead of four; then the last stage is lost, and they go back."""
     config = rich(iterations=12)
-    run(schedule_for(LINEAR), config, out=tmp_path / "half", iterations=6, fork_server=fork_server,
-        resilience=Resilience(checkpoint_every=6))
+    run(schedule_for(LINEAR), rich(iterations=12, shard_optimizer=True), out=tmp_path / "half", iterations=6,
+        fork_server=fork_server, resilience=Resilience(checkpoint_every=6))
     checkpoint = latest(tmp_path / "half" / "checkpoints")
     assert checkpoint is not None and checkpoint.iteration == 6
     written = load(checkpoint, (0, 7))

@@ -72,7 +72,10 @@ def test_one_dies_after_layers_have_moved_and_both_come_back(fork_server, tmp_pa
     assert sum(isinstance(event, HandedOver) for event in events) >= 3
 
 
-def test_shards_of_workers_of_two_processes_move_too(fork_server, tmp_path):
-    config = eight_layers(iterations=30, clip_norm=1.6, evaluate_every=10, validation_text=__file__, tensor_parallel=2)
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+def test_shards_of_workers_of_two_processes_move_too(shard_optimizer, fork_server, tmp_path):
+    config = eight_layers(iterations=30, clip_norm=1.6, evaluate_every=10, validation_text=__file__, tensor_parallel=2,
+                          shard_optimizer=shard_optimizer)
     result, events, _ = train([at("1.2", 2, "O")], fork_server, tmp_path, config=config)
     assert dead(result) == ["1.2"] and phases(events) == ["whole", "at once", "settled"]
+    assert result.recoveries[-1].meanwhile, "all train while layers and parts are fetched"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runtime.config import ConfigError, parse_run_config
-from runtime.events import EVENTS, WentBack
+from runtime.events import EVENTS, Failed, WentBack
 from runtime.launch import Resilience, RunOptions, run
 from runtime.model.checkpoint import latest, load
 from runtime.processes.process_manager import Return
@@ -14,6 +14,7 @@ from runtime.run_folder import CHECKPOINTS
 from schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import TIMEOUT_SECONDS, Planning, at, dead, planned, returned, train
+from tests.runtime.model.test_steps import FIRST, SAME
 from tests.runtime.running import assert_same_evaluations, assert_same_numbers, judge, schedule_for, tiny
 
 WIDE = grid(3, 2, 2, more="optimizer = 1")
@@ -25,6 +26,11 @@ def sharded(iterations=6, **training):
     return tiny(iterations=iterations, shard_optimizer=True, **training)
 
 
+def events_of(out, kind):
+    events = [json.loads(line) for line in (out / EVENTS).read_text().splitlines()]
+    return [event for event in events if event["event"] == kind.__struct_config__.tag]
+
+
 @pytest.mark.parametrize("clip_norm", [None, 1.8])
 def test_killed_anywhere_and_back(clip_norm, fork_server, tmp_path):
     """Where one dies before its step, another has stepped, and waits for the parameters: it undoes the step."""
@@ -33,6 +39,27 @@ def test_killed_anywhere_and_back(clip_norm, fork_server, tmp_path):
     result = train(kills, fork_server, tmp_path, job=WIDE, config=sharded(32, clip_norm=clip_norm), returns=back)
     assert set(dead(result)) == {"0.0", "2.1", "1.0", "1.1"} and sorted(returned(result)) == ["0.0", "2.1"]
     assert all(one.went_back_to is None for one in result.recoveries)
+    assert all(one.meanwhile for one in result.recoveries if one.returned), "all train while parts are fetched"
+
+
+@pytest.mark.parametrize("kills", [
+    {"1.0": "asked"}, {"2.0": "loaded"}, {"0.0": "met", "2.0": "met"}, {"0.0": "moved", "1.0": "moved"}],
+    ids=["who-gives", "who-gets", "before-they-change", "buddies-after-they-have-changed"])
+def test_who_dies_while_parts_change_hands(kills, fork_server, tmp_path):
+    """For 0.0, which comes back, each of the others keeps other parts than before."""
+    injections = [at(worker, iteration, place) for worker, place in kills.items() for iteration in range(3, 30)]
+    result = train([at("0.0", 2), *injections], fork_server, tmp_path, job=FOUR, config=sharded(30),
+                   returns=(Return(Worker(0, 0), 3),))
+    assert dead(result)[0] == "0.0" and {*dead(result)} >= {*kills}
+    assert "0.0" in kills or returned(result) == ["0.0"]
+
+
+def test_one_dies_when_the_last_step_was_not_the_one_that_was_guessed(fork_server, tmp_path):
+    """It is committed, and the others have not gathered what was stepped anew: they write it as they get it at the end.
+    """
+    config = sharded(1, clip_norm=FIRST, **SAME)
+    train([at("1.0", 0, "reported")], fork_server, tmp_path, job=WIDE, config=config)
+    assert [one["worker"] for one in events_of(tmp_path, Failed)] == [[1, 0]]
 
 
 def test_two_that_are_not_buddies_lose_nothing(fork_server, tmp_path):
@@ -57,8 +84,7 @@ def test_two_that_are_buddies_take_the_run_back_to_its_newest_checkpoint(fork_se
     result = train([at("1.0", 5, "A"), at("2.0", 5, "A")], fork_server, tmp_path, job=FOUR, config=sharded(9),
                    checkpoint_every=3, rebalancer=Planning(FOUR))
     assert sorted(dead(result)) == ["1.0", "2.0"] and [one.went_back_to for one in result.recoveries][-1] in (0, 3)
-    events = [json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines()]
-    (reason,) = [event["reason"] for event in events if event["event"] == WentBack.__struct_config__.tag]
+    (reason,) = [event["reason"] for event in events_of(tmp_path, WentBack)]
     assert reason.startswith("optimizer state of layer 0 is lost with two workers that both kept it: worker ")
 
 
@@ -66,7 +92,7 @@ def test_v_placement_ranks_evaluation_and_another_optimizer(fork_server, tmp_pat
     """Within each plane of ranks it is the same."""
     model = {"blocks": 2, "width": 16, "heads": 4, "context": 16, "dropout": 0.1}
     training = {"batch": 1, "dtype": "float64", "device": "cpu", "iterations": 5, "optimizer": "sgd", "momentum": 0.9,
-                "clip_norm": 0.5, "evaluate_every": 2, "validation_text": __file__}
+                "clip_norm": 0.5, "evaluate_every": 1, "validation_text": __file__}
     config = parse_run_config(model, {**training, "tensor_parallel": 2, "shard_optimizer": True})
     result = run(schedule_for(V), config, out=tmp_path, fork_server=fork_server, resilience=Resilience(
         scheduler=planned(V), heartbeat_timeout_seconds=TIMEOUT_SECONDS, injections=(at("0.1", 2, "O"),)))

@@ -3,12 +3,13 @@
 import json
 
 import pytest
+import torch
 
 from runtime.config import ConfigError, parse_run_config
 from runtime.errors import RunError
 from runtime.events import EVENTS
 from runtime.launch import Resilience, run
-from runtime.model.checkpoint import latest
+from runtime.model.checkpoint import latest, load
 from runtime.processes.process_manager import Return
 from runtime.protocol.failure_injection import Injection
 from runtime.run_folder import CHECKPOINTS
@@ -72,14 +73,31 @@ def test_it_comes_back_as_one_and_the_next_rank_dies_while_it_is_taken_in(fork_s
 
 
 def test_a_worker_that_has_lost_a_rank_goes_on_as_half_its_processes(fork_server, tmp_path):
-    """It takes layers from those that are whole; then all of a stage are so, and one comes back whole from those."""
-    kills = [at("1.0", 1, 2, 3), at("0.0", 0, 14, 0), at("0.0", 0, 26, "A")]
+    """One of its ranks hangs. It takes layers from those that are whole; then all of a stage are so, and one comes back
+    whole from those."""
+    kills = [at("1.0", 1, 2, 3, "stop"), at("0.0", 0, 14, 0), at("0.0", 0, 26, "A")]
     result = train(kills, fork_server, tmp_path, job=TWO, returns=(Return(Worker(0, 0), 27),),
                    progress=until_joined(tmp_path, {2: 1, 14: 2, 26: 3}),
                    config=config(2, iterations=38, clip_norm=0.5, degraded_ranks=True, evaluate_every=5,
                                  validation_text=__file__))
     assert dead(result) == ["1.0", "0.0", "0.0"] and returned(result) == ["1.0", "0.0", "0.0"]
     assert joined(tmp_path) == [("1.0", 2), ("0.0", 2), ("0.0", 1)]
+
+
+def test_its_process_keeps_the_parts_of_both_ranks(fork_server, tmp_path):
+    """Of optimizer states: what the dead rank kept comes from buddies. It writes checkpoints, and is lost itself."""
+    kills = [at("0.0", 1, 2, "O"), at("2.0", 0, 14, "stepped"), at("2.0", 0, 26, "A")]
+    sharded = config(2, iterations=38, clip_norm=0.5, degraded_ranks=True, shard_optimizer=True)
+    result = train(kills, fork_server, tmp_path, job=grid(3, 1, 2), config=sharded, returns=(Return(Worker(2, 0), 27),),
+                   progress=until_joined(tmp_path, {2: 1, 14: 2, 26: 3}), checkpoint_every=5)
+    assert dead(result) == ["0.0", "2.0", "2.0"] and all(one.went_back_to is None for one in result.recoveries)
+    assert joined(tmp_path) == [("0.0", 2), ("2.0", 2), ("2.0", 1)]
+    newest = latest(tmp_path / CHECKPOINTS)
+    saved = judge(sharded, (2, 2, 2), newest.iteration).parameters
+    for layer, state in load(newest, range(4)).items():
+        for key, tensor in state.items():
+            if key.startswith("model."):
+                torch.testing.assert_close(tensor, saved[key.replace("model", str(layer), 1)], rtol=0, atol=1e-9)
 
 
 def test_it_loses_another_rank_and_has_enough_devices_left(fork_server, tmp_path):

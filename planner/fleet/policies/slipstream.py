@@ -14,8 +14,8 @@ from planner.fleet.settled import Slow
 AT_ONCE = ("the schedules of `slipstream plan` (list schedulers, or the table given), never slower than those of "
            "ReCycle, which it may choose; a failure costs half an iteration and a switch; who joins or moves loads one "
            "stage from peers while the others train on, and a switch follows; a slow worker is waited for, or left out "
-           "as if it were down, whichever is faster; a worker that lost some of its GPUs goes on with half of them, "
-           "twice as slow, while so many are left ([training] degraded_ranks), and is down with fewer")
+           "as if it were down, whichever is faster; a worker that lost some of its GPUs fails like any, and joins "
+           "again with half of them, twice as slow, while so many are left ([training] degraded_ranks)")
 SETTLED = ("; layers move while it trains on, for as long as the busiest worker needs for what it receives, and a "
            "switch follows, where its pause is made up for before the next failure, on average; slow workers have "
            "fewer layers then, where that is fastest; the next failure is answered at once as if they had not moved")
@@ -49,7 +49,7 @@ class Slipstream(Rerouting):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
         self._left_out: frozenset[int] = frozenset()
-        """Slow machines that the present schedule does without."""
+        """Slow machines that the present schedule does without; those that still load count, too."""
         self._settled_at, self._settled = 0.0, 0.0
         """When the settled plan runs, or will, and its samples per second at the speeds it was made for; 0: none."""
         self._settled_for: dict[int, float] = {}
@@ -124,7 +124,7 @@ class Slipstream(Rerouting):
         phases = super().on_change(change, remaining)
         if not self.slow and not self._left_out:
             return phases
-        before, self._left_out = self._left_out, self._choice(self._held, self.rate).left_out
+        before, self._left_out = self._left_out, self._choice(self._stages, self.rate).left_out
         same = before == self._left_out & self._held.of.keys()
         return phases if change.removed or remaining[0].cause is not Cause.RUN or same else [self.switch, *phases]
 

@@ -9,7 +9,7 @@ from planner.model.arrays import Ints, ProblemArrays, ints, padded
 from planner.model.problem import Problem
 from planner.search.kernel.annealing.arrays import (
     BUCKETS,
-    LARGEST_RUN,
+    LONGEST_JUMP,
     Chain,
     Instance,
     Log,
@@ -37,7 +37,7 @@ def make_chain(arrays: ProblemArrays, order: Ints, seed: int) -> Chain:
                     counters=_zeros(4)),
         log=Log(op=_zeros(4 * ops), late=_zeros(4 * ops), pipeline=_zeros(pipelines), longest=_zeros(pipelines),
                 excess=_zeros(pipelines), marked=_zeros(pipelines), counters=_zeros(2)),
-        run=_zeros(LARGEST_RUN), places=_zeros(arrays.ops.kinds), random=_random(seed))
+        run=_zeros(LONGEST_JUMP), places=_zeros(arrays.ops.kinds), random=_random(seed))
 
 
 def _instance(arrays: ProblemArrays) -> Instance:

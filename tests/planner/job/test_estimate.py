@@ -11,10 +11,12 @@ from planner.job.estimate import GPUS, Layout, ModelShape, estimate
 from planner.job.file import parse_job
 from planner.job.layers import layer_costs
 from planner.job.presets import preset, preset_names
+from planner.job.shared_state import with_shared_state
 from planner.job.writer import job_text
 from planner.model.ticks import tick_of
 from planner.plan import plan_job
 from runtime.config import parse_run_config
+from schedules.schedule import Worker
 
 
 def gpt(layers, hidden, heads, vocabulary=50_304):
@@ -51,12 +53,14 @@ def test_sizes_of_llama_3():
     assert sizes == [pytest.approx(8.03, abs=0.01), pytest.approx(70.6, abs=0.1)]
 
 
-@pytest.mark.parametrize(("pipelines", "bytes_kept"), [(2, 24), (4, 2 * 24 / 3), (8, 2 * 24 / 7)])
-def test_sharded_optimizer_state_leaves_room(pipelines, bytes_kept):
-    """Weight and gradient stay whole; what the optimizer keeps is what it is when one worker of a stage is lost."""
+@pytest.mark.parametrize(("pipelines", "lost", "bytes_kept"), [
+    (2, 0, 24), (2, 1, 24), (4, 0, 2 * 24 / 4), (4, 1, 2 * 24 / 3), (8, 0, 2 * 24 / 8), (8, 3, 2 * 24 / 5), (4, 3, 24)])
+def test_sharded_optimizer_state_leaves_room(pipelines, lost, bytes_kept):
+    """Weight and gradient stay whole; what the optimizer keeps is shared by those of a stage that are left."""
     shape = gpt(32, 4096, 32)
     whole, sharded = (parse_job(job_text(*estimate("x", shape, layout(8, pipelines=pipelines, shard_optimizer=one,
                                                                       gpu=GPUS["h200"])))) for one in (False, True))
+    sharded = with_shared_state(sharded, [Worker(pipeline, stage) for pipeline in range(lost) for stage in range(8)])
     for before, after in zip(whole.memory.weights, sharded.memory.weights, strict=True):
         assert after / before == pytest.approx((6 + bytes_kept) / 30, abs=1e-3)
     freed = [after - before for before, after in zip(whole.memory.capacity, sharded.memory.capacity, strict=True)]

@@ -4,6 +4,7 @@ import itertools
 import random
 from collections import Counter
 
+import networkx as nx
 import pytest
 
 from planner.layout.bounds import work_bound
@@ -58,6 +59,26 @@ def test_what_the_workers_of_a_stage_have_no_time_for_runs_on_the_line_that_is_c
     layout = layout_of(given, lines_of(given), division, "")
     assert_valid(given, layout, once=False)
     assert max(loads(given, layout).values()) == least
+
+
+@pytest.mark.parametrize(("pipelines", "failed", "items", "sets", "load"), [
+    (6, ["2.3"], 2, [2, 2], 17.0),  # 14 of 16 on the line that is cut anew; half a stage for each of its helpers
+    (8, ["0.1", "5.2"], 4, [3, 3], 17.25),  # three share two: three, two and three of eight layers
+    (12, ["2.3"], 2, [4, 4], 16.5),  # a quarter of a stage, and no less
+])
+def test_micro_batches_spread_apart_have_lines_of_their_own(pipelines, failed, items, sets, load):
+    given = problem(pipelines, 8, 16, 8, failed=failed, transfer=1, optimizer=0)
+    lines = lines_of(given)
+    least, division = Divider(given, lines, apart=True).least()
+    assert division.items == items and least <= load * 8 * 30
+    layout = layout_of(given, lines, division, "")
+    assert_valid(given, layout)
+    assert max(loads(given, layout).values()) <= least
+    passed = [frozenset(stop.worker.pipeline for stop in route) for route in layout.routes.values()]
+    shared = {runners for runners in passed if len(runners) > 1}
+    assert not shared & {line.workers[0].pipeline for line in lines if line.cut}
+    joined = nx.Graph(pair for runners in shared for pair in itertools.combinations(runners, 2))
+    assert sorted(map(len, nx.connected_components(joined))) == sets
 
 
 def test_a_slow_worker_gets_less():

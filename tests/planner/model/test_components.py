@@ -46,6 +46,15 @@ def test_whole_micro_batches_of_another_pipeline_join_nothing():
     assert alike.named((2,), 0, 3) == MicroBatch(0, 3) and alike.named((2,), 0, 4) == MicroBatch(2, 3)
 
 
+def test_pipelines_that_share_as_much_are_alike_whichever_micro_batch_it_is():
+    problem = problem_of([[(1, 2, 1), (0,) * STAGES, (0,) * STAGES, (3, 4, 3)],
+                          *whole(*([own] * MICROBATCHES for own in range(1, 5)))])
+    alike, = (piece for piece in decompose(problem) if len(piece.copies) == 2)
+    assert alike.copies == ((1, 2), (3, 4))
+    assert [alike.named(copy, 0, 2) for copy in alike.copies] == [(0, 0), (0, 3)], "in the middle of its own"
+    assert check(listed(problem)) == []
+
+
 def test_each_different_piece_stands_once_in_the_joined_one():
     problem = problem_of(whole([0, 1, 0, 2], [1, 1, 1, 1], [2, 2, 2, 2]))
     piece = joined(problem, decompose(problem))

@@ -67,7 +67,7 @@ class Processes:
     def workers_of(self, node):
         return WORKERS[node:node + 1]
 
-    def kill(self, worker):
+    def kill(self, worker, rank=None):
         self.killed.append(worker)
 
     def ended(self, worker):

@@ -9,7 +9,7 @@ from runtime.coordinator.commit_log import CommitLog
 from runtime.coordinator.context import Listeners
 from runtime.coordinator.coordinator import Coordinator
 from runtime.coordinator.event_log import EventLog
-from runtime.coordinator.join_planning import FAILURES, PAUSE_SECONDS
+from runtime.coordinator.join_planning import FAILURES, NUMBERS, PAUSE_SECONDS
 from runtime.coordinator.planning import NoScheduleError, ScheduleService
 from runtime.coordinator.settling import Cost, Settler
 from runtime.errors import RunError
@@ -28,6 +28,8 @@ JOB = grid(2, 2, 2)
 BACK = Worker(1, 1)
 MEMBERS = [Worker(0, 0), Worker(0, 1), Worker(1, 0)]
 WIDE = grid(3, 2, 2)
+FIRST_FETCH = NUMBERS + 1
+"""Of the first order."""
 WIDE_MEMBERS = [*MEMBERS, Worker(2, 0), Worker(2, 1)]
 
 
@@ -126,16 +128,17 @@ def test_one_that_comes_back_fetches_its_layers_and_is_taken_in_at_a_turn(run):
     run.ran(0)
     run.ready(BACK)
     told = run.last(Fetch)
-    assert told == run.last(Fetch, BACK) and told.order == 1 and {move.target for move in told.moves} == {BACK}
+    assert told == run.last(Fetch, BACK) and (told.number, told.order) == (FIRST_FETCH, 1)
+    assert {move.target for move in told.moves} == {BACK}
     assert told.moves == (LayerMove(BACK, Worker(0, 1), 2), LayerMove(BACK, Worker(0, 1), 3))
     assert told.addresses == ((Worker(0, 1), (("127.0.0.1", 2),)),)
     assert run.ran(1) == [False] * 3
-    run.fetch_up_to_date(1)
+    run.fetch_up_to_date(FIRST_FETCH)
     assert run.ran(2) == [True] * 3 and run.last(EndOrder) is None
     run.paused()
     order = run.last(Train)
     assert order == run.last(Train, BACK)
-    assert order.number == 2 and order.first_iteration == 3 and order.fetch == 1 and order.moves == ()
+    assert order.number == 2 and order.first_iteration == 3 and order.fetch == FIRST_FETCH and order.moves == ()
 
 
 def test_all_stop_at_the_same_turn_whoever_has_reported_before_it_was_agreed_on(run):
@@ -143,7 +146,7 @@ def test_all_stop_at_the_same_turn_whoever_has_reported_before_it_was_agreed_on(
     run.ran(0)
     run.ready(BACK)
     run.ran(1, MEMBERS[:1])
-    run.fetch_up_to_date(1)
+    run.fetch_up_to_date(FIRST_FETCH)
     assert run.ran(1, MEMBERS[1:]) == [False] * 2
     assert run.ran(2, MEMBERS[1:]) == [True] * 2 and run.ran(2, MEMBERS[:1]) == [True]
     run.paused()
@@ -160,14 +163,14 @@ def clock(monkeypatch):
 def test_one_that_could_not_fetch_its_layers_tries_again_later(clock, run):
     run.ran(0)
     run.ready(BACK)
-    run.coordinator.fetch_failed(FetchFailed(BACK, 1))
-    assert run.last(Fetch).number == 2 and run.last(Fetch).moves == ()  # who has begun it, ends it
-    run.fetch_up_to_date(1)  # told before it heard of that
+    run.coordinator.fetch_failed(FetchFailed(BACK, FIRST_FETCH))
+    assert run.last(Fetch).number == FIRST_FETCH + 1 and run.last(Fetch).moves == ()  # who has begun it, ends it
+    run.fetch_up_to_date(FIRST_FETCH)  # told before it heard of that
     assert run.ran(1) == run.ran(2) == [False] * 3
-    assert run.last(Fetch).number == 2, "too soon"
+    assert run.last(Fetch).number == FIRST_FETCH + 1, "too soon"
     clock.now += PAUSE_SECONDS
     run.coordinator.advance()
-    assert run.last(Fetch).number == 3 and run.last(Fetch).moves
+    assert run.last(Fetch).number == FIRST_FETCH + 2 and run.last(Fetch).moves
 
 
 def test_one_that_never_can_fetch_its_layers_gets_them_while_all_wait(clock, run):
@@ -194,7 +197,7 @@ def test_a_failure_goes_before_who_comes_back(run):
     assert order.number == 2 and order.fetch == 0 and order.moves == ()
     assert [seat.worker for seat in decode(bytes(order.schedule)).seats] == MEMBERS[:2]
     run.coordinator.advance()
-    assert run.last(Fetch).number == 3 and run.last(Fetch).order == 2 and run.last(Fetch).moves
+    assert run.last(Fetch).number == 2 * NUMBERS + 1 and run.last(Fetch).order == 2 and run.last(Fetch).moves
 
 
 def test_one_that_begins_late_does_not_end_the_recovery_from_a_death_meanwhile(run):

@@ -4,16 +4,20 @@ import itertools
 
 import pytest
 
+from planner.normalise import normal_form
+from planner.options import PlanOptions
 from runtime.coordinator.part_moves import Partition
-from runtime.model.parts import cut, parts_of, without
+from runtime.model.parts import Elements, cut, parts_of, without
 from runtime.protocol.to_coordinator import Kept
 from runtime.replay.placement import place
 from schedules.schedule import Worker
+from schedules.tables.relabel import relabel
 from tests.jobs import grid
 from tests.runtime.running import schedule_for
 
 JOB = grid(4, 2, 2)
-ELEMENTS = (100, 7, 0, 41)
+ELEMENTS = (Elements(80, (15, 5)), Elements(7), Elements(0), Elements(41))
+"""In the first layer, two parameters are not cut."""
 WHOLE = schedule_for(JOB)
 PLACEMENT = place(WHOLE.grid, len(ELEMENTS))
 
@@ -23,18 +27,17 @@ def partition(*, sharded=True):
 
 
 def cuts_of(schedule, *, sharded=True):
-    return {layers: cut(sum(ELEMENTS[slice(*layers)]), members, (), sharded=sharded)
+    return {layers: cut(sum(its.cut for its in ELEMENTS[slice(*layers)]), members, (), sharded=sharded)
             for layers, members in PLACEMENT.reduced_by_all(schedule).items()}
 
 
 def keepers(schedule, after, *, sharded=True):
-    found = {}
-    for seat in schedule.seats:
-        mine = {layers: one for layers, one in cuts_of(schedule, sharded=sharded).items()
-                if seat.worker in one.members}
-        parts = parts_of(seat.worker, mine, ELEMENTS.__getitem__)
-        found[seat.worker] = Kept(tuple((layer, *span) for layer, spans in parts.items() for span in spans), after)
-    return found
+    return partition(sharded=sharded).keepers(schedule, after)
+
+
+def spans_of(moves, target, layer, *, state):
+    return [(move.start, move.stop) for move in moves
+            if (move.target, move.layer, move.state) == (target, layer, state)]
 
 
 def workers(*names):
@@ -62,7 +65,7 @@ def test_all_get_what_they_are_to_keep_and_all_parameters(dead, undone):
                 assert without(span, [*has, *got]) == ()
             seen = [*got, *((move.start, move.stop) for move in mine if move.layer == layer and not move.state)]
             if str(worker) in undone:
-                assert without((0, ELEMENTS[layer]), [*has, *seen]) == ()
+                assert without((0, ELEMENTS[layer].total), [*has, *seen]) == ()
             else:
                 assert seen == got, "parameters are there"
             for one, other in itertools.combinations([*has, *seen], 2):
@@ -70,6 +73,35 @@ def test_all_get_what_they_are_to_keep_and_all_parameters(dead, undone):
     for move in moves:
         assert any(layer == move.layer and start <= move.start and move.stop <= stop
                    for layer, start, stop in left[move.source].parts)
+
+
+BEFORE_AND_AFTER = {"one": (("2.1",), ()), "two": (("0.0", "2.0", "1.1"), ("2.0",)),
+                    "alone": (("1.0", "2.0", "3.0"), ()), "out": ((), ("3.0", "3.1"))}
+
+
+@pytest.mark.parametrize(("down", "then"), BEFORE_AND_AFTER.values(), ids=BEFORE_AND_AFTER)
+@pytest.mark.parametrize("sharded", [True, False])
+def test_while_all_train_whole_parts_are_fetched_and_nothing_is_left_to_move(down, then, sharded):
+    """Steps of other spans than those of who sends them would not end in the same bits."""
+    present, schedule = schedule_for(JOB, down), schedule_for(JOB, then)
+    one, held = partition(sharded=sharded), PLACEMENT.held_by(present)
+    moves, old, new = one.fetched(schedule, present, held), one.keepers(present, 5), one.keepers(schedule, 5)
+    for move in moves:
+        whole = (move.layer, move.start, move.stop) in old[move.source].parts
+        assert move.source != move.target and (whole or not move.state)
+    assert len({(move.target, move.layer, move.start, move.state) for move in moves}) == len(moves), "nothing twice"
+    for worker, kept in new.items():
+        for layer in PLACEMENT.held_by(schedule)[worker]:
+            had = [its[1:] for its in old[worker].parts if its[0] == layer] if worker in old else []
+            got = spans_of(moves, worker, layer, state=True)
+            for span in (its[1:] for its in kept.parts if its[0] == layer):
+                assert without(span, [*had, *got]) == ()
+            if worker not in old:
+                assert without((0, ELEMENTS[layer].total), [*got, *spans_of(moves, worker, layer, state=False)]) == ()
+    assert one.moves(schedule, old, held, 5, moves) == ()
+    back = next(iter(sorted(old.keys() & new.keys())))
+    undone = {**old, back: Kept(old[back].parts, None)}
+    assert {(move.target, move.state) for move in one.moves(schedule, undone, held, 5, moves)} <= {(back, False)}
 
 
 def test_buddies_lost_together_are_noticed_and_layers_read_anew():
@@ -98,7 +130,7 @@ def test_writers_get_all_that_they_lack():
     for layer, writer in writers.items():
         has = [(start, stop) for one, start, stop in old[writer].parts if one == layer]
         got = [(move.start, move.stop) for move in moves if (move.target, move.layer) == (writer, layer)]
-        assert without((0, ELEMENTS[layer]), [*has, *got]) == () and all(move.state for move in moves)
+        assert without((0, ELEMENTS[layer].total), [*has, *got]) == () and all(move.state for move in moves)
 
 
 def test_where_all_keep_everything_only_who_comes_gets_something():
@@ -106,4 +138,17 @@ def test_where_all_keep_everything_only_who_comes_gets_something():
     assert partition(sharded=False).to_writers({0: Worker(3, 0)}, old) == ()
     moves = partition(sharded=False).moves(WHOLE, old, {worker: PLACEMENT.held(WHOLE, worker) for worker in old}, 5)
     assert {move.target for move in moves} == {Worker(2, 1)}
-    assert sum(move.stop - move.start for move in moves) == sum(ELEMENTS[2:])
+    assert sum(move.stop - move.start for move in moves) == sum(its.total for its in ELEMENTS[2:])
+
+
+def test_buddies_are_on_different_machines_where_roles_have_moved():
+    """Members of a stage are who plays its roles, wherever they come from."""
+    machines = [[Worker(pipeline, stage) for stage in range(2)] for pipeline in range(4)]
+    schedule = relabel(normal_form(JOB, 2, PlanOptions(method="greedy", time_limit=1.0)).schedule,
+                       sorted(workers("0.0", "1.0")), nodes=machines)
+    assert schedule is not None and any(seat.role.column != seat.worker.column for seat in schedule.moves)
+    for layers, members in PLACEMENT.reduced_by_all(schedule).items():
+        one = cut(sum(its.cut for its in ELEMENTS[slice(*layers)]), members, machines, sharded=True)
+        assert len(members) == 3 and all(
+            worker.pipeline != one.members[ward].pipeline
+            for worker, wards in zip(one.members, one.wards, strict=True) for ward in wards)

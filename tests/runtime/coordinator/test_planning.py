@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from runtime.coordinator.planning import NoScheduleError, ScheduleService
+from runtime.coordinator.planning import Finders, NoScheduleError, ScheduleService
 from schedules.schedule import Worker
 from tests.general import layers_moved
 from tests.jobs import grid
@@ -70,3 +70,28 @@ def test_a_run_that_has_nothing_for_speeds_plans_for_none_where_layers_have_move
     assert without.planner_at_speeds(moved) is None and without.planner_at_speeds(first) is None
     assert given.planner_at_speeds(moved) not in {None, rebalancer.at_once}
     assert given.planner_at_speeds(first) == rebalancer.at_once
+
+
+def test_while_workers_go_on_as_half_their_processes_others_are_asked():
+    """Also for all workers, and for none of those that are dead or whole again."""
+    asked, first = [], schedule_for(JOB, [])
+
+    def with_degraded(workers):
+        asked.append(workers)
+        return Finders(lambda down: schedule_for(JOB, list(map(str, down))))
+
+    async def answer(service, live):
+        while (found := service.for_workers(live)) is None:
+            await asyncio.sleep(0.01)
+        return found
+
+    async def script():
+        service = ScheduleService(first, lambda _: first, lambda: None, with_degraded=with_degraded)
+        everyone = [seat.worker for seat in first.seats]
+        assert await answer(service, everyone) is first
+        service.stand_for = {Worker(0, 1): 2, Worker(1, 1): 2, Worker(0, 0): 1}
+        assert await answer(service, everyone) is not first and asked == [(Worker(0, 1), Worker(1, 1))]
+        left = [worker for worker in everyone if worker not in DEATH]
+        assert (await answer(service, left)).failed == DEATH and asked[1:] == [(Worker(0, 1),)]
+
+    asyncio.run(script())

@@ -1,6 +1,7 @@
 """Parts of layers' optimizer states: how they are cut, who keeps them, and that they step as the whole does."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -9,8 +10,18 @@ from torch import nn
 from runtime.config import ParameterGroup, TrainingConfig
 from runtime.model.holding import Holding
 from runtime.model.part_optimizer import PartOptimizer
-from runtime.model.part_state import PartState, as_parts, elements_of, pack_parts, part_of, unpack_parts, whole
+from runtime.model.part_state import (
+    PartState,
+    as_parts,
+    elements_of,
+    keep_whole,
+    pack_parts,
+    span_of,
+    unpack_parts,
+    whole,
+)
 from runtime.model.parts import cut, in_layers, without
+from runtime.replay.communication import CommunicationError
 from schedules.schedule import Worker
 
 LAYERS = (3, 5)
@@ -77,18 +88,24 @@ CONFIGS = {
 class Team:
     """Workers that hold two layers together, beside one that keeps all of it; gradients are given."""
 
-    def __init__(self, training: TrainingConfig, count: int) -> None:
+    def __init__(self, training: TrainingConfig, count: int, *, mixed: bool = False) -> None:
         self.training = training
+        self.mixed = mixed
         self.dtype = torch.bfloat16 if training.master_weights else torch.float64
         self.whole = Holding(self.modules(), training)
-        self.total = sum(map(elements_of, self.whole.modules.values()))
+        self.total = sum(elements_of(module).cut for module in self.whole.modules.values())
         self.holdings = {worker: Holding(self.modules(), training) for worker in workers(count)}
         self.cut_over(workers(count), [], -1)
 
     def modules(self):
         torch.manual_seed(0)
-        return {layer: nn.Sequential(nn.Linear(3, 5, dtype=self.dtype), nn.LayerNorm(5, dtype=self.dtype))
-                for layer in range(*LAYERS)}
+        linear, norm = partial(nn.Linear, 3, 5), partial(nn.LayerNorm, 5)
+        if not self.mixed:
+            return {layer: nn.Sequential(linear(dtype=self.dtype), norm(dtype=self.dtype)) for layer in range(*LAYERS)}
+        found = {layer: nn.Sequential(norm(dtype=torch.float32), linear(dtype=self.dtype)) for layer in range(*LAYERS)}
+        for module in found.values():
+            keep_whole(module, ["0.weight", "0.bias"])
+        return found
 
     def cut_over(self, members, parts, after):
         self.cut = cut(self.total, members, (), sharded=True)
@@ -101,7 +118,8 @@ class Team:
         for holding in (self.whole, *self.holdings.values()):
             for gradient in holding.gradients():
                 draw = torch.Generator().manual_seed(iteration)
-                gradient[:self.total].copy_(torch.randn(self.total, generator=draw, dtype=torch.float64))
+                size = len(gradient) if self.mixed and gradient.dtype == torch.float32 else self.total
+                gradient[:size].copy_(torch.randn(size, generator=draw, dtype=torch.float64))
             holding.optimizer.step(iteration, factor)
         self.gather(iteration)
 
@@ -125,9 +143,10 @@ class Team:
                 torch.testing.assert_close(parameter, self.whole.parameters()[name], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("training", CONFIGS.values(), ids=CONFIGS.keys())
-def test_parts_step_undo_and_move_as_the_whole_does(training):
-    team = Team(training, 3)
+@pytest.mark.parametrize(("training", "mixed"), [*((one, False) for one in CONFIGS.values()), (CONFIGS["adamw"], True)],
+                         ids=[*CONFIGS, "norms in another dtype"])
+def test_parts_step_undo_and_move_as_the_whole_does(training, mixed):
+    team = Team(training, 3, mixed=mixed)
     for iteration in range(3):
         team.run(iteration, 0.5)
         team.require_equal()
@@ -147,6 +166,27 @@ def test_parts_step_undo_and_move_as_the_whole_does(training):
         team.require_equal()
 
 
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("training", CONFIGS.values(), ids=CONFIGS.keys())
+def test_a_step_that_breaks_off_after_the_own_parts_is_undone(training, steps_before):
+    """The owner of the copies has died: their gradients do not come."""
+    def breaks_off():
+        raise CommunicationError
+
+    team = Team(training, 3)
+    for iteration in range(steps_before):
+        team.run(iteration)
+    before, optimizer = team.parts(), team.holdings[Worker(0, 0)].optimizer
+    optimizer.own_stepped = breaks_off
+    with pytest.raises(CommunicationError):
+        team.run(steps_before)
+    optimizer.go_back(steps_before - 1)
+    after = team.parts()
+    for part, other in zip(before, after, strict=True):
+        assert part[:3] == other[:3] and part.tensors.keys() == other.tensors.keys()
+        assert all(torch.equal(tensor, other.tensors[name]) for name, tensor in part.tensors.items())
+
+
 @pytest.mark.parametrize("training", CONFIGS.values(), ids=CONFIGS.keys())
 def test_the_whole_state_comes_from_own_parts_and_goes_anywhere(training):
     team = Team(training, 3)
@@ -161,7 +201,7 @@ def test_the_whole_state_comes_from_own_parts_and_goes_anywhere(training):
         torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-12)
     assert {tensor.dtype for name, tensor in state.items() if name.startswith("model.")} == {
         torch.float32 if training.master_weights else torch.float64}
-    some = part_of(module, as_parts(module, 3, state), (2, 17), state=False)
+    some = span_of(module, as_parts(module, 3, state), (2, 17), state=False)
     assert {name: len(tensor) for name, tensor in some.items()} == {"model.0.weight": 13, "model.0.bias": 2}
 
 
@@ -173,7 +213,7 @@ def test_memory_is_that_of_two_parts(training, bytes_a_parameter, holders):
     torch.manual_seed(0)
     dtype = torch.bfloat16 if training.master_weights else torch.float32
     module = nn.Sequential(nn.Linear(64, 64, dtype=dtype), nn.LayerNorm(64, dtype=dtype))
-    one = cut(elements_of(module), workers(holders), (), sharded=True)
+    one = cut(elements_of(module).cut, workers(holders), (), sharded=True)
     for worker in one.members:
         holding = Holding({0: module}, training)
         holding.keep(holding.modules, {(0, 1): one}, worker, [], -1)
@@ -181,4 +221,4 @@ def test_memory_is_that_of_two_parts(training, bytes_a_parameter, holders):
             holding.optimizer.step(iteration)
         assert isinstance(holding.optimizer, PartOptimizer)
         taken = holding.optimizer.state_bytes() + holding.optimizer.undo_bytes()
-        assert taken == pytest.approx(2 * bytes_a_parameter * elements_of(module) / holders, rel=0.02)
+        assert taken == pytest.approx(2 * bytes_a_parameter * elements_of(module).total / holders, rel=0.02)

@@ -24,8 +24,8 @@ from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
 
 SAME = {"text": str(Path(__file__).parents[3] / "LICENSE"), "seed": 51}
 """The same gradients whichever Python this is: the text that is read where none is given is that of its library."""
-RARELY, OFTEN = 1.7, 1.25
-"""Norms that one iteration of the tiny model exceeds, and that every other does."""
+RARELY, OFTEN, FIRST = 1.7, 1.25, 1.18
+"""Norms that one iteration of the tiny model exceeds, that every other does, and that the first does."""
 
 
 class Wires:
@@ -122,10 +122,20 @@ def test_no_guess_for_a_while_after_a_wrong_one() -> None:
 @pytest.mark.parametrize(("failed", "mode"), [([], "staggered"), (["1.1"], "staggered"), (["1.1"], "synchronous")])
 @pytest.mark.parametrize("clip_norm", [1e-3, OFTEN, RARELY, 1e3])
 def test_clipping_equals_the_reference(mode, failed, clip_norm, fork_server: ForkServer, tmp_path) -> None:
-    job = grid(3, 2, 2, more="optimizer = 1")
-    config = tiny(clip_norm=clip_norm, **SAME)
-    result = run(schedule_for(job, failed, optimizer=mode), config, out=tmp_path, fork_server=fork_server)
-    assert_same_numbers(result, judge(config, job.microbatches))
+    require_reference(failed, fork_server, tmp_path, mode, clip_norm=clip_norm)
+
+
+@pytest.mark.parametrize(("iterations", "clip_norm", "failed"), [
+    (20, RARELY, []), (20, OFTEN, ["1.1"]), (1, FIRST, [])])
+def test_parts_of_a_second_step_are_gathered_again(iterations, clip_norm, failed, fork_server, tmp_path) -> None:
+    """Also where no iteration follows, and nobody runs anything before all are right."""
+    require_reference(failed, fork_server, tmp_path, shard_optimizer=True, iterations=iterations, clip_norm=clip_norm)
+
+
+def require_reference(failed, fork_server, out, mode="staggered", **training) -> None:
+    job, config = grid(3, 2, 2, more="optimizer = 1"), tiny(**SAME, **training)
+    result = run(schedule_for(job, failed, optimizer=mode), config, out=out, fork_server=fork_server)
+    assert_same_numbers(result, judge(config, job.microbatches, config.training.iterations))
 
 
 def test_rarely_is_rarely(monkeypatch) -> None:

@@ -1,10 +1,19 @@
 """Processes of workers that are several."""
 
 import os
+import select
+import signal
 
+import pytest
+
+from runtime.config import parse_run_config
 from runtime.processes.fork_server_messages import ProcessSpec
-from runtime.processes.process_manager import whole_workers
-from runtime.processes.worker_start import process_name, worker_named
+from runtime.processes.process_manager import NodeProcesses, whole_workers
+from runtime.processes.worker_start import NodeSettings, process_name, worker_named
+from runtime.protocol.authentication import new_secret
+from runtime.protocol.rendezvous import Rendezvous
+from runtime.protocol.to_coordinator import Ended
+from runtime.protocol.to_node_agent import KillWorker
 from schedules.schedule import Worker
 from tests.runtime.forked import own_fork_server
 
@@ -15,6 +24,27 @@ def test_a_worker_of_which_a_process_is_gone_is_not_gone_on_with():
             server.start(ProcessSpec(name, "tests.runtime.processes.child:sleep", "300", os.devnull))
         assert whole_workers(server, 2) == [Worker(0, 0)]
         assert server.names() == ["0.0", "0.0/1"]
+
+
+@pytest.mark.parametrize(("command", "without"), [
+    (KillWorker(Worker(1, 0), 1), 1), (KillWorker(Worker(1, 0)), None), (None, 0)])
+def test_whose_end_a_workers_is(command, without):
+    """That of a process that hangs, of nobody where all are killed, else that of the first to end."""
+    config = parse_run_config({}, {"tensor_parallel": 2})
+    with own_fork_server() as server:
+        settings = NodeSettings(config=config, secret=new_secret(), out="", resume=None)
+        local = NodeProcesses(server, Rendezvous("127.0.0.1", 1), [Worker(1, 0)], 0, settings)
+        for name in ("1.0", "1.0/1"):
+            server.start(ProcessSpec(name, "tests.runtime.processes.child:sleep", "300", os.devnull))
+        if command is None:
+            server.kill("1.0")
+        else:
+            local.do(command)
+        ended = []
+        while not ended:
+            select.select([local], [], [], 60)
+            ended = local.poll()
+        assert ended == [Ended(Worker(1, 0), -signal.SIGKILL, without)] and not local.alive()
 
 
 def test_names():

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from runtime.config import TrainingConfig
+from runtime.model.followed_part import SteppedPart
 from runtime.model.holding import Holding, build_holding
 from runtime.model.layers import model_for, parameter_dtype
 from runtime.protocol.to_worker import LayerMove
@@ -23,7 +24,7 @@ SOON = 60.0
 
 
 def build(training: TrainingConfig, layers: Iterable[int] = range(*LAYERS), seed: int = 0) -> Holding:
-    return build_holding(model_for(tiny().model, seed, parameter_dtype(tiny().training), CPU), layers, training)
+    return build_holding(model_for(tiny().model, seed, parameter_dtype(training), CPU), layers, training)
 
 
 class Member:
@@ -60,8 +61,7 @@ class Team:
     def __init__(self, training: TrainingConfig, bytes_per_second: float | None = None) -> None:
         self.members = {LEFT: Member(training, bytes_per_second), RIGHT: Member(training, bytes_per_second)}
         self.told: queue.Queue[str] = queue.Queue()
-        self.receiver = LayerReceiver(lambda layer: build(training, [layer], seed=1), CPU, SECRET,
-                                      Told(self.told))
+        self.receiver = receiver(training, self.told)
 
     def fetch(self, number: int = 1, generation: int = 1, right: tuple[str, int] | None = None, *,
               follow: bool = True) -> None:
@@ -95,6 +95,13 @@ class Team:
 
     def take(self, generation: int, fetch: int = 1):
         return self.receiver.take(generation, fetch, lambda: None)
+
+
+def receiver(training: TrainingConfig, told: "queue.Queue[str]") -> LayerReceiver:
+    return LayerReceiver(
+        lambda layer: build(training, [layer], seed=1),
+        lambda part: SteppedPart(part, build(training, [part.layer], seed=1).modules[part.layer], training),
+        CPU, SECRET, Told(told))
 
 
 class Told(ReceiverEvents):

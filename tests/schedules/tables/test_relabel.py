@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from planner.plan import plan_job
 from schedules.check import check
 from schedules.schedule import Grid, Memory, OpKind, ProgramOp, Schedule, Seat, Times, VirtualStage, Worker
+from schedules.tables.moves import layers_lacked, layers_to_load
 from schedules.tables.pattern import dead_column, pattern_of, pipeline_classes
-from schedules.tables.relabel import layers_lacked, layers_to_load, relabel, transport
+from schedules.tables.relabel import relabel, transport
 from tests.general import general_schedules
 from tests.jobs import failures, grid, jobs
 from tests.patience import SECONDS

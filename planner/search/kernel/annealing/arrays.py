@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 LARGEST_RUN = 6
 """Most ops in a run of neighbours that changes places with another one."""
+LONGEST_JUMP = 16
+"""Most ops that a single one jumps over."""
 BUCKETS = 1024
 """Of the queue, which together span the ticks of the first plan."""
 FOREVER = 2**61

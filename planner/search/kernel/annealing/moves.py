@@ -10,7 +10,7 @@ The first three are drawn by their `propose` functions, which also make the chan
 the starts of a whole group, and so is timed from scratch and undone at once where it is refused.
 """
 
-from planner.search.kernel.annealing.arrays import EXCHANGE, LARGEST_RUN, MOVE, NONE, TRADE, Move
+from planner.search.kernel.annealing.arrays import EXCHANGE, LARGEST_RUN, LONGEST_JUMP, MOVE, NONE, TRADE, Move
 from planner.search.kernel.annealing.cost import cost
 from planner.search.kernel.annealing.critical import critical_path, critical_worker
 from planner.search.kernel.annealing.random import below
@@ -100,7 +100,12 @@ def propose_exchange(random, instance, state, timing, cycle, run):
             return NEVER
         middle = state.place[op]
     worker = state.worker[instance.unit[op]]
-    begin, end = middle - _run_length(random), middle + _run_length(random)
+    before, behind = _run_length(random), _run_length(random)
+    if below(random, 4) == 0:  # one op jumps over several
+        before, behind = 1, 1 + below(random, LONGEST_JUMP)
+        if below(random, 2):
+            before, behind = behind, before
+    begin, end = middle - before, middle + behind
     if begin < 0 or end > state.size[worker]:
         return NEVER
     unit, row = instance.unit, state.sequence[worker]

@@ -1,4 +1,4 @@
-"""Rank parts: what a process that stands for several ranks of its worker has, as each of these ranks would have it.
+"""Own ranks: what a process that stands for several ranks of its worker has, as each of these ranks would have it.
 
 A worker that has lost a rank may go on as fewer processes (`[training] degraded_ranks`). Its layers are then cut over
 these only, so that each process has the shards of some neighbouring ranks in one. To other workers it is all of these
@@ -26,26 +26,26 @@ def joined_state(states: Sequence[Mapping[str, Tensor]], shards: Shards) -> dict
 
 
 @contextmanager
-def summed_by_rank(parameters: Reduced, parts: int) -> Iterator[list[list[Tensor]]]:
+def summed_by_rank(parameters: Reduced, ranks: int) -> Iterator[list[list[Tensor]]]:
     """The gradients as each of these ranks has them, one flat tensor a dtype, to be summed in place; then put back."""
     reduced = [(parameter, shard) for parameter, shard in parameters if parameter.requires_grad]
     dtypes = dict.fromkeys(parameter.dtype for parameter, _ in reduced)
-    flats = [[torch.cat([_part(parameter, shard, part, parts).flatten() for parameter, shard in reduced
-                         if parameter.dtype == dtype]) for dtype in dtypes] for part in range(parts)]
+    flats = [[torch.cat([_gradient(parameter, shard, rank, ranks).flatten() for parameter, shard in reduced
+                         if parameter.dtype == dtype]) for dtype in dtypes] for rank in range(ranks)]
     yield flats
     for place, dtype in enumerate(dtypes):
         start = 0
         for parameter, shard in (one for one in reduced if one[0].dtype == dtype):
             assert parameter.grad is not None
-            shape = _part(parameter, shard, 0, parts).shape
+            shape = _gradient(parameter, shard, 0, ranks).shape
             found = [flat[place].narrow(0, start, shape.numel()).view(shape) for flat in flats]
             parameter.grad.copy_(found[0] if shard is None else shard.joined(torch.stack(found)))
             start += shape.numel()
 
 
-def _part(parameter: nn.Parameter, shard: Shard | None, part: int, parts: int) -> Tensor:
+def _gradient(parameter: nn.Parameter, shard: Shard | None, rank: int, ranks: int) -> Tensor:
     assert parameter.grad is not None
-    return parameter.grad if shard is None else shard.cut(parameter.grad, part, parts)
+    return parameter.grad if shard is None else shard.cut(parameter.grad, rank, ranks)
 
 
 class RankForms(NamedTuple):
@@ -55,34 +55,34 @@ class RankForms(NamedTuple):
     ranks: int = 1
 
 
-def carriers(value: Value, whole: Form, part: Form, ranks: int) -> list[Tensor]:
-    """What to send to so many ranks of another worker. `whole` is the value's form, `part` that at a rank."""
+def carriers(value: Value, whole: Form, at_rank: Form, ranks: int) -> list[Tensor]:
+    """What to send to so many ranks of another worker. `whole` is the value's form, `at_rank` that at a rank."""
     if ranks == 1:
         return [packed(value)]
     cut = [[tensor] * ranks if dim is None else list(tensor.chunk(ranks, dim))
-           for tensor, dim in zip(tensors_of(value), cut_dims(whole, part, ranks), strict=True)]
-    return [packed(rebuilt(value, [parts[rank].contiguous() for parts in cut])) for rank in range(ranks)]
+           for tensor, dim in zip(tensors_of(value), cut_dims(whole, at_rank, ranks), strict=True)]
+    return [packed(rebuilt(value, [by_rank[rank].contiguous() for by_rank in cut])) for rank in range(ranks)]
 
 
-def carried(found: Sequence[Tensor], whole: Form, part: Form) -> Value:
+def carried(found: Sequence[Tensor], whole: Form, at_rank: Form) -> Value:
     """The value of what has come from each rank of another worker."""
-    values = [unpacked(carrier, part) for carrier in found]
+    values = [unpacked(carrier, at_rank) for carrier in found]
     if len(values) == 1:
         return values[0]
-    parts = zip(*map(tensors_of, values), strict=True)
+    by_rank = zip(*map(tensors_of, values), strict=True)
     return rebuilt(values[0], [one[0] if dim is None else torch.cat(one, dim)
-                               for one, dim in zip(parts, cut_dims(whole, part, len(values)), strict=True)])
+                               for one, dim in zip(by_rank, cut_dims(whole, at_rank, len(values)), strict=True)])
 
 
-def cut_dims(whole: Form, part: Form, parts: int) -> list[int | None]:
-    """The dimension along which each tensor of a value is cut into so many parts; None where all ranks have it whole.
+def cut_dims(whole: Form, at_rank: Form, ranks: int) -> list[int | None]:
+    """The dimension along which each tensor of a value is cut over so many ranks; None where all have it whole.
 
-    Raises ValueError where the parts do not make the whole.
+    Raises ValueError where what they have does not make the whole.
     """
     found = []
-    for one, other in zip(_tensor_forms(whole), _tensor_forms(part), strict=True):
+    for one, other in zip(_tensor_forms(whole), _tensor_forms(at_rank), strict=True):
         differing = [dim for dim, sizes in enumerate(zip(one.shape, other.shape, strict=True)) if len(set(sizes)) > 1]
-        if one.dtype != other.dtype or any(one.shape[dim] != parts * other.shape[dim] for dim in differing) \
+        if one.dtype != other.dtype or any(one.shape[dim] != ranks * other.shape[dim] for dim in differing) \
                 or len(differing) > 1:
             raise ValueError(f"{list(other.shape)} is no equal part of {list(one.shape)}")
         found.append(differing[0] if differing else None)

@@ -6,12 +6,16 @@ import torch
 from runtime.config import ConfigError, parse_run_config
 from runtime.model.degraded import require_degradable
 from runtime.model.forms import forms
-from runtime.model.holding import build_holding
+from runtime.model.holding import build_holding, built
 from runtime.model.layers import model_for
+from runtime.model.own_ranks import carried, carriers, cut_dims, joined_state
+from runtime.model.part_state import elements_of
+from runtime.model.parts import cut
 from runtime.model.passed import TensorForm, TupleForm
-from runtime.model.rank_parts import carried, carriers, cut_dims, joined_state
-from runtime.model.shards import part_of_state, shards_of
+from runtime.model.rank_holding import RankHolding
+from runtime.model.shards import shards_of, state_of_rank
 from runtime.model.worker_group import standing_in, worker_group
+from schedules.schedule import Worker
 
 CPU = torch.device("cpu")
 GPT = {"blocks": 1, "width": 16, "heads": 4, "context": 16}
@@ -19,6 +23,9 @@ GPT = {"blocks": 1, "width": 16, "heads": 4, "context": 16}
 
 def config(**more):
     return parse_run_config(GPT, {"dtype": "float64", "device": "cpu", "tensor_parallel": 4, **more})
+
+
+SHARDED = config(shard_optimizer=True)
 
 
 def holding(rank, size, stands_for=1):
@@ -46,13 +53,13 @@ def test_it_has_what_its_ranks_have():
     for layer, module in both.modules.items():
         state, shards = both.optimizer.layer_state(layer), shards_of(module)
         theirs = [one.optimizer.layer_state(layer) for one in ranks]
-        for part, other in enumerate(theirs):
-            mine = part_of_state(state, shards, part, 2)
+        for rank, other in enumerate(theirs):
+            mine = state_of_rank(state, shards, rank, 2)
             assert mine.keys() == other.keys() and all(torch.equal(mine[key], other[key]) for key in mine)
         joined = joined_state(theirs, shards)
         assert all(torch.equal(joined[key], state[key]) for key in state)
-    for part, other in enumerate(ranks):
-        mine, parameters = both.part(part, 2), other.parameters()
+    for own_rank, other in enumerate(ranks):
+        mine, parameters = both.at_rank(own_rank, 2), other.parameters()
         assert mine.keys() == parameters.keys() and all(torch.equal(mine[name], parameters[name]) for name in mine)
 
 
@@ -86,3 +93,36 @@ def test_models_whose_layers_do_not_allow_it_are_refused():
         require_degradable(model, one, forms(model, one))
     with pytest.raises(ConfigError, match="tensor_parallel 3; expected an even number of processes"):
         parse_run_config({}, {"tensor_parallel": 3, "degraded_ranks": True})
+
+
+def parted(rank, size):
+    """The holding of a rank, which keeps all parts."""
+    with standing_in(size, rank):
+        found = build_holding(model_for(config().model, 0, torch.float64, CPU), range(3), SHARDED.training)
+        total = sum(elements_of(module).cut for module in found.modules.values())
+        cuts = {(0, 3): cut(total, [Worker(0, 0), Worker(1, 0)], (), sharded=True)}
+        found.keep(found.modules, cuts, Worker(0, 0), [], -1)
+        return found
+
+
+def test_its_ranks_step_their_parts_of_what_it_computes():
+    ranks, alone = [parted(rank, 4) for rank in (2, 3)], [holding(rank, 4) for rank in (2, 3)]
+    with standing_in(2, 1, stands_for=2):
+        model = model_for(config().model, 0, torch.float64, CPU)
+        both = RankHolding(SHARDED.training, ranks)
+        both.join({layer: built(model, layer) for layer in range(3)})
+        for layer, module in both.modules.items():
+            for name, parameter in module.named_parameters():
+                parameter.grad.copy_(gradient(layer, name, module, parameter.shape, worker_group()))
+        with both.summed((0, 3)) as by_rank:
+            for (flat,), other in zip(by_rank, alone, strict=True):
+                theirs = torch.cat([one.flatten() for one in other.gradients()])
+                assert torch.equal(flat[:len(theirs)], theirs)
+        both.optimizer.step(0)
+        both.arrived()
+    for own_rank, other in enumerate(alone):
+        mine = both.at_rank(own_rank, 2)
+        assert all(torch.equal(mine[name], parameter) for name, parameter in other.parameters().items())
+    assert both.squares(range(3)) == pytest.approx(sum(sum(one.optimizer.squares().values()) for one in ranks))
+    both.optimizer.go_back(-1)
+    assert all(one.optimizer.whole_after is None for one in ranks)

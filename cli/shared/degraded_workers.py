@@ -1,0 +1,39 @@
+"""Workers of `slipstream train` that go on as half their processes: which can, and the schedules meanwhile."""
+
+from collections.abc import Callable
+from functools import cache
+
+from cli.shared.failure_schedules import scheduler, scheduler_at_speeds
+from cli.shared.rebalancing import Rebalancing
+from planner.degraded import degradable, with_degraded
+from planner.job.file import Job
+from planner.model.problem import NoPlanError
+from runtime.config import RunConfig
+from runtime.coordinator.planning import Finders, NoScheduleError, WithDegraded
+from schedules.schedule import Schedule, Worker
+from schedules.tables.table import Table
+
+
+def may_degrade(job: Job, config: RunConfig, say: Callable[[str], None]) -> frozenset[int]:
+    """The columns whose workers may; which have no room for that, though they are asked to, is said."""
+    if not config.training.degraded_ranks:
+        return frozenset()
+    columns = degradable(job)
+    for column in sorted(set(range(job.stages)) - columns):
+        say(f"workers of stage {column} that lose a rank are down: half of their ranks have no room for a micro-batch "
+            "beside twice the weights")
+    return columns
+
+
+def with_less_room(job: Job, first: Schedule, table: Table | None) -> WithDegraded:
+    """What finds schedules while workers go on as half their processes: for each, less memory is left."""
+    @cache
+    def find(degraded: tuple[Worker, ...]) -> Finders:
+        try:
+            less = with_degraded(job, degraded)
+        except NoPlanError as error:
+            raise NoScheduleError(str(error)) from None
+        return Finders(scheduler(less, first, table), scheduler_at_speeds(less, first, table),
+                       Rebalancing(less, first, table))
+
+    return find

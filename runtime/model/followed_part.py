@@ -1,0 +1,95 @@
+"""Parts of layers that another worker keeps, on their way here while it trains.
+
+Of a part with optimizer state the state comes once, and then the gradients of each step. It is a whole part of whoever
+sends it, and stepped by itself, as there: the ends of a vector are computed otherwise than its middle, so that steps
+of other spans would not end in the same bits. Of a part without state, the parameters come anew after each step.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from runtime.config import TrainingConfig
+from runtime.model.parameter_groups import grouped
+from runtime.model.part_state import PartState, name_of, trained
+from runtime.model.sharing import NOTHING_SHARED, Sharing
+from runtime.model.undoable_steps import UndoableSteps
+
+
+class FollowedPart(Protocol):
+    """What has come of a part until now."""
+
+    def follow(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
+        """The sender has stepped: what it sends of that. Raises ValueError where that does not fit."""
+
+    def go_back(self, committed: int) -> None:
+        """Be as it is after an iteration: the last one, or the one before."""
+
+    def state(self) -> PartState:
+        """The part; the tensors themselves."""
+
+
+class SteppedPart(UndoableSteps):
+    """With the optimizer's state. `module` is the layer, of which nothing is changed."""
+
+    def __init__(self, part: PartState, module: nn.Module, config: TrainingConfig,
+                 sharing: Sharing = NOTHING_SHARED) -> None:
+        parameters, device = trained(module), next(module.parameters()).device
+        names = {key: name_of(key) for key in part.tensors if name_of(key) in parameters}
+        self._part = part._replace(tensors={key: tensor for key, tensor in part.tensors.items() if key not in names})
+        self._pieces = {names[key]: nn.Parameter(part.tensors[key].to(device, copy=True))
+                        for key in names if key.startswith("model.")}
+        groups = grouped({str(sharing.first(part.layer, name)): parameters[name] for name in self._pieces}, config)
+        pieces = {parameters[name]: piece for name, piece in self._pieces.items()}
+        super().__init__([{**group, "params": [pieces[one] for one in group["params"]]} for group in groups], config)
+        for key, name in names.items():
+            kind, slot, *_ = key.split(".")
+            if kind == "optimizer":
+                piece = self._pieces[name]
+                self._state[piece][slot] = part.tensors[key].to(self._device_of(slot, piece), copy=True)
+
+    def follow(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
+        """See `FollowedPart.follow`: these are gradients, as they were stepped by."""
+        if {name: one.shape for name, one in tensors.items()} != {
+                name: one.shape for name, one in self._pieces.items()}:
+            raise ValueError(f"gradients of a part of layer {self._part.layer} do not fit")
+        for name, piece in self._pieces.items():
+            piece.grad = tensors[name].to(piece.device, piece.dtype)
+        self.step(iteration)
+        for piece in self._pieces.values():
+            piece.grad = None
+
+    def state(self) -> PartState:
+        """See `FollowedPart.state`."""
+        found = dict(self._part.tensors)
+        for name, piece in self._pieces.items():
+            found[f"model.{name}"] = piece.detach()
+            found |= {f"optimizer.{slot}.{name}": value for slot, value in self._state.get(piece, {}).items()
+                      if isinstance(value, Tensor)}
+        return self._part._replace(tensors=found)
+
+
+class CopiedPart:
+    """Parameters alone; or what does not change, where the sender waits. They are as they are before an iteration."""
+
+    def __init__(self, part: PartState, iteration: int) -> None:
+        self._part = part
+        self._last: Mapping[int, Mapping[str, Tensor]] = {iteration: part.tensors}
+        """By the iteration before which they were so: the last two."""
+
+    def follow(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
+        """See `FollowedPart.follow`: these are the parameters after the iteration."""
+        if {key: one.shape for key, one in tensors.items()} != {
+                key: one.shape for key, one in self._part.tensors.items()}:
+            raise ValueError(f"parameters of a part of layer {self._part.layer} do not fit")
+        before = max(self._last)
+        self._last = {before: self._last[before], iteration + 1: tensors}
+
+    def go_back(self, committed: int) -> None:
+        """See `FollowedPart.go_back`."""
+        self._last = {committed + 1: self._last[max(one for one in self._last if one <= committed + 1)]}
+
+    def state(self) -> PartState:
+        """See `FollowedPart.state`."""
+        return self._part._replace(tensors=self._last[max(self._last)])

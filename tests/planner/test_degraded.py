@@ -1,0 +1,71 @@
+"""Workers that go on as half their processes hold no more than there is room for."""
+
+import pytest
+from msgspec.structs import replace
+
+from planner.degraded import degradable, with_degraded
+from planner.job.file import parse_job
+from planner.model.problem import NoPlanError
+from planner.options import PlanOptions
+from planner.plan import plan_job, plan_with
+from schedules.check import check
+from schedules.codec import decode, encode
+from schedules.costs import Room
+from schedules.memory import memory_peaks, room
+from schedules.schedule import Worker
+
+SLOW = Worker(1, 0)
+
+
+def job(capacity, weights, more=""):
+    return parse_job(f"pipelines = 3\nstages = 2\nmicrobatches = 4\n[time]\nforward = 1\nbackward_input = 1\n"
+                     f"backward_weight = 1\n[memory]\ncapacity = {capacity}\nweights = {weights}\n"
+                     f"weight_stash = 0.5\n{more}[training]\ntensor_parallel = 2\n")
+
+
+@pytest.mark.parametrize(("capacity", "weights", "left"), [(6, 2, 2), (5, 1, 2), (3, 1, 1), (5, 0, 2.5)])
+def test_there_is_half_a_device_beside_the_weights_of_both_ranks(capacity, weights, left):
+    given = with_degraded(job(capacity, weights), [SLOW], slower=2.0)
+    assert given.memory.capacity_of == ((SLOW, left),) and given.time.slow == ((SLOW, 2.0),)
+    schedule = plan_job(given, [Worker(0, 1)], method="greedy", time_limit=0.3).schedule
+    assert memory_peaks(schedule)[SLOW] * schedule.memory.unit <= left < capacity
+    assert room(schedule, schedule.seat_of[SLOW]) * schedule.memory.unit == left
+    assert decode(encode(schedule)) == schedule
+    if left < 2.5:
+        less = replace(schedule.memory, capacity_of=(Room(SLOW, 0),))
+        assert check(replace(schedule, memory=less))[0].rule == "memory"
+
+
+def test_layers_that_move_leave_it_with_what_it_has_room_for():
+    given = with_degraded(job(7, [4, 4], "[placement]\nlayers = [2, 2]\n"), [SLOW], slower=2.0)
+    options = PlanOptions(method="greedy", time_limit=0.3, layers="move")
+    schedule = plan_with(options, given, [Worker(0, 1)]).schedule
+    held = sum(end - first for first, end in schedule.holds_of(schedule.seat_of[SLOW]))
+    assert 0 <= memory_peaks(schedule)[SLOW] * schedule.memory.unit <= (7 + 4) / 2 - 2 * held
+
+
+@pytest.mark.parametrize(("capacity", "weights"), [(2, 1), (1.9, 0), (3, 3), (4, 6)])
+def test_without_room_for_a_micro_batch_it_is_as_good_as_down(capacity, weights):
+    assert degradable(job(capacity, weights)) == set()
+    with pytest.raises(NoPlanError, match=r"worker 1\.0 cannot go on as half its ranks: there is no room"):
+        with_degraded(job(capacity, weights), [SLOW])
+
+
+def test_where_state_is_sharded_parameters_and_gradients_are_there_twice():
+    """Of three holders each has two thirds of the state, 6 of 9: 2 are parameters and gradients."""
+    given = with_degraded(job(16, 8, "state = 9\n"), [SLOW])
+    assert given.memory.capacity_of == ((SLOW, (16 + 8) / 2 - 8 - 2),)
+
+
+def test_others_who_are_down_leave_more_state_to_each():
+    given = job(12, 8, "state = 9\n")
+    with pytest.raises(NoPlanError, match="a worker of stage 0 has room for 0, but one micro-batch needs 1 there"):
+        plan_job(replace(given, memory=replace(given.memory, capacity=(3.0, 12.0))), [Worker(0, 0), Worker(1, 0)])
+    schedule = plan_job(given, [Worker(0, 0)], method="greedy", time_limit=0.3).schedule
+    assert [room(schedule, schedule.seat_of[Worker(1, column)]) * schedule.memory.unit for column in (0, 1)] == [9, 12]
+
+
+@pytest.mark.parametrize("method", ["1f1b", "recycle"])
+def test_baselines_take_all_workers_to_have_the_same_room(method):
+    with pytest.raises(NoPlanError, match=f"{method} takes all workers to have the same room; expected"):
+        plan_job(with_degraded(job(6, 2), [SLOW]), method=method)

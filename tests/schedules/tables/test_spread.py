@@ -1,0 +1,93 @@
+"""Where roles move, holders of a stage lie on as many machines as can be, at no cost."""
+
+from collections import Counter
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.normalise import normal_form
+from planner.options import PlanOptions
+from planner.plan import plan_job
+from schedules.check import check
+from schedules.schedule import Worker
+from schedules.tables.moves import layers_lacked
+from schedules.tables.relabel import relabel
+from tests.general import general_schedules
+from tests.jobs import failures, grid, jobs
+
+
+def together(schedule, nodes):
+    """Pairs of workers that hold the same layers on one machine."""
+    node = {worker: number for number, workers in enumerate(nodes) for worker in workers}
+    held = Counter((schedule.holds_of(seat), node[seat.worker]) for seat in schedule.seats if seat.worker in node)
+    return sum(count * (count - 1) // 2 for count in held.values())
+
+
+def loaded(schedule):
+    return sum(len(layers_lacked(schedule, seat)) for seat in schedule.seats)
+
+
+def own_roles(schedule):
+    return all(seat.worker == seat.role for seat in schedule.seats)
+
+
+def in_turns(schedule, machines):
+    workers = list(schedule.grid.workers())
+    return [workers[first::machines] for first in range(machines)]
+
+
+@settings(max_examples=100)
+@given(st.data(), jobs(max_pipelines=4), st.integers(1, 4))
+def test_it_costs_nothing_and_is_never_worse(data, job, machines):
+    schedule = plan_job(job, data.draw(failures(job)), method="greedy", time_limit=0.01).schedule
+    failed = data.draw(st.sets(st.sampled_from(list(schedule.grid.workers())), min_size=len(schedule.failed),
+                               max_size=len(schedule.failed)))
+    nodes = in_turns(schedule, machines)
+    usual, apart = relabel(schedule, failed), relabel(schedule, failed, nodes=nodes)
+    assert (usual is None) == (apart is None)
+    if usual is None or apart is None:
+        return
+    assert check(apart) == [] and apart.period_ticks == usual.period_ticks and loaded(apart) == loaded(usual)
+    assert apart.lower_bound_ticks == usual.lower_bound_ticks
+    assert together(apart, nodes) <= together(usual, nodes)
+    if not any(seat.worker.column != seat.role.column for seat in usual.seats):
+        assert apart == usual
+
+
+@settings(max_examples=50)
+@given(st.data(), general_schedules().filter(own_roles), st.integers(1, 4))
+def test_layers_that_have_moved_stay_within_the_room_of_a_worker(data, schedule, machines):
+    failed = data.draw(st.sets(st.sampled_from(list(schedule.grid.workers())), min_size=len(schedule.failed),
+                               max_size=len(schedule.failed)))
+    apart = relabel(schedule, failed, held_elsewhere=True, nodes=in_turns(schedule, machines))
+    assert apart is None or check(apart) == []
+
+
+@pytest.mark.parametrize("lost", range(4))
+def test_holders_of_a_stage_share_no_machine_where_they_need_not(lost):
+    """Each machine has a pipeline. Three workers of a stage are lost; the first that could take over are of one."""
+    nodes = [[Worker(pipeline, stage) for stage in range(4)] for pipeline in range(4)]
+    failed = [Worker(pipeline, lost) for pipeline in range(3)]
+    schedule = normal_form(grid(4, 4, 4), 3, PlanOptions(method="greedy", time_limit=1.0)).schedule
+    usual, apart = relabel(schedule, failed), relabel(schedule, failed, nodes=nodes)
+    assert usual is not None and apart is not None
+    assert together(usual, nodes) > together(apart, nodes) == least(schedule, failed, nodes) == 0
+
+
+def least(schedule, failed, nodes):
+    """By trying all ways to give the vacant places of the lost stage to live workers of stages with one to spare."""
+    vacant = Counter(role.column for role in schedule.failed)
+    (column,) = {worker.column for worker in failed}
+    gives = {stage: count for stage, count in vacant.items() if stage != column}
+    live = [worker for worker in schedule.grid.workers() if worker not in failed]
+    best = None
+    for movers in combinations([worker for worker in live if worker.column in gives], sum(gives.values())):
+        if Counter(worker.column for worker in movers) != gives:
+            continue
+        count = Counter((column if worker in movers else worker.column,
+                         next(number for number, one in enumerate(nodes) if worker in one)) for worker in live)
+        pairs = sum(one * (one - 1) // 2 for one in count.values())
+        best = pairs if best is None else min(best, pairs)
+    return best
