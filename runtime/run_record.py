@@ -8,6 +8,7 @@ import statistics
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TypeVar
@@ -94,7 +95,7 @@ class Stretch:
         return self.committed[1:] or self.committed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: some of it is computed once
 class RunRecord:
     """The course of a run."""
 
@@ -105,7 +106,7 @@ class RunRecord:
     seconds: float
     """The sum over all starts."""
 
-    @property
+    @cached_property
     def starts(self) -> tuple[Started, ...]:
         """Each start of the run."""
         return tuple(one.event for one in self.events if isinstance(one.event, Started))
@@ -116,7 +117,7 @@ class RunRecord:
         last = self.events[-1].event
         return last if isinstance(last, Finished) else None
 
-    @property
+    @cached_property
     def whole_seconds(self) -> float | None:
         """Median of an iteration, measured while all workers took part."""
         return _median([one.took for stretch in self.stretches if stretch.order.phase == "whole"

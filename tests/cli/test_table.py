@@ -41,6 +41,7 @@ def job(tmp_path):
     return path
 
 
+@pytest.mark.real_clock
 def test_writes_a_table_and_says_what_it_is_worth(job, tmp_path):
     out = tmp_path / "table"
     first = slipstream("table", job, "--max-failures", "2", "--time-limit", "2", "--jobs", "2", "--out", out, "--json")
