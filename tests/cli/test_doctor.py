@@ -65,7 +65,7 @@ def test_a_process_that_dies_is_named():
     with SelfTest() as self_test:
         self_test._children.fork_server.kill("0")
         with pytest.raises(SelfTestError, match="ended with status -9"):
-            self_test.wait(30)
+            self_test.wait(SECONDS)
 
 
 def test_help_does_not_wait_for_torch():
