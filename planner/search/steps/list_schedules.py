@@ -33,7 +33,7 @@ def list_schedules(known: Incumbent, budget: Budget) -> Incumbent:
     found = _each_alone(known, budget.share(APART_SHARE) if join else budget)
     if len(known.pieces) > 1:
         _report(found.period, known, budget)
-    join = join and found.period > max(found.periods)
+    join = join and found.period != max(found.periods)
     return _on_one_clock(found, budget) if join and found.open and budget.seconds > 0 else found
 
 
