@@ -95,7 +95,7 @@ def until(throughput: float, samples: int) -> ProgressCallback:
 
 @pytest.mark.parametrize(("row", "plan"), [
     ("Slipstream, settled", lambda job, failed, progress: normalised(
-        job, failed, PlanOptions(time_limit=30, layers="move" if failed else "fixed"), progress=progress)),
+        job, failed, PlanOptions(time_limit=10, layers="move" if failed else "fixed"), progress=progress)),
     ("Slipstream, at once", lambda job, failed, progress: plan_job(job, failed, time_limit=30, progress=progress)),
     ("1F1B", lambda job, failed, _: plan_job(job, failed, method="1f1b")),
 ])
