@@ -25,6 +25,8 @@ WIDE = grid(3, 2, 2, more="optimizer = 1")
 V = grid(2, 2, 2, more="[placement]\norder = 'v'\nchunks = 2")
 TINY = {"blocks": 2, "width": 16, "heads": 2, "context": 16, "dropout": 0.1}
 GPT = {"blocks": 2, "width": 16, "heads": 4, "context": 16, "dropout": 0.1}
+NEVER_SILENT = 60.0
+"""Seconds, where no process hangs: many of them on a busy machine send heartbeats late."""
 BY_TORCH = {"name": "tests.runtime.parallelized:Parallelized", "blocks": 2, "width": 8, "context": 8}
 
 
@@ -75,21 +77,23 @@ def test_it_comes_back_as_one_and_the_next_rank_dies_while_it_is_taken_in(fork_s
 def test_a_worker_that_has_lost_a_rank_goes_on_as_half_its_processes(fork_server, tmp_path):
     """One of its ranks hangs. It takes layers from those that are whole; then all of a stage are so, and one comes back
     whole from those."""
-    kills = [at("1.0", 1, 2, 3, "stop"), at("0.0", 0, 14, 0), at("0.0", 0, 26, "A")]
-    result = train(kills, fork_server, tmp_path, job=TWO, returns=(Return(Worker(0, 0), 27),),
-                   progress=until_joined(tmp_path, {2: 1, 14: 2, 26: 3}),
-                   config=config(2, iterations=38, clip_norm=0.5, degraded_ranks=True, evaluate_every=5,
+    kills = [at("1.0", 1, 2, 3, "stop"), at("0.0", 0, 30, 0), at("0.0", 0, 58, "A")]
+    result = train(kills, fork_server, tmp_path, job=TWO, returns=(Return(Worker(0, 0), 59),),
+                   progress=until_joined(tmp_path, {2: 1, 30: 2, 58: 3}),
+                   config=config(2, iterations=86, clip_norm=0.5, degraded_ranks=True, evaluate_every=10,
                                  validation_text=__file__))
-    assert dead(result) == ["1.0", "0.0", "0.0"] and returned(result) == ["1.0", "0.0", "0.0"]
+    assert dead(result) == ["1.0", "0.0", "0.0"], [one.reasons for one in result.recoveries]
+    assert returned(result) == ["1.0", "0.0", "0.0"]
     assert joined(tmp_path) == [("1.0", 2), ("0.0", 2), ("0.0", 1)]
 
 
 def test_its_process_keeps_the_parts_of_both_ranks(fork_server, tmp_path):
     """Of optimizer states: what the dead rank kept comes from buddies. It writes checkpoints, and is lost itself."""
-    kills = [at("0.0", 1, 2, "O"), at("2.0", 0, 14, "stepped"), at("2.0", 0, 26, "A")]
-    sharded = config(2, iterations=38, clip_norm=0.5, degraded_ranks=True, shard_optimizer=True)
-    result = train(kills, fork_server, tmp_path, job=grid(3, 1, 2), config=sharded, returns=(Return(Worker(2, 0), 27),),
-                   progress=until_joined(tmp_path, {2: 1, 14: 2, 26: 3}), checkpoint_every=5)
+    kills = [at("0.0", 1, 2, "O"), at("2.0", 0, 30, "stepped"), at("2.0", 0, 58, "A")]
+    sharded = config(2, iterations=86, clip_norm=1.5, degraded_ranks=True, shard_optimizer=True)
+    result = train(kills, fork_server, tmp_path, job=grid(3, 1, 2), config=sharded, returns=(Return(Worker(2, 0), 59),),
+                   progress=until_joined(tmp_path, {2: 1, 30: 2, 58: 3}), checkpoint_every=15,
+                   heartbeat_timeout_seconds=NEVER_SILENT)
     assert dead(result) == ["0.0", "2.0", "2.0"] and all(one.went_back_to is None for one in result.recoveries)
     assert joined(tmp_path) == [("0.0", 2), ("2.0", 2), ("2.0", 1)]
     newest = latest(tmp_path / CHECKPOINTS)
@@ -101,10 +105,10 @@ def test_its_process_keeps_the_parts_of_both_ranks(fork_server, tmp_path):
 
 
 def test_it_loses_another_rank_and_has_enough_devices_left(fork_server, tmp_path):
-    kills = [at("1.0", 3, 1, 1), at("1.0", 1, 13, "stepped")]
-    result = train(kills, fork_server, tmp_path, job=grid(2, 1, 2), progress=until_joined(tmp_path, {1: 1, 13: 2}),
-                   config=config(4, iterations=24, degraded_ranks=True))
-    assert dead(result) == returned(result) == ["1.0"] * 2
+    kills = [at("1.0", 3, 1, 1), at("1.0", 1, 29, "stepped")]
+    result = train(kills, fork_server, tmp_path, job=grid(2, 1, 2), progress=until_joined(tmp_path, {1: 1, 29: 2}),
+                   config=config(4, iterations=58, degraded_ranks=True), heartbeat_timeout_seconds=NEVER_SILENT)
+    assert dead(result) == returned(result) == ["1.0"] * 2, [one.reasons for one in result.recoveries]
     assert joined(tmp_path) == [("1.0", 2), ("1.0", 2)]
 
 
