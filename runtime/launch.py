@@ -57,6 +57,9 @@ from schedules import codec
 from schedules.measured_trace import write_measured_trace
 from schedules.schedule import Schedule, Worker
 
+LISTEN_SECONDS, LISTEN_AGAIN_SECONDS = 5.0, 0.1
+"""How long, and how often, it is tried to listen where workers look for a coordinator: while nobody listens there, the
+system may give that port to one that connects, if only for a moment."""
 HUGGING_FACE = "hugging-face"
 """The folder of a run for its model as transformers reads it, where it is one of transformers."""
 
@@ -196,11 +199,15 @@ class _Launch:
         """Listen; where workers look for a coordinator, if it can be there. Raises RendezvousError."""
         wanted = self.options.rendezvous
         if behind is not None and (wanted is None or wanted.port == 0):
-            try:
-                return listen(behind.coordinator)
-            except RendezvousError as error:
-                raise NobodyLeftError(f"the workers of the run that was led here before cannot be met: {error}"
-                                      ) from None
+            deadline = time.monotonic() + LISTEN_SECONDS
+            while True:
+                try:
+                    return listen(behind.coordinator)
+                except RendezvousError as error:
+                    if time.monotonic() > deadline:
+                        raise NobodyLeftError("the workers of the run that was led here before cannot be met: "
+                                              f"{error}") from None
+                time.sleep(LISTEN_AGAIN_SECONDS)
         return listen(wanted)
 
     def _settings(self, behind: LeftBehind | None, adopted: AdoptedForkServer | None) -> NodeSettings:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -143,6 +144,20 @@ def test_on_one_node_its_workers_are_adopted(dies, clip, ranks, tmp_path):
     assert_right(out, float(clip) if clip else None)
     wait_until_gone(pids)
     assert left_behind(out) is None and not list(out.glob(".*"))
+
+
+def test_a_port_that_another_has_for_a_moment_is_waited_for(tmp_path):
+    """As one that connects, to which the system has given it."""
+    out, log = tmp_path / "out", tmp_path / "log"
+    first = Launcher(LEAD, out, 0, 1, "committed@4", "", log=log)
+    started(out, first, log)
+    killed(first, log)
+    with socket.create_server(("127.0.0.1", left_behind(out).coordinator.port)):
+        second = Launcher(LEAD, out, 0, 1, "", "", log=log)
+        time.sleep(1.0)
+    assert second.wait(240) == 0, log.read_text()
+    assert "node 0 goes on with the 4 workers" in log.read_text(), log.read_text()
+    assert_right(out)
 
 
 def test_one_after_the_other_is_killed(tmp_path):

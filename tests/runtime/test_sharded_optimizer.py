@@ -1,6 +1,8 @@
 """Workers keep parts of layers' optimizer states: whatever fails, the numbers are those of one process that has all."""
 
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -81,7 +83,14 @@ def test_a_whole_machine_loses_nothing(fork_server, tmp_path):
 
 
 def test_two_that_are_buddies_take_the_run_back_to_its_newest_checkpoint(fork_server, tmp_path):
-    result = train([at("1.0", 5, "A"), at("2.0", 5, "A")], fork_server, tmp_path, job=FOUR, config=sharded(9),
+    def kill(iteration, _):  # both, before either is missed
+        if iteration == 4 and not killed:
+            killed.extend(fork_server.pids[name] for name in ("1.0", "2.0"))
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+
+    killed = []
+    result = train([], fork_server, tmp_path, job=FOUR, config=sharded(9), progress=kill,
                    checkpoint_every=3, rebalancer=Planning(FOUR))
     assert sorted(dead(result)) == ["1.0", "2.0"] and [one.went_back_to for one in result.recoveries][-1] in (0, 3)
     (reason,) = [event["reason"] for event in events_of(tmp_path, WentBack)]

@@ -62,7 +62,7 @@ def result_for(name, trace, parameters=6.7e9, kinds=("slipstream", *FOLLOWED), s
 
 @pytest.mark.parametrize(("name", "seconds"), [*((name, 0.0) for name in preset_names()), ("gpt-1.5b", 0.1)])
 def test_on_spot_traces(name, seconds):
-    trace = spot_trace(1, 32, hours=0.2 if name in LARGE else 0.6)
+    trace = spot_trace(1, 32, hours=0.2 if name in LARGE else 0.4)
     assert trace.removals and any(change.added for change in trace.changes)
     result = result_for(name, trace, seconds=seconds)
     ours, others = result.runs["slipstream"].throughput, {kind: result.runs[kind].throughput for kind in FOLLOWED}
