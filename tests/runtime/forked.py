@@ -74,6 +74,8 @@ def fork_server_of_launcher() -> ForkServer:
     if os.fork() == 0:
         try:
             os.setsid()
+            os.closerange(3, theirs.fileno())  # with those, the launcher would not be seen to have died
+            os.closerange(theirs.fileno() + 1, HIGHEST)
             serve(theirs)
         finally:
             os._exit(1)
@@ -86,7 +88,7 @@ def serve(connection: socket.socket) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     for descriptor in (0, 1):
         os.dup2(connection.fileno(), descriptor)
-    os.closerange(3, HIGHEST)  # who forked this would not be seen to have died
+    connection.close()
     os.write(1, msgspec.json.encode(Adopted("", ())) + b"\n")
     gc.freeze()
     _Server().serve()

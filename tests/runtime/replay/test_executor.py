@@ -62,7 +62,7 @@ def test_a_lone_worker_runs_its_program_as_it_stands(backward):
 def test_an_executor_is_gone_with_its_last_reference():
     """It has what belongs to a generation: tensors, transfers, connections. None waits for the garbage collector."""
     schedule = schedule_for(grid(1, 1, 3))
-    one = SimpleNamespace(worker=Worker(0, 0), parts=range(1))
+    one = SimpleNamespace(worker=Worker(0, 0), own_ranks=range(1))
     slices = SimpleNamespace(runners={0: None})
     executor = Executor(schedule, slices=slices, steps=one, communicator=one, exchange=one, feed=one, recorder=one)
     there = weakref.ref(executor)
