@@ -18,7 +18,7 @@ from cli.shared.going_on import (
     how_to_resume,
     is_same,
     nothing_left,
-    require_room,
+    require_folder,
     where_to_go_on,
 )
 from cli.shared.inputs import failed_workers, read_job_or_refuse, read_schedule_or_refuse, require_choice
@@ -147,7 +147,7 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
         refuse("--mtbf says when moving layers pays: give it with --layers move")
     if not goes_on:
         with _refusals():
-            require_room(folder, resume_from, config, force=force, again=is_same(resume, folder))
+            require_folder(folder, resume_from, config, force=force, again=is_same(resume, folder))
     rehearsals = read_rehearsals(wanted, kill, bring_back, slow)
     for line in rehearsals.never(config.training.iterations):
         _say(line)
@@ -161,8 +161,8 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
         options = plan_options(
             backward=loaded.basis.backward if loaded else backward, method=method, seed=seed or 0,
             optimizer=loaded.basis.optimizer if loaded else optimizer, time_limit=time_limit, layers=layers)
-        found, whole = look_up(loaded, down, settled=layers == "move", nodes=wanted.nodes), \
-            look_up(loaded, ())
+        found = look_up(loaded, down, settled=layers == "move", nodes=wanted.nodes)
+        whole = look_up(loaded, ())
         if found is None:
             plan = make_plan(wanted, down, options, ctrl_c="ends the search, and training starts by this schedule")
             if plan.interrupted:

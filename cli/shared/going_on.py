@@ -74,7 +74,7 @@ def where_to_go_on(resume: Path, folder: Path, *, needed: bool) -> Checkpoint | 
         return None
 
 
-def require_room(folder: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool, again: bool) -> None:
+def require_folder(folder: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool, again: bool) -> None:
     """Refuse what `run` will refuse, before the time for planning is spent."""
     if resume is not None:
         open_checkpoint(resume.path, identity_of(config, len(resume.manifest.layers)))
