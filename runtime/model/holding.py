@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from runtime.config import TrainingConfig
 from runtime.model.digest import parameter_digest
 from runtime.model.distributed_tensors import with_local_parameters
+from runtime.model.late_steps import BUFFERS
 from runtime.model.layers import LayeredModel, parameter_dtype
 from runtime.model.optimizer import UndoableOptimizer, build_optimizer
 from runtime.model.own_ranks import summed_by_rank
 from runtime.model.part_optimizer import PartOptimizer
 from runtime.model.part_state import PartState, elements_of, keep_whole, kept_whole, put, trained
-from runtime.model.parts import Cut, Elements, parts_of
+from runtime.model.parts import Cut, Elements, Span, in_layers, parts_of
 from runtime.model.rank_optimizers import RankOptimizers
 from runtime.model.seeds import GENERATORS
 from runtime.model.shards import shards_of
@@ -55,6 +56,8 @@ class Holding:
         self.cuts: dict[LayerRange, Cut] = {}
         """How each range that is reduced is cut, where optimizers keep parts."""
         self._flat_parameters: dict[LayerRange, Tensor] = {}
+        self._sums: dict[LayerRange, dict[Span, list[Tensor]]] = {}
+        """Of each range, the parts that are copies of others', each with the buffers for sums of its gradients."""
         self.optimizer: UndoableOptimizer | PartOptimizer | RankOptimizers = self._build(self.modules)
         self._gradients: dict[LayerRange, list[Tensor]] = {}
         self.shared_gradients: dict[str, list[Tensor]] = {}
@@ -82,7 +85,7 @@ class Holding:
             if isinstance(optimizer, UndoableOptimizer) and isinstance(one.optimizer, UndoableOptimizer):
                 optimizer.take_over(one.optimizer)
         self.modules, self.optimizer = modules, optimizer
-        self._gradients, self.cuts, self._flat_parameters = {}, {}, {}
+        self._gradients, self.cuts, self._flat_parameters, self._sums = {}, {}, {}, {}
         self.reduce_by(self.ranges)
 
     def keep(self, modules: Mapping[int, nn.Module], cuts: Mapping[LayerRange, Cut], worker: Worker,
@@ -99,11 +102,14 @@ class Holding:
             self.modules = dict(sorted(modules.items()))
             self._sharing.tie(self.modules)
             self.cuts = dict(sorted(cuts.items()))
-            self._gradients, self._flat_parameters = {}, {}
+            self._gradients, self._flat_parameters, self._sums = {}, {}, {}
             self.reduce_by(self.cuts)
         for layers, one in () if same else self.cuts.items():
             if one.sharded:
                 self._flat_parameters[layers] = _flatten_parameters(self._reduced(layers, whole=False), one.length)
+            gradients = next(iter(self._gradients[layers]), torch.empty(0))
+            self._sums[layers] = {span: [gradients.new_zeros(span[1] - span[0]) for _ in range(BUFFERS)]
+                                  for span in one.copied(worker)}
         for layer, module in self.modules.items():
             put(module, [part for part in parts if part.layer == layer], untrained_too=held.get(layer) is not module)
         if not same:
@@ -116,8 +122,24 @@ class Holding:
         def elements(layer: int) -> Elements:
             return elements_of(self.modules[layer])
 
+        sums: dict[tuple[int, Span], list[Tensor]] = {}
+        for layers, found in self._sums.items():
+            for span, buffers in found.items():
+                start = 0
+                for layer, part in in_layers(span, layers, lambda layer: elements(layer).cut):
+                    end = start + part[1] - part[0]
+                    sums[layer, part] = [buffer[start:end] for buffer in buffers]
+                    start = end
         return PartOptimizer(self.modules, self._config, parts_of(worker, self.cuts, elements),
-                             parts_of(worker, self.cuts, elements, own=True), self._sharing)
+                             parts_of(worker, self.cuts, elements, Cut.own), self._sharing, sums)
+
+    def copies(self, layers: LayerRange, own_rank: int = 0) -> Mapping[Span, Tensor]:
+        """The parts of a range that are copies of others', each with where the sums of its gradients are to come; at
+        one of the ranks that this process stands for."""
+        assert own_rank == 0 or not self.cuts, "where workers keep parts, each of these ranks has a holding of its own"
+        assert isinstance(self.optimizer, PartOptimizer)
+        buffer = self.optimizer.buffer
+        return {span: buffers[buffer] for span, buffers in self._sums[layers].items()}
 
     @property
     def part_optimizers(self) -> Sequence[PartOptimizer]:

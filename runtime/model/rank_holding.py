@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from runtime.config import TrainingConfig
 from runtime.model.holding import Holding
 from runtime.model.part_optimizer import PartOptimizer
-from runtime.model.parts import Cut
+from runtime.model.parts import Cut, Span
 from runtime.model.rank_optimizers import RankOptimizers
 from runtime.model.shards import shards_of
 from runtime.model.sharing import NOTHING_SHARED, Sharing
@@ -45,6 +45,10 @@ class RankHolding(Holding):
     def flat_parameters(self, own_rank: int = 0) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
         """Those of a rank, counted from 0."""
         return self._ranks[own_rank].flat_parameters()
+
+    def copies(self, layers: LayerRange, own_rank: int = 0) -> Mapping[Span, Tensor]:
+        """Those of a rank, counted from 0."""
+        return self._ranks[own_rank].copies(layers)
 
     def arrived(self) -> None:
         """The ranks have all elements of their parameters: compute with these. Also with what is not trained."""

@@ -118,7 +118,11 @@ def test_its_ranks_step_their_parts_of_what_it_computes():
             for (flat,), other in zip(by_rank, alone, strict=True):
                 theirs = torch.cat([one.flatten() for one in other.gradients()])
                 assert torch.equal(flat[:len(theirs)], theirs)
+            for own_rank, (flat,) in enumerate(by_rank):
+                for span, sums in both.copies((0, 3), own_rank).items():
+                    sums.copy_(flat[slice(*span)])
         both.optimizer.step(0)
+        both.optimizer.go_back(0)  # nothing is gathered: what its buddy keeps are copies
         both.arrived()
     for own_rank, other in enumerate(alone):
         mine = both.at_rank(own_rank, 2)
