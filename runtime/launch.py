@@ -33,7 +33,8 @@ from runtime.model.holding import state_bytes
 from runtime.model.parameters import load_layer
 from runtime.model.tensor_codec import TensorError
 from runtime.processes.fork_server import AdoptedForkServer, ForkServer, adopt
-from runtime.processes.process_manager import FoundWorker, NodeProcesses, ProcessManager, find_workers
+from runtime.processes.found_workers import FoundWorker, find_workers
+from runtime.processes.process_manager import NodeProcesses, ProcessManager
 from runtime.processes.stop_signals import RunStopped, StopSignals, stop_signals
 from runtime.processes.worker_start import NodeSettings
 from runtime.protocol.authentication import HOW, Secret, new_secret

@@ -1,16 +1,15 @@
 """The processes of a run's workers, on all nodes: starts, kills and restarts them."""
 
 import signal
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
 
 import msgspec
 
 from runtime.config import STANDS_FOR
 from runtime.errors import RunError
-from runtime.processes.fork_server import KILL_SECONDS, ForkServer, ForkServerError
+from runtime.processes.fork_server import ForkServer, ForkServerError
+from runtime.processes.found_workers import enough_devices
 from runtime.processes.worker_start import NodeSettings, WorkerSpec, process_name, worker_named
 from runtime.protocol.rendezvous import Rendezvous
 from runtime.protocol.to_coordinator import Ended
@@ -33,50 +32,6 @@ class NodeFailure(msgspec.Struct, frozen=True):
 
     workers: tuple[Worker, ...]
     iteration: int
-
-
-class FoundWorker(NamedTuple):
-    """A worker of a run whose launcher has died, of which some process lived when it was found."""
-
-    lost: tuple[int, ...]
-    """The ranks without whose devices it goes on, or went on."""
-    whole: bool
-    """Whether all of its processes live. Otherwise the others have been killed."""
-    without: int | None = None
-    """The rank that had ended, where the worker could go on without its device."""
-
-
-def find_workers(adopted: ForkServer, ranks: int) -> dict[Worker, FoundWorker]:
-    """The workers of a run whose launcher has died; what is left of those that are not whole is killed before.
-
-    Raises ForkServerError.
-    """
-    living: dict[Worker, dict[int, str]] = {}
-    lost: dict[Worker, tuple[int, ...]] = {}
-    for name in adopted.names():
-        named = worker_named(name)
-        living.setdefault(named.worker, {})[named.rank] = name
-        lost[named.worker] = named.without
-    found = {worker: _found(lost[worker], names.keys(), ranks) for worker, names in living.items()}
-    left = {name for worker, names in living.items() if not found[worker].whole for name in names.values()}
-    for name in left:
-        adopted.kill(name)
-    deadline = time.monotonic() + KILL_SECONDS
-    while left.intersection(adopted.names()) and time.monotonic() < deadline:
-        adopted.poll(1.0)
-    return found
-
-
-def _found(lost: tuple[int, ...], living: Collection[int], ranks: int) -> FoundWorker:
-    processes = ranks // STANDS_FOR if lost else ranks
-    ended = [rank for rank in range(processes) if rank not in living]
-    alone = ended[0] if len(ended) == 1 and _enough(ranks, len(lost) + 1) else None
-    return FoundWorker(lost, whole=not ended, without=alone)
-
-
-def _enough(ranks: int, lost: int) -> bool:
-    """Whether so many ranks' devices can be done without."""
-    return STANDS_FOR * (ranks - lost) >= ranks > 1
 
 
 class NodeProcesses:
@@ -179,7 +134,7 @@ class NodeProcesses:
     def _ends(self, worker: Worker, status: int, rank: int) -> None:
         """A worker ends because of one of its processes, if it does not end already."""
         lost = len(self._ranks) - len(self._left(worker)) + 1
-        enough = _enough(len(self._ranks), lost) and worker not in self._killed
+        enough = enough_devices(len(self._ranks), lost) and worker not in self._killed
         self._ending.setdefault(worker, Ended(worker, status, rank if enough else None))
 
 

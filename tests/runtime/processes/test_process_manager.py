@@ -8,7 +8,8 @@ import pytest
 
 from runtime.config import parse_run_config
 from runtime.processes.fork_server_messages import ProcessSpec
-from runtime.processes.process_manager import FoundWorker, NodeProcesses, ProcessManager, find_workers
+from runtime.processes.found_workers import FoundWorker, find_workers
+from runtime.processes.process_manager import NodeProcesses, ProcessManager
 from runtime.processes.worker_start import NodeSettings, process_name, worker_named
 from runtime.protocol.authentication import new_secret
 from runtime.protocol.rendezvous import Rendezvous
