@@ -47,8 +47,8 @@ class Holding:
     Where optimizers keep parts, `keep` says which; before that, and where a process trains alone, they keep all.
     """
 
-    steps_copies: ClassVar[bool] = False
-    """Whether optimizers of parts step copies, as parameters are not always here."""
+    separate: ClassVar[bool] = False
+    """Whether optimizers of parts step tensors of their own, as parameters are not always here."""
 
     def __init__(self, modules: Mapping[int, nn.Module], config: TrainingConfig,
                  sharing: Sharing = NOTHING_SHARED) -> None:
@@ -126,7 +126,7 @@ class Holding:
 
         return PartOptimizer(self.modules, self._config, parts_of(worker, self.cuts, elements),
                              parts_of(worker, self.cuts, elements, own=True), self._sharing,
-                             copies=self.steps_copies)
+                             separate=self.separate)
 
     @property
     def part_optimizers(self) -> Sequence[PartOptimizer]:
@@ -218,7 +218,7 @@ class Holding:
         if not keeps_parts(self._config):
             return build_optimizer(modules, self._config, self._sharing)
         everything = {layer: ((0, elements_of(module).total),) for layer, module in modules.items()}
-        return PartOptimizer(modules, self._config, everything, everything, self._sharing, copies=self.steps_copies)
+        return PartOptimizer(modules, self._config, everything, everything, self._sharing, separate=self.separate)
 
     def _reduced(self, layers: LayerRange, *, whole: bool) -> list[nn.Parameter]:
         """The parameters that are reduced with a range: those that are not cut, or the others."""

@@ -54,14 +54,14 @@ class PartOptimizer(UndoableSteps):
     """Steps the parts that are `kept` of some layers; of these, some are this worker's `own`.
 
     Other elements of the parameters come from other workers after each step: then `gathered` is to be called. With
-    `copies`, parameters need not be there in between (`runtime.model.rank_parts`).
+    `separate`, tensors of their own are stepped: parameters need not be there in between (`runtime.model.rank_parts`).
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], config: TrainingConfig, kept: Parts, own: Parts,
-                 sharing: Sharing = NOTHING_SHARED, *, copies: bool = False) -> None:
+                 sharing: Sharing = NOTHING_SHARED, *, separate: bool = False) -> None:
         self.kept, self._own = kept, own
         self._masters = config.master_weights
-        self._copies = copies or self._masters
+        self._separate = separate or self._masters
         self.writes = True
         """Whether parameters are there, to be written after each step."""
         self._first_rank = first_rank()
@@ -108,7 +108,7 @@ class PartOptimizer(UndoableSteps):
     def undo(self) -> None:
         """Put what is kept back, bit for bit, to before the open step."""
         super().undo()
-        self._write(self._pieces)
+        self._round(self._pieces)
         self.whole_after = None
 
     def part_state(self, layer: int, span: Span, *, state: bool = True) -> PartState:
@@ -153,7 +153,7 @@ class PartOptimizer(UndoableSteps):
 
     def state_bytes(self) -> int:
         """Memory of the optimizer's state, and of master weights or other copies that are stepped."""
-        copies = sum(stepped.nbytes for stepped in self._stepped()) if self._copies else 0
+        copies = sum(stepped.nbytes for stepped in self._stepped()) if self._separate else 0
         return copies + sum(value.nbytes for slots in self._state.values() for value in slots.values()
                              if isinstance(value, Tensor))
 
@@ -165,7 +165,7 @@ class PartOptimizer(UndoableSteps):
             view = slice_of(parameter.detach().view(-1), span, both)
             stepped = self._tied.get(parameter)
             if stepped is None:
-                stepped = nn.Parameter(view.float() if self._masters else view.clone() if self._copies else view)
+                stepped = nn.Parameter(view.float() if self._masters else view.clone() if self._separate else view)
             if self._sharing.is_shared(layer, name):
                 self._tied[parameter] = stepped
             yield _Piece(layer, name, parameter, part, span, both, stepped, part in self._own.get(layer, ()))
@@ -197,7 +197,7 @@ class PartOptimizer(UndoableSteps):
                 for group, members in zip(groups, everything, strict=True):
                     group["params"] = [one for one in members if one in chosen]
                 super()._make_step(factor)
-                self._write(mine)
+                self._round(mine)
                 if own and self.own_stepped is not None:
                     self.own_stepped()
         finally:
@@ -207,11 +207,11 @@ class PartOptimizer(UndoableSteps):
     def write(self) -> None:
         """What is kept are the parameters, from now on after each step, too."""
         self.writes = True
-        self._write(self._pieces)
+        self._round(self._pieces)
 
-    def _write(self, pieces: Iterable[_Piece]) -> None:
+    def _round(self, pieces: Iterable[_Piece]) -> None:
         """Where copies are stepped, they become the parameters: master weights in fewer bits."""
-        if self._copies and self.writes:
+        if self._separate and self.writes:
             with torch.no_grad():
                 for piece in pieces:
                     piece.of_parameter().copy_(piece.stepped)

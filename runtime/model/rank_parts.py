@@ -19,7 +19,7 @@ from schedules.layers import LayerRange
 class RankParts(Holding):
     """The holding of such a rank: `runtime.model.rank_holding` says when it has what."""
 
-    steps_copies: ClassVar[bool] = True
+    separate: ClassVar[bool] = True
 
     def reduce_by(self, ranges: Iterable[LayerRange]) -> None:  # noqa: ARG002  # what is asked for has gradients
         """From now on, there are no gradients."""
@@ -50,8 +50,8 @@ class RankParts(Holding):
 
     @property
     def has_parameters(self) -> bool:
-        """Whether they are here."""
-        return self._parts.writes
+        """Whether they are here, if there are any."""
+        return self._parts.writes or not self.modules
 
     def take_parameters(self) -> None:
         """Have parameters, whatever they are, if there are none."""
