@@ -38,20 +38,18 @@ def degraded(job, training, model, fork_server, out):
     return result
 
 
-@pytest.mark.parametrize(("job", "training"), [
-    (grid(2, 2, 2, more="optimizer = 1"), {"clip_norm": 0.5}), (grid(3, 1, 2), {"shard_optimizer": True}),
-    (grid(2, 2, 2, more="optimizer = 1"), {"shard_optimizer": True, "clip_norm": 0.5})],
-    ids=["whole", "sharded", "sharded, in two stages"])
-def test_layers_that_share_parameters(job, training, fork_server, tmp_path):
-    """The embedding is the head: in the same worker, or in one of another stage."""
+@pytest.mark.parametrize("sharded", [False, True])
+def test_layers_that_share_parameters(sharded, fork_server, tmp_path):
+    """The embedding is the head, of workers of another stage."""
+    job, training = grid(2, 2, 2, more="optimizer = 1"), {"clip_norm": 0.5, "shard_optimizer": sharded}
     result = degraded(job, training, "Tied", fork_server, tmp_path)
     assert_same_numbers(result, judge(config("Tied", 1, **training), job.microbatches, ITERATIONS))
 
 
-@pytest.mark.parametrize(("job", "training"), [
-    (grid(2, 2, 2, more="optimizer = 1"), {}), (grid(3, 1, 2), {"shard_optimizer": True, "clip_norm": 0.5})],
-    ids=["whole", "sharded"])
-def test_master_weights(job, training, fork_server, tmp_path):
-    """See `tests.runtime.test_sharded_optimizer`."""
-    result = degraded(job, {**MASTERS, **training}, "Exact", fork_server, tmp_path)
-    assert_same_masters(result, config("Exact", 1, **MASTERS, **training), job.microbatches, ITERATIONS, share=1e-4)
+@pytest.mark.parametrize(("job", "model", "training"), [
+    (grid(2, 2, 2, more="optimizer = 1"), "Exact", {"clip_norm": 0.5}),
+    (grid(3, 1, 2), "Tied", {"shard_optimizer": True})], ids=["whole", "sharded, tied"])
+def test_master_weights(job, model, training, fork_server, tmp_path):
+    """See `tests.runtime.test_sharded_optimizer`. Where they are sharded, embedding and head are one in each worker."""
+    result = degraded(job, {**MASTERS, **training}, model, fork_server, tmp_path)
+    assert_same_masters(result, config(model, 1, **MASTERS, **training), job.microbatches, ITERATIONS, share=1e-4)

@@ -51,7 +51,7 @@ def cut_over(decoder: nn.Module, plan: Plan, group: WorkerGroup) -> None:
             if how == COLUMNS or own == "weight":
                 shards[f"layer.{name}.{own}"] = Shard(0 if how == COLUMNS else 1)
         if how == ROWS:
-            product.forward = partial(_summed, product, group)  # type: ignore[method-assign]
+            product.forward = partial(_summed, product, group)
     cut_parameters(decoder, shards, group)
     decoder.shards = shards  # type: ignore[assignment]
     for parent in {name.rpartition(".")[0] for name, how in plan.items() if how == COLUMNS}:
