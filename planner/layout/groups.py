@@ -81,8 +81,8 @@ def groups_of(problem: LayoutProblem) -> Iterator[tuple[int, ...]]:
 def _lost(problem: LayoutProblem, group: Sequence[int]) -> Fraction:
     """How many workers' work these pipelines cannot do; a little, where all their workers are fast."""
     workers = len(group) * len(problem.paths[0])
-    return max(Fraction(1, 1000), workers - sum(
-        Fraction(1000, problem.slowness(worker)) for pipeline in group for worker in problem.live_of[pipeline]))
+    speeds = (Fraction(1000, problem.slowness(worker)) for pipeline in group for worker in problem.live_of[pipeline])
+    return max(Fraction(1, 1000), workers - sum(speeds, start=Fraction(0)))
 
 
 def _helpers(problem: LayoutProblem, group: tuple[int, ...], most: Sequence[int]) -> int:
