@@ -76,15 +76,18 @@ class LateSteps(OptimizerSteps):
         return sum(tensor.nbytes for tensor in (*self._stepped(), *slots, *buffers))
 
     def _make(self, due: _Due) -> None:
-        gradients = self._gradients[due.buffer]
-        for stepped, gradient in gradients.items():
-            stepped.grad = gradient.to(stepped.dtype)
-            if due.factor != 1.0:
-                stepped.grad.mul_(due.factor)
+        gradients = list(self._gradients[due.buffer].items())
         self._set_rates(due.iteration)
-        self._optimizer.step()
-        for stepped in gradients:
-            stepped.grad = None
+        # Gradients of fewer bits are made longer one by one, so that there is no second buffer of them.
+        alike = all(stepped.dtype == gradient.dtype for stepped, gradient in gradients)
+        for some in [gradients] if alike else [[pair] for pair in gradients]:
+            for stepped, gradient in some:
+                stepped.grad = gradient.to(stepped.dtype)
+                if due.factor != 1.0:
+                    stepped.grad.mul_(due.factor)
+            self._optimizer.step()
+            for stepped, _ in some:
+                stepped.grad = None
 
 
 class _Beside:

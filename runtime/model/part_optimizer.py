@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.config import TrainingConfig
+from runtime.model.copied_sums import Sums
 from runtime.model.late_steps import BUFFERS, LateSteps
 from runtime.model.parameter_groups import Groups, grouped
 from runtime.model.part_state import PartState, name_of, placed, slice_of, untrained
@@ -21,9 +22,6 @@ from runtime.model.shards import shards_of
 from runtime.model.sharing import NOTHING_SHARED, Sharing
 from runtime.model.undoable_steps import UndoableSteps
 from runtime.model.worker_group import first_rank
-
-Sums = Mapping[tuple[int, Span], Sequence[Tensor]]
-"""Parts of layers that are copies, each with the buffers (`late_steps.BUFFERS`) for sums of its gradients."""
 
 
 class _Piece(NamedTuple):
@@ -65,13 +63,17 @@ class PartOptimizer(UndoableSteps):
     """Steps the parts that are `kept` of some layers; of these, some are this worker's `own`, and some are copies, with
     `sums` of gradients that come from their owners.
 
-    Other elements of the parameters come from other workers after each step: then `gathered` is to be called.
+    Other elements of the parameters come from other workers after each step: then `gathered` is to be called. With
+    `separate`, tensors of their own are stepped: parameters need not be there in between (`runtime.model.rank_parts`).
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], config: TrainingConfig, kept: Parts, own: Parts,
-                 sharing: Sharing = NOTHING_SHARED, sums: Sums = NO_SUMS) -> None:
+                 sharing: Sharing = NOTHING_SHARED, sums: Sums = NO_SUMS, *, separate: bool = False) -> None:
         self.kept, self._own, self._copied = kept, own, sums.keys()
         self._masters = config.master_weights
+        self._separate = separate or self._masters
+        self.writes = True
+        """Whether parameters are there, to be written after each step."""
         self._first_rank = first_rank()
         self._modules = modules
         self._sharing = sharing
@@ -116,8 +118,6 @@ class PartOptimizer(UndoableSteps):
         """Step what is kept, by the parameters' gradients times `factor`; undoable from now on."""
         self.whole_after, self._factor = None, factor
         super().step(iteration, factor)
-        for piece in self._pieces:
-            piece.stepped.grad = None
         self._late.step(iteration, factor)
 
     def gathered(self, iteration: int) -> None:
@@ -136,10 +136,8 @@ class PartOptimizer(UndoableSteps):
         """See `UndoableSteps.go_back`: copies are then as their owners' parts."""
         super().go_back(committed)
         self._late.catch_up()
-        if self.whole_after != committed:
-            with torch.no_grad():
-                for piece in self._copies:
-                    piece.of_parameter().copy_(piece.stepped)
+        if self.whole_after != committed and self.writes:
+            self.write_copies()
 
     def part_state(self, layer: int, span: Span, *, state: bool = True) -> PartState:
         """Some elements, which lie in one part that is kept: the tensors themselves. Without `state`, the parameters
@@ -184,15 +182,10 @@ class PartOptimizer(UndoableSteps):
                         self._load(piece, part, both)
 
     def state_bytes(self) -> int:
-        """Memory of the optimizer's state, of master weights, and of all that copies take."""
-        masters = self._stepped() if self._masters else ()
+        """Memory of the optimizer's state, of what is stepped apart from parameters, and of copies of others' parts."""
+        apart = self._stepped() if self._separate else ()
         slots = [value for slots in self.states.values() for value in slots.values() if isinstance(value, Tensor)]
-        return sum(tensor.nbytes for tensor in (*masters, *slots)) + self._late.bytes()
-
-    def bytes_an_element(self) -> float:
-        """Memory of the state of what is stepped at once, and of the way back, for each element."""
-        elements = sum(stepped.numel() for stepped in self._stepped())
-        return (self.state_bytes() - self._late.bytes() + self.undo_bytes()) / max(1, elements)
+        return sum(tensor.nbytes for tensor in (*apart, *slots)) + self._late.bytes()
 
     def _cut(self, layer: int, module: nn.Module, part: Span, sums: Sums) -> Iterable[_Piece]:
         for name, parameter, span in placed(module):
@@ -203,7 +196,8 @@ class PartOptimizer(UndoableSteps):
             late = [slice_of(one, part, both) for one in sums.get((layer, part), ())]
             stepped = self._tied.get(parameter)
             if stepped is None:
-                stepped = nn.Parameter(view.float() if self._masters else view.clone() if late else view)
+                apart = bool(late) or self._separate
+                stepped = nn.Parameter(view.float() if self._masters else view.clone() if apart else view)
             if self._sharing.is_shared(layer, name):
                 self._tied[parameter] = stepped
             yield _Piece(layer, name, parameter, part, span, both, stepped, part in self._own.get(layer, ()), late)
@@ -224,6 +218,8 @@ class PartOptimizer(UndoableSteps):
         for piece in self._pieces:
             piece.stepped.grad = piece.gradient()
         super()._make_step(factor)
+        for piece in self._pieces:
+            piece.stepped.grad = None
         self._round(self._pieces)
         if self.own_stepped is not None:
             self.own_stepped()
@@ -233,9 +229,20 @@ class PartOptimizer(UndoableSteps):
         found: dict[str, Any] = (self._late if piece.late else self).states.get(piece.stepped, {})
         return found
 
+    def write(self) -> None:
+        """What is kept are the parameters, from now on after each step, too."""
+        self.writes = True
+        self._round(self._pieces)
+
+    def write_copies(self) -> None:
+        """So are copies of others' parts, where all steps have been made."""
+        with torch.no_grad():
+            for piece in self._copies:
+                piece.of_parameter().copy_(piece.stepped)
+
     def _round(self, pieces: Iterable[_Piece]) -> None:
-        """With master weights, parameters are these in fewer bits."""
-        if self._masters:
+        """Where copies are stepped, they become the parameters: master weights in fewer bits."""
+        if self._separate and self.writes:
             with torch.no_grad():
                 for piece in pieces:
                     piece.of_parameter().copy_(piece.stepped)

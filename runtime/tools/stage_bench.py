@@ -1,7 +1,7 @@
 """A stage under test: seconds of its ops and bytes of what it holds, in a process that has nothing else to do."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import torch
@@ -13,7 +13,7 @@ from runtime.model.data import Data, Microbatch
 from runtime.model.holding import Holding, keeps_parts
 from runtime.model.part_optimizer import PartOptimizer
 from runtime.model.part_state import elements_of
-from runtime.model.parts import cut
+from runtime.model.parts import Span, cut
 from runtime.model.passed import Form, Value, gradient_form, made, tensors_of
 from runtime.model.rank_optimizers import RankOptimizers
 from runtime.model.slices import SliceRunner
@@ -113,8 +113,9 @@ class StageBench:
         found = {"activation_bytes": activation, "stash_bytes": stash, "undo_bytes": undo,
                  "static_bytes": held + gradients + undo}
         if isinstance(optimizer, PartOptimizer) and self._config.training.shard_optimizer:
+            kept, stepped = optimizer.state_bytes() + undo, sum(map(_elements, optimizer.kept.values()))
             shared = sum(elements_of(module).cut for module in self._holding.modules.values())
-            found["state_bytes"] = round(optimizer.bytes_an_element() * shared)
+            found["state_bytes"] = kept * shared // max(1, stepped)
         return found
 
     def _forward(self, microbatch: Microbatch, living: LivingStorages | None = None) -> None:
@@ -144,6 +145,10 @@ class StageBench:
                 call(microbatch)
 
         return timed(run, self._device)
+
+
+def _elements(spans: Iterable[Span]) -> int:
+    return sum(stop - start for start, stop in spans)
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:
