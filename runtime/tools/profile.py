@@ -19,7 +19,7 @@ from runtime.config import RunConfig
 from runtime.device import choose_device
 from runtime.processes.children import ChildError, Children
 from runtime.protocol.rendezvous import host_store
-from runtime.replay.communication import choose_transport
+from runtime.replay.transport import choose_transport
 from runtime.tools.measurer import Answer, Task
 from runtime.tools.stage_bench import StageProfile
 
