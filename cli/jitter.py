@@ -40,7 +40,7 @@ def jitter(file: ScheduleFile, noise: Spread = 0.05, slow: Slow = None, replays:
         return
     out.print(f"period planned {duration(planned)}; over {replays:,} replays {duration(answer['mean'])} on average, "
               f"{100 * answer['mean'] / planned:.1f} % of it; 5 % below {duration(low)}, 5 % above {duration(high)}",
-              highlight=False, soft_wrap=True)
+              soft_wrap=True)
 
 
 def _straggler(text: str) -> tuple[Worker, float]:

@@ -118,11 +118,11 @@ def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, de
     first = answer(made, others, chosen)
     rest = [*rank_lines(wanted), *recomputation_lines(again),
             *details(made, others, transition(made.schedule, wanted, bandwidth))]
-    out.print("\n".join(first), highlight=False)
+    out.print("\n".join(first))
     out.print(timeline(made.schedule, out.width, screen(len(first) + len(rest))))
-    out.print("\n".join(rest), highlight=False)
+    out.print("\n".join(rest))
     if out_file is not None:
-        err.print(f"written to {out_file}", highlight=False)
+        err.print(f"written to {out_file}", soft_wrap=True)
 
 
 def _degraded(job: Job, names: list[str], down: Sequence[Worker], *, normalise: bool) -> Job:

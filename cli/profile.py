@@ -70,7 +70,7 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
     waiting = max(measured.waiting, by_layer.waiting)
     if waiting > BUSY:
         err.print(f"the machine was busy: measuring waited {waiting:.0%} of the time, and the times are too "
-                  "long by as much", style="yellow", highlight=False)
+                  "long by as much", style="yellow")
     tables = job_tables(wanted, measured)
     tables["placement"] = {**tables.get("placement", {}), "layers": [end - begin for begin, end in ranges]}
     tables["layers"] = layer_table(by_layer, ranges[0][1])
@@ -80,10 +80,10 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
     if json:
         print_json({"job": tables})
     elif out_file is None:
-        out.print(text, markup=False, highlight=False, soft_wrap=True, end="")
+        out.print(text, soft_wrap=True, end="")
     else:
         out.print(f"{len(ranges)} stages measured; longest forward "
-                  f"{duration(max(tables['time']['forward']))}; written to {out_file}", highlight=False, soft_wrap=True)
+                  f"{duration(max(tables['time']['forward']))}; written to {out_file}", soft_wrap=True)
 
 
 def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:

@@ -97,8 +97,7 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
     target = html if html is not None or json else Path(f"{job.stem}-simulation.html")
     require_writable(target if seeds == 1 else None)
     if wanted.time.slow:
-        err.print(f"note: {job}: time.slow is left out: all workers count as equally fast", style="dim",
-                  highlight=False, soft_wrap=True, markup=False)
+        err.print(f"note: {job}: time.slow is left out: all workers count as equally fast", style="dim", soft_wrap=True)
     costs = costs_for(parameters, wanted.stages)
     if switch is not None:
         costs = msgspec.structs.replace(costs, switch_seconds=switch)
@@ -109,7 +108,7 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
             if seeds > 1:
                 if trace is not None and _same(make(seed), make(seed + 1)):
                     err.print(f"note: there is nothing to draw: all {seeds} runs over {trace} would be equal; this is "
-                              "one", style="dim", highlight=False, soft_wrap=True, markup=False)
+                              "one", style="dim", soft_wrap=True)
                     seeds = 1
                 traces = [make(seed + index) for index in range(seeds)]
                 values = throughputs_over_traces(kinds, throughputs, costs, traces, tell)
@@ -130,7 +129,7 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
     else:
         _print(result, wanted, tokens or _tokens(wanted))
     if target is not None:
-        err.print(f"report written to {target}", highlight=False, soft_wrap=True)
+        err.print(f"report written to {target}", soft_wrap=True)
     if len(result.runs) < len(kinds):
         err.print("interrupted: some policies are missing", style="yellow")
         raise typer.Exit(130)
@@ -285,7 +284,7 @@ def _report(result: Comparison, tokens: int | None) -> dict[str, object]:
 
 
 def _print(result: Comparison, job: Job, tokens: int | None) -> None:
-    out.print(f"{job.name}: {_grid(job)}; {described(result.trace)}", highlight=False, soft_wrap=True, markup=False)
+    out.print(f"{job.name}: {_grid(job)}; {described(result.trace)}", soft_wrap=True)
     grid = Grid("policy", "samples/s", "when whole", "hours lost", "mostly", box=None, header_style="bold")
     for name, run in result.runs.items():
         if POLICIES[name].is_reference:
@@ -299,9 +298,9 @@ def _print(result: Comparison, job: Job, tokens: int | None) -> None:
         grid.add_row(name, f"{run.throughput:.4g}", f"{run.fault_free_rate:.4g}", f"{total / 3600:.2f}", mostly)
     out.print(grid)
     out.print(_measures(result, tokens))
-    out.print(verdict(result), highlight=False, soft_wrap=True)
+    out.print(verdict(result), soft_wrap=True)
     for note in result.trace.notes:
-        err.print(f"note: {note}", style="dim", highlight=False, soft_wrap=True, markup=False)
+        err.print(f"note: {note}", style="dim", soft_wrap=True)
 
 
 def _measures(result: Comparison, tokens: int | None) -> Grid:

@@ -190,7 +190,7 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
     if json:
         print_json(report(result))
     else:
-        out.print(summary(result), highlight=False, soft_wrap=True)
+        out.print(summary(result), soft_wrap=True)
 
 
 def _config(job: Job, path: Path, **overrides: object) -> RunConfig:
@@ -235,7 +235,7 @@ def _fitting(path: Path, job: Job) -> Schedule:
 
 
 def _say(line: str) -> None:
-    err.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    err.print(line, style="yellow", soft_wrap=True)
 
 
 @contextmanager
@@ -251,7 +251,7 @@ def _refusals(goes_on: Callable[[], str] = str) -> Iterator[None]:
         answer_no(f"{error}{goes_on()}")
     except RunStopped as stopped:
         err.print(f"slipstream: {stopped}; all workers are gone, and the losses so far are on disk{goes_on()}",
-                  style="yellow", markup=False, highlight=False, soft_wrap=True)
+                  style="yellow", soft_wrap=True)
         raise typer.Exit(128 + stopped.number) from None
     except KeyboardInterrupt:
         err.print("slipstream: interrupted; all workers are gone, and the losses so far are on disk", style="yellow")

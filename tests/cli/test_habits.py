@@ -169,6 +169,17 @@ def _read(leader):
         return b""
 
 
+def test_names_of_files_are_told_as_they_are(tmp_path):
+    """Also with brackets, which rich would take for markup, and where they are longer than a line."""
+    folder = tmp_path / ("long" * 30) / "["
+    job, plan, order = folder / "b] [red].toml", folder / "b].json", folder / "b].csv"
+    for arguments, told in ((["new", "--preset", "gpt-1.5b", "--out", job], job),
+                            (["plan", JOBS / "worked-example.toml", "--method", "1f1b", "--out", plan], plan),
+                            (["check", plan], plan), (["export", plan, "--out", order], order)):
+        result = CliRunner().invoke(app, list(map(str, arguments)))
+        assert result.exit_code == 0 and str(told) in result.output, (result.output, result.exception)
+
+
 def test_colours_in_terminals_unless_no_color(tmp_path, schedule):
     arguments = quick_commands(tmp_path, schedule)["show"]
     assert COLOUR.search(in_terminal(arguments))
