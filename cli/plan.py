@@ -91,9 +91,9 @@ def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, de
     others: list[Alternative] = []
     again: Recomputation | None = None
     if given is not None:
-        if failed or failed_node or degraded or backward or normalise or layers != "fixed":
-            refuse("--from gives the order: leave out --failed, --failed-node, --degraded, --backward, --normalise and "
-                   "--layers")
+        if failed or failed_node or degraded or backward or normalise or layers != "fixed" or from_checkpoint:
+            refuse("--from gives the order: leave out --failed, --failed-node, --degraded, --backward, --normalise, "
+                   "--layers and --from-checkpoint")
         made = _judge(wanted, *given, optimizer=optimizer)
     else:
         _require_one_way(normalise=normalise, layers=layers, from_checkpoint=from_checkpoint)

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 import tomllib
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from cli.app import COMMANDS, app
+from cli.shared.version import version
 from schedules.codec import write
 from tests.generate import BROKEN, by_hand
 from tests.patience import SECONDS
@@ -45,6 +47,15 @@ def test_version():
     expected = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     result = CliRunner().invoke(app, ["--version"])
     assert (result.exit_code, result.stdout) == (0, f"slipstream {expected}\n")
+
+
+def test_version_of_a_source_tree_that_is_not_installed(monkeypatch):
+    def none(name):
+        raise PackageNotFoundError(name)
+
+    expected = version()
+    monkeypatch.setattr("cli.shared.version.distribution", none)
+    assert version() == expected
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
