@@ -96,9 +96,12 @@ def test_small_gradients_are_summed_together_and_large_ones_alone(communicators,
 
 
 def test_clocks_of_one_machine_agree(communicators):
+    """As a busy machine may hold up an answer, the best of several times counts."""
     with ThreadPoolExecutor(3) as pool:
-        offsets = list(pool.map(lambda communicator: communicator.clock_offset(), communicators, timeout=120))
-    assert offsets[0] == 0 and all(abs(offset) < 0.05 for offset in offsets)
+        tries = [list(pool.map(Communicator.clock_offset, communicators, timeout=120)) for _ in range(5)]
+    for offsets in zip(*tries, strict=True):
+        assert min(map(abs, offsets)) < 0.05
+    assert all(offsets[0] == 0 for offsets in tries)
 
 
 def test_a_blocked_receive_ends_when_its_peer_drops_the_communicator(communicators):
