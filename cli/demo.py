@@ -14,6 +14,7 @@ from rich.table import Table
 
 from cli.drawing.text_timeline import timeline
 from cli.shared.console import duration, err, out, print_json, refuse
+from cli.shared.inputs import require_writable
 from cli.shared.options import Json
 from cli.shared.planning import compile_planner
 from planner.job.file import Job, StageMemory, read_job
@@ -47,6 +48,7 @@ def demo(out_dir: Out = Path("out/demo"), short: Short = False, json: Json = Fal
     """Plan the published worked example, then train a small GPT with and without one of its workers."""
     if json:
         out.quiet = True
+    require_writable(out_dir / "whole" / "schedule.json")
     began = time.monotonic()
     compile_planner()
     ideas = _plan_worked_example()

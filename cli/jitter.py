@@ -49,4 +49,4 @@ def _straggler(text: str) -> tuple[Worker, float]:
         times = float(factor)
     except ValueError:
         refuse(f"--slow: {text!r}: expected D.S=FACTOR, for example 1.2=1.5")
-    return parse_workers([name])[0], times
+    return parse_workers("--slow", [name])[0], times

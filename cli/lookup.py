@@ -47,7 +47,7 @@ def lookup(folder: Folder, failed: Failed = None, failed_node: FailedNode = None
 
     Failures that the table does not cover are planned on the spot, by the list schedulers.
     """
-    down = parse_workers(failed or [])
+    down = parse_workers("--failed", failed or [])
     require_writable(out_file)
     try:
         table = Table.load(folder if is_there(folder) else library(str(folder)) or _missing(folder))

@@ -129,7 +129,7 @@ def _degraded(job: Job, names: list[str], down: Sequence[Worker], *, normalise: 
     """The job while these workers go on as half their ranks."""
     if normalise:
         refuse("--degraded: with --normalise, a worker may get a role for which it has no room: take one")
-    workers = parse_workers(names)
+    workers = parse_workers("--degraded", names)
     if job.ranks % STANDS_FOR:
         refuse(f"--degraded: a worker of the job is {job.ranks} process{'es' if job.ranks > 1 else ''} ([training] "
                "tensor_parallel); expected an even number")

@@ -96,6 +96,7 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
                         fail_slow)
     target = html if html is not None or json else Path(f"{job.stem}-simulation.html")
     require_writable(target if seeds == 1 else None)
+    known, first = None if table is None else _table(table), make(seed)
     if wanted.time.slow:
         err.print(f"note: {job}: time.slow is left out: all workers count as equally fast", style="dim", soft_wrap=True)
     costs = costs_for(parameters, wanted.stages)
@@ -104,20 +105,20 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
     samples = batch if batch is not None else _batch(wanted)
     try:
         with _progress() as (tell, describe):
-            throughputs = _throughputs(wanted, samples, table, describe)
+            throughputs = _throughputs(wanted, samples, known, describe)
             if seeds > 1:
-                if trace is not None and _same(make(seed), make(seed + 1)):
+                if trace is not None and _same(first, make(seed + 1)):
                     err.print(f"note: there is nothing to draw: all {seeds} runs over {trace} would be equal; this is "
                               "one", style="dim", soft_wrap=True)
                     seeds = 1
-                traces = [make(seed + index) for index in range(seeds)]
+                traces = [first, *(make(seed + index) for index in range(1, seeds))]
                 values = throughputs_over_traces(kinds, throughputs, costs, traces, tell)
                 _print_seeds(values, kinds, json)
                 if len(values[kinds[0].name]) < seeds:
                     err.print("interrupted: some traces are missing", style="yellow")
                     raise typer.Exit(130)
                 return
-            result = compare(kinds, throughputs, costs, make(seed), tell)
+            result = compare(kinds, throughputs, costs, first, tell)
     except KeyboardInterrupt:
         err.print("interrupted before the first policy was finished", style="yellow")
         raise typer.Exit(130) from None
@@ -214,16 +215,20 @@ def _tokens(job: Job) -> int | None:
     return given if isinstance(given, int) and not isinstance(given, bool) and given > 0 else None
 
 
-def _throughputs(job: Job, samples: float, folder: Path | None, describe: Callable[[str], None]) -> Throughputs:
+def _table(folder: Path) -> Table:
+    try:
+        return Table.load(folder if is_there(folder) else library(str(folder)) or folder)
+    except TableError as error:
+        refuse(f"--table: {error}")
+
+
+def _throughputs(job: Job, samples: float, table: Table | None, describe: Callable[[str], None]) -> Throughputs:
     compile_planner()
     try:
-        table = None
-        if folder is not None:
-            table = Table.load(folder if is_there(folder) else library(str(folder)) or folder)
         return Throughputs(job, samples_per_microbatch=samples, table=table, announce=describe)
     except NoPlanError as error:
         answer_no(error)
-    except (TableError, ValueError) as error:
+    except ValueError as error:
         refuse(f"--table: {error}")
 
 

@@ -236,6 +236,13 @@ def test_no_work_is_done_whose_outcome_cannot_be_written(arguments, place, reaso
     assert f"cannot be written: {reason}" in result.stderr and result.stderr.count("\n") == 1
 
 
+def test_no_demonstration_begins_whose_runs_have_no_folder(tmp_path):
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["demo", "--short", "--out", str(tmp_path / "file")])
+    assert result.exit_code == 2 and result.stdout == "" and result.stderr.count("\n") == 1
+    assert "schedule.json: cannot be written: Not a directory" in result.stderr
+
+
 @pytest.mark.parametrize("arguments", [
     ["plan", JOBS / "worked-example.toml", "--out"], ["new", "--preset", "gpt-1.5b", "--out"], ["lookup"], ["check"],
     ["simulate", JOBS / "worked-example.toml", "--table"], ["train", JOBS / "small-gpt.toml", "--resume"]])

@@ -92,6 +92,12 @@ def launch(task: bytes) -> int:
     return load_target(target)(*words) or 0
 
 
+def command_in(folder: str, *words: str) -> int:
+    """`command`, in this folder."""
+    os.chdir(folder)
+    return command(*words)
+
+
 def command(*words: str) -> int:
     """`slipstream` with these words, and with the secret of tests; the exit status."""
     from cli.start import main
