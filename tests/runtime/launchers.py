@@ -59,7 +59,7 @@ class Servant:
         task = msgspec.json.encode([target, *map(str, words)]).decode()
         module, _, _ = target.partition(":")
         self._server.start(ProcessSpec(name, f"{__name__}:launch", task, str(log), append=True,
-                                       imports=(module, *imports)))  # once for all
+                                       imports=("tests.runtime.warm", module, *imports)))  # once for all
         deadline = time.monotonic() + START_SECONDS
         while name not in self._server.pids:
             assert time.monotonic() < deadline and name not in self._status
