@@ -10,7 +10,7 @@ from cli.shared.planning import compile_planner
 from planner.job.file import Job
 from planner.model.problem import NoPlanError
 from planner.model.ticks import memory_in_units
-from planner.normalise import normal_form
+from planner.normalise import normal_form, slow_while_alive
 from planner.options import PlanOptions
 from planner.plan import plan_only
 from runtime.coordinator.planning import NoScheduleError, Scheduler, SchedulerAtSpeeds, Speeds
@@ -113,6 +113,7 @@ def _with_moves(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Sch
     """
     if job.memory is not None:
         job = msgspec.structs.replace(job, memory=msgspec.structs.replace(job.memory, capacity_of=()))
+    job = slow_while_alive(job, down)
     found = relabel(normal_form(job, len(down), options).schedule, down, held_elsewhere=True, nodes=job.nodes)
     if found is None:
         raise NoScheduleError(f"no live worker can take over the roles of {', '.join(map(str, down))}")
