@@ -169,7 +169,8 @@ class _Portfolio:
                 exact, counts = exact_bound(problem)
                 if exact * self._scale * self._sure > self._least:
                     self._least, self._counts = math.ceil(exact * self._scale * self._sure), counts
-            first = divided(problem, math.floor(self._least / self._scale * self._sure), self._counts)
+            first = divided(problem, math.floor(self._least / self._scale * self._sure), self._counts,
+                            shedding=self._options.method != "greedy")
             budget = in_time(first, budget)
         lists = budget if self._options.method == "greedy" else budget.share(LIST_SHARE)
         if first is not None:
