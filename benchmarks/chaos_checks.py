@@ -15,6 +15,7 @@ from runtime.coordinator.recovery import Recovery
 from runtime.coordinator.slow_workers import SpeedEvent
 from runtime.events import Event, Failed, Noted
 from runtime.model.parameters import load_parameters
+from runtime.processes.worker_start import worker_named
 from runtime.tools.reference import ReferenceResult
 from schedules.schedule import Worker
 
@@ -188,8 +189,8 @@ class Survivors:
 
 
 def _worker_of(process: str) -> str:
-    """Whose process this is, where a worker may be several."""
-    return process.partition("/")[0]
+    """Whose process this is, where a worker may be several, or go on as half of them."""
+    return str(worker_named(process).worker)
 
 
 class Leaks:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import msgspec
 
@@ -109,11 +109,45 @@ def _planned(job: Job, first: Schedule, down: tuple[Worker, ...], seconds: float
 def _with_moves(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule:
     """A schedule for as many failures, spread over the stages, in which live workers move. Raises NoScheduleError.
 
-    What room single workers have is not looked at.
+    Who moves is chosen last. So where single workers have less room than others, and what they get does not fit, it is
+    planned once more as if nobody had more than they would have in the same role.
     """
-    if job.memory is not None:
-        job = msgspec.structs.replace(job, memory=msgspec.structs.replace(job.memory, capacity_of=()))
+    memory = job.memory
+    if memory is None or not memory.capacity_of:
+        return _moved(job, down, options)
+    within = msgspec.structs.replace(options, time_limit=options.time_limit / 2)
+    least = tuple(min(room, *(_room_at(job, worker, column) for worker, _ in memory.capacity_of))
+                  for column, room in enumerate(memory.capacity))
+    for capacity, too_little in ((memory.capacity, ()), (least, (NoPlanError,))):
+        of_columns = msgspec.structs.replace(memory, capacity=capacity, capacity_of=())
+        with suppress(*too_little):
+            own = _with_own_rooms(job, _moved(msgspec.structs.replace(job, memory=of_columns), down, within))
+            if all(peak <= (room(own, own.seat_of[worker]) or 0) for worker, peak in memory_peaks(own).items()):
+                return own
+    raise NoScheduleError(f"no live worker has room for the roles of {', '.join(map(str, down))}")
+
+
+def _moved(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule:
     found = relabel(normal_form(job, len(down), options).schedule, down, held_elsewhere=True, nodes=job.nodes)
     if found is None:
         raise NoScheduleError(f"no live worker can take over the roles of {', '.join(map(str, down))}")
     return found
+
+
+def _with_own_rooms(job: Job, schedule: Schedule) -> Schedule:
+    """The schedule with what room single workers have in their roles."""
+    assert job.memory is not None and schedule.memory is not None
+    rooms = tuple(Room(worker, max(0, math.floor(_room_at(job, worker, schedule.seat_of[worker].role.column)
+                                                 / schedule.memory.unit)))
+                  for worker, _ in job.memory.capacity_of if worker in schedule.seat_of)
+    return msgspec.structs.replace(schedule, memory=msgspec.structs.replace(schedule.memory, capacity_of=rooms))
+
+
+def _room_at(job: Job, worker: Worker, column: int) -> float:
+    """The room of one that has another capacity than its column, in a role of a column."""
+    memory = job.memory
+    assert memory is not None
+    weights = memory.weights or (0.0,) * len(job.columns)
+    own, its = (sum(of_stage for of_stage, at in zip(weights, job.columns, strict=True) if at == one)
+                for one in (worker.column, column))
+    return dict(memory.capacity_of)[worker] + own - its

@@ -56,6 +56,9 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
     """
     capacity_of: tuple[tuple[Worker, float], ...] = ()
     """Workers that have another capacity than their column."""
+    reserve: tuple[float, ...] = ()
+    """One value for each column: what `capacity` leaves for a layer whose activations are computed again. Not in a
+    file: `planner.recompute` chooses stages."""
 
 
 class LayerValues(msgspec.Struct, frozen=True, kw_only=True):

@@ -53,13 +53,17 @@ class _Piece(NamedTuple):
 class PartOptimizer(UndoableSteps):
     """Steps the parts that are `kept` of some layers; of these, some are this worker's `own`.
 
-    Other elements of the parameters come from other workers after each step: then `gathered` is to be called.
+    Other elements of the parameters come from other workers after each step: then `gathered` is to be called. With
+    `separate`, tensors of their own are stepped: parameters need not be there in between (`runtime.model.rank_parts`).
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], config: TrainingConfig, kept: Parts, own: Parts,
-                 sharing: Sharing = NOTHING_SHARED) -> None:
+                 sharing: Sharing = NOTHING_SHARED, *, separate: bool = False) -> None:
         self.kept, self._own = kept, own
         self._masters = config.master_weights
+        self._separate = separate or self._masters
+        self.writes = True
+        """Whether parameters are there, to be written after each step."""
         self._first_rank = first_rank()
         self._modules = modules
         self._sharing = sharing
@@ -148,9 +152,9 @@ class PartOptimizer(UndoableSteps):
                         self._load(piece, part, both)
 
     def state_bytes(self) -> int:
-        """Memory of the optimizer's state, and of master weights."""
-        masters = sum(stepped.nbytes for stepped in self._stepped()) if self._masters else 0
-        return masters + sum(value.nbytes for slots in self._state.values() for value in slots.values()
+        """Memory of the optimizer's state, and of master weights or other copies that are stepped."""
+        copies = sum(stepped.nbytes for stepped in self._stepped()) if self._separate else 0
+        return copies + sum(value.nbytes for slots in self._state.values() for value in slots.values()
                              if isinstance(value, Tensor))
 
     def _cut(self, layer: int, module: nn.Module, part: Span) -> Iterable[_Piece]:
@@ -161,7 +165,7 @@ class PartOptimizer(UndoableSteps):
             view = slice_of(parameter.detach().view(-1), span, both)
             stepped = self._tied.get(parameter)
             if stepped is None:
-                stepped = nn.Parameter(view.float() if self._masters else view)
+                stepped = nn.Parameter(view.float() if self._masters else view.clone() if self._separate else view)
             if self._sharing.is_shared(layer, name):
                 self._tied[parameter] = stepped
             yield _Piece(layer, name, parameter, part, span, both, stepped, part in self._own.get(layer, ()))
@@ -200,9 +204,14 @@ class PartOptimizer(UndoableSteps):
             for group, members in zip(groups, everything, strict=True):
                 group["params"] = members
 
+    def write(self) -> None:
+        """What is kept are the parameters, from now on after each step, too."""
+        self.writes = True
+        self._round(self._pieces)
+
     def _round(self, pieces: Iterable[_Piece]) -> None:
-        """With master weights, parameters are these in fewer bits."""
-        if self._masters:
+        """Where copies are stepped, they become the parameters: master weights in fewer bits."""
+        if self._separate and self.writes:
             with torch.no_grad():
                 for piece in pieces:
                     piece.of_parameter().copy_(piece.stepped)

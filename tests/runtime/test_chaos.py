@@ -75,10 +75,10 @@ def written(out, lines):
 
 def test_whoever_was_not_lost_must_not_be_started_again():
     survivors = Survivors({})
-    survivors.look({"0.0": 10, "1.0": 11, "1.1": 12})
+    survivors.look({"0.0": 10, "1.0": 11, "1.1-1": 12})
     survivors.observe(Failed(worker=Worker(1, 0), reason="worker 1.0 was killed by SIGKILL"))
     survivors.observe(Noted(text="worker 1.1 was killed by SIGKILL, before it took part"))
-    survivors.look({"0.0": 10, "1.0": 21, "1.1": 22})
+    survivors.look({"0.0": 10, "1.0": 21, "1.1-1": 22})
     survivors.require()
     survivors.look({"0.0": 20, "1.0": 21})
     with pytest.raises(ChaosError, match=r"worker 0\.0 was process 10 and is 20, but was not lost"):

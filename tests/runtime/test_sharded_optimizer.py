@@ -5,19 +5,25 @@ import os
 import signal
 
 import pytest
-import torch
 
 from runtime.config import ConfigError, parse_run_config
 from runtime.events import EVENTS, Failed, WentBack
 from runtime.launch import Resilience, RunOptions, run
-from runtime.model.checkpoint import latest, load
+from runtime.model.checkpoint import latest
 from runtime.processes.process_manager import Return
 from runtime.run_folder import CHECKPOINTS
 from schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import TIMEOUT_SECONDS, Planning, at, dead, planned, returned, train
 from tests.runtime.model.test_steps import FIRST, SAME
-from tests.runtime.running import assert_same_evaluations, assert_same_numbers, judge, schedule_for, tiny
+from tests.runtime.running import (
+    assert_same_evaluations,
+    assert_same_masters,
+    assert_same_numbers,
+    judge,
+    schedule_for,
+    tiny,
+)
 
 WIDE = grid(3, 2, 2, more="optimizer = 1")
 FOUR = grid(4, 1, 2, more="optimizer = 1")
@@ -134,15 +140,7 @@ def test_bf16_parameters_with_float32_masters(training, share, fork_server, tmp_
     result = run(schedule_for(WIDE), config, out=tmp_path, fork_server=fork_server, resilience=Resilience(
         scheduler=planned(WIDE), checkpoint_every=3, injections=(at("0.0", 2, "O"),)))
     assert dead(result) == ["0.0"]
-    reference, first = judge(config, WIDE.microbatches, 6), judge(config, WIDE.microbatches, 0)
-    assert result.losses == pytest.approx(reference.losses, rel=1e-3)
-    states = load(latest(tmp_path / CHECKPOINTS), range(4))
-    ours = {name: states[int(layer)][f"model.{of}"] for name in reference.masters
-            for layer, _, of in [name.partition(".")]}
-    assert {tensor.dtype for tensor in ours.values()} == {torch.float32}
-    off, gone = (sum((one[name] - other[name]).square().sum() for name in reference.masters) ** 0.5
-                 for one, other in ((ours, reference.masters), (reference.masters, first.masters)))
-    assert off <= share * gone
+    assert_same_masters(result, config, WIDE.microbatches, 6, share=share)
 
 
 @pytest.mark.parametrize(("training", "message"), [
