@@ -10,7 +10,7 @@ from cli.shared.planning import compile_planner
 from planner.job.file import Job
 from planner.model.problem import NoPlanError
 from planner.model.ticks import memory_in_units
-from planner.normalise import normal_form
+from planner.normalise import normal_form, slow_while_alive
 from planner.options import PlanOptions
 from planner.plan import plan_only
 from runtime.coordinator.planning import NoScheduleError, Scheduler, SchedulerAtSpeeds, Speeds
@@ -128,6 +128,7 @@ def _with_moves(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Sch
 
 
 def _moved(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule:
+    job = slow_while_alive(job, down)
     found = relabel(normal_form(job, len(down), options).schedule, down, held_elsewhere=True, nodes=job.nodes)
     if found is None:
         raise NoScheduleError(f"no live worker can take over the roles of {', '.join(map(str, down))}")
