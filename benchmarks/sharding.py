@@ -47,7 +47,8 @@ from runtime.model.parts import Cut, cut
 from runtime.processes.children import Children
 from runtime.processes.fork_server import ForkServer
 from runtime.protocol.rendezvous import Rendezvous, connect_store, host_store
-from runtime.replay.communication import Communicator, Membership
+from runtime.replay.communication import Communicator
+from runtime.replay.membership import Membership
 from runtime.replay.part_exchange import PartExchange
 from schedules.layers import LayerRange
 from schedules.schedule import Worker

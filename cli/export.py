@@ -96,7 +96,7 @@ def _to_torch_csv(file: Path, pipeline: int, communication: bool, out_file: Path
         answer_no(f"{file}: {error}")
     if out_file is not None:
         write_or_refuse(out_file, text.encode())
-        err.print(f"written to {out_file}", highlight=False)
+        err.print(f"written to {out_file}", soft_wrap=True)
     if json:
         print_json({"csv": text, "format": "compute_comms" if communication else "compute_only", "pipeline": pipeline})
     elif out_file is None:
@@ -120,13 +120,13 @@ def _to_torchtitan(file: Path, folder: Path | None, pipeline: int, decoder_layer
     write_or_refuse(folder / "flags", (" ".join(map(shlex.quote, flags)) + "\n").encode())
     if schedule.optimizer == "staggered":
         err.print("torchtitan steps all stages together, and the plan one after the other: plan with --optimizer "
-                  "synchronous for the best order there", highlight=False, soft_wrap=True)
+                  "synchronous for the best order there", soft_wrap=True)
     if json:
         print_json({"folder": str(folder), "flags": flags, "pipeline": pipeline})
         return
     quoted, workers = shlex.quote(str(folder / "flags")), schedule.grid.pipelines * schedule.grid.columns
     err.print(f"written to {folder}; next: xargs -a {quoted} torchrun --nproc-per-node {workers} "
-              "-m torchtitan.train --job.config_file CONFIG", highlight=False, soft_wrap=True)
+              "-m torchtitan.train --job.config_file CONFIG", soft_wrap=True)
 
 
 def _to_megatron(file: Path, decoder_layers: int | None, json: bool) -> None:
@@ -171,4 +171,4 @@ def _to_hugging_face(source: Path, folder: Path | None, json: bool) -> None:
     if json:
         print_json({"folder": str(folder), "iteration": checkpoint.iteration})
     else:
-        err.print(f"iteration {checkpoint.iteration} written to {folder}", highlight=False, soft_wrap=True)
+        err.print(f"iteration {checkpoint.iteration} written to {folder}", soft_wrap=True)

@@ -155,7 +155,7 @@ def _job(table: TomlTable) -> Job:
     columns, chains, layers = _placement(table.table("placement"), stages)
     # Copies of a stage are equal, so a list in the file has one value for all copies.
     virtual = len(columns) // chains
-    time = _times(table.table("time"), virtual, chains, pipelines, stages)
+    time = _times(table.table("time", required=True), virtual, chains, pipelines, stages)
     memory = _memory(table.table("memory"), virtual, chains, (pipelines, stages)) if table.has("memory") else None
     layer_values = None
     if table.has("layers"):

@@ -20,8 +20,10 @@ from runtime.model.passed import TensorForm, carrier_form
 from runtime.model.slices import SliceRunner
 from runtime.model.worker_group import enter_group
 from runtime.protocol.rendezvous import Rendezvous, connect_store, interface_towards
-from runtime.replay.communication import Communicator, Membership, Transport
+from runtime.replay.communication import Communicator
+from runtime.replay.membership import Membership
 from runtime.replay.part_exchange import PartExchange
+from runtime.replay.transport import Transport
 from runtime.tools.stage_bench import StageBench, StageProfile, timed
 from runtime.torch_private import TCPStore
 from schedules.schedule import Worker

@@ -7,7 +7,8 @@ from runtime.model.holding import keeps_parts
 from runtime.model.parts import cuts_of
 from runtime.protocol.to_coordinator import Note
 from runtime.protocol.to_worker import Finish, Train
-from runtime.replay.communication import CommunicationError, Communicator
+from runtime.replay.communication import Communicator
+from runtime.replay.transfers import CommunicationError
 from runtime.worker.activity import WAITS
 from runtime.worker.context import OrderContext, WorkerContext
 from runtime.worker.layer_receiver import LayerFetch, part_senders_for, senders_for

@@ -178,5 +178,3 @@ def _emptied(module: nn.Module) -> nn.Module:
     """Off the meta device, unless that is the default."""
     device = torch.get_default_device()
     return module if device.type == "meta" else module.to_empty(device=device)
-
-

@@ -21,7 +21,7 @@ from runtime.model.part_state import (
     whole,
 )
 from runtime.model.parts import cut, in_layers, without
-from runtime.replay.communication import CommunicationError
+from runtime.replay.transfers import CommunicationError
 from schedules.schedule import Worker
 
 LAYERS = (3, 5)

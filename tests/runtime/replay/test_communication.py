@@ -6,12 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runtime.config import ConfigError
 from runtime.model.parts import cut
 from runtime.protocol.rendezvous import host_store
 from runtime.replay import communication
-from runtime.replay.communication import CommunicationError, Communicator, Membership, choose_transport
+from runtime.replay.communication import Communicator
+from runtime.replay.membership import Membership
 from runtime.replay.part_exchange import PartExchange
+from runtime.replay.transfers import CommunicationError
 from schedules.schedule import Worker
 
 WORKERS = [Worker(0, 0), Worker(0, 1), Worker(1, 1)]
@@ -96,9 +97,12 @@ def test_small_gradients_are_summed_together_and_large_ones_alone(communicators,
 
 
 def test_clocks_of_one_machine_agree(communicators):
+    """As a busy machine may hold up an answer, the best of several times counts."""
     with ThreadPoolExecutor(3) as pool:
-        offsets = list(pool.map(lambda communicator: communicator.clock_offset(), communicators, timeout=120))
-    assert offsets[0] == 0 and all(abs(offset) < 0.05 for offset in offsets)
+        tries = [list(pool.map(Communicator.clock_offset, communicators, timeout=120)) for _ in range(5)]
+    for offsets in zip(*tries, strict=True):
+        assert min(map(abs, offsets)) < 0.05
+    assert all(offsets[0] == 0 for offsets in tries)
 
 
 def test_a_blocked_receive_ends_when_its_peer_drops_the_communicator(communicators):
@@ -109,18 +113,6 @@ def test_a_blocked_receive_ends_when_its_peer_drops_the_communicator(communicato
     with pytest.raises(CommunicationError, match=r"^receiving from worker 1\.1 failed: [^/]+$"):
         arriving.take()
     assert time.monotonic() - began < 20
-
-
-@pytest.mark.parametrize(("wanted", "device", "workers", "cards", "chosen"), [
-    ("auto", "cpu", 4, 0, "gloo"), ("auto", "cuda", 4, 4, "nccl"), ("auto", "cuda", 4, 1, "gloo"),
-    ("gloo", "cuda", 4, 4, "gloo"), ("nccl", "cuda", 2, 4, "nccl")])
-def test_transport(wanted, device, workers, cards, chosen):
-    assert choose_transport(wanted, device, workers, cards) == chosen
-
-
-def test_nccl_needs_a_card_for_each_worker():
-    with pytest.raises(ConfigError, match="here are 1 for 2 workers"):
-        choose_transport("nccl", "cuda", 2, 1)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from runtime.model.part_state import elements_of, trained
 from runtime.model.parts import cut
 from runtime.protocol.to_coordinator import Kept
 from runtime.protocol.to_worker import PartMove
-from runtime.replay.communication import CommunicationError
+from runtime.replay.transfers import CommunicationError
 from runtime.worker.layer_messages import LayerPart, LayerRequest, PartName, PartStepped
 from runtime.worker.layer_receiver import LayerFetch, part_senders_for
 from runtime.worker.layer_sender import LayerSender
