@@ -26,15 +26,15 @@ SLOWER = 2.0
 def with_degraded(job: Job, degraded: Collection[Worker], *, slower: float = 1.0) -> Job:
     """The job while these workers are so. Their ops take so many times as long, where the job does not say how long.
 
-    Raises NoPlanError where one has no room for a micro-batch of its stage.
+    Raises NoPlanError where one has no room for a micro-batch of its stage, or for gradients on their way.
     """
     if not degraded:
         return job
     able = degradable(job)
     for worker in degraded:
         if worker.column not in able:
-            raise NoPlanError(f"worker {worker} cannot go on as half its ranks: there is no room for a micro-batch "
-                              "beside twice the weights; it is as good as down")
+            raise NoPlanError(f"worker {worker} cannot go on as half its ranks: there is no room for a micro-batch, "
+                              "or for gradients on their way, beside twice the weights; it is as good as down")
     time, memory = job.time, job.memory
     if slower != 1.0:
         time = replace(time, slow=tuple(sorted((dict.fromkeys(degraded, slower) | dict(time.slow)).items())))
