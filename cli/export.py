@@ -7,7 +7,13 @@ from typing import Annotated
 import typer
 
 from cli.shared.console import answer_no, completing, err, print_json, refuse
-from cli.shared.inputs import read_job_or_refuse, read_schedule_or_refuse, require_choice, write_or_refuse
+from cli.shared.inputs import (
+    read_job_or_refuse,
+    read_schedule_or_refuse,
+    require_choice,
+    require_writable,
+    write_or_refuse,
+)
 from cli.shared.interrupts import importing
 from cli.shared.options import Json
 from planner.job.file import JobError
@@ -49,6 +55,7 @@ def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pi
     _require_for(to, ("torch-csv",), ("--communication", communication), ("--out", out_file))
     _require_for(to, ("torch-csv", "torchtitan"), ("--pipeline", pipeline))
     _require_for(to, ("torchtitan", "megatron"), ("--decoder-layers", decoder_layers))
+    require_writable(out_file)
     if folder is not None and to not in ("torchtitan", "hugging-face"):
         refuse(f"{folder}: --to {to} writes to {'--out FILE' if to == 'torch-csv' else 'stdout'}")
     if to == "hugging-face":

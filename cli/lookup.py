@@ -91,7 +91,8 @@ def _look_up(table: Table, down: tuple[Worker, ...], *, settled: bool) -> _Answe
 
 def _plan(table: Table, down: tuple[Worker, ...], *, settled: bool) -> _Answer:
     names = ", ".join(map(str, down)) or "no worker"
-    covered = f"up to {table.index.max_failures} failures" + (" and their patterns" if table.index.exact else "")
+    most = table.index.max_failures
+    covered = f"up to {most} failure{'s' * (most != 1)}" + (" and their patterns" if table.index.exact else "")
     covered += " and one or two nodes" if any(row.nodes for row in table.rows()) else ""
     covered += " that leave every stage a live worker" if dead_column(down, table.basis.grid) is not None else ""
     err.print(f"{names} down: not in the table, which covers {covered}; planning on the spot", style="yellow",
@@ -137,8 +138,8 @@ def _print(answer: _Answer, table: Table) -> None:
     whole = next((row.period for row in table.rows() if row.failures == 0), None)
     period = schedule.seconds(schedule.period_ticks)
     share = f", throughput {whole / period:.1%} of fault-free" if whole else ""
-    out.print(f"period {duration(period)}{share}; {how}, in {duration(answer.seconds)}")
+    out.print(f"period {duration(period)}{share}; {how}, in {duration(answer.seconds)}", soft_wrap=True)
     moved = sum(map(len, layers_received(schedule).values()))
     for line in [*(role_change_lines(schedule) or ["every live worker keeps its role"]),
                  *([f"layers to move: {moved}"] if moved else [])]:
-        out.print(line)
+        out.print(line, soft_wrap=True)

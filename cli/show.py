@@ -13,7 +13,7 @@ from cli.drawing.svg_timeline import drawing
 from cli.drawing.text_timeline import measured_timeline, timeline
 from cli.run_page import run_page
 from cli.shared.console import duration, err, out_of, print_json, refuse
-from cli.shared.inputs import read_schedule_or_refuse, write_or_refuse
+from cli.shared.inputs import read_schedule_or_refuse, require_writable, write_or_refuse
 from cli.shared.options import Json
 from cli.shared.run_summary import print_run, run_summary
 from cli.shared.schedule_summary import measured_period, summary, summary_line
@@ -57,6 +57,8 @@ def show(files: Files = None, run: Run = None, html: Html = None, perfetto: Perf
     Several schedules are shown one after the other. With --run: each order of a run, planned and measured, and what
     happened when. --html makes a page of it, which works offline and holds the timelines of its schedules.
     """
+    for path in (html, perfetto, svg):
+        require_writable(path)
     if run is not None:
         for what, value in (("schedule files", files), ("--perfetto", perfetto), ("--svg", svg),
                             ("--measured", measured)):

@@ -78,8 +78,8 @@ class _Sizes(NamedTuple):
     gradients: float
     """Of that."""
     copies: float
-    """Of the parameters whose optimizer state it keeps: its process steps these, as it lays parameters out otherwise.
-    Beside the weights; master weights are such copies already."""
+    """Of the parameters that it steps itself: its process steps these, as it lays parameters out otherwise. Beside the
+    weights, which have those that it keeps of a buddy's parameters; master weights are such copies already."""
 
 
 def _sizes(job: Job, column: int) -> _Sizes:
@@ -88,7 +88,8 @@ def _sizes(job: Job, column: int) -> _Sizes:
     stages = [stage for stage, at in enumerate(job.columns) if at == column]
     weights = sum(memory.weights[stage] for stage in stages) if memory.weights else 0.0
     sharded, masters = bool(training.get("shard_optimizer")), bool(training.get("master_weights"))
-    kept = float(share(job.pipelines * job.chains)) if sharded else 1.0
+    holders = job.pipelines * job.chains
+    kept = float(share(holders)) if sharded else 1.0
     # Bytes an element: of the parameter, its gradient, what is stepped, and what the optimizer remembers.
     parameter, stepped = (2, 4) if masters else (4, 4)
     gradient = 2 if training.get("reduce_dtype") == "bf16" else 4
@@ -98,7 +99,7 @@ def _sizes(job: Job, column: int) -> _Sizes:
     if memory.state:
         whole = weights - sum(memory.state[stage] for stage in stages) * kept
     return _Sizes(weights, whole * gradient / (parameter + gradient),
-                  kept * whole * parameter / (parameter + gradient) if sharded and not masters else 0.0)
+                  whole * parameter / (parameter + gradient) / holders if sharded and not masters else 0.0)
 
 
 def _slots(job: Job) -> int:

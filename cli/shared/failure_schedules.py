@@ -9,7 +9,6 @@ import msgspec
 from cli.shared.planning import compile_planner
 from planner.job.file import Job
 from planner.model.problem import NoPlanError
-from planner.model.ticks import memory_in_units
 from planner.normalise import normal_form, slow_while_alive
 from planner.options import PlanOptions
 from planner.plan import plan_only
@@ -29,6 +28,8 @@ MEANWHILE_SECONDS = 2.0
 """Of one for other speeds, for which nobody waits."""
 ROLES_SECONDS = 10.0
 """Of one in which workers take over other roles: several are planned."""
+ROUNDED = 1e-9
+"""Units of memory."""
 
 
 def scheduler(job: Job, first: Schedule, table: Table | None) -> Scheduler:
@@ -75,14 +76,11 @@ def _no_schedule() -> Iterator[None]:
 
 def has_room(job: Job, schedule: Schedule) -> bool:
     """Whether workers that have another capacity than their column have enough for a schedule, which may be made
-    without regard to that."""
-    memory = memory_in_units(job)
-    if memory is None or schedule.memory is None or not memory.capacity_of:
+    without regard to that, and may have other roles for them."""
+    if job.memory is None or schedule.memory is None or not job.memory.capacity_of:
         return True
-    scale = memory.unit / schedule.memory.unit
-    rooms = tuple(Room(one.worker, math.floor(one.capacity * scale)) for one in memory.capacity_of)
-    own = msgspec.structs.replace(schedule, memory=msgspec.structs.replace(schedule.memory, capacity_of=rooms))
-    return all(peak <= (room(own, own.seat_of[worker]) or 0) for worker, peak in memory_peaks(schedule).items())
+    own = _with_own_rooms(job, schedule)
+    return all(peak <= (room(own, own.seat_of[worker]) or 0) for worker, peak in memory_peaks(own).items())
 
 
 def _looked_up(job: Job, table: Table | None, down: tuple[Worker, ...], first: Schedule) -> Schedule | None:
@@ -121,9 +119,9 @@ def _with_moves(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Sch
     for capacity, too_little in ((memory.capacity, ()), (least, (NoPlanError,))):
         of_columns = msgspec.structs.replace(memory, capacity=capacity, capacity_of=())
         with suppress(*too_little):
-            own = _with_own_rooms(job, _moved(msgspec.structs.replace(job, memory=of_columns), down, within))
-            if all(peak <= (room(own, own.seat_of[worker]) or 0) for worker, peak in memory_peaks(own).items()):
-                return own
+            found = _moved(msgspec.structs.replace(job, memory=of_columns), down, within)
+            if has_room(job, found):
+                return _with_own_rooms(job, found)
     raise NoScheduleError(f"no live worker has room for the roles of {', '.join(map(str, down))}")
 
 
@@ -136,12 +134,16 @@ def _moved(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule
 
 
 def _with_own_rooms(job: Job, schedule: Schedule) -> Schedule:
-    """The schedule with what room single workers have in their roles."""
+    """The schedule with what room single workers have in their roles; where layers are given, in their own."""
     assert job.memory is not None and schedule.memory is not None
-    rooms = tuple(Room(worker, max(0, math.floor(_room_at(job, worker, schedule.seat_of[worker].role.column)
-                                                 / schedule.memory.unit)))
-                  for worker, _ in job.memory.capacity_of if worker in schedule.seat_of)
-    return msgspec.structs.replace(schedule, memory=msgspec.structs.replace(schedule.memory, capacity_of=rooms))
+    rooms = []
+    for worker, _ in job.memory.capacity_of:
+        seat = schedule.seat_of.get(worker)
+        if seat is not None:
+            left = _room_at(job, worker, seat.role.column if seat.holds is None else worker.column)
+            rooms.append(Room(worker, max(0, math.floor(left / schedule.memory.unit + ROUNDED))))
+    return msgspec.structs.replace(schedule, memory=msgspec.structs.replace(
+        schedule.memory, capacity_of=tuple(rooms) or msgspec.UNSET))
 
 
 def _room_at(job: Job, worker: Worker, column: int) -> float:

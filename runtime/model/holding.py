@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.config import TrainingConfig
+from runtime.model.copied_sums import CopiedSums
 from runtime.model.digest import parameter_digest
 from runtime.model.distributed_tensors import with_local_parameters
 from runtime.model.layers import LayeredModel, parameter_dtype
@@ -19,7 +20,7 @@ from runtime.model.optimizer import UndoableOptimizer, build_optimizer
 from runtime.model.own_ranks import summed_by_rank
 from runtime.model.part_optimizer import PartOptimizer
 from runtime.model.part_state import PartState, elements_of, keep_whole, kept_whole, put, trained
-from runtime.model.parts import Cut, Elements, parts_of
+from runtime.model.parts import Cut, Elements, Span, parts_of
 from runtime.model.rank_optimizers import RankOptimizers
 from runtime.model.seeds import GENERATORS
 from runtime.model.shards import shards_of
@@ -59,6 +60,7 @@ class Holding:
         self.cuts: dict[LayerRange, Cut] = {}
         """How each range that is reduced is cut, where optimizers keep parts."""
         self._flat_parameters: dict[LayerRange, Tensor] = {}
+        self._sums = CopiedSums()
         self.optimizer: UndoableOptimizer | PartOptimizer | RankOptimizers = self._build(self.modules)
         self._gradients: dict[LayerRange, list[Tensor]] = {}
         self.shared_gradients: dict[str, list[Tensor]] = {}
@@ -86,7 +88,7 @@ class Holding:
             if isinstance(optimizer, UndoableOptimizer) and isinstance(one.optimizer, UndoableOptimizer):
                 optimizer.take_over(one.optimizer)
         self.modules, self.optimizer = modules, optimizer
-        self._gradients, self.cuts, self._flat_parameters = {}, {}, {}
+        self._gradients, self.cuts, self._flat_parameters, self._sums = {}, {}, {}, CopiedSums()
         self.reduce_by(self.ranges)
 
     def keep(self, modules: Mapping[int, nn.Module], cuts: Mapping[LayerRange, Cut], worker: Worker,
@@ -103,10 +105,14 @@ class Holding:
             self.modules = dict(sorted(modules.items()))
             self._sharing.tie(self.modules)
             self.cuts = dict(sorted(cuts.items()))
-            self._gradients, self._flat_parameters = {}, {}
+            self._gradients, self._flat_parameters, self._sums = {}, {}, CopiedSums()
             self.reduce_by(self.cuts)
         if not same:
             self._flatten_parameters()
+            for layers, one in self.cuts.items():
+                for parameter in self._reduced(layers, whole=False)[:1]:
+                    self._sums.make(layers, one, worker, gradient_dtype(self._config) or parameter.dtype,
+                                    parameter.device)
         for layer, module in self.modules.items():
             put(module, [part for part in parts if part.layer == layer], untrained_too=held.get(layer) is not module)
         if not same:
@@ -125,8 +131,14 @@ class Holding:
             return elements_of(self.modules[layer])
 
         return PartOptimizer(self.modules, self._config, parts_of(worker, self.cuts, elements),
-                             parts_of(worker, self.cuts, elements, own=True), self._sharing,
-                             separate=self.separate)
+                             parts_of(worker, self.cuts, elements, Cut.own), self._sharing,
+                             self._sums.by_layer(lambda layer: elements(layer).cut), separate=self.separate)
+
+    def copies(self, layers: LayerRange, own_rank: int = 0) -> Mapping[Span, Tensor]:
+        """The parts of a range that are copies of others', each with where the sums of its gradients are to come; at
+        one of the ranks that this process stands for."""
+        assert own_rank == 0 and isinstance(self.optimizer, PartOptimizer)
+        return self._sums.of(layers, self.optimizer.buffer)
 
     @property
     def part_optimizers(self) -> Sequence[PartOptimizer]:

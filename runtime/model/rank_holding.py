@@ -16,7 +16,7 @@ from runtime.config import TrainingConfig
 from runtime.model.holding import Holding, gradient_dtype
 from runtime.model.part_optimizer import PartOptimizer
 from runtime.model.part_state import trained
-from runtime.model.parts import Cut
+from runtime.model.parts import Cut, Span
 from runtime.model.rank_optimizers import RankOptimizers
 from runtime.model.rank_parts import RankParts
 from runtime.model.shards import shards_of
@@ -68,6 +68,10 @@ class RankHolding(Holding):
         """Those of a rank, counted from 0."""
         return self._ranks[own_rank].flat_parameters()
 
+    def copies(self, layers: LayerRange, own_rank: int = 0) -> Mapping[Span, Tensor]:
+        """Those of a rank, counted from 0."""
+        return self._ranks[own_rank].copies(layers)
+
     def arrived(self) -> None:
         """The ranks have all elements of their parameters: compute with these. Also with what is not trained."""
         assert all(one.has_parameters for one in self._ranks), "they have come to all ranks"
@@ -91,6 +95,7 @@ class RankHolding(Holding):
                         mine if name not in shards else shards[name].cut(mine, own_rank, len(self._ranks)))
         for optimizer in self.part_optimizers:
             optimizer.write()
+            optimizer.write_copies()
 
     @contextmanager
     def summed(self, layers: LayerRange) -> Iterator[list[list[Tensor]]]:

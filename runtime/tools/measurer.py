@@ -190,9 +190,10 @@ class _Measurer:
         gradients = torch.zeros(one.length, dtype=gradient_dtype(training) or parameter_dtype(training),
                                 device=self._device)
         parameters = torch.zeros(one.length, dtype=parameter_dtype(training), device=self._device)
+        copies = {span: torch.zeros_like(gradients[slice(*span)]) for span in one.copied(members[self._task.worker])}
 
         def reduce() -> None:
-            exchange.reduce(_LAYERS, gradients, one)
+            exchange.reduce(_LAYERS, gradients, one, copies)
             exchange.wait_for_copies()
 
         def gather() -> None:

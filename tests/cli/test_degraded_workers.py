@@ -69,6 +69,15 @@ def test_where_a_stage_is_lost_its_role_fits_it(weights, others):
     assert own_room - found.memory.unit < room(found, found.seat_of[degraded]) * found.memory.unit <= own_room
 
 
+def test_what_a_table_has_fits_whoever_has_the_role():
+    """The roles of stage 0 are heavier than those of stage 1, where both workers come from."""
+    first = plan_job(JOB, method="greedy").schedule
+    moved = with_less_room(JOB, first, None)((Worker(1, 1),))[0]((Worker(0, 0), Worker(1, 0)))
+    heavy = parse_job(TEXT.replace("weights = 1", "weights = [4, 1]").replace("capacity = 4", "capacity = [6, 9]"))
+    assert {seat.worker: has_room(with_degraded(heavy, [seat.worker]), moved) for seat in moved.seats} == {
+        seat.worker: seat.role.column == 1 for seat in moved.seats}
+
+
 @pytest.mark.parametrize(("capacity", "columns"), [("4", {0, 1}), ("[4, 2]", {0})])
 def test_who_has_no_room_for_it_is_told(capacity, columns):
     job, told = parse_job(TEXT.replace("capacity = 4", f"capacity = {capacity}")), []

@@ -226,7 +226,8 @@ def test_a_reader_that_has_gone_is_no_error(name, tmp_path, schedule):
 
 @pytest.mark.parametrize("arguments", [
     ["plan", JOBS / "worked-example.toml", "--out"], ["profile", "--out"], ["reproduce", "ablation", "--out"],
-    ["simulate", JOBS / "worked-example.toml", "--html"]])
+    ["simulate", JOBS / "worked-example.toml", "--html"], ["show", "--run", ".", "--html"],
+    ["show", "none.json", "--svg"], ["show", "none.json", "--perfetto"], ["export", "none.json", "--out"]])
 @pytest.mark.parametrize(("place", "reason"), [("folder", "Is a directory"), ("file/below", "Not a directory")])
 def test_no_work_is_done_whose_outcome_cannot_be_written(arguments, place, reason, tmp_path):
     (tmp_path / "folder" / "ablation.json").mkdir(parents=True)

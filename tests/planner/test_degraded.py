@@ -52,7 +52,7 @@ def test_without_room_for_a_micro_batch_it_is_as_good_as_down(capacity, weights)
         with_degraded(job(capacity, weights), [SLOW])
 
 
-@pytest.mark.parametrize(("masters", "copies"), [("", 2 / 3), ("master_weights = true", 0)])
+@pytest.mark.parametrize(("masters", "copies"), [("", 1 / 3), ("master_weights = true", 0)])
 def test_where_state_is_sharded_it_steps_copies_of_what_it_keeps(masters, copies):
     """Of three holders each has two thirds of the state, 6 of 9: of 8, 1 are parameters and 1 gradients. Master weights
     are such copies already."""

@@ -77,6 +77,8 @@ class Ranks:
         holding.optimizer.step(iteration)
         for own_rank in ranks:
             self.gather(own_rank)
+        for optimizer in holding.part_optimizers:
+            optimizer.kept_states()  # has copies stepped in this thread, which is watched
         if keeps_parts(self.config.training):
             holding.arrived()
         holding.zero_gradients()
