@@ -213,6 +213,7 @@ def _reduce_and_step(exchange: PartExchange, holding: Holding, cut: Cut, layers:
     optimizer.own_stepped = own_stepped
     optimizer.step(iteration)
     finish[0]()
+    holding.arrived()
 
 
 def _least(ends: Sequence[float]) -> float:

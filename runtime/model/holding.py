@@ -148,7 +148,10 @@ class Holding:
         return [self.optimizer] if isinstance(self.optimizer, PartOptimizer) else []
 
     def arrived(self) -> None:
-        """Parameters of others have come after a step, which may be a guess: compute with these."""
+        """Parameters of others have come after a step, which may be a guess: compute with these. Meanwhile, what this
+        worker keeps of others' states is stepped."""
+        for one in self.part_optimizers:
+            one.begin_copies()
 
     def gathered(self, iteration: int) -> None:
         """All elements of the parameters are as they should be after an iteration."""

@@ -40,21 +40,28 @@ class LateSteps(OptimizerSteps):
         self._gradients = gradients
         self._due: _Due | None = None
         """The last step: made once it is known to stand."""
+        self._stands: _Due | None = None
+        """The one before it, until it is begun."""
         self._buffer = 0
         self._beside = _Beside(next((one.device for one in gradients[0].values()), torch.device("cpu")))
 
     @property
     def free(self) -> int:
         """The buffer for the gradients of the next step; waits for what is stepped by it."""
-        self._beside.wait()
+        self._wait()
         return self._buffer
 
     def step(self, iteration: int, factor: float) -> None:
-        """A step by the gradients in the free buffer, times a factor; the one before it stands, and is begun."""
-        before, self._due = self._due, _Due(iteration, factor, self._buffer)
+        """A step by the gradients in the free buffer, times a factor; the one before it stands, and may begin."""
+        self._wait()
+        self._stands, self._due = self._due, _Due(iteration, factor, self._buffer)
         self._buffer = (self._buffer + 1) % BUFFERS
-        if before is not None and self._gradients[0]:
-            self._beside.begin(partial(self._make, before))
+
+    def begin(self) -> None:
+        """What stands is stepped from now on, beside what is computed."""
+        stands, self._stands = self._stands, None
+        if stands is not None and self._gradients[0]:
+            self._beside.begin(partial(self._make, stands))
 
     def undo(self, iteration: int) -> None:
         """That iteration's step is not made. It may be made otherwise, by the same gradients."""
@@ -63,17 +70,22 @@ class LateSteps(OptimizerSteps):
 
     def catch_up(self) -> None:
         """Make all steps: the last one stands, too."""
-        self._beside.wait()
+        self._wait()
         due, self._due = self._due, None
         if due is not None:
             self._make(due)
 
     def bytes(self) -> int:
         """Memory of all that is kept."""
-        self._beside.wait()
+        self._wait()
         slots = [value for slots in self.states.values() for value in slots.values() if isinstance(value, Tensor)]
         buffers = [tensor for gradients in self._gradients for tensor in gradients.values()]
         return sum(tensor.nbytes for tensor in (*self._stepped(), *slots, *buffers))
+
+    def _wait(self) -> None:
+        """Until all that stands is stepped."""
+        self.begin()
+        self._beside.wait()
 
     def _make(self, due: _Due) -> None:
         gradients = list(self._gradients[due.buffer].items())

@@ -252,6 +252,10 @@ class PartOptimizer(UndoableSteps):
         found: dict[str, Any] = (self._late if piece.late else self).states.get(piece.stepped, {})
         return found
 
+    def begin_copies(self) -> None:
+        """Step copies of others' parts from now on, as far as their steps stand, beside what is computed."""
+        self._late.begin()
+
     def write(self) -> None:
         """What is kept are the parameters, from now on after each step, too."""
         self.writes = True

@@ -82,6 +82,7 @@ class RankHolding(Holding):
                 own.copy_(found[0] if name not in shards else shards[name].joined(torch.stack(found)))
         for one in self._ranks:
             one.drop_parameters()
+        super().arrived()
 
     def give_parameters(self) -> None:
         """To each rank, as that has them; what it keeps may be older, after an undone step, and stays as it is."""
