@@ -26,14 +26,14 @@ def list_schedules(known: Incumbent, budget: Budget) -> Incumbent:
     """The best of many list schedules of each piece. No piece need be shorter than the longest one.
 
     Where the period of a piece is not that of the whole, only the latter is reported, in the end. Pieces of a layout
-    reduce gradients at times that each would choose otherwise: as one they are ordered for the same times.
+    reduce gradients at times that each would choose otherwise: as one they are ordered, and annealed, for the same
+    times.
     """
     join = len(known.pieces) > 1 and known.problem.routes is not None and known.problem.grid.chains == 1 and \
         sum(piece.problem.operations for piece in known.pieces) <= LARGEST_JOINED
     found = _each_alone(known, budget.share(APART_SHARE) if join else budget)
     if len(known.pieces) > 1:
         _report(found.period, known, budget)
-    join = join and found.period != max(found.periods)
     return _on_one_clock(found, budget) if join and found.open and budget.seconds > 0 else found
 
 
