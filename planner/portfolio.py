@@ -169,7 +169,7 @@ class _Portfolio:
             budget = in_time(first, budget)
         lists = budget if self._options.method == "greedy" else budget.share(LIST_SHARE)
         if first is not None:
-            self._add(first, lists.share(FIRST_SHARE), moved=0)
+            self._add(first, lists, FIRST_SHARE, moved=0)
         self._add_layouts(lists)
         if not self._entries:
             raise NoPlanError("no layout of the layers over the live workers has room for the micro-batches in flight")
@@ -188,15 +188,17 @@ class _Portfolio:
         why = f"with who runs what as it is here, no order is shorter than {least * known.problem.tick_seconds:g} s"
         return msgspec.structs.replace(solved, evidence=f"{solved.evidence}; {why}")
 
-    def _add(self, known: Incumbent, budget: Budget, *, moved: int) -> None:
-        """List schedules of a candidate. It is dropped where they get stuck for lack of memory, or cannot be the best.
+    def _add(self, known: Incumbent, budget: Budget, share: float, *, moved: int) -> None:
+        """List schedules of a candidate in this share of what its bound leaves of the time.
+
+        It is dropped where they get stuck for lack of memory, or cannot be the best.
         """
         least = self._least_of(known) if self._options.method != "greedy" else 0
         if moved and self._entries and least * known.problem.tick_seconds > self._best.seconds:
             return
         enough = msgspec.structs.replace(known, bound=max(known.bound, least))
         with contextlib.suppress(StuckError):
-            found = msgspec.structs.replace(list_schedules(enough, budget), bound=known.bound)
+            found = msgspec.structs.replace(list_schedules(enough, budget.share(share)), bound=known.bound)
             self._entries.append(_Entry(found, moved, least))
 
     @property
@@ -240,7 +242,7 @@ class _Portfolio:
                 return
             problem = problem_of_layout(self._job, self._failed, layout, backward=options.backward or "split",
                                         optimizer=options.optimizer or "staggered", least=self._least)
-            self._add(divided(problem, self._least, self._counts), budget.share(min(1.0, FIRST / left)),
+            self._add(divided(problem, self._least, self._counts), budget, min(1.0, FIRST / left),
                       moved=_moved(self._given, layout))
             left -= 1
 

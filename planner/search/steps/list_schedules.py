@@ -16,8 +16,8 @@ from planner.search.list_search import search
 from schedules.precedence import OpKey
 from schedules.schedule import Worker
 
-LARGEST_JOINED = 60_000
-"""Compute ops of all different pieces up to which they are put on one clock."""
+LARGEST_JOINED, QUICKLY_JOINED = 60_000, 10_000
+"""Compute ops of all different pieces up to which they are put on one clock; up to which also when the time is over."""
 APART_SHARE = 0.5
 """Share of the time for each piece by itself, where they are put on one clock then."""
 
@@ -29,12 +29,14 @@ def list_schedules(known: Incumbent, budget: Budget) -> Incumbent:
     reduce gradients at times that each would choose otherwise: as one they are ordered, and annealed, for the same
     times.
     """
+    ops = sum(piece.problem.operations for piece in known.pieces)
     join = len(known.pieces) > 1 and known.problem.routes is not None and known.problem.grid.chains == 1 and \
-        sum(piece.problem.operations for piece in known.pieces) <= LARGEST_JOINED
+        ops <= LARGEST_JOINED
     found = _each_alone(known, budget.share(APART_SHARE) if join else budget)
     if len(known.pieces) > 1:
         _report(found.period, known, budget)
-    return _on_one_clock(found, budget) if join and found.open and budget.seconds > 0 else found
+    in_time = budget.seconds > 0 or ops <= QUICKLY_JOINED
+    return _on_one_clock(found, budget) if join and found.open and in_time else found
 
 
 def _report(period: int, known: Incumbent, budget: Budget) -> None:
@@ -62,6 +64,8 @@ def _on_one_clock(known: Incumbent, budget: Budget) -> Incumbent:
     piece, solution = joined(known.problem, known.pieces), _together(known)
     empty = msgspec.structs.replace(known, pieces=(piece,))
     best = empty.with_solutions([solution], [solution_period(piece.problem, solution)])
+    if budget.seconds <= 0:
+        return best
     with contextlib.suppress(StuckError):
         other, ticks = search(piece.problem, known.bound, budget.deadline, budget.seed, lambda _: None, budget.stop)
         found = empty.with_solutions([other], [ticks])
