@@ -1,6 +1,6 @@
 """Seeded chaos: workers are killed and come back at random, and the numbers must be those of one process.
 
-    python -m benchmarks.chaos --events 300 --seed 1 [--grid 3x2] [--iterations 60] [--seconds 400]
+    python -m benchmarks.chaos --events 300 --seed 1 [--grid 3x2] [--iterations 60] [--kind NAME] [--seconds 400]
                                [--switch-interval 1e-6] [--node-0 0.3] [--log FILE] [--keep FOLDER]
 
 Trains a small GPT in float64, again and again, until so much has happened to the runs: workers die or lose their
@@ -224,7 +224,8 @@ def switching(seconds: float | None) -> Iterator[None]:
 def one_run(seed: int, options: argparse.Namespace, fork_server: ForkServer, leaks: Leaks, tally: Tally) -> str | None:
     """The run of one seed; what went wrong, in one line."""
     rng = random.Random(seed)
-    made = list(settings(options.grid, options.iterations).values())
+    made = [setting for name, setting in settings(options.grid, options.iterations).items()
+            if not options.kind or name in options.kind]
     setting, node_0_dies = made[seed % len(made)], rng.random() < options.node_0
     wrong = None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -256,6 +257,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no other run begins")
     parser.add_argument("--grid", default="3x2", help="pipelines x stages")
     parser.add_argument("--iterations", type=int, default=60, help="of each run")
+    parser.add_argument("--kind", action="append", choices=list(settings("1x1", 1)), metavar="NAME",
+                        help="of runs (benchmarks/README.md); may be repeated; by default all, in turn")
     parser.add_argument("--switch-interval", type=float, metavar="SECONDS", help="of all threads; usually 5e-3")
     parser.add_argument("--node-0", type=float, default=0.0, metavar="SHARE", help="of the runs in which node 0 dies")
     parser.add_argument("--log", type=Path, metavar="FILE", help="append what happened, a line a run")

@@ -25,6 +25,8 @@ KEPT = re.compile(r"losses\.jsonl|metrics\.jsonl|events\.jsonl|schedule\.json|tr
 """What a run leaves in its folder."""
 NOTICED_SECONDS = 10.0
 """A process that ends is found out in a second; on a busy machine, in a few."""
+_OF_WORKER = re.compile(r"[/-].*")
+"""What the name of a process has behind that of its worker."""
 _BEFORE = re.compile(r"worker (\S+) .*, before it took part")
 
 
@@ -188,8 +190,8 @@ class Survivors:
 
 
 def _worker_of(process: str) -> str:
-    """Whose process this is, where a worker may be several."""
-    return process.partition("/")[0]
+    """Whose process this is, where a worker may be several, or go on as half of them; the fork server's is its own."""
+    return _OF_WORKER.sub("", process)
 
 
 class Leaks:

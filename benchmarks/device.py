@@ -36,7 +36,7 @@ from planner.job.writer import job_text
 from runtime.config import parse_run_config
 from runtime.device import choose_device
 from runtime.events import Event, FetchBegun, Resumed, SettlingChosen
-from runtime.replay.communication import choose_transport
+from runtime.replay.transport import choose_transport
 from runtime.run_record import RunRecord, RunRecordError, Stretch, read_run
 
 PIPELINES, LOST = 2, "1.1"

@@ -1,14 +1,15 @@
 """Sharded optimizer state: steps per second against torch's ZeroRedundancyOptimizer, and bytes against the formula.
 
     python -m benchmarks.sharding [--workers 4] [--width 256] [--blocks 2] [--microbatches 2] [--iterations 12]
-                                  [--repeats 3]
+                                  [--repeats 3] [--steps-to-compute 8]
 
 A GPT of one stage on so many workers, in float32 on CPUs: without and with `[training] shard_optimizer`, and under
 torch.distributed's DistributedDataParallel with a ZeroRedundancyOptimizer over AdamW, which reads the same
 micro-batches and keeps no copy of any part. In turns; the least wall time of an iteration counts, over the last half
-of a run. Then what buddies cost: reducing, stepping and gathering alone, with and without them, in turns: once on these
-cores, which all workers share, and once with steps that sleep, as those of devices leave cores to others. They take as
-long as AdamW and its undo copies do on a core that has nothing else to do. Exit status 1 when what a worker keeps of
+of a run. Then what buddies cost: what workers wait for reducing, stepping and gathering, with and without them, in
+turns, and beside it the whole iteration. What is computed sleeps for as long as so many such steps take, as a device
+leaves cores to others. Once steps are made on these cores, which all workers share, once they sleep, too, for as
+long as AdamW and its undo copies take on a core that has nothing else to do. Exit status 1 when what a worker keeps of
 the optimizer is more than 2 % off (1 + buddy) x 20 bytes a parameter / workers.
 """
 
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -46,7 +47,8 @@ from runtime.model.parts import Cut, cut
 from runtime.processes.children import Children
 from runtime.processes.fork_server import ForkServer
 from runtime.protocol.rendezvous import Rendezvous, connect_store, host_store
-from runtime.replay.communication import Communicator, Membership
+from runtime.replay.communication import Communicator
+from runtime.replay.membership import Membership
 from runtime.replay.part_exchange import PartExchange
 from schedules.layers import LayerRange
 from schedules.schedule import Worker
@@ -67,6 +69,8 @@ class _Rank(msgspec.Struct, frozen=True):
     folder: str = ""
     seconds_per_element: float = 0.0
     """That steps sleep."""
+    compute_seconds: float = 0.0
+    """That sleep beside them."""
     rendezvous: Rendezvous | None = None
 
 
@@ -141,17 +145,25 @@ def seconds_per_element(config: RunConfig) -> float:
     return min(times) / sum(elements_of(module).total for module in holding.modules.values())
 
 
-def cost_of_buddies(config: RunConfig, workers: int, sleep: float = 0.0) -> tuple[float, float]:
-    """Seconds of reducing, stepping and gathering the whole model, without buddies and with; steps may sleep."""
+class _Times(NamedTuple):
+    """Seconds: of A and O, and of the iteration."""
+
+    waited: float
+    iteration: float
+
+
+def cost_of_buddies(config: RunConfig, workers: int, compute: float, sleep: float = 0.0) -> tuple[_Times, _Times]:
+    """Of reducing, stepping and gathering the whole model, without buddies and with; steps may sleep."""
     store, opened = host_store()
     if sleep:
         config = replace(config, training=replace(config.training, optimizer="benchmarks.sharding:sleeping_adamw"))
     with Children("benchmarks.sharding:step_parts", [
-            _Rank(config, rank, workers, seconds_per_element=sleep, rendezvous=opened) for rank in range(workers)
-            ]) as children:
-        found = [msgspec.json.decode(answer, type=tuple[float, float]) for answer in children.answers(300)]
+            _Rank(config, rank, workers, seconds_per_element=sleep, compute_seconds=compute, rendezvous=opened)
+            for rank in range(workers)]) as children:
+        found = [msgspec.json.decode(answer, type=tuple[_Times, _Times]) for answer in children.answers(300)]
     del store
-    return max(without for without, _ in found), max(beside for _, beside in found)
+    without, beside = (_Times(*map(max, zip(*times, strict=True))) for times in zip(*found, strict=True))
+    return without, beside
 
 
 def step_parts(data: bytes) -> bytes:
@@ -165,12 +177,12 @@ def step_parts(data: bytes) -> bytes:
     me = members[task.rank]
     communicator = Communicator(Membership(1, {worker: rank for rank, worker in enumerate(members)}, me),
                                 {layers: members}, transport="gloo", device=CPU, store=connect_store(task.rendezvous))
-    seconds: list[list[float]] = [[], []]
+    seconds: list[list[_Times]] = [[], []]
     holdings = []
     for buddies in (False, True):
         holding = Holding({layer: model.build(layer) for layer in range(model.layers)}, task.config.training)
         one = cut(sum(elements_of(module).cut for module in holding.modules.values()), members, (), sharded=True)
-        one = one if buddies else one._replace(wards=((),) * task.workers)
+        one = one if buddies else one._replace(buddies=(None,) * task.workers)
         holding.keep(holding.modules, {layers: one}, me, [], -1)
         holdings.append((holding, one))
     for iteration in range(STEPS):
@@ -178,9 +190,13 @@ def step_parts(data: bytes) -> bytes:
             communicator.wait_for_all()
             began = time.perf_counter()
             _reduce_and_step(PartExchange(communicator), holding, one, layers, iteration)
-            times.append(time.perf_counter() - began)
+            stepped = time.perf_counter()
+            time.sleep(task.compute_seconds)
+            holding.copies(layers)  # waits for their step, as the next A does
+            times.append(_Times(stepped - began, time.perf_counter() - began))
     communicator.wait_for_all()
-    return msgspec.json.encode([statistics.median(times[STEPS // 4:]) for times in seconds])
+    return msgspec.json.encode([[statistics.median(some) for some in zip(*times[STEPS // 4:], strict=True)]
+                                for times in seconds])
 
 
 def _reduce_and_step(exchange: PartExchange, holding: Holding, cut: Cut, layers: LayerRange,
@@ -193,7 +209,7 @@ def _reduce_and_step(exchange: PartExchange, holding: Holding, cut: Cut, layers:
         finish.append(exchange.gather(layers, parameters, cut))
         exchange.wait_for_copies()
 
-    exchange.reduce(layers, holding.gradients(layers)[0], cut)
+    exchange.reduce(layers, holding.gradients(layers)[0], cut, holding.copies(layers))
     optimizer.own_stepped = own_stepped
     optimizer.step(iteration)
     finish[0]()
@@ -220,7 +236,7 @@ def bytes_kept(config: RunConfig, workers: int) -> tuple[int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("workers", 4), ("width", 256), ("blocks", 2), ("microbatches", 2), ("iterations", 12),
-                          ("repeats", 3)):
+                          ("repeats", 3), ("steps-to-compute", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     model = {"blocks": options.blocks, "width": options.width, "heads": 4, "context": 64}
@@ -236,11 +252,14 @@ def main() -> None:
     for name, seconds in found.items():
         table.add_row(name, f"{min(seconds) * 1e3:.1f}", f"{rival / min(seconds):.2f}")
     Console().print(table)
-    for sleep in (0.0, seconds_per_element(sharded)):
-        without, beside = cost_of_buddies(sharded, options.workers, sleep)
-        print(f"A and O alone, steps {'asleep' if sleep else 'on these cores'}: {without * 1e3:.1f} ms without "
-              f"buddies, {beside * 1e3:.1f} ms with them, {beside / without:.3f} of that")
     kept, parameters = bytes_kept(sharded, options.workers)
+    step = seconds_per_element(sharded)
+    for sleep in (0.0, step):
+        without, beside = cost_of_buddies(
+            sharded, options.workers, options.steps_to_compute * step * parameters / options.workers, sleep)
+        for what, fewer, more in zip(("A and O", "iteration"), without, beside, strict=True):
+            print(f"{what}, steps {'asleep' if sleep else 'on these cores'}: {fewer * 1e3:.1f} ms without buddies, "
+                  f"{more * 1e3:.1f} ms with them, {more / fewer:.3f} of that")
     formula = 2 * BYTES * parameters / options.workers
     print(f"{parameters / 1e6:.2f} million parameters: a worker keeps {kept / parameters:.2f} bytes each of the "
           f"optimizer, {kept / formula - 1:+.2%} off the formula")

@@ -38,6 +38,8 @@ from planner.options import PlanOptions
 
 FOLLOWED = ("slipstream-fixed", "recycle")
 """Policies whose schedules this planner may choose, so that it must never be behind them."""
+WIDTH = 160
+"""Columns of the table where it is written to a file: rich would cut it at 80."""
 OTHERS = ("oobleck", "recycle", "elaswave", "malleus", "bamboo", "work-conserving")
 
 
@@ -104,7 +106,7 @@ def main() -> None:
                          *(f"{ratio:.3f}" for ratio in (*ratios.values(), most)))
             if options.json:
                 options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    Console().print(grid)
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(grid)
     behind = [(row["trace"], row["micro-batches"], name) for row in rows for name in FOLLOWED if row[name] < 1]
     for trace, count, name in behind:
         print(f"{trace}, {count} micro-batches: behind {name}, which this planner could follow")

@@ -81,13 +81,13 @@ def _print(file: Path, schedule: Schedule, violations: list[Violation], proven: 
     if not violations:
         out.print(f"{file}: valid: {len(schedule.seats)} workers, period "
                   f"{duration(schedule.seconds(schedule.period_ticks))}; {_bound(schedule, proven)}",
-                  style="green", markup=False, highlight=False, soft_wrap=True)
+                  style="green", soft_wrap=True)
         return
     count = f"{len(violations)} violation{'s' if len(violations) > 1 else ''}"
-    out.print(f"{file}: {count}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+    out.print(f"{file}: {count}", style="bold red", soft_wrap=True)
     drawn = 0
     for violation in violations:
-        out.print(f"  {violation}", markup=False, highlight=False, soft_wrap=True)
+        out.print(f"  {violation}", soft_wrap=True)
         if drawn < MAX_GRIDS and (excerpt := render_excerpt(schedule, violation.op, violation.worker)):
-            out.print(excerpt, style="dim", markup=False, highlight=False, no_wrap=True, crop=False, overflow="ignore")
+            out.print(excerpt, style="dim", no_wrap=True, crop=False, overflow="ignore")
             drawn += 1

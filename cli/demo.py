@@ -14,6 +14,7 @@ from rich.table import Table
 
 from cli.drawing.text_timeline import timeline
 from cli.shared.console import duration, err, out, print_json, refuse
+from cli.shared.inputs import require_writable
 from cli.shared.options import Json
 from cli.shared.planning import compile_planner
 from planner.job.file import Job, StageMemory, read_job
@@ -47,12 +48,13 @@ def demo(out_dir: Out = Path("out/demo"), short: Short = False, json: Json = Fal
     """Plan the published worked example, then train a small GPT with and without one of its workers."""
     if json:
         out.quiet = True
+    require_writable(out_dir / "whole" / "schedule.json")
     began = time.monotonic()
     compile_planner()
     ideas = _plan_worked_example()
     answer = _train(out_dir, short)
     out.print(f"\nThe whole demo took {duration(time.monotonic() - began)}. Next: slipstream plan "
-              f"{JOBS / 'worked-example.toml'} --failed 1.2 --failed 2.0", highlight=False, soft_wrap=True)
+              f"{JOBS / 'worked-example.toml'} --failed 1.2 --failed 2.0", soft_wrap=True)
     if json:
         print_json({"periods": {idea.name: idea.plan.period for idea in ideas}, **answer})
 
@@ -69,8 +71,8 @@ def _plan_worked_example() -> list[_Idea]:
         table.add_row(idea.name, duration(schedule.seconds(schedule.period_ticks)),
                       duration(schedule.seconds(schedule.lower_bound_ticks)), idea.published)
     out.print(table)
-    out.print("published: ReCycle, SOSP 2024 (F = I = W = 1 s here, optimizer 3 s)\n", style="dim", highlight=False)
-    out.print(f"With worker {DEAD} down: as fast as 1F1B with all workers", style="bold", highlight=False)
+    out.print("published: ReCycle, SOSP 2024 (F = I = W = 1 s here, optimizer 3 s)\n", style="dim")
+    out.print(f"With worker {DEAD} down: as fast as 1F1B with all workers", style="bold")
     out.print(timeline(ideas[-1].plan.schedule, out.width))
     out.print("\nFault-free", style="bold")
     out.print(timeline(ideas[1].plan.schedule, out.width))
@@ -121,11 +123,10 @@ def _train(folder: Path, short: bool) -> dict[str, object]:
     digits = min(agreeing_digits(losses["one process"], series) for series in losses.values())
     _print_losses(losses)
     out.print(f"Losses of all {len(reference.losses)} iterations agree to {digits} digits: with all "
-              f"{len(whole.seats)} workers, with {len(broken.seats)}, and in one process.", style="bold",
-              highlight=False)
+              f"{len(whole.seats)} workers, with {len(broken.seats)}, and in one process.", style="bold")
     for name, result in runs.items():
         out.print(f"{name}: {result.out} holds schedule.json, trace.json, losses.jsonl and parameters", style="dim",
-                  highlight=False, soft_wrap=True)
+                  soft_wrap=True)
     return {"losses": losses, "agreeing_digits": digits,
             "parameter_digests": {name: result.parameter_digest for name, result in runs.items()}}
 

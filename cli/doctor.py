@@ -72,7 +72,7 @@ def _print(finding: Finding, *, first: bool) -> None:
     row.add_column(width=1)
     row.add_column(width=22)
     row.add_row(Text(mark, style), Text(finding.name), Text(finding.detail))
-    out.print(row, highlight=False)
+    out.print(row)
 
 
 def _findings(quick: bool) -> Iterator[Finding]:

@@ -7,7 +7,13 @@ from typing import Annotated
 import typer
 
 from cli.shared.console import answer_no, completing, err, print_json, refuse
-from cli.shared.inputs import read_job_or_refuse, read_schedule_or_refuse, require_choice, write_or_refuse
+from cli.shared.inputs import (
+    read_job_or_refuse,
+    read_schedule_or_refuse,
+    require_choice,
+    require_writable,
+    write_or_refuse,
+)
 from cli.shared.interrupts import importing
 from cli.shared.options import Json
 from planner.job.file import JobError
@@ -49,6 +55,7 @@ def export(file: File, folder: Folder = None, to: To = "torch-csv", pipeline: Pi
     _require_for(to, ("torch-csv",), ("--communication", communication), ("--out", out_file))
     _require_for(to, ("torch-csv", "torchtitan"), ("--pipeline", pipeline))
     _require_for(to, ("torchtitan", "megatron"), ("--decoder-layers", decoder_layers))
+    require_writable(out_file)
     if folder is not None and to not in ("torchtitan", "hugging-face"):
         refuse(f"{folder}: --to {to} writes to {'--out FILE' if to == 'torch-csv' else 'stdout'}")
     if to == "hugging-face":
@@ -96,7 +103,7 @@ def _to_torch_csv(file: Path, pipeline: int, communication: bool, out_file: Path
         answer_no(f"{file}: {error}")
     if out_file is not None:
         write_or_refuse(out_file, text.encode())
-        err.print(f"written to {out_file}", highlight=False)
+        err.print(f"written to {out_file}", soft_wrap=True)
     if json:
         print_json({"csv": text, "format": "compute_comms" if communication else "compute_only", "pipeline": pipeline})
     elif out_file is None:
@@ -120,13 +127,13 @@ def _to_torchtitan(file: Path, folder: Path | None, pipeline: int, decoder_layer
     write_or_refuse(folder / "flags", (" ".join(map(shlex.quote, flags)) + "\n").encode())
     if schedule.optimizer == "staggered":
         err.print("torchtitan steps all stages together, and the plan one after the other: plan with --optimizer "
-                  "synchronous for the best order there", highlight=False, soft_wrap=True)
+                  "synchronous for the best order there", soft_wrap=True)
     if json:
         print_json({"folder": str(folder), "flags": flags, "pipeline": pipeline})
         return
     quoted, workers = shlex.quote(str(folder / "flags")), schedule.grid.pipelines * schedule.grid.columns
     err.print(f"written to {folder}; next: xargs -a {quoted} torchrun --nproc-per-node {workers} "
-              "-m torchtitan.train --job.config_file CONFIG", highlight=False, soft_wrap=True)
+              "-m torchtitan.train --job.config_file CONFIG", soft_wrap=True)
 
 
 def _to_megatron(file: Path, decoder_layers: int | None, json: bool) -> None:
@@ -171,4 +178,4 @@ def _to_hugging_face(source: Path, folder: Path | None, json: bool) -> None:
     if json:
         print_json({"folder": str(folder), "iteration": checkpoint.iteration})
     else:
-        err.print(f"iteration {checkpoint.iteration} written to {folder}", highlight=False, soft_wrap=True)
+        err.print(f"iteration {checkpoint.iteration} written to {folder}", soft_wrap=True)

@@ -6,7 +6,7 @@ import numpy as np
 import typer
 
 from cli.shared.console import duration, err, out, print_json, refuse
-from cli.shared.inputs import read_schedule_or_refuse
+from cli.shared.inputs import parse_workers, read_schedule_or_refuse
 from cli.shared.options import Json, ScheduleFile, Seed
 from schedules.schedule import Worker
 from schedules.timing import Noise, replay
@@ -40,14 +40,13 @@ def jitter(file: ScheduleFile, noise: Spread = 0.05, slow: Slow = None, replays:
         return
     out.print(f"period planned {duration(planned)}; over {replays:,} replays {duration(answer['mean'])} on average, "
               f"{100 * answer['mean'] / planned:.1f} % of it; 5 % below {duration(low)}, 5 % above {duration(high)}",
-              highlight=False, soft_wrap=True)
+              soft_wrap=True)
 
 
 def _straggler(text: str) -> tuple[Worker, float]:
-    name, equals, factor = text.partition("=")
+    name, _, factor = text.partition("=")
     try:
-        if not equals:
-            raise ValueError(f"{text!r}: expected D.S=FACTOR, for example 1.2=1.5")
-        return Worker.parse(name), float(factor)
-    except ValueError as error:
-        refuse(f"--slow: {error}")
+        times = float(factor)
+    except ValueError:
+        refuse(f"--slow: {text!r}: expected D.S=FACTOR, for example 1.2=1.5")
+    return parse_workers("--slow", [name])[0], times

@@ -47,7 +47,7 @@ def lookup(folder: Folder, failed: Failed = None, failed_node: FailedNode = None
 
     Failures that the table does not cover are planned on the spot, by the list schedulers.
     """
-    down = parse_workers(failed or [])
+    down = parse_workers("--failed", failed or [])
     require_writable(out_file)
     try:
         table = Table.load(folder if is_there(folder) else library(str(folder)) or _missing(folder))
@@ -68,7 +68,7 @@ def lookup(folder: Folder, failed: Failed = None, failed_node: FailedNode = None
         return
     _print(answer, table)
     if out_file is not None:
-        err.print(f"written to {out_file}", highlight=False)
+        err.print(f"written to {out_file}", soft_wrap=True)
 
 
 def _missing(folder: Path) -> NoReturn:
@@ -91,11 +91,12 @@ def _look_up(table: Table, down: tuple[Worker, ...], *, settled: bool) -> _Answe
 
 def _plan(table: Table, down: tuple[Worker, ...], *, settled: bool) -> _Answer:
     names = ", ".join(map(str, down)) or "no worker"
-    covered = f"up to {table.index.max_failures} failures" + (" and their patterns" if table.index.exact else "")
+    most = table.index.max_failures
+    covered = f"up to {most} failure{'s' * (most != 1)}" + (" and their patterns" if table.index.exact else "")
     covered += " and one or two nodes" if any(row.nodes for row in table.rows()) else ""
     covered += " that leave every stage a live worker" if dead_column(down, table.basis.grid) is not None else ""
     err.print(f"{names} down: not in the table, which covers {covered}; planning on the spot", style="yellow",
-              markup=False, highlight=False, soft_wrap=True)
+              soft_wrap=True)
     began = time.monotonic()
     basis = table.basis
     options = PlanOptions(backward=basis.backward, optimizer=basis.optimizer, method="greedy", seed=basis.seed,
@@ -137,8 +138,8 @@ def _print(answer: _Answer, table: Table) -> None:
     whole = next((row.period for row in table.rows() if row.failures == 0), None)
     period = schedule.seconds(schedule.period_ticks)
     share = f", throughput {whole / period:.1%} of fault-free" if whole else ""
-    out.print(f"period {duration(period)}{share}; {how}, in {duration(answer.seconds)}", highlight=False)
+    out.print(f"period {duration(period)}{share}; {how}, in {duration(answer.seconds)}", soft_wrap=True)
     moved = sum(map(len, layers_received(schedule).values()))
     for line in [*(role_change_lines(schedule) or ["every live worker keeps its role"]),
                  *([f"layers to move: {moved}"] if moved else [])]:
-        out.print(line, highlight=False)
+        out.print(line, soft_wrap=True)

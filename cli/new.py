@@ -148,7 +148,7 @@ def _finish(text: str, path: Path, json: bool) -> None:
         print_json({"job": text, "out": str(path)})
         return
     out.print(f"{path}: {job.pipelines} pipelines x {job.stages} stages, longest forward "
-              f"{duration(max(job.time.forward))}. Next: slipstream plan {path}", highlight=False, soft_wrap=True)
+              f"{duration(max(job.time.forward))}. Next: slipstream plan {path}", soft_wrap=True)
 
 
 def _preset(name: str, *, shard_optimizer: bool) -> str:
@@ -219,4 +219,4 @@ def _ask(question: str, default: str | None, read: Callable[[str], T]) -> T:
         try:
             return read(str(answer))
         except ValueError:
-            err.print(f"  {answer!r} is not an answer to that", style="yellow", markup=False, highlight=False)
+            err.print(f"  {answer!r} is not an answer to that", style="yellow")

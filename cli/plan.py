@@ -91,9 +91,9 @@ def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, de
     others: list[Alternative] = []
     again: Recomputation | None = None
     if given is not None:
-        if failed or failed_node or degraded or backward or normalise or layers != "fixed":
-            refuse("--from gives the order: leave out --failed, --failed-node, --degraded, --backward, --normalise and "
-                   "--layers")
+        if failed or failed_node or degraded or backward or normalise or layers != "fixed" or from_checkpoint:
+            refuse("--from gives the order: leave out --failed, --failed-node, --degraded, --backward, --normalise, "
+                   "--layers and --from-checkpoint")
         made = _judge(wanted, *given, optimizer=optimizer)
     else:
         _require_one_way(normalise=normalise, layers=layers, from_checkpoint=from_checkpoint)
@@ -118,18 +118,18 @@ def plan(job: JobFile, failed: Failed = None, failed_node: FailedNode = None, de
     first = answer(made, others, chosen)
     rest = [*rank_lines(wanted), *recomputation_lines(again),
             *details(made, others, transition(made.schedule, wanted, bandwidth))]
-    out.print("\n".join(first), highlight=False)
+    out.print("\n".join(first))
     out.print(timeline(made.schedule, out.width, screen(len(first) + len(rest))))
-    out.print("\n".join(rest), highlight=False)
+    out.print("\n".join(rest))
     if out_file is not None:
-        err.print(f"written to {out_file}", highlight=False)
+        err.print(f"written to {out_file}", soft_wrap=True)
 
 
 def _degraded(job: Job, names: list[str], down: Sequence[Worker], *, normalise: bool) -> Job:
     """The job while these workers go on as half their ranks."""
     if normalise:
         refuse("--degraded: with --normalise, a worker may get a role for which it has no room: take one")
-    workers = parse_workers(names)
+    workers = parse_workers("--degraded", names)
     if job.ranks % STANDS_FOR:
         refuse(f"--degraded: a worker of the job is {job.ranks} process{'es' if job.ranks > 1 else ''} ([training] "
                "tensor_parallel); expected an even number")

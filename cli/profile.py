@@ -49,6 +49,7 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
         from runtime.config import ConfigError, parse_run_config
         from runtime.model.layers import model_for, parameter_dtype, split_layers
         from runtime.model.worker_group import standing_in
+        from runtime.processes.fork_server import ForkServer
         from runtime.tools.profile import ProfileError
         from runtime.tools.profile import profile as measure
 
@@ -60,9 +61,9 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
         with standing_in(config.training.tensor_parallel):
             layers = model_for(config.model, 0, parameter_dtype(config.training), torch.device("meta")).layers
         ranges = _ranges(wanted.layers[:wanted.depth], layers) if wanted.layers else split_layers(layers, wanted.depth)
-        with err.status("measuring"):
+        with err.status("measuring"), ForkServer() as fork_server:
             measured, by_layer = (
-                measure(config, parts, copies=wanted.pipelines * wanted.chains, rounds=rounds,
+                measure(config, parts, copies=wanted.pipelines * wanted.chains, rounds=rounds, fork_server=fork_server,
                         workers=wanted.pipelines * wanted.stages, microbatches=sum(wanted.microbatches))
                 for parts in (ranges, [(layer, layer + 1) for layer in range(layers)]))
     except (ConfigError, ProfileError) as error:
@@ -70,7 +71,7 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
     waiting = max(measured.waiting, by_layer.waiting)
     if waiting > BUSY:
         err.print(f"the machine was busy: measuring waited {waiting:.0%} of the time, and the times are too "
-                  "long by as much", style="yellow", highlight=False)
+                  "long by as much", style="yellow")
     tables = job_tables(wanted, measured)
     tables["placement"] = {**tables.get("placement", {}), "layers": [end - begin for begin, end in ranges]}
     tables["layers"] = layer_table(by_layer, ranges[0][1])
@@ -80,10 +81,10 @@ def profile(job: Annotated[Path, typer.Option("--job", metavar="JOB", help=(
     if json:
         print_json({"job": tables})
     elif out_file is None:
-        out.print(text, markup=False, highlight=False, soft_wrap=True, end="")
+        out.print(text, soft_wrap=True, end="")
     else:
         out.print(f"{len(ranges)} stages measured; longest forward "
-                  f"{duration(max(tables['time']['forward']))}; written to {out_file}", highlight=False, soft_wrap=True)
+                  f"{duration(max(tables['time']['forward']))}; written to {out_file}", soft_wrap=True)
 
 
 def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:

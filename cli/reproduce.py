@@ -47,7 +47,7 @@ def reproduce(name: Name, folder: OutFolder = Path("reproduction"), no_picture: 
         print_json(msgspec.to_builtins(figure))
     else:
         _print(figure)
-    err.print(f"written to {folder}", highlight=False, soft_wrap=True)
+    err.print(f"written to {folder}", soft_wrap=True)
 
 
 def _drawing_function() -> Callable[[Figure], bytes]:
@@ -81,9 +81,9 @@ def _print(figure: Figure) -> None:
         grid.add_row(*map(_cell, row))
     out.print(grid)
     for name, value in figure.findings.items():
-        out.print(f"{name}: {value:.4g}", highlight=False, soft_wrap=True, markup=False)
+        out.print(f"{name}: {value:.4g}", soft_wrap=True)
     for assumption in figure.assumptions:
-        out.print(f"assumed: {assumption}", style="dim", highlight=False, soft_wrap=True, markup=False)
+        out.print(f"assumed: {assumption}", style="dim", soft_wrap=True)
 
 
 def markdown(figure: Figure) -> str:

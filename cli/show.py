@@ -12,8 +12,8 @@ from cli.drawing.perfetto import perfetto_trace
 from cli.drawing.svg_timeline import drawing
 from cli.drawing.text_timeline import measured_timeline, timeline
 from cli.run_page import run_page
-from cli.shared.console import duration, err, out, print_json, refuse
-from cli.shared.inputs import read_schedule_or_refuse, write_or_refuse
+from cli.shared.console import duration, err, out_of, print_json, refuse
+from cli.shared.inputs import read_schedule_or_refuse, require_writable, write_or_refuse
 from cli.shared.options import Json
 from cli.shared.run_summary import print_run, run_summary
 from cli.shared.schedule_summary import measured_period, summary, summary_line
@@ -57,12 +57,14 @@ def show(files: Files = None, run: Run = None, html: Html = None, perfetto: Perf
     Several schedules are shown one after the other. With --run: each order of a run, planned and measured, and what
     happened when. --html makes a page of it, which works offline and holds the timelines of its schedules.
     """
+    for path in (html, perfetto, svg):
+        require_writable(path)
     if run is not None:
         for what, value in (("schedule files", files), ("--perfetto", perfetto), ("--svg", svg),
                             ("--measured", measured)):
             if value:
                 refuse(f"--run shows a run: leave out {what}")
-        _show_run(run, html, Console(width=width) if width else out, json=json)
+        _show_run(run, html, out_of(width), json=json)
         return
     if not files:
         refuse("give schedule files, or --run DIR")
@@ -85,7 +87,7 @@ def show(files: Files = None, run: Run = None, html: Html = None, perfetto: Perf
         print_json(_answer(given, iterations))
         return
     for one in given:
-        _print(one, iterations, Console(width=width) if width else out)
+        _print(one, iterations, out_of(width))
     for path, hint in ((html, BROWSER), (perfetto, ": open it in ui.perfetto.dev"), (svg, "")):
         if path is not None:
             _say_written(path, hint)
@@ -108,7 +110,7 @@ def _show_run(folder: Path, html: Path | None, console: Console, *, json: bool) 
 
 
 def _say_written(path: Path, hint: str) -> None:
-    err.print(f"written to {path}{hint}", markup=False, highlight=False, soft_wrap=True)
+    err.print(f"written to {path}{hint}", soft_wrap=True)
 
 
 def _answer(given: Sequence[ScheduleInFile], iterations: Sequence[MeasuredIteration]) -> dict[str, object]:
@@ -147,7 +149,7 @@ def _print(given: ScheduleInFile, iterations: Sequence[MeasuredIteration], conso
     violations = check(schedule)
     if violations:
         err.print(f"this schedule breaks rules ({violations[0].rule} and perhaps others): see slipstream check",
-                  style="red", markup=False, highlight=False, soft_wrap=True)
+                  style="red", soft_wrap=True)
     console.print(Text(summary_line(schedule), "bold"), soft_wrap=True)
     console.print(timeline(schedule, console.width))
     if iterations:

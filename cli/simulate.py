@@ -96,29 +96,29 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
                         fail_slow)
     target = html if html is not None or json else Path(f"{job.stem}-simulation.html")
     require_writable(target if seeds == 1 else None)
+    known, first = None if table is None else _table(table), make(seed)
     if wanted.time.slow:
-        err.print(f"note: {job}: time.slow is left out: all workers count as equally fast", style="dim",
-                  highlight=False, soft_wrap=True, markup=False)
+        err.print(f"note: {job}: time.slow is left out: all workers count as equally fast", style="dim", soft_wrap=True)
     costs = costs_for(parameters, wanted.stages)
     if switch is not None:
         costs = msgspec.structs.replace(costs, switch_seconds=switch)
     samples = batch if batch is not None else _batch(wanted)
     try:
         with _progress() as (tell, describe):
-            throughputs = _throughputs(wanted, samples, table, describe)
+            throughputs = _throughputs(wanted, samples, known, describe)
             if seeds > 1:
-                if trace is not None and _same(make(seed), make(seed + 1)):
+                if trace is not None and _same(first, make(seed + 1)):
                     err.print(f"note: there is nothing to draw: all {seeds} runs over {trace} would be equal; this is "
-                              "one", style="dim", highlight=False, soft_wrap=True, markup=False)
+                              "one", style="dim", soft_wrap=True)
                     seeds = 1
-                traces = [make(seed + index) for index in range(seeds)]
+                traces = [first, *(make(seed + index) for index in range(1, seeds))]
                 values = throughputs_over_traces(kinds, throughputs, costs, traces, tell)
                 _print_seeds(values, kinds, json)
                 if len(values[kinds[0].name]) < seeds:
                     err.print("interrupted: some traces are missing", style="yellow")
                     raise typer.Exit(130)
                 return
-            result = compare(kinds, throughputs, costs, make(seed), tell)
+            result = compare(kinds, throughputs, costs, first, tell)
     except KeyboardInterrupt:
         err.print("interrupted before the first policy was finished", style="yellow")
         raise typer.Exit(130) from None
@@ -130,7 +130,7 @@ def simulate(job: JobFile, trace: TraceFile = None, policy: Policies = None, htm
     else:
         _print(result, wanted, tokens or _tokens(wanted))
     if target is not None:
-        err.print(f"report written to {target}", highlight=False, soft_wrap=True)
+        err.print(f"report written to {target}", soft_wrap=True)
     if len(result.runs) < len(kinds):
         err.print("interrupted: some policies are missing", style="yellow")
         raise typer.Exit(130)
@@ -215,16 +215,20 @@ def _tokens(job: Job) -> int | None:
     return given if isinstance(given, int) and not isinstance(given, bool) and given > 0 else None
 
 
-def _throughputs(job: Job, samples: float, folder: Path | None, describe: Callable[[str], None]) -> Throughputs:
+def _table(folder: Path) -> Table:
+    try:
+        return Table.load(folder if is_there(folder) else library(str(folder)) or folder)
+    except TableError as error:
+        refuse(f"--table: {error}")
+
+
+def _throughputs(job: Job, samples: float, table: Table | None, describe: Callable[[str], None]) -> Throughputs:
     compile_planner()
     try:
-        table = None
-        if folder is not None:
-            table = Table.load(folder if is_there(folder) else library(str(folder)) or folder)
         return Throughputs(job, samples_per_microbatch=samples, table=table, announce=describe)
     except NoPlanError as error:
         answer_no(error)
-    except (TableError, ValueError) as error:
+    except ValueError as error:
         refuse(f"--table: {error}")
 
 
@@ -285,7 +289,7 @@ def _report(result: Comparison, tokens: int | None) -> dict[str, object]:
 
 
 def _print(result: Comparison, job: Job, tokens: int | None) -> None:
-    out.print(f"{job.name}: {_grid(job)}; {described(result.trace)}", highlight=False, soft_wrap=True, markup=False)
+    out.print(f"{job.name}: {_grid(job)}; {described(result.trace)}", soft_wrap=True)
     grid = Grid("policy", "samples/s", "when whole", "hours lost", "mostly", box=None, header_style="bold")
     for name, run in result.runs.items():
         if POLICIES[name].is_reference:
@@ -299,9 +303,9 @@ def _print(result: Comparison, job: Job, tokens: int | None) -> None:
         grid.add_row(name, f"{run.throughput:.4g}", f"{run.fault_free_rate:.4g}", f"{total / 3600:.2f}", mostly)
     out.print(grid)
     out.print(_measures(result, tokens))
-    out.print(verdict(result), highlight=False, soft_wrap=True)
+    out.print(verdict(result), soft_wrap=True)
     for note in result.trace.notes:
-        err.print(f"note: {note}", style="dim", highlight=False, soft_wrap=True, markup=False)
+        err.print(f"note: {note}", style="dim", soft_wrap=True)
 
 
 def _measures(result: Comparison, tokens: int | None) -> Grid:

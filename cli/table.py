@@ -64,7 +64,7 @@ def table(job: JobFile, max_failures: MaxFailures, out_folder: OutFolder, exact:
         answer_no(error)
     except KeyboardInterrupt:
         err.print(f"interrupted; finished entries are kept in {out_folder}: the same command goes on from there",
-                  style="yellow", markup=False, highlight=False, soft_wrap=True)
+                  style="yellow", soft_wrap=True)
         raise typer.Exit(130) from None
     if json:
         print_json(built.report())
@@ -83,6 +83,6 @@ def _progress() -> Iterator[CountCallback]:
 
 def _print(built: BuiltTable, folder: Path) -> None:
     text = (folder / READABLE_INDEX).read_text().partition("\n\n")[2]
-    out.print(text, markup=False, highlight=False, soft_wrap=True)
+    out.print(text, soft_wrap=True)
     out.print(f"{len(built.index.entries)} entries, {built.planned} planned now, in {duration(built.seconds)}; worst "
-              f"gap {built.worst_gap:.2%}; {built.bytes:,} bytes in {folder}", highlight=False, soft_wrap=True)
+              f"gap {built.worst_gap:.2%}; {built.bytes:,} bytes in {folder}", soft_wrap=True)

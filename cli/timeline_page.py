@@ -147,4 +147,3 @@ def _columns(schedule: Schedule, own: int, ops: Sequence[Op], unit: int) -> Colu
         "steps": [after - before for before, after in pairwise(starts)],
         "lengths": [(op.end_ticks - op.start_ticks) // unit for op in ops],
     }
-

@@ -21,7 +21,13 @@ from cli.shared.going_on import (
     require_folder,
     where_to_go_on,
 )
-from cli.shared.inputs import failed_workers, read_job_or_refuse, read_schedule_or_refuse, require_choice
+from cli.shared.inputs import (
+    failed_workers,
+    read_job_or_refuse,
+    read_schedule_or_refuse,
+    require_choice,
+    require_writable,
+)
 from cli.shared.launch_options import given_secret_or_refuse, launched_as, with_machines
 from cli.shared.options import Backward, Failed, FailedNode, JobFile, Json, MethodName, Optimizer, TimeLimit
 from cli.shared.plan_summary import recomputation_lines
@@ -30,11 +36,7 @@ from cli.shared.rebalancing import Rebalancing
 from cli.shared.rehearsals import read_rehearsals
 from cli.shared.run_progress import shown
 from cli.shared.train_answer import report, summary
-from cli.shared.train_inputs import (
-    look_up,
-    read_table,
-    require_fit,
-)
+from cli.shared.train_inputs import look_up, read_table, require_fit, require_trainable
 from cli.shared.train_options import (
     BringBack,
     CheckpointEvery,
@@ -146,7 +148,10 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
     if mtbf is not None and layers != "move":
         refuse("--mtbf says when moving layers pays: give it with --layers move")
     if not goes_on:
+        require_writable(folder / "schedule.json")
+        require_writable(None if tensorboard is None else tensorboard / "events")
         with _refusals():
+            require_trainable(wanted, config)
             require_folder(folder, resume_from, config, force=force, again=is_same(resume, folder))
     rehearsals = read_rehearsals(wanted, kill, bring_back, slow)
     for line in rehearsals.never(config.training.iterations):
@@ -190,7 +195,7 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
     if json:
         print_json(report(result))
     else:
-        out.print(summary(result), highlight=False, soft_wrap=True)
+        out.print(summary(result), soft_wrap=True)
 
 
 def _config(job: Job, path: Path, **overrides: object) -> RunConfig:
@@ -235,7 +240,7 @@ def _fitting(path: Path, job: Job) -> Schedule:
 
 
 def _say(line: str) -> None:
-    err.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    err.print(line, style="yellow", soft_wrap=True)
 
 
 @contextmanager
@@ -251,7 +256,7 @@ def _refusals(goes_on: Callable[[], str] = str) -> Iterator[None]:
         answer_no(f"{error}{goes_on()}")
     except RunStopped as stopped:
         err.print(f"slipstream: {stopped}; all workers are gone, and the losses so far are on disk{goes_on()}",
-                  style="yellow", markup=False, highlight=False, soft_wrap=True)
+                  style="yellow", soft_wrap=True)
         raise typer.Exit(128 + stopped.number) from None
     except KeyboardInterrupt:
         err.print("slipstream: interrupted; all workers are gone, and the losses so far are on disk", style="yellow")

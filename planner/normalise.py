@@ -16,7 +16,7 @@ The idea, failure normalisation by dynamic programming, is that of ReCycle (SOSP
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 
@@ -258,6 +258,7 @@ def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, know
 def _with_roles(best: Plan, job: Job, failed: Sequence[Worker], options: PlanOptions, *, moving: bool,
                 progress: ProgressCallback) -> Plan:
     """The plan, or one for as many failures with roles moved, where that is shorter. `moving`: layers may move, too."""
+    job = slow_while_alive(job, failed)
     windows = Windows(job, options)
     if _cannot_be_beaten(best, windows):
         return best
@@ -271,6 +272,12 @@ def _with_roles(best: Plan, job: Job, failed: Sequence[Worker], options: PlanOpt
         best = msgspec.structs.replace(best, schedule=schedule, evidence=None,
                                        fixed_period=best.fixed_period or best.period)
     return msgspec.structs.replace(best, interrupted=normal.interrupted)
+
+
+def slow_while_alive(job: Job, failed: Collection[Worker]) -> Job:
+    """The job in which no worker that is down is slow: else its role would be kept for one of its speed."""
+    alive = tuple((worker, factor) for worker, factor in job.time.slow if worker not in failed)
+    return msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=alive))
 
 
 def _bounded_by(schedule: Schedule, other: Schedule) -> Schedule:

@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
@@ -90,9 +90,10 @@ def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, 
             fault_free = fault_free and fault_free.at_most(schedule.seconds(schedule.period_ticks))
         else:
             fault_free = _reference(schedule, options).better(known)
+        evidence = None if schedule.status == "optimal" else found.evidence() or None
         interrupted = stop.is_set()
     return Plan(schedule=schedule, solve_seconds=time.monotonic() - began, interrupted=interrupted,
-                evidence=None if schedule.status == "optimal" else found.evidence or None, fault_free=fault_free,
+                evidence=evidence, fault_free=fault_free,
                 fixed_period=found.fixed_period)
 
 
@@ -144,7 +145,8 @@ class _Found(msgspec.Struct, frozen=True):
     """A checked schedule, and what is known about its gap."""
 
     schedule: Schedule
-    evidence: str
+    evidence: Callable[[], str]
+    """Found out when it is asked for."""
     fixed_period: float | None = None
     """Seconds, of the best plan with layers in place, where they move in this one."""
 
@@ -180,21 +182,21 @@ def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Bu
     said = f"{blocks.number} blocks of about {max(job.microbatches) // blocks.number} micro-batches a pipeline"
     budget.progress.line(f"too many micro-batches to plan at once in this time: planning {said}")
     schedule = repeated(job, blocks, lower_bound(problem), plan_block)
-    return _Found(schedule, f"planned as {said}, each of which fills and drains the pipelines; with more time the "
-                  "whole iteration is planned at once")
+    return _Found(schedule, lambda: f"planned as {said}, each of which fills and drains the pipelines; with more time "
+                  "the whole iteration is planned at once")
 
 
 def _answered(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: Problem | None,
               budget: Budget) -> _Found:
     """The best schedule of whatever answers these failures."""
     answer = best_answer(options, job, failed, problem, budget)
-    return _Found(_checked(answer.problem, answer.solved, options.method), answer.solved.evidence, answer.fixed_period)
+    return _Found(_checked(answer.problem, answer.solved, options.method), answer.evidence, answer.fixed_period)
 
 
 def _whole(options: PlanOptions, problem: Problem, budget: Budget) -> _Found:
     """The best schedule of a problem within the budget."""
     solved = solve(problem, options.method, budget)
-    return _Found(_checked(problem, solved, options.method), solved.evidence)
+    return _Found(_checked(problem, solved, options.method), lambda: solved.evidence)
 
 
 def _checked(problem: Problem, solved: Solved, method: Method) -> Schedule:

@@ -8,8 +8,9 @@ schedules of each say which are worth more time; the best few are annealed in tu
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import partial
 
 import msgspec
 
@@ -64,6 +65,8 @@ class Answer(msgspec.Struct, frozen=True):
 
     problem: Problem
     solved: Solved
+    evidence: Callable[[], str]
+    """What is likely to leave a gap. Few ask, and where layers move it takes as long as some list schedules."""
     fixed_period: float | None = None
     """Seconds: the best period found with layers in place, where they move in this answer."""
 
@@ -77,7 +80,8 @@ def best_answer(options: PlanOptions, job: Job, failed: Sequence[Worker], proble
     """
     alone = options.method not in ("cp-sat", "greedy") or not (options.layers == "move" or _can_gain(options, problem))
     if problem is not None and alone:
-        return Answer(problem, solve(problem, options.method, budget))
+        solved = solve(problem, options.method, budget)
+        return Answer(problem, solved, lambda: solved.evidence)
     ready(budget.progress.line)
     given = layout_problem(job, failed, backward=options.backward or "split", layers=options.layers,
                            sliced=options.slices, from_checkpoint=options.from_checkpoint, holds=dict(options.holds))
@@ -165,7 +169,8 @@ class _Portfolio:
                 exact, counts = exact_bound(problem)
                 if exact * self._scale * self._sure > self._least:
                     self._least, self._counts = math.ceil(exact * self._scale * self._sure), counts
-            first = divided(problem, math.floor(self._least / self._scale * self._sure), self._counts)
+            first = divided(problem, math.floor(self._least / self._scale * self._sure), self._counts,
+                            shedding=self._options.method != "greedy")
             budget = in_time(first, budget)
         lists = budget if self._options.method == "greedy" else budget.share(LIST_SHARE)
         if first is not None:
@@ -177,16 +182,17 @@ class _Portfolio:
             self._improve(budget)
         best = self._best
         fixed = min((entry.seconds for entry in self._entries if not entry.moved), default=None)
-        solved = self._explained(best.known, solved_by(best.known, time.monotonic() - began))
-        return Answer(best.known.problem, solved, fixed if best.moved else None)
+        solved = solved_by(best.known, time.monotonic() - began)
+        return Answer(best.known.problem, solved, partial(self._evidence, best.known, solved),
+                      fixed if best.moved else None)
 
-    def _explained(self, known: Incumbent, solved: Solved) -> Solved:
+    def _evidence(self, known: Incumbent, solved: Solved) -> str:
         """With what the choice of who runs what alone makes of a gap."""
         least = self._least_of(known)
         if least <= known.bound:
-            return solved
+            return solved.evidence
         why = f"with who runs what as it is here, no order is shorter than {least * known.problem.tick_seconds:g} s"
-        return msgspec.structs.replace(solved, evidence=f"{solved.evidence}; {why}")
+        return f"{solved.evidence}; {why}"
 
     def _add(self, known: Incumbent, budget: Budget, share: float, *, moved: int) -> None:
         """List schedules of a candidate in this share of what its bound leaves of the time.

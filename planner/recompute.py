@@ -58,7 +58,8 @@ def choose_recomputation(job: Job, options: PlanOptions) -> Recomputation:
                        "`slipstream profile` measures it")
     quick = msgspec.structs.replace(options, method="greedy", layers="fixed", from_checkpoint=False, holds=(),
                                     time_limit=SHARE * options.time_limit / (2 * job.depth + 1))
-    one = replace(job, pipelines=1, microbatches=(max(job.microbatches),), time=replace(job.time, slow=()))
+    one = replace(job, pipelines=1, microbatches=(max(job.microbatches),), time=replace(job.time, slow=()),
+                  memory=replace(job.memory, capacity_of=()))
     periods: dict[tuple[int, ...], float | None] = {}
     best: tuple[int, ...] = ()
     for stages in (tuple(range(count)) for count in range(job.depth + 1)):
@@ -122,8 +123,11 @@ def recomputing(job: Job, stages: Iterable[int]) -> Job:
                          for place, value in enumerate(time.backward_input)),
                      backward_weight=tuple(added(value, time.forward[place]) if late[place] else value
                                            for place, value in enumerate(time.backward_weight))),
-        memory=replace(memory, activation=tuple(held), weight_stash=tuple(stash), capacity=tuple(
-            max(0.0, added(room, -less)) for room, less in zip(memory.capacity, reserve, strict=True))),
+        memory=replace(
+            memory, activation=tuple(held), weight_stash=tuple(stash), reserve=tuple(reserve),
+            capacity=tuple(max(0.0, added(room, -less)) for room, less in zip(memory.capacity, reserve, strict=True)),
+            capacity_of=tuple((worker, max(0.0, added(room, -reserve[worker.column])))
+                              for worker, room in memory.capacity_of)),
         layer_values=_by_layer(job, chosen, late))
 
 

@@ -8,7 +8,7 @@ import asyncio
 import signal
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,8 @@ from runtime.model.holding import state_bytes
 from runtime.model.parameters import load_layer
 from runtime.model.tensor_codec import TensorError
 from runtime.processes.fork_server import AdoptedForkServer, ForkServer, adopt
-from runtime.processes.process_manager import NodeProcesses, ProcessManager, whole_workers
+from runtime.processes.found_workers import FoundWorker, find_workers
+from runtime.processes.process_manager import NodeProcesses, ProcessManager
 from runtime.processes.stop_signals import RunStopped, StopSignals, stop_signals
 from runtime.processes.worker_start import NodeSettings
 from runtime.protocol.authentication import HOW, Secret, new_secret
@@ -150,11 +151,12 @@ class _Launch:
             left = self._left(opened, first, settings, fork_server, behind)
             setup = replace(setup_for(self.schedule, config, self.fit, store_address, options, self.resilience),
                             first_iteration=first, epoch=left.epoch)
-            alive = [] if adopted is None else whole_workers(adopted, config.training.tensor_parallel)
+            found = {} if adopted is None else find_workers(adopted, config.training.tensor_parallel)
+            alive = [worker for worker, one in found.items() if one.whole]
             events = EventLoop(
                 self._run(setup, settings, behind, losses, alive), log,
                 stack.enter_context(LossFile(out / LOSSES, begins, self.progress, metrics)),
-                self._processes(fork_server, opened, settings, alive if behind is not None else None), event_log)
+                self._processes(fork_server, opened, settings, found if behind is not None else None), event_log)
             leave_behind(out, left)
             stack.callback(forget_left_behind, out)
             try:
@@ -243,15 +245,18 @@ class _Launch:
                    gone=[worker for worker in self.fit.shares[0] if worker not in alive])
 
     def _processes(self, fork_server: ForkServer, opened: Rendezvous, settings: NodeSettings,
-                   alive: Sequence[Worker] | None) -> ProcessManager:
-        """`alive` are the workers here that have been found; None: all are to be started."""
+                   found: Mapping[Worker, FoundWorker] | None) -> ProcessManager:
+        """`found` are the workers here that lived; None: all are to be started."""
         fit = self.fit
         places = {worker: node for node, share in enumerate(fit.shares) for worker in share}
-        local = NodeProcesses(fork_server, opened, fit.shares[0], gpu_count(fit.device), settings, fit.gpus.first)
-        there = places if alive is None else alive
+        local = NodeProcesses(fork_server, opened, fit.shares[0], gpu_count(fit.device), settings, fit.gpus.first,
+                              {worker: one.lost for worker, one in (found or {}).items()})
+        there = places if found is None else [worker for worker, one in found.items() if one.whole]
         return ProcessManager(local, places, self.resilience.returns,
                               [worker for worker in self.schedule.grid.workers() if worker not in there],
-                              self.resilience.node_failures, degradable=self._degradable())
+                              self.resilience.node_failures, degradable=self._degradable(),
+                              without={worker: one.without for worker, one in (found or {}).items()
+                                       if one.without is not None})
 
     def _degradable(self) -> Collection[int]:
         """The columns whose workers may go on as half their processes."""

@@ -22,8 +22,8 @@ from runtime.model.worker_group import standing_in
 from runtime.processes.launchers import GpuShare, gpu_share
 from runtime.protocol.rendezvous import Rendezvous
 from runtime.protocol.setup import FormSpec, Setup
-from runtime.replay.communication import Transport, choose_transport
 from runtime.replay.placement import Placement, PlacementError, place
+from runtime.replay.transport import Transport, choose_transport
 from runtime.run_options import Resilience, RunOptions
 from schedules.check import check
 from schedules.schedule import Schedule, Worker

@@ -48,6 +48,9 @@ class Group(Protocol):
     def allreduce(self, tensors: Sequence[Tensor]) -> Work:
         """Start to sum in place."""
 
+    def broadcast(self, tensor: Tensor, root: int) -> Work:
+        """Start to bring a rank's tensor to all."""
+
     def _allgather_base(self, output: Tensor, input: Tensor) -> Work:
         """Start to gather equal parts, one after the other."""
 

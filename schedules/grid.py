@@ -65,10 +65,6 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         first = microbatch % self.chains * self.depth
         return range(first, first + self.depth)
 
-    def is_first(self, stage: int) -> bool:
-        """Whether a chain begins with this stage."""
-        return stage % self.depth == 0
-
     def is_last(self, stage: int) -> bool:
         """Whether a chain ends with this stage."""
         return (stage + 1) % self.depth == 0

@@ -52,13 +52,12 @@ def timeline(schedule: Schedule, width: int, height: int | None = None) -> Group
     return _draw(schedule, blocks, programs, schedule.tick_seconds, width, _rows(height))
 
 
-def measured_timeline(schedule: Schedule, iteration: MeasuredIteration, width: int, height: int | None = None) -> Group:
+def measured_timeline(schedule: Schedule, iteration: MeasuredIteration, width: int) -> Group:
     """An iteration as it really ran on the workers of this schedule."""
     grid = schedule.grid
     few = grid.pipelines * grid.columns <= FULL_ROWS
     equal = [(pipeline,) for pipeline in range(grid.pipelines)] if few else equal_pipelines(schedule)
-    rows = _rows(height)
-    return _draw(schedule, _blocks(schedule, rows, equal), placed_ops(iteration), TICK_SECONDS, width, rows)
+    return _draw(schedule, _blocks(schedule, MAX_ROWS, equal), placed_ops(iteration), TICK_SECONDS, width, MAX_ROWS)
 
 
 def _rows(height: int | None) -> int:

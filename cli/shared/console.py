@@ -26,8 +26,14 @@ class _StandardError(Console):
         os.close(nowhere)
 
 
-out = Console()
-err = _StandardError(stderr=True)
+out = Console(markup=False, highlight=False)
+err = _StandardError(stderr=True, markup=False, highlight=False)
+"""Text is printed as it is: names of files may hold brackets."""
+
+
+def out_of(width: int | None) -> Console:
+    """`out`, or one for so many columns."""
+    return Console(width=width, markup=False, highlight=False) if width else out
 
 
 def screen(taken: int) -> int | None:
@@ -47,7 +53,7 @@ def printable(text: str) -> str:
 
 def complain(message: object) -> None:
     """Print a line in red on stderr, after the program's name."""
-    err.print(printable(f"slipstream: {message}"), style="red", markup=False, highlight=False, soft_wrap=True)
+    err.print(printable(f"slipstream: {message}"), style="red", soft_wrap=True)
 
 
 def refuse(message: object) -> NoReturn:

@@ -20,8 +20,8 @@ def may_degrade(job: Job, config: RunConfig, say: Callable[[str], None]) -> froz
         return frozenset()
     columns = degradable(job)
     for column in sorted(set(range(job.stages)) - columns):
-        say(f"workers of stage {column} that lose a rank are down: half of their ranks have no room for a micro-batch "
-            "beside twice the weights")
+        say(f"workers of stage {column} that lose a rank are down: half of their ranks have no room for a micro-batch, "
+            "or for gradients on their way, beside twice the weights")
     return columns
 
 

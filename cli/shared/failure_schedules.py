@@ -2,15 +2,14 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import msgspec
 
 from cli.shared.planning import compile_planner
 from planner.job.file import Job
 from planner.model.problem import NoPlanError
-from planner.model.ticks import memory_in_units
-from planner.normalise import normal_form
+from planner.normalise import normal_form, slow_while_alive
 from planner.options import PlanOptions
 from planner.plan import plan_only
 from runtime.coordinator.planning import NoScheduleError, Scheduler, SchedulerAtSpeeds, Speeds
@@ -29,6 +28,8 @@ MEANWHILE_SECONDS = 2.0
 """Of one for other speeds, for which nobody waits."""
 ROLES_SECONDS = 10.0
 """Of one in which workers take over other roles: several are planned."""
+ROUNDED = 1e-9
+"""Units of memory."""
 
 
 def scheduler(job: Job, first: Schedule, table: Table | None) -> Scheduler:
@@ -75,14 +76,11 @@ def _no_schedule() -> Iterator[None]:
 
 def has_room(job: Job, schedule: Schedule) -> bool:
     """Whether workers that have another capacity than their column have enough for a schedule, which may be made
-    without regard to that."""
-    memory = memory_in_units(job)
-    if memory is None or schedule.memory is None or not memory.capacity_of:
+    without regard to that, and may have other roles for them."""
+    if job.memory is None or schedule.memory is None or not job.memory.capacity_of:
         return True
-    scale = memory.unit / schedule.memory.unit
-    rooms = tuple(Room(one.worker, math.floor(one.capacity * scale)) for one in memory.capacity_of)
-    own = msgspec.structs.replace(schedule, memory=msgspec.structs.replace(schedule.memory, capacity_of=rooms))
-    return all(peak <= (room(own, own.seat_of[worker]) or 0) for worker, peak in memory_peaks(schedule).items())
+    own = _with_own_rooms(job, schedule)
+    return all(peak <= (room(own, own.seat_of[worker]) or 0) for worker, peak in memory_peaks(own).items())
 
 
 def _looked_up(job: Job, table: Table | None, down: tuple[Worker, ...], first: Schedule) -> Schedule | None:
@@ -109,11 +107,50 @@ def _planned(job: Job, first: Schedule, down: tuple[Worker, ...], seconds: float
 def _with_moves(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule:
     """A schedule for as many failures, spread over the stages, in which live workers move. Raises NoScheduleError.
 
-    What room single workers have is not looked at.
+    Who moves is chosen last. So where single workers have less room than others, and what they get does not fit, it is
+    planned once more as if nobody had more than they would have in the same role.
     """
-    if job.memory is not None:
-        job = msgspec.structs.replace(job, memory=msgspec.structs.replace(job.memory, capacity_of=()))
+    memory = job.memory
+    if memory is None or not memory.capacity_of:
+        return _moved(job, down, options)
+    within = msgspec.structs.replace(options, time_limit=options.time_limit / 2)
+    least = tuple(min(room, *(_room_at(job, worker, column) for worker, _ in memory.capacity_of))
+                  for column, room in enumerate(memory.capacity))
+    for capacity, too_little in ((memory.capacity, ()), (least, (NoPlanError,))):
+        of_columns = msgspec.structs.replace(memory, capacity=capacity, capacity_of=())
+        with suppress(*too_little):
+            found = _moved(msgspec.structs.replace(job, memory=of_columns), down, within)
+            if has_room(job, found):
+                return _with_own_rooms(job, found)
+    raise NoScheduleError(f"no live worker has room for the roles of {', '.join(map(str, down))}")
+
+
+def _moved(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule:
+    job = slow_while_alive(job, down)
     found = relabel(normal_form(job, len(down), options).schedule, down, held_elsewhere=True, nodes=job.nodes)
     if found is None:
         raise NoScheduleError(f"no live worker can take over the roles of {', '.join(map(str, down))}")
     return found
+
+
+def _with_own_rooms(job: Job, schedule: Schedule) -> Schedule:
+    """The schedule with what room single workers have in their roles; where layers are given, in their own."""
+    assert job.memory is not None and schedule.memory is not None
+    rooms = []
+    for worker, _ in job.memory.capacity_of:
+        seat = schedule.seat_of.get(worker)
+        if seat is not None:
+            left = _room_at(job, worker, seat.role.column if seat.holds is None else worker.column)
+            rooms.append(Room(worker, max(0, math.floor(left / schedule.memory.unit + ROUNDED))))
+    return msgspec.structs.replace(schedule, memory=msgspec.structs.replace(
+        schedule.memory, capacity_of=tuple(rooms) or msgspec.UNSET))
+
+
+def _room_at(job: Job, worker: Worker, column: int) -> float:
+    """The room of one that has another capacity than its column, in a role of a column."""
+    memory = job.memory
+    assert memory is not None
+    weights = memory.weights or (0.0,) * len(job.columns)
+    own, its = (sum(of_stage for of_stage, at in zip(weights, job.columns, strict=True) if at == one)
+                for one in (worker.column, column))
+    return dict(memory.capacity_of)[worker] + own - its

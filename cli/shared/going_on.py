@@ -64,7 +64,7 @@ def where_to_go_on(resume: Path, folder: Path, *, needed: bool) -> Checkpoint | 
             err.print(f"{folder}: " + (f"the run there was ended before its first checkpoint: does its {done} "
                                        "iterations again, from iteration 0" if done else
                                        "nothing is there to go on from; starts with iteration 0"),
-                      style="yellow", markup=False, highlight=False, soft_wrap=True)
+                      style="yellow", soft_wrap=True)
         return None
     if needed:
         return checkpoint_or_refuse(resume, "--resume ")
@@ -90,7 +90,7 @@ def nothing_left(folder: Path, resume: Checkpoint, iterations: int, json: bool) 
     left = left_by(folder, resume, iterations)
     err.print(f"{resume.path} has seen {resume.iteration} iterations of {iterations}: nothing is left to do"
               f"{'' if left else ' but to write the parameters'}; --iterations trains further", style="yellow",
-              markup=False, highlight=False, soft_wrap=True)
+              soft_wrap=True)
     if left is not None and json:
         print_json(left)
     return left is not None

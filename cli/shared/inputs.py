@@ -13,19 +13,19 @@ from schedules.files import read_at_most, write_atomically
 from schedules.schedule import Schedule, Worker
 
 
-def parse_workers(texts: list[str]) -> tuple[Worker, ...]:
-    """Workers given as D.S options, sorted, each once."""
+def parse_workers(option: str, texts: list[str]) -> tuple[Worker, ...]:
+    """Workers that an option gives as D.S, sorted, each once."""
     try:
         return tuple(sorted({Worker.parse(text) for text in texts}))
     except ValueError as error:
-        refuse(error)
+        refuse(f"{option}: {error}")
 
 
 def failed_workers(job: Job, workers: list[str] | None, nodes: list[int] | None) -> tuple[Worker, ...]:
     """Workers given as --failed options, and those of the nodes of --failed-node; sorted, each once."""
     try:
         of_nodes = workers_of_nodes(job.nodes, nodes or [], "--failed-node")
-        return tuple(sorted({*parse_workers(workers or []), *of_nodes}))
+        return tuple(sorted({*parse_workers("--failed", workers or []), *of_nodes}))
     except JobError as error:
         refuse(error)
 

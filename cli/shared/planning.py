@@ -55,7 +55,7 @@ def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, nor
 
 def compile_planner() -> None:
     """Compile the planner's inner loops where that was not done before, with a line on stderr."""
-    ready(lambda line: err.print(line, style="dim", highlight=False))
+    ready(lambda line: err.print(line, style="dim"))
 
 
 def chosen_recomputation(path: Path, job: Job, options: PlanOptions) -> Recomputation | None:
@@ -81,6 +81,6 @@ def planning(ctrl_c: str) -> Iterator[ProgressCallback]:
     with err.status("planning") as status:
         def report(message: str) -> None:
             status.update(f"planning: {message} (Ctrl-C {ctrl_c})")
-            err.print(f"{time.monotonic() - began:7.2f} s  {message}", style="dim", highlight=False, soft_wrap=True)
+            err.print(f"{time.monotonic() - began:7.2f} s  {message}", style="dim", soft_wrap=True)
 
         yield report

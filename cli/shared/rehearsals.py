@@ -95,7 +95,7 @@ def _read(option: str, texts: Iterable[str], job: Job, said: str | None = None) 
             refuse(f"{option} {said or text}: expected {form}; or nodeN for all workers of a node")
         node = _NODE.fullmatch(name)
         try:
-            workers = parse_workers([name]) if node is None else \
+            workers = parse_workers(option, [name]) if node is None else \
                 workers_of_nodes(job.nodes, [int(node[1])], f"{option} node")
         except JobError as error:
             refuse(error)

@@ -121,8 +121,7 @@ class Shown:
         self.progress.committed(iteration)
         self.bar.update(self.task, completed=iteration + 1, description=f"loss {loss:.4f}, {self.progress}")
         state = f"  {self.progress}" if self.bar.disable else ""
-        self.bar.console.print(f"iteration {iteration:>6}  loss {loss:.6f}{state}", markup=False, highlight=False,
-                               soft_wrap=True)
+        self.bar.console.print(f"iteration {iteration:>6}  loss {loss:.6f}{state}", soft_wrap=True)
 
     def observe(self, event: Event) -> None:
         """Something has happened."""
@@ -131,7 +130,7 @@ class Shown:
 
     def say(self, news: object) -> None:
         """Show what has changed, or gone wrong."""
-        self.bar.console.print(str(news), style="yellow", markup=False, highlight=False, soft_wrap=True)
+        self.bar.console.print(str(news), style="yellow", soft_wrap=True)
 
 
 @contextmanager

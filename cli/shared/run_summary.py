@@ -97,16 +97,16 @@ def headline(run: RunRecord) -> str:
 
 def print_run(run: RunRecord, console: Console) -> None:
     """The run as text."""
-    console.print(headline(run), style="bold", markup=False, highlight=False, soft_wrap=True)
+    console.print(headline(run), style="bold", soft_wrap=True)
     console.print(_table(run.stretches[-MOST_LINES:], run))
-    console.print("Shares are of the throughput with all workers, planned and measured.", style="dim", highlight=False)
+    console.print("Shares are of the throughput with all workers, planned and measured.", style="dim")
     events = told(run)
     if len(events) > MOST_LINES:
         console.print(f"{len(events) - MOST_LINES} earlier events are in {run.folder / EVENTS}", style="dim",
-                      markup=False, highlight=False, soft_wrap=True)
+                      soft_wrap=True)
     for event in events[-MOST_LINES:]:
         console.print(f"{clock(event.at):>10}  iteration {event.event.iteration:>6}  "
-                      f"{printable(sentence(event.event))}", markup=False, highlight=False, soft_wrap=True)
+                      f"{printable(sentence(event.event))}", soft_wrap=True)
 
 
 def _table(stretches: Sequence[Stretch], run: RunRecord) -> Table:

@@ -2,10 +2,18 @@
 
 from pathlib import Path
 
+import torch
+
 from cli.shared.console import refuse
 from cli.shared.inputs import is_there
 from planner.job.file import Job
+from planner.model.from_job import grid_of
+from runtime.config import RunConfig
 from runtime.model.checkpoint import MANIFEST, Checkpoint, CheckpointError, latest, open_checkpoint
+from runtime.model.data import load_corpus, load_validation
+from runtime.model.layers import model_for, parameter_dtype
+from runtime.model.worker_group import standing_in
+from runtime.replay.placement import place
 from schedules.schedule import Grid, Schedule, Worker
 from schedules.tables.file import TableError
 from schedules.tables.spread import Nodes
@@ -21,6 +29,19 @@ def require_fit(path: Path, grid: Grid, job: Job) -> None:
             ("directions of micro-batches", grid.chains, job.chains)):
         if of_schedule != of_job:
             refuse(f"{path}: made for another job: its {what} are {of_schedule}, the job's {of_job}")
+
+
+def require_trainable(job: Job, config: RunConfig) -> None:
+    """What `run` will refuse of the model and the data, told before the time for planning is spent.
+
+    Raises ConfigError and PlacementError.
+    """
+    training = config.training
+    with standing_in(training.tensor_parallel):
+        model = model_for(config.model, training.seed, parameter_dtype(training), torch.device("meta"))
+    place(grid_of(job), model.layers)
+    load_corpus(config, job.microbatches)
+    load_validation(config, job.microbatches)
 
 
 def read_table(path: Path, job: Job) -> Table:

@@ -12,5 +12,5 @@ def version() -> str:
     try:
         return distribution(DISTRIBUTION).version
     except PackageNotFoundError:
-        pyproject = Path(__file__).resolve().parent.parent / "pyproject.toml"
+        pyproject = Path(__file__).resolve().parents[2] / "pyproject.toml"
         return str(tomllib.loads(pyproject.read_text())["project"]["version"])

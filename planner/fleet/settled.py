@@ -30,10 +30,8 @@ SECONDS, SECONDS_PER_OP = 0.5, 3e-4
 """Time for one plan, at most, and for each of its compute ops; list schedules of small jobs need no more."""
 BUSIEST = 4.0
 """How many times as long a plan may take on a machine that is busy with other things, for as much processor time."""
-CLOSE = 0.02
-"""A plan this close to its bound is good enough."""
 TRIAL = 0.25
-"""Share of the time after which a second choice of the dead is given up, unless it is that close to the first."""
+"""Share of the time for each of two choices of the dead; the better one then has all of it but as much."""
 GROUP = 8
 """A job of at least twice as many pipelines is planned as groups of at least so many."""
 
@@ -116,43 +114,40 @@ class SettledPlans:
         job, affected = self._part(pipelines), failures + slow.workers
         if failures >= pipelines * job.stages or affected > pipelines * job.stages:
             return None
-        best: Schedule | None = None
-        for choose in (stacked, spread_out) if affected > 1 else (stacked,):
-            chosen = choose(affected, pipelines, job.stages)
-            failed, slowed = chosen[:failures], tuple((worker, slow.factor) for worker in sorted(chosen[failures:]))
-            job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=slowed))
-            try:
-                if best is not None and not _near(self._schedule(job, failed, TRIAL), best):
-                    continue
-                schedule = self._schedule(job, failed)
-            except NoPlanError:
-                continue
-            if best is None or schedule.seconds(schedule.period_ticks) < best.seconds(best.period_ticks):
-                best = schedule
-            if best.period_ticks <= best.lower_bound_ticks * (1 + CLOSE):
-                break
+        chosen = [choose(affected, pipelines, job.stages)
+                  for choose in ((stacked, spread_out) if affected > 1 else (stacked,))]
+        plans = [self._schedule(job, workers, failures, slow, TRIAL) for workers in chosen] if len(chosen) > 1 else []
+        best = min(filter(None, plans), key=_seconds, default=None)
+        for workers in chosen if best is None else [chosen[plans.index(best)]]:
+            plan = self._schedule(job, workers, failures, slow, 1.0 - TRIAL if plans else 1.0)
+            best = min(filter(None, (best, plan)), key=_seconds, default=None)
         if best is None:
             return None
         layers = max(map(len, layers_received(best).values()), default=0)
         return Settled(best.seconds(best.period_ticks), layers / self._layers_per_stage)
 
-    def _schedule(self, job: Job, failed: Sequence[Worker], share: float = 1.0) -> Schedule:
-        """The best schedule found in this share of the time.
+    def _schedule(self, job: Job, chosen: Sequence[Worker], failures: int, slow: Slow, share: float) -> Schedule | None:
+        """The best schedule found in this share of the time, with the first of the chosen workers down and the others
+        slow; None where there is none.
 
         So that it does not depend on what else the machine does, processor time counts.
         """
+        failed, slowed = chosen[:failures], tuple((worker, slow.factor) for worker in sorted(chosen[failures:]))
+        job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=slowed))
         ops = 3 * job.depth * sum(job.microbatches)
         seconds = min(SECONDS, SECONDS_PER_OP * ops) if self._seconds is None else self._seconds
         began, used = time.monotonic(), time.process_time()
-        schedule = plan_only(self._options.within(share * seconds * self._wait), job, failed).schedule
+        try:
+            schedule = plan_only(self._options.within(share * seconds * self._wait), job, failed).schedule
+        except NoPlanError:
+            return None
         used = time.process_time() - used
         self._wait = min(BUSIEST, max(1.0, (time.monotonic() - began) / used)) if used > 0 else 1.0
         return schedule
 
 
-def _near(one: Schedule, best: Schedule) -> bool:
-    """Whether a schedule is so close to the best that more time may make it better."""
-    return one.seconds(one.period_ticks) <= best.seconds(best.period_ticks) * (1 + CLOSE)
+def _seconds(schedule: Schedule) -> float:
+    return schedule.seconds(schedule.period_ticks)
 
 
 def stacked(failures: int, pipelines: int, stages: int) -> list[Worker]:  # noqa: ARG001

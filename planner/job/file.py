@@ -56,6 +56,9 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
     """
     capacity_of: tuple[tuple[Worker, float], ...] = ()
     """Workers that have another capacity than their column."""
+    reserve: tuple[float, ...] = ()
+    """One value for each column: what `capacity` leaves for a layer whose activations are computed again. Not in a
+    file: `planner.recompute` chooses stages."""
 
 
 class LayerValues(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,7 +155,7 @@ def _job(table: TomlTable) -> Job:
     columns, chains, layers = _placement(table.table("placement"), stages)
     # Copies of a stage are equal, so a list in the file has one value for all copies.
     virtual = len(columns) // chains
-    time = _times(table.table("time"), virtual, chains, pipelines, stages)
+    time = _times(table.table("time", required=True), virtual, chains, pipelines, stages)
     memory = _memory(table.table("memory"), virtual, chains, (pipelines, stages)) if table.has("memory") else None
     layer_values = None
     if table.has("layers"):

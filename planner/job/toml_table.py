@@ -51,9 +51,12 @@ class TomlTable:
         self._known.append(key)
         return self._left.pop(key, default)
 
-    def table(self, key: str) -> "TomlTable":
-        """A table within; an empty one where it is missing."""
-        return TomlTable(self.path(key), self.take(key, {}))
+    def table(self, key: str, *, required: bool = False) -> "TomlTable":
+        """A table within; an empty one where it is missing, and may be."""
+        given = self._required(key, None if required else {})
+        if given is None:
+            raise JobError(f"key {self.path(key)!r} is missing; expected a table")
+        return TomlTable(self.path(key), given)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number of at least 0."""

@@ -175,9 +175,9 @@ class Assignment:
         usual = max(1, self._known.whole[kind.copies[0]])
         for number, (worker, position) in enumerate(zip(line.workers, kind.positions, strict=True)):
             compute = sum(problem.work[layer] * cells for layer, cells in position.cells.items())
-            beside = sum((sum(problem.tail[first:end]) + fill_idle(
-                problem, worker, (first, end), usual, len(line.workers) - 1 - number)) * literal
-                for (first, end), literal in position.hold.items())
+            idle = fill_idle(problem, worker, len(line.workers) - 1 - number)
+            beside = sum((sum(problem.tail[first:end]) + idle(first, end, usual)) * literal
+                         for (first, end), literal in position.hold.items())
             self._model.add(1000 * self._load >= problem.slowness(worker) * compute + 1000 * beside)
 
     def _rest_fits(self) -> None:
@@ -197,7 +197,7 @@ class Assignment:
             number = next(place for place, worker in enumerate(line.workers) if worker.column == column)
             worker = line.workers[number]
             held = problem.layers_held(worker)
-            idle = fill_idle(problem, worker, (first, end), usual, len(line.workers) - 1 - number)
+            idle = fill_idle(problem, worker, len(line.workers) - 1 - number)(first, end, usual)
             beside = sum(problem.tail[layer] for layer in held) + idle
             work = {problem.work[layer] for layer in range(first, end)}
             if len(work) == 1 and len(held) == end - first:

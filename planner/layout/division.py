@@ -13,6 +13,7 @@ So the lines fall into small sets that share no micro-batch, most of them alike,
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import partial
@@ -20,7 +21,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from planner.layout.bisection import least_limit
-from planner.layout.bounds import work_bound
+from planner.layout.bounds import ticks_of_work, work_bound
 from planner.layout.lines import Chunk, Line, chunk_ticks, cut, fill_idle
 from planner.layout.problem import LayoutProblem
 from planner.layout.types import LayerRange
@@ -74,14 +75,15 @@ class Divider:
         """The least longest load, and a division that has it, to this relative precision; None if nothing fits."""
         low = work_bound(self._problem) - 1
         high, best = low + low // 16 + 1, None
-        while (best := self.divide(high)) is None:
+        while (best := self._divided(high)) is None:
             if high > self._problem.ample_ticks * 4:
                 return None
             low, high = high, high + 2 * (high - low)
-        return least_limit(self.divide, low, high, best, within)
+        limit, found = least_limit(self._divided, low, high, best, within)
+        return limit, self._with_chunks(found, limit)
 
-    def divide(self, limit: int) -> Division | None:
-        """A division in which nobody's load is more than `limit` ticks; None if there is none of this form."""
+    def _divided(self, limit: int) -> Division | None:
+        """A division in which nobody's load is more than `limit` ticks, without its chunks; None if there is none."""
         left = self._problem.total_microbatches
         whole = []
         for index in range(len(self._lines)):
@@ -90,10 +92,14 @@ class Divider:
             left -= most
         if left and not self._spread:
             return None
-        segments = [] if self._apart else self._segments(whole, left, limit)
-        chunks = [self._balanced(line, counts, limit) if line.cut else ()
-                  for line, counts in zip(self._lines, self._counts(whole, segments), strict=True)]
-        return self.complete(whole, chunks, segments, limit)
+        return self.complete(whole, (), [] if self._apart else self._segments(whole, left, limit), limit)
+
+    def _with_chunks(self, division: Division, limit: int) -> Division:
+        """The same with a chunk for each worker of the lines that are cut anew."""
+        counts = self._counts(division.whole, [piece for piece in division.pieces if piece.worker is None])
+        return division._replace(chunks=tuple(
+            tuple(self._balanced(line, of, limit)) if line.cut else ()
+            for line, of in zip(self._lines, counts, strict=True)))
 
     def complete(self, whole: Sequence[int], chunks: Sequence[Sequence[Chunk]], segments: Sequence[Piece],
                  limit: int) -> Division | None:
@@ -122,14 +128,14 @@ class Divider:
         """The most whole micro-batches of a line within the limit."""
         key = self._kinds[index], limit
         if key not in self._known:
-            line, low = self._lines[index], 0
+            line, low, step = self._lines[index], 0, 0
             high = self._at_most(line, limit)
             while low < high:
-                middle = (low + high + 1) // 2
+                middle = max((low + high + 1) // 2, high - step)  # most often it is little less than all time takes
                 if self._fits(line, [middle] * self._problem.layer_count, limit):
                     low = middle
                 else:
-                    high = middle - 1
+                    high, step = middle - 1, 2 * step + 1
             self._known[key] = low
         return self._known[key]
 
@@ -149,7 +155,7 @@ class Divider:
         problem, worker = self._problem, line.workers[position]
         held = problem.layers_held(worker)
         idle = 0 if len(problem.holds[worker]) > 1 else fill_idle(
-            problem, worker, problem.holds[worker][0], count, len(line.workers) - 1 - position)
+            problem, worker, len(line.workers) - 1 - position)(*problem.holds[worker][0], count)
         return chunk_ticks(problem, worker, dict.fromkeys(held, count)) + idle
 
     def _segments(self, whole: Sequence[int], items: int, limit: int) -> list[Piece]:
@@ -278,14 +284,16 @@ class Divider:
         """The cut of a line whose longest load is least; without floating layers, where that is not above the limit."""
         apart = partial(self._cut, floating=False)
         cut_within = self._cut if apart(self._problem, line.workers, counts, limit) is None else apart
-        low, high = 0, limit
+        problem, slowness = self._problem, map(self._problem.slowness, line.workers)
+        work = sum(ticks * count for ticks, count in zip(problem.work, counts, strict=True))
+        low, high = max(0, math.ceil(ticks_of_work(work, slowness)) - 1), limit
         while high - low > 1:
             middle = (low + high) // 2
-            if cut_within(self._problem, line.workers, counts, middle) is None:
+            if cut_within(problem, line.workers, counts, middle) is None:
                 low = middle
             else:
                 high = middle
-        chunks = cut_within(self._problem, line.workers, counts, high)
+        chunks = cut_within(problem, line.workers, counts, high)
         assert chunks is not None, "a line holds its counts"
         return chunks
 

@@ -5,6 +5,7 @@ Groups share no micro-batch, so that the order of each is searched by itself, an
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 
 import msgspec
 
@@ -51,7 +52,8 @@ def by_groups(problem: LayoutProblem, groups: Sequence[tuple[int, ...]],
 def groups_of(problem: LayoutProblem) -> Iterator[tuple[int, ...]]:
     """The pipelines of each group: those that lost workers or time, with their helpers; each other one by itself.
 
-    All in one group where there are few. Raises LookupError when the live workers cannot hold all layers.
+    Who lost more may have more helpers. All in one group where there are few. Raises LookupError when the live workers
+    cannot hold all layers.
     """
     lines = lines_of(problem)
     if len(problem.microbatches) <= UNDIVIDED:
@@ -62,17 +64,25 @@ def groups_of(problem: LayoutProblem) -> Iterator[tuple[int, ...]]:
     weak += [(pipeline,) for pipeline in range(len(problem.microbatches)) if not problem.live_of[pipeline]]
     merged = {pipeline for group in weak for pipeline in group}
     kept = [pipeline for pipeline in kept if pipeline not in merged]
-    share = min(len(kept) // len(weak), MOST_HELPERS) if weak else 0
-    helpers: dict[tuple[object, ...], int] = {}
-    for group in weak:
+    losses = [_lost(problem, group) for group in weak]
+    available, helpers = len(kept), dict[tuple[object, ...], int]()
+    for group, lost in zip(weak, losses, strict=True):
         live = [worker for pipeline in group for worker in problem.live_of[pipeline]]
         key = len(group), tuple(sorted(map(problem.slowness, live)))  # which stages they are matters little
         if key not in helpers:
+            share = min(int(available * lost / sum(losses)), MOST_HELPERS)
             helpers[key] = _helpers(problem, group, kept[:share])
         yield (*group, *kept[:helpers[key]])
         kept = kept[helpers[key]:]
     for pipeline in kept:
         yield (pipeline,)
+
+
+def _lost(problem: LayoutProblem, group: Sequence[int]) -> Fraction:
+    """How many workers' work these pipelines cannot do; a little, where all their workers are fast."""
+    workers = len(group) * len(problem.paths[0])
+    speeds = (Fraction(1000, problem.slowness(worker)) for pipeline in group for worker in problem.live_of[pipeline])
+    return max(Fraction(1, 1000), workers - sum(speeds, start=Fraction(0)))
 
 
 def _helpers(problem: LayoutProblem, group: tuple[int, ...], most: Sequence[int]) -> int:

@@ -5,11 +5,10 @@ one chunk a worker. Where a cut falls between two cells of one layer, that layer
 some micro-batches are cut before it, others after it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from planner.layout.problem import UNLIMITED, LayoutProblem
-from planner.layout.types import LayerRange
+from planner.layout.problem import LayoutProblem
 from schedules.schedule import Worker
 
 Chunk = dict[int, int]
@@ -30,20 +29,26 @@ def chunk_ticks(problem: LayoutProblem, worker: Worker, chunk: Chunk) -> int:
     return -(-compute * problem.slowness(worker) // 1000) + sum(problem.tail[layer] for layer in chunk)
 
 
-def fill_idle(problem: LayoutProblem, worker: Worker, layers: LayerRange, count: int, hops: int) -> int:
+def fill_idle(problem: LayoutProblem, worker: Worker, hops: int) -> Callable[[int, int, int], int]:
     """Ticks that a worker idles at least between its first F and its first I, by lack of memory or of micro-batches.
 
-    It holds these layers and runs `count` micro-batches, each of which has `hops` transfers to the line's end. The I of
-    its first one starts after F of what it holds, F and I of all layers after these, and the transfers of both ways.
-    Until then the worker runs only F, of as many micro-batches as it has, and as it has room for.
+    Of the first layer that it holds, the end of what it holds, and how many micro-batches it runs, each of which has
+    `hops` transfers to the line's end. The I of its first one starts after F of what it holds, F and I of all layers
+    after these, and the transfers of both ways. Until then the worker runs only F, of as many micro-batches as it has,
+    and as it has room for.
     """
-    sums, (first, end), slow = problem.sums, layers, problem.slowness(worker)
-    forward = sums.forward[end] - sums.forward[first]
-    most = sums.most[end] - sums.most[first]
-    room = problem.room_of(worker) - sums.weight[end] + sums.weight[first]
-    ran = count * forward if not most or count * most <= room else max(0, room) * forward // most
-    behind = sums.forward[-1] - sums.forward[end] + sums.backward[-1] - sums.backward[end]
-    return max(0, behind + 2 * hops * problem.transfer + (forward - ran) * slow // 1000)
+    forward, backward, _, _, weight, most = problem.sums
+    slow, room = problem.slowness(worker), problem.room_of(worker)
+    trip = forward[-1] + backward[-1] + 2 * hops * problem.transfer
+
+    def idle(first: int, end: int, count: int) -> int:
+        own, held = forward[end] - forward[first], most[end] - most[first]
+        ran = count * own
+        if held and count * held > (free := room - weight[end] + weight[first]):
+            ran = max(0, free) * own // held
+        return max(0, trip - forward[end] - backward[end] + (own - ran) * slow // 1000)
+
+    return idle
 
 
 def cut(problem: LayoutProblem, workers: Sequence[Worker], counts: Sequence[int], limit: int, *,
@@ -55,21 +60,25 @@ def cut(problem: LayoutProblem, workers: Sequence[Worker], counts: Sequence[int]
     loses the time between the reductions of the stages it has a part in (`LayoutProblem.stagger`).
     """
     chunks: list[Chunk] = []
+    sums, work = problem.sums, problem.work
     layer, left = 0, counts[0]
     for position, worker in enumerate(workers):
+        idle = fill_idle(problem, worker, len(workers) - 1 - position)
+        slow, room, load, first = problem.slowness(worker), problem.room_of(worker), 0, layer
         chunk: Chunk = {}
-        load = 0
         while layer < len(counts):
             if not left:
                 layer += 1
                 left = counts[layer] if layer < len(counts) else 0
+                first = first if chunk else layer
                 continue
-            first = min(chunk, default=layer)
-            beside = _beside(problem, worker, (first, layer + 1), counts[layer], len(workers) - 1 - position)
+            end = layer + 1
+            if sums.weight[end] - sums.weight[first] + sums.most[end] - sums.most[first] > room:
+                break
+            beside = idle(first, end, counts[layer]) + sums.tail[end] - sums.tail[first]
             lost = problem.stagger(first, layer) if staggered else 0
-            cell = problem.work[layer] * problem.slowness(worker)
-            free = (limit - beside - lost) * 1000 - load
-            taken = max(0, min(left, free // cell if cell else left))
+            cell, free = work[layer] * slow, (limit - beside - lost) * 1000 - load
+            taken = left if left * cell <= free or not cell else max(0, free // cell)
             if not taken or not (floating or taken == left):
                 break
             chunk[layer] = taken
@@ -79,11 +88,3 @@ def cut(problem: LayoutProblem, workers: Sequence[Worker], counts: Sequence[int]
                 break
         chunks.append(chunk)
     return chunks if layer == len(counts) else None
-
-
-def _beside(problem: LayoutProblem, worker: Worker, layers: LayerRange, count: int, hops: int) -> int:
-    """Ticks that a worker with these layers has beside its cells; more than any limit where they have no room."""
-    sums, (first, end) = problem.sums, layers
-    if sums.weight[end] - sums.weight[first] + sums.most[end] - sums.most[first] > problem.room_of(worker):
-        return UNLIMITED
-    return fill_idle(problem, worker, layers, count, hops) + sums.tail[end] - sums.tail[first]

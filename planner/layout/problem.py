@@ -123,10 +123,15 @@ class LayoutProblem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         As long as the stages' reductions are apart: a slice over both is done before the first of them, and its worker
         then waits for the second.
         """
-        if first == last:
-            return 0
-        return sum(self.transfer + sum(self.forward[low:high])
-                   for (low, high), _ in self.paths[0] if first < high <= last)
+        return self._staggered[last] - self._staggered[first]
+
+    @cached_property
+    def _staggered(self) -> tuple[int, ...]:
+        """[layer] ticks from the start of the first stage to that of the stage that holds it."""
+        apart = [0] * (self.layer_count + 1)
+        for (low, high), _ in self.paths[0]:
+            apart[high] += self.transfer + self.sums.forward[high] - self.sums.forward[low]
+        return tuple(accumulate(apart))
 
     def most(self, layer: int) -> int:
         """The most that a micro-batch ever holds of a layer: its activation, or after its I its stash."""

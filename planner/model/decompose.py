@@ -17,6 +17,9 @@ from schedules.tables.pattern import Columns, columns_by_pipeline
 
 LARGEST_GROUP = 60_000
 """Compute ops of a group up to which it is given more healthy pipelines than it needs."""
+SHEDDING, LARGEST_SHEDDING = 3, 6_000
+"""How many times as many healthy pipelines it is given where their micro-batches may be handed on, too, and compute ops
+of a group up to which it is."""
 
 NOBODY = -1
 """In a copy: the pipeline of that number stands for none of the whole problem."""
@@ -163,7 +166,8 @@ def _peers_wanted(problem: Problem, dead: Dead, part: Sequence[int]) -> int:
     count = problem.grid.microbatches[0]
     down = sum(len(dead[pipeline]) for pipeline in part)
     ops = count * problem.grid.depth * len(problem.kinds)
-    return min(down * count, LARGEST_GROUP // ops)
+    enough = min(down * count, LARGEST_GROUP // ops)
+    return max(enough, min(SHEDDING * down * count, LARGEST_SHEDDING // ops)) if problem.shedding else enough
 
 
 def _distinct(problem: Problem, dead: Dead, groups: Sequence[Sequence[int]]) -> list[Piece]:

@@ -62,6 +62,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     sharing: bool = False
     """Any live holder of a slice may run any micro-batch of it. Else only micro-batches of failed workers go to others;
     with routes, none."""
+    shedding: bool = False
+    """Without sharing: of a stage that has lost a worker, live ones may hand on micro-batches of their own, too."""
     parts: tuple[int, ...] = ()
     """By stage, into how many equal layers a micro-batch may be cut, 0 where layers are not equal; (): never. What is
     planned here are whole stages: it is the bound that counts them.
@@ -162,7 +164,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if self.routes is not None:
             return ()
         own = self.worker(slice_, pipeline)
-        return self.holders[slice_] if own in self.failed else (own,)
+        short = self.shedding and len(self.holders[slice_]) < self.grid.pipelines
+        return self.holders[slice_] if short or own in self.failed else (own,)
 
     def worker(self, stage: int, pipeline: int) -> Worker:
         """The worker of this pipeline that holds the stage by its column."""

@@ -50,7 +50,7 @@ def solve(problem: Problem, method: Method, budget: Budget) -> Solved:
     if method in BASELINES:
         return _baseline(problem, method)
     began = time.monotonic()
-    known = bound(problem)
+    known = bound(problem, shedding=method != "greedy")
     budget = in_time(known, budget)
     if method == "greedy":
         known = list_schedules(known, budget)

@@ -118,7 +118,7 @@ class _PoolProcess(Generic[Task]):
         self._process.join(5)
         if self._process.is_alive():
             self._process.kill()
-            self._process.join()
+            self._process.join(5)
 
 
 def _serve(pipe: Connection, function: Callable[[Any], Any], refusals: tuple[type[Exception], ...]) -> None:

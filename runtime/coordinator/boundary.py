@@ -4,6 +4,8 @@ Workers that join and layers that move are fetched meanwhile. Once they are ther
 another schedule is better for the workers' speeds, all members stop before the same iteration.
 """
 
+from functools import partial
+
 from runtime.coordinator.context import CoordinatorContext
 from runtime.coordinator.layer_moves import plan_moves
 from runtime.coordinator.planning import NoScheduleError
@@ -22,6 +24,7 @@ class BoundaryPlanner:
         """Prepare what has become possible, while all train."""
         self._look_for_slow()
         if not self._plan_join():
+            self._plan_cuts()
             self._plan_settling()
         self._choose_stop()
         self._choose_save()
@@ -53,6 +56,17 @@ class BoundaryPlanner:
             context.joins.begin(state.number, schedule, context.fetched_for(schedule), state.addresses,
                                 context.log.next_iteration, context.schedules.speeds)
         return False
+
+    def _plan_cuts(self) -> None:
+        """Where parts of optimizer states have stayed as they were, as some have gone who keep them, start a fetch of
+        parts that are cut anew: of some parts, there is only one copy left."""
+        context, state = self._context, self._context.state
+        if not state.cut_for or not context.joins.open or not self._may_stop():
+            return
+        begin = partial(context.joins.begin, state.number, state.current, context.fetched_for(state.current),
+                        state.addresses, context.log.next_iteration, context.schedules.speeds)
+        if not begin(settles=True):
+            begin(settles=False)  # fetches have failed too often: parts move while all wait
 
     def _plan_settling(self) -> None:
         """Where there is a schedule for the same members that is worth moving layers, start a fetch of these."""

@@ -20,6 +20,7 @@ from runtime.coordinator.recovery import RecoveryClock
 from runtime.coordinator.settling import Settler
 from runtime.coordinator.slow_workers import SlowWorkers, SpeedEvent
 from runtime.failure_domains import FailureDomains
+from runtime.model.parts import CutFor
 from runtime.protocol.to_coordinator import Kept
 from runtime.protocol.to_worker import Fetch, Leave, ToWorker
 from runtime.replay.placement import Placement
@@ -77,6 +78,8 @@ class RunState:
     """The layers of each member that has paused, or is told to finish."""
     kept: dict[Worker, Kept] = field(default_factory=dict)
     """The same of what they keep of optimizer states, where workers keep parts."""
+    cut_for: CutFor = field(default_factory=dict)
+    """Of the present order, the ranges whose parts stay as they are, as some have gone who keep them."""
     addresses: dict[Worker, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     """Where each rank of a worker sends layers from."""
     stand_for: dict[Worker, int] = field(default_factory=dict)
@@ -147,7 +150,7 @@ class CoordinatorContext:
         held = self.held_now()
         if self.partition is None:
             return plan_moves(self.placement.held_by(schedule), held)
-        return self.partition.fetched(schedule, self.state.current, held)
+        return self.partition.fetched(schedule, self.state.current, held, self.state.cut_for)
 
     def tell(self, workers: set[Worker], message: ToWorker) -> None:
         """Send to several."""

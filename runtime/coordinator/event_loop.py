@@ -195,8 +195,9 @@ class EventLoop:
             return
         self.news.note(str(stall))
         for one in stall.culprits(held):
+            rank = one.rank if self._workers.processes_of(one.worker) > 1 else None
+            self.processes.kill(one.worker, rank)  # first: the others of its processes may end by themselves then
             self._workers.give_up(one.worker, f"worker {one.worker} hung for {one.seconds:.0f} s in {one.doing}")
-            self.processes.kill(one.worker)
 
     def _find(self) -> None:
         """Take over once the workers of another coordinator have been found. Raises NobodyLeftError."""

@@ -79,10 +79,13 @@ class NextOrder:
             return
         fetched, partition, state = join is not None and join.fetch, context.partition, context.state
         if partition is not None:
+            stay = {} if untouched or join is not None else partition.left(
+                schedule, state.current, state.cut_for, state.kept)
             parts = () if untouched else partition.moves(
                 schedule, state.kept, state.holds, context.log.next_iteration - 1,
-                [move for move in join.moves if isinstance(move, PartMove)] if join is not None and fetched else ())
-            self._orders.train(schedule, (), join, parts)
+                [move for move in join.moves if isinstance(move, PartMove)] if join is not None and fetched else (),
+                cut_for=stay)
+            self._orders.train(schedule, (), join, parts, cut_for=stay)
             return
         moves = () if untouched or fetched else plan_moves(context.placement.held_by(schedule), state.holds)
         self._orders.train(schedule, moves, join)

@@ -6,7 +6,9 @@ import msgspec
 
 from runtime.coordinator.context import CoordinatorContext
 from runtime.coordinator.join_planning import Join
+from runtime.coordinator.part_moves import AS_THEY_ARE
 from runtime.events import HandedOver, Joined, OrderGiven
+from runtime.model.parts import CutFor
 from runtime.protocol.to_worker import EndOrder, Finish, LayerMove, Leave, PartMove, Train
 from schedules import codec
 from schedules.schedule import Schedule, Worker
@@ -21,11 +23,12 @@ class Orders:
         self._context = context
 
     def train(self, schedule: Schedule, moves: tuple[LayerMove, ...], join: Join | None = None,
-              part_moves: tuple[PartMove, ...] = (), restore: Mapping[Worker, tuple[int, ...]] | None = None) -> None:
+              part_moves: tuple[PartMove, ...] = (), restore: Mapping[Worker, tuple[int, ...]] | None = None,
+              cut_for: CutFor = AS_THEY_ARE) -> None:
         """Train by a schedule from the first iteration that is not committed.
 
         The moves are made before, while all wait; `join` is what was fetched for it while all trained; `restore` are
-        layers that workers read from the checkpoint of that iteration.
+        layers that workers read from the checkpoint of that iteration; `cut_for` says which parts of states stay.
         """
         context, state = self._context, self._context.state
         live = {seat.worker for seat in schedule.seats}
@@ -38,14 +41,17 @@ class Orders:
         slow = set(decision.left_out) if decision is not None and decision.schedule is schedule else set()
         state.ready = (state.everyone - slow) - live  # whoever has nothing to do waits to join again
         state.members, state.paused, state.holds, state.kept = live, set(), {}, {}
+        settles = schedule is not state.current  # else parts of optimizer states alone have been cut anew
         state.phase, state.current, state.ended, state.began = "training", schedule, False, first
+        state.cut_for = cut_for
         state.stop_before = state.save_before = None
         state.number += 1
-        self._begins(schedule, join)
+        self._begins(schedule, join if settles else None)
         text = codec.encode(schedule)
         context.tell(told, Train(
             number=state.number, first_iteration=first, moves=moves, fetch=0 if join is None else join.fetch,
-            part_moves=part_moves, addresses=self._addresses((*moves, *part_moves)), schedule=msgspec.Raw(text),
+            part_moves=part_moves, cut_for=tuple((layers, tuple(members)) for layers, members in cut_for.items()),
+            addresses=self._addresses((*moves, *part_moves)), schedule=msgspec.Raw(text),
             stand_for=tuple((worker, state.stand_for[worker]) for worker in sorted(live)
                             if state.stand_for.get(worker, 1) > 1),
             factor=context.log.factor, restore=None if restore is None else tuple(restore.items())))

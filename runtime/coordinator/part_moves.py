@@ -2,17 +2,19 @@
 
 For a schedule with other workers or layers, all ranges that they concern are cut anew. What each is to keep then it
 fetches while all train by the present schedule: the state once, then the gradients of each step, in whole parts of
-those who keep them now (`runtime.model.followed_part`). After a failure the rest moves while all wait.
+those who step them now (`runtime.model.followed_part`). After a failure, whoever is left of the holders of a range goes
+on with the parts that it keeps, and buddies step those of who is gone (`Cut.left`): nobody waits for state. Then they
+are cut anew, too, while all train.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from runtime.coordinator.layer_moves import Holders
-from runtime.model.parts import Cut, Domains, Elements, Span, cut, parts_of, without
+from runtime.model.parts import Cut, CutFor, Domains, Elements, Span, cuts_of, parts_of, without
 from runtime.protocol.to_coordinator import Kept
 from runtime.protocol.to_worker import PartMove
 from runtime.replay.placement import Placement
@@ -21,6 +23,8 @@ from schedules.schedule import Schedule, Worker
 
 Keepers = Mapping[Worker, Kept]
 """What each worker keeps that has paused."""
+AS_THEY_ARE: CutFor = {}
+"""All ranges are cut for those who reduce them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,34 +44,61 @@ class Partition:
         return [layer for layer, its in enumerate(self.elements) if its.total
                 and joined(span for _, span in kept.get(layer, ())) != ((0, its.total),)]
 
-    def keepers(self, schedule: Schedule, after: int) -> Keepers:
+    def keepers(self, schedule: Schedule, after: int, cut_for: CutFor = AS_THEY_ARE,
+                which: Callable[[Cut, Worker], tuple[Span, ...]] = Cut.kept) -> Keepers:
         """What each worker of a schedule keeps that trains by it, after an iteration."""
-        cuts = self._cuts(schedule)
-        return {worker: Kept(tuple(
-            (layer, *span) for layer, spans in self._parts_of(worker, cuts).items() for span in spans), after)
-            for worker in self.placement.held_by(schedule)}
+        cuts = self._cuts(schedule, cut_for)
+        return {worker: Kept(tuple((layer, *span) for layer, spans in self._parts_of(worker, cuts, which).items()
+                                   for span in spans), after)
+                for worker in self.placement.held_by(schedule)}
 
-    def fetched(self, schedule: Schedule, present: Schedule, held: Holders) -> tuple[PartMove, ...]:
+    def left(self, schedule: Schedule, present: Schedule, cut_for: CutFor, keepers: Keepers) -> CutFor:
+        """For a schedule of which some members of the present one are gone: the ranges that need not be cut anew now,
+        as who is left keeps all parts of it; with those by whom they are cut."""
+        before = {**self.placement.reduced_by_all(present), **cut_for}
+        found: dict[LayerRange, Sequence[Worker]] = {}
+        for layers, members in self.placement.reduced_by_all(schedule).items():
+            others = before.get(layers, ())
+            if set(members) < set(others) and not self._keep_all({layers: members}, {}, keepers) \
+                    and self._keep_all({layers: members}, {layers: others}, keepers):
+                found[layers] = tuple(others)
+        return found
+
+    def _keep_all(self, ranges: Mapping[LayerRange, Sequence[Worker]], cut_for: CutFor, keepers: Keepers) -> bool:
+        """Whether those who reduce some ranges keep all that they are to keep of them."""
+        try:
+            cuts = self._cut(ranges, cut_for)
+        except ValueError:
+            return False
+        return not any(without(span, _spans(keepers.get(worker), layer)) for members in ranges.values()
+                       for worker in members for layer, spans in self._parts_of(worker, cuts).items() for span in spans)
+
+    def fetched(self, schedule: Schedule, present: Schedule, held: Holders, cut_for: CutFor = AS_THEY_ARE
+                ) -> tuple[PartMove, ...]:
         """What each worker of a schedule is to fetch for it, while workers who hold layers train by the present one."""
-        keepers = {worker: kept for worker, kept in self.keepers(present, 0).items() if worker in held}
+        keepers, sources = ({worker: kept for worker, kept in self.keepers(present, 0, cut_for, which).items()
+                             if worker in held} for which in (Cut.kept, Cut.stepped))
         found: dict[tuple[Worker, int, int, int, bool], PartMove] = {}
-        for move in self.moves(schedule, keepers, held, 0):
-            start, stop = next(its for its in _spans(keepers[move.source], move.layer)
+        for move in self.moves(schedule, keepers, held, 0, sources=sources):
+            start, stop = next(its for its in _spans(sources[move.source], move.layer)
                                if its[0] <= move.start < its[1]) if move.state else (move.start, move.stop)
             whole = msgspec.structs.replace(move, start=start, stop=stop)
             found.setdefault((move.target, move.layer, start, stop, move.state), whole)
         return tuple(found.values())
 
     def moves(self, schedule: Schedule, keepers: Keepers, holds: Holders, committed: int,
-              fetched: Iterable[PartMove] = ()) -> tuple[PartMove, ...]:
+              fetched: Iterable[PartMove] = (), *, cut_for: CutFor = AS_THEY_ARE, sources: Keepers | None = None
+              ) -> tuple[PartMove, ...]:
         """What each worker of a schedule lacks: of state, what it is to keep, and of parameters, all of its layers.
 
         It has the parameters of the layers that it holds if these are those after the last committed iteration.
         Nothing may be lost. Who is not in the schedule gives only what nobody else has. What has been fetched is there.
+        `sources` are what each gives, by default all that it keeps.
         """
-        cuts, held, there = self._cuts(schedule), self.placement.held_by(schedule), _Fetched(fetched)
-        members = {worker: kept for worker, kept in keepers.items() if worker in held}
-        sources, found = _Sources(keepers if self.lost(members) else members), list[PartMove]()
+        cuts, held, there = self._cuts(schedule, cut_for), self.placement.held_by(schedule), _Fetched(fetched)
+        given = keepers if sources is None else sources
+        members = {worker: kept for worker, kept in given.items() if worker in held}
+        giving, found = _Sources(given if self.lost(members) else members), list[PartMove]()
         for target, layers in sorted(held.items()):
             kept, needs = keepers.get(target), self._parts_of(target, cuts)
             whole = holds.get(target, ()) if kept is not None and kept.whole_after == committed else ()
@@ -75,10 +106,10 @@ class Partition:
                 has = [*_spans(kept, layer), *there.of(target, layer, state=True)]
                 for span in needs.get(layer, ()):
                     for lacking in without(span, has):
-                        found += sources.moves(target, layer, lacking, state=True)
+                        found += giving.moves(target, layer, lacking, state=True)
                 parameters = [*has, *needs.get(layer, ()), *there.of(target, layer, state=False)]
                 for lacking in () if layer in whole else without((0, self.elements[layer].total), parameters):
-                    found += sources.moves(target, layer, lacking, state=False)
+                    found += giving.moves(target, layer, lacking, state=False)
         return tuple(found)
 
     def to_writers(self, writers: Mapping[int, Worker], keepers: Keepers) -> tuple[PartMove, ...]:
@@ -92,14 +123,16 @@ class Partition:
         """What a worker keeps that has read layers as they were before an iteration."""
         return Kept(tuple((layer, 0, self.elements[layer].total) for layer in sorted(layers)), iteration - 1)
 
-    def _cuts(self, schedule: Schedule) -> dict[LayerRange, Cut]:
-        return {layers: cut(sum(its.cut for its in self.elements[slice(*layers)]), members, self.domains,
-                            sharded=self.sharded)
-                for layers, members in self.placement.reduced_by_all(schedule).items()}
+    def _cuts(self, schedule: Schedule, cut_for: CutFor) -> dict[LayerRange, Cut]:
+        return self._cut(self.placement.reduced_by_all(schedule), cut_for)
 
-    def _parts_of(self, worker: Worker, cuts: Mapping[LayerRange, Cut]) -> dict[int, tuple[Span, ...]]:
+    def _cut(self, ranges: Mapping[LayerRange, Sequence[Worker]], cut_for: CutFor) -> dict[LayerRange, Cut]:
+        return cuts_of(ranges, cut_for, self.elements.__getitem__, self.domains, sharded=self.sharded)
+
+    def _parts_of(self, worker: Worker, cuts: Mapping[LayerRange, Cut],
+                  which: Callable[[Cut, Worker], tuple[Span, ...]] = Cut.kept) -> dict[int, tuple[Span, ...]]:
         mine = {layers: one for layers, one in cuts.items() if worker in one.members}
-        return parts_of(worker, mine, self.elements.__getitem__)
+        return parts_of(worker, mine, self.elements.__getitem__, which)
 
 
 class _Fetched:

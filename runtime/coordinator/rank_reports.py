@@ -107,7 +107,8 @@ def _whole(in_time: Sequence[ToCoordinator], by_rank: Sequence[ToCoordinator]) -
             found = [set(one.iterations) for one in by_rank if isinstance(one, Checkpoints)]
             return replace(first, iterations=tuple(sorted(set.intersection(*found))))
         case Status():
-            return next((one for one in by_rank if isinstance(one, Status) and not one.waits), first)
+            busy = [(rank, one) for rank, one in enumerate(by_rank) if isinstance(one, Status) and not one.waits]
+            return replace(busy[0][1], rank=busy[0][0] if len(busy) == 1 else None) if busy else first
         case SpeedMeasured():
             return max((one for one in by_rank if isinstance(one, SpeedMeasured)),
                        key=lambda one: sum(time.seconds for time in one.times))

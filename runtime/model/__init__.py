@@ -25,6 +25,7 @@
     part_optimizer    the optimizer of parts, and of float32 master weights
     followed_part     parts that another worker keeps, on their way here while it trains
     rank_holding      layers, and the holdings of the ranks that a process stands for, which keep parts
+    rank_parts        such a holding, whose parameters and gradients are elsewhere for most of the time
     rank_optimizers   the optimizers of these ranks, as one
     learning_rate     the learning rate of an iteration
     parameter_groups  which options of the optimizer each parameter has

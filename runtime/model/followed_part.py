@@ -3,11 +3,15 @@
 Of a part with optimizer state the state comes once, and then the gradients of each step. It is a whole part of whoever
 sends it, and stepped by itself, as there: the ends of a vector are computed otherwise than its middle, so that steps
 of other spans would not end in the same bits. Of a part without state, the parameters come anew after each step.
+
+What follows lies in host memory, as plans leave no room for it on a device. Each tensor is stepped by itself on the
+device that computes, as CPUs would not end in the same bits: only one at a time is there.
 """
 
 from collections.abc import Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from runtime.config import TrainingConfig
@@ -15,6 +19,8 @@ from runtime.model.parameter_groups import grouped
 from runtime.model.part_state import PartState, name_of, trained
 from runtime.model.sharing import NOTHING_SHARED, Sharing
 from runtime.model.undoable_steps import UndoableSteps
+
+HOST = torch.device("cpu")
 
 
 class FollowedPart(Protocol):
@@ -35,10 +41,11 @@ class SteppedPart(UndoableSteps):
 
     def __init__(self, part: PartState, module: nn.Module, config: TrainingConfig,
                  sharing: Sharing = NOTHING_SHARED) -> None:
-        parameters, device = trained(module), next(module.parameters()).device
+        parameters = trained(module)
+        self._device = next(module.parameters()).device
         names = {key: name_of(key) for key in part.tensors if name_of(key) in parameters}
         self._part = part._replace(tensors={key: tensor for key, tensor in part.tensors.items() if key not in names})
-        self._pieces = {names[key]: nn.Parameter(part.tensors[key].to(device, copy=True))
+        self._pieces = {names[key]: nn.Parameter(part.tensors[key].to(HOST, copy=True))
                         for key in names if key.startswith("model.")}
         groups = grouped({str(sharing.first(part.layer, name)): parameters[name] for name in self._pieces}, config)
         pieces = {parameters[name]: piece for name, piece in self._pieces.items()}
@@ -46,8 +53,7 @@ class SteppedPart(UndoableSteps):
         for key, name in names.items():
             kind, slot, *_ = key.split(".")
             if kind == "optimizer":
-                piece = self._pieces[name]
-                self._state[piece][slot] = part.tensors[key].to(self._device_of(slot, piece), copy=True)
+                self.states[self._pieces[name]][slot] = part.tensors[key].to(HOST, copy=True)
 
     def follow(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
         """See `FollowedPart.follow`: these are gradients, as they were stepped by."""
@@ -55,18 +61,43 @@ class SteppedPart(UndoableSteps):
                 name: one.shape for name, one in self._pieces.items()}:
             raise ValueError(f"gradients of a part of layer {self._part.layer} do not fit")
         for name, piece in self._pieces.items():
-            piece.grad = tensors[name].to(piece.device, piece.dtype)
+            piece.grad = tensors[name].to(HOST, piece.dtype)
         self.step(iteration)
         for piece in self._pieces.values():
             piece.grad = None
+
+    def _make_step(self, factor: float) -> None:
+        assert factor == 1.0, "what comes are the gradients that were stepped by"
+        stepped = self._stepped()
+        self._save(stepped)
+        gradients = [piece.grad for piece in stepped]
+        for piece in stepped:
+            piece.grad = None
+        for piece, gradient in zip(stepped, gradients, strict=True):
+            if gradient is not None:
+                self._step_on_device(piece, gradient)
+
+    def _step_on_device(self, piece: nn.Parameter, gradient: Tensor) -> None:
+        """Step one tensor; what is live stays in the same host memory."""
+        parameter, slots = piece.data, self._slots_of(piece)
+        piece.data = parameter.to(self._device)
+        for slot, value in slots.items():
+            self.states[piece][slot] = value.to(self._device_of(slot, piece))
+        piece.grad = gradient.to(self._device)
+        self._optimizer.step()
+        piece.grad, piece.data = None, parameter.copy_(piece.data)
+        for slot, value in self._slots_of(piece).items():
+            self.states[piece][slot] = slots[slot].copy_(value) if slot in slots else value.to(HOST)
+
+    def _slots_of(self, piece: nn.Parameter) -> dict[str, Tensor]:
+        return {slot: value for slot, value in self.states.get(piece, {}).items() if isinstance(value, Tensor)}
 
     def state(self) -> PartState:
         """See `FollowedPart.state`."""
         found = dict(self._part.tensors)
         for name, piece in self._pieces.items():
             found[f"model.{name}"] = piece.detach()
-            found |= {f"optimizer.{slot}.{name}": value for slot, value in self._state.get(piece, {}).items()
-                      if isinstance(value, Tensor)}
+            found |= {f"optimizer.{slot}.{name}": value for slot, value in self._slots_of(piece).items()}
         return self._part._replace(tensors=found)
 
 

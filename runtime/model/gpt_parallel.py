@@ -64,7 +64,10 @@ class ParallelAttention(nn.Module):
         return functional.linear(y_BNTK.transpose(1, 2).flatten(2), self.out.weight)
 
     def _attend(self, q_BNTK: Tensor, k_BNTK: Tensor) -> Tensor:
-        """The weights [B, N, T, T] of attention, some dropped: those that one process would drop."""
+        """The weights [B, N, T, T] of attention, some dropped: those that one process would drop.
+
+        A fused kernel draws by the place of an element among the heads that it is given, and takes no other.
+        """
         scores_BNTT = q_BNTK @ k_BNTK.transpose(-1, -2) / math.sqrt(q_BNTK.shape[-1])
         ahead_TT = torch.ones(scores_BNTT.shape[-2:], dtype=torch.bool, device=scores_BNTT.device).triu(1)
         return _dropped(scores_BNTT.masked_fill(ahead_TT, -math.inf).softmax(-1), 1, self.dropout, self)

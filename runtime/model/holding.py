@@ -6,11 +6,13 @@ Nothing here knows of stages: the layers are whichever a schedule gives to the w
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from runtime.config import TrainingConfig
+from runtime.model.copied_sums import CopiedSums
 from runtime.model.digest import parameter_digest
 from runtime.model.distributed_tensors import with_local_parameters
 from runtime.model.layers import LayeredModel, parameter_dtype
@@ -18,11 +20,11 @@ from runtime.model.optimizer import UndoableOptimizer, build_optimizer
 from runtime.model.own_ranks import summed_by_rank
 from runtime.model.part_optimizer import PartOptimizer
 from runtime.model.part_state import PartState, elements_of, keep_whole, kept_whole, put, trained
-from runtime.model.parts import Cut, Elements, parts_of
+from runtime.model.parts import Cut, Elements, Span, parts_of
 from runtime.model.rank_optimizers import RankOptimizers
 from runtime.model.seeds import GENERATORS
 from runtime.model.shards import shards_of
-from runtime.model.sharing import NOTHING_SHARED, Sharing, sharing_of
+from runtime.model.sharing import NOTHING_SHARED, Place, Sharing, sharing_of
 from runtime.model.worker_group import standing_in, worker_group
 from schedules.layers import LayerRange, joined
 from schedules.schedule import Worker
@@ -46,6 +48,9 @@ class Holding:
     Where optimizers keep parts, `keep` says which; before that, and where a process trains alone, they keep all.
     """
 
+    separate: ClassVar[bool] = False
+    """Whether optimizers of parts step tensors of their own, as parameters are not always here."""
+
     def __init__(self, modules: Mapping[int, nn.Module], config: TrainingConfig,
                  sharing: Sharing = NOTHING_SHARED) -> None:
         self._config = config
@@ -55,6 +60,7 @@ class Holding:
         self.cuts: dict[LayerRange, Cut] = {}
         """How each range that is reduced is cut, where optimizers keep parts."""
         self._flat_parameters: dict[LayerRange, Tensor] = {}
+        self._sums = CopiedSums()
         self.optimizer: UndoableOptimizer | PartOptimizer | RankOptimizers = self._build(self.modules)
         self._gradients: dict[LayerRange, list[Tensor]] = {}
         self.shared_gradients: dict[str, list[Tensor]] = {}
@@ -82,7 +88,7 @@ class Holding:
             if isinstance(optimizer, UndoableOptimizer) and isinstance(one.optimizer, UndoableOptimizer):
                 optimizer.take_over(one.optimizer)
         self.modules, self.optimizer = modules, optimizer
-        self._gradients, self.cuts, self._flat_parameters = {}, {}, {}
+        self._gradients, self.cuts, self._flat_parameters, self._sums = {}, {}, {}, CopiedSums()
         self.reduce_by(self.ranges)
 
     def keep(self, modules: Mapping[int, nn.Module], cuts: Mapping[LayerRange, Cut], worker: Worker,
@@ -99,11 +105,14 @@ class Holding:
             self.modules = dict(sorted(modules.items()))
             self._sharing.tie(self.modules)
             self.cuts = dict(sorted(cuts.items()))
-            self._gradients, self._flat_parameters = {}, {}
+            self._gradients, self._flat_parameters, self._sums = {}, {}, CopiedSums()
             self.reduce_by(self.cuts)
-        for layers, one in () if same else self.cuts.items():
-            if one.sharded:
-                self._flat_parameters[layers] = _flatten_parameters(self._reduced(layers, whole=False), one.length)
+        if not same:
+            self._flatten_parameters()
+            for layers, one in self.cuts.items():
+                for parameter in self._reduced(layers, whole=False)[:1]:
+                    self._sums.make(layers, one, worker, gradient_dtype(self._config) or parameter.dtype,
+                                    parameter.device)
         for layer, module in self.modules.items():
             put(module, [part for part in parts if part.layer == layer], untrained_too=held.get(layer) is not module)
         if not same:
@@ -111,13 +120,25 @@ class Holding:
             optimizer.load([*before.kept_states(), *parts])
         self.gathered(after)
 
+    def _flatten_parameters(self) -> None:
+        """Have the parameters of each range whose state is sharded lie in one flat tensor, to be gathered."""
+        self._flat_parameters = {layers: _flatten_parameters(self._reduced(layers, whole=False), one.length)
+                                 for layers, one in self.cuts.items() if one.sharded}
+
     def _keeping(self, worker: Worker) -> PartOptimizer:
         """What steps what a worker keeps by the cuts."""
         def elements(layer: int) -> Elements:
             return elements_of(self.modules[layer])
 
         return PartOptimizer(self.modules, self._config, parts_of(worker, self.cuts, elements),
-                             parts_of(worker, self.cuts, elements, own=True), self._sharing)
+                             parts_of(worker, self.cuts, elements, Cut.own), self._sharing,
+                             self._sums.by_layer(lambda layer: elements(layer).cut), separate=self.separate)
+
+    def copies(self, layers: LayerRange, own_rank: int = 0) -> Mapping[Span, Tensor]:
+        """The parts of a range that are copies of others', each with where the sums of its gradients are to come; at
+        one of the ranks that this process stands for."""
+        assert own_rank == 0 and isinstance(self.optimizer, PartOptimizer)
+        return self._sums.of(layers, self.optimizer.buffer)
 
     @property
     def part_optimizers(self) -> Sequence[PartOptimizer]:
@@ -147,13 +168,19 @@ class Holding:
         self._gradients = {}
         for parameter in self.parameters().values():
             parameter.grad = None  # the memory goes before it is taken anew
-        self._gradients = {one: [
-            *_flatten_gradients(self._reduced(one, whole=False), gradient_dtype(self._config), self.cuts.get(one)),
-            *_flatten_gradients(self._reduced(one, whole=True), gradient_dtype(self._config))] for one in ranges}
-        self.shared_gradients = {
-            str(first): _flatten_gradients([self.modules[mine[0].layer].get_parameter(mine[0].name)],
-                                           gradient_dtype(self._config))
-            for first, mine in self._sharing.held(self.modules)}
+        self._gradients = {one: self._zero_gradients(one) for one in ranges}
+        self.shared_gradients = {str(first): self._zero_shared_gradients(mine[0])
+                                 for first, mine in self._sharing.held(self.modules)}
+
+    def _zero_gradients(self, layers: LayerRange) -> list[Tensor]:
+        """Zero gradients for what is reduced with a range."""
+        kind = gradient_dtype(self._config)
+        return [*_flatten_gradients(self._reduced(layers, whole=False), kind, self.cuts.get(layers)),
+                *_flatten_gradients(self._reduced(layers, whole=True), kind)]
+
+    def _zero_shared_gradients(self, mine: Place) -> list[Tensor]:
+        """Those of a parameter that layers share."""
+        return _flatten_gradients([self.modules[mine.layer].get_parameter(mine.name)], gradient_dtype(self._config))
 
     def gradients(self, layers: LayerRange | None = None) -> list[Tensor]:
         """The gradients of a range that `reduce_by` was given, without what is shared: one flat tensor a dtype; by
@@ -203,7 +230,7 @@ class Holding:
         if not keeps_parts(self._config):
             return build_optimizer(modules, self._config, self._sharing)
         everything = {layer: ((0, elements_of(module).total),) for layer, module in modules.items()}
-        return PartOptimizer(modules, self._config, everything, everything, self._sharing)
+        return PartOptimizer(modules, self._config, everything, everything, self._sharing, separate=self.separate)
 
     def _reduced(self, layers: LayerRange, *, whole: bool) -> list[nn.Parameter]:
         """The parameters that are reduced with a range: those that are not cut, or the others."""
@@ -245,12 +272,13 @@ def built(model: LayeredModel, layer: int) -> nn.Module:
         return module.to(model.device)
 
 
-def build_holding(model: LayeredModel, layers: Iterable[int], config: TrainingConfig) -> Holding:
+def build_holding(model: LayeredModel, layers: Iterable[int], config: TrainingConfig,
+                  kind: type[Holding] = Holding) -> Holding:
     """Layers as they are before the first iteration."""
     modules, sharing = {layer: built(model, layer) for layer in layers}, sharing_of(model)
     for layer, module in modules.items():
         _keep_whole(layer, module, config, sharing)
-    return Holding(modules, config, sharing)
+    return kind(modules, config, sharing)
 
 
 def _keep_whole(layer: int, module: nn.Module, config: TrainingConfig, sharing: Sharing) -> None:

@@ -55,7 +55,7 @@ class UndoableOptimizer(UndoableSteps):
         """
         state = {f"model.{name}": tensor for name, tensor in self._layers[layer].state_dict().items()}
         for name, parameter in self._trained[layer].items():
-            for slot, value in self._state.get(parameter, {}).items():
+            for slot, value in self.states.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     state[f"optimizer.{slot}.{name}"] = value
         return state
@@ -81,9 +81,9 @@ class UndoableOptimizer(UndoableSteps):
         _require_equal_shapes(layer, module.state_dict(), parameters)
         module.load_state_dict(parameters)
         for name, parameter in trained.items():
-            self._state.pop(parameter, None)
+            self.states.pop(parameter, None)
             if found[name]:
-                self._state[parameter] = {
+                self.states[parameter] = {
                     slot: tensor.detach().to(self._device_of(slot, parameter), copy=True)
                     for slot, tensor in found[name].items()}
         self._saved = []
@@ -102,10 +102,10 @@ class UndoableOptimizer(UndoableSteps):
         live: set[int] = set()
         for parameter in other._stepped():
             if parameter in mine:
-                self._state.pop(parameter, None)
-                if parameter in other._state:
-                    self._state[parameter] = other._state[parameter]
-                live.update(map(id, (parameter, *other._state.get(parameter, {}).values())))
+                self.states.pop(parameter, None)
+                if parameter in other.states:
+                    self.states[parameter] = other.states[parameter]
+                live.update(map(id, (parameter, *other.states.get(parameter, {}).values())))
         # Their memory, for the next step.
         self._saved += [(tensor, copy) for tensor, copy in other._saved if id(tensor) in live]
 

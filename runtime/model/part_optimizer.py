@@ -1,16 +1,20 @@
 """The optimizer of a worker that keeps parts of layers' optimizer state, or float32 master weights, or both.
 
 It steps *pieces*: what a part has of one parameter, flat. Without master weights a piece is a view of the parameter;
-with them it is a float32 copy, from which the bfloat16 parameter is rounded after each step.
+with them it is a float32 copy, from which the bfloat16 parameter is rounded after each step. Pieces of a part that is
+another worker's, of which this one is the buddy, are copies, too, and stepped late (`runtime.model.late_steps`): the
+parameter itself comes from the other worker, as all that is not kept here.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from runtime.config import TrainingConfig
+from runtime.model.copied_sums import Sums
+from runtime.model.late_steps import BUFFERS, LateSteps
 from runtime.model.parameter_groups import Groups, grouped
 from runtime.model.part_state import PartState, name_of, placed, slice_of, untrained
 from runtime.model.parts import Parts, Span, common
@@ -33,6 +37,8 @@ class _Piece(NamedTuple):
     """And these."""
     stepped: nn.Parameter
     own: bool
+    late: Sequence[Tensor] = ()
+    """Of a copy, the buffers for its gradients."""
 
     def of_parameter(self) -> Tensor:
         """These elements of the parameter itself."""
@@ -50,30 +56,48 @@ class _Piece(NamedTuple):
         return gradient if factor == 1.0 or gradient.dtype == parameter.grad.dtype else gradient.mul_(factor)
 
 
-class PartOptimizer(UndoableSteps):
-    """Steps the parts that are `kept` of some layers; of these, some are this worker's `own`.
+NO_SUMS: Sums = {}
 
-    Other elements of the parameters come from other workers after each step: then `gathered` is to be called.
+
+class PartOptimizer(UndoableSteps):
+    """Steps the parts that are `kept` of some layers; of these, some are this worker's `own`, and some are copies, with
+    `sums` of gradients that come from their owners.
+
+    Other elements of the parameters come from other workers after each step: then `gathered` is to be called. With
+    `separate`, tensors of their own are stepped: parameters need not be there in between (`runtime.model.rank_parts`).
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], config: TrainingConfig, kept: Parts, own: Parts,
-                 sharing: Sharing = NOTHING_SHARED) -> None:
-        self.kept, self._own = kept, own
+                 sharing: Sharing = NOTHING_SHARED, sums: Sums = NO_SUMS, *, separate: bool = False) -> None:
+        self.kept, self._own, self._copied = kept, own, sums.keys()
         self._masters = config.master_weights
+        self._separate = separate or self._masters
+        self.writes = True
+        """Whether parameters are there, to be written after each step."""
         self._first_rank = first_rank()
         self._modules = modules
         self._sharing = sharing
         self._tied: dict[nn.Parameter, nn.Parameter] = {}
         """Of parameters that layers share, what is stepped: once where several of these layers are here."""
-        self._pieces = [piece for layer, spans in kept.items() for part in spans
-                        for piece in self._cut(layer, modules[layer], part)]
-        super().__init__(self._groups(config), config)
+        pieces = [piece for layer, spans in kept.items() for part in spans
+                  for piece in self._cut(layer, modules[layer], part, sums)]
+        self._pieces = [piece for piece in pieces if not piece.late]
+        """Those that are stepped at once."""
+        self._copies = [piece for piece in pieces if piece.late]
+        super().__init__(self._groups(self._pieces, config), config)
+        self._late = LateSteps(self._groups(self._copies, config), config, [
+            {piece.stepped: piece.late[buffer] for piece in self._copies} for buffer in range(BUFFERS)])
         self._factor = 1.0
         """Of the last step."""
         self.whole_after: int | None = None
         """The iteration after which all elements of the parameters are as they should be; None: they are not."""
         self.own_stepped: Callable[[], None] | None = None
-        """Called in a step, once the own parts have been stepped, and before gradients of the others are read."""
+        """Called in a step, once the own parts have been stepped."""
+
+    @property
+    def buffer(self) -> int:
+        """Of the sums of copies' gradients, where those of the next step are to come."""
+        return self._late.free
 
     def squares(self) -> dict[int, float]:
         """The sum of squares of the gradients of each layer's own parts, computed in float64.
@@ -94,30 +118,40 @@ class PartOptimizer(UndoableSteps):
         """Step what is kept, by the parameters' gradients times `factor`; undoable from now on."""
         self.whole_after, self._factor = None, factor
         super().step(iteration, factor)
-        for piece in self._pieces:
-            piece.stepped.grad = None
+        self._late.step(iteration, factor)
 
     def gathered(self, iteration: int) -> None:
         """All other elements of the parameters have come, as they are after an iteration."""
         self.whole_after = iteration
 
     def undo(self) -> None:
-        """Put what is kept back, bit for bit, to before the open step."""
+        """Put what is stepped here back, bit for bit, to before the open step."""
+        assert self.open_iteration is not None, "no step is open"
+        self._late.undo(self.open_iteration)
         super().undo()
         self._round(self._pieces)
         self.whole_after = None
 
+    def go_back(self, committed: int) -> None:
+        """See `UndoableSteps.go_back`: copies are then as their owners' parts."""
+        super().go_back(committed)
+        self._late.catch_up()
+        if self.whole_after != committed and self.writes:
+            self.write_copies()
+
     def part_state(self, layer: int, span: Span, *, state: bool = True) -> PartState:
         """Some elements, which lie in one part that is kept: the tensors themselves. Without `state`, the parameters
-        alone."""
+        alone. Where they are a copy, the last step must stand."""
         tensors: dict[str, Tensor] = {}
         part = next(one for one in self.kept[layer] if one[0] <= span[0] and span[1] <= one[1])
-        for piece in self._pieces:
+        if (layer, part) in self._copied:
+            self._late.catch_up()
+        for piece in (*self._pieces, *self._copies):
             both = common(piece.span, span) if piece.layer == layer and piece.part == part else None
             if both is None:
                 continue
             tensors[f"model.{piece.name}"] = slice_of(piece.stepped.detach(), piece.span, both)
-            for slot, value in self._state.get(piece.stepped, {}).items() if state else ():
+            for slot, value in self._slots_of(piece).items() if state else ():
                 if isinstance(value, Tensor):
                     tensors[f"optimizer.{slot}.{piece.name}"] = slice_of(value, piece.span, both)
         if span[0] == 0:
@@ -125,7 +159,7 @@ class PartOptimizer(UndoableSteps):
         return PartState(layer, *span, tensors, state)
 
     def part_gradients(self, layer: int, span: Span) -> dict[str, Tensor]:
-        """By what the elements of one part that is kept were stepped last; mostly the tensors themselves."""
+        """By what the elements of one part that is no copy were stepped last; mostly the tensors themselves."""
         return {piece.name: piece.scaled(self._factor) for piece in self._pieces
                 if (piece.layer, piece.part) == (layer, span) and piece.parameter.grad is not None}
 
@@ -142,74 +176,81 @@ class PartOptimizer(UndoableSteps):
         assert self.open_iteration is None, "a step is open: undo or commit it first"
         with torch.no_grad():
             for part in parts:
-                for piece in self._pieces:
+                for piece in (*self._pieces, *self._copies):
                     both = common(piece.span, (part.start, part.stop)) if piece.layer == part.layer else None
                     if both is not None:
                         self._load(piece, part, both)
 
     def state_bytes(self) -> int:
-        """Memory of the optimizer's state, and of master weights."""
-        masters = sum(stepped.nbytes for stepped in self._stepped()) if self._masters else 0
-        return masters + sum(value.nbytes for slots in self._state.values() for value in slots.values()
-                             if isinstance(value, Tensor))
+        """Memory of the optimizer's state, of what is stepped apart from parameters, and of copies of others' parts."""
+        apart = self._stepped() if self._separate else ()
+        slots = [value for slots in self.states.values() for value in slots.values() if isinstance(value, Tensor)]
+        return sum(tensor.nbytes for tensor in (*apart, *slots)) + self._late.bytes()
 
-    def _cut(self, layer: int, module: nn.Module, part: Span) -> Iterable[_Piece]:
+    def _cut(self, layer: int, module: nn.Module, part: Span, sums: Sums) -> Iterable[_Piece]:
         for name, parameter, span in placed(module):
             both = common(span, part)
             if both is None:
                 continue
             view = slice_of(parameter.detach().view(-1), span, both)
+            late = [slice_of(one, part, both) for one in sums.get((layer, part), ())]
             stepped = self._tied.get(parameter)
             if stepped is None:
-                stepped = nn.Parameter(view.float() if self._masters else view)
+                apart = bool(late) or self._separate
+                stepped = nn.Parameter(view.float() if self._masters else view.clone() if apart else view)
             if self._sharing.is_shared(layer, name):
                 self._tied[parameter] = stepped
-            yield _Piece(layer, name, parameter, part, span, both, stepped, part in self._own.get(layer, ()))
+            yield _Piece(layer, name, parameter, part, span, both, stepped, part in self._own.get(layer, ()), late)
 
-    def _groups(self, config: TrainingConfig) -> Groups:
+    def _groups(self, pieces: Iterable[_Piece], config: TrainingConfig) -> Groups:
         """Pieces in the groups of their parameters."""
-        pieces: dict[nn.Parameter, list[nn.Parameter]] = {}
-        for piece in self._pieces:
-            mine = pieces.setdefault(piece.parameter, [])
+        by_parameter: dict[nn.Parameter, list[nn.Parameter]] = {}
+        names = dict[str, nn.Parameter]()
+        for piece in pieces:
+            mine = by_parameter.setdefault(piece.parameter, [])
             if piece.parameter not in self._tied or not mine:
                 mine.append(piece.stepped)
-        groups = grouped({str(self._sharing.first(piece.layer, piece.name)): piece.parameter
-                          for piece in self._pieces}, config)
-        return [{**group, "params": [one for parameter in group["params"] for one in pieces[parameter]]}
-                for group in groups]
+            names[str(self._sharing.first(piece.layer, piece.name))] = piece.parameter
+        return [{**group, "params": [one for parameter in group["params"] for one in by_parameter[parameter]]}
+                for group in grouped(names, config)]
 
     def _make_step(self, factor: float) -> None:
-        """The own parts first, so that others get them while this saves and steps its copies of theirs."""
-        groups = self._optimizer.param_groups
-        everything = [group["params"] for group in groups]
-        try:
-            done: set[nn.Parameter] = set()
-            for own in (True, False):
-                mine = [piece for piece in self._pieces if piece.own is own and piece.stepped not in done]
-                done |= {piece.stepped for piece in mine}
-                for piece in mine:
-                    piece.stepped.grad = piece.gradient()
-                chosen = {piece.stepped for piece in mine}
-                for group, members in zip(groups, everything, strict=True):
-                    group["params"] = [one for one in members if one in chosen]
-                super()._make_step(factor)
-                self._round(mine)
-                if own and self.own_stepped is not None:
-                    self.own_stepped()
-        finally:
-            for group, members in zip(groups, everything, strict=True):
-                group["params"] = members
+        for piece in self._pieces:
+            piece.stepped.grad = piece.gradient()
+        super()._make_step(factor)
+        for piece in self._pieces:
+            piece.stepped.grad = None
+        self._round(self._pieces)
+        if self.own_stepped is not None:
+            self.own_stepped()
+
+    def _slots_of(self, piece: _Piece) -> dict[str, Any]:
+        """The optimizer's state of a piece, which is there once it has been stepped."""
+        found: dict[str, Any] = (self._late if piece.late else self).states.get(piece.stepped, {})
+        return found
+
+    def write(self) -> None:
+        """What is kept are the parameters, from now on after each step, too."""
+        self.writes = True
+        self._round(self._pieces)
+
+    def write_copies(self) -> None:
+        """So are copies of others' parts, where all steps have been made."""
+        with torch.no_grad():
+            for piece in self._copies:
+                piece.of_parameter().copy_(piece.stepped)
 
     def _round(self, pieces: Iterable[_Piece]) -> None:
-        """With master weights, parameters are these in fewer bits."""
-        if self._masters:
+        """Where copies are stepped, they become the parameters: master weights in fewer bits."""
+        if self._separate and self.writes:
             with torch.no_grad():
                 for piece in pieces:
                     piece.of_parameter().copy_(piece.stepped)
 
     def _load(self, piece: _Piece, part: PartState, both: Span) -> None:
         has = max(piece.whole[0], part.start), min(piece.whole[1], part.stop)
-        stepped, slots = piece.stepped, self._state[piece.stepped]
+        stepped = piece.stepped
+        slots = (self._late if piece.late else self).states[stepped]
         for key, tensor in part.tensors.items():
             kind, slot, *_ = key.split(".")
             if name_of(key) != piece.name:
@@ -223,4 +264,4 @@ class PartOptimizer(UndoableSteps):
                     slots[slot] = torch.empty(stepped.shape, dtype=tensor.dtype, device=stepped.device)
                 slice_of(slots[slot], piece.span, both).copy_(slice_of(tensor, has, both))
         if not slots:
-            del self._state[stepped]
+            del (self._late if piece.late else self).states[stepped]

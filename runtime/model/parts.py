@@ -24,6 +24,8 @@ Parts = Mapping[int, tuple[Span, ...]]
 """Spans of layers. They are not joined: each is stepped by itself, wherever it is kept, to the same bits."""
 Domains = Sequence[Sequence[Worker]]
 """The workers that fail together (`runtime.failure_domains`)."""
+CutFor = Mapping[LayerRange, Sequence[Worker]]
+"""By whom ranges are cut of which some have gone since: who is left keeps the same parts (`Cut.left`)."""
 
 
 class Elements(NamedTuple):
@@ -51,24 +53,51 @@ class Cut(NamedTuple):
     members: tuple[Worker, ...]
     """Who reduces the range, ascending."""
     spans: tuple[Span, ...]
-    """The own part of each: of equal length but for the last ones. Where state is not sharded, the first has all."""
-    wards: tuple[tuple[int, ...], ...]
-    """Of whose parts each keeps a copy, by their places among the members."""
+    """The parts: of equal length but for the last ones. Where state is not sharded, one has all."""
+    owners: tuple[int, ...]
+    """Who steps each part, by the place among the members."""
+    buddies: tuple[int | None, ...]
+    """Who keeps a copy of it; None: nobody, while it is only on its way there."""
     sharded: bool
 
     @property
     def length(self) -> int:
-        """Elements, with padding behind the end to a multiple of the members."""
-        return self.spans[0][1] * (len(self.members) if self.sharded else 1)
+        """Elements, with padding behind the end to a multiple of the parts."""
+        return self.spans[0][1] * len(self.spans)
 
-    def own(self, worker: Worker) -> Span:
-        """The part of a member."""
-        return self.spans[self.members.index(worker)]
+    def own(self, worker: Worker) -> tuple[Span, ...]:
+        """The parts that a member steps for all; where state is not sharded, the first speaks for all."""
+        return self._of(worker, self.owners)
+
+    def copied(self, worker: Worker) -> tuple[Span, ...]:
+        """The parts of others of which a member keeps copies."""
+        return self._of(worker, self.buddies)
 
     def kept(self, worker: Worker) -> tuple[Span, ...]:
-        """What a member keeps: its own part, and those of which it has copies."""
+        """What a member keeps: its own parts, and its copies."""
+        return (*self.own(worker), *self.copied(worker)) if self.sharded else self.spans
+
+    def stepped(self, worker: Worker) -> tuple[Span, ...]:
+        """What a member steps at once, and sends to others while it trains."""
+        return self.own(worker) if self.sharded else self.spans
+
+    def left(self, members: Sequence[Worker]) -> "Cut | None":
+        """The same parts once only these members are left: a buddy steps the part of one that is gone.
+
+        None where nobody is left who keeps some part.
+        """
+        places = {self.members.index(worker): place for place, worker in enumerate(members)}
+        keepers = [[places[one] for one in pair if one in places]
+                   for pair in zip(self.owners, self.buddies, strict=True)]
+        if not self.sharded or not all(keepers):
+            return None
+        return self._replace(members=tuple(members), owners=tuple(mine[0] for mine in keepers),
+                             buddies=tuple(mine[1] if len(mine) > 1 else None for mine in keepers))
+
+    def _of(self, worker: Worker, keepers: Sequence[int | None]) -> tuple[Span, ...]:
         place = self.members.index(worker)
-        return tuple(span for one in (place, *self.wards[place]) if (span := self.spans[one])[0] < span[1])
+        return tuple(span for span, keeper in zip(self.spans, keepers, strict=True)
+                     if keeper == place and span[0] < span[1])
 
 
 def cut(total: int, members: Sequence[Worker], domains: Domains, *, sharded: bool) -> Cut:
@@ -76,12 +105,27 @@ def cut(total: int, members: Sequence[Worker], domains: Domains, *, sharded: boo
     members = tuple(sorted(members))
     count = len(members)
     if not sharded or count == 1 or not total:
-        return Cut(members, ((0, total), *((0, 0),) * (count - 1)), ((), *((0,),) * (count - 1)), sharded=False)
+        return Cut(members, ((0, total),), (0,), (None,), sharded=False)
     size = -(-total // count)
     spans = tuple((min(total, place * size), min(total, (place + 1) * size)) for place in range(count))
     buddies = _buddies([next((number for number, one in enumerate(domains) if worker in one), 0)
                         for worker in members])
-    return Cut(members, spans, tuple((buddies.index(place),) for place in range(count)), sharded=True)
+    return Cut(members, spans, tuple(range(count)), buddies, sharded=True)
+
+
+def cuts_of(ranges: Mapping[LayerRange, Sequence[Worker]], cut_for: CutFor, elements: Callable[[int], Elements],
+            domains: Domains, *, sharded: bool) -> dict[LayerRange, Cut]:
+    """How some ranges are cut over those who reduce them; raises ValueError where nobody is left of a part's keepers.
+    """
+    found = {}
+    for layers, members in ranges.items():
+        before = cut_for.get(layers)
+        one = cut(sum(elements(layer).cut for layer in range(*layers)), before or members, domains, sharded=sharded)
+        left = one if before is None else one.left(members)
+        if left is None:
+            raise ValueError(f"no part of layers {layers} may be kept by nobody")
+        found[layers] = left
+    return found
 
 
 def _buddies(domains: Sequence[int]) -> tuple[int, ...]:
@@ -105,18 +149,18 @@ def in_layers(span: Span, layers: LayerRange, elements: Callable[[int], int]) ->
         begins += elements(layer)
 
 
-def parts_of(worker: Worker, cuts: Mapping[LayerRange, Cut], elements: Callable[[int], Elements], *, own: bool = False
-             ) -> dict[int, tuple[Span, ...]]:
-    """The parts of layers that a member of some cuts keeps, or those of them that are its own.
+def parts_of(worker: Worker, cuts: Mapping[LayerRange, Cut], elements: Callable[[int], Elements],
+             which: Callable[[Cut, Worker], tuple[Span, ...]] = Cut.kept) -> dict[int, tuple[Span, ...]]:
+    """The parts of layers that a member of some cuts keeps, or others: its `Cut.own`, or those of `Cut.stepped`.
 
-    What is not cut is the first member's own.
+    What is not cut is the first member's own; all keep it and step it.
     """
     found: dict[int, tuple[Span, ...]] = {}
     for layers, one in cuts.items():
-        for span in (one.own(worker),) if own else one.kept(worker):
+        for span in which(one, worker):
             for layer, part in in_layers(span, layers, lambda layer: elements(layer).cut):
                 found[layer] = (*found.get(layer, ()), part)
-        for layer in range(*layers) if not own or worker == one.members[0] else ():
+        for layer in range(*layers) if which is not Cut.own or worker == one.members[0] else ():
             if whole := elements(layer).whole_spans:
                 found[layer] = (*found.get(layer, ()), *whole)
     return found

@@ -16,7 +16,7 @@ from runtime.model.data import Microbatch as Microbatch
 from runtime.model.forms import forms as forms
 from runtime.model.holding import Holding
 from runtime.model.layers import LayeredModel, autocast, layer_randomness, layer_seed, recomputed_layers
-from runtime.model.parts import Cut
+from runtime.model.parts import Cut, Span
 from runtime.model.passed import TensorForm as TensorForm
 from runtime.model.passed import Value, changed, form_of, has_gradient, of_form, tensors_of
 from runtime.model.seeds import seeding
@@ -199,6 +199,10 @@ class Slices:
         found = self._holding.cuts.get(self.layers[slice])
         return found if found is not None and found.sharded else None
 
+    def copies(self, slice: int, own_rank: int) -> Mapping[Span, Tensor]:
+        """Where the sums of gradients of copies of others' parts are to come: `Holding.copies`."""
+        return self._holding.copies(self.layers[slice], own_rank)
+
     def flat_parameters(self, own_rank: int) -> Iterable[tuple[LayerRange, Tensor, Cut]]:
         """Of each range that is cut, the parameters, whose parts are to be gathered after a step; at one of the ranks
         that this process stands for."""
@@ -206,8 +210,8 @@ class Slices:
 
     @contextmanager
     def when_own_parts_are_stepped(self, call: Callable[[int], None]) -> Iterator[None]:
-        """In here, an optimizer of parts calls this between the steps of its own parts and of copies of others, with
-        the number of its rank, of those that this process stands for."""
+        """In here, an optimizer of parts calls this once its own parts have been stepped, with the number of its rank,
+        of those that this process stands for."""
         optimizers = self._holding.part_optimizers
         for own_rank, optimizer in enumerate(optimizers):
             optimizer.own_stepped = partial(call, own_rank)

@@ -47,77 +47,23 @@ def optimizer_factory(name: str) -> Factory:
     return factory
 
 
-class UndoableSteps:
-    """Steps some tensors, in parameter groups, by their `.grad`.
-
-    An iteration's step is *open* from `step` until it is committed or undone. At most one is open: stepping the next
-    iteration commits the one before, because a worker gets there only after all others have validated that one. So
-    recovery is, on each survivor, when c is the last iteration that all have committed, `go_back(c)`: what is stepped
-    and its state are bit for bit those after iteration c.
-    """
+class OptimizerSteps:
+    """An optimizer over some tensors, in parameter groups, which steps by their `.grad`, at each iteration's rate."""
 
     def __init__(self, groups: Groups, config: TrainingConfig) -> None:
         self._config = config
         self._optimizer = optimizer_factory(config.optimizer)(groups, config)
         self._rates = self._scheduled_rates()
-        self._state: Any = self._optimizer.state
-        self._saved: list[tuple[Tensor, Tensor]] = []
-        """Live tensors, each with its copy from before the open step."""
-        self._spare: dict[int, tuple[Tensor, Tensor]] = {}
-        """Those of the step before, by the ids of the live ones: memory for copies."""
-        self._slots: dict[nn.Parameter, dict[str, Any] | None] = {}
-        """Of what has been saved, the optimizer's state before the open step; tensors are the live ones."""
-        self.open_iteration: int | None = None
-        """The iteration whose step can be undone."""
+        self.states: Any = self._optimizer.state
+        """Of each tensor, what the optimizer remembers of it."""
 
     def _stepped(self) -> Sequence[nn.Parameter]:
         """What is stepped: each tensor once."""
         return [one for group in self._optimizer.param_groups for one in group["params"]]
 
-    def step(self, iteration: int, factor: float = 1.0) -> None:
-        """Step with the gradients times `factor`, which `.grad` then holds; undoable from now on."""
-        assert self.open_iteration is None or self.open_iteration < iteration, f"iteration {iteration} is open already"
-        self._spare = {id(pair[0]): pair for pair in self._saved}
-        self._saved, self._slots = [], {}
-        self.open_iteration = iteration
+    def _set_rates(self, iteration: int) -> None:
         for group, rate in self._rates:
             group["lr"] = rate * scale(self._config, iteration)
-        self._make_step(factor)
-        self._spare = {}
-
-    def _make_step(self, factor: float) -> None:
-        self._save(self._stepped())
-        if factor != 1.0:
-            for parameter in self._stepped():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
-        self._optimizer.step()
-
-    def undo(self) -> None:
-        """Put parameters and state back, bit for bit, to before the open step; gradients stay as they are."""
-        assert self.open_iteration is not None, "no step is open"
-        with torch.no_grad():
-            copy_all([copy for _, copy in self._saved], [live for live, _ in self._saved])
-        for parameter, before in self._slots.items():
-            if before is not None:
-                self._state[parameter] = dict(before)
-            elif parameter in self._state:
-                del self._state[parameter]
-        self.open_iteration = None
-
-    def go_back(self, committed: int) -> None:
-        """Undo the open step where it is of a later iteration than the last committed one; else it is final."""
-        if self.open_iteration is not None and self.open_iteration > committed:
-            self.undo()
-        self.commit()
-
-    def commit(self) -> None:
-        """Give up the way back: the open step, if there is one, is final. Memory is kept for the next."""
-        self.open_iteration = None
-
-    def undo_bytes(self) -> int:
-        """Memory that the way back takes."""
-        return sum(copy.nbytes for _, copy in self._saved)
 
     def _scheduled_rates(self) -> list[tuple[dict[str, Any], float]]:
         """Each group with its highest learning rate; none where the learning rate is constant.
@@ -138,11 +84,76 @@ class UndoableSteps:
         beside = slot != "step" or options.get("fused") or options.get("capturable")
         return parameter.device if beside else torch.device("cpu")
 
+
+class UndoableSteps(OptimizerSteps):
+    """Steps some tensors, in parameter groups, by their `.grad`.
+
+    An iteration's step is *open* from `step` until it is committed or undone. At most one is open: stepping the next
+    iteration commits the one before, because a worker gets there only after all others have validated that one. So
+    recovery is, on each survivor, when c is the last iteration that all have committed, `go_back(c)`: what is stepped
+    and its state are bit for bit those after iteration c.
+    """
+
+    def __init__(self, groups: Groups, config: TrainingConfig) -> None:
+        super().__init__(groups, config)
+        self._saved: list[tuple[Tensor, Tensor]] = []
+        """Live tensors, each with its copy from before the open step."""
+        self._spare: dict[int, tuple[Tensor, Tensor]] = {}
+        """Those of the step before, by the ids of the live ones: memory for copies."""
+        self._slots: dict[nn.Parameter, dict[str, Any] | None] = {}
+        """Of what has been saved, the optimizer's state before the open step; tensors are the live ones."""
+        self.open_iteration: int | None = None
+        """The iteration whose step can be undone."""
+
+    def step(self, iteration: int, factor: float = 1.0) -> None:
+        """Step with the gradients times `factor`, which `.grad` then holds; undoable from now on."""
+        assert self.open_iteration is None or self.open_iteration < iteration, f"iteration {iteration} is open already"
+        self._spare = {id(pair[0]): pair for pair in self._saved}
+        self._saved, self._slots = [], {}
+        self.open_iteration = iteration
+        self._set_rates(iteration)
+        self._make_step(factor)
+        self._spare = {}
+
+    def _make_step(self, factor: float) -> None:
+        self._save(self._stepped())
+        if factor != 1.0:
+            for parameter in self._stepped():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        self._optimizer.step()
+
+    def undo(self) -> None:
+        """Put parameters and state back, bit for bit, to before the open step; gradients stay as they are."""
+        assert self.open_iteration is not None, "no step is open"
+        with torch.no_grad():
+            copy_all([copy for _, copy in self._saved], [live for live, _ in self._saved])
+        for parameter, before in self._slots.items():
+            if before is not None:
+                self.states[parameter] = dict(before)
+            elif parameter in self.states:
+                del self.states[parameter]
+        self.open_iteration = None
+
+    def go_back(self, committed: int) -> None:
+        """Undo the open step where it is of a later iteration than the last committed one; else it is final."""
+        if self.open_iteration is not None and self.open_iteration > committed:
+            self.undo()
+        self.commit()
+
+    def commit(self) -> None:
+        """Give up the way back: the open step, if there is one, is final. Memory is kept for the next."""
+        self.open_iteration = None
+
+    def undo_bytes(self) -> int:
+        """Memory that the way back takes."""
+        return sum(copy.nbytes for _, copy in self._saved)
+
     def _save(self, stepped: Sequence[nn.Parameter]) -> None:
         """Copy what is about to be stepped, and its state."""
         live: list[Tensor] = [*stepped]
         for parameter in stepped:
-            slots = self._state.get(parameter)
+            slots = self.states.get(parameter)
             self._slots[parameter] = None if slots is None else dict(slots)
             live += [value for value in (slots or {}).values() if isinstance(value, Tensor)]
         saved = [self._spare[id(tensor)] if id(tensor) in self._spare else (tensor, torch.empty_like(tensor))

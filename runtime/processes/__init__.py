@@ -7,6 +7,7 @@
     children               tasks side by side, each in a process of its own, with an answer
     worker_start           what a worker's process is given
     process_manager        the processes of a run's workers, on all nodes
+    found_workers          those that a launcher has left which has died
     start_limit            how many processes a node starts for another
     stop_signals           SIGTERM and Ctrl-C
     launchers              what torchrun, srun or mpirun have set in the environment

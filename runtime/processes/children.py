@@ -32,24 +32,30 @@ _TASK = msgspec.json.Decoder(_Task)
 
 
 class Children:
-    """One process a task, started when this is made, and ended when it is closed.
+    """One process a task, started when this is made, and ended when it is closed. Raises ChildError.
 
     Parameters
     ----------
     target
         `module:function`: takes the task as JSON, gives the answer as bytes.
+    fork_server
+        One that others use before and after; None: one of its own, which takes seconds to import torch.
     """
 
-    def __init__(self, target: str, tasks: Sequence[msgspec.Struct]) -> None:
+    def __init__(self, target: str, tasks: Sequence[msgspec.Struct], fork_server: ForkServer | None = None) -> None:
         self._names = [str(number) for number in range(len(tasks))]
         self._status: dict[str, int] = {}
         with ExitStack() as stack:
             self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-")))
-            self.fork_server = stack.enter_context(ForkServer())
+            self.fork_server = fork_server or stack.enter_context(ForkServer())
+            stack.callback(self.fork_server.kill_all)
             for name, task in zip(self._names, tasks, strict=True):
                 content = msgspec.json.encode(task).decode()
                 wrapped = msgspec.json.encode(_Task(target, content, str(self._answer(name)))).decode()
-                self.fork_server.start(ProcessSpec(name, f"{__name__}:run", wrapped, str(self._log(name))))
+                try:
+                    self.fork_server.start(ProcessSpec(name, f"{__name__}:run", wrapped, str(self._log(name))))
+                except ForkServerError as error:
+                    raise ChildError(str(error)) from None
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:

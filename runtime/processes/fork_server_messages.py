@@ -85,7 +85,10 @@ class Lines:
 
     def read(self) -> list[bytes]:
         """Read once; blocks unless the pipe is ready."""
-        data = os.read(self._descriptor, 65536)
+        try:
+            data = os.read(self._descriptor, 65536)
+        except ConnectionResetError:  # the other end of a socket is gone, and has not read all
+            data = b""
         self.closed = not data
         *lines, self._rest = (self._rest + data).split(b"\n")
         return lines

@@ -1,7 +1,6 @@
 """The processes of a run's workers, on all nodes: starts, kills and restarts them."""
 
 import signal
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -9,7 +8,8 @@ import msgspec
 
 from runtime.config import STANDS_FOR
 from runtime.errors import RunError
-from runtime.processes.fork_server import KILL_SECONDS, ForkServer, ForkServerError
+from runtime.processes.fork_server import ForkServer, ForkServerError
+from runtime.processes.found_workers import enough_devices
 from runtime.processes.worker_start import NodeSettings, WorkerSpec, process_name, worker_named
 from runtime.protocol.rendezvous import Rendezvous
 from runtime.protocol.to_coordinator import Ended
@@ -34,24 +34,6 @@ class NodeFailure(msgspec.Struct, frozen=True):
     iteration: int
 
 
-def whole_workers(adopted: ForkServer, ranks: int) -> list[Worker]:
-    """The workers all of whose processes live, of a run whose launcher has died; those of others are killed before.
-
-    Raises ForkServerError.
-    """
-    deadline = time.monotonic() + KILL_SECONDS
-    while True:
-        found: dict[Worker, list[str]] = {}
-        for name in adopted.names():
-            found.setdefault(worker_named(name)[0], []).append(name)
-        left = [name for names in found.values() if len(names) < ranks for name in names]
-        if not left or time.monotonic() > deadline:
-            return [worker for worker, names in found.items() if len(names) == ranks]
-        for name in left:
-            adopted.kill(name)
-        adopted.poll(1.0)
-
-
 class NodeProcesses:
     """Starts and kills the worker processes of this node; each takes the next GPU, from `first_card` on.
 
@@ -60,7 +42,7 @@ class NodeProcesses:
     """
 
     def __init__(self, fork_server: ForkServer, coordinator: Rendezvous, workers: Sequence[Worker], cards: int,
-                 settings: NodeSettings, first_card: int = 0) -> None:
+                 settings: NodeSettings, first_card: int = 0, lost: Mapping[Worker, Sequence[int]] = {}) -> None:
         self._fork_server = fork_server
         self._coordinator = coordinator
         self._cards = cards
@@ -72,7 +54,7 @@ class NodeProcesses:
         """Of workers of which a process has ended: the first to do so."""
         self._killed: set[Worker] = set()
         """Workers that were killed as a whole."""
-        self._lost: dict[Worker, list[int]] = {}
+        self._lost = {worker: list(ranks) for worker, ranks in lost.items()}
         """The ranks whose devices a worker goes on without."""
 
     @contextmanager
@@ -110,7 +92,7 @@ class NodeProcesses:
         stands_for = STANDS_FOR if lost[worker] else 1
         for rank, place in enumerate(self._left(worker)[:len(self._ranks) // stands_for]):
             self._fork_server.start(WorkerSpec(worker, self._coordinator, self.card(worker, place), self._settings,
-                                               command.restarted, rank, stands_for).process())
+                                               command.restarted, rank, stands_for, tuple(lost[worker])).process())
 
     def _left(self, worker: Worker) -> list[int]:
         """The ranks whose devices a worker may use; its processes use the first ones."""
@@ -127,10 +109,13 @@ class NodeProcesses:
 
     def _kill(self, worker: Worker) -> None:
         for rank in self._ranks:
-            self._fork_server.kill(process_name(worker, rank))
+            self._fork_server.kill(self._name(worker, rank))
 
     def _lives(self, worker: Worker) -> bool:
-        return any(self._fork_server.lives(process_name(worker, rank)) for rank in self._ranks)
+        return any(self._fork_server.lives(self._name(worker, rank)) for rank in self._ranks)
+
+    def _name(self, worker: Worker, rank: int) -> str:
+        return process_name(worker, rank, self._lost.get(worker, ()))
 
     def fileno(self) -> int:
         """For a selector: readable when `poll` has something to report."""
@@ -139,8 +124,8 @@ class NodeProcesses:
     def poll(self) -> list[Ended]:
         """The workers here that have ended. Raises ForkServerError."""
         for one in self._fork_server.poll(0):
-            worker, rank = worker_named(one.name)
-            self._ends(worker, one.status, rank)
+            named = worker_named(one.name)
+            self._ends(named.worker, one.status, named.rank)
         over = [worker for worker in self._ending if not self._lives(worker)]
         for worker in self._ending.keys() - over:
             self._kill(worker)
@@ -148,7 +133,8 @@ class NodeProcesses:
 
     def _ends(self, worker: Worker, status: int, rank: int) -> None:
         """A worker ends because of one of its processes, if it does not end already."""
-        enough = STANDS_FOR * (len(self._left(worker)) - 1) >= len(self._ranks) > 1 and worker not in self._killed
+        lost = len(self._ranks) - len(self._left(worker)) + 1
+        enough = enough_devices(len(self._ranks), lost) and worker not in self._killed
         self._ending.setdefault(worker, Ended(worker, status, rank if enough else None))
 
 
@@ -167,11 +153,13 @@ class ProcessManager:
         Nodes whose workers to kill.
     degradable
         The columns of which a worker that has lost one of its processes is started again at once, as half as many.
+    without
+        Workers of this node that had lost a process when their launcher died, and which.
     """
 
     def __init__(self, local: NodeProcesses, nodes: Mapping[Worker, int], returns: Sequence[Return] = (),
                  absent: Sequence[Worker] = (), failures: Sequence[NodeFailure] = (), *,
-                 degradable: Collection[int] = ()) -> None:
+                 degradable: Collection[int] = (), without: Mapping[Worker, int] = {}) -> None:
         self._local = local
         self._nodes = nodes
         self._later = list(returns)
@@ -179,6 +167,7 @@ class ProcessManager:
         """Each as often as it is to be started."""
         self._dead = set(absent)
         self._degradable = degradable
+        self._without = without
         self._failures = list(failures)
         self._send: SendToAgent = lambda *_: None
 
@@ -212,10 +201,12 @@ class ProcessManager:
         self._dead = (self._dead - workers) | (workers - set(alive))
 
     def start_missing(self) -> None:
-        """Start the workers of node 0 that do not live: the node has been started again. Raises ForkServerError."""
+        """Start the workers of node 0 that do not live: the node has been started again. One that had lost a process
+        goes on without it, where it can. Raises ForkServerError."""
         for worker in sorted(set(self.workers_of(0)) & self._dead):
             self._dead.remove(worker)
-            self._local.do(StartWorker(worker))
+            without = self._without.get(worker) if worker.column in self._degradable else None
+            self._local.do(StartWorker(worker, without=without))
 
     def kill(self, worker: Worker, rank: int | None = None) -> None:
         """Kill a worker's process, wherever it is; all of them, where it is several, because of that of a `rank`.

@@ -1,6 +1,8 @@
 """What a worker's process is given when it is started."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -47,11 +49,13 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     """Which of the worker's processes this is, where it is several."""
     stands_for: int = 1
     """For how many ranks each of them does: more than one where it has lost some."""
+    without: tuple[int, ...] = ()
+    """The ranks whose devices the worker goes on without."""
 
     def process(self) -> ProcessSpec:
         """The request to the fork server, over a pipe that nobody else reads: the secret is in no command line and no
         environment. A worker that comes back appends to its log."""
-        return ProcessSpec(process_name(self.worker, self.rank), "runtime.worker.main:main",
+        return ProcessSpec(process_name(self.worker, self.rank, self.without), "runtime.worker.main:main",
                            msgspec.json.encode(self).decode(), str(self.log), append=self.restarted,
                            imports=() if self.settings.config.model.hugging_face is None else (HUGGING_FACE,))
 
@@ -62,12 +66,23 @@ class WorkerSpec(msgspec.Struct, frozen=True):
         return Path(self.settings.out) / "logs" / f"worker-{self.worker}{of_rank}.log"
 
 
-def process_name(worker: Worker, rank: int) -> str:
-    """What the fork server calls a worker's process."""
-    return f"{worker}/{rank}" if rank else str(worker)
+def process_name(worker: Worker, rank: int, without: Sequence[int] = ()) -> str:
+    """What the fork server calls a worker's process; with the ranks without whose devices the worker goes on, as the
+    name is what is known of a process whose launcher has died."""
+    name = f"{worker}/{rank}" if rank else str(worker)
+    return "-".join((name, *map(str, without)))
 
 
-def worker_named(name: str) -> tuple[Worker, int]:
-    """The worker and the rank of a process."""
+class Named(NamedTuple):
+    """Whose process a name is."""
+
+    worker: Worker
+    rank: int
+    without: tuple[int, ...]
+
+
+def worker_named(name: str) -> Named:
+    """The worker and the rank of a process, and the ranks that the worker goes on without."""
+    name, *without = name.split("-")
     worker, _, rank = name.partition("/")
-    return Worker.parse(worker), int(rank or 0)
+    return Named(Worker.parse(worker), int(rank or 0), tuple(map(int, without)))

@@ -8,7 +8,7 @@ import torch
 from runtime.model.passed import Form, TensorForm, TupleForm
 from runtime.protocol.failure_injection import Injection, Slowdown
 from runtime.protocol.rendezvous import Rendezvous
-from runtime.replay.communication import Transport
+from runtime.replay.transport import Transport
 from schedules.schedule import Worker
 
 JOIN_TIMEOUT_SECONDS = 600.0

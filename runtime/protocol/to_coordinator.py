@@ -208,6 +208,8 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     """For how long."""
     waits: bool
     """Whether for somebody else; else it computes, or does something else of its own."""
+    rank: int | None = None
+    """Which of the worker's processes, where it is the only one that does not wait."""
 
 
 class Checkpoints(msgspec.Struct, frozen=True, tag=True):

@@ -6,7 +6,7 @@ import msgspec
 
 from runtime.config import RunConfig
 from runtime.protocol.channel import Decoder
-from runtime.replay.communication import Transport
+from runtime.replay.transport import Transport
 from schedules.schedule import Worker
 
 STILL_RUNNING_SECONDS = 20.0

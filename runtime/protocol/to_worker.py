@@ -56,6 +56,9 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Made before the first op, while all wait."""
     part_moves: tuple[PartMove, ...] = ()
     """The same, where workers keep parts of layers' optimizer states."""
+    cut_for: tuple[tuple[LayerRange, tuple[Worker, ...]], ...] = ()
+    """There, the ranges whose parts stay as they are, as some have gone who keep them: with those by whom they are cut
+    (`runtime.model.parts.Cut.left`)."""
     addresses: tuple[tuple[Worker, tuple[tuple[str, int], ...]], ...] = ()
     """Where each rank of their sources listens (`runtime.worker.layer_sender`)."""
     fetch: int = 0

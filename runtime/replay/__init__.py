@@ -4,6 +4,8 @@
     evaluation       the loss of validation data, by the forwards alone
     exchange         hands the result of an op to the next one, on the same worker or another
     communication    sends, receives and sums over process groups
+    transfers        tensors and sums that are on their way
+    transport        gloo or NCCL
     group_store      where the members of a process group leave their addresses
     membership       who trains together, and what each process is among them
     part_exchange    sums of gradients and parameters, where optimizer state is sharded

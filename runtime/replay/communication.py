@@ -3,33 +3,24 @@
 A `Communicator` holds the process groups of one generation of workers, and is dropped whole with it.
 """
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor
-from torch.distributed import Work
 
-from runtime.config import ConfigError
-from runtime.errors import first_line
 from runtime.model.worker_group import Backend, Connection, WorkerGroup
 from runtime.replay.group_store import GroupStore
-from runtime.replay.membership import Membership as Membership
-from runtime.replay.stuck_calls import OPEN_CALLS
+from runtime.replay.membership import Membership
+from runtime.replay.transfers import TIMEOUT, Arriving, Outgoing, Summing, told_in_one_line
+from runtime.replay.transport import Transport
 from runtime.torch_private import Group, Store, TCPStore, gloo_group, nccl_group
 from schedules.layers import LayerRange, layers_text
 from schedules.schedule import Worker
 
-Transport = Literal["gloo", "nccl"]
 Shared = LayerRange | str
 """What gradients are summed of: a range of layers, or one parameter that several layers share, by its first name."""
-TIMEOUT = timedelta(minutes=10)
-"""Of any one transfer. Long, because a gloo timeout closes all connections; a dead peer is noticed in milliseconds."""
 CLOCK_ROUNDS = 8
 _WORLD = "the world"
 _SUMS = "sums"
@@ -38,63 +29,9 @@ _BYTES_GROUP = "bytes"
 BYTES_TAG = 2**24
 """Above those of any schedule's transfers."""
 _RANKS = "the ranks of worker"
-_GLOO_PLACE = re.compile(r"\[[^\s\]]*gloo[^\s\]]*:[0-9]+\] ")
 BUCKET_BYTES = 2**20
 """Gradients up to this size are summed together: on a slow network each sum takes several trips there and back. Larger
 ones take longer to copy than they gain."""
-
-
-class CommunicationError(RuntimeError):
-    """A peer is gone, or did not answer in time. The message is one line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outgoing:
-    """A tensor being sent; it must live until it has been."""
-
-    work: Work
-    payload: Tensor
-    target: Worker
-
-    def wait(self) -> None:
-        """Wait until the tensor may go. Raises CommunicationError."""
-        with told_in_one_line(f"sending to worker {self.target}"):
-            self.work.wait()
-
-
-@dataclass(frozen=True, slots=True)
-class Arriving:
-    """A tensor on its way here."""
-
-    work: Work
-    payload: Tensor
-    source: Worker
-    device: torch.device
-
-    def take(self) -> Tensor:
-        """Wait for the tensor, on the device that computes. Raises CommunicationError."""
-        with told_in_one_line(f"receiving from worker {self.source}"):
-            self.work.wait()
-        return self.payload.to(self.device, non_blocking=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Summing:
-    """Numbers on their way to being summed over all workers."""
-
-    work: Work
-    payload: Tensor
-
-    def arrived(self) -> bool:
-        """Whether `take` returns at once."""
-        return bool(self.work.is_completed())
-
-    def take(self) -> Sequence[float]:
-        """Wait for the sums. Raises CommunicationError."""
-        with told_in_one_line("summing over all workers"):
-            self.work.wait()
-        sums: list[float] = self.payload.tolist()
-        return sums
 
 
 class Communicator:
@@ -327,34 +264,5 @@ def _ask_time(group: Group) -> tuple[float, float]:
     return answered - asked, answer.item() - (asked + answered) / 2
 
 
-@contextmanager
-def told_in_one_line(what: str) -> Iterator[None]:
-    """Turn what a process group raises into one line that says what was going on."""
-    OPEN_CALLS.begin(what)
-    try:
-        yield
-    except RuntimeError as error:
-        raise CommunicationError(f"{what} failed: {_plain(first_line(error))}") from error
-    finally:
-        OPEN_CALLS.end()
-
-
-def _plain(told: str) -> str:
-    """Without the place in gloo's sources, and the advice."""
-    return _GLOO_PLACE.sub("", told).partition(". This is typically")[0]
-
-
 def _name_of(members: Sequence[Worker]) -> str:
     return " ".join(map(str, members))
-
-
-def choose_transport(wanted: str, device: str, workers: int, cards: int) -> Transport:
-    """NCCL where each of a machine's workers computes on a card of its own, else gloo.
-
-    Raises ConfigError when NCCL is asked for where it cannot work: it refuses two workers on one card.
-    """
-    able = device == "cuda" and workers <= cards
-    if wanted == "nccl" and not able:
-        raise ConfigError(f"training.backend is 'nccl', which needs a GPU for each worker; here are {cards} for "
-                         f"{workers} workers")
-    return "nccl" if able and wanted != "gloo" else "gloo"

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from runtime.model.own_ranks import RankForms, carried, carriers
 from runtime.model.passed import Form, Value, carrier_form, gradient_form, made
-from runtime.replay.communication import Arriving, Communicator, Outgoing
+from runtime.replay.communication import Communicator
+from runtime.replay.transfers import Arriving, Outgoing
 from schedules.graph import Transfer, programs_of, transfers
 from schedules.schedule import Schedule
 

@@ -175,7 +175,7 @@ class Executor:
                 self._sum(layers, by_rank)
             else:
                 for own_rank, (gradients, *whole) in enumerate(by_rank):
-                    self._parts[own_rank].reduce(layers, gradients, cut)
+                    self._parts[own_rank].reduce(layers, gradients, cut, self._slices.copies(slice, own_rank))
                     self._communicator.sum_over_sharers(layers, whole, own_rank)
 
     def _sum(self, what: Shared, by_rank: Sequence[Sequence[Tensor]]) -> None:
@@ -202,7 +202,7 @@ class Executor:
             self._steps.when_validated(partial(_note_whole, self._slices, self._steps, self._iteration))
 
     def _gather(self, gathering: list[Callable[[], None]], own_rank: int) -> None:
-        """While parameters are on their way to others, the copies of others' parts are stepped."""
+        """Parameters are on their way to others while sums of gradients come for the copies of others' parts."""
         gathering += self._gathering(own_rank)
         self._parts[own_rank].wait_for_copies()
 

@@ -4,17 +4,20 @@ Gradients of a range are summed part by part, each at its owner; its buddy gets 
 gather the parameters that they do not step themselves.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed import Work
 
 from runtime.model.parts import Cut, Span
-from runtime.replay.communication import BYTES_TAG, Communicator, told_in_one_line
+from runtime.replay.communication import BYTES_TAG, Communicator
+from runtime.replay.transfers import told_in_one_line
+from runtime.torch_private import Group
 from schedules.layers import LayerRange, layers_text
 
-_REDUCE, _COPY, _GATHER = range(BYTES_TAG + 1, BYTES_TAG + 4)
+_KINDS = 3
+_REDUCE, _COPY, _GATHER = range(BYTES_TAG + 1, BYTES_TAG + 1 + _KINDS)
 
 
 class PartExchange:
@@ -24,80 +27,115 @@ class PartExchange:
     def __init__(self, communicator: Communicator, own_rank: int = 0) -> None:
         self._communicator = communicator
         self._own_rank = own_rank
-        self._copies: list[tuple[list[Work], Tensor, Tensor, tuple[Span, ...]]] = []
-        """Of sums of gradients, on their way: the gradients, what carries them, and what is kept of them."""
+        self._copies: list[tuple[list[Work], list[tuple[Tensor, Tensor]]]] = []
+        """Sums of gradients on their way: what carries them, and from where to where they then are to be copied."""
 
-    def reduce(self, layers: LayerRange, gradients: Tensor, cut: Cut) -> None:
-        """Sum the gradients of a range over its sharers, each part at its owner. Its buddy has the sums once
-        `wait_for_copies` has returned, and until then the gradients must not change.
+    def reduce(self, layers: LayerRange, gradients: Tensor, cut: Cut, copies: Mapping[Span, Tensor]) -> None:
+        """Sum the gradients of a range over its sharers, each part at its owner. Those of the parts in `copies` are
+        there once `wait_for_copies` has returned, and until then the gradients must not change.
 
         Over gloo, sums are always in the order of the members. Raises CommunicationError.
         """
         group = self._communicator.sharers_of(layers, self._own_rank)
-        place = cut.members.index(self._communicator.worker)
         if group is None:
             return
         if self._communicator.ordered:
             self._communicator.sum_over_sharers(layers, [gradients], self._own_rank)
+            self._copies.append(([], [(gradients[slice(*span)], there) for span, there in copies.items()]))
             return
+        place, staged = cut.members.index(self._communicator.worker), self._communicator.staged
+        others = [other for other in range(len(cut.members)) if other != place]
         with told_in_one_line(f"reducing the gradients of {layers_text(layers)}"):
-            carried = gradients.cpu() if self._communicator.staged else gradients
-            parts = [carried[first:end] for first, end in cut.spans]
-            others = [other for other in range(len(parts)) if other != place]
-            sent = [group.send([parts[other]], other, _REDUCE) for other in others if len(parts[other])]
-            arrived = [parts[place] if other == place else torch.empty_like(parts[place])
-                       for other in range(len(parts))]
-            got = [group.recv([arrived[other]], other, _REDUCE) for other in others if len(parts[place])]
+            carried = gradients.cpu() if staged else gradients
+            parts = [(number, owner, carried[slice(*span)]) for number, owner, span in _parts(cut)]
+            sent = [group.send([part], owner, _tag(_REDUCE, number)) for number, owner, part in parts if owner != place]
+            own = [(number, part, {other: torch.empty_like(part) for other in others})
+                   for number, owner, part in parts if owner == place]
+            got = [group.recv([there], other, _tag(_REDUCE, number))
+                   for number, _, arrived in own for other, there in arrived.items()]
             for work in (*got, *sent):
                 work.wait()
-            total = arrived[0].to(torch.promote_types(carried.dtype, torch.float32), copy=True)
-            for part in arrived[1:]:
-                total.add_(part)
-            parts[place].copy_(total)
-            works = [group.send([parts[place]], other, _COPY) for other, wards in enumerate(cut.wards)
-                     if place in wards and len(parts[place])]
-            works += [group.recv([parts[ward]], ward, _COPY) for ward in cut.wards[place] if len(parts[ward])]
-        self._copies.append((works, gradients, carried, cut.kept(self._communicator.worker)))
+            for _, part, arrived in own:
+                _sum_up([arrived.get(member, part) for member in range(len(cut.members))], part)
+            self._send_copies(group, place, cut, parts, copies)
+
+    def _send_copies(self, group: Group, place: int, cut: Cut, parts: Sequence[tuple[int, int, Tensor]],
+                     copies: Mapping[Span, Tensor]) -> None:
+        """Start to send the sums of own parts to their buddies, and to receive those of which this is the buddy."""
+        works, arriving = list[Work](), list[tuple[Tensor, Tensor]]()
+        for number, owner, part in parts:
+            buddy = cut.buddies[number]
+            if owner == place and buddy is not None:
+                works.append(group.send([part], buddy, _tag(_COPY, number)))
+            elif buddy == place:
+                there = copies[cut.spans[number]]
+                into = torch.empty_like(part) if self._communicator.staged else there
+                works.append(group.recv([into], owner, _tag(_COPY, number)))
+                arriving += [(into, there)] if into is not there else []
+        self._copies.append((works, arriving))
 
     def wait_for_copies(self) -> None:
         """Wait until each has the sums of what it keeps copies of. Raises CommunicationError."""
         copies, self._copies = self._copies, []
         with told_in_one_line("copying sums of gradients"):
-            for works, gradients, carried, kept in copies:
+            for works, arriving in copies:
                 for work in works:
                     work.wait()
-                for first, end in kept if self._communicator.staged else ():
-                    gradients[first:end].copy_(carried[first:end])
+                for source, there in arriving:
+                    there.copy_(source)
 
     def gather(self, layers: LayerRange, parameters: Tensor, cut: Cut) -> Callable[[], None]:
-        """Start to bring each member's own part of a range's parameters to all sharers that do not keep it, who step it
-        themselves; what waits for those of the others. Both raise CommunicationError."""
+        """Start to bring each part of a range's parameters from its owner to all others; what waits for those of the
+        others. Both raise CommunicationError."""
         group = self._communicator.sharers_of(layers, self._own_rank)
         what = f"gathering the parameters of {layers_text(layers)}"
         if group is None:
             return lambda: None
-        worker, staged, ordered = self._communicator.worker, self._communicator.staged, self._communicator.ordered
-        place, (first, end) = cut.members.index(worker), cut.own(worker)
-        lacking = [(other, span) for other, span in enumerate(cut.spans)
-                   if other not in (place, *cut.wards[place]) and span[0] < span[1]]
-        carried = torch.empty(parameters.shape, dtype=parameters.dtype) if staged else \
-            torch.empty_like(parameters) if ordered else parameters
+        staged, ordered = self._communicator.staged, self._communicator.ordered
+        place = cut.members.index(self._communicator.worker)
+        parts = _parts(cut)
+        lacking = [span for _, owner, span in parts if owner != place]
         with told_in_one_line(what):
-            if ordered:
-                length = cut.length // len(cut.members)
-                works = [group._allgather_base(carried, parameters[place * length:(place + 1) * length])]
+            carried, works = parameters, list[Work]()
+            if ordered and cut.owners == tuple(range(len(cut.members))):
+                carried, length = torch.empty_like(parameters), cut.length // len(cut.members)
+                works.append(group._allgather_base(carried, parameters[place * length:(place + 1) * length]))
+            elif ordered:
+                works += [group.broadcast(parameters[slice(*span)], owner) for _, owner, span in parts]
             else:
                 if staged:
-                    carried[first:end].copy_(parameters[first:end])
-                works = [group.send([carried[first:end]], other, _GATHER) for other, wards in enumerate(cut.wards)
-                         if place not in (other, *wards) and first < end]
-                works += [group.recv([carried[start:stop]], other, _GATHER) for other, (start, stop) in lacking]
+                    carried = torch.empty(parameters.shape, dtype=parameters.dtype)
+                    for span in cut.own(self._communicator.worker):
+                        carried[slice(*span)].copy_(parameters[slice(*span)])
+                for number, owner, span in parts:
+                    tag, part = _tag(_GATHER, number), carried[slice(*span)]
+                    works += [group.recv([part], owner, tag)] if owner != place else [
+                        group.send([part], other, tag) for other in range(len(cut.members)) if other != place]
 
         def finish() -> None:
             with told_in_one_line(what):
                 for work in works:
                     work.wait()
-            for _, (start, stop) in lacking if carried is not parameters else ():
-                parameters[start:stop].copy_(carried[start:stop])
+            for span in lacking if carried is not parameters else ():
+                parameters[slice(*span)].copy_(carried[slice(*span)])
 
         return finish
+
+
+def _parts(cut: Cut) -> list[tuple[int, int, Span]]:
+    """Those that have elements: their numbers, and their owners."""
+    return [(number, owner, span) for number, (owner, span) in enumerate(zip(cut.owners, cut.spans, strict=True))
+            if span[0] < span[1]]
+
+
+def _tag(kind: int, part: int) -> int:
+    """Of a transfer of a part: one has several where others are gone."""
+    return kind + _KINDS * part
+
+
+def _sum_up(parts: Sequence[Tensor], total: Tensor) -> None:
+    """Sum up in this order; one of them may be where the sum is to be."""
+    found = parts[0].to(torch.promote_types(total.dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        found.add_(part)
+    total.copy_(found)

@@ -20,8 +20,10 @@ from runtime.model.passed import TensorForm, carrier_form
 from runtime.model.slices import SliceRunner
 from runtime.model.worker_group import enter_group
 from runtime.protocol.rendezvous import Rendezvous, connect_store, interface_towards
-from runtime.replay.communication import Communicator, Membership, Transport
+from runtime.replay.communication import Communicator
+from runtime.replay.membership import Membership
 from runtime.replay.part_exchange import PartExchange
+from runtime.replay.transport import Transport
 from runtime.tools.stage_bench import StageBench, StageProfile, timed
 from runtime.torch_private import TCPStore
 from schedules.schedule import Worker
@@ -188,9 +190,10 @@ class _Measurer:
         gradients = torch.zeros(one.length, dtype=gradient_dtype(training) or parameter_dtype(training),
                                 device=self._device)
         parameters = torch.zeros(one.length, dtype=parameter_dtype(training), device=self._device)
+        copies = {span: torch.zeros_like(gradients[slice(*span)]) for span in one.copied(members[self._task.worker])}
 
         def reduce() -> None:
-            exchange.reduce(_LAYERS, gradients, one)
+            exchange.reduce(_LAYERS, gradients, one, copies)
             exchange.wait_for_copies()
 
         def gather() -> None:

@@ -18,8 +18,9 @@ import torch
 from runtime.config import RunConfig
 from runtime.device import choose_device
 from runtime.processes.children import ChildError, Children
+from runtime.processes.fork_server import ForkServer
 from runtime.protocol.rendezvous import host_store
-from runtime.replay.communication import choose_transport
+from runtime.replay.transport import choose_transport
 from runtime.tools.measurer import Answer, Task
 from runtime.tools.stage_bench import StageProfile
 
@@ -58,11 +59,12 @@ _ANSWER = msgspec.json.Decoder(Answer)
 
 
 def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int, workers: int, microbatches: int,
-            rounds: int = 7) -> Profile:
+            rounds: int = 7, fork_server: ForkServer | None = None) -> Profile:
     """Measure the stages that hold these ranges of layers.
 
     `workers` of the whole job and the `copies` of each stage in it decide how many workers measure at a time,
-    `microbatches` of all pipelines the scale of the loss. Raises ConfigError and ProfileError.
+    `microbatches` of all pipelines the scale of the loss. A `fork_server` may serve several profiles, one after the
+    other. Raises ConfigError and ProfileError.
     """
     training = config.training
     ranks, device = training.tensor_parallel, choose_device(training.device)
@@ -77,7 +79,7 @@ def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int
                   workers=measuring, computing=computing, reduce_group=reduce_group, device=device, cards=cards,
                   transport=transport, rendezvous=opened, rounds=rounds, copies=copies)
              for worker in range(measuring) for rank in range(ranks)]
-    answers = _ask(tasks)
+    answers = _ask(tasks, fork_server)
     del store
     memory = torch.cuda.mem_get_info(0)[1] if cards else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Profile(stages=_stages(tasks, answers), transfer=max(answer.transfer for answer in answers[:ranks]),
@@ -85,15 +87,15 @@ def profile(config: RunConfig, ranges: Sequence[tuple[int, int]], *, copies: int
                    transport=transport, waiting=max(answer.waiting for answer in answers))
 
 
-def _ask(tasks: Sequence[Task]) -> list[Answer]:
+def _ask(tasks: Sequence[Task], fork_server: ForkServer | None) -> list[Answer]:
     """Run one process a task, all at a time; none is left at the end."""
-    with Children("runtime.tools.measurer:measure", tasks) as children:
-        try:
+    try:
+        with Children("runtime.tools.measurer:measure", tasks, fork_server) as children:
             return [_ANSWER.decode(answer) for answer in children.answers(TIMEOUT_SECONDS)]
-        except ChildError as error:
-            raise ProfileError(f"measuring failed: {error}") from None
-        except TimeoutError:
-            raise ProfileError(f"measuring took more than {TIMEOUT_SECONDS:.0f} s") from None
+    except ChildError as error:
+        raise ProfileError(f"measuring failed: {error}") from None
+    except TimeoutError:
+        raise ProfileError(f"measuring took more than {TIMEOUT_SECONDS:.0f} s") from None
 
 
 def _stages(tasks: Sequence[Task], answers: Sequence[Answer]) -> tuple[StageProfile, ...]:

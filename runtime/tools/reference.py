@@ -46,8 +46,18 @@ def reference_run(config: RunConfig, microbatches: Sequence[int], iterations: in
                   device: torch.device = CPU) -> ReferenceResult:
     """Train the whole model in this process on the micro-batches that all pipelines together read.
 
-    `microbatches` holds one number a pipeline. Raises ConfigError when model or text cannot be had.
+    With as many threads as a worker: threads for each core would wait for each other, most of the time, in the ops of a
+    small model. `microbatches` holds one number a pipeline. Raises ConfigError when model or text cannot be had.
     """
+    before = torch.get_num_threads()
+    torch.set_num_threads(config.training.threads)
+    try:
+        return _train(config, microbatches, iterations, device)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _train(config: RunConfig, microbatches: Sequence[int], iterations: int, device: torch.device) -> ReferenceResult:
     training = config.training
     model = model_for(config.model, training.seed, parameter_dtype(training), device)
     corpus = load_corpus(config, microbatches)

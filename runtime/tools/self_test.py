@@ -9,7 +9,8 @@ import torch
 
 from runtime.processes.children import ChildError, Children
 from runtime.protocol.rendezvous import Rendezvous, connect_store, host_store, interface_towards
-from runtime.replay.communication import Communicator, Membership
+from runtime.replay.communication import Communicator
+from runtime.replay.membership import Membership
 from schedules.schedule import Worker
 
 WORKERS = (Worker(0, 0), Worker(1, 0))

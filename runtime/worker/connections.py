@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from runtime.replay.communication import CommunicationError
+from runtime.replay.transfers import CommunicationError
 from runtime.worker.sockets import Sockets, cut, open_sockets
 
 

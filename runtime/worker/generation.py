@@ -12,8 +12,10 @@ from runtime.model.clipping import watches_gradients
 from runtime.model.seeds import GENERATORS
 from runtime.protocol.to_coordinator import Known, Paused, Status
 from runtime.protocol.to_worker import Acknowledged, Factor, Order, Train
-from runtime.replay.communication import CommunicationError, Communicator, Membership
+from runtime.replay.communication import Communicator
+from runtime.replay.membership import Membership
 from runtime.replay.stuck_calls import OPEN_CALLS
+from runtime.replay.transfers import CommunicationError
 from runtime.worker.activity import Activity
 from runtime.worker.connections import Connections
 from runtime.worker.context import OrderContext, WorkerContext

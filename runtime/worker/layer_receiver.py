@@ -26,7 +26,7 @@ from runtime.model.optimizer import UndoableOptimizer
 from runtime.model.part_state import PartState
 from runtime.protocol.authentication import Secret, introduce
 from runtime.protocol.to_worker import LayerMove, PartMove
-from runtime.replay.communication import TIMEOUT, CommunicationError
+from runtime.replay.transfers import TIMEOUT, CommunicationError
 from runtime.worker.layer_messages import (
     GenerationBegins,
     LayerGradients,

@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 from runtime.model.checkpoint import CheckpointError
 from runtime.model.holding import keeps_parts
-from runtime.model.parts import cut
+from runtime.model.parts import cuts_of
 from runtime.protocol.to_coordinator import Note
 from runtime.protocol.to_worker import Finish, Train
-from runtime.replay.communication import CommunicationError, Communicator
+from runtime.replay.communication import Communicator
+from runtime.replay.transfers import CommunicationError
 from runtime.worker.activity import WAITS
 from runtime.worker.context import OrderContext, WorkerContext
 from runtime.worker.layer_receiver import LayerFetch, part_senders_for, senders_for
@@ -49,9 +50,8 @@ def _take_parts(part: OrderContext, communicator: Communicator) -> None:
     part.activity.begins(f"{WAITS} for parts of layers to move")
     store.receive(move_parts(context, order, part.connections.require, order.fetch))
     communicator.wait_for_all()
-    training, domains = context.config.training, context.setup.failure_domains
-    cuts = {layers: cut(sum(store.elements(layer).cut for layer in range(*layers)), members, domains,
-                        sharded=training.shard_optimizer) for layers, members in reduced.items()}
+    cuts = cuts_of(reduced, dict(order.cut_for), store.elements, context.setup.failure_domains,
+                   sharded=context.config.training.shard_optimizer)
     store.keep_parts(cuts, part.worker, order.first_iteration - 1)
 
 

@@ -1,7 +1,8 @@
 """What takes a worker long: its part in orders, and tests of its speed. Each runs in a thread of its own."""
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,14 +16,19 @@ from runtime.model.shards import whole_layer
 from runtime.model.slices import SliceRunner
 from runtime.protocol.to_coordinator import Finished, SpeedMeasured
 from runtime.protocol.to_worker import Finish, MeasureSpeed, Order, Train
-from runtime.replay.communication import CommunicationError, Communicator, Membership
+from runtime.replay.communication import Communicator
+from runtime.replay.membership import Membership
 from runtime.replay.recorder import OpTime
 from runtime.replay.stuck_calls import AbandonedError
+from runtime.replay.transfers import CommunicationError
 from runtime.worker.context import WorkerContext
 from runtime.worker.generation import Generation
 from runtime.worker.layer_store import ByRank
 from runtime.worker.layers_of_order import move_parts
 from runtime.worker.speed_test import measure_slice
+
+SPEED_TEST_SECONDS = 600.0
+"""That an order waits for speed tests. Should their other ranks not answer, their sums time out by themselves."""
 
 
 class OrderThreads:
@@ -54,8 +60,8 @@ class OrderThreads:
         tests, self._speed_tests = self._speed_tests, []
 
         def work() -> None:
-            for test in () if context.group is None else tests:
-                test.join()  # else its ops would meet those of other ranks, once these are connected
+            if context.group is not None:  # else their ops would meet those of other ranks, once these are connected
+                _await(tests)
             with self._finishing:
                 leave(context, previous, order)
                 if previous is not None and self._between_ranks is not None:
@@ -137,6 +143,15 @@ class OrderThreads:
         thread = threading.Thread(target=run, daemon=True, name=name)
         thread.start()
         return thread
+
+
+def _await(tests: Sequence[threading.Thread]) -> None:
+    """Wait for speed tests. Raises TimeoutError."""
+    deadline = time.monotonic() + SPEED_TEST_SECONDS
+    for test in tests:
+        test.join(max(0.0, deadline - time.monotonic()))
+        if test.is_alive():
+            raise TimeoutError(f"a speed test has not ended within {SPEED_TEST_SECONDS:g} s")
 
 
 def _require_not(over: threading.Event) -> None:

@@ -64,12 +64,14 @@ class RankStores(LayerStore):
 
     def put(self, received: ByRank) -> None:
         """See `LayerStore.put`: each rank its own."""
+        self.holding.give_parameters()
         for store, mine in zip(self.by_rank, received, strict=True):
             store.put([mine])
         self.holding.arrived()
 
     def keep_parts(self, cuts: Mapping[LayerRange, Cut], worker: Worker, after: int) -> None:
         """See `LayerStore.keep_parts`: each rank keeps its own."""
+        self.holding.give_parameters()
         for store, stand_in in self._ranks:
             with stand_in():
                 store.keep_parts(cuts, worker, after)

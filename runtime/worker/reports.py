@@ -7,8 +7,8 @@ from runtime.model.clipping import watches_gradients
 from runtime.model.steps import Steps
 from runtime.protocol.to_coordinator import Ran, Validated
 from runtime.protocol.to_worker import Acknowledged, Factor
-from runtime.replay.communication import CommunicationError
 from runtime.replay.recorder import Recorder
+from runtime.replay.transfers import CommunicationError
 from runtime.worker.activity import WAITS
 from runtime.worker.connections import OrderEndedError
 from runtime.worker.context import OrderContext

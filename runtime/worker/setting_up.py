@@ -14,6 +14,7 @@ from runtime.model.layers import LayeredModel, model_for, parameter_dtype
 from runtime.model.own_ranks import RankForms
 from runtime.model.part_state import PartState
 from runtime.model.rank_holding import RankHolding
+from runtime.model.rank_parts import RankParts
 from runtime.model.sharing import Sharing, sharing_of
 from runtime.model.worker_group import enter_group, standing_in
 from runtime.processes.worker_start import WorkerSpec
@@ -68,9 +69,10 @@ def _layer_store(spec: WorkerSpec, model: LayeredModel, checkpoints: CheckpointR
 
     if spec.stands_for == 1 or not keeps_parts(training):
         return LayerStore(build, checkpoints.load)
-    ranks = [(LayerStore(partial(_built_at, spec, model.device, rank), checkpoints.load),
+    ranks = [(LayerStore(partial(_built_at, spec, model.device, rank, kind=RankParts), checkpoints.load),
               partial(standing_in, training.tensor_parallel, rank)) for rank in _ranks(spec)]
-    holding = RankHolding(training, [store.holding for store, _ in ranks], sharing_of(model))
+    parts = [store.holding for store, _ in ranks if isinstance(store.holding, RankParts)]
+    holding = RankHolding(training, parts, sharing_of(model))
     return RankStores(build, checkpoints.load, ranks, holding)
 
 
@@ -99,12 +101,13 @@ def _ranks(spec: WorkerSpec) -> range:
     return range(spec.rank * spec.stands_for, (spec.rank + 1) * spec.stands_for)
 
 
-def _built_at(spec: WorkerSpec, device: torch.device, rank: int, layers: Iterable[int]) -> Holding:
+def _built_at(spec: WorkerSpec, device: torch.device, rank: int, layers: Iterable[int],
+              kind: type[Holding] = Holding) -> Holding:
     """Layers as a rank of a whole worker has them."""
     config, training = spec.settings.config, spec.settings.config.training
     with standing_in(training.tensor_parallel, rank):
         model = model_for(config.model, training.seed, parameter_dtype(training), device)
-        return build_holding(model, layers, training)
+        return build_holding(model, layers, training, kind)
 
 
 class _FetchReports(ReceiverEvents):

@@ -12,7 +12,9 @@ from planner.degraded import with_degraded
 from planner.job.file import parse_job
 from planner.plan import plan_job
 from runtime.config import parse_run_config
-from schedules.memory import memory_peaks
+from runtime.coordinator.planning import NoScheduleError
+from schedules.check import check
+from schedules.memory import memory_peaks, room
 from schedules.schedule import Worker
 
 TEXT = """
@@ -47,6 +49,33 @@ def test_all_that_is_asked_in_a_run_keeps_to_it():
     for found in (scheduler(()), scheduler((Worker(0, 1),)), at_speeds((), speeds),
                   rebalancer.at_once((), held, speeds)):
         assert memory_peaks(found)[SLOW] * found.memory.unit <= ROOM
+
+
+@pytest.mark.parametrize(("weights", "others"), [("1", ()), ("[1.5, 1]", ()), ("[1, 1.5]", ()), ("[3, 1]", ()),
+                                                 ("[3, 1]", (Worker(0, 1),))])
+def test_where_a_stage_is_lost_its_role_fits_it(weights, others):
+    """All workers of stage 0 are down, and others take these roles over: one with half a device does what it can."""
+    job, degraded = parse_job(TEXT.replace("weights = 1", f"weights = {weights}")), Worker(1, 1)
+    first = plan_job(job, method="greedy").schedule
+    (scheduler, *_), down = with_less_room(job, first, None)((*others, degraded)), (Worker(0, 0), Worker(1, 0))
+    if others:
+        with pytest.raises(NoScheduleError, match="no live worker"):
+            scheduler(down)
+        return
+    found = scheduler(down)
+    role, held = found.seat_of[degraded].role.column, job.memory.weights
+    own_room = (4 + held[1]) / 2 - held[role]
+    assert memory_peaks(found)[degraded] * found.memory.unit <= own_room < 4 and check(found) == []
+    assert own_room - found.memory.unit < room(found, found.seat_of[degraded]) * found.memory.unit <= own_room
+
+
+def test_what_a_table_has_fits_whoever_has_the_role():
+    """The roles of stage 0 are heavier than those of stage 1, where both workers come from."""
+    first = plan_job(JOB, method="greedy").schedule
+    moved = with_less_room(JOB, first, None)((Worker(1, 1),))[0]((Worker(0, 0), Worker(1, 0)))
+    heavy = parse_job(TEXT.replace("weights = 1", "weights = [4, 1]").replace("capacity = 4", "capacity = [6, 9]"))
+    assert {seat.worker: has_room(with_degraded(heavy, [seat.worker]), moved) for seat in moved.seats} == {
+        seat.worker: seat.role.column == 1 for seat in moved.seats}
 
 
 @pytest.mark.parametrize(("capacity", "columns"), [("4", {0, 1}), ("[4, 2]", {0})])

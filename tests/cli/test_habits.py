@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 import tomllib
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from cli.app import COMMANDS, app
+from cli.shared.version import version
 from schedules.codec import write
 from tests.generate import BROKEN, by_hand
 from tests.patience import SECONDS
@@ -45,6 +47,15 @@ def test_version():
     expected = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     result = CliRunner().invoke(app, ["--version"])
     assert (result.exit_code, result.stdout) == (0, f"slipstream {expected}\n")
+
+
+def test_version_of_a_source_tree_that_is_not_installed(monkeypatch):
+    def none(name):
+        raise PackageNotFoundError(name)
+
+    expected = version()
+    monkeypatch.setattr("cli.shared.version.distribution", none)
+    assert version() == expected
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
@@ -169,6 +180,17 @@ def _read(leader):
         return b""
 
 
+def test_names_of_files_are_told_as_they_are(tmp_path):
+    """Also with brackets, which rich would take for markup, and where they are longer than a line."""
+    folder = tmp_path / ("long" * 30) / "["
+    job, plan, order = folder / "b] [red].toml", folder / "b].json", folder / "b].csv"
+    for arguments, told in ((["new", "--preset", "gpt-1.5b", "--out", job], job),
+                            (["plan", JOBS / "worked-example.toml", "--method", "1f1b", "--out", plan], plan),
+                            (["check", plan], plan), (["export", plan, "--out", order], order)):
+        result = CliRunner().invoke(app, list(map(str, arguments)))
+        assert result.exit_code == 0 and str(told) in result.output, (result.output, result.exception)
+
+
 def test_colours_in_terminals_unless_no_color(tmp_path, schedule):
     arguments = quick_commands(tmp_path, schedule)["show"]
     assert COLOUR.search(in_terminal(arguments))
@@ -204,7 +226,8 @@ def test_a_reader_that_has_gone_is_no_error(name, tmp_path, schedule):
 
 @pytest.mark.parametrize("arguments", [
     ["plan", JOBS / "worked-example.toml", "--out"], ["profile", "--out"], ["reproduce", "ablation", "--out"],
-    ["simulate", JOBS / "worked-example.toml", "--html"]])
+    ["simulate", JOBS / "worked-example.toml", "--html"], ["show", "--run", ".", "--html"],
+    ["show", "none.json", "--svg"], ["show", "none.json", "--perfetto"], ["export", "none.json", "--out"]])
 @pytest.mark.parametrize(("place", "reason"), [("folder", "Is a directory"), ("file/below", "Not a directory")])
 def test_no_work_is_done_whose_outcome_cannot_be_written(arguments, place, reason, tmp_path):
     (tmp_path / "folder" / "ablation.json").mkdir(parents=True)
@@ -212,6 +235,13 @@ def test_no_work_is_done_whose_outcome_cannot_be_written(arguments, place, reaso
     result = CliRunner().invoke(app, [*map(str, arguments), str(tmp_path / place)])
     assert result.exit_code == 2 and result.stdout == ""
     assert f"cannot be written: {reason}" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_no_demonstration_begins_whose_runs_have_no_folder(tmp_path):
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["demo", "--short", "--out", str(tmp_path / "file")])
+    assert result.exit_code == 2 and result.stdout == "" and result.stderr.count("\n") == 1
+    assert "schedule.json: cannot be written: Not a directory" in result.stderr
 
 
 @pytest.mark.parametrize("arguments", [

@@ -35,6 +35,7 @@ def test_noise_and_stragglers(plan):
 
 @pytest.mark.parametrize(("arguments", "says"), [
     (["none.json"], "none.json"), (["plan.json", "--slow", "0.1"], "--slow: '0.1': expected D.S=FACTOR"),
+    (["plan.json", "--slow", "0.1=two"], "--slow: '0.1=two': expected D.S=FACTOR"),
     (["plan.json", "--slow", "9.9=2"], "no live worker 9.9"), (["plan.json", "--slow", "0.1=-1"], "factor of -1")])
 def test_noise_on_bad_input_exits_2(plan, arguments, says):
     result = slipstream("jitter", *arguments)

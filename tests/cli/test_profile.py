@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from planner.plan import plan_job
 from runtime.config import parse_run_config
 from runtime.model.layers import model_for
 from runtime.model.worker_group import standing_in
+from runtime.processes import fork_server
 from runtime.tools.profile import Profile, profile
 from runtime.tools.stage_bench import StageProfile
+from tests.runtime.forked import own_fork_server
 
 JOB = """
 name = "tiny \\"quoted\\" é"
@@ -43,6 +46,14 @@ clip_norm = 1.0
 betas = [0.8, 0.9]
 device = "cpu"
 """
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_fork_servers() -> Iterator[None]:
+    """Forked where torch is imported already; `runtime.processes.test_children` has one that is started."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork_server, "ForkServer", own_fork_server)
+        yield
 
 
 def test_a_job_is_measured(tmp_path) -> None:
@@ -128,16 +139,17 @@ def test_a_worker_of_several_processes_is_measured_as_one(tmp_path) -> None:
 
 
 def test_parts_of_optimizer_state_are_measured(tmp_path) -> None:
-    """Each of four workers keeps two parts of four, each with what undoes a step."""
+    """Each of four workers keeps two parts of four: its own, with what undoes a step, and a copy, which undoes none."""
     config = parse_run_config({"blocks": 1, "width": 64, "heads": 2, "context": 16},
                               {"device": "cpu", "batch": 1, "dtype": "bf16", "master_weights": True,
                                "shard_optimizer": True})
-    found = profile(config, [(0, 3)], copies=4, workers=4, microbatches=4, rounds=1)
+    with own_fork_server() as server:
+        found = profile(config, [(0, 3)], copies=4, workers=4, microbatches=4, rounds=1, fork_server=server)
     (stage,) = found.stages
     parameters = 256 * 64 + 16 * 64 + 12 * 64**2 + 13 * 64 + 2 * 64 + 256 * 64
-    assert stage.static_bytes == pytest.approx(parameters * (2 + 4 + 2 * 24 / 4), rel=0.02)
-    assert stage.undo_bytes == pytest.approx(parameters * 2 * 12 / 4, rel=0.02)
-    assert stage.state_bytes == pytest.approx(parameters * 24, rel=0.02)
+    assert stage.static_bytes == pytest.approx(parameters * (2 + 4 + (24 + 20) / 4), rel=0.02)
+    assert stage.undo_bytes == pytest.approx(parameters * 12 / 4, rel=0.02)
+    assert stage.state_bytes == pytest.approx(parameters * (24 + 20) / 2, rel=0.02)
     assert stage.all_reduce > 0 and stage.optimizer > 0
 
 

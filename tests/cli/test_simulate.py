@@ -223,8 +223,10 @@ def test_periods_are_taken_from_a_table(job, tmp_path):
     (["--trace", "trace.txt", "--html", "/dev/null/page.html"], "cannot be written"),
 ])
 def test_bad_input_exits_2_with_one_line(job, arguments, says):
+    job.write_text(JOB.replace("[time]", "[time]\nslow = {'0.0' = 2}"))
     result = slipstream("simulate", job, *arguments)
     assert result.exit_code == 2 and says in result.stderr and "Traceback" not in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 def test_a_job_without_any_plan_exits_1(job):

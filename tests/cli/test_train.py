@@ -22,6 +22,7 @@ from schedules.schedule import Worker
 from schedules.tables.table import Table
 from tests.jobs import grid
 from tests.runtime.forked import own_fork_server
+from tests.runtime.launchers import Launcher
 from tests.runtime.pacing import Pauses, after_each_iteration
 from tests.runtime.running import below, judge_of_text, schedule_for, wait_until_gone
 from tests.runtime.test_going_back import saved
@@ -242,11 +243,13 @@ def test_ctrl_c_while_it_plans_ends_the_search_and_training_starts(job, tmp_path
 def test_one_command_a_node(job, tmp_path):
     store, meeting = host_store()
     del store
-    common = (job, "--nodes", 2, "--rendezvous", meeting, "--method", "greedy", "--json", "--out")
-    nodes = [start(*common, tmp_path / str(node), "--node", node) for node in (1, 0)]
-    (other, other_errors), (lead, lead_errors) = (node.communicate(timeout=240) for node in nodes)
-    assert [node.returncode for node in nodes] == [0, 0], lead_errors + other_errors
-    assert json.loads(lead).keys() == KEYS and json.loads(other) == {"node": 1}
+    common = ("train", job, "--nodes", 2, "--rendezvous", meeting, "--method", "greedy", "--json", "--out")
+    said = [tmp_path / f"said-by-{node}" for node in (0, 1)]
+    nodes = [Launcher("tests.runtime.launchers:command", *common, tmp_path / str(node), "--node", node, log=said[node])
+             for node in (1, 0)]
+    ended, (lead, other) = [node.wait(240) for node in nodes], (one.read_text() for one in said)
+    assert ended == [0, 0], lead + other
+    assert answer_in(lead).keys() == KEYS and answer_in(other) == {"node": 1}
     logs = [{path.stem for path in (tmp_path / str(node) / "logs").iterdir()} for node in (0, 1)]
     assert logs == [{"worker-0.0", "worker-0.1"}, {"worker-1.0", "worker-1.1"}]
 
@@ -304,6 +307,22 @@ def test_a_job_that_names_no_model_is_refused_before_it_is_planned(tmp_path):
     assert "has no [model], and its stages have 32 layers: say which model is trained" in refused.stderr
 
 
+@pytest.mark.parametrize(("change", "arguments", "says"), [
+    (("[model]", "[model]\nname = 'nowhere:Model'"), [], "No module named 'nowhere'"),
+    (("[model]", "[placement]\nlayers = [1, 2]\n[model]"), [], "stages hold 3 layers; the model has 4"),
+    (("stages = 2", "stages = 7"), [], "4 layers cannot be cut into 7 stages"),
+    (("[training]", "[training]\ntext = '/no/such/text'"), [], "training.text is '/no/such/text'"),
+    (("", ""), ["--out", "job.toml"], "job.toml/schedule.json: cannot be written: Not a directory"),
+    (("", ""), ["--tensorboard", "job.toml/board"], "job.toml/board/events: cannot be written: Not a directory"),
+])
+def test_what_cannot_be_trained_is_refused_before_it_is_planned(change, arguments, says, job, monkeypatch):
+    monkeypatch.chdir(job.parent)
+    monkeypatch.setattr("cli.train.make_plan", lambda *_, **__: pytest.fail("it is planned"))
+    job.write_text(JOB.replace(*change) if change[0] else JOB)
+    refused = train("job.toml", *arguments)
+    assert refused.exit_code == 2 and says in refused.stderr and refused.stderr.count("\n") == 1, refused.stderr
+
+
 def test_a_schedule_of_another_job_is_refused(job, tmp_path):
     file = tmp_path / "schedule.json"
     codec.write(schedule_for(grid(3, 2, 2)), file)
@@ -333,6 +352,12 @@ def test_a_corrupt_schedule_is_refused(job, tmp_path):
 def test_a_stage_without_workers_cannot_be_planned(job):
     answer = train(job, "--failed", "0.1", "--failed", "1.1")
     assert answer.exit_code == 1 and "stage 1" in answer.stderr
+
+
+def answer_in(said: str) -> dict[str, object]:
+    """The one object in what a command has printed."""
+    (line,) = (line for line in said.splitlines() if line.startswith("{"))
+    return json.loads(line)
 
 
 def wait_for(condition, seconds: float = 240) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.patience import SECONDS
+from tests.runtime.launchers import Launcher
 from tests.runtime.running import command_environment, tiny_text
 
 SLIPSTREAM = str(Path(sys.executable).with_name("slipstream"))
@@ -68,10 +69,12 @@ def test_the_module_that_the_job_names_is_found_there_and_so_is_what_it_imports(
     ("own:model", "from runtime.speed import fast\n", "runtime")],
     ids=["named", "named, and loaded already", "imported", "imported, and ours", "imported, and not there in ours"])
 def test_two_modules_of_one_name_are_refused_with_both_files(name, model, clash, tmp_path):
+    """By a command that is forked where torch is imported already."""
     (tmp_path / "job.toml").write_text(tiny_text(1, 1).replace("[model]", f"[model]\nname = '{name}'"))
     for file in ("own", "helper", clash):
         (tmp_path / f"{file}.py").write_text(model if file == name.partition(":")[0] else "")
-    done = slipstream(tmp_path, "train", "job.toml", "--method", "greedy")
-    theirs = __import__(clash).__file__
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert f"two modules '{clash}': {tmp_path / clash}.py, and {theirs}," in done.stderr.splitlines()[-1]
+    status = Launcher("tests.runtime.launchers:command_in", tmp_path, "train", "job.toml", "--method", "greedy",
+                      log=tmp_path / "said").wait(SECONDS)
+    said, theirs = (tmp_path / "said").read_text(), __import__(clash).__file__
+    assert status == 2 and "Traceback" not in said, said
+    assert f"two modules '{clash}': {tmp_path / clash}.py, and {theirs}," in said.splitlines()[-1]

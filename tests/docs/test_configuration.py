@@ -31,4 +31,3 @@ def test_every_key_of_the_training_with_its_default() -> None:
 def test_every_key_of_a_parameter_group() -> None:
     fields = [field.encode_name for field in msgspec.structs.fields(ParameterGroup)]
     assert list(keys_after("## Parameter groups")) == fields
-

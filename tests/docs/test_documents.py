@@ -2,22 +2,22 @@
 
 import json
 import re
+import shlex
 import signal
-import subprocess
-import sys
 from itertools import takewhile
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from cli.app import app
+from cli.app import app, load
 from cli.shared import planning
 from planner import PlanOptions, normalised, parse_job, plan_job
 from planner.job.presets import preset
 from planner.progress import ProgressCallback
 from schedules.schedule import Worker
 from tests.patience import SECONDS
+from tests.runtime.launchers import Launcher
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"])
@@ -67,6 +67,14 @@ def test_named_modules_are_there(path):
     invented = {"rerouting_1f1b.py", "my_llama.py"}
     for name in re.findall(r"`([\w/]+\.(?:py|js))[`:]", path.read_text()):
         assert name.split("/")[-1] in invented or any(module.endswith(f"/{name}") for module in modules), name
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_have_such_options(path):
+    for block in re.findall(r"```sh\n(.*?)```", path.read_text(), re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            for name, rest in re.findall(r"(?:^|[ ;])slipstream ([a-z]+)( [^;|>]*)?", line.partition("#")[0]):
+                load(name).make_context(f"slipstream {name}", shlex.split(rest))
 
 
 def samples(row: str) -> list[float]:
@@ -191,10 +199,9 @@ def test_formats_name_the_files_of_a_table(tmp_path, monkeypatch):
 
 def test_formats_name_the_files_of_a_run(tmp_path):
     (tmp_path / "job.toml").write_text(SMALL)
-    done = subprocess.run([sys.executable, "-m", "cli", "train", "job.toml", "--checkpoint-every", "1", "--out", "run"],
-                          cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, capture_output=True,
-                          text=True, timeout=SECONDS, check=False)
-    assert done.returncode == 0, done.stderr
+    status = Launcher("tests.runtime.launchers:command_in", tmp_path, "train", "job.toml", "--checkpoint-every", 1,
+                      "--out", "run", log=tmp_path / "said").wait(SECONDS)
+    assert status == 0, (tmp_path / "said").read_text()
     saved = {f"checkpoints/iteration-N/{name}" for name in named_files("Checkpoint (folder)")}
     elsewhere = {"checkpoints/iteration-N/", "hugging-face/", ".running.json"}  # of other models; during a run
     assert written_files(tmp_path / "run") == named_files("A run (folder)") - elsewhere | saved

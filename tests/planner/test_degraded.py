@@ -8,6 +8,7 @@ from planner.job.file import parse_job
 from planner.model.problem import NoPlanError
 from planner.options import PlanOptions
 from planner.plan import plan_job, plan_with
+from planner.recompute import recomputing
 from schedules.check import check
 from schedules.codec import decode, encode
 from schedules.costs import Room
@@ -17,10 +18,10 @@ from schedules.schedule import Worker
 SLOW = Worker(1, 0)
 
 
-def job(capacity, weights, more=""):
+def job(capacity, weights, more="", training=""):
     return parse_job(f"pipelines = 3\nstages = 2\nmicrobatches = 4\n[time]\nforward = 1\nbackward_input = 1\n"
                      f"backward_weight = 1\n[memory]\ncapacity = {capacity}\nweights = {weights}\n"
-                     f"weight_stash = 0.5\n{more}[training]\ntensor_parallel = 2\n")
+                     f"weight_stash = 0.5\n{more}[training]\ntensor_parallel = 2\n{training}\n")
 
 
 @pytest.mark.parametrize(("capacity", "weights", "left"), [(6, 2, 2), (5, 1, 2), (3, 1, 1), (5, 0, 2.5)])
@@ -51,10 +52,34 @@ def test_without_room_for_a_micro_batch_it_is_as_good_as_down(capacity, weights)
         with_degraded(job(capacity, weights), [SLOW])
 
 
-def test_where_state_is_sharded_parameters_and_gradients_are_there_twice():
-    """Of three holders each has two thirds of the state, 6 of 9: 2 are parameters and gradients."""
-    given = with_degraded(job(16, 8, "state = 9\n"), [SLOW])
-    assert given.memory.capacity_of == ((SLOW, (16 + 8) / 2 - 8 - 2),)
+@pytest.mark.parametrize(("masters", "copies"), [("", 1 / 3), ("master_weights = true", 0)])
+def test_where_state_is_sharded_it_steps_copies_of_what_it_keeps(masters, copies):
+    """Of three holders each has two thirds of the state, 6 of 9: of 8, 1 are parameters and 1 gradients. Master weights
+    are such copies already."""
+    text = "state = 9\n", "shard_optimizer = true\n" + masters
+    given = with_degraded(job(16, 8, *text), [SLOW])
+    assert given.memory.capacity_of == ((SLOW, pytest.approx((16 + 8) / 2 - 8 - copies)),)
+
+
+@pytest.mark.parametrize(("training", "gradients"), [
+    ("", 2), ("amsgrad = true", 14 / 9), ("optimizer = 'sgd'", 14 / 3), ("optimizer = 'sgd'\nmomentum = 0.9", 14 / 5),
+    ("master_weights = true", 14 * 4 / 30), ("master_weights = true\nreduce_dtype = 'bf16'", 14 * 2 / 28)])
+def test_there_is_room_for_the_gradients_of_a_rank_on_their_way(training, gradients):
+    """Beside micro-batches only where the worker has another stage, of which it may hold some then."""
+    assert degradable(job(gradients * 2 + 14 + 1e-6, 14, training=training)) == {0, 1}
+    assert degradable(job(max(2, gradients * 2) + 14 - 1e-6, 14, training=training)) == set()
+    both = "[placement]\norder = 'v'\nchunks = 2\n"
+    given = with_degraded(job(30, 7, both, training), [SLOW])
+    assert given.memory.capacity_of == ((SLOW, pytest.approx((30 + 14) / 2 - 14 - gradients)),)
+
+
+def test_a_layer_that_is_computed_again_has_its_room_on_both_ranks():
+    again = "recomputed = 0.1\n", "[placement]\nlayers = [2, 2]\n"
+    plain = job(9, 1, "".join(again))
+    for given in (with_degraded(recomputing(plain, [0]), [SLOW]), recomputing(with_degraded(plain, [SLOW]), [0])):
+        (_, room_left), = given.memory.capacity_of
+        assert given.memory.capacity == (pytest.approx(9 - 0.5 - 0.4), 9)
+        assert room_left == pytest.approx((9 + 1) / 2 - 1 - 0.5 - 0.4)
 
 
 def test_others_who_are_down_leave_more_state_to_each():

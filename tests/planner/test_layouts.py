@@ -15,7 +15,7 @@ from planner.model.for_layout import layout_problem
 from planner.model.from_job import build_problem
 from planner.model.from_layout import problem_of_layout
 from planner.options import PlanOptions
-from planner.plan import plan_only
+from planner.plan import plan_only, plan_with
 from planner.search.budget import Budget
 from planner.search.solve import solve
 from schedules.check import check
@@ -144,3 +144,13 @@ def test_a_bound_with_slices_counts_parts_of_ticks():
     assert lower_bound(problem) == 58
     schedule = plan_only(PlanOptions(method="greedy", time_limit=1), job, [Worker(0, 3)]).schedule
     assert schedule.seconds(schedule.lower_bound_ticks) == 58.75 <= schedule.seconds(schedule.period_ticks)
+
+
+def test_the_bound_of_a_layout_is_sought_only_where_it_is_told(monkeypatch):
+    """Settled plans of a simulation tell nothing."""
+    monkeypatch.setattr("planner.portfolio.LayoutBound", None)
+    options = PlanOptions(method="greedy", layers="move", time_limit=0.3)
+    made = plan_only(options, layered(4, 4, 8), [Worker(1, 2)])
+    assert made.schedule.status == "feasible"
+    with pytest.raises(TypeError):
+        plan_with(options, layered(4, 4, 8), [Worker(1, 2)])

@@ -106,6 +106,14 @@ def test_slow_workers_keep_their_roles():
         assert all(Worker(1, 1) not in holes for holes in candidates(job, Windows(job, GREEDY), failures))
 
 
+def test_a_slow_worker_that_is_down_keeps_no_role():
+    """The plan is that of workers of one speed: nobody plays its role as slowly as it was."""
+    times, down = "forward = 2\nbackward_input = 2\nbackward_weight = 2\n", [Worker(0, 1), Worker(1, 1)]
+    slow, even = (normalised(grid(3, 2, 6, times=given), down, GREEDY)
+                  for given in (f"{times}slow = {{'1.1' = 1.7}}\n", times))
+    assert slow.schedule.moves and slow.period == even.period and slow.schedule.gap == even.schedule.gap
+
+
 def test_candidates_are_patterns_of_the_right_size():
     job = grid(6, 4, 4)
     problem = build_problem(job)

@@ -139,3 +139,14 @@ def test_progress_tells_of_no_period_that_the_plan_does_not_have(times, method, 
             if (found := re.match(r"(?:list scheduler|annealing|CP-SAT): period ([\d.]+) s", line))]
     assert plan.period == pytest.approx(min(told), rel=1e-5)
     assert all(later < before for before, later in pairwise(told)), "several layouts are planned: only news is told"
+
+
+@pytest.mark.parametrize(("pipelines", "stages", "dead", "bound"), [(8, 3, 1, 129), (10, 4, 2, 171)])
+def test_live_workers_hand_on_micro_batches_of_a_stage_that_has_lost_one(pipelines, stages, dead, bound):
+    """With as few micro-batches as stages, a worker that runs one more has all of them late. While live workers keep
+    their own, no plan was found that is shorter than 131 and 173."""
+    job = grid(pipelines, stages, stages, times="forward = 10\nbackward_input = 10\nbackward_weight = 10\n"
+               "transfer = 1\noptimizer = 5", more=f"[memory]\ncapacity = {2 * stages}\nweight_stash = 1\n")
+    schedule = plan_job(job, [Worker(0, dead)], time_limit=10).schedule
+    assert schedule.status == "optimal" and schedule.period_ticks == bound
+    assert schedule.shed

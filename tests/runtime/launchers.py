@@ -59,7 +59,7 @@ class Servant:
         task = msgspec.json.encode([target, *map(str, words)]).decode()
         module, _, _ = target.partition(":")
         self._server.start(ProcessSpec(name, f"{__name__}:launch", task, str(log), append=True,
-                                       imports=(module, *imports)))  # once for all
+                                       imports=("tests.runtime.warm", module, *imports)))  # once for all
         deadline = time.monotonic() + START_SECONDS
         while name not in self._server.pids:
             assert time.monotonic() < deadline and name not in self._status
@@ -90,6 +90,12 @@ def launch(task: bytes) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # blocked in the fork server
     target, *words = msgspec.json.decode(task, type=list[str])
     return load_target(target)(*words) or 0
+
+
+def command_in(folder: str, *words: str) -> int:
+    """`command`, in this folder."""
+    os.chdir(folder)
+    return command(*words)
 
 
 def command(*words: str) -> int:

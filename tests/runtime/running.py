@@ -8,16 +8,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 
 from planner.job.file import Job, parse_job
 from planner.plan import plan_job
 from runtime.config import RunConfig, parse_run_config
-from runtime.events import METRICS, Metrics, decode_metrics
+from runtime.events import EVENTS, METRICS, Metrics, decode_metrics
 from runtime.launch import RunResult
+from runtime.model.checkpoint import latest, load
 from runtime.model.parameters import load_parameters
 from runtime.protocol.authentication import VARIABLE
 from runtime.protocol.rendezvous import host_store
+from runtime.run_folder import CHECKPOINTS
 from runtime.tools.reference import ReferenceResult, reference_run
 from schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
 
@@ -31,6 +34,14 @@ def tiny(**training: object) -> RunConfig:
     model = {"blocks": 2, "width": 16, "heads": 2, "context": 16, "dropout": 0.1}
     return parse_run_config(model, {"batch": 1, "dtype": "float64", "device": "cpu", "iterations": ITERATIONS},
                             **training)
+
+
+def degradable(model: str, ranks: int, **training: object) -> RunConfig:
+    """One of `tests.runtime.exact_parallel`, whose workers, where they are of several ranks, can do with half of them.
+    """
+    return parse_run_config({"name": model, "blocks": 2, "width": 8, "context": 8}, {
+        "batch": 1, "dtype": "float64", "device": "cpu", "tensor_parallel": ranks, "degraded_ranks": ranks > 1,
+        **training})
 
 
 def schedule_for(job: Job, failed: Sequence[str] = (), *, backward: BackwardMode = "split",
@@ -55,6 +66,23 @@ def assert_same_numbers(result: RunResult, reference: ReferenceResult, tolerance
     assert parameters.keys() == reference.parameters.keys()
     for name, theirs in reference.parameters.items():
         torch.testing.assert_close(parameters[name], theirs, rtol=0, atol=tolerance)
+
+
+def assert_same_masters(result: RunResult, config: RunConfig, microbatches: tuple[int, ...], iterations: int, *,
+                        share: float) -> None:
+    """Losses agree, and the float32 master weights of the last checkpoint: they are off by such a share of the way that
+    they have gone at most."""
+    reference, first = judge(config, microbatches, iterations), judge(config, microbatches, 0)
+    assert result.losses == pytest.approx(reference.losses, rel=1e-3)
+    newest = latest(result.out / CHECKPOINTS)
+    assert newest is not None and newest.iteration == iterations
+    states = load(newest, range(1 + max(int(name.partition(".")[0]) for name in reference.masters)))
+    ours = {name: states[int(layer)][f"model.{of}"] for name in reference.masters
+            for layer, _, of in [name.partition(".")]}
+    assert {tensor.dtype for tensor in ours.values()} == {torch.float32}
+    off, gone = (sum(float((one[name] - other[name]).square().sum()) for name in reference.masters) ** 0.5
+                 for one, other in ((ours, reference.masters), (reference.masters, first.masters)))
+    assert off <= share * gone
 
 
 def tiny_text(pipelines: int, iterations: int) -> str:
@@ -97,6 +125,12 @@ def losses_in(out: Path) -> list[float]:
     """Those that a run has written, so far."""
     path = out / "losses.jsonl"
     return [json.loads(line)["loss"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def joined(out: Path) -> list[tuple[str, int]]:
+    """Who has come in, and for how many ranks each of its processes stands."""
+    events = map(json.loads, (out / EVENTS).read_text().splitlines())
+    return [("{}.{}".format(*one["worker"]), one["stands_for"]) for one in events if one["event"] == "joined"]
 
 
 def metrics_in(out: Path) -> list[Metrics]:

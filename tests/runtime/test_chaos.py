@@ -1,6 +1,7 @@
 """The short form of `python -m benchmarks.chaos`: workers die at random and come back."""
 
 import json
+import os
 import random
 import re
 import subprocess
@@ -75,10 +76,10 @@ def written(out, lines):
 
 def test_whoever_was_not_lost_must_not_be_started_again():
     survivors = Survivors({})
-    survivors.look({"0.0": 10, "1.0": 11, "1.1": 12})
+    survivors.look({"0.0": 10, "1.0": 11, "1.1-1": 12})
     survivors.observe(Failed(worker=Worker(1, 0), reason="worker 1.0 was killed by SIGKILL"))
     survivors.observe(Noted(text="worker 1.1 was killed by SIGKILL, before it took part"))
-    survivors.look({"0.0": 10, "1.0": 21, "1.1": 22})
+    survivors.look({"0.0": 10, "1.0": 21, "1.1-1": 22})
     survivors.require()
     survivors.look({"0.0": 20, "1.0": 21})
     with pytest.raises(ChaosError, match=r"worker 0\.0 was process 10 and is 20, but was not lost"):
@@ -101,7 +102,8 @@ def test_who_was_started_and_lost_between_two_commits_may_be_started_again():
 def test_a_worker_of_another_node_0_that_ends_without_a_word_is_told(monkeypatch):
     monkeypatch.setattr(chaos_checks, "NOTICED_SECONDS", -1.0)
     with subprocess.Popen(["sleep", "100"]) as lives, subprocess.Popen(["true"]) as gone:
-        survivors = Survivors({"0.0": lives.pid, "0.1": gone.pid})
+        survivors = Survivors({"fork server": os.getpid(), "0.0": lives.pid, "0.1": gone.pid, "1.0/1-3": gone.pid})
+        survivors.observe(Failed(worker=Worker(1, 0), reason="worker 1.0 was killed by SIGKILL"))
         gone.wait()
         survivors.look({})
         lives.kill()

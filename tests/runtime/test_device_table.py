@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from benchmarks import device
 from cli.app import app
-from runtime.processes import children
+from runtime.processes import fork_server
 from tests.runtime.forked import own_fork_server
 from tests.runtime.launchers import Launcher, command
 
@@ -47,7 +47,7 @@ def test_one_table_of_all_that_is_measured(monkeypatch, capsys):
     monkeypatch.setattr(device, "command", answer)
     monkeypatch.setattr(device, "subprocess", SimpleNamespace(Popen=start))
     monkeypatch.setattr(device, "LIMIT_SECONDS", 280.0)
-    monkeypatch.setattr(children, "ForkServer", own_fork_server)
+    monkeypatch.setattr(fork_server, "ForkServer", own_fork_server)
     device.main()
     table = json.loads(capsys.readouterr().out)
     assert re.match(r"\d{4}-\d\d-\d\d: .* CPU cores .*, 4 workers, gloo, torch ", table["title"])

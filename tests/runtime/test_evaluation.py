@@ -16,9 +16,10 @@ from runtime.model.layers import model_for
 from runtime.model.slices import Slices, forms
 from runtime.model.steps import Steps
 from runtime.protocol.rendezvous import host_store
-from runtime.replay.communication import Communicator, Membership
+from runtime.replay.communication import Communicator
 from runtime.replay.evaluation import Evaluation, EvaluationMode
 from runtime.replay.exchange import Exchange
+from runtime.replay.membership import Membership
 from runtime.replay.placement import Placement
 from schedules.schedule import Worker
 from tests.jobs import grid

@@ -11,48 +11,67 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from runtime.coordinator import stall_watch
-from runtime.launch import Resilience, run
+from runtime.events import Event, Failed
+from runtime.launch import Resilience, RunOptions, run
 from runtime.model.gpt import GPT
+from tests.jobs import grid
+from tests.runtime.exact_parallel import Exact
 from tests.runtime.failing import TIMEOUT_SECONDS, WIDE, planned
 from tests.runtime.forked import own_fork_server
-from tests.runtime.running import assert_same_numbers, judge, tiny
+from tests.runtime.pacing import slowly_until
+from tests.runtime.running import assert_same_numbers, degradable, joined, judge, tiny
 
 FILE = "SLIPSTREAM_TEST_HANGS"
 CALLS = 6
+
+
+def hanging(layer: int, made: nn.Module) -> nn.Module:
+    """A layer, which, if it is the first, does not come back from some call in the first process that gets there."""
+    path, left, forward = os.environ.get(FILE), [CALLS], made.forward
+
+    def hang(*values: Tensor) -> Tensor:
+        left[0] -= 1
+        if left[0] == 0:
+            try:
+                os.close(os.open(str(path), os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                return forward(*values)
+            threading.Event().wait()
+        return forward(*values)
+
+    if path is not None and sys.argv[0].endswith("fork_server_process.py") and layer == 0:
+        made.forward = hang
+    return made
 
 
 class Hanging(GPT):
     """A GPT in which the first worker that gets to some call of a layer never comes back from it."""
 
     def build(self, layer: int) -> nn.Module:
-        made, path, left = GPT.build(self, layer), os.environ.get(FILE), [CALLS]
-        forward = made.forward
+        return hanging(layer, GPT.build(self, layer))
 
-        def hang(*values: Tensor) -> Tensor:
-            left[0] -= 1
-            if left[0] == 0:
-                try:
-                    os.close(os.open(str(path), os.O_CREAT | os.O_EXCL))
-                except FileExistsError:
-                    return forward(*values)
-                threading.Event().wait()
-            return forward(*values)
 
-        if path is not None and sys.argv[0].endswith("fork_server_process.py") and layer == 0:
-            made.forward = hang
-        return made
+class HangingRank(Exact):
+    """One of several ranks does not come back."""
+
+    def build(self, layer: int) -> nn.Module:
+        return hanging(layer, Exact.build(self, layer))
 
 
 class From:
-    """A clock that stands still until a file is there, however long a busy machine takes until then."""
+    """A clock that stands still until a file is there, however long a busy machine takes until then; and again once it
+    has been stopped."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._began = path, None
+        self._path, self._began, self._stopped = path, None, None
 
     def monotonic(self) -> float:
         if self._began is None and self._path.exists():
             self._began = time.monotonic()
-        return 1000.0 if self._began is None else 1000.0 + time.monotonic() - self._began
+        return 1000.0 if self._began is None else 1000.0 + (self._stopped or time.monotonic()) - self._began
+
+    def stop(self) -> None:
+        self._stopped = time.monotonic()
 
 
 def test_a_worker_that_hangs_in_its_own_code_is_found(monkeypatch, tmp_path):
@@ -72,3 +91,27 @@ def test_a_worker_that_hangs_in_its_own_code_is_found(monkeypatch, tmp_path):
     assert f"worker {worker}: iteration" in stall and "failed" not in stall
     assert "receiving from worker" in stall or "summing the gradients" in stall
     assert_same_numbers(result, judge(config, WIDE.microbatches, 6))
+
+
+def test_a_rank_that_hangs_in_its_own_code_is_done_without(monkeypatch, tmp_path):
+    """The others of its worker wait for it: where it may, the worker goes on as half its processes."""
+    monkeypatch.setenv(FILE, str(tmp_path / "hangs"))
+    clock, job = From(tmp_path / "hangs"), grid(2, 1, 2)
+    monkeypatch.setattr(stall_watch, "time", clock)
+
+    def observe(event: Event) -> None:
+        if isinstance(event, Failed):
+            clock.stop()
+
+    config = degradable("tests.runtime.test_hangs:HangingRank", 2, iterations=30)
+    with own_fork_server(__name__) as fork_server:
+        result = run(planned(job)(()), config, out=tmp_path, fork_server=fork_server,
+                     options=RunOptions(observe=observe), progress=slowly_until(lambda: joined(tmp_path)),
+                     resilience=Resilience(scheduler=planned(job), heartbeat_timeout_seconds=TIMEOUT_SECONDS,
+                                           stall_timeout_seconds=3.0))
+    (recovery,) = [one for one in result.recoveries if one.dead]
+    (worker,) = recovery.dead
+    assert re.match(rf"worker {worker} hung for \d+ s in iteration \d, F\(micro", recovery.reasons[0])
+    assert joined(tmp_path) == [(str(worker), 2)]
+    assert_same_numbers(result, judge(degradable("tests.runtime.exact_parallel:Exact", 1, iterations=30),
+                                      job.microbatches, 30))

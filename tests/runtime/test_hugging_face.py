@@ -20,11 +20,13 @@ from runtime.model.holding import build_holding
 from runtime.model.layers import model_for
 from runtime.model.seeds import derive_seed
 from runtime.model.slices import SliceRunner
+from runtime.model.worker_group import standing_in
 from runtime.processes.process_manager import Return
 from schedules.schedule import Worker
 from tests.jobs import grid
-from tests.runtime.failing import at, dead
-from tests.runtime.running import schedule_for
+from tests.runtime.failing import TIMEOUT_SECONDS, at, dead
+from tests.runtime.pacing import slowly_until
+from tests.runtime.running import joined, schedule_for
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install slipstream-train[hf]")
@@ -57,10 +59,10 @@ def implementations() -> dict[str, str]:
 @pytest.fixture(scope="session")
 def pretrained(tmp_path_factory):
     """A folder of random weights in float64, in several files, as transformers writes it."""
-    def make(kind: str) -> Path:
+    def make(kind: str, **more: object) -> Path:
         folder = tmp_path_factory.mktemp(kind)
         torch.manual_seed(1)
-        config = transformers.AutoConfig.for_model(kind, **KINDS[kind])
+        config = transformers.AutoConfig.for_model(kind, **{**KINDS[kind], **more})
         transformers.AutoModelForCausalLM.from_config(config).double().save_pretrained(folder, max_shard_size="20KB")
         assert (folder / "model.safetensors.index.json").exists()
         return folder
@@ -114,6 +116,55 @@ def test_each_kind_trains_as_transformers_does(kind, pretrained, fork_server, tm
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(parameter, parameters[name], rtol=0, atol=1e-9)
     assert names_in(tmp_path / HUGGING_FACE) == names_in(folder)
+
+
+def test_workers_of_two_ranks_train_as_transformers_does(pretrained, fork_server, tmp_path):
+    """Also a worker that has lost one of them, and goes on as half its processes."""
+    folder = pretrained("qwen2", num_key_value_heads=2)
+    result = run(schedule_for(JOB), configured(folder, tensor_parallel=2, degraded_ranks=True, iterations=40),
+                 out=tmp_path, fork_server=fork_server, progress=slowly_until(lambda: joined(tmp_path)),
+                 resilience=Resilience(
+                     scheduler=lambda down: schedule_for(JOB, list(map(str, down))),
+                     heartbeat_timeout_seconds=TIMEOUT_SECONDS, injections=(at("1.1", 5, 3),)))
+    losses, alone = train_alone(folder, configured(folder), 40)
+    assert dead(result) == ["1.1"] and joined(tmp_path) == [("1.1", 2)]
+    assert result.losses == pytest.approx(losses, rel=0, abs=1e-9)
+    ours = loaded(tmp_path / HUGGING_FACE)
+    for name, parameter in alone.named_parameters():
+        torch.testing.assert_close(ours.get_parameter(name), parameter, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("kind", "more", "message"), [
+    ("qwen3", {}, "training.tensor_parallel is 2, and model.hugging_face names a qwen3, whose layers transformers does "
+                  "not cut by columns and rows alone; expected 1, or a llama, mistral or qwen2"),
+    ("gpt2", {}, "names a gpt2, whose layers"), ("mixtral", {}, "names a mixtral, whose layers"),
+    ("llama", {}, "num_key_value_heads 1; expected a multiple of 2"),
+    ("mistral", {"attention_dropout": 0.1}, "attention_dropout 0.1: what is dropped would depend on the ranks")])
+def test_what_cannot_be_cut_is_refused(kind, more, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **KINDS[kind], **more}))
+    with standing_in(2), pytest.raises(ConfigError, match=message):
+        model_for(configured(tmp_path / "config.json").model, 0, torch.float64, CPU)
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_products_that_are_cut_give_what_whole_ones_do(biases, tmp_path):
+    """One rank has all: the sum over its ranks is what it gives."""
+    more = {"num_key_value_heads": 2, "attention_bias": biases, "mlp_bias": biases}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE, **more}))
+    config = configured(tmp_path / "config.json")
+    batch, given = load_corpus(config).batch(Microbatch(0, 0, 0), 1, 16), torch.randn(1, 16, 16, dtype=torch.float64)
+
+    def decoder() -> torch.nn.Module:
+        return model_for(config.model, 0, torch.float64, CPU).build(1)
+
+    whole = decoder()
+    torch.nn.init.normal_(whole.layer.self_attn.o_proj.bias) if biases else None
+    with standing_in(1, stands_for=2):
+        cut = decoder()
+        cut.load_state_dict(whole.state_dict())
+        assert set(cut.shards) == {name for name, _ in whole.named_parameters() if "norm" not in name
+                                   and not name.endswith(("o_proj.bias", "down_proj.bias"))}
+        assert torch.equal(cut(given, batch), whole(given, batch))
 
 
 def names_in(folder: Path) -> set[str]:

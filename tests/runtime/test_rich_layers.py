@@ -132,10 +132,11 @@ def test_what_is_shared_is_written_once_and_goes_on_from_a_checkpoint(fork_serve
     assert_same_numbers(result, replace(expected, losses=expected.losses[6:]))
 
 
-def test_profile_measures_them_and_what_computing_again_saves():
+def test_profile_measures_them_and_what_computing_again_saves(fork_server):
     """On two stages: of the first one, and of a later one that takes a tuple."""
     ranges = [(0, 4), (4, 8)]
-    kept, again = (profile(rich(recompute=recompute), ranges, copies=1, workers=1, microbatches=2, rounds=1)
+    kept, again = (profile(rich(recompute=recompute), ranges, copies=1, workers=1, microbatches=2, rounds=1,
+                           fork_server=fork_server)
                    for recompute in ("none", "full"))
     for plain, less in zip(kept.stages, again.stages, strict=True):
         assert 0 < less.activation_bytes < 0.6 * plain.activation_bytes

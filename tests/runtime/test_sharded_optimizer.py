@@ -5,19 +5,26 @@ import os
 import signal
 
 import pytest
-import torch
 
 from runtime.config import ConfigError, parse_run_config
-from runtime.events import EVENTS, Failed, WentBack
+from runtime.events import EVENTS, Failed, FetchBegun, HandedOver, WentBack
 from runtime.launch import Resilience, RunOptions, run
-from runtime.model.checkpoint import latest, load
+from runtime.model.checkpoint import latest
 from runtime.processes.process_manager import Return
 from runtime.run_folder import CHECKPOINTS
 from schedules.schedule import Worker
 from tests.jobs import grid
 from tests.runtime.failing import TIMEOUT_SECONDS, Planning, at, dead, planned, returned, train
 from tests.runtime.model.test_steps import FIRST, SAME
-from tests.runtime.running import assert_same_evaluations, assert_same_numbers, judge, schedule_for, tiny
+from tests.runtime.pacing import slowly_until
+from tests.runtime.running import (
+    assert_same_evaluations,
+    assert_same_masters,
+    assert_same_numbers,
+    judge,
+    schedule_for,
+    tiny,
+)
 
 WIDE = grid(3, 2, 2, more="optimizer = 1")
 FOUR = grid(4, 1, 2, more="optimizer = 1")
@@ -45,15 +52,18 @@ def test_killed_anywhere_and_back(clip_norm, fork_server, tmp_path):
 
 
 @pytest.mark.parametrize("kills", [
-    {"1.0": "asked"}, {"2.0": "loaded"}, {"0.0": "met", "2.0": "met"}, {"0.0": "moved", "1.0": "moved"}],
-    ids=["who-gives", "who-gets", "before-they-change", "buddies-after-they-have-changed"])
+    {"1.0": "asked"}, {"2.0": "asked"}, {"2.0": "loaded"}, {"0.0": "met", "2.0": "met"},
+    {"0.0": "moved", "1.0": "moved"}],
+    ids=["who-gives-and-is-a-buddy", "who-gives", "who-gets", "before-they-change", "buddies-after-they-have-changed"])
 def test_who_dies_while_parts_change_hands(kills, fork_server, tmp_path):
-    """For 0.0, which comes back, each of the others keeps other parts than before."""
+    """Once 0.0 is dead, and for 0.0, which comes back, each of the others keeps other parts than before. While they are
+    fetched, its buddy 1.0 alone has its part."""
     injections = [at(worker, iteration, place) for worker, place in kills.items() for iteration in range(3, 30)]
     result = train([at("0.0", 2), *injections], fork_server, tmp_path, job=FOUR, config=sharded(30),
                    returns=(Return(Worker(0, 0), 3),))
     assert dead(result)[0] == "0.0" and {*dead(result)} >= {*kills}
     assert "0.0" in kills or returned(result) == ["0.0"]
+    assert "1.0" in kills or all(one.went_back_to is None for one in result.recoveries)
 
 
 def test_one_dies_when_the_last_step_was_not_the_one_that_was_guessed(fork_server, tmp_path):
@@ -65,11 +75,26 @@ def test_one_dies_when_the_last_step_was_not_the_one_that_was_guessed(fork_serve
 
 
 def test_two_that_are_not_buddies_lose_nothing(fork_server, tmp_path):
-    """Of four, each is the next one's buddy. All but one keep a part of what the others lack."""
-    result = train([at("0.0", 2, "O"), at("2.0", 2, "O"), at("3.0", 4, "stepped")], fork_server, tmp_path, job=FOUR,
-                   config=sharded())
-    assert sorted(dead(result)) == ["0.0", "2.0", "3.0"]
+    """Of four, each is the next one's buddy. The others step their parts at once, and cut them anew while they train;
+    then one of these is lost, too."""
+    events, killed = [], []
+
+    def anew() -> bool:
+        return any(isinstance(event, HandedOver) for event in events)
+
+    def kill(iteration, loss):
+        slowly(iteration, loss)
+        if anew() and not killed:
+            killed.append(fork_server.pids["3.0"])
+            os.kill(*killed, signal.SIGKILL)
+
+    slowly = slowly_until(anew)
+    result = train([at("0.0", 2, "O"), at("2.0", 2, "O")], fork_server, tmp_path, job=FOUR, config=sharded(40),
+                   progress=kill, observe=events.append)
+    assert sorted(dead(result)) == ["0.0", "2.0", "3.0"] and sorted(dead(result)[:2]) == ["0.0", "2.0"]
     assert all(one.went_back_to is None for one in result.recoveries)
+    assert [bool(one.meanwhile) for one in result.recoveries if one.settled] == [True]
+    assert {event.purpose for event in events if isinstance(event, FetchBegun)} == {"settle"}
 
 
 def test_a_whole_machine_loses_nothing(fork_server, tmp_path):
@@ -134,15 +159,7 @@ def test_bf16_parameters_with_float32_masters(training, share, fork_server, tmp_
     result = run(schedule_for(WIDE), config, out=tmp_path, fork_server=fork_server, resilience=Resilience(
         scheduler=planned(WIDE), checkpoint_every=3, injections=(at("0.0", 2, "O"),)))
     assert dead(result) == ["0.0"]
-    reference, first = judge(config, WIDE.microbatches, 6), judge(config, WIDE.microbatches, 0)
-    assert result.losses == pytest.approx(reference.losses, rel=1e-3)
-    states = load(latest(tmp_path / CHECKPOINTS), range(4))
-    ours = {name: states[int(layer)][f"model.{of}"] for name in reference.masters
-            for layer, _, of in [name.partition(".")]}
-    assert {tensor.dtype for tensor in ours.values()} == {torch.float32}
-    off, gone = (sum((one[name] - other[name]).square().sum() for name in reference.masters) ** 0.5
-                 for one, other in ((ours, reference.masters), (reference.masters, first.masters)))
-    assert off <= share * gone
+    assert_same_masters(result, config, WIDE.microbatches, 6, share=share)
 
 
 @pytest.mark.parametrize(("training", "message"), [

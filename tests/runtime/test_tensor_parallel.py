@@ -1,13 +1,11 @@
 """Workers that are groups of processes: whatever fails, the numbers are those of one process with the whole model."""
 
-import json
 
 import pytest
 import torch
 
 from runtime.config import ConfigError, parse_run_config
 from runtime.errors import RunError
-from runtime.events import EVENTS
 from runtime.launch import Resilience, run
 from runtime.model.checkpoint import latest, load
 from runtime.processes.process_manager import Return
@@ -18,7 +16,7 @@ from tests.jobs import grid
 from tests.runtime.failing import dead, returned, train
 from tests.runtime.model.test_steps import RARELY, SAME
 from tests.runtime.pacing import Pauses
-from tests.runtime.running import assert_same_numbers, judge, schedule_for
+from tests.runtime.running import assert_same_numbers, joined, judge, schedule_for
 
 TWO = grid(2, 2, 2, more="optimizer = 1")
 WIDE = grid(3, 2, 2, more="optimizer = 1")
@@ -119,12 +117,6 @@ def until_joined(out, due):
     def progress(iteration, _):
         pauses.wait(len(joined(out)) < max([0, *(count for died, count in due.items() if died <= iteration + 1)]))
     return progress
-
-
-def joined(out):
-    """Who has come in, and for how many ranks each of its processes stands."""
-    events = map(json.loads, (out / EVENTS).read_text().splitlines())
-    return [("{}.{}".format(*one["worker"]), one["stands_for"]) for one in events if one["event"] == "joined"]
 
 
 @pytest.mark.parametrize(("model", "action", "reason"), [

@@ -57,4 +57,3 @@ def reproduce(progress: CountCallback) -> Figure:
 
 def _number(value: int | None) -> float | None:
     return None if value is None else float(value)
-

@@ -4,6 +4,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import TracebackType
 
+import msgspec
+
 from planner.model.problem import Problem
 from planner.model.solution import Solution
 
@@ -24,7 +26,8 @@ class Finder:
     def _find(self) -> Solution | None:
         from planner.search.cpsat.model import find  # the solver takes a third of a second to load
 
-        return find(self.problem, self._longest, lower_bound=self._lower_bound, deadline=self.deadline,
+        whole = msgspec.structs.replace(self.problem, shedding=False)  # with fewer choices it finds more
+        return find(whole, self._longest, lower_bound=self._lower_bound, deadline=self.deadline,
                     seed=self._seed, stop=self._enough)
 
     def result(self, stop: threading.Event, *, wanted: bool) -> Solution | None:

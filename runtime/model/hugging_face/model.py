@@ -15,8 +15,10 @@ from runtime.model.hugging_face import experts
 from runtime.model.hugging_face.configuration import FAMILIES, KEY, folder_of, read_config
 from runtime.model.hugging_face.layers import DecoderLayer, Embedding, Head
 from runtime.model.hugging_face.layers import router_of as router_of
+from runtime.model.hugging_face.parallel import cut_over, plan_for
 from runtime.model.hugging_face.weights import Weights
 from runtime.model.seeds import derive_seed, seeded
+from runtime.model.worker_group import worker_group
 
 _RUNNING = ("attn_implementation", "experts_implementation")
 """Keys that say how a model is run."""
@@ -46,6 +48,8 @@ class HuggingFace:
         folder = folder_of(self._name)
         self._weights = None if folder is None else Weights(folder, self._family)
         self._sample = sample(self._config, 0)
+        group = worker_group()
+        self._plan = {} if group is None else plan_for(self._config, group.size())
         self.shared = ((f"0.{self._family.embedding[0]}.weight", f"{self.layers - 1}.lm_head.weight"),) \
             if self._config.tie_word_embeddings else ()
 
@@ -59,6 +63,9 @@ class HuggingFace:
                 self._initialise(module)
                 if self._weights is not None:
                     self._load(module, layer, self._weights)
+        group = worker_group()
+        if group is not None and isinstance(module, DecoderLayer):
+            cut_over(module, self._plan, group)
         return module.to(self._dtype)
 
     def loss(self, output: Any, target: Tensor) -> Tensor:
@@ -171,5 +178,3 @@ def _emptied(module: nn.Module) -> nn.Module:
     """Off the meta device, unless that is the default."""
     device = torch.get_default_device()
     return module if device.type == "meta" else module.to_empty(device=device)
-
-

@@ -58,6 +58,8 @@ def test_weights_and_values_of_layers():
     (GOOD.replace("0.0297", "nan"), "time.forward is nan"),
     (GOOD.replace("0.0297", "'fast'"), "time.forward is 'fast'"),
     (GOOD.replace("forward", "forwards", 1), "key 'time.forward' is missing; is 'forwards' meant for it?"),
+    (GOOD.replace("[time]", "[times]"), "key 'time' is missing; is 'times' meant for it?"),
+    (GOOD[:GOOD.index("[time]")], "key 'time' is missing; expected a table"),
     (GOOD.replace("pipelines", "pipelnes"), "key 'pipelines' is missing; is 'pipelnes' meant for it?"),
     (GOOD + "backward = 3\n", "unknown key 'time.backward'"),
     ("color = 1\n" + GOOD, "unknown key 'color'; known"),

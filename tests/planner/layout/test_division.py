@@ -14,6 +14,7 @@ from planner.layout.cuts import lines_of, one_cut
 from planner.layout.division import Divider
 from planner.layout.routes import layout_of
 from schedules.schedule import Worker
+from tests.lines_run import lines_run
 from tests.planner.layout.layouts import assert_valid, loads, problem
 
 
@@ -48,6 +49,12 @@ def test_one_dead_worker_of_two_pipelines():
     least, division = Divider(given, lines_of(given)).least()
     assert least == 69 * 30
     assert sum(division.whole) + division.items == 32
+
+
+def test_chunks_are_made_for_the_least_load_only():
+    """226,000 lines when they were made for every load that was tried; simulations divide hundreds of times."""
+    given = problem(4, 8, 16, 4, failed=["0.4"], transfer=1, optimizer=0)
+    assert lines_run(lambda: Divider(given, lines_of(given)).least()) < 120_000
 
 
 def test_what_the_workers_of_a_stage_have_no_time_for_runs_on_the_line_that_is_cut_anew():

@@ -29,3 +29,11 @@ def test_a_pipeline_without_any_worker_has_helpers():
     layout = next(candidates(given))
     assert_valid(given, layout)
     assert max(loads(given, layout).values()) <= 1.1 * work_bound(given)
+
+
+def test_who_lost_more_has_more_helpers():
+    given = problem(16, 4, 8, 4, failed=["15.1"], slow={"10.0": 2500})
+    slow, dead = (group for group in groups_of(given) if len(group) > 1)
+    assert (slow[0], dead[0]) == (10, 15)
+    assert len(slow) < len(dead)
+    assert min(max(loads(given, layout).values()) for layout in candidates(given)) <= 1.04 * work_bound(given)

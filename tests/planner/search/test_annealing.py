@@ -162,3 +162,12 @@ def test_it_does_not_begin_what_the_time_is_too_short_for():
     assert anneal_incumbent(known, Budget(deadline=time.monotonic() + 0.9 * enough)) is known
     annealed = anneal_incumbent(known, Budget(deadline=time.monotonic() + 100 * enough), cycles=1)
     assert annealed.annealing is not None
+
+
+def test_live_workers_of_stages_that_lost_one_may_hand_on_micro_batches_and_no_others():
+    problem = msgspec.structs.replace(build_problem(grid(3, 3, 4), [Worker(0, 1)]), sharing=False, shedding=True)
+    assert problem.hosts(1, 2) == problem.hosts(1, 0) == (Worker(1, 1), Worker(2, 1))
+    assert problem.hosts(0, 2) == (Worker(2, 0),) and problem.hosts(2, 0) == (Worker(0, 2),)
+    chain = AnnealingChain(problem, listed(problem), goal=0, seed=1)
+    chain.advance(2_000)
+    assert all(host in problem.hosts(unit.slice, unit.pipeline) for unit, host in chain.solution().hosts.items())

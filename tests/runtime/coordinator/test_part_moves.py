@@ -7,7 +7,7 @@ import pytest
 from planner.normalise import normal_form
 from planner.options import PlanOptions
 from runtime.coordinator.part_moves import Partition
-from runtime.model.parts import Elements, cut, parts_of, without
+from runtime.model.parts import Cut, Elements, common, cut, parts_of, without
 from runtime.protocol.to_coordinator import Kept
 from runtime.replay.placement import place
 from schedules.schedule import Worker
@@ -150,5 +150,60 @@ def test_buddies_are_on_different_machines_where_roles_have_moved():
     for layers, members in PLACEMENT.reduced_by_all(schedule).items():
         one = cut(sum(its.cut for its in ELEMENTS[slice(*layers)]), members, machines, sharded=True)
         assert len(members) == 3 and all(
-            worker.pipeline != one.members[ward].pipeline
-            for worker, wards in zip(one.members, one.wards, strict=True) for ward in wards)
+            buddy is not None and one.members[owner].pipeline != one.members[buddy].pipeline
+            for owner, buddy in zip(one.owners, one.buddies, strict=True))
+
+
+@pytest.mark.parametrize("deaths", [("0.0",), ("0.0", "2.0"), ("1.1", "3.0")])
+def test_who_is_left_goes_on_with_what_it_keeps_and_then_all_is_cut_anew(deaths):
+    """One after the other dies before parts have been cut anew: no state moves, and none is lost."""
+    one, present, stay, kept = partition(), WHOLE, {}, keepers(WHOLE, 5)
+    for number in range(len(deaths)):
+        schedule = schedule_for(JOB, deaths[:number + 1])
+        held = PLACEMENT.held_by(schedule)
+        kept = {worker: its for worker, its in kept.items() if worker in held}
+        stay = one.left(schedule, present, stay, kept)
+        changed = {Worker.parse(name).column for name in deaths[:number + 1]}
+        assert stay == {PLACEMENT.range_of(schedule.grid.layers_of(column)): tuple(
+            Worker(pipeline, column) for pipeline in range(4)) for column in changed}
+        undone = min(held)
+        assert one.moves(schedule, kept, held, 5, cut_for=stay) == ()
+        lacking = one.moves(schedule, {**kept, undone: Kept(kept[undone].parts, None)}, held, 5, cut_for=stay)
+        assert lacking and {(move.target, move.state) for move in lacking} == {(undone, False)}
+        then = one.keepers(schedule, 5, stay)
+        assert {worker: {*its.parts} for worker, its in then.items()} == {
+            worker: {*its.parts} for worker, its in kept.items()}
+        present = schedule
+    moves = one.fetched(schedule, schedule, held, stay)
+    steppers = one.keepers(schedule, 5, stay, Cut.stepped)
+    assert moves and all((move.layer, move.start, move.stop) in steppers[move.source].parts
+                         for move in moves if move.state), "buddies are behind"
+    assert one.moves(schedule, kept, held, 5, moves) == ()
+
+
+def test_all_is_cut_anew_at_once_where_some_part_has_no_keeper_left_or_nothing_would_move():
+    one = partition()
+    schedule = schedule_for(JOB, ("0.0", "1.0"))  # buddies: what one of them kept comes from elsewhere
+    left = {worker: kept for worker, kept in keepers(WHOLE, 5).items() if worker in schedule.seat_of}
+    assert one.left(schedule, WHOLE, {}, left) == {}
+    alone = schedule_for(JOB, ("0.0", "1.0", "2.0"))
+    everything = {worker: Kept(tuple((layer, 0, ELEMENTS[layer].total) for layer in layers), 5)
+                  for worker, layers in PLACEMENT.held_by(alone).items()}
+    assert one.left(alone, schedule, {}, everything) == {}
+    assert partition(sharded=False).left(schedule, WHOLE, {}, left) == {}
+
+
+@pytest.mark.parametrize("count", range(3, 17))
+def test_what_is_followed_is_no_more_than_what_is_kept(count):
+    """After a death, until parts have been cut anew: in host memory."""
+    members, total = [Worker(one, 0) for one in range(count)], 5040 * 143
+    before = cut(total, members, (), sharded=True)
+    for dead in members:
+        left = [worker for worker in members if worker != dead]
+        old = before.left(left)
+        new = cut(total, left, (), sharded=True)
+        for worker in left:
+            lacking = [one for span in new.kept(worker) for one in without(span, old.kept(worker))]
+            followed = {span for span in old.spans for one in lacking if common(span, one)}
+            assert sum(stop - start for start, stop in followed) <= sum(
+                stop - start for start, stop in old.kept(worker)) <= 2 * -(-total // count)

@@ -1,6 +1,7 @@
 """What the ranks of a worker say, put together."""
 
 import pytest
+from msgspec.structs import replace
 
 from runtime.coordinator.rank_reports import RankReports
 from runtime.protocol.to_coordinator import (
@@ -101,7 +102,9 @@ def test_notes_pass_at_once_and_factors_from_the_first(reports):
 def test_the_rest(reports):
     assert reports.both(Checkpoints(WORKER, (2, 4, 6)), Checkpoints(WORKER, (4, 6, 8))).iterations == (4, 6)
     busy = Status(WORKER, "iteration 3, F 0", 9.0, waits=False)
-    assert reports.both(Status(WORKER, "waits", 8.0, waits=True), busy) == busy
+    waits = Status(WORKER, "waits", 8.0, waits=True)
+    assert reports.both(waits, busy) == replace(busy, rank=1) and reports.both(busy, waits) == replace(busy, rank=0)
+    assert reports.both(busy, busy) == busy and reports.both(waits, waits) == waits
     quick, slow = (SpeedMeasured(WORKER, (OpTime(OpKind.F, 0, 1, seconds),)) for seconds in (1.0, 2.0))
     assert reports.both(quick, slow) == slow
     one, same, other = (reports.both(Finished(WORKER, 2, {"0.a": "x"}), Finished(WORKER, 2, {"0.a": name})).digests

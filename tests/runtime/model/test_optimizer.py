@@ -191,5 +191,3 @@ def test_clip_factor() -> None:
         assert clip_factor(bad, clipped) != 1.0
     values = [1e16, 1.0, -0.0, 3.0, 1e-9, 7.0]
     assert len({clip_factor(order, clipped) for order in (values, values[::-1], sorted(values))}) == 1
-
-

@@ -13,6 +13,7 @@ from runtime.model.part_state import elements_of
 from runtime.model.parts import cut
 from runtime.model.passed import TensorForm, TupleForm
 from runtime.model.rank_holding import RankHolding
+from runtime.model.rank_parts import RankParts
 from runtime.model.shards import shards_of, state_of_rank
 from runtime.model.worker_group import standing_in, worker_group
 from schedules.schedule import Worker
@@ -98,7 +99,7 @@ def test_models_whose_layers_do_not_allow_it_are_refused():
 def parted(rank, size):
     """The holding of a rank, which keeps all parts."""
     with standing_in(size, rank):
-        found = build_holding(model_for(config().model, 0, torch.float64, CPU), range(3), SHARDED.training)
+        found = build_holding(model_for(config().model, 0, torch.float64, CPU), range(3), SHARDED.training, RankParts)
         total = sum(elements_of(module).cut for module in found.modules.values())
         cuts = {(0, 3): cut(total, [Worker(0, 0), Worker(1, 0)], (), sharded=True)}
         found.keep(found.modules, cuts, Worker(0, 0), [], -1)
@@ -118,7 +119,12 @@ def test_its_ranks_step_their_parts_of_what_it_computes():
             for (flat,), other in zip(by_rank, alone, strict=True):
                 theirs = torch.cat([one.flatten() for one in other.gradients()])
                 assert torch.equal(flat[:len(theirs)], theirs)
+            for own_rank, (flat,) in enumerate(by_rank):
+                for span, sums in both.copies((0, 3), own_rank).items():
+                    sums.copy_(flat[slice(*span)])
         both.optimizer.step(0)
+        both.optimizer.go_back(0)
+        both.give_parameters()  # nothing is gathered: what its buddy keeps are copies
         both.arrived()
     for own_rank, other in enumerate(alone):
         mine = both.at_rank(own_rank, 2)

@@ -4,21 +4,22 @@ import signal
 import pytest
 
 from runtime.processes.children import ChildError, Children
+from runtime.processes.fork_server import ForkServer
 from tests.runtime.processes.child import Life
 from tests.runtime.running import wait_until_gone
 
 
-def start(*lives: Life) -> Children:
-    return Children("tests.runtime.processes.child:live", lives)
+def start(fork_server: ForkServer | None, *lives: Life) -> Children:
+    return Children("tests.runtime.processes.child:live", lives, fork_server)
 
 
-def test_answers_come_in_the_order_of_tasks():
-    with start(Life(0.2), Life(0.0)) as children:
+def test_answers_come_in_the_order_of_tasks(fork_server):
+    with start(fork_server, Life(0.2), Life(0.0)) as children:
         assert children.answers(60) == [b"done", b"done"]
 
 
-def test_the_one_that_failed_is_named_not_those_that_are_ended_for_it():
-    with start(Life(300), Life(0.0, "first\nno room", 1), Life(300)) as children:
+def test_the_one_that_failed_is_named_not_those_that_are_ended_for_it(fork_server):
+    with start(fork_server, Life(300), Life(0.0, "first\nno room", 1), Life(300)) as children:
         with pytest.raises(ChildError, match=r"^no room$"):
             children.answers(60)
         pids = list(children.fork_server.pids.values())
@@ -26,13 +27,14 @@ def test_the_one_that_failed_is_named_not_those_that_are_ended_for_it():
     wait_until_gone(pids)
 
 
-def test_one_that_says_nothing_is_named_by_its_status():
-    with start(Life(0.0, "", 3)) as children, pytest.raises(ChildError, match=r"^a process ended with status 3$"):
+def test_one_that_says_nothing_is_named_by_its_status(fork_server):
+    with start(fork_server, Life(0.0, "", 3)) as children, \
+            pytest.raises(ChildError, match=r"^a process ended with status 3$"):
         children.answers(60)
 
 
-def test_waiting_has_an_end():
-    with start(Life(300)) as children:
+def test_waiting_has_an_end(fork_server):
+    with start(fork_server, Life(300)) as children:
         while not children.fork_server.pids:
             children.fork_server.poll(60)
         pids = list(children.fork_server.pids.values())
@@ -41,14 +43,15 @@ def test_waiting_has_an_end():
     wait_until_gone(pids)
 
 
-def test_a_task_that_raises_is_told_by_the_last_line():
-    with Children("tests.runtime.processes.child:nothing", [Life(0)]) as children, \
+def test_a_task_that_raises_is_told_by_the_last_line(fork_server):
+    with Children("tests.runtime.processes.child:nothing", [Life(0)], fork_server) as children, \
             pytest.raises(ChildError, match=r"^AttributeError: module .* has no attribute 'nothing'$"):
         children.answers(60)
 
 
 def test_without_the_fork_server_there_is_no_answer():
-    with start(Life(300)) as children:
+    """One of its own."""
+    with start(None, Life(300)) as children:
         while not children.fork_server.pids:
             children.fork_server.poll(60)
         pids = list(children.fork_server.pids.values())

@@ -10,7 +10,7 @@ import msgspec
 
 from runtime.processes import fork_server
 from runtime.processes.fork_server import AdoptedForkServer, ForkServer
-from runtime.processes.fork_server_messages import Adopted, ProcessEnded, ProcessSpec, Started
+from runtime.processes.fork_server_messages import Adopted, Lines, ProcessEnded, ProcessSpec, Started
 from tests.runtime.running import command_environment, wait_until_gone
 
 KILLED = """
@@ -90,3 +90,13 @@ def test_a_process_that_ends_while_it_is_taken_over_does_not_live():
         server.sendall(msgspec.json.encode(ProcessEnded("b", 0)) + b"\n")
         assert adopted.poll(5.0) == [ProcessEnded("b", 0)]
     adopted.close()
+
+
+def test_a_launcher_that_dies_with_news_unread_is_gone_like_any():
+    """A Unix socket tells that otherwise than its end. The server goes on with what it holds."""
+    server, launcher = socket.socketpair()
+    with server:
+        server.sendall(b"news\n")
+        launcher.close()
+        lines = Lines(server.fileno())
+        assert lines.read() == [] and lines.closed

@@ -8,7 +8,8 @@ import pytest
 
 from runtime.config import parse_run_config
 from runtime.processes.fork_server_messages import ProcessSpec
-from runtime.processes.process_manager import NodeProcesses, whole_workers
+from runtime.processes.found_workers import FoundWorker, find_workers
+from runtime.processes.process_manager import NodeProcesses, ProcessManager
 from runtime.processes.worker_start import NodeSettings, process_name, worker_named
 from runtime.protocol.authentication import new_secret
 from runtime.protocol.rendezvous import Rendezvous
@@ -19,11 +20,46 @@ from tests.runtime.forked import own_fork_server
 
 
 def test_a_worker_of_which_a_process_is_gone_is_not_gone_on_with():
+    """Unless it can go on without it, or does already."""
     with own_fork_server() as server:
-        for name in ("0.0", "0.0/1", "1.0", "2.0/1"):
+        for name in ("0.0", "0.0/1", "1.0", "2.0/1", "0.1-1"):
             server.start(ProcessSpec(name, "tests.runtime.processes.child:sleep", "300", os.devnull))
-        assert whole_workers(server, 2) == [Worker(0, 0)]
-        assert server.names() == ["0.0", "0.0/1"]
+        assert find_workers(server, 2) == {
+            Worker(0, 0): FoundWorker((), whole=True), Worker(1, 0): FoundWorker((), whole=False, without=1),
+            Worker(2, 0): FoundWorker((), whole=False, without=0), Worker(0, 1): FoundWorker((1,), whole=True)}
+        assert server.names() == ["0.0", "0.0/1", "0.1-1"]
+
+
+def test_what_is_found_of_workers_of_four():
+    with own_fork_server() as server:
+        for name in ("0.0/1", "0.0/2", "0.0/3", "1.0", "1.0/2", "2.0/1-3", "3.0-3-0", "4.0-3-0", "4.0/1-3-0"):
+            server.start(ProcessSpec(name, "tests.runtime.processes.child:sleep", "300", os.devnull))
+        assert find_workers(server, 4) == {
+            Worker(0, 0): FoundWorker((), whole=False, without=0), Worker(1, 0): FoundWorker((), whole=False),
+            Worker(2, 0): FoundWorker((3,), whole=False, without=0), Worker(3, 0): FoundWorker((3, 0), whole=False),
+            Worker(4, 0): FoundWorker((3, 0), whole=True)}
+        assert server.names() == ["4.0-3-0", "4.0/1-3-0"]
+
+
+@pytest.mark.parametrize(("lives", "degradable", "after"), [
+    (["0.0", "0.0/1", "1.0"], [0], ["0.0", "0.0/1", "1.0-1"]), (["0.0-0", "1.0"], [0], ["0.0-0", "1.0-1"]),
+    (["0.0-0", "1.0"], [], ["0.0-0", "1.0", "1.0/1"])])
+def test_a_node_0_that_is_started_anew_has_its_workers_go_on_without_lost_ranks(lives, degradable, after, tmp_path):
+    (tmp_path / "logs").mkdir()
+    with own_fork_server() as server:
+        for name in lives:
+            server.start(ProcessSpec(name, "tests.runtime.processes.child:sleep", "300", os.devnull))
+        found = find_workers(server, 2)
+        settings = NodeSettings(config=parse_run_config({}, {"tensor_parallel": 2}), secret=new_secret(),
+                                out=str(tmp_path))
+        workers = [Worker(0, 0), Worker(1, 0)]
+        local = NodeProcesses(server, Rendezvous("127.0.0.1", 1), workers, 0, settings,
+                              lost={worker: one.lost for worker, one in found.items()})
+        manager = ProcessManager(local, dict.fromkeys(workers, 0), absent=[
+            worker for worker in workers if not found[worker].whole], degradable=degradable,
+            without={worker: one.without for worker, one in found.items() if one.without is not None})
+        manager.start_missing()
+        assert server.names() == after
 
 
 @pytest.mark.parametrize(("command", "without"), [
@@ -49,4 +85,6 @@ def test_whose_end_a_workers_is(command, without):
 
 def test_names():
     assert [process_name(Worker(1, 2), rank) for rank in range(2)] == ["1.2", "1.2/1"]
-    assert worker_named("1.2/11") == (Worker(1, 2), 11) and worker_named("1.2") == (Worker(1, 2), 0)
+    assert worker_named("1.2/11") == (Worker(1, 2), 11, ()) and worker_named("1.2") == (Worker(1, 2), 0, ())
+    for without in ((), (3,), (3, 0)):
+        assert worker_named(process_name(Worker(1, 2), 1, without)) == (Worker(1, 2), 1, without)

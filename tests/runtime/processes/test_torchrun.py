@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runtime.model.checkpoint import latest
-from tests.runtime.processes.torchrun import START_SECONDS, Agents, agents, losses_in_lines
+from tests.runtime.processes.torchrun import Agents, agents, losses_in_lines
 from tests.runtime.running import alive, tiny_text
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"), pytest.mark.timeout(600)]
@@ -30,9 +30,9 @@ def job(folder: Path, count: int) -> Path:
     return path
 
 
-def assert_trains_on(run: Agents, seconds: float = START_SECONDS) -> None:
+def assert_trains_on(run: Agents) -> None:
     """Many iterations more than those that were under way when something was killed."""
-    run.wait_for_losses(len(losses_in_lines(run.out)) + 20, seconds)
+    run.wait_for_losses(len(losses_in_lines(run.out)) + 20)
 
 
 def assert_all_end(run: Agents, processes: list[int]) -> None:

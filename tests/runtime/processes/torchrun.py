@@ -2,16 +2,24 @@
 
 import contextlib
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from torch.distributed import run
+
+from tests.runtime.launchers import Launcher
 from tests.runtime.running import alive, below, children, command_environment, free_port
 
 START_SECONDS = 240.0
 """Each process imports torch, and a busy machine has few cores."""
+
+
+def torchrun(folder: str, *words: str) -> None:
+    """In the process of an agent: what `python -m torch.distributed.run` does, where torch is imported already."""
+    os.chdir(folder)
+    os.environ.update(command_environment())
+    run.main(list(words))
 
 
 class Agents:
@@ -21,15 +29,15 @@ class Agents:
         self.out = folder / "out"
         self._folder = folder
         port = free_port()
+        for agent in range(count):
+            self.log(agent).touch()  # each process opens its own, a moment after it is started
         train = ["-m", "cli", "train", str(job), "--out", str(self.out), "--resume", str(self.out), "--method",
-                 "greedy", "--coordinator-timeout", "240" if restarts else "5", *words]
-        self.processes = [subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(count), "--nproc-per-node", "1",
-             "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test",
-             "--max-restarts", str(restarts), "--rdzv-conf", f"is_host={int(agent == 0)}",
-             "--local-addr", "127.0.0.1", *train],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self.log(agent).open("wb"), cwd=folder,
-            env=command_environment()) for agent in range(count)]
+                 "greedy", "--coordinator-timeout", "240" if restarts else "2", *words]
+        self.processes = [Launcher(
+            f"{__name__}:torchrun", folder, "--nnodes", count, "--nproc-per-node", 1,
+            "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test",
+            "--max-restarts", restarts, "--rdzv-conf", f"is_host={int(agent == 0)}",
+            "--local-addr", "127.0.0.1", *train, log=self.log(agent)) for agent in range(count)]
         self.launchers: list[dict[int, int]] = []
         """Of each agent, process id by number of the node."""
 

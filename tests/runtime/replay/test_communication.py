@@ -6,15 +6,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runtime.config import ConfigError
 from runtime.model.parts import cut
 from runtime.protocol.rendezvous import host_store
 from runtime.replay import communication
-from runtime.replay.communication import CommunicationError, Communicator, Membership, choose_transport
+from runtime.replay.communication import Communicator
+from runtime.replay.membership import Membership
 from runtime.replay.part_exchange import PartExchange
+from runtime.replay.transfers import CommunicationError
 from schedules.schedule import Worker
 
 WORKERS = [Worker(0, 0), Worker(0, 1), Worker(1, 1)]
+GONE = (Worker(1, 0),)
 LAYERS = [(0, 2), (2, 4)]
 CPU = torch.device("cpu")
 
@@ -95,9 +97,12 @@ def test_small_gradients_are_summed_together_and_large_ones_alone(communicators,
 
 
 def test_clocks_of_one_machine_agree(communicators):
+    """As a busy machine may hold up an answer, the best of several times counts."""
     with ThreadPoolExecutor(3) as pool:
-        offsets = list(pool.map(lambda communicator: communicator.clock_offset(), communicators, timeout=120))
-    assert offsets[0] == 0 and all(abs(offset) < 0.05 for offset in offsets)
+        tries = [list(pool.map(Communicator.clock_offset, communicators, timeout=120)) for _ in range(5)]
+    for offsets in zip(*tries, strict=True):
+        assert min(map(abs, offsets)) < 0.05
+    assert all(offsets[0] == 0 for offsets in tries)
 
 
 def test_a_blocked_receive_ends_when_its_peer_drops_the_communicator(communicators):
@@ -108,18 +113,6 @@ def test_a_blocked_receive_ends_when_its_peer_drops_the_communicator(communicato
     with pytest.raises(CommunicationError, match=r"^receiving from worker 1\.1 failed: [^/]+$"):
         arriving.take()
     assert time.monotonic() - began < 20
-
-
-@pytest.mark.parametrize(("wanted", "device", "workers", "cards", "chosen"), [
-    ("auto", "cpu", 4, 0, "gloo"), ("auto", "cuda", 4, 4, "nccl"), ("auto", "cuda", 4, 1, "gloo"),
-    ("gloo", "cuda", 4, 4, "gloo"), ("nccl", "cuda", 2, 4, "nccl")])
-def test_transport(wanted, device, workers, cards, chosen):
-    assert choose_transport(wanted, device, workers, cards) == chosen
-
-
-def test_nccl_needs_a_card_for_each_worker():
-    with pytest.raises(ConfigError, match="here are 1 for 2 workers"):
-        choose_transport("nccl", "cuda", 2, 1)
 
 
 @pytest.fixture
@@ -136,37 +129,43 @@ def sharers():
         communicator.drop()
 
 
+@pytest.mark.parametrize("ordered", [False, True], ids=["by tag", "in order, as over NCCL"])
+@pytest.mark.parametrize("gone", [(), GONE], ids=["all", "one is gone"])
 @pytest.mark.parametrize("total", [10, 4])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_parts_are_summed_by_their_owners_and_gathered(sharers, total, dtype):
+def test_parts_are_summed_by_their_owners_and_gathered(sharers, total, dtype, gone, ordered):
     """Who keeps a part has its sums; of four elements, the last of three workers has none."""
-    one = cut(total, WORKERS, (), sharded=True)
+    one = cut(total, [*WORKERS, *gone], (), sharded=True)
+    one = one.left(WORKERS) if gone else one
+    for communicator in sharers:
+        communicator.ordered = ordered
     draw = torch.Generator().manual_seed(total)
     given = [torch.randn(one.length, generator=draw).to(dtype) for _ in WORKERS]
     sums = torch.stack(given).to(torch.float64).sum(0)
     parameters = [torch.full((one.length,), float(rank), dtype=dtype) for rank in range(3)]
+    copies = [{span: torch.zeros(span[1] - span[0], dtype=dtype) for span in one.copied(worker)} for worker in WORKERS]
+    assert any(copies)
 
-    def work(exchange, gradients, mine):
+    def work(exchange, gradients, there, mine):
         for _ in range(2):
-            exchange.reduce(LAYERS[0], gradients, one)
+            exchange.reduce(LAYERS[0], gradients, one, there)
             exchange.wait_for_copies()
         exchange.gather(LAYERS[0], mine, one)()
 
     first, exchanges = [gradients.clone() for gradients in given], list(map(PartExchange, sharers))
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda exchange, mine: exchange.reduce(LAYERS[0], mine, one), exchanges, first, timeout=120))
+        list(pool.map(lambda exchange, mine, there: exchange.reduce(LAYERS[0], mine, one, there), exchanges, first,
+                      copies, timeout=120))
         list(pool.map(PartExchange.wait_for_copies, exchanges, timeout=120))
-        list(pool.map(work, exchanges, given, parameters, timeout=120))
-    for worker, mine, its in zip(WORKERS, first, parameters, strict=True):
-        for start, stop in one.kept(worker):
-            torch.testing.assert_close(mine[start:stop].double(), sums[start:stop], rtol=1e-2, atol=1e-6
-                                       if dtype is torch.bfloat16 else 1e-12)
-        keepers = {element: next(rank for rank, other in enumerate(WORKERS) for span in [one.own(other)]
-                             if span[0] <= element < span[1]) for element in range(total)}
-        rank = WORKERS.index(worker)
-        for element in range(total):
-            kept = any(start <= element < stop for start, stop in one.kept(worker))
-            assert its[element].item() == (rank if kept else keepers[element])
+        found = [{span: there.clone() for span, there in mine.items()} for mine in copies]
+        list(pool.map(work, exchanges, given, copies, parameters, timeout=120))
+    for worker, mine, theirs in zip(WORKERS, first, found, strict=True):
+        for span in one.kept(worker):
+            torch.testing.assert_close(theirs.get(span, mine[slice(*span)]).double(), sums[slice(*span)], rtol=1e-2,
+                                       atol=1e-6 if dtype is torch.bfloat16 else 1e-12)
+    owners = {element: float(rank) for rank, worker in enumerate(WORKERS) for span in one.own(worker)
+              for element in range(*span)}
+    assert all(its[:total].tolist() == [owners[element] for element in range(total)] for its in parameters)
 
 
 def test_bytes_go_from_worker_to_worker(sharers):

@@ -15,9 +15,10 @@ from runtime.model.layers import model_for, parameter_dtype
 from runtime.model.slices import Slices, TensorForm, forms
 from runtime.model.steps import Steps
 from runtime.protocol.rendezvous import host_store
-from runtime.replay.communication import Communicator, Membership
+from runtime.replay.communication import Communicator
 from runtime.replay.exchange import LOOKAHEAD, Exchange, TensorName
 from runtime.replay.executor import Executor
+from runtime.replay.membership import Membership
 from runtime.replay.placement import Placement, PlacementError, assign_to_nodes, place
 from runtime.replay.recorder import Recorder
 from schedules.precedence import op_key, producers

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.distributed import DistStoreError, HashStore
 
-from runtime.replay.communication import CommunicationError, Communicator, Membership
+from runtime.replay.communication import Communicator
 from runtime.replay.group_store import GroupStore
+from runtime.replay.membership import Membership
+from runtime.replay.transfers import CommunicationError
 from schedules.schedule import Worker
 
 LONG = timedelta(seconds=20)

@@ -20,9 +20,10 @@ from runtime.model.sharing import sharing_of
 from runtime.model.slices import Slices, forms
 from runtime.model.steps import Steps
 from runtime.protocol.rendezvous import host_store
-from runtime.replay.communication import Communicator, Membership
+from runtime.replay.communication import Communicator
 from runtime.replay.exchange import Exchange
 from runtime.replay.executor import Executor
+from runtime.replay.membership import Membership
 from runtime.replay.placement import Placement
 from runtime.replay.recorder import Recorder
 from runtime.torch_private import TCPStore

@@ -2,6 +2,7 @@ import torch
 
 from runtime.config import parse_run_config
 from runtime.model.digest import parameter_digest
+from runtime.tools import reference
 from runtime.tools.reference import reference_run
 
 CONFIG = parse_run_config({"blocks": 1, "width": 16, "heads": 2, "context": 16, "dropout": 0.1},
@@ -16,6 +17,16 @@ def test_it_learns_and_repeats() -> None:
     assert len(first.losses) == 25 and first.losses[-1] < first.losses[0] - 1
     assert first.digest == parameter_digest(first.parameters)
     assert {"0.tokens.weight", "1.attention.qkv.bias", "2.logits.weight"} <= first.parameters.keys()
+
+
+def test_it_computes_with_as_many_threads_as_a_worker(monkeypatch) -> None:
+    used, before = [], torch.get_num_threads()
+    loss = reference._loss
+    monkeypatch.setattr(reference, "_loss", lambda *given: (used.append(torch.get_num_threads()), loss(*given))[1])
+    config = parse_run_config({"blocks": 1, "width": 16, "heads": 2, "context": 16},
+                              {"batch": 1, "threads": before + 1})
+    reference_run(config, [1], 1)
+    assert used == [before + 1] and torch.get_num_threads() == before
 
 
 def test_which_pipeline_reads_a_microbatch_matters() -> None:

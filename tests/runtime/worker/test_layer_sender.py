@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from runtime.replay.communication import CommunicationError
+from runtime.replay.transfers import CommunicationError
 from runtime.worker import layer_server
 from runtime.worker.layer_messages import LayerRequest, LayerState
 from runtime.worker.layer_sender import LayerSender

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runtime.model.optimizer import UndoableOptimizer
-from runtime.replay.communication import CommunicationError
+from runtime.replay.transfers import CommunicationError
 from runtime.worker.layer_messages import LayerGradients, LayerRequest, LayerState
 from tests.runtime.speaking import be_asked
 from tests.runtime.worker.team import LAYERS, LEFT, RIGHT, SOON, Team, build

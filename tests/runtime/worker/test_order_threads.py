@@ -1,5 +1,6 @@
 """What a worker of several processes does with its group between orders."""
 
+import queue
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -52,3 +53,15 @@ def test_a_test_of_speed_is_over_before_the_ranks_meet_for_an_order(monkeypatch)
     assert not ran.wait(0.1)
     going.set()
     assert ran.wait(20) and done == ["measured", "measured", "trains"]
+
+
+def test_an_order_does_not_wait_for_ever_for_a_test_of_speed(monkeypatch):
+    over, told = threading.Event(), queue.Queue()
+    monkeypatch.setattr(order_threads, "SPEED_TEST_SECONDS", 0.1)
+    monkeypatch.setattr(order_threads, "_measure_speed", lambda *_: over.wait(60))
+    threads = OrderThreads(told.put)
+    threads.measure_speed(context_with(WorkerGroup(0, 2)), None)
+    threads.train(context_with(WorkerGroup(0, 2)), ORDER, SimpleNamespace(run=lambda: told.put("trains")), None)
+    said = told.get(timeout=30)
+    over.set()
+    assert isinstance(said, TimeoutError) and str(said) == "a speed test has not ended within 0.1 s"

@@ -12,9 +12,10 @@ from schedules.schedule import Op, OpKind, Worker
 
 CPU = torch.device("cpu")
 SLOW = Worker(0, 0)
-FACTOR, OPS = 20.0, 4
+FACTOR, OPS = 40.0, 4
 BEHIND, OP = 0.005, 0.001
-"""Seconds: a rank begins so much later than the other, and an op computes for so long."""
+"""Seconds: a rank begins so much later than the other, and an op computes for so long. Were it multiplied, the delay
+would be minutes."""
 
 
 def test_a_delay_of_one_rank_does_not_grow_from_op_to_op():

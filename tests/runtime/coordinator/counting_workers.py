@@ -1,0 +1,153 @@
+"""Workers that only count: what a coordinator tells them, they must be able to do."""
+
+from collections import deque
+
+from runtime.protocol.to_coordinator import (
+    Checkpoints,
+    FetchUpToDate,
+    Finished,
+    Known,
+    Paused,
+    Ran,
+    Ready,
+    Started,
+)
+from runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Finish, Leave, ReportCheckpoints, Train
+from runtime.replay.placement import Placement
+from schedules.codec import decode
+from schedules.schedule import Worker
+
+PLACEMENT = Placement([0, 2, 4])
+ITERATIONS = 12
+RANKS = 2
+"""Processes of a worker that has several."""
+
+
+class Counting:
+    """A worker whose layers are numbers: how many iterations each has seen."""
+
+    def __init__(self, worker, world) -> None:
+        self.worker, self.world = worker, world
+        self.said, self.inbox = deque([self.ready(None)]), deque()
+        self.layers: dict[int, int] = {}
+        self.order: Train | None = None
+        self.members: tuple[Worker, ...] = ()
+        self.reached = self.begun = -1
+        self.paused = True
+
+    def ready(self, known):
+        return Ready(self.worker, "corpus", (("127.0.0.1", 1),), None, known)
+
+    def go_back(self, committed) -> None:
+        """By one step at most."""
+        assert committed in (self.reached, self.reached - 1), (self.worker, committed, self.reached)
+        self.layers = dict.fromkeys(self.layers, committed + 1)
+        self.reached = committed
+
+    def ranges(self):
+        return tuple((layer, layer + 1) for layer in sorted(self.layers))  # touching ones do no harm here
+
+    def hear(self) -> None:
+        message = self.inbox.popleft()
+        match message:
+            case Train():
+                self.train(message)
+            case EndOrder() if self.order is not None and self.order.number == message.order:
+                self.pause()
+            case Acknowledged() if self.order is not None and not self.paused and self.order.number == message.order:
+                assert message.iteration == self.reached
+                self.begun = message.iteration + 1
+                if message.stop or self.begun == ITERATIONS:
+                    self.pause()
+            case Fetch() if any(move.target == self.worker for move in message.moves):
+                self.said.append(FetchUpToDate(self.worker, message.number))
+            case ReportCheckpoints():
+                self.said.append(Checkpoints(self.worker, tuple(self.world.checkpoints)))
+            case Finish():
+                self.go_back(message.first_iteration - 1)
+                self.world.saving = message.first_iteration
+                self.said.append(Finished(self.worker, message.number, {}))
+            case Leave():
+                self.leave()
+
+    def leave(self) -> None:
+        self.world.workers.pop(self.worker)
+
+    def met(self):
+        """Those it cannot step without."""
+        return [self.world.workers.get(worker) for worker in self.members]
+
+    def train(self, order) -> None:
+        schedule = decode(bytes(order.schedule))
+        if self.worker not in schedule.seat_of:
+            return  # it came too late for this one
+        assert self.paused
+        committed = order.first_iteration - 1
+        if order.restore is not None or order.first_iteration == 0:
+            assert order.restore is None or committed + 1 in self.world.checkpoints
+            self.layers, self.reached = {}, committed
+        elif self.layers:
+            self.go_back(committed)
+        moved = {move.layer for move in order.moves if move.target == self.worker}
+        read = {layer for worker, layers in order.restore or () if worker == self.worker for layer in layers}
+        needs = PLACEMENT.held(schedule, self.worker)
+        if not order.fetch and order.first_iteration and order.restore is None:
+            assert needs <= self.layers.keys() | moved, "nobody gives what it lacks"
+        if order.restore is not None:
+            assert needs <= read | moved
+        self.layers = dict.fromkeys(needs, committed + 1)
+        self.world.fewest = min(self.world.fewest, len(schedule.seats))
+        self.order, self.members, self.paused = order, tuple(seat.worker for seat in schedule.seats), False
+        self.reached, self.begun = committed, committed + 1
+        self.said.append(Started(self.worker, order.number))
+        if self.begun == ITERATIONS:
+            self.pause()
+
+    def pause(self, reason=None) -> None:
+        if not self.paused and self.order is not None:
+            self.paused = True
+            self.said.append(Paused(self.worker, self.order.number, self.ranges(), None, reason))
+
+    def step(self) -> None:
+        """It can, once all members have begun the same iteration."""
+        if self.paused or self.reached >= self.begun or self.order is None or not all(
+                other is not None and other.order is not None and other.order.number == self.order.number
+                and other.begun >= self.begun for other in self.met()):
+            return
+        self.reached = self.begun
+        self.layers = dict.fromkeys(self.layers, self.reached + 1)
+        self.said.append(Ran(self.worker, self.order.number, self.reached,
+                             float(self.reached) if self.worker == self.members[0] else 0.0, 0.1))
+
+    def lose_coordinator(self) -> None:
+        self.inbox.clear()
+        self.said.clear()
+        self.paused = True
+        self.said.append(self.ready(self.known()))
+
+    def known(self):
+        if self.order is None:
+            return Known(0, (), -1, (), None, False)
+        return Known(self.order.number, self.members, self.reached, self.ranges(), None, False,
+                     self.order.first_iteration - 1)
+
+
+class Rank(Counting):
+    """One of the processes of a worker: it steps once all of all members have begun."""
+
+    def __init__(self, worker, rank, world) -> None:
+        self.rank = rank
+        super().__init__(worker, world)
+
+    def leave(self) -> None:
+        mine = self.world.workers[self.worker]
+        mine.remove(self)
+        if not mine:
+            del self.world.workers[self.worker]
+
+    def met(self):
+        return [one for worker in self.members
+                for one in (self.world.workers.get(worker, ()) if self.whole(worker) else (None,))]
+
+    def whole(self, worker) -> bool:
+        return len(self.world.workers.get(worker, ())) == RANKS

@@ -1,0 +1,68 @@
+"""A model for workers of several ranks that computes in float64, whatever its parameters are, so that numbers hardly
+depend on how it is cut: products of the blocks are, embedding and head are not."""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from runtime.api import Shard, cut_parameters, derive_seed, for_all_ranks, seeded, sum_ranks, worker_group
+
+
+class Embedding(nn.Module):
+    def __init__(self, config, dtype):
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocabulary, config.width, dtype=dtype)
+
+    def forward(self, tokens):
+        return functional.embedding(tokens, self.tokens.weight.double())
+
+
+class Block(nn.Module):
+    shards: ClassVar = {"up.weight": Shard(0), "down.weight": Shard(1)}
+
+    def __init__(self, config, dtype):
+        super().__init__()
+        self.up = nn.Linear(config.width, 2 * config.width, bias=False, dtype=dtype)
+        self.down = nn.Linear(2 * config.width, config.width, bias=False, dtype=dtype)
+
+    def forward(self, x):
+        group = worker_group()
+        (whole,) = (x,) if group is None else for_all_ranks(group, x)
+        y = torch.tanh(whole @ self.up.weight.double().T) @ self.down.weight.double().T
+        return x + (y if group is None else sum_ranks(y, group))
+
+
+class Head(nn.Module):
+    def __init__(self, config, dtype):
+        super().__init__()
+        self.logits = nn.Linear(config.width, config.vocabulary, bias=False, dtype=dtype)
+
+    def forward(self, x):
+        return x @ self.logits.weight.double().T
+
+
+class Exact:
+    def __init__(self, config, seed, dtype, device):
+        self.config, self.seed, self.dtype, self.device = config, seed, dtype, device
+        self.layers = config.blocks + 2
+
+    def build(self, layer):
+        kind = Embedding if layer == 0 else Head if layer == self.layers - 1 else Block
+        with seeded(derive_seed("parameters", self.seed, layer)):
+            module = kind(self.config, self.dtype)
+        if kind is Block and worker_group() is not None:
+            cut_parameters(module, Block.shards, worker_group())
+        return module
+
+    def loss(self, output, target):
+        return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+class Tied(Exact):
+    """The head is the embedding."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.shared = (("0.tokens.weight", f"{self.layers - 1}.logits.weight"),)
