@@ -34,7 +34,7 @@ from planner.search.list_scheduler import StuckError
 from planner.search.solve import Solved, improve, in_time, solve, solved_by
 from planner.search.steps.anneal import anneal
 from planner.search.steps.bound import divided
-from planner.search.steps.list_schedules import list_schedules
+from planner.search.steps.list_schedules import list_schedules, on_one_clock
 from schedules.layers import layers_in
 from schedules.schedule import Worker
 
@@ -266,11 +266,12 @@ class _Portfolio:
             end = budget.share(share)
             for number, entry in enumerate(ranked):
                 if not self._done and not budget.stopped:
-                    known = anneal(entry.known, end.share(1 / (len(ranked) - number)))
+                    known = on_one_clock(entry.known) if count == HEATS[-1][0] else entry.known
+                    known = anneal(known, end.share(1 / (len(ranked) - number)))
                     self._replace(entry, known)
         last = min(filter(self._may_win, self._entries), key=lambda entry: entry.promise, default=None)
         if last is not None and not self._done and not budget.stopped:
-            self._replace(last, improve(last.known, budget))
+            self._replace(last, improve(on_one_clock(last.known), budget))
 
     def _may_win(self, entry: _Entry) -> bool:
         """Whether more time may make a candidate the best of all."""
