@@ -22,6 +22,7 @@ from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import Failed, JoinWorker
 from runtime.protocol.to_worker import ToWorker
 from runtime.worker.main_thread import MainThread
+from schedules.tables.relabel import preload
 
 CONNECT_SECONDS = 60.0
 _SPEC = msgspec.json.Decoder(WorkerSpec)
@@ -57,7 +58,9 @@ def main(task: bytes) -> int:
 
 
 def warm_up() -> None:
-    """Spend once, before workers are forked, the time that each would: torch imports much when first used."""
+    """Spend once, before workers are forked, the time that each would: torch imports much when first used, and so does
+    whoever orders transfers."""
+    preload()
     config = RunConfig(model=ModelConfig(blocks=1, width=2, heads=1, context=2))
     model = model_for(config.model, 0, torch.float32, torch.device("cpu"))
     holding = build_holding(model, range(model.layers), config.training)

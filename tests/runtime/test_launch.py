@@ -1,6 +1,7 @@
 import itertools
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -109,8 +110,9 @@ def test_an_error_in_a_worker_is_told_rather_than_what_follows_from_it(fork_serv
     assert fork_server.pids == {}
 
 
-def test_no_worker_outlives_the_fork_server(tmp_path):
-    """Even when it is killed, as when memory runs out."""
+def test_no_worker_outlives_the_fork_server(tmp_path, monkeypatch):
+    """Even when it is killed, as when memory runs out. Until then, no worker imports what takes long: it has that."""
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     fork_server = ForkServer()
 
     def kill(iteration, _):
@@ -124,6 +126,9 @@ def test_no_worker_outlives_the_fork_server(tmp_path):
     fork_server.close()
     assert len(pids) == 4
     wait_until_gone(pids)
+    imported = re.findall(r"import time: .*\| +([\w.]+)$", log_of(tmp_path), re.MULTILINE)
+    assert len(imported) < 40
+    assert not any(re.match(r"networkx|runtime|schedules|torch\._dynamo", name) for name in imported), imported
 
 
 def test_an_interrupt_leaves_no_worker(fork_server, tmp_path):
