@@ -50,6 +50,8 @@ PROMISE = 3.0
 MOST_LAYOUTS, FIRST = 15, 2.0
 """Layouts that are looked at, and how many times its equal share of the time the first one has: many a later one cannot
 be the best."""
+FEWEST_LAYOUTS, LAYOUT_SECONDS = 4, 2e-5
+"""By list schedulers alone, at least so many, and others as far as there are so many seconds for each of their ops."""
 ASSIGNMENT_SECONDS, ASSIGNMENT_SHARE = 2.0, 0.2
 """For the exact assignment of layers: at most, and of the time for list schedules."""
 BEYOND = 1.003
@@ -229,9 +231,9 @@ class _Portfolio:
         options = self._options
         made = candidates(self._given, seconds=max(0.0, min(ASSIGNMENT_SECONDS, ASSIGNMENT_SHARE * budget.seconds)),
                           seed=budget.seed, largest_fine=FINE_RATE * budget.seconds)
-        left = MOST_LAYOUTS
+        left = self._layouts_within(budget.seconds)
         # With no time at all, still the first one where layers may move: most often it is the best.
-        least = MOST_LAYOUTS - 1 if options.layers == "move" else MOST_LAYOUTS
+        least = left - 1 if options.layers == "move" else left
         while left and not self._done and not budget.stopped and (
                 not self._entries or left > least or budget.seconds > 0):
             try:
@@ -249,6 +251,13 @@ class _Portfolio:
             self._add(divided(problem, self._least, self._counts), budget.share(min(1.0, FIRST / left)),
                       moved=_moved(self._given, layout))
             left -= 1
+
+    def _layouts_within(self, seconds: float) -> int:
+        """How many layouts are looked at: where annealing follows, which makes up for short lists, always as many."""
+        if self._options.method != "greedy":
+            return MOST_LAYOUTS
+        ops = len(self._given.sums[:3]) * self._given.total_microbatches * len(self._given.paths[0])
+        return max(FEWEST_LAYOUTS, min(MOST_LAYOUTS, int(seconds / (LAYOUT_SECONDS * ops))))
 
     @property
     def _done(self) -> bool:

@@ -29,7 +29,7 @@ from runtime.errors import first_line
 from runtime.events import LOSSES, Started
 from runtime.model.checkpoint import identity_of, open_checkpoint
 from runtime.model.clipping import watches_gradients
-from runtime.model.holding import state_bytes
+from runtime.model.layer_sizes import state_bytes
 from runtime.model.parameters import load_layer
 from runtime.model.tensor_codec import TensorError
 from runtime.processes.fork_server import AdoptedForkServer, ForkServer, adopt

@@ -26,7 +26,7 @@ from schedules.schedule import Schedule, Worker
 
 LAYERS_PER_STAGE = 8
 """Assumed layers of a stage, where the job file gives none."""
-SECONDS, SECONDS_PER_OP = 0.5, 3e-4
+SECONDS, SECONDS_PER_OP = 0.5, 2e-4
 """Time for one plan, at most, and for each of its compute ops; list schedules of small jobs need no more."""
 BUSIEST = 4.0
 """How many times as long a plan may take on a machine that is busy with other things, for as much processor time."""

@@ -20,9 +20,12 @@
     holding           the layers that a worker holds, their gradients, their optimizer
     undoable_steps    steps that can be undone exactly; the optimizers there are
     optimizer         the optimizer of whole layers; state by layer
+    layer_sizes       how large layers are that another worker needs
     parts             which worker keeps which part of a layer's optimizer state, and a copy of which
     part_state        parts of layers' states, as they are moved and saved
     part_optimizer    the optimizer of parts, and of float32 master weights
+    late_steps        steps of copies of others' parts, made once their iteration is committed
+    copied_sums       where the gradients for them come
     followed_part     parts that another worker keeps, on their way here while it trains
     rank_holding      layers, and the holdings of the ranks that a process stands for, which keep parts
     rank_parts        such a holding, whose parameters and gradients are elsewhere for most of the time

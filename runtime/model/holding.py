@@ -25,7 +25,7 @@ from runtime.model.rank_optimizers import RankOptimizers
 from runtime.model.seeds import GENERATORS
 from runtime.model.shards import shards_of
 from runtime.model.sharing import NOTHING_SHARED, Place, Sharing, sharing_of
-from runtime.model.worker_group import standing_in, worker_group
+from runtime.model.worker_group import worker_group
 from schedules.layers import LayerRange, joined
 from schedules.schedule import Worker
 
@@ -101,14 +101,16 @@ class Holding:
         """
         before, held, same = self.optimizer, self.modules, self.modules == modules and self.cuts == cuts
         assert isinstance(before, PartOptimizer)
+        laid = self.modules == modules and _lengths(self.cuts) == _lengths(cuts)
         if not same:
-            self.modules = dict(sorted(modules.items()))
+            self.modules, self.cuts = dict(sorted(modules.items())), dict(sorted(cuts.items()))
+            self._sums = CopiedSums()
+        if not laid:
             self._sharing.tie(self.modules)
-            self.cuts = dict(sorted(cuts.items()))
-            self._gradients, self._flat_parameters, self._sums = {}, {}, CopiedSums()
+            self._gradients = {}
             self.reduce_by(self.cuts)
-        if not same:
             self._flatten_parameters()
+        if not same:
             for layers, one in self.cuts.items():
                 for parameter in self._reduced(layers, whole=False)[:1]:
                     self._sums.make(layers, one, worker, gradient_dtype(self._config) or parameter.dtype,
@@ -117,7 +119,7 @@ class Holding:
             put(module, [part for part in parts if part.layer == layer], untrained_too=held.get(layer) is not module)
         if not same:
             self.optimizer = optimizer = self._keeping(worker)
-            optimizer.load([*before.kept_states(), *parts])
+            optimizer.take_over(before, parts)
         self.gathered(after)
 
     def _flatten_parameters(self) -> None:
@@ -288,25 +290,6 @@ def _keep_whole(layer: int, module: nn.Module, config: TrainingConfig, sharing: 
                             if sharing.is_shared(layer, name) or parameter.dtype != parameter_dtype(config)])
 
 
-def slots_of(config: TrainingConfig) -> int:
-    """How many numbers an optimizer remembers of each element. Those of one's own are taken to be like AdamW."""
-    return 2 + config.amsgrad if config.optimizer != "sgd" else 1 if config.momentum else 0
-
-
-def state_bytes(model: LayeredModel, config: TrainingConfig, holders: int = 1) -> list[int]:
-    """About what a process of another worker needs of each layer: parameters, buffers, and of the optimizer's state
-    what it keeps beside so many holders."""
-    kept = slots_of(config) * (min(1.0, 2 / holders) if config.shard_optimizer else 1.0)
-    found = []
-    for layer in range(model.layers):
-        with standing_in(config.tensor_parallel), torch.device("meta"):
-            module = with_local_parameters(model.build(layer))
-        parameters = list(module.parameters())
-        stepped = sum(4 * one.numel() if config.master_weights else one.nbytes for one in parameters)
-        found.append(sum(one.nbytes for one in (*module.buffers(), *parameters)) + round(kept * stepped))
-    return found
-
-
 def trained_elements(model: LayeredModel, config: TrainingConfig) -> tuple[Elements, ...]:
     """How many elements of each layer are trained, where workers keep parts of their state."""
     found, sharing = [], sharing_of(model)
@@ -336,6 +319,11 @@ def _flatten_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | 
             parameter.grad = view.view_as(parameter)
         flats.append(flat)
     return flats
+
+
+def _lengths(cuts: Mapping[LayerRange, Cut]) -> dict[LayerRange, tuple[int, bool]]:
+    """What the flat tensors of ranges depend on."""
+    return {layers: (one.length, one.sharded) for layers, one in cuts.items()}
 
 
 def _flatten_parameters(parameters: Sequence[nn.Parameter], length: int) -> Tensor:

@@ -173,10 +173,33 @@ class PartOptimizer(UndoableSteps):
 
     def load(self, parts: Iterable[PartState]) -> None:
         """Take over, by copies, what others have of the parts that are kept here. No step may be open."""
+        self._load_pieces((*self._pieces, *self._copies), parts)
+
+    def take_over(self, before: "PartOptimizer", parts: Iterable[PartState]) -> None:
+        """Go on from what another one keeps, which must not be used any more, and from what others have given.
+
+        What is cut as before goes over with its memory; else it is copied. No step may be open here or there.
+        """
+        theirs = {(piece.layer, piece.name, piece.span): piece for piece in (*before._pieces, *before._copies)}
+        lacking = []
+        for piece in (*self._pieces, *self._copies):
+            old = theirs.get((piece.layer, piece.name, piece.span))
+            if old is None:
+                lacking.append(piece)
+                continue
+            if slots := before._slots_of(old):
+                (self._late if piece.late else self).states[piece.stepped] = slots
+            if piece.stepped.data_ptr() != old.stepped.data_ptr():
+                with torch.no_grad():
+                    piece.stepped.copy_(old.stepped)
+        self._load_pieces(lacking, before.kept_states() if lacking else ())
+        self.load(parts)
+
+    def _load_pieces(self, pieces: Sequence[_Piece], parts: Iterable[PartState]) -> None:
         assert self.open_iteration is None, "a step is open: undo or commit it first"
         with torch.no_grad():
             for part in parts:
-                for piece in (*self._pieces, *self._copies):
+                for piece in pieces:
                     both = common(piece.span, (part.start, part.stop)) if piece.layer == part.layer else None
                     if both is not None:
                         self._load(piece, part, both)

@@ -6,7 +6,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from planner.layout.candidates import finer_slices
+from planner.layout.candidates import candidates, finer_slices
 from planner.layout.types import Layout, MicroBatch, Stop
 from planner.model.assemble import build_schedule
 from planner.model.bounds import exact_bound, lower_bound
@@ -154,3 +154,20 @@ def test_the_bound_of_a_layout_is_sought_only_where_it_is_told(monkeypatch):
     assert made.schedule.status == "feasible"
     with pytest.raises(TypeError):
         plan_with(options, layered(4, 4, 8), [Worker(1, 2)])
+
+
+def test_list_schedulers_alone_look_at_few_layouts_where_there_is_little_time(monkeypatch):
+    made = []
+
+    def counted(*given, **how):
+        for layout in candidates(*given, **how):
+            made.append(layout)
+            yield layout
+
+    monkeypatch.setattr("planner.portfolio.candidates", counted)
+    counts = []
+    for seconds in (0.06, 2.0):
+        plan_only(PlanOptions(method="greedy", layers="move", time_limit=seconds), layered(4, 4, 8), [Worker(1, 2)])
+        counts.append(len(made))
+        made.clear()
+    assert counts[0] <= 7 < counts[1], "ten, if each had the same share"

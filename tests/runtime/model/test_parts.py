@@ -108,7 +108,10 @@ class Team:
         return found
 
     def cut_over(self, members, parts, after):
-        self.cut = cut(self.total, members, (), sharded=True)
+        self.keep(cut(self.total, members, (), sharded=True), parts, after)
+
+    def keep(self, one, parts, after):
+        self.cut, members = one, one.members
         self.holdings = {worker: self.holdings.get(worker) or Holding(self.modules(), self.training)
                          for worker in members}
         for worker, holding in self.holdings.items():
@@ -164,6 +167,34 @@ def test_parts_step_undo_and_move_as_the_whole_does(training, mixed):
     team.cut_over([Worker(0, 0), Worker(2, 0), Worker(3, 0), Worker(4, 0)], parts, 2)  # one is lost, two come
     team.require_equal()
     for iteration in range(3, 6):
+        team.run(iteration)
+        team.require_equal()
+
+
+@pytest.mark.parametrize("training", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize("committed", [2, 3])
+def test_who_is_left_steps_on_with_what_it_keeps(training, committed):
+    """In the same memory. Parameters alone come from others where a step was undone."""
+    team = Team(training, 3)
+    for iteration in range(4):
+        team.run(iteration, 0.5)
+    for holding in (team.whole, *team.holdings.values()):
+        holding.optimizer.go_back(committed)
+    del team.holdings[Worker(1, 0)]
+    parameters = [PartState(*part[:3], part.tensors, state=False) for part in team.parts()]
+
+    def places():
+        flats = [flat for holding in team.holdings.values() for _, flat, _ in holding.flat_parameters()]
+        return [tensor.data_ptr() for tensor in flats] + [
+            gradient.data_ptr() for holding in team.holdings.values() for gradient in holding.gradients()]
+
+    before = places()
+    team.keep(team.cut.left([Worker(0, 0), Worker(2, 0)]), parameters if committed == 2 else [], committed)
+    assert places() == before
+    team.require_equal()
+    for iteration in range(committed + 1, 6):
+        for holding in (team.whole, *team.holdings.values()):
+            holding.zero_gradients()
         team.run(iteration)
         team.require_equal()
 
