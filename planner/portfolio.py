@@ -34,7 +34,7 @@ from planner.search.list_scheduler import StuckError
 from planner.search.solve import Solved, improve, in_time, solve, solved_by
 from planner.search.steps.anneal import anneal
 from planner.search.steps.bound import divided
-from planner.search.steps.list_schedules import list_schedules
+from planner.search.steps.list_schedules import list_schedules, on_one_clock
 from schedules.layers import layers_in
 from schedules.schedule import Worker
 
@@ -176,7 +176,7 @@ class _Portfolio:
             budget = in_time(first, budget)
         lists = budget if self._options.method == "greedy" else budget.share(LIST_SHARE)
         if first is not None:
-            self._add(first, lists.share(FIRST_SHARE), moved=0)
+            self._add(first, lists, FIRST_SHARE, moved=0)
         self._add_layouts(lists)
         if not self._entries:
             raise NoPlanError("no layout of the layers over the live workers has room for the micro-batches in flight")
@@ -196,15 +196,17 @@ class _Portfolio:
         why = f"with who runs what as it is here, no order is shorter than {least * known.problem.tick_seconds:g} s"
         return f"{solved.evidence}; {why}"
 
-    def _add(self, known: Incumbent, budget: Budget, *, moved: int) -> None:
-        """List schedules of a candidate. It is dropped where they get stuck for lack of memory, or cannot be the best.
+    def _add(self, known: Incumbent, budget: Budget, share: float, *, moved: int) -> None:
+        """List schedules of a candidate in this share of what its bound leaves of the time.
+
+        It is dropped where they get stuck for lack of memory, or cannot be the best.
         """
         least = self._least_of(known) if self._options.method != "greedy" else 0
         if moved and self._entries and least * known.problem.tick_seconds > self._best.seconds:
             return
         enough = msgspec.structs.replace(known, bound=max(known.bound, least))
         with contextlib.suppress(StuckError):
-            found = msgspec.structs.replace(list_schedules(enough, budget), bound=known.bound)
+            found = msgspec.structs.replace(list_schedules(enough, budget.share(share)), bound=known.bound)
             self._entries.append(_Entry(found, moved, least))
 
     @property
@@ -248,7 +250,7 @@ class _Portfolio:
                 return
             problem = problem_of_layout(self._job, self._failed, layout, backward=options.backward or "split",
                                         optimizer=options.optimizer or "staggered", least=self._least)
-            self._add(divided(problem, self._least, self._counts), budget.share(min(1.0, FIRST / left)),
+            self._add(divided(problem, self._least, self._counts), budget, min(1.0, FIRST / left),
                       moved=_moved(self._given, layout))
             left -= 1
 
@@ -273,11 +275,12 @@ class _Portfolio:
             end = budget.share(share)
             for number, entry in enumerate(ranked):
                 if not self._done and not budget.stopped:
-                    known = anneal(entry.known, end.share(1 / (len(ranked) - number)))
+                    known = on_one_clock(entry.known) if count == HEATS[-1][0] else entry.known
+                    known = anneal(known, end.share(1 / (len(ranked) - number)))
                     self._replace(entry, known)
         last = min(filter(self._may_win, self._entries), key=lambda entry: entry.promise, default=None)
         if last is not None and not self._done and not budget.stopped:
-            self._replace(last, improve(last.known, budget))
+            self._replace(last, improve(on_one_clock(last.known), budget))
 
     def _may_win(self, entry: _Entry) -> bool:
         """Whether more time may make a candidate the best of all."""

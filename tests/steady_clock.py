@@ -21,7 +21,6 @@ from ortools.sat.python import cp_model
 import planner
 from planner.layout import cuts, division
 from planner.search.annealing.chain import AnnealingChain
-from planner.search.annealing.cooling import OPS_PER_SLICE
 from planner.search.cpsat import model as cpsat_model
 from planner.search.list_scheduler import ListScheduler
 
@@ -33,8 +32,8 @@ SCHEDULER_OP = 600
 """Nanoseconds for each op to make a list scheduler."""
 CUT_LAYER = 3_000
 """Nanoseconds for each layer to cut a line of workers."""
-SLICE = 25_000_000
-"""Nanoseconds of a slice of annealing: two chains run side by side for twice that."""
+ANNEALING_STEP = 2_500
+"""Nanoseconds of a step of annealing: two chains run side by side for twice that."""
 SOLVER_UNITS = 0.2
 """Units of CP-SAT's own count of its steps in a second, where it is asked for little."""
 PACKAGES = ("planner", "cli", "tests")
@@ -103,8 +102,7 @@ def _solver_cost(solver: cp_model.CpSolver, *_: object) -> float:
 STEPS: tuple[tuple[object, str, Callable[..., float]], ...] = (
     (ListScheduler, "__init__", lambda _, arrays: SCHEDULER_OP * len(arrays.ops.unit)),
     (ListScheduler, "order", lambda made, _: LIST_SCHEDULE + LIST_SCHEDULE_OP * len(made.arrays.ops.unit)),
-    (AnnealingChain, "advance", lambda chain, steps: SLICE * steps * len(chain._arrays.ops.duration)
-        // chain._problem.grid.pipelines // OPS_PER_SLICE),
+    (AnnealingChain, "advance", lambda _, steps: ANNEALING_STEP * steps),
     (cuts, "cut", lambda problem, *_: CUT_LAYER * problem.layer_count),
     (division, "cut", lambda problem, *_: CUT_LAYER * problem.layer_count),
     (cp_model.CpSolver, "solve", _solver_cost), (cpsat_model, "_solve", _solver_cost))

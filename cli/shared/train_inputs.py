@@ -9,6 +9,7 @@ from cli.shared.inputs import is_there
 from planner.job.file import Job
 from planner.model.from_job import grid_of
 from runtime.config import RunConfig
+from runtime.device import choose_device
 from runtime.model.checkpoint import MANIFEST, Checkpoint, CheckpointError, latest, open_checkpoint
 from runtime.model.data import load_corpus, load_validation
 from runtime.model.layers import model_for, parameter_dtype
@@ -36,9 +37,9 @@ def require_trainable(job: Job, config: RunConfig) -> None:
 
     Raises ConfigError and PlacementError.
     """
-    training = config.training
+    training, device = config.training, torch.device(choose_device(config.training.device))
     with standing_in(training.tensor_parallel):
-        model = model_for(config.model, training.seed, parameter_dtype(training), torch.device("meta"))
+        model = model_for(config.model, training.seed, parameter_dtype(training), device)
     place(grid_of(job), model.layers)
     load_corpus(config, job.microbatches)
     load_validation(config, job.microbatches)

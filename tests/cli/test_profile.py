@@ -3,6 +3,7 @@
 import json
 import tomllib
 from collections.abc import Iterator
+from importlib import import_module
 
 import pytest
 import torch
@@ -51,6 +52,7 @@ device = "cpu"
 @pytest.fixture(autouse=True, scope="module")
 def _quick_fork_servers() -> Iterator[None]:
     """Forked where torch is imported already; `runtime.processes.test_children` has one that is started."""
+    import_module("cli.train")  # else what that imports would keep what is put in the place of the class
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fork_server, "ForkServer", own_fork_server)
         yield

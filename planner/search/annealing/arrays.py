@@ -13,6 +13,7 @@ from planner.search.kernel.annealing.arrays import (
     Chain,
     Instance,
     Log,
+    Path,
     Queue,
     Sorting,
     State,
@@ -32,12 +33,24 @@ def make_chain(arrays: ProblemArrays, order: Ints, seed: int) -> Chain:
         instance=_instance(arrays), state=state, best=State(*(array.copy() for array in state)), record=_zeros(2),
         timing=Timing(_zeros(ops), _zeros(pipelines), _zeros(pipelines)),
         trial=Timing(_zeros(ops), _zeros(pipelines), _zeros(pipelines)),
-        sorting=Sorting(*(_zeros(ops) for _ in range(4))),
+        sorting=Sorting(*(_zeros(size) for size in (ops, ops, ops, ops, len(arrays.workers)))), heads=_zeros(ops),
         queue=Queue(bucket=np.full(BUCKETS, -1, dtype=np.int64), next=_zeros(ops), queued=_zeros(ops),
                     counters=_zeros(4)),
         log=Log(op=_zeros(4 * ops), late=_zeros(4 * ops), pipeline=_zeros(pipelines), longest=_zeros(pipelines),
                 excess=_zeros(pipelines), marked=_zeros(pipelines), counters=_zeros(2)),
-        run=_zeros(LONGEST_JUMP), places=_zeros(arrays.ops.kinds), random=_random(seed))
+        path=Path(_zeros(ops), ints([-1])), run=_zeros(LONGEST_JUMP), places=_zeros(arrays.ops.kinds),
+        random=_random(seed))
+
+
+def twin(chain: Chain, seed: int) -> Chain:
+    """Another chain of the same instance that begins as a chain is now."""
+    own = {field: _copied(value) for field, value in zip(Chain._fields[1:], chain[1:], strict=True)}
+    return chain._replace(**own)._replace(random=_random(seed))
+
+
+def _copied(value: Any) -> Any:
+    """An array, or a tuple of arrays."""
+    return value.copy() if isinstance(value, np.ndarray) else type(value)(*map(_copied, value))
 
 
 def _instance(arrays: ProblemArrays) -> Instance:

@@ -1,6 +1,7 @@
 """An annealing chain: improves a plan of one piece by the kernel, in slices short enough to be stopped between."""
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 
@@ -8,14 +9,15 @@ from planner.model.arrays import ProblemArrays
 from planner.model.problem import Problem
 from planner.model.solution import Solution
 from planner.model.start_times import NEVER, ends_before_last, group_ends
-from planner.search.annealing.arrays import make_chain
-from planner.search.annealing.cooling import CYCLES, first_cycle_steps, slice_steps
+from planner.search.annealing.arrays import make_chain, twin
+from planner.search.annealing.cooling import CYCLES, FEWEST_STEPS, first_cycle_steps, slice_steps
 from planner.search.kernel.annealing.arrays import BASE, FOREVER, PERIOD, SPAN, Cycle, State
 from planner.search.kernel.annealing.loop import anneal
 from planner.search.kernel.annealing.timing import end_with_deadlines, keep_ends, set_deadlines, time
 
-SHIFTS = 60
-"""One in so many steps, times the pipelines of a piece, shifts a deadline."""
+SHIFTS, OPS_PER_SHIFT = 60, 8
+"""One in so many steps, times the pipelines of a piece, shifts a deadline; or one in the ops of the piece divided by
+this, where that is rarer, as it times all of them anew."""
 
 
 class AnnealingChain:
@@ -98,8 +100,18 @@ class AnnealingChain:
 
     def loosen(self) -> None:
         """Deadlines may be shifted again."""
-        self._shifts = SHIFTS * self._problem.grid.pipelines if self._problem.optimizer == "staggered" else 0
+        often = max(SHIFTS * self._problem.grid.pipelines, len(self._arrays.ops.duration) // OPS_PER_SHIFT)
+        self._shifts = often if self._problem.optimizer == "staggered" else 0
         self._cycle = self._next_cycle()
+
+    def twin(self, seed: int) -> "AnnealingChain":
+        """Another chain of the same piece: it begins with the best plan of this one."""
+        other = copy(self)
+        other._chain = twin(self._chain, seed)
+        other._cycle_steps = first_cycle_steps(len(self._arrays.ops.duration), self._problem.grid.pipelines)
+        other._step = other.steps = other.cycles = 0
+        other.take(self)
+        return other
 
     def take(self, other: "AnnealingChain") -> None:
         """Go on from the best plan of another chain of the same piece, under its rules."""
@@ -117,17 +129,23 @@ class AnnealingChain:
                      low=int(base + cooling.begin * span) if cooling.begin > 0 else -FOREVER,
                      high=int(base + cooling.end * span) if cooling.end < 1 else FOREVER)
 
+    def cool_within(self, slices: float) -> None:
+        """Have the present cooling cycle end within so many more slices: one cut off while hot has found little."""
+        end = max(FEWEST_STEPS, self._step + int(slices * self._slice))
+        if end < self._cycle.steps:
+            self._cycle = self._cycle._replace(steps=end)
+
     def run(self) -> None:
         """One slice of steps."""
         self.advance(self._slice)
 
     def advance(self, steps: int) -> None:
         """Some steps, at most to the end of the cooling cycle."""
-        end = min(self._step + steps, self._cycle_steps)
+        end = min(self._step + steps, self._cycle.steps)
         anneal(self._chain, self._cycle, self._step, end)
         self.steps += end - self._step
         self._step = end
-        if end == self._cycle_steps:  # go on from the best, in another way or more slowly
+        if end == self._cycle.steps:  # go on from the best, in another way or more slowly
             self.cycles, self._step = self.cycles + 1, 0
             if self.cycles % len(CYCLES) == 0:
                 self._cycle_steps *= 2
@@ -138,10 +156,8 @@ class AnnealingChain:
         """The best plan so far, on the clock of its deadlines."""
         chain, arrays = self._chain, self._arrays
         time(chain.instance, chain.best, chain.sorting, chain.trial, self._goal)
-        hosts = {unit: arrays.workers[worker]
-                 for unit, worker in zip(arrays.units, chain.best.worker, strict=True)}
         begin = chain.trial.late.min() if self._problem.optimizer == "synchronous" else 0
-        return ProblemArrays(self._problem, hosts).solution(chain.sorting.order, chain.trial.late - begin)
+        return arrays.assigned(chain.best.worker.copy()).solution(chain.sorting.order, chain.trial.late - begin)
 
 
 def _copy(source: State, target: State) -> None:

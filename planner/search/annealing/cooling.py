@@ -18,21 +18,21 @@ class Cooling(NamedTuple):
     """to here changes, in shares of it: how it fills and drains takes more heat than the rest could bear."""
 
 
-CYCLES = (Cooling(0.15, 0.05, 3.0), Cooling(1.0, 0.1, 3.0, end=0.3), Cooling(1.0, 0.1, 3.0, begin=0.7),
+CYCLES = (Cooling(0.15, 0.02, 3.0), Cooling(1.0, 0.1, 3.0, end=0.3), Cooling(1.0, 0.1, 3.0, begin=0.7),
           Cooling(0.3, 0.1, 10.0), Cooling(0.3, 0.1, 30.0))
 """None is the best on all jobs. The first one must be of the whole plan. When all are done, they take twice as long."""
-STEPS_PER_OP, OPS_PER_CYCLE = 60, 80_000_000
-"""Steps of the first cooling cycles for each op, and the ops that each may time."""
+STEPS_PER_OP, OPS_PER_CYCLE = 60, 800_000_000
+"""Steps of the first cooling cycles for each op, and the ops that all pipelines together have in these steps."""
 FEWEST_STEPS = 2_000
-OPS_PER_SLICE = 3_000_000
-"""Ops timed between two looks at the clock: some 50 ms."""
+STEPS_PER_SLICE, OPS_PER_SLICE = 10_000, 30_000_000
+"""The same between two looks at the clock: some 50 ms."""
 
 
 def first_cycle_steps(ops: int, pipelines: int) -> int:
-    """Steps of the first cooling cycles. A step times about the ops of one pipeline anew."""
+    """Steps of the first cooling cycles. At most a step times the ops of one pipeline anew."""
     return max(FEWEST_STEPS, min(STEPS_PER_OP * ops, OPS_PER_CYCLE * pipelines // ops))
 
 
 def slice_steps(ops: int, pipelines: int) -> int:
     """Steps between two looks at the clock."""
-    return max(1, OPS_PER_SLICE * pipelines // ops)
+    return max(1, min(STEPS_PER_SLICE, OPS_PER_SLICE * pipelines // ops))

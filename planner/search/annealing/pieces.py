@@ -18,8 +18,9 @@ Always as many, so that the plan does not depend on the machine.
 """
 
 
-TELL_SECONDS = 0.5
-"""Between two better plans that are told of: to join their pieces takes as long as some rounds."""
+TELL_SECONDS, TELL_SHARE = 0.5, 0.1
+"""Between two better plans that are told of, and the share of the time that it may take: to join their pieces takes as
+long as some rounds."""
 
 
 class Annealed(msgspec.Struct, frozen=True):
@@ -46,7 +47,8 @@ def anneal_pieces(problems: Sequence[Problem], solutions: Sequence[Solution], go
     """
     pieces = _Pieces([_PieceChains(problem, solution, goal, budget.seed)
                       for problem, solution in zip(problems, solutions, strict=True)])
-    told, when, slowest = pieces.period, time.monotonic(), 0.0
+    start, slowest = time.monotonic(), 0.0
+    told, when = pieces.period, start + TELL_SECONDS
     with ThreadPoolExecutor(CHAINS - 1) as others:
         while not budget.stopped and budget.seconds > slowest and pieces.period > goal:
             began = time.monotonic()
@@ -59,9 +61,11 @@ def anneal_pieces(problems: Sequence[Problem], solutions: Sequence[Solution], go
                 chain.result()
             pieces.end_round()
             slowest = max(slowest, time.monotonic() - began)
-            if pieces.period < told and time.monotonic() > when + TELL_SECONDS:
-                told, when = pieces.period, time.monotonic()
+            pieces.cool_within(budget.seconds * pieces.rounds / (time.monotonic() - start))
+            if pieces.period < told and time.monotonic() > when:
+                told, began = pieces.period, time.monotonic()
                 tell(pieces.result())
+                when = time.monotonic() + max(TELL_SECONDS, (time.monotonic() - began) / TELL_SHARE)
     return pieces.result()
 
 
@@ -71,9 +75,8 @@ class _PieceChains:
     def __init__(self, problem: Problem, solution: Solution, goal: int, seed: int) -> None:
         self.rounds = self.better = 0
         """Rounds of annealing, and which of them found the last better plan."""
-        self._problem, self._start, self._goal, self._seed = problem, solution, goal, seed
-        self.chains: list[AnnealingChain] = []
-        self.chain(0)
+        self._problem, self._seed = problem, seed * CHAINS
+        self.chains = [AnnealingChain(problem, solution, goal, self._seed)]
         self.period = self.best.period
 
     @property
@@ -94,10 +97,7 @@ class _PieceChains:
     def chain(self, number: int) -> AnnealingChain:
         """A chain by its number."""
         if number == len(self.chains):
-            made = AnnealingChain(self._problem, self._start, self._goal, self._seed * CHAINS + number)
-            if self.chains:
-                made.take(self.best)
-            self.chains.append(made)
+            self.chains.append(self.best.twin(self._seed + number))
         return self.chains[number]
 
     def keep(self, deadlines: Sequence[int]) -> None:
@@ -132,6 +132,8 @@ class _Pieces:
 
     def __init__(self, pieces: list[_PieceChains]) -> None:
         self._pieces = pieces
+        self.rounds = 0
+        """Of annealing, of any piece."""
         self._annealed: list[_PieceChains] = []
         """In the present round."""
         self._shifting: _PieceChains | None = None
@@ -172,6 +174,7 @@ class _Pieces:
 
     def end_round(self) -> None:
         """Exchange what the chains of a round have found."""
+        self.rounds += 1
         for piece in self._annealed:
             piece.end_round()
         if self._shifting is None or len(self._pieces) == 1:
@@ -182,6 +185,12 @@ class _Pieces:
             self._shifting = None
         else:
             self._keep(deadlines, [piece for piece in self._pieces if piece is not self._shifting])
+
+    def cool_within(self, rounds: float) -> None:
+        """Have the present cooling cycles end within so many more rounds, in which pieces take turns as before."""
+        for piece in self._annealed:
+            for chain in piece.chains:
+                chain.cool_within(rounds * piece.rounds / self.rounds)
 
     def result(self) -> Annealed:
         """The best plans found."""

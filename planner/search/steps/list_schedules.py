@@ -16,8 +16,9 @@ from planner.search.list_search import search
 from schedules.precedence import OpKey
 from schedules.schedule import Worker
 
-LARGEST_JOINED = 60_000
-"""Compute ops of all different pieces up to which they are put on one clock."""
+LARGEST_JOINED, USUALLY_JOINED, QUICKLY_JOINED = 60_000, 30_000, 10_000
+"""Compute ops of all different pieces up to which they are put on one clock where the whole takes longer than each; up
+to which always; and up to which even when the time is over."""
 APART_SHARE = 0.5
 """Share of the time for each piece by itself, where they are put on one clock then."""
 
@@ -26,15 +27,27 @@ def list_schedules(known: Incumbent, budget: Budget) -> Incumbent:
     """The best of many list schedules of each piece. No piece need be shorter than the longest one.
 
     Where the period of a piece is not that of the whole, only the latter is reported, in the end. Pieces of a layout
-    reduce gradients at times that each would choose otherwise: as one they are ordered for the same times.
+    reduce gradients at times that each would choose otherwise: as one they are ordered, and annealed, for the same
+    times.
     """
-    join = len(known.pieces) > 1 and known.problem.routes is not None and known.problem.grid.chains == 1 and \
-        sum(piece.problem.operations for piece in known.pieces) <= LARGEST_JOINED
+    ops = sum(piece.problem.operations for piece in known.pieces)
+    join = _separate(known) and ops <= LARGEST_JOINED
     found = _each_alone(known, budget.share(APART_SHARE) if join else budget)
     if len(known.pieces) > 1:
         _report(found.period, known, budget)
-    join = join and found.period != max(found.periods)
-    return _on_one_clock(found, budget) if join and found.open and budget.seconds > 0 else found
+    join = join and found.open and (ops <= USUALLY_JOINED or found.period != max(found.periods))
+    return _on_one_clock(found, budget) if join and (budget.seconds > 0 or ops <= QUICKLY_JOINED) else found
+
+
+def on_one_clock(known: Incumbent) -> Incumbent:
+    """The same plan with all pieces of a layout as one, where there are several and they are not too large for that."""
+    small = sum(piece.problem.operations for piece in known.pieces) <= USUALLY_JOINED
+    return _joined(known) if _separate(known) and small and known.open else known
+
+
+def _separate(known: Incumbent) -> bool:
+    """Whether there are several pieces, of a layout, that can be put on one clock."""
+    return len(known.pieces) > 1 and known.problem.routes is not None and known.problem.grid.chains == 1
 
 
 def _report(period: int, known: Incumbent, budget: Budget) -> None:
@@ -59,16 +72,24 @@ def _each_alone(known: Incumbent, budget: Budget) -> Incumbent:
 
 def _on_one_clock(known: Incumbent, budget: Budget) -> Incumbent:
     """All pieces as one, with the better of their own plans and of list schedules of the whole."""
-    piece, solution = joined(known.problem, known.pieces), _together(known)
-    empty = msgspec.structs.replace(known, pieces=(piece,))
-    best = empty.with_solutions([solution], [solution_period(piece.problem, solution)])
+    best = _joined(known)
+    if budget.seconds <= 0:
+        return best
     with contextlib.suppress(StuckError):
-        other, ticks = search(piece.problem, known.bound, budget.deadline, budget.seed, lambda _: None, budget.stop)
-        found = empty.with_solutions([other], [ticks])
+        other, ticks = search(best.pieces[0].problem, known.bound, budget.deadline, budget.seed, lambda _: None,
+                              budget.stop)
+        found = best.with_solutions([other], [ticks])
         if found.period < best.period:
             best = found
             _report(best.period, known, budget)
     return best
+
+
+def _joined(known: Incumbent) -> Incumbent:
+    """All pieces as one, with their own plans."""
+    piece, solution = joined(known.problem, known.pieces), _together(known)
+    empty = msgspec.structs.replace(known, pieces=(piece,))
+    return empty.with_solutions([solution], [solution_period(piece.problem, solution)])
 
 
 def _together(known: Incumbent) -> Solution:

@@ -20,7 +20,7 @@ from planner.search.budget import Budget
 from planner.search.compiled import ready
 from planner.search.kernel.annealing.arrays import FOREVER, SPAN, Cycle
 from planner.search.kernel.annealing.loop import anneal
-from planner.search.kernel.annealing.timing import set_deadlines
+from planner.search.kernel.annealing.timing import set_deadlines, set_heads
 from planner.search.kernel.annealing.timing import time as timed
 from planner.search.list_scheduler import DispatchRule, ListScheduler
 from planner.search.steps.anneal import BEGIN_SECONDS
@@ -73,6 +73,53 @@ def test_steps_depend_on_the_seed_alone():
         return annealer.solution()
 
     assert annealed(1, 500) == annealed(1, 200, 300) != annealed(2, 500)
+
+
+def test_a_twin_begins_with_the_best_plan_and_goes_its_own_way():
+    problem = build_problem(grid(3, 4, 6), [Worker(0, 2)])
+    annealer = AnnealingChain(problem, listed(problem), goal=0, seed=0)
+    annealer.advance(500)
+    before = annealer.solution()
+    other = annealer.twin(seed=1)
+    assert other.period == annealer.period and other.solution() == before and other.steps == 0
+    other.advance(2000)
+    assert annealer.solution() == before and other.period <= annealer.period
+
+
+def test_a_cooling_cycle_ends_within_the_time_that_is_left():
+    problem = build_problem(grid(3, 8, 16), [Worker(0, 2)])
+    annealer, usual = (AnnealingChain(problem, listed(problem), goal=0, seed=0) for _ in range(2))
+    for chain in (annealer, usual):
+        chain.run()
+    annealer.cool_within(2)
+    for chain in (annealer, usual):
+        chain.run()
+        chain.run()
+    assert annealer.cycles == 1 and usual.cycles == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), jobs(), MODES, st.integers(0, 99))
+def test_by_as_much_as_an_op_must_start_before_its_head_some_window_is_longer(data, job, modes, seed):
+    """So that a change is refused by the heads alone exactly where its windows would be too long."""
+    problem = build_problem(job, data.draw(failures(job)), backward=modes[0], optimizer=modes[1])
+    arrays = ProblemArrays(problem, assign(problem, "least-loaded"))
+    chain = make_chain(arrays, arrays.order(listed(problem)), seed)
+    instance, state, before, after = chain.instance, chain.state, chain.timing, chain.trial
+    set_deadlines(instance, state, chain.sorting)
+    timed(instance, state, chain.sorting, before, 0)
+    set_heads(instance, state, before, chain.sorting, 0, chain.heads)
+    assert (before.late >= chain.heads).all()
+    worker = data.draw(st.sampled_from([row for row, size in enumerate(state.size) if size]))
+    place = data.draw(st.integers(1, state.size[worker] - 1))
+    row = state.sequence[worker]
+    row[[place - 1, place]] = row[[place, place - 1]]
+    state.place[row[[place - 1, place]]] = place - 1, place
+    if timed(instance, state, chain.sorting, after, 0) >= 0:  # else ops wait for each other in a circle
+        set_heads(instance, state, before, chain.sorting, 0, chain.heads)
+        longer = [state.end[instance.group[row]] + instance.tail[row] - after.late[state.sequence[row, 0]]
+                  - before.longest[instance.pipeline[row]] for row, size in enumerate(state.size) if size]
+        assert (chain.heads - after.late).max() == max(longer)
 
 
 @pytest.mark.parametrize("transfer", [0, 1])

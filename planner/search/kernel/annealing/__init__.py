@@ -9,6 +9,7 @@ alone, so that a change is checked by one walk through the worker's ops.
 arrays      what the arrays mean
 random      random numbers
 timing      a state timed from scratch: topological order, latest starts
+heads       how early ops can start, so that bad changes are refused at once
 retiming    a changed state timed where it changed
 cost        windows, and what annealing minimises
 critical    critical workers and paths

@@ -120,7 +120,9 @@ class Sorting(NamedTuple):
     order: Ints
     """all ops, each after what it waits for"""
     early: Ints
-    """[op] earliest start"""
+    """[op] earliest start, if no worker begins before its release"""
+    release: Ints
+    """[worker] ticks"""
 
 
 class Queue(NamedTuple):
@@ -165,6 +167,15 @@ class Log(NamedTuple):
 CHANGED, TOUCHED = range(2)
 
 
+class Path(NamedTuple):
+    """A critical path, followed anew when a change is accepted: see `critical.critical_path`."""
+
+    op: Ints
+    """ops that wait for nothing but the next op of their worker"""
+    size: Ints
+    """[1] how many; -1 where the path is to be followed anew"""
+
+
 class Chain(NamedTuple):
     """One annealing chain: its states and the room to work in."""
 
@@ -179,8 +190,11 @@ class Chain(NamedTuple):
     trial: Timing
     """Room for the timing of another one."""
     sorting: Sorting
+    heads: Ints
+    """[op] see `heads`"""
     queue: Queue
     log: Log
+    path: Path
     run: Ints
     """[LARGEST_RUN] room for the ops of a run"""
     places: Ints

@@ -27,17 +27,17 @@ def critical_worker(random, instance, state, timing, goal):
 
 
 @borrowing
-def critical_path(random, instance, state, late, op, within):
-    """Follow what keeps an op from starting later: (op, last).
+def critical_path(random, instance, state, late, op, within, path):
+    """Follow what keeps an op from starting later; the op where the path ends: at a deadline.
 
-    `op` is a random one of the path's ops that wait for nothing but the next op of their worker, with a latest start
-    `within` (low, high), high excluded; -1 for none. `last` is where the path ends: at a deadline.
+    `path` gets the ops that wait for nothing but the next op of their worker, with a latest start `within` (low, high),
+    high excluded.
     """
     unit, start, successor, transfer = instance.unit, instance.successors.start, instance.successors.op, \
         instance.successors.transfer
     worker_of, duration, sequence, size, place = state.worker, state.duration, state.sequence, state.size, state.place
     low, high = within
-    chosen, arcs = -1, 0
+    arcs = 0
     for _ in range(late.shape[0]):  # no path is longer
         worker, after = worker_of[unit[op]], place[op] + 1
         end = late[op] + duration[op]
@@ -54,10 +54,10 @@ def critical_path(random, instance, state, late, op, within):
             break
         if other < 0 or (own >= 0 and below(random, 2) == 0):
             if own != other and low <= late[op] < high:
+                path.op[arcs] = op
                 arcs += 1
-                if below(random, arcs) == 0:
-                    chosen = op
             op = own
         else:
             op = other
-    return chosen, op
+    path.size[0] = arcs
+    return op

@@ -4,6 +4,7 @@ import math
 
 from planner.search.kernel.annealing.arrays import CHANGED, COST, NONE, PERIOD, TOUCHED, Chain, Cycle
 from planner.search.kernel.annealing.cost import cost, cost_after
+from planner.search.kernel.annealing.heads import OPS_PER_STEP, renew
 from planner.search.kernel.annealing.moves import (
     fits,
     propose_exchange,
@@ -15,8 +16,13 @@ from planner.search.kernel.annealing.moves import (
 )
 from planner.search.kernel.annealing.random import below, uniform
 from planner.search.kernel.annealing.retiming import revert, unmark
-from planner.search.kernel.annealing.timing import time
+from planner.search.kernel.annealing.timing import set_heads, time
 from planner.search.kernel.jit import inlined, jit
+
+STEPS_PER_PATH = 16
+"""At most, so that all critical paths are tried."""
+MARGIN = 0.3
+"""By how much a window may become longer where others may become shorter: in mean op lengths."""
 
 
 @jit
@@ -26,15 +32,20 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> None:
     A step that makes the cost greater by d is accepted with probability exp(-d / T) (Metropolis et al. 1953), drawn
     first: where d is at most the allowance -T ln(1 - u), u uniform. Over the cycle T falls by a constant factor a step.
     """
-    instance, state, timing, queue, log, record, random, run, places = \
-        chain.instance, chain.state, chain.timing, chain.queue, chain.log, chain.record, chain.random, chain.run, \
-        chain.places
-    time(instance, state, chain.sorting, timing, cycle.goal)
+    instance, state, timing, sorting, heads, queue, log, path, record, random, run, places = \
+        chain.instance, chain.state, chain.timing, chain.sorting, chain.heads, chain.queue, chain.log, chain.path, \
+        chain.record, chain.random, chain.run, chain.places
+    time(instance, state, sorting, timing, cycle.goal)
     now = cost(instance, timing, cycle)
+    between_heads = 1 + state.duration.shape[0] // OPS_PER_STEP
     dice_sides = 24 if instance.movable.shape[0] else 0
     for step in range(begin, end):
         if record[PERIOD] <= cycle.goal:
             break
+        if step % between_heads == 0:
+            set_heads(instance, state, timing, sorting, cycle.goal, heads)
+        if step % STEPS_PER_PATH == 0:
+            path.size[0] = -1
         temperature = cycle.hot * (cycle.cold / cycle.hot) ** (step / cycle.steps)
         allowance = -temperature * math.log(1.0 - uniform(random))
         dice = below(random, dice_sides) if dice_sides else 24
@@ -42,6 +53,8 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> None:
             now = shift(chain, cycle, now, allowance)
             if _is_better(timing, record, now, cycle.scale):
                 _keep(chain, cycle, now)
+            set_heads(instance, state, timing, sorting, cycle.goal, heads)
+            path.size[0] = -1
             continue
         log.counters[CHANGED] = log.counters[TOUCHED] = 0
         if dice < 2:
@@ -49,20 +62,24 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> None:
         elif dice < 3:
             move = propose_move(random, instance, state, timing.late, cycle, places)
         else:
-            move = propose_exchange(random, instance, state, timing, cycle, run)
+            move = propose_exchange(random, instance, state, timing, cycle, run, path)
         if move.kind == NONE:
             continue
-        limits = (cycle.goal, allowance + cycle.scale)
+        limits = (heads, allowance + MARGIN * cycle.scale)
         after, accepted = now, False
-        if fits(instance, state, move) and retime_after(instance, state, timing, queue, log, limits, move, places):
-            after = cost_after(instance, state, timing, log, cycle, now)
-            accepted = after <= now + allowance
+        if fits(instance, state, move):
+            renew(instance, state, heads, sorting.release, move)
+            if retime_after(instance, state, timing, queue, log, limits, move, places):
+                after = cost_after(instance, state, timing, log, cycle, now)
+                accepted = after <= now + allowance
         unmark(log)
         if not accepted:
             revert(timing, queue, log)
             undo(instance, state, run, places, move)
+            renew(instance, state, heads, sorting.release, move)
             continue
         now = after
+        path.size[0] = -1
         if _is_better(timing, record, now, cycle.scale):
             _keep(chain, cycle, now)
     if end == cycle.steps and record[PERIOD] > cycle.goal and (

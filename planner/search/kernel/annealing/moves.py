@@ -83,14 +83,17 @@ def undo(instance, state, run, places, move):
 
 
 @inlined
-def propose_exchange(random, instance, state, timing, cycle, run):
+def propose_exchange(random, instance, state, timing, cycle, run, path):
     """Let two runs change places; NEVER where they must not."""
     late = timing.late
     if below(random, 5):
-        worker = critical_worker(random, instance, state, timing, cycle.goal)
-        op, _ = critical_path(random, instance, state, late, state.sequence[worker, 0], (cycle.low, cycle.high))
-        if op < 0:
+        if path.size[0] < 0:
+            worker = critical_worker(random, instance, state, timing, cycle.goal)
+            critical_path(random, instance, state, late, state.sequence[worker, 0], (cycle.low, cycle.high), path)
+        if path.size[0] == 0:
+            path.size[0] = -1
             return NEVER
+        op = path.op[below(random, path.size[0])]
         middle = state.place[op] + 1
         if below(random, 4) == 0:
             middle += below(random, 3) - 1
@@ -307,7 +310,7 @@ def shift(chain, cycle, before, allowance):
     """
     random, instance, state, timing, trial = chain.random, chain.instance, chain.state, chain.timing, chain.trial
     worker = critical_worker(random, instance, state, timing, cycle.goal)
-    _, last = critical_path(random, instance, state, timing.late, state.sequence[worker, 0], (0, 0))
+    last = critical_path(random, instance, state, timing.late, state.sequence[worker, 0], (0, 0), chain.path)
     end, deadline, begin, turn = state.end.copy(), state.deadline.copy(), state.begin.copy(), state.turn.copy()
     ticks = 1 + below(random, 1 + int(cycle.scale))
     if below(random, 2):

@@ -51,13 +51,13 @@ def _retiming(interleaved):
 
     @borrowing
     def retime_ops(instance, state, timing, queue, log, limits, run):
-        unit, group, tail, owner = instance.unit, instance.group, instance.tail, instance.pipeline
+        unit, group, owner = instance.unit, instance.group, instance.pipeline
         first_successor, successor, transfer = instance.successors.start, instance.successors.op, \
             instance.successors.transfer
         first_predecessor, predecessor = instance.predecessors.start, instance.predecessors.op
         worker_of, duration, sequence, size, place = state.worker, state.duration, state.sequence, state.size, \
             state.place
-        deadline, ending, late = state.deadline, state.end, timing.late
+        deadline, late = state.deadline, timing.late
         longest, excess = timing.longest, timing.excess
         kinds, slice_of, awaiting, between, reduction = instance.kinds, instance.slice, instance.awaiting, \
             instance.between, state.begin
@@ -66,7 +66,7 @@ def _retiming(interleaved):
         waiting, top, base, span = counters[WAITING], counters[TOP], counters[BASE], counters[SPAN]
         done, touched = log.counters[CHANGED], log.counters[TOUCHED]
         touched_pipeline, longest_before, excess_before = log.pipeline, log.longest, log.excess
-        goal, allowed = limits
+        heads, allowed = limits
         row, begin, end = run
         good = True
         while good:
@@ -107,7 +107,7 @@ def _retiming(interleaved):
             changed[done], before[done] = op, late[op]
             done += 1
             late[op] = start
-            good = ending[group[worker]] + tail[worker] - start <= max(longest[pipeline], goal) + allowed
+            good = start >= heads[op] - allowed
             arc, last = first_predecessor[op], first_predecessor[op + 1]
             other = sequence[worker, at - 1] if at else -1
             while True:  # the op before it on its worker, then its predecessors
@@ -136,8 +136,8 @@ _RETIME, _RETIME_INTERLEAVED = _retiming(interleaved=False), _retiming(interleav
 def retime(instance, state, timing, queue, log, limits, run):
     """Time anew the ops at places [begin, end) of a worker, those in the queue, and all that follow from them.
 
-    `run` is (worker, begin, end). False where some window becomes too long to be accepted: with `limits` = (goal,
-    allowed), longer by more than `allowed` than the goal and than the longest of its pipeline.
+    `run` is (worker, begin, end). False where some window becomes too long to be accepted: with `limits` = (heads,
+    allowed), an op starts before its head by more than `allowed`.
     """
     if instance.interleaved:
         return _RETIME_INTERLEAVED(instance, state, timing, queue, log, limits, run)

@@ -1,6 +1,6 @@
 """A state timed from scratch."""
 
-from planner.search.kernel.annealing.arrays import FOREVER, Instance, Sorting, State, Timing
+from planner.search.kernel.annealing.arrays import FOREVER, Instance, Ints, Sorting, State, Timing
 from planner.search.kernel.annealing.cost import measure
 from planner.search.kernel.jit import borrowing, inlined, jit
 from planner.search.kernel.start_times import clear_of, close, first_awaiting, put_off
@@ -13,7 +13,7 @@ def _sort(instance, state, sorting):
     waiting, stack, order, early = sorting.waiting, sorting.stack, sorting.order, sorting.early
     top = done = 0
     for op in range(state.duration.shape[0]):
-        early[op] = 0
+        early[op] = sorting.release[state.worker[unit[op]]]
         waiting[op] = predecessors.start[op + 1] - predecessors.start[op] + (state.place[op] > 0)
         if waiting[op] == 0:
             stack[top] = op
@@ -70,6 +70,7 @@ def _latest(instance, state, late, op):
 @jit
 def set_deadlines(instance: Instance, state: State, sorting: Sorting) -> bool:
     """Let every reduce group be done as early as its orders allow. False where ops wait for each other in a circle."""
+    sorting.release[:] = 0
     if not _sort(instance, state, sorting):
         return False
     state.deadline[:] = 0
@@ -80,6 +81,16 @@ def set_deadlines(instance: Instance, state: State, sorting: Sorting) -> bool:
             state.deadline[group] = max(state.deadline[group], sorting.early[op] + state.duration[op])
     end_with_deadlines(instance, state)
     return True
+
+
+@jit
+def set_heads(instance: Instance, state: State, timing: Timing, sorting: Sorting, goal: int, heads: Ints) -> None:
+    """Fill in the heads of all ops of a state as timed, see `heads`; they count from the releases that are set here."""
+    for worker in range(sorting.release.shape[0]):
+        longest = max(timing.longest[instance.pipeline[worker]], goal)
+        sorting.release[worker] = state.end[instance.group[worker]] + instance.tail[worker] - longest
+    _sort(instance, state, sorting)
+    heads[:] = sorting.early
 
 
 @jit
