@@ -50,8 +50,9 @@ PROMISE = 3.0
 MOST_LAYOUTS, FIRST = 15, 2.0
 """Layouts that are looked at, and how many times its equal share of the time the first one has: many a later one cannot
 be the best."""
-FEWEST_LAYOUTS, LAYOUT_SECONDS = 4, 2e-5
-"""By list schedulers alone, at least so many, and others as far as there are so many seconds for each of their ops."""
+FEWEST_LAYOUTS, LAYOUT_SECONDS = 4, 6e-5
+"""By list schedulers alone, at least so many, and others as far as there are so many seconds for each micro-batch at a
+stage."""
 ASSIGNMENT_SECONDS, ASSIGNMENT_SHARE = 2.0, 0.2
 """For the exact assignment of layers: at most, and of the time for list schedules."""
 BEYOND = 1.003
@@ -258,8 +259,8 @@ class _Portfolio:
         """How many layouts are looked at: where annealing follows, which makes up for short lists, always as many."""
         if self._options.method != "greedy":
             return MOST_LAYOUTS
-        ops = len(self._given.sums[:3]) * self._given.total_microbatches * len(self._given.paths[0])
-        return max(FEWEST_LAYOUTS, min(MOST_LAYOUTS, int(seconds / (LAYOUT_SECONDS * ops))))
+        units = self._given.total_microbatches * len(self._given.paths[0])
+        return max(FEWEST_LAYOUTS, min(MOST_LAYOUTS, int(seconds / (LAYOUT_SECONDS * units))))
 
     @property
     def _done(self) -> bool:

@@ -286,16 +286,10 @@ class Divider:
         cut_within = self._cut if apart(self._problem, line.workers, counts, limit) is None else apart
         problem, slowness = self._problem, map(self._problem.slowness, line.workers)
         work = sum(ticks * count for ticks, count in zip(problem.work, counts, strict=True))
-        low, high = max(0, math.ceil(ticks_of_work(work, slowness)) - 1), limit
-        while high - low > 1:
-            middle = (low + high) // 2
-            if cut_within(problem, line.workers, counts, middle) is None:
-                low = middle
-            else:
-                high = middle
-        chunks = cut_within(problem, line.workers, counts, high)
+        attempt = partial(cut_within, problem, line.workers, counts)
+        chunks = attempt(limit)
         assert chunks is not None, "a line holds its counts"
-        return chunks
+        return least_limit(attempt, max(0, math.ceil(ticks_of_work(work, slowness)) - 1), limit, chunks)[1]
 
 
 def _profile(count: int, whole: int, more: Sequence[Cell]) -> list[int]:
