@@ -79,25 +79,22 @@ class SteppedPart(UndoableSteps):
 
     def _step_on_device(self, piece: nn.Parameter, gradient: Tensor) -> None:
         """Step one tensor; what is live stays in the same host memory."""
-        parameter, slots = piece.data, self._slots_of(piece)
+        parameter, slots = piece.data, self.tensors_of(piece)
         piece.data = parameter.to(self._device)
         for slot, value in slots.items():
             self.states[piece][slot] = value.to(self._device_of(slot, piece))
         piece.grad = gradient.to(self._device)
         self._optimizer.step()
         piece.grad, piece.data = None, parameter.copy_(piece.data)
-        for slot, value in self._slots_of(piece).items():
+        for slot, value in self.tensors_of(piece).items():
             self.states[piece][slot] = slots[slot].copy_(value) if slot in slots else value.to(HOST)
-
-    def _slots_of(self, piece: nn.Parameter) -> dict[str, Tensor]:
-        return {slot: value for slot, value in self.states.get(piece, {}).items() if isinstance(value, Tensor)}
 
     def state(self) -> PartState:
         """See `FollowedPart.state`."""
         found = dict(self._part.tensors)
         for name, piece in self._pieces.items():
             found[f"model.{name}"] = piece.detach()
-            found |= {f"optimizer.{slot}.{name}": value for slot, value in self._slots_of(piece).items()}
+            found |= {f"optimizer.{slot}.{name}": value for slot, value in self.tensors_of(piece).items()}
         return self._part._replace(tensors=found)
 
 

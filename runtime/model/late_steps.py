@@ -78,9 +78,8 @@ class LateSteps(OptimizerSteps):
     def bytes(self) -> int:
         """Memory of all that is kept."""
         self._wait()
-        slots = [value for slots in self.states.values() for value in slots.values() if isinstance(value, Tensor)]
         buffers = [tensor for gradients in self._gradients for tensor in gradients.values()]
-        return sum(tensor.nbytes for tensor in (*self._stepped(), *slots, *buffers))
+        return sum(tensor.nbytes for tensor in (*self._stepped(), *buffers)) + self._remembered_bytes()
 
     def _wait(self) -> None:
         """Until all that stands is stepped."""

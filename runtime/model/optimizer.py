@@ -55,9 +55,8 @@ class UndoableOptimizer(UndoableSteps):
         """
         state = {f"model.{name}": tensor for name, tensor in self._layers[layer].state_dict().items()}
         for name, parameter in self._trained[layer].items():
-            for slot, value in self.states.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    state[f"optimizer.{slot}.{name}"] = value
+            for slot, value in self.tensors_of(parameter).items():
+                state[f"optimizer.{slot}.{name}"] = value
         return state
 
     def load_layer_state(self, layer: int, state: Mapping[str, Tensor]) -> None:

@@ -7,7 +7,7 @@ parameter itself comes from the other worker, as all that is not kept here.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from runtime.model.part_state import PartState, name_of, placed, slice_of, untra
 from runtime.model.parts import Parts, Span, common
 from runtime.model.shards import shards_of
 from runtime.model.sharing import NOTHING_SHARED, Sharing
-from runtime.model.undoable_steps import UndoableSteps
+from runtime.model.undoable_steps import OptimizerSteps, UndoableSteps
 from runtime.model.worker_group import first_rank
 
 
@@ -151,9 +151,8 @@ class PartOptimizer(UndoableSteps):
             if both is None:
                 continue
             tensors[f"model.{piece.name}"] = slice_of(piece.stepped.detach(), piece.span, both)
-            for slot, value in self._slots_of(piece).items() if state else ():
-                if isinstance(value, Tensor):
-                    tensors[f"optimizer.{slot}.{piece.name}"] = slice_of(value, piece.span, both)
+            for slot, value in self._steps_of(piece).tensors_of(piece.stepped).items() if state else ():
+                tensors[f"optimizer.{slot}.{piece.name}"] = slice_of(value, piece.span, both)
         if span[0] == 0:
             tensors |= {f"model.{name}": tensor for name, tensor in untrained(self._modules[layer]).items()}
         return PartState(layer, *span, tensors, state)
@@ -187,8 +186,8 @@ class PartOptimizer(UndoableSteps):
             if old is None:
                 lacking.append(piece)
                 continue
-            if slots := before._slots_of(old):
-                (self._late if piece.late else self).states[piece.stepped] = slots
+            if slots := before._steps_of(old).states.get(old.stepped, {}):
+                self._steps_of(piece).states[piece.stepped] = slots
             if piece.stepped.data_ptr() != old.stepped.data_ptr():
                 with torch.no_grad():
                     piece.stepped.copy_(old.stepped)
@@ -207,8 +206,7 @@ class PartOptimizer(UndoableSteps):
     def state_bytes(self) -> int:
         """Memory of the optimizer's state, of what is stepped apart from parameters, and of copies of others' parts."""
         apart = self._stepped() if self._separate else ()
-        slots = [value for slots in self.states.values() for value in slots.values() if isinstance(value, Tensor)]
-        return sum(tensor.nbytes for tensor in (*apart, *slots)) + self._late.bytes()
+        return sum(tensor.nbytes for tensor in apart) + self._remembered_bytes() + self._late.bytes()
 
     def _cut(self, layer: int, module: nn.Module, part: Span, sums: Sums) -> Iterable[_Piece]:
         for name, parameter, span in placed(module):
@@ -247,10 +245,9 @@ class PartOptimizer(UndoableSteps):
         if self.own_stepped is not None:
             self.own_stepped()
 
-    def _slots_of(self, piece: _Piece) -> dict[str, Any]:
-        """The optimizer's state of a piece, which is there once it has been stepped."""
-        found: dict[str, Any] = (self._late if piece.late else self).states.get(piece.stepped, {})
-        return found
+    def _steps_of(self, piece: _Piece) -> OptimizerSteps:
+        """What steps a piece, and has its state once it has been stepped."""
+        return self._late if piece.late else self
 
     def begin_copies(self) -> None:
         """Step copies of others' parts from now on, as far as their steps stand, beside what is computed."""
@@ -276,8 +273,8 @@ class PartOptimizer(UndoableSteps):
 
     def _load(self, piece: _Piece, part: PartState, both: Span) -> None:
         has = max(piece.whole[0], part.start), min(piece.whole[1], part.stop)
-        stepped = piece.stepped
-        slots = (self._late if piece.late else self).states[stepped]
+        stepped, states = piece.stepped, self._steps_of(piece).states
+        slots = states[stepped]
         for key, tensor in part.tensors.items():
             kind, slot, *_ = key.split(".")
             if name_of(key) != piece.name:
@@ -291,4 +288,4 @@ class PartOptimizer(UndoableSteps):
                     slots[slot] = torch.empty(stepped.shape, dtype=tensor.dtype, device=stepped.device)
                 slice_of(slots[slot], piece.span, both).copy_(slice_of(tensor, has, both))
         if not slots:
-            del (self._late if piece.late else self).states[stepped]
+            del states[stepped]

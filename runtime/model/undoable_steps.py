@@ -61,6 +61,14 @@ class OptimizerSteps:
         """What is stepped: each tensor once."""
         return [one for group in self._optimizer.param_groups for one in group["params"]]
 
+    def tensors_of(self, stepped: nn.Parameter) -> dict[str, Tensor]:
+        """The tensors that the optimizer remembers of one that it steps, by slot: none before its first step."""
+        return {slot: value for slot, value in self.states.get(stepped, {}).items() if isinstance(value, Tensor)}
+
+    def _remembered_bytes(self) -> int:
+        """Memory of all of these."""
+        return sum(value.nbytes for stepped in self._stepped() for value in self.tensors_of(stepped).values())
+
     def _set_rates(self, iteration: int) -> None:
         for group, rate in self._rates:
             group["lr"] = rate * scale(self._config, iteration)
