@@ -125,6 +125,15 @@ def killed(process: Launcher, log: Path) -> None:
     assert process.wait(240) == -signal.SIGKILL, log.read_text()
 
 
+def led_until_killed(out: Path, log: Path, *how: object) -> list[int]:
+    """A node 0 commits iterations, and is killed as it is told; the processes that it had then."""
+    first = Launcher(LEAD, out, *how, log=log)
+    started(out, first, log)
+    held = below(first.pid)
+    killed(first, log)
+    return held
+
+
 def assert_right(out: Path, clip: float | None = None) -> None:
     """The losses of all iterations, each once and in order, are those of one process."""
     reference = judge(tiny(iterations=ITERATIONS, clip_norm=clip), JOB.microbatches, ITERATIONS)
@@ -140,10 +149,7 @@ def test_on_one_node_its_workers_are_adopted(dies, clip, ranks, tmp_path):
     """Killed in the middle of an iteration, between a commit and its acknowledgement, while layers are fetched, between
     a commit and the line that tells of it, and where the workers have stepped on before the commit."""
     out, log = tmp_path / "out", tmp_path / "log"
-    first = Launcher(LEAD, out, 0, 1, dies, clip, 240, "", ranks, log=log)
-    started(out, first, log)
-    pids = below(first.pid)
-    killed(first, log)
+    pids = led_until_killed(out, log, 0, 1, dies, clip, 240, "", ranks)
     assert left_behind(out) is not None
     second = Launcher(LEAD, out, 0, 1, "", clip, 240, "", ranks, log=log)
     assert second.wait(240) == 0, log.read_text()
@@ -167,9 +173,7 @@ def test_its_workers_go_on_without_the_ranks_that_they_have_lost(tmp_path):
 def test_a_port_that_another_has_for_a_moment_is_waited_for(tmp_path):
     """As one that connects, to which the system has given it."""
     out, log = tmp_path / "out", tmp_path / "log"
-    first = Launcher(LEAD, out, 0, 1, "committed@4", "", log=log)
-    started(out, first, log)
-    killed(first, log)
+    led_until_killed(out, log, 0, 1, "committed@4", "")
     with socket.create_server(("127.0.0.1", left_behind(out).coordinator.port)):
         second = Launcher(LEAD, out, 0, 1, "", "", log=log)
         time.sleep(1.0)
@@ -181,10 +185,7 @@ def test_a_port_that_another_has_for_a_moment_is_waited_for(tmp_path):
 def test_one_after_the_other_is_killed(tmp_path):
     """Without clipping."""
     out, log = tmp_path / "out", tmp_path / "log"
-    first = Launcher(LEAD, out, 0, 1, "committed@4", "", log=log)
-    started(out, first, log)
-    pids = below(first.pid)
-    killed(first, log)
+    pids = led_until_killed(out, log, 0, 1, "committed@4", "")
     for dies in ("training@9", "committed@20"):
         killed(Launcher(LEAD, out, 0, 1, dies, "", log=log), log)
     assert Launcher(LEAD, out, 0, 1, "", "", log=log).wait(240) == 0, log.read_text()
@@ -196,9 +197,7 @@ def test_one_after_the_other_is_killed(tmp_path):
 def test_failures_on_purpose_that_only_the_dead_one_knew_of_do_not_happen(tmp_path):
     """The new one would take the report of one for nonsense, and cut the worker off."""
     out, log = tmp_path / "out", tmp_path / "log"
-    first = Launcher(LEAD, out, 0, 1, "failing later@4", "", log=log)
-    started(out, first, log)
-    killed(first, log)
+    led_until_killed(out, log, 0, 1, "failing later@4", "")
     assert Launcher(LEAD, out, 0, 1, "", "", log=log).wait(240) == 0, log.read_text()
     assert "node 0 goes on with the 4 workers" in log.read_text() and "exit status" not in log.read_text()
     assert_right(out)
@@ -209,10 +208,7 @@ def test_on_two_nodes_the_others_hold_still(machine, tmp_path):
     """Where its workers die with node 0, the new one starts them again, and they come in as any that return."""
     out, port, log, other = tmp_path / "out", free_port(), tmp_path / "log", tmp_path / "other"
     node = Launcher(FOLLOW, out, port, "", log=other)
-    first = Launcher(LEAD, out, port, 2, "training@5", "", log=log)
-    started(out, first, log)
-    held = below(first.pid)
-    killed(first, log)
+    held = led_until_killed(out, log, port, 2, "training@5", "")
     if machine:
         for pid in held:
             os.kill(pid, signal.SIGKILL)
