@@ -195,7 +195,7 @@ class _Schedulers:
         problem, rule = self._problem, ASSIGNMENT_RULES[index]
         if index and (problem.routes is not None or (not problem.failed and rule != "by-speed")):
             return None
-        if rule == "by-speed" and not problem.sheds:
+        if rule == "by-speed" and not problem.unequal_time:
             return None
         hosts = assign(self._problem, ASSIGNMENT_RULES[index])
         if any(hosts == made.arrays.hosts for made in self._made if made):
@@ -221,7 +221,7 @@ def _shortlist(problem: Problem) -> Iterator[tuple[int, DispatchRule]]:
                 lookahead=lookahead, forward_lookahead=float(slope == 2.0 and not extra),
                 make_room=make_room and problem.memory is not None and problem.backward == "split",
                 in_flight=in_flight(problem, slope, extra))
-        if problem.routes is None and problem.sheds:
+        if problem.routes is None and problem.unequal_time:
             yield ASSIGNMENT_RULES.index("by-speed"), rule
         yield 0 if problem.routes is not None else assignment, rule
 
