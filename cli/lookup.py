@@ -1,6 +1,7 @@
 """`slipstream lookup`: looks up the schedule of a table for the workers that are down."""
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -49,6 +50,9 @@ def lookup(folder: Folder, failed: Failed = None, failed_node: FailedNode = None
     """
     down = parse_workers("--failed", failed or [])
     require_writable(out_file)
+    with suppress(OSError):  # opening it gives the reason
+        if folder.is_file():
+            refuse(f"{folder}: a file; expected the folder of a table, as `slipstream table` writes it")
     try:
         table = Table.load(folder if is_there(folder) else library(str(folder)) or _missing(folder))
         if failed_node:

@@ -233,8 +233,9 @@ def _best_candidate(job: Job, windows: Windows, failures: int, options: PlanOpti
 
 def _described(schedule: Schedule) -> str:
     down = [sum(role.column == column for role in schedule.failed) for column in range(schedule.grid.columns)]
-    return f"{'+'.join(map(str, down))} roles down by stage, in {len({role.pipeline for role in schedule.failed})} " \
-           f"pipelines: period {schedule.seconds(schedule.period_ticks):g} s"
+    broken = len({role.pipeline for role in schedule.failed})
+    return f"{'+'.join(map(str, down))} roles down by stage, in {broken} pipeline{'' if broken == 1 else 's'}: " \
+           f"period {schedule.seconds(schedule.period_ticks):g} s"
 
 
 def normalised(job: Job, failed: Sequence[Worker], options: PlanOptions, *, known: FaultFree | None = None,

@@ -41,7 +41,8 @@ def read_job_or_refuse(path: Path) -> Job:
     try:
         return read_job(path)
     except JobError as error:
-        refuse(error)
+        is_json = path.suffix == ".json" and is_there(path)
+        refuse(f"{error}; a job file is TOML: `slipstream new` writes one" if is_json else error)
 
 
 def read_schedule_or_refuse(path: Path) -> Schedule:
@@ -49,7 +50,8 @@ def read_schedule_or_refuse(path: Path) -> Schedule:
     try:
         return read(path)
     except ScheduleError as error:
-        refuse(error)
+        is_job = path.suffix == ".toml" and is_there(path)
+        refuse(f"{error}; `slipstream plan {path} --out FILE` makes a schedule of a job" if is_job else error)
 
 
 def read_text_or_refuse(path: Path, most: int) -> str:

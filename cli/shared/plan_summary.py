@@ -47,12 +47,15 @@ def details(made: Plan, others: Sequence[Alternative], moved: Transition) -> lis
     if made.evidence:
         lines.append(made.evidence)
     if schedule.failed:
-        lines.append(f"{', '.join(map(str, schedule.failed))} down: {schedule.rerouted} micro-batch runs re-routed to "
-                     "peers")
+        lines.append(f"{', '.join(map(str, schedule.failed))} down: {_runs(schedule.rerouted)} re-routed to peers")
         lines += _uncertain(made)
     if schedule.shed:
-        lines.append(f"{schedule.shed} micro-batch runs go to workers with time to spare, though their own is alive")
+        lines.append(f"{_runs(schedule.shed)} shed to workers with time to spare, though their own is alive")
     return [*lines, *role_change_lines(schedule), *_moved(made, moved), *_instead(made, others)]
+
+
+def _runs(count: int) -> str:
+    return f"{count} micro-batch run{'' if count == 1 else 's'}"
 
 
 def rank_lines(job: Job) -> list[str]:

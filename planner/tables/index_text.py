@@ -34,6 +34,8 @@ def index_markdown(index: Index) -> str:
     if index.settled:
         about += (" Settled: with layers moved, which runs when they have\ncome; what moves is where the roles of that "
                   "entry, in index.json, are down; s to move at 12.5 GB/s a\nworker.")
+    if basis.times.slow:
+        about += "\nOf key count-N-with-D.S, slow worker D.S is one of the N that are down."
     if by_node:
         about += ("\nNodes (machines) are numbered from 0, as [topology] of the job file has them; 0+1: both are lost.")
     return "\n".join([title, "", about, "", text[0], rule, *text[1:]]) + "\n"

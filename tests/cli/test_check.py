@@ -140,6 +140,16 @@ def test_unreadable(tmp_path, data, more):
         assert done.stderr.count("\n") == 1
 
 
+def test_a_job_in_the_place_of_a_schedule_and_the_other_way_round(good, tmp_path):
+    """Both are told how to get from the one to the other."""
+    (tmp_path / "job.toml").write_text("pipelines = 2\n")
+    done = run(tmp_path / "job.toml")
+    assert done.exit_code == 2
+    assert done.stderr.endswith(f"; `slipstream plan {tmp_path / 'job.toml'} --out FILE` makes a schedule of a job\n")
+    done = CliRunner().invoke(app, ["plan", str(good)])
+    assert done.exit_code == 2 and done.stderr.endswith("; a job file is TOML: `slipstream new` writes one\n")
+
+
 def test_no_file(tmp_path):
     for path in (tmp_path, tmp_path / "missing.json"):
         done = run(path)

@@ -30,6 +30,13 @@ def table(tmp_path_factory):
     return folder / "table"
 
 
+def test_a_file_is_no_table(table):
+    result = slipstream("lookup", table / "job.toml", "--failed", "0.0")
+    assert result.exit_code == 2
+    assert result.stderr == f"slipstream: {table / 'job.toml'}: a file; expected the folder of a table, as " \
+        "`slipstream table` writes it\n"
+
+
 def test_gives_a_relabelled_schedule(table, tmp_path):
     out = tmp_path / "schedule.json"
     result = slipstream("lookup", table, "--failed", "0.0", "--failed", "1.0", "--out", out, "--json")

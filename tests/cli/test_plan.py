@@ -46,6 +46,13 @@ def slipstream(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
+@pytest.mark.parametrize(("microbatches", "says"), [(1, "1 micro-batch run re-"), (2, "2 micro-batch runs re-")])
+def test_what_is_re_routed_is_counted_in_words(tmp_path, microbatches, says):
+    (tmp_path / "job.toml").write_text(JOB.replace("microbatches = 6", f"microbatches = {microbatches}"))
+    result = CliRunner().invoke(app, ["plan", str(tmp_path / "job.toml"), "--failed", "1.2", "--method", "greedy"])
+    assert f"1.2 down: {says}" in result.stdout
+
+
 def test_json_has_the_stable_keys(job, tmp_path):
     result = slipstream("plan", job, "--failed", "1.2", "--json", "--out", tmp_path / "s.json")
     answer = json.loads(result.stdout)
