@@ -138,7 +138,7 @@ def measured(sample: Job, ops: int, plan_block: PlanBlock) -> Pace:
     began = time.thread_time()
     schedule = plan_block(sample, 0.0)
     planned = time.thread_time()
-    joined(sample, [schedule], 0)
+    joined_blocks(sample, [schedule], 0)
     return Pace((planned - began) / ops, (time.thread_time() - planned) / ops)
 
 
@@ -159,10 +159,10 @@ def repeated(job: Job, how: Blocks, bound: int, plan_block: PlanBlock) -> Schedu
     blocks = list(blocks_of(job, how.number))
     different = {block.microbatches: block for block in blocks}
     plans = {counts: plan_block(block, how.seconds / len(different)) for counts, block in different.items()}
-    return joined(job, [plans[block.microbatches] for block in blocks], bound)
+    return joined_blocks(job, [plans[block.microbatches] for block in blocks], bound)
 
 
-def joined(job: Job, blocks: Sequence[Schedule], bound: int) -> Schedule:
+def joined_blocks(job: Job, blocks: Sequence[Schedule], bound: int) -> Schedule:
     """One iteration of the job that runs these blocks one after the other. Makes sure that it passes the checker."""
     shifts = _shifts(blocks)
     before = [list(accumulate((block.grid.microbatches[pipeline] for block in blocks), initial=0))

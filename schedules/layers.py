@@ -18,7 +18,7 @@ def short(ranges: Iterable[LayerRange]) -> str:
     return ",".join(str(first) if end == first + 1 else f"{first}-{end - 1}" for first, end in ranges)
 
 
-def joined(ranges: Iterable[LayerRange]) -> tuple[LayerRange, ...]:
+def joined_ranges(ranges: Iterable[LayerRange]) -> tuple[LayerRange, ...]:
     """The same layers as ascending ranges that do not touch."""
     found: list[LayerRange] = []
     for first, end in sorted(ranges):

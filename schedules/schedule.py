@@ -17,7 +17,7 @@ import msgspec
 
 from schedules.costs import Memory, Slow, Times
 from schedules.grid import Grid, VirtualStage, Worker
-from schedules.layers import LayerRange, joined, layers_text
+from schedules.layers import LayerRange, joined_ranges, layers_text
 from schedules.ops import COMPUTE_KINDS, Op, OpKind, Origin, Program, ProgramOp, Seat
 
 __all__ = [
@@ -171,7 +171,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         held: list[list[LayerRange]] = [[] for _ in range(self.grid.columns)]
         for stage, layers in zip(self.grid.stages, self.grid.layers_by_stage, strict=True):
             held[stage.column].append(layers)
-        return tuple(map(joined, held))
+        return tuple(map(joined_ranges, held))
 
     def holds_others(self, seat: Seat) -> bool:
         """Whether the worker of a seat holds other layers than those of its role's stages."""

@@ -12,7 +12,7 @@ from itertools import pairwise
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from schedules.layers import joined, total
+from schedules.layers import joined_ranges, total
 from schedules.memory import memory_peaks
 from schedules.schedule import (
     Grid,
@@ -47,7 +47,8 @@ def general(rng: random.Random, *, max_pipelines: int = 3, max_columns: int = 3,
     workers = list(grid.workers())
     live = sorted(rng.sample(workers, rng.randint(1, len(workers))))
     holders = [rng.sample(live, rng.randint(1, min(3, len(live)))) for _ in range(grid.layer_count)]
-    holds = {worker: joined((layer, layer + 1) for layer, of in enumerate(holders) if worker in of) for worker in live}
+    holds = {worker: joined_ranges((layer, layer + 1) for layer, of in enumerate(holders) if worker in of)
+             for worker in live}
     routes = {(pipeline, number): list(_route(rng, grid.layer_count, holds))
               for pipeline in range(grid.pipelines) for number in range(grid.microbatches[pipeline])}
     reduced = list(_reduced(rng, holders))
@@ -190,8 +191,8 @@ def _roles(rng: random.Random, live: Sequence[Worker]) -> dict[Worker, Worker]:
 
 def _seat(rng: random.Random, grid: Grid, worker: Worker, role: Worker, held: tuple[LayerRange, ...]) -> Seat:
     """`holds` may be left out where the worker holds what its column does."""
-    column = joined(layers for stage, layers in zip(grid.stages, grid.layers_by_stage, strict=True)
-                    if stage.column == role.column)
+    column = joined_ranges(layers for stage, layers in zip(grid.stages, grid.layers_by_stage, strict=True)
+                           if stage.column == role.column)
     return Seat(worker, role, 0, None if held == column and rng.random() < 0.7 else held)
 
 

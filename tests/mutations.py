@@ -10,7 +10,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from schedules.layers import joined
+from schedules.layers import joined_ranges
 from schedules.precedence import op_key, producers
 from schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Seat, Worker, period_ticks
 from tests.generate import Programs, programs, with_programs
@@ -310,7 +310,7 @@ def _foreign_layers(schedule: Schedule, seat: Seat) -> list[int]:
 def layer_dropped_by_its_holder(draw, schedule):
     seat = _picked_seat(draw, schedule, lambda seat: bool(seat.holds))
     dropped = draw(st.sampled_from([layer for layers in seat.holds for layer in range(*layers)]))
-    left = joined((layer, layer + 1) for layers in seat.holds for layer in range(*layers) if layer != dropped)
+    left = joined_ranges((layer, layer + 1) for layers in seat.holds for layer in range(*layers) if layer != dropped)
     return _with_seat(schedule, replace(seat, holds=left))
 
 
@@ -319,13 +319,14 @@ def layer_held_that_it_does_not_reduce(draw, schedule):
     seat = _picked_seat(draw, schedule, lambda seat: seat.holds != ((0, layers),))
     held = {layer for first, end in seat.holds for layer in range(first, end)}
     more = draw(st.sampled_from(sorted(set(range(layers)) - held)))
-    return _with_seat(schedule, replace(seat, holds=joined([*seat.holds, (more, more + 1)])))
+    return _with_seat(schedule, replace(seat, holds=joined_ranges([*seat.holds, (more, more + 1)])))
 
 
 def layer_that_nobody_holds(draw, schedule):
     lost = draw(st.integers(0, schedule.grid.layer_count - 1))
-    seats = tuple(replace(seat, holds=joined((layer, layer + 1) for layers in schedule.holds_of(seat)
-                                             for layer in range(*layers) if layer != lost)) for seat in schedule.seats)
+    seats = tuple(replace(seat, holds=joined_ranges((layer, layer + 1) for layers in schedule.holds_of(seat)
+                                                    for layer in range(*layers) if layer != lost))
+                  for seat in schedule.seats)
     return replace(schedule, seats=seats)
 
 

@@ -11,7 +11,7 @@ from planner.plan import Plan
 from planner.recompute import Recomputation
 from planner.reference import FaultFree
 from planner.transition import Transition, pays_after_iterations
-from schedules.layers import joined, short
+from schedules.layers import joined_ranges, short
 
 NARROW = 0.01
 """A range of throughput that needs no explanation."""
@@ -72,7 +72,7 @@ def recomputation_lines(again: Recomputation | None) -> list[str]:
         return []
     if not again.stages:
         return ["no activations are computed again: memory suffices"]
-    which = short(joined((stage, stage + 1) for stage in again.stages))
+    which = short(joined_ranges((stage, stage + 1) for stage in again.stages))
     who = f"stage {which} computes its" if len(again.stages) == 1 else f"stages {which} compute their"
     without = "without, no schedule fits into memory" if again.without is None else \
         f"without, {duration(again.without)}"

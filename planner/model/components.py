@@ -49,13 +49,13 @@ def components(problem: Problem) -> list[list[tuple[int, ...]]]:
     copies: dict[object, list[tuple[int, ...]]] = defaultdict(list)
     alike: dict[object, int] = {}
     kind = [alike.setdefault(_own(problem, pipeline), len(alike)) for pipeline in range(problem.grid.pipelines)]
-    for members in _joined(problem):
+    for members in _joined_pipelines(problem):
         ordered = tuple(sorted(members, key=lambda pipeline: (kind[pipeline], pipeline)))
         copies[tuple(kind[pipeline] for pipeline in ordered), _routes(problem, ordered)].append(ordered)
     return sorted(copies.values(), key=lambda group: (-len(group[0]), group))
 
 
-def _joined(problem: Problem) -> list[list[int]]:
+def _joined_pipelines(problem: Problem) -> list[list[int]]:
     """The pipelines of each piece."""
     above = list(range(problem.grid.pipelines))
 

@@ -76,7 +76,7 @@ def decompose(problem: Problem) -> tuple[Piece, ...]:
     return (*_distinct(problem, dead, groups), *([_healthy(problem, rest)] if rest else []))
 
 
-def joined(problem: Problem, pieces: Sequence[Piece]) -> Piece:
+def joined_pieces(problem: Problem, pieces: Sequence[Piece]) -> Piece:
     """All pieces of a problem with routes as one, in which each stands once, so that they are ordered on one clock.
 
     Nobody may run what is another's there: it would be another piece that its copies share with.

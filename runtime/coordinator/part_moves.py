@@ -18,7 +18,7 @@ from runtime.model.parts import Cut, CutFor, Domains, Elements, Span, cuts_of, p
 from runtime.protocol.to_coordinator import Kept
 from runtime.protocol.to_worker import PartMove
 from runtime.replay.placement import Placement
-from schedules.layers import LayerRange, joined
+from schedules.layers import LayerRange, joined_ranges
 from schedules.schedule import Schedule, Worker
 
 Keepers = Mapping[Worker, Kept]
@@ -42,7 +42,7 @@ class Partition:
         """The layers of which nobody keeps some element."""
         kept = _by_layer(keepers)
         return [layer for layer, its in enumerate(self.elements) if its.total
-                and joined(span for _, span in kept.get(layer, ())) != ((0, its.total),)]
+                and joined_ranges(span for _, span in kept.get(layer, ())) != ((0, its.total),)]
 
     def keepers(self, schedule: Schedule, after: int, cut_for: CutFor = AS_THEY_ARE,
                 which: Callable[[Cut, Worker], tuple[Span, ...]] = Cut.kept) -> Keepers:

@@ -25,7 +25,7 @@ from runtime.protocol.to_coordinator import (
     ToCoordinator,
     Validated,
 )
-from schedules.layers import LayerRange, joined, layers_in
+from schedules.layers import LayerRange, joined_ranges, layers_in
 from schedules.schedule import Worker
 
 Key = tuple[type, int, int]
@@ -159,7 +159,7 @@ def _kept(by_rank: Sequence[Kept | None]) -> Kept | None:
 
 
 def _ranges(layers: Collection[int]) -> tuple[LayerRange, ...]:
-    return joined((layer, layer + 1) for layer in layers)
+    return joined_ranges((layer, layer + 1) for layer in layers)
 
 
 def _digests(by_rank: Sequence[Mapping[str, str]]) -> dict[str, str]:

@@ -26,7 +26,7 @@ from runtime.model.seeds import GENERATORS
 from runtime.model.shards import shards_of
 from runtime.model.sharing import NOTHING_SHARED, Place, Sharing, sharing_of
 from runtime.model.worker_group import worker_group
-from schedules.layers import LayerRange, joined
+from schedules.layers import LayerRange, joined_ranges
 from schedules.schedule import Worker
 
 
@@ -70,7 +70,7 @@ class Holding:
     @property
     def ranges(self) -> tuple[LayerRange, ...]:
         """The layers, as ascending ranges that do not touch."""
-        return joined((layer, layer + 1) for layer in self.modules)
+        return joined_ranges((layer, layer + 1) for layer in self.modules)
 
     def change(self, layers: Collection[int], others: Iterable["Holding"] = ()) -> None:
         """Hold exactly these layers: some that are held already, and some of others, which must not be used any more.

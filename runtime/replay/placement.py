@@ -7,7 +7,7 @@ from itertools import pairwise
 from runtime.model.layers import split_layers
 from runtime.model.sharing import Sharing
 from runtime.replay.communication import Shared
-from schedules.layers import LayerRange, joined, layers_in
+from schedules.layers import LayerRange, joined_ranges, layers_in
 from schedules.schedule import Grid, OpKind, Schedule, Worker
 
 
@@ -56,8 +56,8 @@ class Placement:
 
     def in_schedules(self, layers: Collection[int]) -> tuple[LayerRange, ...]:
         """The layers of schedules that layers of the model have whole, as ascending ranges that do not touch."""
-        return joined((layer, layer + 1) for layer, (first, end) in enumerate(pairwise(self.cuts))
-                      if all(one in layers for one in range(first, end)))
+        return joined_ranges((layer, layer + 1) for layer, (first, end) in enumerate(pairwise(self.cuts))
+                             if all(one in layers for one in range(first, end)))
 
     def stage_of(self, grid: Grid, layer: int) -> int:
         """The first stage that has a layer of the model."""

@@ -9,7 +9,7 @@ import msgspec
 
 from schedules.equal import equal_groups
 from schedules.graph import programs_of
-from schedules.layers import joined, layers_text
+from schedules.layers import joined_ranges, layers_text
 from schedules.precedence import OpKey, op_key
 from schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind, Schedule, Worker
 
@@ -140,4 +140,4 @@ class Case(msgspec.Struct, frozen=True, dict=True):
 
 def listed(ranges: Sequence[LayerRange]) -> str:
     """Layers for a message: `layers 0 to 3, layer 6`."""
-    return ", ".join(layers_text(layers) for layers in joined(ranges)) or "no layer"
+    return ", ".join(layers_text(layers) for layers in joined_ranges(ranges)) or "no layer"

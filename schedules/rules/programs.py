@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from schedules.layers import joined, layers_text
+from schedules.layers import joined_ranges, layers_text
 from schedules.precedence import OpKey, op_key
 from schedules.rules.case import Case, Route, Violation, listed
 from schedules.schedule import LayerRange, Op, OpKind, Worker
@@ -109,7 +109,7 @@ def _reduction(case: Case, op: Op) -> str:
 
 def _without(ranges: Sequence[LayerRange], others: Sequence[LayerRange]) -> list[LayerRange]:
     """The layers of `ranges` that are in none of the others. Both ascending; `ranges` do not touch."""
-    left, gone = [], joined(others)
+    left, gone = [], joined_ranges(others)
     for first, end in ranges:
         for low, high in gone:
             if low < end and first < high:

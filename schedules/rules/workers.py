@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from schedules.layers import joined, layers_text
+from schedules.layers import joined_ranges, layers_text
 from schedules.rules.case import Case, Violation
 from schedules.schedule import LayerRange, Worker
 
@@ -41,8 +41,8 @@ def holders(case: Case) -> Iterator[Violation]:
     """Every layer is held by a live worker."""
     schedule = case.schedule
     columns = range(schedule.grid.columns)
-    held = joined({layers for seat in schedule.seats if seat.holds is not None or seat.role.column in columns
-                   for layers in schedule.holds_of(seat)})
+    held = joined_ranges({layers for seat in schedule.seats if seat.holds is not None or seat.role.column in columns
+                          for layers in schedule.holds_of(seat)})
     reached = 0
     for first, end in (*held, (schedule.grid.layer_count, schedule.grid.layer_count)):
         if first > reached:

@@ -22,7 +22,7 @@ from planner.repetition import (
     _even,
     blocks_of,
     blocks_within,
-    joined,
+    joined_blocks,
     measured,
     repeated,
     sample_of,
@@ -36,7 +36,7 @@ GREEDY = PlanOptions(method="greedy", time_limit=0.01)
 
 def in_blocks(job, count, failed=()):
     bound = lower_bound(build_problem(job, failed))
-    return joined(job, [plan_only(GREEDY, block, failed).schedule for block in blocks_of(job, count)], bound)
+    return joined_blocks(job, [plan_only(GREEDY, block, failed).schedule for block in blocks_of(job, count)], bound)
 
 
 @settings(max_examples=60)
@@ -63,7 +63,7 @@ def test_a_block_costs_one_filling_and_draining():
     job, down = uniform_job(3, 4, 60, capacity=8), [Worker(1, 2)]
     block = plan_only(GREEDY, uniform_job(3, 4, 20, capacity=8), down).schedule
     optimizer = 5
-    assert joined(job, [block] * 3, 0).period_ticks <= 3 * (block.period_ticks - optimizer) + optimizer
+    assert joined_blocks(job, [block] * 3, 0).period_ticks <= 3 * (block.period_ticks - optimizer) + optimizer
 
 
 def test_what_cannot_be_put_together_in_time_is_refused_at_once_with_what_can(steady_clock, monkeypatch):

@@ -5,7 +5,7 @@ import contextlib
 import msgspec
 
 from planner.model import assemble
-from planner.model.decompose import joined
+from planner.model.decompose import joined_pieces
 from planner.model.problem import Unit
 from planner.model.solution import Solution
 from planner.model.start_times import solution_period
@@ -42,7 +42,7 @@ def list_schedules(known: Incumbent, budget: Budget) -> Incumbent:
 def on_one_clock(known: Incumbent) -> Incumbent:
     """The same plan with all pieces of a layout as one, where there are several and they are not too large for that."""
     small = sum(piece.problem.operations for piece in known.pieces) <= USUALLY_JOINED
-    return _joined(known) if _separate(known) and small and known.open else known
+    return _as_one_piece(known) if _separate(known) and small and known.open else known
 
 
 def _separate(known: Incumbent) -> bool:
@@ -72,7 +72,7 @@ def _each_alone(known: Incumbent, budget: Budget) -> Incumbent:
 
 def _on_one_clock(known: Incumbent, budget: Budget) -> Incumbent:
     """All pieces as one, with the better of their own plans and of list schedules of the whole."""
-    best = _joined(known)
+    best = _as_one_piece(known)
     if budget.seconds <= 0:
         return best
     with contextlib.suppress(StuckError):
@@ -85,9 +85,9 @@ def _on_one_clock(known: Incumbent, budget: Budget) -> Incumbent:
     return best
 
 
-def _joined(known: Incumbent) -> Incumbent:
+def _as_one_piece(known: Incumbent) -> Incumbent:
     """All pieces as one, with their own plans."""
-    piece, solution = joined(known.problem, known.pieces), _together(known)
+    piece, solution = joined_pieces(known.problem, known.pieces), _together(known)
     empty = msgspec.structs.replace(known, pieces=(piece,))
     return empty.with_solutions([solution], [solution_period(piece.problem, solution)])
 

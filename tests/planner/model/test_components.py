@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from planner.layout.types import Layout, MicroBatch, Stop
 from planner.model.assemble import build_schedule
 from planner.model.components import by_runner
-from planner.model.decompose import NOBODY, decompose, joined
+from planner.model.decompose import NOBODY, decompose, joined_pieces
 from planner.model.from_layout import problem_of_layout
 from planner.search.budget import Budget
 from planner.search.steps.bound import divided
@@ -57,7 +57,7 @@ def test_pipelines_that_share_as_much_are_alike_whichever_micro_batch_it_is():
 
 def test_each_different_piece_stands_once_in_the_joined_one():
     problem = problem_of(whole([0, 1, 0, 2], [1, 1, 1, 1], [2, 2, 2, 2]))
-    piece = joined(problem, decompose(problem))
+    piece = joined_pieces(problem, decompose(problem))
     assert piece.problem.grid.microbatches == (2, 5)
     assert piece.copies == ((0, 1), (NOBODY, 2))
     assert not any(piece.problem.hosts(0, pipeline) for pipeline in range(2)), "its copies cannot share with others"
