@@ -144,8 +144,9 @@ def _other_limits(problem: Problem, rule: DispatchRule, random: random.Random) -
 
 def _with_other_place(problem: Problem, places: Sequence[Places], random: random.Random) -> tuple[Places, ...]:
     """Another place for one micro-batch."""
-    pipeline = random.randrange(problem.grid.pipelines)
-    microbatch = random.randrange(problem.grid.microbatches[pipeline])
+    counts = problem.grid.microbatches
+    pipeline = random.choices(range(len(counts)), counts)[0]
+    microbatch = random.randrange(counts[pipeline])
     known = {(one.pipeline, one.microbatch): one.places for one in places}
     known[pipeline, microbatch] = known.get((pipeline, microbatch), 0.0) + random.choice(PLACES)
     return tuple(Places(*who, more) for who, more in sorted(known.items()) if more)
