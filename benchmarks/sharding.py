@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -202,17 +202,11 @@ def step_parts(data: bytes) -> bytes:
 def _reduce_and_step(exchange: PartExchange, holding: Holding, cut: Cut, layers: LayerRange,
                      iteration: int) -> None:
     """As the executor's A and O do."""
-    ((_, parameters, _),), optimizer, finish = holding.flat_parameters(), holding.optimizer, list[Callable[[], None]]()
-    assert isinstance(optimizer, PartOptimizer)
-
-    def own_stepped() -> None:
-        finish.append(exchange.gather(layers, parameters, cut))
-        exchange.wait_for_copies()
-
+    ((_, parameters, _),) = holding.flat_parameters()
     exchange.reduce(layers, holding.gradients(layers)[0], cut, holding.copies(layers))
-    optimizer.own_stepped = own_stepped
-    optimizer.step(iteration)
-    finish[0]()
+    holding.optimizer.step(iteration)
+    exchange.wait_for_copies()
+    exchange.gather(layers, parameters, cut)()
     holding.arrived()
 
 

@@ -10,7 +10,7 @@ from cli.shared.console import duration, err, near, out, print_json, refuse
 from cli.shared.inputs import is_there, require_writable, write_or_refuse
 from cli.shared.options import ANSWER, Json
 from planner.job.estimate import GPUS, GpuSpec, Layout, ModelShape, estimate
-from planner.job.file import JobError, parse_job
+from planner.job.file import MAX_RANKS, JobError, parse_job
 from planner.job.presets import ESTIMATED, preset, preset_names
 from planner.job.profiler_trace import ProfilerTraceError, job_tables, read_ranges, stage_times
 from planner.job.writer import job_text
@@ -52,7 +52,7 @@ Efficiency = Annotated[float, typer.Option("--efficiency", rich_help_panel=CLUST
                                            metavar="N", min=0.01, max=1.0, help=(
     "Share of the peak that matrix products reach."))]
 TensorParallel = Annotated[int, typer.Option("--tensor-parallel", rich_help_panel=CLUSTER,
-                                             metavar="N", min=1, max=1024, help=(
+                                             metavar="N", min=1, max=MAX_RANKS, help=(
     "GPUs that are one worker: [training] tensor_parallel."))]
 ShardOptimizer = Annotated[bool, typer.Option("--shard-optimizer", rich_help_panel=CLUSTER, help=(
     "The workers of a stage share its optimizer state; also for a preset that is an estimate."))]

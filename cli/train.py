@@ -64,7 +64,7 @@ from cli.shared.train_options import (
     TrainingSeed,
 )
 from planner.job.file import Job
-from planner.options import LAYERS
+from planner.options import LAYERS, PlanOptions
 from planner.recompute import chooses_recomputation
 from runtime.config import ConfigError, ModelConfig, RunConfig, parse_run_config
 from runtime.coordinator.settling import Settling
@@ -73,7 +73,7 @@ from runtime.coordinator.tensorboard import require_package
 from runtime.launch import Resilience, RunError, RunOptions, run
 from runtime.model.checkpoint import CheckpointError
 from runtime.node_agent import NodeJob, join
-from runtime.processes.launchers import announce, find, to_open
+from runtime.processes.launchers import Launched, announce, find, to_open
 from runtime.processes.parent_death import signal_at_death_of_parent
 from runtime.processes.stop_signals import GRACE_SECONDS, RunStopped
 from runtime.processes.worker_start import COORDINATOR_TIMEOUT_SECONDS
@@ -83,6 +83,7 @@ from runtime.replay.placement import PlacementError
 from runtime.run_folder import FolderError, left_behind
 from schedules.check import check
 from schedules.schedule import Schedule, Worker
+from schedules.tables.table import Table
 
 
 def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, iterations: Iterations = None,
@@ -117,36 +118,32 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
     secret = given_secret_or_refuse(here)
     if here.node > 0:
         assert secret is not None
-        own = NodeJob(config=config, secret=secret, resume=resume, coordinator_timeout_seconds=coordinator_timeout,
-                      workers=[Worker(pipeline, column) for pipeline in range(wanted.pipelines)
-                               for column in range(wanted.stages)])
-        if done_without_this_node(folder, resume, config.training.iterations):
-            _say(f"{folder}: all iterations are done; node {here.node} has nothing to do")
-        else:
-            with _refusals():
-                join(find(here, join_timeout, _say), own, node=here.node, nodes=here.nodes, out=folder,
-                     local=here.local, join_timeout_seconds=join_timeout, grace_seconds=grace, notify=_say)
+        _take_part(here, NodeJob(
+            config=config, secret=secret, resume=resume, coordinator_timeout_seconds=coordinator_timeout,
+            workers=[Worker(pipeline, column) for pipeline in range(wanted.pipelines)
+                     for column in range(wanted.stages)]), folder, join_timeout, grace)
         if json:
             print_json({"node": here.node})
         return
+    how = backward or optimizer
+    if schedule is not None and (failed or failed_node or how):
+        refuse("--schedule says which workers are down and how to run: leave out --failed, --failed-node, --backward "
+               "and --optimizer")
+    if table is not None and how:
+        refuse("--table says how to run: leave out --backward and --optimizer")
+    require_choice("--layers", layers, LAYERS)
+    if mtbf is not None and layers != "move":
+        refuse("--mtbf says when moving layers pays: give it with --layers move")
     if tensorboard is not None:
         with _refusals():
             require_package()
     loaded = None if table is None else read_table(table, wanted)
     _require_model(wanted, job)
     wanted, config = _recomputing(job, wanted, config, backward, optimizer, time_limit)
-    if schedule is not None and (failed or failed_node or backward or optimizer):
-        refuse("--schedule says which workers are down and how to run: leave out --failed, --failed-node, --backward "
-               "and --optimizer")
-    if loaded is not None and (backward or optimizer):
-        refuse("--table says how to run: leave out --backward and --optimizer")
     goes_on = left_behind(folder) is not None  # of a node 0 that has died: its workers may live
     resume_from = None if resume is None else where_to_go_on(resume, folder, needed=not goes_on)
     if resume_from is not None and not goes_on and nothing_left(folder, resume_from, config.training.iterations, json):
         return
-    require_choice("--layers", layers, LAYERS)
-    if mtbf is not None and layers != "move":
-        refuse("--mtbf says when moving layers pays: give it with --layers move")
     if not goes_on:
         require_writable(folder / "schedule.json")
         require_writable(None if tensorboard is None else tensorboard / "events")
@@ -166,15 +163,7 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
         options = plan_options(
             backward=loaded.basis.backward if loaded else backward, method=method, seed=seed or 0,
             optimizer=loaded.basis.optimizer if loaded else optimizer, time_limit=time_limit, layers=layers)
-        found = look_up(loaded, down, settled=layers == "move", nodes=wanted.nodes)
-        whole = look_up(loaded, ())
-        if found is None:
-            plan = make_plan(wanted, down, options, ctrl_c="ends the search, and training starts by this schedule")
-            if plan.interrupted:
-                _say("Ctrl-C has ended the search: training starts by the best schedule so far. The next Ctrl-C ends "
-                     "the run.")
-            found, fault_free = plan.schedule, plan.fault_free_period
-        chosen, fault_free = found, whole.seconds(whole.period_ticks) if whole else fault_free
+        chosen, fault_free = _looked_up_or_planned(wanted, down, loaded, options)
     placed = with_machines(wanted, chosen, here)
     resilience = Resilience(
         scheduler=scheduler(placed, chosen, loaded), at_speeds=scheduler_at_speeds(placed, chosen, loaded),
@@ -196,6 +185,29 @@ def train(ctx: typer.Context, job: JobFile, schedule: ScheduleToFollow = None, i
         print_json(report(result))
     else:
         out.print(summary(result), soft_wrap=True)
+
+
+def _take_part(here: Launched, own: NodeJob, folder: Path, join_timeout: float, grace: float) -> None:
+    """Train as a node that is not node 0, unless all is done."""
+    if done_without_this_node(folder, own.resume, own.config.training.iterations):
+        _say(f"{folder}: all iterations are done; node {here.node} has nothing to do")
+        return
+    with _refusals():
+        join(find(here, join_timeout, _say), own, node=here.node, nodes=here.nodes, out=folder, local=here.local,
+             join_timeout_seconds=join_timeout, grace_seconds=grace, notify=_say)
+
+
+def _looked_up_or_planned(job: Job, down: tuple[Worker, ...], table: Table | None,
+                          options: PlanOptions) -> tuple[Schedule, float | None]:
+    """The table's schedule for these failures, or one that is planned; and the period without failures, if known."""
+    whole, found = look_up(table, ()), look_up(table, down, settled=options.layers == "move", nodes=job.nodes)
+    fault_free = None if whole is None else whole.seconds(whole.period_ticks)
+    if found is not None:
+        return found, fault_free
+    plan = make_plan(job, down, options, ctrl_c="ends the search, and training starts by this schedule")
+    if plan.interrupted:
+        _say("Ctrl-C has ended the search: training starts by the best schedule so far. The next Ctrl-C ends the run.")
+    return plan.schedule, plan.fault_free_period if fault_free is None else fault_free
 
 
 def _config(job: Job, path: Path, **overrides: object) -> RunConfig:

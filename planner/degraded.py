@@ -5,7 +5,7 @@ memory, in which the job counts, it has half a device. While it reduces and step
 by themselves, too. Mostly it holds no micro-batch of these layers then; so it needs that room, but not besides.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -93,7 +93,7 @@ def _sizes(job: Job, column: int) -> _Sizes:
     # Bytes an element: of the parameter, its gradient, what is stepped, and what the optimizer remembers.
     parameter, stepped = (2, 4) if masters else (4, 4)
     gradient = 2 if training.get("reduce_dtype") == "bf16" else 4
-    slots = _slots(job)
+    slots = slots_of(job.training)
     state = (masters + slots + 1 + slots) * stepped  # with copies that undo a step, of what is stepped and remembered
     whole = weights * (parameter + gradient) / (parameter + gradient + kept * state)
     if memory.state:
@@ -102,9 +102,8 @@ def _sizes(job: Job, column: int) -> _Sizes:
                   whole * parameter / (parameter + gradient) / holders if sharded and not masters else 0.0)
 
 
-def _slots(job: Job) -> int:
+def slots_of(training: Mapping[str, object]) -> int:
     """How many numbers the optimizer remembers of an element; one of the user's own is taken to be like AdamW."""
-    training = job.training
     if training.get("optimizer") == "sgd":
         return 1 if training.get("momentum") else 0
     return 3 if training.get("amsgrad") else 2

@@ -19,6 +19,8 @@ from schedules.files import read_at_most
 from schedules.schedule import Worker
 
 MAX_JOB_BYTES = 2**20
+MAX_RANKS = 1024
+"""Processes of a worker in a plan; a run takes fewer (`runtime.config`)."""
 
 
 class StageTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +104,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     model: Mapping[str, Any] = {}
     """The `[model]` table, unchecked; the runtime reads it."""
     training: Mapping[str, Any] = {}
-    """The `[training]` table, unchecked; the runtime reads it."""
+    """The `[training]` table, unchecked but for `tensor_parallel`; the runtime reads it."""
 
     @property
     def ranks(self) -> int:
@@ -111,8 +113,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         Times are those of a worker. Memory, transfers and all-reduces are those of a rank: rank r of one worker sends
         to rank r of another, and reduces with it, all ranks at the same time.
         """
-        given = self.training.get("tensor_parallel", 1)
-        return given if isinstance(given, int) and not isinstance(given, bool) and given > 0 else 1
+        ranks: int = self.training.get("tensor_parallel", 1)
+        return ranks
 
     @property
     def depth(self) -> int:
@@ -165,6 +167,7 @@ def _job(table: TomlTable) -> Job:
     for key, value in (("model", model), ("training", training)):
         if not isinstance(value, dict):
             raise JobError(f"{key} is {shortened(value)}; expected a table")
+    count("training.tensor_parallel", training.get("tensor_parallel", 1), 1, MAX_RANKS)
     table.finish()
     return Job(name=name, pipelines=pipelines, stages=stages, microbatches=microbatches, time=time, memory=memory,
                columns=columns, chains=chains, layers=layers, layer_values=layer_values, nodes=nodes, model=model,

@@ -152,8 +152,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                      for first, end in self.layers_of)
 
     @property
-    def sheds(self) -> bool:
-        """Whether some live workers have less time for their own micro-batches than others have for theirs."""
+    def unequal_time(self) -> bool:
+        """Whether some live workers have less time for their own micro-batches than others, which may run them, have
+        for theirs."""
         return self.sharing and (bool(self.times.slow) or len(set(self.grid.microbatches)) > 1)
 
     def hosts(self, slice_: int, pipeline: int) -> tuple[Worker, ...]:

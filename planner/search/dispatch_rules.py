@@ -81,7 +81,7 @@ def shortlist(problem: Problem) -> Iterator[tuple[int, DispatchRule]]:
                 lookahead=lookahead, forward_lookahead=float(slope == 2.0 and not extra),
                 make_room=make_room and problem.memory is not None and problem.backward == "split",
                 in_flight=in_flight(problem, slope, extra))
-        if problem.routes is None and problem.sheds:
+        if problem.routes is None and problem.unequal_time:
             yield ASSIGNMENT_RULES.index("by-speed"), rule
         yield 0 if problem.routes is not None else assignment, rule
 

@@ -164,7 +164,7 @@ class _Schedulers:
         problem, rule = self._problem, ASSIGNMENT_RULES[index]
         if index and (problem.routes is not None or (not problem.failed and rule != "by-speed")):
             return None
-        if rule == "by-speed" and not problem.sheds:
+        if rule == "by-speed" and not problem.unequal_time:
             return None
         hosts = assign(self._problem, ASSIGNMENT_RULES[index])
         if any(hosts == made.arrays.hosts for made in self._made if made):

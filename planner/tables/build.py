@@ -17,7 +17,7 @@ import msgspec
 from planner.job.file import Job, JobError
 from planner.model.from_job import build_problem
 from planner.model.problem import NoPlanError
-from planner.normalise import Windows, candidates, normal_form
+from planner.normalise import Windows, candidates, normal_form, slow_while_alive
 from planner.options import PlanOptions
 from planner.plan import plan_only
 from planner.progress import CountCallback
@@ -53,6 +53,8 @@ class EntryTask(msgspec.Struct, frozen=True):
     """Whether layers may move."""
     nodes: tuple[tuple[int, ...], ...] = ()
     """Each set of nodes whose loss has this failure pattern, in a table by node."""
+    slow: Worker | None = None
+    """For a number of failures: the slow worker that is one of them."""
 
     def __str__(self) -> str:
         return f"entry {self.key}"
@@ -110,9 +112,10 @@ def build_table(job: Job, job_text: bytes, folder: Path, options: PlanOptions, *
                 table_folder.add(part)
                 progress(len(tasks) - len(missing) + done, len(tasks))
         counts = [task for task in tasks if task.failed is None]
-        for part in improved(table_folder.parts([task.key for task in counts]),
-                             max(task.failures for task in counts)).values():
-            table_folder.add(part)
+        parts, most = table_folder.parts([task.key for task in counts]), max(task.failures for task in counts)
+        for slow in {task.slow for task in counts}:
+            for part in improved(parts, most, slow).values():
+                table_folder.add(part)
         index = table_folder.publish(keys, job_text, max_failures=max_failures, exact=exact, settled=settled,
                                      nodes=nodes)
     return BuiltTable(index=index, planned=len(missing), seconds=time.monotonic() - began, bytes=table_folder.size())
@@ -128,19 +131,24 @@ def basis_of(job: Job, options: PlanOptions) -> Basis:
 
 def all_tasks(job: Job, max_failures: int, *, exact: bool, by_node: bool = False,
               settled: bool = False) -> list[EntryTask]:
-    """All entries of a table in its order: counts, then patterns by number of failures, then those of nodes that are no
-    such pattern, then the settled ones of all.
+    """All entries of a table in its order: counts, those with each slow worker among the failures, patterns by number
+    of failures, those of nodes that are no such pattern, and then the settled ones of all.
 
     By node, there is also one for each number of workers that one or two nodes have: in that, roles have moved to where
-    their loss costs least. Raises TableError for more failures than workers, too many patterns, or a job that does not
-    say what its nodes are.
+    their loss costs least. Raises TableError for more failures than workers, too many patterns or slow workers, or a
+    job that does not say what its nodes are.
     """
     workers = job.pipelines * job.stages
     if max_failures > workers:
         raise TableError(f"--max-failures {max_failures}: the job has only {workers} workers")
     of_nodes = list(_node_tasks(job)) if by_node else []
     counts = sorted({*range(max_failures + 1), *(task.failures for task in of_nodes)})
-    tasks = {count_key(failures): EntryTask(count_key(failures), failures) for failures in counts}
+    if len(counts) * len(job.time.slow) > MAX_ENTRIES:
+        raise TableError(f"--max-failures {max_failures}: more than {MAX_ENTRIES} entries with one of "
+                         f"{len(job.time.slow)} slow workers among the failures; lower it, or name fewer of them in "
+                         "[time] slow")
+    tasks = {task.key: task for slow in (None, *(worker for worker, _ in job.time.slow)) for failures in counts
+             if failures or slow is None for task in [EntryTask(count_key(failures, slow), failures, slow=slow)]}
     if exact:
         tasks |= {task.key: task for task in _pattern_tasks(job, max_failures)}
     for task in of_nodes:
@@ -201,7 +209,8 @@ class EntryPlanner:
         self._job = job
         self._options = options
         self._basis = basis
-        self._windows = Windows(job, options)
+        self._alive: dict[Worker | None, tuple[Job, Windows]] = {None: (job, Windows(job, options))}
+        """The job, and that without each slow worker that is down in some entry."""
 
     def __call__(self, task: EntryTask) -> Part:
         """Plan an entry."""
@@ -214,11 +223,21 @@ class EntryPlanner:
     def _at_once(self, task: EntryTask) -> Schedule:
         if task.failed is not None:
             return plan_only(self._options, self._job, task.failed).schedule
-        return normal_form(self._job, task.failures, self._options, windows=self._windows).schedule
+        job, windows = self._while_alive(task.slow)
+        return normal_form(job, task.failures, self._options, windows=windows).schedule
 
     def _settled(self, task: EntryTask) -> Schedule:
         """For a number of failures, of the roles that seem the best to leave vacant: where they are matters little."""
-        failed = task.failed or next(iter(candidates(self._job, self._windows, task.failures)), None)
+        job, windows = self._while_alive(task.slow)
+        failed = task.failed or next(iter(candidates(job, windows, task.failures)), None)
         if failed is None:
             raise NoPlanError(f"{task.failures} failures leave some stage without a live worker")
-        return plan_only(msgspec.structs.replace(self._options, layers="move"), self._job, failed).schedule
+        return plan_only(msgspec.structs.replace(self._options, layers="move"), job, failed).schedule
+
+    def _while_alive(self, slow: Worker | None) -> tuple[Job, Windows]:
+        """The job in which this slow worker, which is down, is not slow: else its role would be kept for one of its
+        speed."""
+        if slow not in self._alive:
+            job = slow_while_alive(self._job, [slow] if slow else [])
+            self._alive[slow] = job, Windows(job, self._options)
+        return self._alive[slow]

@@ -12,16 +12,17 @@ import msgspec
 from planner.tables.folder import Part, make_part
 from planner.transition import Transition
 from schedules.check import check
-from schedules.schedule import Program, Schedule, Seat
+from schedules.schedule import Program, Schedule, Seat, Worker
 from schedules.tables.entry_codec import decode_entry
 from schedules.tables.pattern import count_key, settled_key
 
 
-def improved(parts: Mapping[str, Part], most: int) -> dict[str, Part]:
-    """The parts of counts 0 to `most` that others make better, by key; `parts` are all of a table."""
+def improved(parts: Mapping[str, Part], most: int, slow: Worker | None = None) -> dict[str, Part]:
+    """The parts of counts 0 to `most` that others make better, by key; `parts` are all of a table. `slow`: those with
+    this slow worker among the failures."""
     better: dict[str, Part] = {}
     for failures in range(most, -1, -1):
-        for key, others in _sources(failures):
+        for key, others in _sources(failures, slow):
             own = parts.get(key)
             for other in others:
                 source = better.get(other, parts.get(other))
@@ -32,10 +33,10 @@ def improved(parts: Mapping[str, Part], most: int) -> dict[str, Part]:
     return better
 
 
-def _sources(failures: int) -> Sequence[tuple[str, tuple[str, ...]]]:
+def _sources(failures: int, slow: Worker | None) -> Sequence[tuple[str, tuple[str, ...]]]:
     """The keys of a count, each with those whose plans will also do."""
-    at_once, settled = count_key(failures), settled_key(count_key(failures))
-    more = count_key(failures + 1)
+    at_once, more = (count_key(count, slow) for count in (failures, failures + 1))
+    settled = settled_key(at_once)
     return (at_once, (more,)), (settled, (at_once, settled_key(more)))
 
 

@@ -6,7 +6,7 @@ another worker's, of which this one is the buddy, are copies, too, and stepped l
 parameter itself comes from the other worker, as all that is not kept here.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -91,8 +91,6 @@ class PartOptimizer(UndoableSteps):
         """Of the last step."""
         self.whole_after: int | None = None
         """The iteration after which all elements of the parameters are as they should be; None: they are not."""
-        self.own_stepped: Callable[[], None] | None = None
-        """Called in a step, once the own parts have been stepped."""
 
     @property
     def buffer(self) -> int:
@@ -242,8 +240,6 @@ class PartOptimizer(UndoableSteps):
         for piece in self._pieces:
             piece.stepped.grad = None
         self._round(self._pieces)
-        if self.own_stepped is not None:
-            self.own_stepped()
 
     def _steps_of(self, piece: _Piece) -> OptimizerSteps:
         """What steps a piece, and has its state once it has been stepped."""

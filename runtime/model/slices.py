@@ -1,8 +1,8 @@
 """What a worker runs: slices of a model's layers, and the micro-batches that it has in flight in each of them."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -207,19 +207,6 @@ class Slices:
         """Of each range that is cut, the parameters, whose parts are to be gathered after a step; at one of the ranks
         that this process stands for."""
         return self._holding.flat_parameters(own_rank)
-
-    @contextmanager
-    def when_own_parts_are_stepped(self, call: Callable[[int], None]) -> Iterator[None]:
-        """In here, an optimizer of parts calls this once its own parts have been stepped, with the number of its rank,
-        of those that this process stands for."""
-        optimizers = self._holding.part_optimizers
-        for own_rank, optimizer in enumerate(optimizers):
-            optimizer.own_stepped = partial(call, own_rank)
-        try:
-            yield
-        finally:
-            for optimizer in optimizers:
-                optimizer.own_stepped = None
 
     def arrived(self) -> None:
         """The parameters of others have come after a step, which may be a guess."""

@@ -91,23 +91,21 @@ class Steps:
         """Whether what the workers compute from here to the next step rests on a wrong guess; reset it then."""
 
     @property
-    def watches(self) -> bool:
-        """Whether a step depends on the gradients of all layers, and there may be none."""
-        return self._share is not None
-
-    @property
     def wrong(self) -> bool:
         """Whether the last step that has been validated was another one than others had guessed."""
         return self._wrong
 
-    def step(self, iteration: int, loss: float) -> None:
-        """O: step all layers, for good or on a guess. `loss` is this worker's part. Raises CommunicationError."""
+    def step(self, iteration: int, loss: float, until_unread: Callable[[], None] = lambda: None) -> None:
+        """O: step all layers, for good or on a guess. `loss` is this worker's part; `until_unread` waits until no other
+        worker takes anything from the gradients any more. Raises CommunicationError, as that may."""
         self._iteration = iteration
         if self._share is None:
             self.squares = self._holding.squares(self._holding.modules if self._holding.cuts else self._speaks_for)
             self._optimizer.step(iteration)
+            until_unread()
             self._end(1.0)
             return
+        until_unread()  # there may be no step, and gradients are zero afterwards
         squares = self._optimizer.squares()
         # Of layers whose state is in parts, each has the squares of its own.
         contribution = [squares.get(layer, 0.0) for layer in range(self._layers)] if self._holding.cuts else \

@@ -1,6 +1,6 @@
 """Executor: runs one worker's program, op by op, in its order. It decides nothing."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -119,7 +119,7 @@ class Executor:
         Raises CommunicationError.
         """
         assert self._steps.validated is not None
-        self._finish(self._gathering_all())
+        self._gather_all()
         self._slices.gathered(self._steps.validated[0])
 
     def _forget_round(self) -> None:
@@ -191,30 +191,19 @@ class Executor:
             for name in self._slices.shared:
                 with self._slices.summed_shared(name) as by_rank:
                     self._sum(name, by_rank)
-            if self._steps.watches:
-                for exchange in self._parts:  # there may be no step, and gradients are zero afterwards
-                    exchange.wait_for_copies()
-            gathering: list[Callable[[], None]] = []
-            with self._slices.when_own_parts_are_stepped(partial(self._gather, gathering)):
-                self._steps.step(self._iteration, self._loss)
+            self._steps.step(self._iteration, self._loss, self._wait_for_copies)
             # Who knows that there is no step makes none, though others may guess one, and wait for its part.
-            self._finish(gathering or self._gathering_all())
+            self._gather_all()
             self._steps.when_validated(partial(_note_whole, self._slices, self._steps, self._iteration))
 
-    def _gather(self, gathering: list[Callable[[], None]], own_rank: int) -> None:
-        """Parameters are on their way to others while sums of gradients come for the copies of others' parts."""
-        gathering += self._gathering(own_rank)
-        self._parts[own_rank].wait_for_copies()
+    def _wait_for_copies(self) -> None:
+        for exchange in self._parts:
+            exchange.wait_for_copies()
 
-    def _gathering(self, own_rank: int) -> list[Callable[[], None]]:
-        """Start to gather all parameters of a rank."""
-        return [self._parts[own_rank].gather(layers, parameters, cut)
-                for layers, parameters, cut in self._slices.flat_parameters(own_rank)]
-
-    def _gathering_all(self) -> list[Callable[[], None]]:
-        return [finish for own_rank in range(len(self._parts)) for finish in self._gathering(own_rank)]
-
-    def _finish(self, gathering: Iterable[Callable[[], None]]) -> None:
+    def _gather_all(self) -> None:
+        """Gather the parameters of all ranks that this process stands for; they are on their way at the same time."""
+        gathering = [exchange.gather(layers, parameters, cut) for own_rank, exchange in enumerate(self._parts)
+                     for layers, parameters, cut in self._slices.flat_parameters(own_rank)]
         for finish in gathering:
             finish()
         self._slices.arrived()

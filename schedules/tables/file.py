@@ -61,7 +61,8 @@ class Basis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class EntryCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Slices of an entry, and times and sizes that are not those of the basis: for it has slices, or finer ticks."""
+    """Slices of an entry, and times and sizes that are not those of the basis: for it has slices, or finer ticks, or a
+    slow worker is down."""
 
     tick_seconds: float
     slices: tuple[LayerRange, ...]

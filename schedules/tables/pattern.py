@@ -42,9 +42,10 @@ def pattern_of(failed: Iterable[Worker], classes: Sequence[int]) -> Pattern:
     return tuple(sorted((classes[pipeline], columns) for pipeline, columns in columns_by_pipeline(failed).items()))
 
 
-def count_key(failures: int) -> str:
-    """The key of the one normalised schedule for this many failures."""
-    return f"count-{failures}"
+def count_key(failures: int, slow: Worker | None = None) -> str:
+    """The key of the one normalised schedule for this many failures; or of that for a slow worker being one of them, in
+    which nobody plays a role at its pace."""
+    return f"count-{failures}" + ("" if slow is None else f"-with-{slow}")
 
 
 def pattern_key(pattern: Pattern, classes: Sequence[int]) -> str:

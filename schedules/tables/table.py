@@ -126,16 +126,18 @@ class Table:
         `settled`: the one to come to in the end, for which layers may have to move; else the one that runs at once.
         `held_elsewhere`: where a column has no live worker left, others can get its layers, as from a checkpoint.
         `nodes`: the workers of each machine, over which the holders of a stage are spread where roles move. Of an exact
-        pattern and a normalised count of equal period it takes the pattern, which moves no worker. The schedule is
-        valid because the stored one is and `relabel` keeps every rule; at the first use of an entry the checker is
-        asked about the stored one. Raises ValueError for a worker outside the grid, TableError for an
-        entry that cannot be used.
+        pattern and a normalised count of equal period it takes the pattern, which moves no worker. Where several slow
+        workers are down, it takes the best of the entries for each of them. The schedule is valid because the stored
+        one is and `relabel` keeps every rule; at the first use of an entry the checker is asked about the stored one.
+        Raises ValueError for a worker outside the grid, TableError for an entry that cannot be used.
         """
         down = set(failed)
         for worker in sorted(down - set(self.basis.grid.workers())):
             raise ValueError(f"the job has no worker {worker}; its grid is {self.basis.grid.pipelines} pipelines x "
                              f"{self.basis.grid.columns} stages")
-        keys = [pattern_key(pattern_of(down, self._classes), self._classes), count_key(len(down))]
+        keys = [pattern_key(pattern_of(down, self._classes), self._classes),
+                *(count_key(len(down), worker) for worker in sorted(down & self.basis.times.per_mille_of.keys())),
+                count_key(len(down))]
         if settled:
             keys += [settled_key(key) for key in keys]
         known = sorted((key for key in keys if key in self._entries), key=self._period)

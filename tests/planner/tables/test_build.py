@@ -303,6 +303,34 @@ def test_what_cannot_be_planned_by_node_is_refused_at_once():
         all_tasks(parse_job(many.decode()), 1, exact=False, by_node=True)
 
 
+SLOW = JOB.replace(b"pipelines = 2", b"pipelines = 3").replace(b"[memory]", b'slow = {"0.1" = 2, "1.0" = 3}\n[memory]')
+
+
+def test_where_a_slow_worker_is_down_nobody_plays_its_role_at_its_pace(tmp_path, in_this_process):
+    quick_build(tmp_path, text=SLOW)
+    table = Table.load(tmp_path)
+    table.verify()
+    job = parse_job(SLOW.decode())
+    shorter = 0
+    for failed in (down for size in (1, 2) for down in combinations(table.basis.grid.workers(), size)):
+        for settled in (False, True):
+            found = table.lookup(failed, settled=settled)
+            assert found is not None and check(found.schedule) == [] and found.schedule.failed == failed
+            count = table.entry(f"count-{len(failed)}")
+            assert found.schedule.seconds(found.schedule.period_ticks) <= count.seconds(count.period_ticks)
+            shorter += found.key.startswith(f"count-{len(failed)}-with-")
+    assert shorter
+    assert {table.lookup([worker]).key for worker, _ in job.time.slow} == {"count-1-with-0.1", "count-1-with-1.0"}
+
+
+def test_too_many_slow_workers_are_refused_at_once():
+    slow = ", ".join(f'"{pipeline}.0" = 2' for pipeline in range(300))
+    job = parse_job(JOB.decode().replace("pipelines = 2", "pipelines = 400").replace(
+        "[memory]", f"slow = {{{slow}}}\n[memory]"))
+    with pytest.raises(TableError, match=r"more than 20000 entries with one of 300 slow workers .* lower it"):
+        all_tasks(job, 100, exact=False)
+
+
 def test_index_is_json_that_anything_can_read(exact):
     index = json.loads((exact[0] / "index.json").read_text())
     assert index["format"] == "slipstream.table" and index["entries"][1]["key"] == "count-1"

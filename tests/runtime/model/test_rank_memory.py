@@ -71,21 +71,16 @@ class Ranks:
                 holding.summed((0, LAYERS)) as by_rank:
             self.watch()
         del by_rank
-        ranks = range(len(holding.part_optimizers))
-        for own_rank in ranks:
-            holding.part_optimizers[own_rank].own_stepped = lambda own_rank=own_rank: self.gather(own_rank)
         holding.optimizer.step(iteration)
-        for own_rank in ranks:
-            self.gather(own_rank)
+        self.watch()
+        for own_rank in range(len(holding.part_optimizers)):
+            holding.flat_parameters(own_rank)
+            self.watch()
         for optimizer in holding.part_optimizers:
             optimizer.kept_states()  # has copies stepped in this thread, which is watched
         if keeps_parts(self.config.training):
             holding.arrived()
         holding.zero_gradients()
-
-    def gather(self, own_rank):
-        self.holding.flat_parameters(own_rank)
-        self.watch()
 
     def watch(self):
         self.most = max(self.most, self.living.bytes())

@@ -105,6 +105,23 @@ def test_who_knows_that_the_guess_is_wrong_waits(gradient, weight) -> None:
     assert pair.workers[1].void and pair.weights == [weight, 0.0]
 
 
+@pytest.mark.parametrize("watched", [False, True])
+def test_gradients_stay_until_no_other_worker_reads_them(watched: bool) -> None:
+    """Nobody waits for that before the step, but where there may be none."""
+    seen = []
+    wires, layer = Wires(), nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    nn.init.zeros_(layer.weight)
+    config = CLIPPED if watched else replace(CLIPPED, clip_norm=None, skip_nonfinite=False)
+    steps = Steps(Holding({0: layer}, config), config, speaks_for=[0], layers=1,
+                  share=wires.share if watched else None, staggered=True)
+    layer.weight.grad.fill_(3.0)
+    steps.step(0, 0.0, lambda: seen.append((layer.weight.item(), layer.weight.grad.item())))
+    assert seen == [(0.0 if watched else -3.0, 3.0)]
+    wires.open = True
+    steps.validate()
+    assert layer.weight.item() == -3.0 and layer.weight.grad.item() == 0.0
+
+
 def test_no_guess_for_a_while_after_a_wrong_one() -> None:
     pair = Pair(CLIPPED)
     guessed = []

@@ -43,14 +43,15 @@ FAILURES = 3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A table with an entry for each count and pattern of up to two failures, and for each count up to three."""
+    """A table with an entry for each count and pattern of up to two failures, and for each count up to three, also with
+    the slow worker among them."""
     path = tmp_path_factory.mktemp("table")
     job = parse_job(JOB)
     basis = basis_of(job, OPTIONS)
     table_folder = TableFolder(path, basis)
     table_folder.reopen()
     plan = EntryPlanner(job, OPTIONS, basis)
-    tasks = [*all_tasks(job, FAILURES, exact=False), *all_tasks(job, 2, exact=True)[3:]]
+    tasks = [*all_tasks(job, FAILURES, exact=False), *(task for task in all_tasks(job, 2, exact=True) if task.failed)]
     for task in tasks:
         table_folder.add(plan(task))
     table_folder.publish([task.key for task in tasks], JOB.encode(), max_failures=FAILURES, exact=False)
@@ -125,6 +126,7 @@ def test_tables_of_version_1_are_read(folder, table, tmp_path):
     shutil.copytree(folder, copy)
     index = json.loads((copy / "index.json").read_bytes()) | {"version": 1, "sha256": ""}
     del index["basis"]["times"]["optimizer_of_layer"]
+    index["entries"] = [row for row in index["entries"] if "-with-" not in row["key"]]  # have times of their own
     for row in index["entries"]:
         path = copy / "entries" / f"{row['key']}.json"
         entry = json.loads(path.read_bytes()) | {"version": 1}
@@ -134,7 +136,7 @@ def test_tables_of_version_1_are_read(folder, table, tmp_path):
     index["sha256"] = digest(json.dumps(index, separators=(",", ":")).encode())
     (copy / "index.json").write_text(json.dumps(index, separators=(",", ":")))
     old = Table.load(copy)
-    assert [old.entry(row.key) for row in old.rows()] == [table.entry(row.key) for row in table.rows()]
+    assert [old.entry(row.key) for row in old.rows()] == [table.entry(row.key) for row in old.rows()]
 
 
 # --- Files that are not as they should be -----------------------------------------------------------------------------
