@@ -1,14 +1,16 @@
 """The best of several ways to answer a failure: whole micro-batches at each stage, and layouts that cut or move.
 
 Layers in place: the problem as it is, in which live holders share micro-batches, and layouts that cut some of these
-within a stage (`planner.layout.fixed`). With layers that may move, all candidates of `planner.layout` besides. List
-schedules of each say which are worth more time; the best few are annealed in turns, until one has all of the time left.
+within a stage (`planner.layout.fixed`). With layers that may move, all candidates of `planner.layout` besides. A few
+list schedules of each say which are worth more time: the best few have many more, and are annealed in turns, until one
+has all of the time left.
 """
 
 import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from functools import partial
 
@@ -31,6 +33,7 @@ from planner.search.budget import Budget
 from planner.search.compiled import ready
 from planner.search.incumbent import Incumbent
 from planner.search.list_scheduler import StuckError
+from planner.search.list_search import MOST_STEPS
 from planner.search.solve import Solved, improve, in_time, solve, solved_by
 from planner.search.steps.anneal import anneal
 from planner.search.steps.bound import divided
@@ -38,10 +41,12 @@ from planner.search.steps.list_schedules import list_schedules, on_one_clock
 from schedules.layers import layers_in
 from schedules.schedule import Worker
 
-LIST_SHARE = 0.4
-"""Share of the time for list schedules of all candidates."""
-FIRST_SHARE = 0.25
-"""Share of that for the problem as it is."""
+LIST_SHARE, FIRST_SHARE = 0.4, {"fixed": 0.25, "move": 0.1}
+"""Share of the time for a few list schedules of all candidates; share of that for the problem as it is."""
+WALK_SHARE = 0.4
+"""Share of what is left then for random steps from the best list schedules of the most promising layouts."""
+LARGEST_WALKED_ALONE = 5_000
+"""Compute ops up to which half of the time of a list schedule or more is spent in the interpreter."""
 HEATS = ((5, 0.2), (2, 0.3))
 """How many of the most promising go on, and the share of the time left that they have together; then one has the rest.
 """
@@ -59,6 +64,8 @@ BEYOND = 1.003
 """Up to how many times the period of the best candidate a bound of another one is sought."""
 FINE_RATE = 10_000.0
 """For each second of list schedules, micro-batches times parts of stages up to which short slices are tried."""
+BOUND_SHARE = 0.3
+"""Share of the time for a few list schedules of a layout, in which a bound of its own is sought first."""
 LARGEST_BOUNDED = 20_000
 """Compute ops of the pieces of a layout up to which a bound of its own is sought."""
 
@@ -177,11 +184,12 @@ class _Portfolio:
             budget = in_time(first, budget)
         lists = budget if self._options.method == "greedy" else budget.share(LIST_SHARE)
         if first is not None:
-            self._add(first, lists, FIRST_SHARE, moved=0)
+            self._add(first, lists.share(FIRST_SHARE[self._options.layers]), moved=0)
         self._add_layouts(lists)
         if not self._entries:
             raise NoPlanError("no layout of the layers over the live workers has room for the micro-batches in flight")
         if self._options.method != "greedy":
+            self._walk(budget.share(WALK_SHARE))
             self._improve(budget)
         best = self._best
         fixed = min((entry.seconds for entry in self._entries if not entry.moved), default=None)
@@ -197,25 +205,27 @@ class _Portfolio:
         why = f"with who runs what as it is here, no order is shorter than {least * known.problem.tick_seconds:g} s"
         return f"{solved.evidence}; {why}"
 
-    def _add(self, known: Incumbent, budget: Budget, share: float, *, moved: int) -> None:
-        """List schedules of a candidate in this share of what its bound leaves of the time.
+    def _add(self, known: Incumbent, budget: Budget, *, moved: int) -> None:
+        """A few list schedules of a candidate.
 
         It is dropped where they get stuck for lack of memory, or cannot be the best.
         """
-        least = self._least_of(known) if self._options.method != "greedy" else 0
+        bounded = self._options.method != "greedy"
+        least = self._least_of(known, budget.share(BOUND_SHARE).deadline) if bounded else 0
         if moved and self._entries and least * known.problem.tick_seconds > self._best.seconds:
             return
         enough = msgspec.structs.replace(known, bound=max(known.bound, least))
         with contextlib.suppress(StuckError):
-            found = msgspec.structs.replace(list_schedules(enough, budget.share(share)), bound=known.bound)
+            steps = 0 if bounded else MOST_STEPS  # more later
+            found = msgspec.structs.replace(list_schedules(enough, budget, steps), bound=known.bound)
             self._entries.append(_Entry(found, moved, least))
 
     @property
     def _best(self) -> _Entry:
         return min(self._entries, key=lambda entry: entry.rank)
 
-    def _least_of(self, known: Incumbent) -> int:
-        """A bound for the layout of a candidate, to a thousandth; 0 where none is sought.
+    def _least_of(self, known: Incumbent, deadline: float = math.inf) -> int:
+        """A bound for the layout of a candidate, to a thousandth if there is time; 0 where none is sought.
 
         Only as far as it matters: to its own period, or a little beyond that of the best candidate.
         """
@@ -228,7 +238,7 @@ class _Portfolio:
             high = known.period
         elif self._entries:
             high = max(known.bound, math.ceil(BEYOND * self._best.seconds / known.problem.tick_seconds))
-        return LayoutBound([piece.problem for piece in known.pieces], hosts).period(known.bound, high)
+        return LayoutBound([piece.problem for piece in known.pieces], hosts).period(known.bound, high, deadline)
 
     def _add_layouts(self, budget: Budget) -> None:
         options = self._options
@@ -251,9 +261,31 @@ class _Portfolio:
                 return
             problem = problem_of_layout(self._job, self._failed, layout, backward=options.backward or "split",
                                         optimizer=options.optimizer or "staggered", least=self._least)
-            self._add(divided(problem, self._least, self._counts), budget, min(1.0, FIRST / left),
+            self._add(divided(problem, self._least, self._counts), budget.share(min(1.0, FIRST / left)),
                       moved=_moved(self._given, layout))
             left -= 1
+
+    def _walk(self, budget: Budget) -> None:
+        """Random steps from the best list schedules of the most promising layouts.
+
+        Large ones in two threads: most of the time is spent in compiled loops, which leave the interpreter to others.
+        """
+        ranked = [entry for entry in self._promising() if entry.moved][:HEATS[0][0]]
+
+        def walk(entries: Sequence[_Entry]) -> None:
+            for number, entry in enumerate(entries):
+                if not self._done and not budget.stopped and budget.seconds > 0:
+                    self._replace(entry, list_schedules(entry.known, budget.share(1 / (len(entries) - number))))
+
+        large = any(entry.known.problem.operations > LARGEST_WALKED_ALONE for entry in ranked)
+        with ThreadPoolExecutor(1) as other:
+            beside = other.submit(walk, ranked[1::2] if large else [])
+            walk(ranked[::2] if large else ranked)
+            beside.result()
+
+    def _promising(self) -> list[_Entry]:
+        """What may be the best after more work, what is expected to be the best first."""
+        return sorted(filter(self._may_win, self._entries), key=lambda entry: entry.promise)
 
     def _layouts_within(self, seconds: float) -> int:
         """How many layouts are looked at: where annealing follows, which makes up for short lists, always as many."""
@@ -270,7 +302,7 @@ class _Portfolio:
     def _improve(self, budget: Budget) -> None:
         """Anneal the most promising few in turns, fewer each time, then one."""
         for count, share in HEATS:
-            ranked = sorted(filter(self._may_win, self._entries), key=lambda entry: entry.promise)[:count]
+            ranked = self._promising()[:count]
             if len(ranked) < 2:
                 break
             end = budget.share(share)
@@ -279,9 +311,9 @@ class _Portfolio:
                     known = on_one_clock(entry.known) if count == HEATS[-1][0] else entry.known
                     known = anneal(known, end.share(1 / (len(ranked) - number)))
                     self._replace(entry, known)
-        last = min(filter(self._may_win, self._entries), key=lambda entry: entry.promise, default=None)
-        if last is not None and not self._done and not budget.stopped:
-            self._replace(last, improve(on_one_clock(last.known), budget))
+        last = self._promising()[:1]
+        if last and not self._done and not budget.stopped:
+            self._replace(last[0], improve(on_one_clock(last[0].known), budget))
 
     def _may_win(self, entry: _Entry) -> bool:
         """Whether more time may make a candidate the best of all."""

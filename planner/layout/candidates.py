@@ -84,12 +84,14 @@ def _moved(problem: LayoutProblem, seconds: float, seed: int,
         yield recut(spread=False, parts=HALVES)
     yield recut(staggered=True)
     yield recut(spread=False, staggered=True)
+    fine = problem.sliced and size * PARTS <= largest_fine
+    if fine:
+        yield recut(apart=True, parts=PARTS)
     yield recut(spread=False, floating=False)
     if size <= LARGEST_SHARED:
         yield partial(one_cut, problem)
         yield partial(fixed_layout, problem, sliced=problem.sliced)
-    if problem.sliced and size * PARTS <= largest_fine:  # they take longest to list, so others come first
-        yield recut(apart=True, parts=PARTS)
+    if fine:  # they take longest to list, so others come first
         yield recut(staggered=True, parts=PARTS)
         yield recut(anywhere=True, parts=PARTS)
         yield recut(spread=False, parts=PARTS)

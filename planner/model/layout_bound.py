@@ -22,6 +22,7 @@ least values of all others follow. Where they put it off beyond 0, no schedule h
 """
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -98,9 +99,12 @@ class LayoutBound:
         self._step = {place: (pieces[place[0]].holdings or {})[place[1]].step for place in self._work}
         self._starts = {route[0].place for route in self._routes}
 
-    def period(self, low: int, high: int) -> int:
-        """The least period from `low` to `high` that is not excluded, to a thousandth."""
-        while high - low > max(1, low // 1000):
+    def period(self, low: int, high: int, deadline: float = math.inf) -> int:
+        """The least period from `low` to `high` that is not excluded, to a thousandth.
+
+        Less where a time.monotonic(), the deadline, is over before.
+        """
+        while high - low > max(1, low // 1000) and time.monotonic() < deadline:
             middle = (low + high) // 2
             if self.excludes(middle):
                 low = middle + 1

@@ -2,7 +2,8 @@
 
 import math
 import statistics
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,6 +29,15 @@ class StuckError(Exception):
     """Micro-batches wait for each other's room: workers hold too many layers for so little memory."""
 
 
+class Places(NamedTuple):
+    """By how much a micro-batch goes before its turn."""
+
+    pipeline: int
+    microbatch: int
+    places: float
+    """In the turn; negative: after it."""
+
+
 class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
     """The dispatching rule of a list scheduler: which ready op a worker starts, if any.
 
@@ -47,6 +57,10 @@ class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
     advance: float = 0.0
     """Micro-batches on longer routes than others go before these: by this many times what their way takes longer."""
     gradient_advance: float = 0.0
+    """The same of their gradients."""
+    places: tuple[Places, ...] = ()
+    """Single micro-batches that go before, or after, their turn."""
+    gradient_places: tuple[Places, ...] = ()
     """The same of their gradients."""
     forward_order: ForwardOrder = "deepest"
     """Which F first: the lowest micro-batch, or the one furthest along its chain."""
@@ -100,13 +114,14 @@ class ListScheduler:
             [first]
         self._forward = ints([problem.usual(OpKind.F, number) for number in range(len(problem.layers_of))])
         self._waits: dict[tuple[float, tuple[int, ...] | None], Ints] = {}
-        self._ranks: dict[tuple[Rerouted, float], Ints] = {}
+        self._ranks: dict[tuple[Rerouted, float, tuple[Places, ...]], Ints] = {}
         self._made: tuple[Ints, Ints] | None = None
 
     def order(self, rule: DispatchRule) -> Ints:
         """All ops in the order in which they start under a rule. Raises StuckError; see `set_aside`."""
         dispatch = self._kernel.Dispatch(
-            rank=self._rank(rule, rule.advance), gradient_rank=self._rank(rule, rule.gradient_advance),
+            rank=self._rank(rule.rerouted, rule.advance, rule.places),
+            gradient_rank=self._rank(rule.rerouted, rule.gradient_advance, rule.gradient_places),
             slots=self._slots(rule), lookahead=rule.lookahead,
             forward_wait=self._forward_wait(rule), deepest_first=rule.forward_order == "deepest",
             eager_weights=rule.eager_weights, make_room=rule.make_room, transfers=not rule.ignore_transfers)
@@ -130,9 +145,8 @@ class ListScheduler:
             self._waits[key] = np.ceil([first, usual]).astype(np.int64)
         return self._waits[key]
 
-    def _rank(self, rule: DispatchRule, advance: float) -> Ints:
+    def _rank(self, *key: *tuple[Rerouted, float, tuple[Places, ...]]) -> Ints:
         """[unit] how urgent it is; see `_ranks`."""
-        key = rule.rerouted, advance
         if key not in self._ranks:
             self._ranks[key] = _ranks(self.arrays, *key)
         return self._ranks[key]
@@ -165,13 +179,15 @@ class ListScheduler:
         return slots
 
 
-def _ranks(arrays: ProblemArrays, rerouted: Rerouted, advance: float) -> Ints:
+def _ranks(arrays: ProblemArrays, rerouted: Rerouted, advance: float, places: Sequence[Places]) -> Ints:
     """[unit] by micro-batch, then pipeline: older micro-batches go first, those of several pipelines in turn.
 
-    Those on longer routes count as older: `DispatchRule.advance`.
+    Those on longer routes count as older: `DispatchRule.advance`, and single ones: `DispatchRule.places`.
     """
     _, pipeline, number = arrays.unit_numbers.T
-    older = advance * _longer(arrays) if advance and arrays.problem.routes is not None else 0.0
+    older = advance * _longer(arrays) if advance and arrays.problem.routes is not None else np.zeros(len(number))
+    for one in places:
+        older[(pipeline == one.pipeline) & (number == one.microbatch)] += one.places
     _, found = np.unique(np.round((number - older) * STEPS) * arrays.problem.grid.pipelines + pipeline,
                          return_inverse=True)
     if rerouted == "in turn":

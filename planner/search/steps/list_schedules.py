@@ -12,7 +12,7 @@ from planner.model.start_times import solution_period
 from planner.search.budget import Budget
 from planner.search.incumbent import Incumbent
 from planner.search.list_scheduler import StuckError
-from planner.search.list_search import search
+from planner.search.list_search import MOST_STEPS, search
 from schedules.precedence import OpKey
 from schedules.schedule import Worker
 
@@ -23,20 +23,20 @@ APART_SHARE = 0.5
 """Share of the time for each piece by itself, where they are put on one clock then."""
 
 
-def list_schedules(known: Incumbent, budget: Budget) -> Incumbent:
+def list_schedules(known: Incumbent, budget: Budget, steps: int = MOST_STEPS) -> Incumbent:
     """The best of many list schedules of each piece. No piece need be shorter than the longest one.
 
     Where the period of a piece is not that of the whole, only the latter is reported, in the end. Pieces of a layout
     reduce gradients at times that each would choose otherwise: as one they are ordered, and annealed, for the same
-    times.
+    times. `steps`: at random, of each piece at most.
     """
     ops = sum(piece.problem.operations for piece in known.pieces)
     join = _separate(known) and ops <= LARGEST_JOINED
-    found = _each_alone(known, budget.share(APART_SHARE) if join else budget)
+    found = _each_alone(known, budget.share(APART_SHARE) if join else budget, steps)
     if len(known.pieces) > 1:
         _report(found.period, known, budget)
     join = join and found.open and (ops <= USUALLY_JOINED or found.period != max(found.periods))
-    return _on_one_clock(found, budget) if join and (budget.seconds > 0 or ops <= QUICKLY_JOINED) else found
+    return _on_one_clock(found, budget, steps) if join and (budget.seconds > 0 or ops <= QUICKLY_JOINED) else found
 
 
 def on_one_clock(known: Incumbent) -> Incumbent:
@@ -55,7 +55,7 @@ def _report(period: int, known: Incumbent, budget: Budget) -> None:
     budget.progress.found("list scheduler", ticks, bound)
 
 
-def _each_alone(known: Incumbent, budget: Budget) -> Incumbent:
+def _each_alone(known: Incumbent, budget: Budget, steps: int) -> Incumbent:
     order = sorted(range(len(known.pieces)), key=lambda index: known.pieces[index].problem.operations)
     found: dict[int, tuple[Solution, int]] = {}
     longest = 0
@@ -64,20 +64,21 @@ def _each_alone(known: Incumbent, budget: Budget) -> Incumbent:
         left = sum(known.pieces[other].problem.operations for other in order[number:])
         part = budget.share(problem.operations / left)
         found[index] = search(problem, max(known.bound, longest), part.deadline, budget.seed,
-                              lambda period: _report(period, known, budget) if len(order) == 1 else None, budget.stop)
+                              lambda period: _report(period, known, budget) if len(order) == 1 else None, budget.stop,
+                              steps)
         longest = max(longest, found[index][1])
     solutions, periods = zip(*(found[index] for index in range(len(order))), strict=True)
     return known.with_solutions(solutions, periods)
 
 
-def _on_one_clock(known: Incumbent, budget: Budget) -> Incumbent:
+def _on_one_clock(known: Incumbent, budget: Budget, steps: int) -> Incumbent:
     """All pieces as one, with the better of their own plans and of list schedules of the whole."""
     best = _as_one_piece(known)
     if budget.seconds <= 0:
         return best
     with contextlib.suppress(StuckError):
         other, ticks = search(best.pieces[0].problem, known.bound, budget.deadline, budget.seed, lambda _: None,
-                              budget.stop)
+                              budget.stop, steps)
         found = best.with_solutions([other], [ticks])
         if found.period < best.period:
             best = found

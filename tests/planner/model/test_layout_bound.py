@@ -57,6 +57,7 @@ def test_micro_batches_that_are_too_few_to_fill_are_counted():
     work = 4 * 12 + 2
     bound = LayoutBound([piece.problem for piece in decompose(problem)])
     ticks = problem.tick_seconds
+    assert bound.period(1, 10_000, deadline=time.monotonic()) == 1, "no time: nothing is excluded"
     assert bound.period(1, 10_000) * ticks == pytest.approx(work + 3 * 10 - 3 * 4, rel=0.01)
 
 

@@ -14,7 +14,7 @@ from planner.model.from_job import build_problem
 from planner.model.problem import NoPlanError, Problem
 from planner.model.start_times import solution_period
 from planner.search.assignment import ASSIGNMENT_RULES, assign
-from planner.search.list_scheduler import DispatchRule, ListScheduler, Rerouted
+from planner.search.list_scheduler import DispatchRule, ListScheduler, Places, Rerouted
 from schedules.check import check
 from schedules.schedule import OpKind
 from tests.jobs import failures, jobs
@@ -26,6 +26,14 @@ MODES = st.tuples(st.sampled_from(["split", "fused"]), st.sampled_from(["stagger
 SHARES = st.sampled_from([0.0, 0.5, 1.0])
 
 
+def places(problem: Problem):
+    """Any places of single micro-batches, most often none."""
+    counts = problem.grid.microbatches
+    one = st.integers(0, len(counts) - 1).flatmap(lambda pipeline: st.builds(
+        Places, st.just(pipeline), st.integers(0, counts[pipeline] - 1), st.sampled_from([-2.0, 0.5, 3.0])))
+    return st.just(()) | st.lists(one, max_size=3).map(tuple)
+
+
 def rules(problem: Problem):
     """Any dispatch rule for a problem."""
     return st.builds(
@@ -33,6 +41,7 @@ def rules(problem: Problem):
         forward_order=st.sampled_from(["deepest", "oldest"]),
         in_flight=st.none() | st.tuples(*[st.integers(1, 4)] * len(problem.grid.stages)),
         fill_wait=st.none() | st.tuples(*[st.integers(0, 9)] * len(problem.grid.stages)),
+        places=places(problem), gradient_places=places(problem),
         ignore_transfers=st.booleans(), make_room=st.booleans(), rerouted=st.sampled_from(get_args(Rerouted)),
         eager_weights=st.booleans() if problem.backward == "split" else st.just(False))
 
@@ -65,6 +74,19 @@ def test_interpreted_it_keeps_every_rule_and_never_beats_the_optimum(data, assig
     optimum = optimal_period(problem)
     assert check(build_schedule(problem, solution, lower_bound=optimum, method="greedy")) == []
     assert period == solution_period(problem, solution) >= optimum
+
+
+@pytest.mark.parametrize(("places", "turn"), [(-3.5, 7), (-1.5, 5), (0.5, 4), (2.5, 2)])
+def test_a_micro_batch_goes_as_many_places_before_its_turn(places, turn):
+    """On the first stage nothing else decides who is first; half a place is between two."""
+    problem = build_problem(parse_job("pipelines = 1\nstages = 2\nmicrobatches = 8\n[time]\nforward = 1\n"
+                                      "backward_input = 1\nbackward_weight = 1\n"))
+    _, solution = listed(problem, "round-robin", DispatchRule(places=(Places(0, 4, places),)))
+    starts = {microbatch: start for (kind, slice_, _, microbatch), start in solution.starts.items()
+              if kind == OpKind.F and slice_ == 0}
+    expected = [0, 1, 2, 3, 5, 6, 7]
+    expected.insert(turn, 4)
+    assert sorted(starts, key=starts.__getitem__) == expected
 
 
 @st.composite

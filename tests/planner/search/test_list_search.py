@@ -4,18 +4,25 @@ import random
 import threading
 import time
 from collections import Counter
+from unittest import mock
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.layout.candidates import candidates
 from planner.model.arrays import ProblemArrays
 from planner.model.assemble import build_schedule
 from planner.model.bounds import lower_bound
 from planner.model.decompose import decompose
+from planner.model.for_layout import layout_problem
 from planner.model.from_job import build_problem
+from planner.model.from_layout import problem_of_layout
+from planner.model.start_times import solution_period
 from planner.search.assignment import ASSIGNMENT_RULES, assign
-from planner.search.list_search import _exchanged, search
+from planner.search.dispatch_rules import changed
+from planner.search.list_scheduler import DispatchRule, ListScheduler
+from planner.search.list_search import FRUITLESS_WALKS, STALE_STEPS, _exchanged, search
 from schedules.check import check
 from schedules.schedule import Worker
 from tests.jobs import failures, grid, jobs
@@ -50,3 +57,47 @@ def test_exchanges_find_what_no_assignment_rule_gives():
     schedule = build_schedule(problem, [(piece, solution)], lower_bound=bound, method="greedy")
     assert check(schedule) == []
     assert schedule.period_ticks == period
+
+
+def layout_with_routes():
+    """Two pipelines of eight stages, one worker down; cut anew, in one piece."""
+    job = grid(2, 8, 16, times="forward = 4\nbackward_input = 4\nbackward_weight = 4\ntransfer = 1\noptimizer = 2\n",
+               more=f"[placement]\nlayers = {[4] * 8}\n")
+    failed = [Worker(1, 3)]
+    layout = next(candidates(layout_problem(job, failed, layers="move")))
+    piece, = decompose(problem_of_layout(job, failed, layout))
+    return piece.problem
+
+
+def test_walks_from_the_shortlist_find_shorter_plans_and_the_same_ones_again():
+    problem = layout_with_routes()
+
+    def found(steps, seed=0):
+        solution, period = search(problem, 1, time.monotonic() + 100, seed, lambda _: None, threading.Event(), steps)
+        assert solution_period(problem, solution) == period
+        return period, solution.starts
+
+    assert found(0)[0] > found(300)[0] == found(300)[0]
+    assert found(300)[1] == found(300)[1]
+
+
+def test_walks_end_where_nothing_is_found():
+    """With one worker all orders are as long: a few walks, and no more."""
+    job = grid(1, 1, 4, more="[placement]\nlayers = [2]\n")
+    layout = next(candidates(layout_problem(job, [], layers="move")))
+    piece, = decompose(problem_of_layout(job, [], layout))
+    with mock.patch.object(ListScheduler, "order", autospec=True, side_effect=ListScheduler.order) as order:
+        search(piece.problem, 1, time.monotonic() + 100, 0, lambda _: None, threading.Event())
+    assert order.call_count <= 50 + FRUITLESS_WALKS * STALE_STEPS
+
+
+@settings(max_examples=60, deadline=None)
+@given(jobs(), st.integers(0, 99))
+def test_random_steps_keep_to_the_micro_batches_and_slices_there_are(job, seed):
+    problem, drawn, rule = build_problem(job), random.Random(seed), DispatchRule()
+    for _ in range(30):
+        rule = changed(problem, rule, drawn)
+    assert all(one.microbatch < problem.grid.microbatches[one.pipeline] and one.places
+               for one in (*rule.places, *rule.gradient_places))
+    assert all(share is None or len(share) == len(problem.layers_of) for share in (rule.fill_wait, rule.in_flight))
+    ListScheduler(ProblemArrays(problem, assign(problem, ASSIGNMENT_RULES[0]))).period(rule)
