@@ -10,9 +10,9 @@ from planner.model.problem import Problem
 from planner.model.solution import Solution
 from planner.model.start_times import NEVER, ends_before_last, group_ends
 from planner.search.annealing.arrays import make_chain, twin
-from planner.search.annealing.cooling import CYCLES, FEWEST_STEPS, first_cycle_steps, slice_steps
+from planner.search.annealing.cooling import CYCLES, FEWEST_STEPS, aim, first_cycle_steps, slice_steps
 from planner.search.kernel.annealing.arrays import BASE, FOREVER, PERIOD, SPAN, Cycle, State
-from planner.search.kernel.annealing.loop import anneal
+from planner.search.kernel.annealing.loop import anneal, measure_best
 from planner.search.kernel.annealing.timing import end_with_deadlines, keep_ends, set_deadlines, time
 
 SHIFTS, OPS_PER_SHIFT = 60, 8
@@ -36,12 +36,13 @@ class AnnealingChain:
         self._slice, self._cycle_steps, self._step = slice_steps(ops, pipelines), first_cycle_steps(ops, pipelines), 0
         self.steps = self.cycles = 0
         """Orders tried, and cooling cycles done."""
-        self.loosen()
+        self._shifts = 0
         self._set_deadlines(solution)
         _copy(self._chain.state, self._chain.best)
-        self._measure()
+        self._begin()
         counters = self._chain.queue.counters
         counters[BASE], counters[SPAN] = self._chain.trial.late.min(), max(1, self.period)
+        self.loosen()
 
     def _set_deadlines(self, solution: Solution) -> None:
         """As the plan keeps them; synchronous: so that all windows end together, at 0."""
@@ -61,10 +62,10 @@ class AnnealingChain:
             chain.state.deadline[:] = ends_before_last(
                 self._arrays, group_ends(self._arrays, self._arrays.starts(solution)))
 
-    def _measure(self) -> None:
-        """Time the best state; its cost counts as infinite, so that the next one as long is kept."""
-        chain = self._chain
-        chain.record[:] = time(chain.instance, chain.best, chain.sorting, chain.trial, self._goal), 2**62
+    def _begin(self) -> None:
+        """The next cooling cycle; or the present one, where the best plan or the rules are others now."""
+        self._cycle = self._next_cycle()
+        measure_best(self._chain, self._cycle)
 
     @property
     def period(self) -> int:
@@ -88,7 +89,6 @@ class AnnealingChain:
         """From now on keep these deadlines."""
         if self._problem.optimizer == "staggered":
             self._shifts = 0
-            self._cycle = self._next_cycle()
             for state in (self._chain.state, self._chain.best):
                 if self._problem.interleaved:
                     state.end[:] = np.where(deadlines, deadlines, state.end)
@@ -96,13 +96,14 @@ class AnnealingChain:
                 else:
                     state.deadline[:] = deadlines
                     end_with_deadlines(self._chain.instance, state)
-            self._measure()
+            measure_best(self._chain, self._cycle)  # tells what to aim at
+            self._begin()
 
     def loosen(self) -> None:
         """Deadlines may be shifted again."""
         often = max(SHIFTS * self._problem.grid.pipelines, len(self._arrays.ops.duration) // OPS_PER_SHIFT)
         self._shifts = often if self._problem.optimizer == "staggered" else 0
-        self._cycle = self._next_cycle()
+        self._begin()
 
     def twin(self, seed: int) -> "AnnealingChain":
         """Another chain of the same piece: it begins with the best plan of this one."""
@@ -119,13 +120,13 @@ class AnnealingChain:
             _copy(other._chain.best, mine)
         self._chain.record[:] = other._chain.record
         self._shifts = other._shifts
-        self._cycle = self._next_cycle()
+        self._begin()
 
     def _next_cycle(self) -> Cycle:
         cooling = CYCLES[self.cycles % len(CYCLES)]
         base, span = (int(self._chain.queue.counters[which]) for which in (BASE, SPAN))
         return Cycle(steps=self._cycle_steps, hot=cooling.hot * self._scale, cold=cooling.cold * self._scale,
-                     pull=cooling.pull, goal=self._goal, scale=self._scale, shifts=self._shifts,
+                     pull=cooling.pull, goal=aim(self.period, self._goal), scale=self._scale, shifts=self._shifts,
                      low=int(base + cooling.begin * span) if cooling.begin > 0 else -FOREVER,
                      high=int(base + cooling.end * span) if cooling.end < 1 else FOREVER)
 
@@ -142,15 +143,19 @@ class AnnealingChain:
     def advance(self, steps: int) -> None:
         """Some steps, at most to the end of the cooling cycle."""
         end = min(self._step + steps, self._cycle.steps)
-        anneal(self._chain, self._cycle, self._step, end)
-        self.steps += end - self._step
-        self._step = end
+        while self._step < end and self.period > self._goal:
+            reached = anneal(self._chain, self._cycle, self._step, end)
+            self.steps += reached - self._step
+            self._step = reached
+            if reached < end:  # what the cycle aimed at
+                self._cycle = self._cycle._replace(goal=aim(self.period, self._goal))
+                measure_best(self._chain, self._cycle)
         if end == self._cycle.steps:  # go on from the best, in another way or more slowly
             self.cycles, self._step = self.cycles + 1, 0
             if self.cycles % len(CYCLES) == 0:
                 self._cycle_steps *= 2
-            self._cycle = self._next_cycle()
             _copy(self._chain.best, self._chain.state)
+            self._begin()
 
     def solution(self) -> Solution:
         """The best plan so far, on the clock of its deadlines."""

@@ -14,6 +14,7 @@ from planner.model.from_job import build_problem
 from planner.model.start_times import solution_period
 from planner.search.annealing.arrays import make_chain
 from planner.search.annealing.chain import AnnealingChain
+from planner.search.annealing.cooling import aim
 from planner.search.annealing.pieces import anneal_pieces
 from planner.search.assignment import assign
 from planner.search.budget import Budget
@@ -46,6 +47,13 @@ def listed(problem, rule="least-loaded"):
     return scheduler.solution()
 
 
+def gapped():
+    """3 pipelines x 8 stages x 8 micro-batches with room for 8: list schedules end some 13 % above the bound."""
+    job = grid(3, 8, 8, times="forward = 10\nbackward_input = 10\nbackward_weight = 10\ntransfer = 1\noptimizer = 5\n",
+               more="[memory]\ncapacity = 8\nactivation = 1\nweight_stash = 1\n")
+    return build_problem(job, [Worker(0, 4)])
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.data(), jobs(), MODES, st.sampled_from(["least-loaded", "round-robin"]), st.integers(0, 99))
 def test_annealed_plans_keep_every_rule(data, job, modes, rule, seed):
@@ -63,7 +71,7 @@ def test_annealed_plans_keep_every_rule(data, job, modes, rule, seed):
 
 
 def test_steps_depend_on_the_seed_alone():
-    problem = build_problem(grid(3, 4, 6, more="[memory]\ncapacity = 4\nweight_stash = 1\n"), [Worker(0, 2)])
+    problem = gapped()
     before = listed(problem)
 
     def annealed(seed, *slices):
@@ -72,7 +80,23 @@ def test_steps_depend_on_the_seed_alone():
             annealer.advance(steps)
         return annealer.solution()
 
-    assert annealed(1, 500) == annealed(1, 200, 300) != annealed(2, 500)
+    assert annealed(1, 2000) == annealed(1, 800, 1200) != annealed(2, 2000)
+
+
+def test_where_a_cycle_has_reached_its_aim_it_aims_lower_at_the_very_step():
+    """Whatever the slices, until it reaches the goal."""
+    problem = gapped()
+    goal = int(1.09 * lower_bound(problem))
+    whole, sliced = (AnnealingChain(problem, listed(problem), goal=goal, seed=0) for _ in range(2))
+    whole.advance(30_000)
+    for _ in range(30):
+        sliced.advance(1_000)
+    assert whole.solution() == sliced.solution() and whole.steps == sliced.steps < 30_000
+    assert whole.period <= goal
+
+
+def test_a_cycle_aims_below_the_best_plan_and_never_below_the_goal():
+    assert [aim(period, 100) for period in (140, 120, 102, 101, 100, 90)] == [120, 110, 101, 100, 100, 100]
 
 
 def test_a_twin_begins_with_the_best_plan_and_goes_its_own_way():
@@ -142,10 +166,8 @@ def test_ops_without_duration_never_wait_for_each_other_in_a_circle(order, trans
 
 
 def test_it_closes_a_gap_that_list_schedules_leave():
-    """3 pipelines x 8 stages x 8 micro-batches with room for 8: some 13 % above the bound before, 6 % after."""
-    job = grid(3, 8, 8, times="forward = 10\nbackward_input = 10\nbackward_weight = 10\ntransfer = 1\noptimizer = 5\n",
-               more="[memory]\ncapacity = 8\nactivation = 1\nweight_stash = 1\n")
-    problem = build_problem(job, [Worker(0, 4)])
+    """Some 13 % above the bound before, 6 % after."""
+    problem = gapped()
     before, bound = listed(problem), lower_bound(problem)
     done = anneal_pieces([problem], [before], bound, Budget(deadline=time.monotonic() + 60), cycles=1)
     after, = done.solutions

@@ -217,7 +217,7 @@ class Cycle(NamedTuple):
     pull: float
     """Weight of the mean excess of a pipeline's windows over the goal, beside its longest window."""
     goal: int
-    """A period with which the search ends."""
+    """A period with which the cycle ends; only windows longer than that count."""
     scale: float
     """Mean ticks of an op."""
     shifts: int

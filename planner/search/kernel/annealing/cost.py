@@ -4,7 +4,7 @@ The window of a worker l of reduce group g(l) lasts from the latest start of its
 
     window(l) = end[g(l)] + tail[l] - late[first op of l];   0 if it runs nothing.
 
-With the goal G (a period that no plan can beat), the cost of pipeline p with n(p) workers, where n is the most that any
+With the goal G of the cooling cycle (a period), the cost of pipeline p with n(p) workers, where n is the most that any
 pipeline has, is
 
     cost(p) = max(0, max_l window(l) - G) + pull * sum_l max(0, window(l) - G) / n,      l in p,

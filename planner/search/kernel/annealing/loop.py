@@ -26,8 +26,9 @@ MARGIN = 0.3
 
 
 @jit
-def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> None:
-    """Run steps `begin` to `end` of a cooling cycle. `best` and `record` are kept up to date.
+def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> int:
+    """Run steps `begin` to below `end` of a cooling cycle; the step to go on with, less than `end` where the goal is
+    reached before. `best` and `record` are kept up to date.
 
     A step that makes the cost greater by d is accepted with probability exp(-d / T) (Metropolis et al. 1953), drawn
     first: where d is at most the allowance -T ln(1 - u), u uniform. Over the cycle T falls by a constant factor a step.
@@ -41,7 +42,7 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> None:
     dice_sides = 24 if instance.movable.shape[0] else 0
     for step in range(begin, end):
         if record[PERIOD] <= cycle.goal:
-            break
+            return step
         if step % between_heads == 0:
             set_heads(instance, state, timing, sorting, cycle.goal, heads)
         if step % STEPS_PER_PATH == 0:
@@ -85,6 +86,14 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> None:
     if end == cycle.steps and record[PERIOD] > cycle.goal and (
             timing.longest.max(), now * 1000) < (record[PERIOD], float(record[COST])):
         _keep(chain, cycle, now)
+    return end
+
+
+@jit
+def measure_best(chain: Chain, cycle: Cycle) -> None:
+    """Time the best state anew, at its cost in this cycle: others count other windows, and weigh them otherwise."""
+    period = time(chain.instance, chain.best, chain.sorting, chain.trial, cycle.goal)
+    chain.record[PERIOD], chain.record[COST] = period, int(cost(chain.instance, chain.trial, cycle) * 1000)
 
 
 @inlined
