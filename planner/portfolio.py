@@ -43,8 +43,9 @@ from schedules.schedule import Worker
 
 LIST_SHARE, FIRST_SHARE = 0.4, {"fixed": 0.25, "move": 0.1}
 """Share of the time for a few list schedules of all candidates; share of that for the problem as it is."""
-WALK_SHARE = 0.4
-"""Share of what is left then for random steps from the best list schedules of the most promising layouts."""
+WALK_SHARE, LARGE_WALK_SHARE, LARGEST_ANNEALED = 0.4, 0.7, 15_000
+"""Share of what is left then for random steps from the best list schedules of the most promising layouts; where one has
+more than so many compute ops, of which annealing could change but a few in the time; and these."""
 LARGEST_WALKED_ALONE = 5_000
 """Compute ops up to which half of the time of a list schedule or more is spent in the interpreter."""
 HEATS = ((5, 0.2), (2, 0.3))
@@ -148,9 +149,14 @@ class _Entry(msgspec.Struct, frozen=True, eq=False):
         return max(least, self.seconds - PROMISE * self.gained), *self.rank[1:]
 
     @property
+    def operations(self) -> int:
+        """Compute ops."""
+        return self.known.problem.operations
+
+    @property
     def rank(self) -> tuple[float, int, int]:
         """The less the better: of equal periods, the one for which less is moved, and then that with fewer ops."""
-        return self.seconds, self.moved, self.known.problem.operations
+        return self.seconds, self.moved, self.operations
 
 
 class _Portfolio:
@@ -189,7 +195,7 @@ class _Portfolio:
         if not self._entries:
             raise NoPlanError("no layout of the layers over the live workers has room for the micro-batches in flight")
         if self._options.method != "greedy":
-            self._walk(budget.share(WALK_SHARE))
+            self._walk(budget)
             self._improve(budget)
         best = self._best
         fixed = min((entry.seconds for entry in self._entries if not entry.moved), default=None)
@@ -266,22 +272,24 @@ class _Portfolio:
             left -= 1
 
     def _walk(self, budget: Budget) -> None:
-        """Random steps from the best list schedules of the most promising layouts.
+        """Random steps from the best list schedules of the most promising layouts, in equal shares of the time.
 
         Large ones in two threads: most of the time is spent in compiled loops, which leave the interpreter to others.
         """
         ranked = [entry for entry in self._promising() if entry.moved][:HEATS[0][0]]
+        largest = max((entry.operations for entry in ranked), default=0)
+        within = budget.share(LARGE_WALK_SHARE if largest > LARGEST_ANNEALED else WALK_SHARE)
 
         def walk(entries: Sequence[_Entry]) -> None:
             for number, entry in enumerate(entries):
-                if not self._done and not budget.stopped and budget.seconds > 0:
-                    self._replace(entry, list_schedules(entry.known, budget.share(1 / (len(entries) - number))))
+                if not self._done and not within.stopped and within.seconds > 0:
+                    self._replace(entry, list_schedules(entry.known, within.share(1 / (len(entries) - number))))
 
-        large = any(entry.known.problem.operations > LARGEST_WALKED_ALONE for entry in ranked)
+        beside = largest > LARGEST_WALKED_ALONE
         with ThreadPoolExecutor(1) as other:
-            beside = other.submit(walk, ranked[1::2] if large else [])
-            walk(ranked[::2] if large else ranked)
-            beside.result()
+            second = other.submit(walk, ranked[1::2] if beside else [])
+            walk(ranked[::2] if beside else ranked)
+            second.result()
 
     def _promising(self) -> list[_Entry]:
         """What may be the best after more work, what is expected to be the best first."""

@@ -27,7 +27,7 @@ OPS_PER_SEARCH = 20_000_000
 QUICK = 20_000
 """Compute ops up to which baselines are tried when the time is over, too."""
 FEWEST_STEPS, MOST_STEPS = 8, 2000
-STALE_STEPS, FRUITLESS_WALKS = 80, 3
+STALE_STEPS, FRUITLESS_WALKS = 80, 5
 """Random steps in a row that find nothing better, after which the next walk begins; walks in a row, after which none
 does."""
 GRID_SHARE = 0.6
