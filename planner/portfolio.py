@@ -43,17 +43,19 @@ from schedules.schedule import Worker
 
 LIST_SHARE, FIRST_SHARE = 0.4, {"fixed": 0.25, "move": 0.1}
 """Share of the time for a few list schedules of all candidates; share of that for the problem as it is."""
-WALK_SHARE, LARGE_WALK_SHARE, LARGEST_ANNEALED = 0.4, 0.7, 15_000
+WALK_SHARE, LARGE_WALK_SHARE, LARGEST_ANNEALED = 0.5, 0.7, 15_000
 """Share of what is left then for random steps from the best list schedules of the most promising layouts; where one has
 more than so many compute ops, of which annealing could change but a few in the time; and these."""
+WALK_STEPS = 10_000
+"""Such random steps for a layout, at most."""
 LARGEST_WALKED_ALONE = 5_000
 """Compute ops up to which half of the time of a list schedule or more is spent in the interpreter."""
-HEATS = ((5, 0.2), (2, 0.3))
+HEATS = ((7, 0.25), (2, 0.3))
 """How many of the most promising go on, and the share of the time left that they have together; then one has the rest.
 """
 PROMISE = 3.0
 """How often a candidate is expected to gain again what annealing gained in its last turn."""
-MOST_LAYOUTS, FIRST = 15, 2.0
+MOST_LAYOUTS, FIRST = 17, 2.0
 """Layouts that are looked at, and how many times its equal share of the time the first one has: many a later one cannot
 be the best."""
 FEWEST_LAYOUTS, LAYOUT_SECONDS = 4, 6e-5
@@ -283,7 +285,8 @@ class _Portfolio:
         def walk(entries: Sequence[_Entry]) -> None:
             for number, entry in enumerate(entries):
                 if not self._done and not within.stopped and within.seconds > 0:
-                    self._replace(entry, list_schedules(entry.known, within.share(1 / (len(entries) - number))))
+                    share = within.share(1 / (len(entries) - number))
+                    self._replace(entry, list_schedules(entry.known, share, WALK_STEPS), annealed=False)
 
         beside = largest > LARGEST_WALKED_ALONE
         with ThreadPoolExecutor(1) as other:
@@ -327,7 +330,7 @@ class _Portfolio:
         """Whether more time may make a candidate the best of all."""
         return entry.open and entry.least * entry.known.problem.tick_seconds < self._best.seconds
 
-    def _replace(self, entry: _Entry, known: Incumbent) -> None:
+    def _replace(self, entry: _Entry, known: Incumbent, *, annealed: bool = True) -> None:
         better = known if known.period <= entry.known.period else entry.known
-        gained = entry.seconds - better.period * better.problem.tick_seconds
+        gained = entry.seconds - better.period * better.problem.tick_seconds if annealed else 0.0
         self._entries[self._entries.index(entry)] = _Entry(better, entry.moved, entry.least, gained)

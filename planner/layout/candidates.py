@@ -28,6 +28,8 @@ LARGEST_SHARED = 100_000
 PARTS, HALVES, LARGEST_FINE = 4, 2, 40_000
 """Into how many parts a stage is cut for short slices, at first fewer, and micro-batches times parts of stages up to
 which it is."""
+APART, FINEST, LARGEST_FINEST = 3, 6, 10_000
+"""The same for micro-batches that are `apart`: thirds are the best most often; what is small in sixths, too."""
 LARGEST_WHOLE = 5_000
 """The same, up to which layouts that divide over several pipelines are made of the whole beside those of groups."""
 
@@ -77,21 +79,27 @@ def _moved(problem: LayoutProblem, seconds: float, seed: int,
     def recut(**how: Any) -> Callable[[], Layout | None]:
         return partial(grouped, partial(_recut, **how))
 
+    def fits(parts: int, most: float = largest_fine) -> bool:
+        return problem.sliced and size * parts <= most
+
     yield recut(parts=1)
     yield recut(spread=False, parts=1)
-    if problem.sliced and size * HALVES <= largest_fine:
+    if fits(APART):
+        yield recut(apart=True, parts=APART)
+    if fits(HALVES):
         yield recut(apart=True, parts=HALVES)
         yield recut(spread=False, parts=HALVES)
     yield recut(staggered=True)
     yield recut(spread=False, staggered=True)
-    fine = problem.sliced and size * PARTS <= largest_fine
-    if fine:
+    if fits(PARTS):
         yield recut(apart=True, parts=PARTS)
+    if fits(FINEST, min(largest_fine, LARGEST_FINEST)):
+        yield recut(apart=True, parts=FINEST)
     yield recut(spread=False, floating=False)
     if size <= LARGEST_SHARED:
         yield partial(one_cut, problem)
         yield partial(fixed_layout, problem, sliced=problem.sliced)
-    if fine:  # they take longest to list, so others come first
+    if fits(PARTS):  # they take longest to list, so others come first
         yield recut(staggered=True, parts=PARTS)
         yield recut(anywhere=True, parts=PARTS)
         yield recut(spread=False, parts=PARTS)

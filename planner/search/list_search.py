@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,10 +27,10 @@ OPS_PER_SEARCH = 20_000_000
 """Ops that all random steps together may schedule; counted, not timed, so that the same seed gives the same plan."""
 QUICK = 20_000
 """Compute ops up to which baselines are tried when the time is over, too."""
-FEWEST_STEPS, MOST_STEPS = 8, 2000
-STALE_STEPS, FRUITLESS_WALKS = 80, 5
-"""Random steps in a row that find nothing better, after which the next walk begins; walks in a row, after which none
-does."""
+FEWEST_STEPS, MOST_STEPS = 8, 1000
+BEGINS, STALE_STEPS, FRUITLESS_WALKS = 4, 150, 10
+"""Rules at which walks begin; random steps in a row that find nothing better, after which the next walk begins; walks
+in a row, after which none does."""
 GRID_SHARE = 0.6
 """Share of the time for the grid, where the steps after it may change the assignment."""
 ASSIGNMENT_STEPS = 0.5
@@ -37,8 +38,17 @@ ASSIGNMENT_STEPS = 0.5
 Tell = Callable[[int], None]
 
 
+class _Tried(NamedTuple):
+    """A dispatch rule under an assignment."""
+
+    period: int
+    """In ticks, that the rule alone gives."""
+    rule: DispatchRule
+    scheduler: ListScheduler
+
+
 class _Best:
-    """The best plan so far, and the dispatch rule that random steps start from."""
+    """The best plan so far, and the dispatch rules that random steps start from."""
 
     def __init__(self, problem: Problem, bound: int, deadline: float, tell: Tell,
                  stop: threading.Event) -> None:
@@ -49,15 +59,16 @@ class _Best:
         self._tell = tell
         self._slowest = 0.0
         self._composition: Composition | None = None
-        self.rule = DispatchRule()
-        self.scheduler: ListScheduler | None = None
-        self.rule_period: int | None = None
-        """The period that the rule alone gives."""
+        self.at: _Tried | None = None
+        """Where the present walk is."""
+        self.begins: list[_Tried] = []
+        """Where walks begin: the best so far, while `gathering`."""
+        self.gathering = True
         self.period: int | None = None
         self.found: Solution | None = None
 
     def offer(self, scheduler: ListScheduler, rule: DispatchRule) -> None:
-        """Try a dispatch rule; keep it where it is no worse than the best so far."""
+        """Try a dispatch rule; keep it where it is no worse than that of the present walk."""
         began = time.monotonic()
         try:
             period = scheduler.period(rule)
@@ -65,12 +76,14 @@ class _Best:
             return
         self._compose(scheduler)
         self._slowest = max(self._slowest, time.monotonic() - began)
-        if self.rule_period is not None and period > self.rule_period:
-            return
         if self.period is None or period < self.period:
             self.found, self.period = scheduler.solution(), period
             self._tell(period)
-        self.rule, self.scheduler, self.rule_period = rule, scheduler, period
+        tried = _Tried(period, rule, scheduler)
+        if self.at is None or period <= self.at.period:
+            self.at = tried
+        if self.gathering:
+            self.begins = sorted([*self.begins, tried], key=lambda one: one.period)[:BEGINS]
 
     def _compose(self, scheduler: ListScheduler) -> None:
         """Where sets of pipelines are independent, each may have its own best rule."""
@@ -173,28 +186,28 @@ class _Schedulers:
 
 
 def _walk(best: _Best, random: random.Random, steps: int) -> None:
-    """Small changes of the best dispatch rule, or of its assignment, again and again; those that are no worse are kept.
+    """Small changes of a dispatch rule, or of its assignment, again and again; those that are no worse are kept.
 
-    Where nothing is better for long, another walk begins where the first one did: how far one comes is decided by its
-    first steps more than by how many follow.
+    Where nothing is better for long, another walk begins at one of the best rules: how far a walk comes is decided by
+    its first steps more than by how many follow.
     """
-    if best.scheduler is None:  # what others run does not get stuck, ours does
+    if best.at is None:  # what others run does not get stuck, ours does
         return
-    begin, exchanging = (best.scheduler, best.rule, best.rule_period), _can_exchange(best.problem)
+    best.gathering, exchanging = False, _can_exchange(best.problem)
     before, stale, fruitless = best.period, 0, 0
     for _ in range(steps):
         if best.over or fruitless == FRUITLESS_WALKS:
             return
-        was = best.rule_period
+        at = best.at
         if exchanging and random.random() < ASSIGNMENT_STEPS:
-            best.offer(ListScheduler(_exchanged(best.scheduler.arrays, random)), best.rule)
+            best.offer(ListScheduler(_exchanged(at.scheduler.arrays, random)), at.rule)
         else:
-            best.offer(best.scheduler, changed(best.problem, best.rule, random))
-        stale = 0 if best.rule_period != was else stale + 1
+            best.offer(at.scheduler, changed(best.problem, at.rule, random))
+        stale = 0 if best.at.period != at.period else stale + 1
         if stale == STALE_STEPS:
             fruitless = 0 if best.period != before else fruitless + 1
             before, stale = best.period, 0
-            best.scheduler, best.rule, best.rule_period = begin
+            best.at = random.choice(best.begins)
 
 
 def _can_exchange(problem: Problem) -> bool:
