@@ -43,9 +43,10 @@ from schedules.schedule import Worker
 
 LIST_SHARE, FIRST_SHARE = 0.4, {"fixed": 0.25, "move": 0.1}
 """Share of the time for a few list schedules of all candidates; share of that for the problem as it is."""
-WALK_SHARE, LARGE_WALK_SHARE, LARGEST_ANNEALED = 0.5, 0.7, 15_000
-"""Share of what is left then for random steps from the best list schedules of the most promising layouts; where one has
-more than so many compute ops, of which annealing could change but a few in the time; and these."""
+WALKS, LARGE_WALKS, LARGEST_ANNEALED = ((7, 0.25), (3, 0.35)), ((7, 0.4), (3, 0.5)), 15_000
+"""How many of the most promising layouts have random steps from their best list schedules then, and the share of the
+time left for these, in turns; where one has more than so many compute ops, of which annealing could change but a few in
+the time; and these."""
 WALK_STEPS = 10_000
 """Such random steps for a layout, at most."""
 LARGEST_WALKED_ALONE = 5_000
@@ -274,25 +275,26 @@ class _Portfolio:
             left -= 1
 
     def _walk(self, budget: Budget) -> None:
-        """Random steps from the best list schedules of the most promising layouts, in equal shares of the time.
+        """Random steps from the best list schedules of the most promising layouts, then of fewer.
 
         Large ones in two threads: most of the time is spent in compiled loops, which leave the interpreter to others.
         """
-        ranked = [entry for entry in self._promising() if entry.moved][:HEATS[0][0]]
-        largest = max((entry.operations for entry in ranked), default=0)
-        within = budget.share(LARGE_WALK_SHARE if largest > LARGEST_ANNEALED else WALK_SHARE)
+        largest = max((entry.operations for entry in self._promising() if entry.moved), default=0)
+        for number, (count, part) in enumerate(LARGE_WALKS if largest > LARGEST_ANNEALED else WALKS):
+            ranked = [entry for entry in self._promising() if entry.moved][:count]
+            within = msgspec.structs.replace(budget.share(part), seed=budget.seed + number)
+            beside = largest > LARGEST_WALKED_ALONE
+            with ThreadPoolExecutor(1) as other:
+                second = other.submit(self._walk_each, ranked[1::2] if beside else [], within)
+                self._walk_each(ranked[::2] if beside else ranked, within)
+                second.result()
 
-        def walk(entries: Sequence[_Entry]) -> None:
-            for number, entry in enumerate(entries):
-                if not self._done and not within.stopped and within.seconds > 0:
-                    share = within.share(1 / (len(entries) - number))
-                    self._replace(entry, list_schedules(entry.known, share, WALK_STEPS), annealed=False)
-
-        beside = largest > LARGEST_WALKED_ALONE
-        with ThreadPoolExecutor(1) as other:
-            second = other.submit(walk, ranked[1::2] if beside else [])
-            walk(ranked[::2] if beside else ranked)
-            second.result()
+    def _walk_each(self, entries: Sequence[_Entry], budget: Budget) -> None:
+        """In equal shares of the time."""
+        for number, entry in enumerate(entries):
+            if not self._done and not budget.stopped and budget.seconds > 0:
+                share = budget.share(1 / (len(entries) - number))
+                self._replace(entry, list_schedules(entry.known, share, WALK_STEPS), annealed=False)
 
     def _promising(self) -> list[_Entry]:
         """What may be the best after more work, what is expected to be the best first."""

@@ -31,7 +31,7 @@ FEWEST_STEPS, MOST_STEPS = 8, 1000
 BEGINS, STALE_STEPS, FRUITLESS_WALKS = 4, 150, 10
 """Rules at which walks begin; random steps in a row that find nothing better, after which the next walk begins; walks
 in a row, after which none does."""
-GRID_SHARE = 0.6
+GRID_SHARE = 0.3
 """Share of the time for the grid, where the steps after it may change the assignment."""
 ASSIGNMENT_STEPS = 0.5
 """Share of the steps that change the assignment."""
@@ -140,13 +140,13 @@ def search(problem: Problem, bound: int, deadline: float, seed: int, tell: Tell,
 def _try_grid(best: _Best) -> None:
     """Every dispatch rule of the grid under every assignment, as long as there is time; and what others run.
 
-    With failures or routes only the shortlist, if it does not get stuck: random steps find more in the same time.
+    With routes only the shortlist, if it does not get stuck: random steps from there find more in the same time.
     """
     problem = best.problem
     schedulers, exchanging, over = _Schedulers(problem), _can_exchange(problem), False
     others: Iterable[tuple[int, DispatchRule]] = (
         (index, rule) for rule in grid(problem) for index in range(len(ASSIGNMENT_RULES)))
-    if problem.failed or problem.routes is not None:
+    if problem.routes is not None:
         others = itertools.takewhile(lambda _: best.found is None, others)
     for index, rule in itertools.chain(shortlist(problem), others):
         if scheduler := schedulers.get(index):
