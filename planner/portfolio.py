@@ -9,7 +9,7 @@ has all of the time left.
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from functools import partial
@@ -153,7 +153,7 @@ class _Entry(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def operations(self) -> int:
-        """Compute ops."""
+        """Compute ops of the whole job, those of like pipelines too."""
         return self.known.problem.operations
 
     @property
@@ -238,8 +238,7 @@ class _Portfolio:
 
         Only as far as it matters: to its own period, or a little beyond that of the best candidate.
         """
-        small = sum(piece.problem.operations for piece in known.pieces) <= LARGEST_BOUNDED
-        if not small or not known.problem.interleaved:
+        if known.operations > LARGEST_BOUNDED or not known.problem.interleaved:
             return 0
         hosts = [solution.hosts for solution in known.solutions]
         high = 2 * known.bound
@@ -283,18 +282,23 @@ class _Portfolio:
         for number, (count, part) in enumerate(LARGE_WALKS if largest > LARGEST_ANNEALED else WALKS):
             ranked = [entry for entry in self._promising() if entry.moved][:count]
             within = msgspec.structs.replace(budget.share(part), seed=budget.seed + number)
-            beside = largest > LARGEST_WALKED_ALONE
+            own, beside = (ranked[::2], ranked[1::2]) if largest > LARGEST_WALKED_ALONE else (ranked, [])
             with ThreadPoolExecutor(1) as other:
-                second = other.submit(self._walk_each, ranked[1::2] if beside else [], within)
-                self._walk_each(ranked[::2] if beside else ranked, within)
+                second = other.submit(self._walk_each, beside, within)
+                self._walk_each(own, within)
                 second.result()
 
     def _walk_each(self, entries: Sequence[_Entry], budget: Budget) -> None:
-        """In equal shares of the time."""
-        for number, entry in enumerate(entries):
-            if not self._done and not budget.stopped and budget.seconds > 0:
-                share = budget.share(1 / (len(entries) - number))
+        for entry, share in self._in_turn(entries, budget):
+            if budget.seconds > 0:
                 self._replace(entry, list_schedules(entry.known, share, WALK_STEPS), annealed=False)
+
+    def _in_turn(self, entries: Sequence[_Entry], budget: Budget) -> Iterator[tuple[_Entry, Budget]]:
+        """Each with an equal share of the time, until some candidate is as good as any can be."""
+        for number, entry in enumerate(entries):
+            if self._done or budget.stopped:
+                return
+            yield entry, budget.share(1 / (len(entries) - number))
 
     def _promising(self) -> list[_Entry]:
         """What may be the best after more work, what is expected to be the best first."""
@@ -319,11 +323,9 @@ class _Portfolio:
             if len(ranked) < 2:
                 break
             end = budget.share(share)
-            for number, entry in enumerate(ranked):
-                if not self._done and not budget.stopped:
-                    known = on_one_clock(entry.known) if count == HEATS[-1][0] else entry.known
-                    known = anneal(known, end.share(1 / (len(ranked) - number)))
-                    self._replace(entry, known)
+            for entry, turn in self._in_turn(ranked, end):
+                known = on_one_clock(entry.known) if count == HEATS[-1][0] else entry.known
+                self._replace(entry, anneal(known, turn))
         last = self._promising()[:1]
         if last and not self._done and not budget.stopped:
             self._replace(last[0], improve(on_one_clock(last[0].known), budget))

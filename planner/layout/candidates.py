@@ -79,8 +79,8 @@ def _moved(problem: LayoutProblem, seconds: float, seed: int,
     def recut(**how: Any) -> Callable[[], Layout | None]:
         return partial(grouped, partial(_recut, **how))
 
-    def fits(parts: int, most: float = largest_fine) -> bool:
-        return problem.sliced and size * parts <= most
+    def fits(parts: int, most: float = LARGEST_FINE) -> bool:
+        return problem.sliced and size * parts <= min(largest_fine, most)
 
     yield recut(parts=1)
     yield recut(spread=False, parts=1)
@@ -93,7 +93,7 @@ def _moved(problem: LayoutProblem, seconds: float, seed: int,
     yield recut(spread=False, staggered=True)
     if fits(PARTS):
         yield recut(apart=True, parts=PARTS)
-    if fits(FINEST, min(largest_fine, LARGEST_FINEST)):
+    if fits(FINEST, LARGEST_FINEST):
         yield recut(apart=True, parts=FINEST)
     yield recut(spread=False, floating=False)
     if size <= LARGEST_SHARED:

@@ -41,6 +41,11 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True):
     annealing: AnnealingEffort | None = None
 
     @property
+    def operations(self) -> int:
+        """Compute ops of all pieces, each once, however many pipelines are like it."""
+        return sum(piece.problem.operations for piece in self.pieces)
+
+    @property
     def open(self) -> bool:
         """Whether a better plan may exist."""
         return self.period > self.bound

@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -22,6 +23,8 @@ Rerouted = Literal["in turn", "first", "last"]
 
 STEPS = 64
 """In which places in the turn of micro-batches are told apart, to one of a micro-batch."""
+RANKS_KEPT = 32
+"""Turns of micro-batches that are kept: neighbours of a rule share them, but walks come by thousands."""
 Floats = NDArray[np.float64]
 
 
@@ -145,11 +148,19 @@ class ListScheduler:
             self._waits[key] = np.ceil([first, usual]).astype(np.int64)
         return self._waits[key]
 
-    def _rank(self, *key: *tuple[Rerouted, float, tuple[Places, ...]]) -> Ints:
+    def _rank(self, rerouted: Rerouted, advance: float, places: tuple[Places, ...]) -> Ints:
         """[unit] how urgent it is; see `_ranks`."""
+        key = rerouted, advance, places
         if key not in self._ranks:
-            self._ranks[key] = _ranks(self.arrays, *key)
+            if len(self._ranks) == RANKS_KEPT:
+                self._ranks.clear()
+            longer = self._longer if advance and self.arrays.problem.routes is not None else None
+            self._ranks[key] = _ranks(self.arrays, longer, *key)
         return self._ranks[key]
+
+    @cached_property
+    def _longer(self) -> Floats:
+        return _longer(self.arrays)
 
     def period(self, rule: DispatchRule) -> int:
         """The period in ticks that a rule gives. `solution` is then that of this rule."""
@@ -179,13 +190,14 @@ class ListScheduler:
         return slots
 
 
-def _ranks(arrays: ProblemArrays, rerouted: Rerouted, advance: float, places: Sequence[Places]) -> Ints:
+def _ranks(arrays: ProblemArrays, longer: Floats | None, rerouted: Rerouted, advance: float,
+           places: Sequence[Places]) -> Ints:
     """[unit] by micro-batch, then pipeline: older micro-batches go first, those of several pipelines in turn.
 
-    Those on longer routes count as older: `DispatchRule.advance`, and single ones: `DispatchRule.places`.
+    Those on longer routes (`_longer`) count as older: `DispatchRule.advance`, and single ones: `DispatchRule.places`.
     """
     _, pipeline, number = arrays.unit_numbers.T
-    older = advance * _longer(arrays) if advance and arrays.problem.routes is not None else np.zeros(len(number))
+    older = np.zeros(len(number)) if longer is None else advance * longer
     for one in places:
         older[(pipeline == one.pipeline) & (number == one.microbatch)] += one.places
     _, found = np.unique(np.round((number - older) * STEPS) * arrays.problem.grid.pipelines + pipeline,

@@ -7,7 +7,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -61,29 +61,29 @@ class _Best:
         self._composition: Composition | None = None
         self.at: _Tried | None = None
         """Where the present walk is."""
-        self.begins: list[_Tried] = []
-        """Where walks begin: the best so far, while `gathering`."""
-        self.gathering = True
         self.period: int | None = None
         self.found: Solution | None = None
 
-    def offer(self, scheduler: ListScheduler, rule: DispatchRule) -> None:
-        """Try a dispatch rule; keep it where it is no worse than that of the present walk."""
+    def offer(self, scheduler: ListScheduler, rule: DispatchRule) -> _Tried | None:
+        """Try a dispatch rule; go on from it where it is no worse than that of the present walk. None: it is stuck."""
         began = time.monotonic()
         try:
             period = scheduler.period(rule)
         except StuckError:
-            return
+            return None
         self._compose(scheduler)
         self._slowest = max(self._slowest, time.monotonic() - began)
-        if self.period is None or period < self.period:
-            self.found, self.period = scheduler.solution(), period
-            self._tell(period)
+        self._take(period, scheduler.solution)
         tried = _Tried(period, rule, scheduler)
         if self.at is None or period <= self.at.period:
             self.at = tried
-        if self.gathering:
-            self.begins = sorted([*self.begins, tried], key=lambda one: one.period)[:BEGINS]
+        return tried
+
+    def _take(self, period: int, solution: Callable[[], Solution]) -> None:
+        """Take a plan if it is better than the best."""
+        if self.period is None or period < self.period:
+            self.found, self.period = solution(), period
+            self._tell(period)
 
     def _compose(self, scheduler: ListScheduler) -> None:
         """Where sets of pipelines are independent, each may have its own best rule."""
@@ -93,16 +93,11 @@ class _Best:
             self._composition = Composition(scheduler.arrays)
         if self._composition.worthwhile and self._composition.offer(scheduler.made[0]):
             period, order, start = self._composition.best()
-            if self.period is None or period < self.period:
-                self.found, self.period = scheduler.arrays.solution(order, start), period
-                self._tell(period)
+            self._take(period, lambda: scheduler.arrays.solution(order, start))
 
     def offer_solution(self, solution: Solution) -> None:
         """Take a plan made elsewhere if it is better."""
-        period = solution_period(self.problem, solution)
-        if self.period is None or period < self.period:
-            self.found, self.period = solution, period
-            self._tell(period)
+        self._take(solution_period(self.problem, solution), lambda: solution)
 
     @property
     def spent(self) -> float:
@@ -129,16 +124,18 @@ def search(problem: Problem, bound: int, deadline: float, seed: int, tell: Tell,
     most. Raises StuckError where all get stuck.
     """
     best = _Best(problem, bound, deadline, tell, stop)
-    _try_grid(best)
+    begins = _try_grid(best)
     if best.found is None:
         raise StuckError
-    _walk(best, random.Random(seed), min(steps, max(FEWEST_STEPS, OPS_PER_SEARCH // problem.operations)))
+    _walk(best, begins, random.Random(seed), min(steps, max(FEWEST_STEPS, OPS_PER_SEARCH // problem.operations)))
     assert best.found is not None and best.period is not None
     return best.found, best.period
 
 
-def _try_grid(best: _Best) -> None:
+def _try_grid(best: _Best) -> Sequence[_Tried]:
     """Every dispatch rule of the grid under every assignment, as long as there is time; and what others run.
+
+    The best few, at which walks begin.
 
     With routes only the shortlist, if it does not get stuck: random steps from there find more in the same time.
     """
@@ -148,9 +145,10 @@ def _try_grid(best: _Best) -> None:
         (index, rule) for rule in grid(problem) for index in range(len(ASSIGNMENT_RULES)))
     if problem.routes is not None:
         others = itertools.takewhile(lambda _: best.found is None, others)
+    tried: list[_Tried] = []
     for index, rule in itertools.chain(shortlist(problem), others):
-        if scheduler := schedulers.get(index):
-            best.offer(scheduler, rule)
+        if (scheduler := schedulers.get(index)) and (one := best.offer(scheduler, rule)):
+            tried.append(one)
         if over := best.over or (exchanging and best.spent > GRID_SHARE):
             break
     if best.found is None or (problem.routes is None and (
@@ -158,6 +156,7 @@ def _try_grid(best: _Best) -> None:
         for baseline in BASELINES.values():
             with suppress(StuckError):
                 best.offer_solution(baseline(problem))
+    return sorted(tried, key=lambda one: one.period)[:BEGINS]
 
 
 class _Schedulers:
@@ -185,7 +184,7 @@ class _Schedulers:
         return ListScheduler(ProblemArrays(self._problem, hosts))
 
 
-def _walk(best: _Best, random: random.Random, steps: int) -> None:
+def _walk(best: _Best, begins: Sequence[_Tried], random: random.Random, steps: int) -> None:
     """Small changes of a dispatch rule, or of its assignment, again and again; those that are no worse are kept.
 
     Where nothing is better for long, another walk begins at one of the best rules: how far a walk comes is decided by
@@ -193,7 +192,7 @@ def _walk(best: _Best, random: random.Random, steps: int) -> None:
     """
     if best.at is None:  # what others run does not get stuck, ours does
         return
-    best.gathering, exchanging = False, _can_exchange(best.problem)
+    exchanging = _can_exchange(best.problem)
     before, stale, fruitless = best.period, 0, 0
     for _ in range(steps):
         if best.over or fruitless == FRUITLESS_WALKS:
@@ -207,7 +206,7 @@ def _walk(best: _Best, random: random.Random, steps: int) -> None:
         if stale == STALE_STEPS:
             fruitless = 0 if best.period != before else fruitless + 1
             before, stale = best.period, 0
-            best.at = random.choice(best.begins)
+            best.at = random.choice(begins)
 
 
 def _can_exchange(problem: Problem) -> bool:
@@ -228,15 +227,13 @@ def _exchanged(arrays: ProblemArrays, random: random.Random) -> ProblemArrays:
         return arrays
     chosen = list(rerouted.values()) if random.random() < 0.5 else [random.choice(list(rerouted.values()))]
     neighbours = random.random() < 0.5
-    changed = arrays.ops.worker.copy()
+    hosts = arrays.ops.worker.copy()
     for units in chosen:  # by pipeline, then micro-batch
-        workers = changed[units].tolist()
+        workers = hosts[units].tolist()
         if not neighbours:
             random.shuffle(workers)
         for place in range(len(workers) - 1 if neighbours else 0):
             if random.random() < 0.5:
                 workers[place:place + 2] = reversed(workers[place:place + 2])
-        changed[units] = workers
-    return arrays.assigned(changed)
-
-
+        hosts[units] = workers
+    return arrays.assigned(hosts)

@@ -84,8 +84,7 @@ def improve(known: Incumbent, budget: Budget) -> Incumbent:
 
 def in_time(known: Incumbent, budget: Budget) -> Budget:
     """The budget less the time it takes to put the plan together and check it."""
-    ops = sum(piece.problem.operations for piece in known.pieces)
-    return budget.until(budget.deadline - min(FINISH_SHARE * budget.seconds, FINISH_SECONDS * ops))
+    return budget.until(budget.deadline - min(FINISH_SHARE * budget.seconds, FINISH_SECONDS * known.operations))
 
 
 def _baseline(problem: Problem, method: Method) -> Solved:

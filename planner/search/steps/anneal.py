@@ -17,7 +17,7 @@ BEGIN_SECONDS = 12e-6
 
 def anneal(known: Incumbent, budget: Budget, cycles: int | None = None) -> Incumbent:
     """Better solutions, after so many cooling cycles of every critical piece; None: for all of the time."""
-    begin = BEGIN_SECONDS * sum(piece.problem.operations for piece in known.pieces)
+    begin = BEGIN_SECONDS * known.operations
     if not known.open or budget.stopped or budget.seconds <= begin:
         return known
     from planner.search.annealing.pieces import anneal_pieces  # numba takes a third of a second to load

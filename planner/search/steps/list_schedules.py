@@ -30,7 +30,7 @@ def list_schedules(known: Incumbent, budget: Budget, steps: int = MOST_STEPS) ->
     reduce gradients at times that each would choose otherwise: as one they are ordered, and annealed, for the same
     times. `steps`: at random, of each piece at most.
     """
-    ops = sum(piece.problem.operations for piece in known.pieces)
+    ops = known.operations
     join = _separate(known) and ops <= LARGEST_JOINED
     found = _each_alone(known, budget.share(APART_SHARE) if join else budget, steps)
     if len(known.pieces) > 1:
@@ -41,7 +41,7 @@ def list_schedules(known: Incumbent, budget: Budget, steps: int = MOST_STEPS) ->
 
 def on_one_clock(known: Incumbent) -> Incumbent:
     """The same plan with all pieces of a layout as one, where there are several and they are not too large for that."""
-    small = sum(piece.problem.operations for piece in known.pieces) <= USUALLY_JOINED
+    small = known.operations <= USUALLY_JOINED
     return _as_one_piece(known) if _separate(known) and small and known.open else known
 
 
