@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import msgspec
 
+from planner.budget import Budget, Clock
 from planner.interrupt import interruptible
 from planner.job.file import Job, require_known
 from planner.model.assemble import build_schedule
@@ -19,7 +20,6 @@ from planner.progress import ProgressCallback, SearchProgress, quiet
 from planner.reference import FaultFree, reference_options
 from planner.repetition import Speed, TooLargeError, blocks_within, repeated
 from planner.search.baselines import BASELINES
-from planner.search.budget import Budget
 from planner.search.compiled import ready
 from planner.search.solve import Method, Solved, solve
 from schedules.check import check
@@ -59,25 +59,31 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode | None = None,
              optimizer: OptimizerMode | None = None, method: Method = "cp-sat", time_limit: float = 10.0,
-             seed: int = 0, progress: ProgressCallback = quiet) -> Plan:
-    """Plan one schedule within about `time_limit` seconds. The first plan of an installation is compiled for before.
+             steps: int | None = None, seed: int = 0, progress: ProgressCallback = quiet) -> Plan:
+    """Plan one schedule within about `time_limit` seconds, or within so many steps, in which one seed gives one plan.
+
+    The first plan of an installation is compiled for before.
 
     `backward` and `optimizer` are split and staggered unless given; fused and synchronous for 1f1b, which is defined
     so. Raises JobError when a failed worker is not in the job, NoPlanError when no schedule can exist.
     """
-    options = PlanOptions(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit, seed=seed)
+    options = PlanOptions(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit, steps=steps,
+                          seed=seed)
     return plan_with(options, job, failed, progress=progress)
 
 
 def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, known: FaultFree | None = None,
-              progress: ProgressCallback = quiet) -> Plan:
-    """As `plan_job`, by options. `known` is what earlier plans say about the fault-free period."""
+              progress: ProgressCallback = quiet, clock: Clock | None = None) -> Plan:
+    """As `plan_job`, by options. `known` is what earlier plans say about the fault-free period.
+
+    `clock`: of a search that this plan is part of.
+    """
     require_known(failed, job)
     ready(progress)
-    began = time.monotonic()
+    began, clock = time.monotonic(), clock or options.clock()
     with _garbage_collection_off(), interruptible() as stop:
-        budget = Budget(deadline=began + options.time_limit, seed=options.seed, stop=stop)
-        speed = Speed(options.time_limit)
+        budget = Budget(deadline=clock.now() + options.seconds, clock=clock, seed=options.seed, stop=stop)
+        speed = Speed(options.seconds, clock)
         told = msgspec.structs.replace(budget, progress=SearchProgress(progress))
         aside = msgspec.structs.replace(budget.share(FAULT_FREE_SHARE), progress=SearchProgress(
             lambda line: progress(f"with no worker down, to compare with: {line}")))
@@ -123,7 +129,7 @@ class Planned(msgspec.Struct, frozen=True):
     interrupted: bool = False
     """Ctrl-C cut the search short."""
     seconds: float = 0.0
-    """Spent on it."""
+    """Spent on it, by the clock."""
 
     @property
     def period(self) -> float:
@@ -131,14 +137,18 @@ class Planned(msgspec.Struct, frozen=True):
         return self.schedule.seconds(self.schedule.period_ticks)
 
 
-def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker]) -> Planned:
-    """One schedule, without a fault-free one to compare it with. Raises NoPlanError."""
+def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker], clock: Clock | None = None) -> Planned:
+    """One schedule, without a fault-free one to compare it with. `clock`: of a search that it is part of.
+
+    Raises NoPlanError.
+    """
     ready()
-    began = time.monotonic()
+    clock = clock or options.clock()
+    began = clock.now()
     with _garbage_collection_off(), interruptible() as stop:
-        budget = Budget(deadline=began + max(0.01, options.time_limit), seed=options.seed, stop=stop)
-        found = _search(options, job, failed, budget, Speed(options.time_limit))
-        return Planned(found.schedule, stop.is_set(), time.monotonic() - began)
+        budget = Budget(deadline=began + max(0.01, options.seconds), clock=clock, seed=options.seed, stop=stop)
+        found = _search(options, job, failed, budget, Speed(options.seconds, clock))
+        return Planned(found.schedule, stop.is_set(), clock.now() - began)
 
 
 class _Found(msgspec.Struct, frozen=True):
@@ -168,7 +178,7 @@ def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Bu
     in_place = msgspec.structs.replace(options, layers="fixed", slices=False)
 
     def plan_block(block: Job, seconds: float) -> Schedule:
-        within = msgspec.structs.replace(budget, deadline=time.monotonic() + seconds, progress=SearchProgress())
+        within = msgspec.structs.replace(budget.within(seconds), progress=SearchProgress())
         return _whole(in_place, in_place.problem(block, failed), within).schedule
 
     def ops_of(part: Job) -> int:

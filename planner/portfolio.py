@@ -8,7 +8,6 @@ has all of the time left.
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -16,6 +15,7 @@ from functools import partial
 
 import msgspec
 
+from planner.budget import BOUND_STEPS_PER_OP, LAYOUT_STEPS, Budget
 from planner.job.file import Job
 from planner.job.layers import LayerCosts, layer_costs
 from planner.layout.bounds import period_bound
@@ -29,7 +29,6 @@ from planner.model.layout_bound import LayoutBound
 from planner.model.problem import NoPlanError, Problem
 from planner.model.ticks import tick_of
 from planner.options import PlanOptions
-from planner.search.budget import Budget
 from planner.search.compiled import ready
 from planner.search.incumbent import Incumbent
 from planner.search.list_scheduler import StuckError
@@ -181,7 +180,7 @@ class _Portfolio:
 
     def best(self, problem: Problem | None) -> Answer:
         """The best of all. Raises NoPlanError where there is none."""
-        budget, began = self._budget, time.monotonic()
+        budget, began = self._budget, self._budget.clock.now()
         first = None
         if problem is not None:
             if self._options.layers == "fixed":
@@ -202,7 +201,7 @@ class _Portfolio:
             self._improve(budget)
         best = self._best
         fixed = min((entry.seconds for entry in self._entries if not entry.moved), default=None)
-        solved = solved_by(best.known, time.monotonic() - began)
+        solved = solved_by(best.known, budget.clock, began)
         return Answer(best.known.problem, solved, partial(self._evidence, best.known, solved),
                       fixed if best.moved else None)
 
@@ -220,7 +219,7 @@ class _Portfolio:
         It is dropped where they get stuck for lack of memory, or cannot be the best.
         """
         bounded = self._options.method != "greedy"
-        least = self._least_of(known, budget.share(BOUND_SHARE).deadline) if bounded else 0
+        least = self._least_of(known, budget.share(BOUND_SHARE)) if bounded else 0
         if moved and self._entries and least * known.problem.tick_seconds > self._best.seconds:
             return
         enough = msgspec.structs.replace(known, bound=max(known.bound, least))
@@ -233,7 +232,7 @@ class _Portfolio:
     def _best(self) -> _Entry:
         return min(self._entries, key=lambda entry: entry.rank)
 
-    def _least_of(self, known: Incumbent, deadline: float = math.inf) -> int:
+    def _least_of(self, known: Incumbent, budget: Budget | None = None) -> int:
         """A bound for the layout of a candidate, to a thousandth if there is time; 0 where none is sought.
 
         Only as far as it matters: to its own period, or a little beyond that of the best candidate.
@@ -246,13 +245,20 @@ class _Portfolio:
             high = known.period
         elif self._entries:
             high = max(known.bound, math.ceil(BEYOND * self._best.seconds / known.problem.tick_seconds))
-        return LayoutBound([piece.problem for piece in known.pieces], hosts).period(known.bound, high, deadline)
+
+        def over() -> bool:
+            if budget is None:
+                return False
+            budget.clock.count(BOUND_STEPS_PER_OP * known.operations)
+            return budget.seconds <= 0
+
+        return LayoutBound([piece.problem for piece in known.pieces], hosts).period(known.bound, high, over)
 
     def _add_layouts(self, budget: Budget) -> None:
         options = self._options
-        made = candidates(self._given, seconds=max(0.0, min(ASSIGNMENT_SECONDS, ASSIGNMENT_SHARE * budget.seconds)),
-                          seed=budget.seed, largest_fine=FINE_RATE * budget.seconds)
-        left = self._layouts_within(budget.seconds)
+        exact = max(0.0, min(ASSIGNMENT_SECONDS, ASSIGNMENT_SHARE * budget.seconds))
+        made = candidates(self._given, budget, seconds=exact, largest_fine=FINE_RATE * budget.seconds)
+        left, units = self._layouts_within(budget.seconds), self._given.total_microbatches * len(self._given.paths[0])
         # With no time at all, still the first one where layers may move: most often it is the best.
         least = left - 1 if options.layers == "move" else left
         while left and not self._done and not budget.stopped and (
@@ -267,6 +273,7 @@ class _Portfolio:
                 return
             if layout is None:
                 return
+            budget.clock.count(LAYOUT_STEPS * units)
             problem = problem_of_layout(self._job, self._failed, layout, backward=options.backward or "split",
                                         optimizer=options.optimizer or "staggered", least=self._least)
             self._add(divided(problem, self._least, self._counts), budget.share(min(1.0, FIRST / left)),
@@ -283,10 +290,12 @@ class _Portfolio:
             ranked = [entry for entry in self._promising() if entry.moved][:count]
             within = msgspec.structs.replace(budget.share(part), seed=budget.seed + number)
             own, beside = (ranked[::2], ranked[1::2]) if largest > LARGEST_WALKED_ALONE else (ranked, [])
+            second = within.beside()
             with ThreadPoolExecutor(1) as other:
-                second = other.submit(self._walk_each, beside, within)
+                running = other.submit(self._walk_each, beside, second)
                 self._walk_each(own, within)
-                second.result()
+                running.result()
+            budget.clock.join([second.clock])
 
     def _walk_each(self, entries: Sequence[_Entry], budget: Budget) -> None:
         for entry, share in self._in_turn(entries, budget):

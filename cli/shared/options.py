@@ -36,7 +36,10 @@ MethodName = Annotated[str, typer.Option("--method", rich_help_panel=PLANNED, me
     "the usual schedule, and recycle: 1F1B order with re-routed work in its bubbles."))]
 TimeLimit = Annotated[float, typer.Option("--time-limit", rich_help_panel=SEARCH,
                                           metavar="SEC", min=0.01, max=7 * 86400, help=(
-    "Seconds to search at most."))]
+    "Seconds to search at most. How good the plan is then depends on the machine and its load; see --steps."))]
+Steps = Annotated[int | None, typer.Option("--steps", rich_help_panel=SEARCH, metavar="N", min=0, max=10**15, help=(
+    "Search for so many counted steps in place of seconds: then one seed gives one plan, on any machine, at any load. "
+    "A core makes about 400,000 a second."))]
 Seed = Annotated[int, typer.Option("--seed", rich_help_panel=SEARCH, metavar="N", min=0, max=2**31 - 1, help=(
     "Seed of every random choice."))]
 OutFile = Annotated[Path | None, typer.Option("--out", rich_help_panel=ANSWER, metavar="FILE", help=(

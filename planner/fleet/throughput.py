@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from planner.budget import Budget
 from planner.fleet.loads import DownByStage, Loads, spread_over_stages
 from planner.fleet.round_robin import Pieces, round_robin
 from planner.fleet.settled import NONE_SLOW, SettledPlans, Slow
@@ -30,7 +31,6 @@ from planner.model.start_times import solution_period
 from planner.normalise import Windows, arrangements
 from planner.options import PlanOptions
 from planner.search.baselines import one_f_one_b
-from planner.search.budget import Budget
 from planner.search.compiled import ready
 from planner.search.solve import solve
 from schedules.schedule import BackwardMode, OptimizerMode

@@ -5,14 +5,18 @@ A step changes the dispatch rule, or who of its peers runs which micro-batches o
 
 import itertools
 import random
-import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 
+from planner.budget import (
+    LIST_SCHEDULE_STEPS,
+    LIST_SCHEDULE_STEPS_PER_OP,
+    SCHEDULER_STEPS_PER_OP,
+    Budget,
+)
 from planner.model.arrays import ProblemArrays
 from planner.model.problem import Problem
 from planner.model.solution import Solution
@@ -50,11 +54,11 @@ class _Tried(NamedTuple):
 class _Best:
     """The best plan so far, and the dispatch rules that random steps start from."""
 
-    def __init__(self, problem: Problem, bound: int, deadline: float, tell: Tell,
-                 stop: threading.Event) -> None:
+    def __init__(self, problem: Problem, bound: int, budget: Budget, tell: Tell) -> None:
         self.problem = problem
-        self._began, self._deadline = time.monotonic(), max(deadline, time.monotonic() + 1e-9)
-        self._stop = stop
+        self._budget, self._clock = budget, budget.clock
+        self._began = self._clock.now()
+        self._deadline = max(budget.deadline, self._began + 1e-9)
         self._bound = bound
         self._tell = tell
         self._slowest = 0.0
@@ -66,13 +70,14 @@ class _Best:
 
     def offer(self, scheduler: ListScheduler, rule: DispatchRule) -> _Tried | None:
         """Try a dispatch rule; go on from it where it is no worse than that of the present walk. None: it is stuck."""
-        began = time.monotonic()
+        began = self._clock.now()
+        self._clock.count(LIST_SCHEDULE_STEPS + LIST_SCHEDULE_STEPS_PER_OP * len(scheduler.arrays.ops.unit))
         try:
             period = scheduler.period(rule)
         except StuckError:
             return None
         self._compose(scheduler)
-        self._slowest = max(self._slowest, time.monotonic() - began)
+        self._slowest = max(self._slowest, self._clock.now() - began)
         self._take(period, scheduler.solution)
         tried = _Tried(period, rule, scheduler)
         if self.at is None or period <= self.at.period:
@@ -102,7 +107,7 @@ class _Best:
     @property
     def spent(self) -> float:
         """Share of the time that is over, once there is a plan."""
-        return 0.0 if self.period is None else (time.monotonic() - self._began) / (self._deadline - self._began)
+        return 0.0 if self.period is None else (self._clock.now() - self._began) / (self._deadline - self._began)
 
     @property
     def closed(self) -> bool:
@@ -113,21 +118,26 @@ class _Best:
     def over(self) -> bool:
         """Nothing left to gain, or no time for another try, or told to stop."""
         return self.closed or (self.period is not None and (
-            self._stop.is_set() or time.monotonic() + self._slowest > self._deadline))
+            self._budget.stopped or self._clock.now() + self._slowest > self._deadline))
+
+    def scheduler(self, arrays: ProblemArrays) -> ListScheduler:
+        """A list scheduler of an assignment."""
+        self._clock.count(SCHEDULER_STEPS_PER_OP * len(arrays.ops.unit))
+        return ListScheduler(arrays)
 
 
-def search(problem: Problem, bound: int, deadline: float, seed: int, tell: Tell, stop: threading.Event,
+def search(problem: Problem, bound: int, budget: Budget, tell: Tell = lambda _: None,
            steps: int = MOST_STEPS) -> tuple[Solution, int]:
-    """The best of many list schedules until the deadline (a time.monotonic()) or until told to stop; at least one.
+    """The best of many list schedules within the budget; at least one.
 
     With its period in ticks. `tell` is called with the period, in ticks, of each better one. `steps`: at random, at
     most. Raises StuckError where all get stuck.
     """
-    best = _Best(problem, bound, deadline, tell, stop)
+    best = _Best(problem, bound, budget, tell)
     begins = _try_grid(best)
     if best.found is None:
         raise StuckError
-    _walk(best, begins, random.Random(seed), min(steps, max(FEWEST_STEPS, OPS_PER_SEARCH // problem.operations)))
+    _walk(best, begins, random.Random(budget.seed), min(steps, max(FEWEST_STEPS, OPS_PER_SEARCH // problem.operations)))
     assert best.found is not None and best.period is not None
     return best.found, best.period
 
@@ -140,7 +150,7 @@ def _try_grid(best: _Best) -> Sequence[_Tried]:
     With routes only the shortlist, if it does not get stuck: random steps from there find more in the same time.
     """
     problem = best.problem
-    schedulers, exchanging, over = _Schedulers(problem), _can_exchange(problem), False
+    schedulers, exchanging, over = _Schedulers(best), _can_exchange(problem), False
     others: Iterable[tuple[int, DispatchRule]] = (
         (index, rule) for rule in grid(problem) for index in range(len(ASSIGNMENT_RULES)))
     if problem.routes is not None:
@@ -162,8 +172,8 @@ def _try_grid(best: _Best) -> Sequence[_Tried]:
 class _Schedulers:
     """A list scheduler for each assignment rule, made when it is asked for: a first plan needs but one."""
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+    def __init__(self, best: _Best) -> None:
+        self._best, self._problem = best, best.problem
         self._made: list[ListScheduler | None] = []
 
     def get(self, index: int) -> ListScheduler | None:
@@ -181,7 +191,7 @@ class _Schedulers:
         hosts = assign(self._problem, ASSIGNMENT_RULES[index])
         if any(hosts == made.arrays.hosts for made in self._made if made):
             return None
-        return ListScheduler(ProblemArrays(self._problem, hosts))
+        return self._best.scheduler(ProblemArrays(self._problem, hosts))
 
 
 def _walk(best: _Best, begins: Sequence[_Tried], random: random.Random, steps: int) -> None:
@@ -199,7 +209,7 @@ def _walk(best: _Best, begins: Sequence[_Tried], random: random.Random, steps: i
             return
         at = best.at
         if exchanging and random.random() < ASSIGNMENT_STEPS:
-            best.offer(ListScheduler(_exchanged(at.scheduler.arrays, random)), at.rule)
+            best.offer(best.scheduler(_exchanged(at.scheduler.arrays, random)), at.rule)
         else:
             best.offer(at.scheduler, changed(best.problem, at.rule, random))
         stale = 0 if best.at.period != at.period else stale + 1

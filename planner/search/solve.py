@@ -1,17 +1,16 @@
 """From a problem to the best solution found in the time given."""
 
-import time
 from collections.abc import Sequence
 from typing import Literal, get_args
 
 import msgspec
 
+from planner.budget import Budget, Clock
 from planner.model.bounds import lower_bound
 from planner.model.decompose import Piece, decompose, undivided
 from planner.model.problem import Problem
 from planner.model.solution import Solution
 from planner.search.baselines import BASELINES
-from planner.search.budget import Budget
 from planner.search.compiled import ready
 from planner.search.evidence import evidence
 from planner.search.incumbent import Incumbent
@@ -49,7 +48,7 @@ def solve(problem: Problem, method: Method, budget: Budget) -> Solved:
     ready(budget.progress.line)
     if method in BASELINES:
         return _baseline(problem, method)
-    began = time.monotonic()
+    began = budget.clock.now()
     known = bound(problem, shedding=method != "greedy")
     budget = in_time(known, budget)
     if method == "greedy":
@@ -57,13 +56,13 @@ def solve(problem: Problem, method: Method, budget: Budget) -> Solved:
     else:
         known = list_schedules(known, budget.share(LIST_SHARE))
         known = improve(known, budget)
-    return solved_by(known, time.monotonic() - began)
+    return solved_by(known, budget.clock, began)
 
 
-def solved_by(known: Incumbent, seconds: float) -> Solved:
-    """The solved pieces of an incumbent, on which so many seconds were spent."""
+def solved_by(known: Incumbent, clock: Clock, began: float) -> Solved:
+    """The solved pieces of an incumbent, whose search began at that time of the clock."""
     return Solved(list(zip(known.pieces, known.solutions, strict=True)), known.bound, known.deadlines,
-                  evidence(known, seconds))
+                  evidence(known, clock, clock.now() - began))
 
 
 def improve(known: Incumbent, budget: Budget) -> Incumbent:
@@ -73,7 +72,8 @@ def improve(known: Incumbent, budget: Budget) -> Incumbent:
     """
     small = bool(provable(known))
     with finding(known, budget.share(FIND_SHARE)) as finder:
-        known = anneal(known, budget.until(finder.deadline) if finder else budget, HINT_CYCLES if small else None)
+        within = budget.until(finder.budget.deadline) if finder else budget
+        known = anneal(known, within, HINT_CYCLES if small else None)
         if finder:
             known = take_found(known, finder, budget)
     if small or finder:

@@ -33,7 +33,9 @@ class AnnealingChain:
         ops, pipelines = len(self._arrays.ops.duration), problem.grid.pipelines
         self._scale = float(np.mean(self._arrays.ops.duration)) or 1.0
         self._goal = goal
-        self._slice, self._cycle_steps, self._step = slice_steps(ops, pipelines), first_cycle_steps(ops, pipelines), 0
+        self.slice = slice_steps(ops, pipelines)
+        """Steps between two looks at the clock."""
+        self._cycle_steps, self._step = first_cycle_steps(ops, pipelines), 0
         self.steps = self.cycles = 0
         """Orders tried, and cooling cycles done."""
         self._shifts = 0
@@ -132,13 +134,13 @@ class AnnealingChain:
 
     def cool_within(self, slices: float) -> None:
         """Have the present cooling cycle end within so many more slices: one cut off while hot has found little."""
-        end = max(FEWEST_STEPS, self._step + int(slices * self._slice))
+        end = max(FEWEST_STEPS, self._step + int(slices * self.slice))
         if end < self._cycle.steps:
             self._cycle = self._cycle._replace(steps=end)
 
     def run(self) -> None:
         """One slice of steps."""
-        self.advance(self._slice)
+        self.advance(self.slice)
 
     def advance(self, steps: int) -> None:
         """Some steps, at most to the end of the cooling cycle."""

@@ -1,15 +1,14 @@
 """Anneals the pieces of a job: always the longest one, in two chains side by side, or the two longest."""
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from planner.budget import Budget
 from planner.model.problem import Problem
 from planner.model.solution import Solution
 from planner.search.annealing.chain import AnnealingChain
-from planner.search.budget import Budget
 
 CHAINS = 2
 """Annealing chains side by side: the compiled loops leave the interpreter to others meanwhile.
@@ -47,25 +46,27 @@ def anneal_pieces(problems: Sequence[Problem], solutions: Sequence[Solution], go
     """
     pieces = _Pieces([_PieceChains(problem, solution, goal, budget.seed)
                       for problem, solution in zip(problems, solutions, strict=True)])
-    start, slowest = time.monotonic(), 0.0
+    clock = budget.clock
+    start, slowest = clock.now(), 0.0
     told, when = pieces.period, start + TELL_SECONDS
     with ThreadPoolExecutor(CHAINS - 1) as others:
         while not budget.stopped and budget.seconds > slowest and pieces.period > goal:
-            began = time.monotonic()
+            began = clock.now()
             first, *rest = pieces.next_chains(goal)
             if cycles is not None and first.cycles >= cycles:
                 break
+            clock.count((1 + len(rest)) * first.slice)
             running = [others.submit(chain.run) for chain in rest]
             first.run()
             for chain in running:
                 chain.result()
             pieces.end_round()
-            slowest = max(slowest, time.monotonic() - began)
-            pieces.cool_within(budget.seconds * pieces.rounds / (time.monotonic() - start))
-            if pieces.period < told and time.monotonic() > when:
-                told, began = pieces.period, time.monotonic()
+            slowest = max(slowest, clock.now() - began)
+            pieces.cool_within(budget.seconds * pieces.rounds / (clock.now() - start))
+            if pieces.period < told and clock.now() > when:
+                told, began = pieces.period, clock.now()
                 tell(pieces.result())
-                when = time.monotonic() + max(TELL_SECONDS, (time.monotonic() - began) / TELL_SHARE)
+                when = clock.now() + max(TELL_SECONDS, (clock.now() - began) / TELL_SHARE)
     return pieces.result()
 
 

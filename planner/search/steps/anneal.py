@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from planner.budget import Budget
 from planner.model.start_times import solution_period
-from planner.search.budget import Budget
 from planner.search.incumbent import AnnealingEffort, Incumbent
 
 if TYPE_CHECKING:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from planner.budget import Budget
 from planner.model.start_times import solution_period
-from planner.search.budget import Budget
 from planner.search.cpsat.finder import Finder
 from planner.search.incumbent import Incumbent
 
@@ -21,8 +21,7 @@ def finding(known: Incumbent, budget: Budget) -> Iterator[Finder | None]:
     if not known.open or budget.stopped or not problem.failed or not small:
         yield None
         return
-    with Finder(problem, known.periods[index] - 1, lower_bound=known.target(index), deadline=budget.deadline,
-                seed=budget.seed) as finder:
+    with Finder(problem, known.periods[index] - 1, lower_bound=known.target(index), budget=budget) as finder:
         yield finder
 
 

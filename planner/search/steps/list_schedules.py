@@ -4,12 +4,12 @@ import contextlib
 
 import msgspec
 
+from planner.budget import Budget
 from planner.model import assemble
 from planner.model.decompose import joined_pieces
 from planner.model.problem import Unit
 from planner.model.solution import Solution
 from planner.model.start_times import solution_period
-from planner.search.budget import Budget
 from planner.search.incumbent import Incumbent
 from planner.search.list_scheduler import StuckError
 from planner.search.list_search import MOST_STEPS, search
@@ -63,9 +63,8 @@ def _each_alone(known: Incumbent, budget: Budget, steps: int) -> Incumbent:
         problem = known.pieces[index].problem
         left = sum(known.pieces[other].problem.operations for other in order[number:])
         part = budget.share(problem.operations / left)
-        found[index] = search(problem, max(known.bound, longest), part.deadline, budget.seed,
-                              lambda period: _report(period, known, budget) if len(order) == 1 else None, budget.stop,
-                              steps)
+        found[index] = search(problem, max(known.bound, longest), part,
+                              lambda period: _report(period, known, budget) if len(order) == 1 else None, steps)
         longest = max(longest, found[index][1])
     solutions, periods = zip(*(found[index] for index in range(len(order))), strict=True)
     return known.with_solutions(solutions, periods)
@@ -77,8 +76,7 @@ def _on_one_clock(known: Incumbent, budget: Budget, steps: int) -> Incumbent:
     if budget.seconds <= 0:
         return best
     with contextlib.suppress(StuckError):
-        other, ticks = search(best.pieces[0].problem, known.bound, budget.deadline, budget.seed, lambda _: None,
-                              budget.stop, steps)
+        other, ticks = search(best.pieces[0].problem, known.bound, budget, steps=steps)
         found = best.with_solutions([other], [ticks])
         if found.period < best.period:
             best = found

@@ -2,8 +2,8 @@
 
 import msgspec
 
+from planner.budget import Budget
 from planner.model.problem import Problem
-from planner.search.budget import Budget
 from planner.search.incumbent import Incumbent
 
 LARGEST_MODEL = 1500
@@ -35,8 +35,7 @@ def _prove_piece(known: Incumbent, index: int, budget: Budget) -> Incumbent:
         if ticks < period and len(known.pieces) == 1:  # the hint itself is no news
             budget.progress.found("CP-SAT", ticks * problem.tick_seconds, known.bound * problem.tick_seconds)
 
-    result = improve(problem, known.solutions[index], lower_bound=target, deadline=budget.deadline, seed=budget.seed,
-                     progress=report, stop=budget.stop)
+    result = improve(problem, known.solutions[index], lower_bound=target, budget=budget, progress=report)
     found = known
     if result.period_ticks < period:
         found = found.with_piece(index, result.solution, result.period_ticks)

@@ -1,12 +1,12 @@
 """Annealing: its clock is that of `planner.model.arrays`, its plans keep every rule, and it never makes one worse."""
 
-import time
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.budget import STEP_SECONDS, Budget
 from planner.model.arrays import ProblemArrays
 from planner.model.assemble import build_schedule
 from planner.model.bounds import lower_bound
@@ -17,7 +17,6 @@ from planner.search.annealing.chain import AnnealingChain
 from planner.search.annealing.cooling import aim
 from planner.search.annealing.pieces import anneal_pieces
 from planner.search.assignment import assign
-from planner.search.budget import Budget
 from planner.search.compiled import ready
 from planner.search.kernel.annealing.arrays import FOREVER, SPAN, Cycle
 from planner.search.kernel.annealing.loop import anneal
@@ -169,7 +168,7 @@ def test_it_closes_a_gap_that_list_schedules_leave():
     """Some 13 % above the bound before, 6 % after."""
     problem = gapped()
     before, bound = listed(problem), lower_bound(problem)
-    done = anneal_pieces([problem], [before], bound, Budget(deadline=time.monotonic() + 60), cycles=1)
+    done = anneal_pieces([problem], [before], bound, Budget.of_steps(24_000_000), cycles=1)
     after, = done.solutions
     assert done.steps > 1000 and 0 <= done.stale <= 1
     assert solution_period(problem, before) > 1.12 * bound and solution_period(problem, after) < 1.08 * bound
@@ -178,11 +177,11 @@ def test_it_closes_a_gap_that_list_schedules_leave():
 def test_it_does_not_begin_what_the_time_is_too_short_for():
     """To begin takes as long as the job is large, whatever is left: a limit of 1 s became 3 s with 98,000 ops."""
     problem = build_problem(grid(2, 4, 250))
-    known = list_schedules(bound(problem), Budget(deadline=time.monotonic()))
+    known = list_schedules(bound(problem), Budget.of_steps(0))
     enough = BEGIN_SECONDS * sum(piece.problem.operations for piece in known.pieces)
     known = msgspec.structs.replace(known, bound=known.period - 1)
-    assert anneal_incumbent(known, Budget(deadline=time.monotonic() + 0.9 * enough)) is known
-    annealed = anneal_incumbent(known, Budget(deadline=time.monotonic() + 100 * enough), cycles=1)
+    assert anneal_incumbent(known, Budget.of_steps(int(0.9 * enough / STEP_SECONDS))) is known
+    annealed = anneal_incumbent(known, Budget.of_steps(int(100 * enough / STEP_SECONDS)), cycles=1)
     assert annealed.annealing is not None
 
 
