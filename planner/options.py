@@ -9,8 +9,9 @@ from planner.budget import STEP_SECONDS, Clock, StepClock
 from planner.job.file import Job
 from planner.model.from_job import build_problem
 from planner.model.problem import Problem
+from planner.params import DEFAULTS, SearchParams
 from planner.search.baselines import BASELINES
-from planner.search.solve import Method
+from planner.search.engine import Method
 from schedules.layers import LayerRange
 from schedules.schedule import BackwardMode, OptimizerMode, Worker
 
@@ -33,6 +34,8 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     layers: Layers = "fixed"
     """fixed: parameters stay with the workers that hold them; move: layers may change hands."""
+    params: SearchParams = DEFAULTS
+    """What steers the search."""
     slices: bool = True
     """Whether a micro-batch may be cut within a stage."""
     from_checkpoint: bool = False

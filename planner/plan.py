@@ -15,13 +15,13 @@ from planner.model.bounds import lower_bound
 from planner.model.decompose import decompose
 from planner.model.problem import NoPlanError, Problem
 from planner.options import PlanOptions
-from planner.portfolio import best_answer
+from planner.portfolio import proposed
 from planner.progress import ProgressCallback, SearchProgress, quiet
 from planner.reference import FaultFree, reference_options
 from planner.repetition import Speed, TooLargeError, blocks_within, repeated
 from planner.search.baselines import BASELINES
 from planner.search.compiled import ready
-from planner.search.solve import Method, Solved, solve
+from planner.search.engine import Method, Solved, solve
 from schedules.check import check
 from schedules.schedule import BackwardMode, OptimizerMode, Schedule, Worker
 
@@ -179,7 +179,8 @@ def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Bu
 
     def plan_block(block: Job, seconds: float) -> Schedule:
         within = msgspec.structs.replace(budget.within(seconds), progress=SearchProgress())
-        return _whole(in_place, in_place.problem(block, failed), within).schedule
+        return _checked(solve(in_place.problem(block, failed), in_place.method, within, in_place.params),
+                        in_place.method)
 
     def ops_of(part: Job) -> int:
         given = problem if part is job else in_place.problem(part, failed)
@@ -199,19 +200,13 @@ def _search(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Bu
 def _answered(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: Problem | None,
               budget: Budget) -> _Found:
     """The best schedule of whatever answers these failures."""
-    answer = best_answer(options, job, failed, problem, budget)
-    return _Found(_checked(answer.problem, answer.solved, options.method), answer.evidence, answer.fixed_period)
+    solved = solve(proposed(options, job, failed, problem), options.method, budget, options.params)
+    return _Found(_checked(solved, options.method), solved.evidence, solved.fixed_period)
 
 
-def _whole(options: PlanOptions, problem: Problem, budget: Budget) -> _Found:
-    """The best schedule of a problem within the budget."""
-    solved = solve(problem, options.method, budget)
-    return _Found(_checked(problem, solved, options.method), lambda: solved.evidence)
-
-
-def _checked(problem: Problem, solved: Solved, method: Method) -> Schedule:
+def _checked(solved: Solved, method: Method) -> Schedule:
     """The schedule of what was solved. That it passes the checker is made sure."""
-    schedule = build_schedule(problem, solved.pieces, lower_bound=solved.lower_bound_ticks, method=method,
+    schedule = build_schedule(solved.problem, solved.pieces, lower_bound=solved.lower_bound_ticks, method=method,
                               deadlines=solved.deadlines)
     violations = check(schedule)
     if violations:

@@ -31,7 +31,7 @@ from planner.normalise import Windows, arrangements
 from planner.options import PlanOptions
 from planner.search.baselines import one_f_one_b
 from planner.search.compiled import ready
-from planner.search.solve import solve
+from planner.search.engine import solve
 from schedules.schedule import BackwardMode, OptimizerMode
 from schedules.tables.pattern import Pattern, pattern_of, pipeline_classes
 from schedules.tables.table import Table

@@ -18,7 +18,7 @@ from planner.plan import Plan, plan_with
 from planner.progress import ProgressCallback
 from planner.recompute import Recomputation, choose_recomputation, chooses_recomputation
 from planner.search.compiled import ready
-from planner.search.solve import METHODS, Method
+from planner.search.engine import METHODS, Method
 from schedules.schedule import BackwardMode, OptimizerMode, Worker
 
 

@@ -21,24 +21,13 @@ from planner.model.arrays import ProblemArrays
 from planner.model.problem import Problem
 from planner.model.solution import Solution
 from planner.model.start_times import solution_period
+from planner.params import DEFAULTS, ListParams
 from planner.search.assignment import ASSIGNMENT_RULES, assign
 from planner.search.baselines import BASELINES
 from planner.search.composition import Composition
 from planner.search.dispatch_rules import changed, grid, shortlist
 from planner.search.list_scheduler import DispatchRule, ListScheduler, StuckError
 
-OPS_PER_SEARCH = 20_000_000
-"""Ops that all random steps together may schedule; counted, not timed, so that the same seed gives the same plan."""
-QUICK = 20_000
-"""Compute ops up to which baselines are tried when the time is over, too."""
-FEWEST_STEPS, MOST_STEPS = 8, 1000
-BEGINS, STALE_STEPS, FRUITLESS_WALKS = 4, 150, 10
-"""Rules at which walks begin; random steps in a row that find nothing better, after which the next walk begins; walks
-in a row, after which none does."""
-GRID_SHARE = 0.3
-"""Share of the time for the grid, where the steps after it may change the assignment."""
-ASSIGNMENT_STEPS = 0.5
-"""Share of the steps that change the assignment."""
 Tell = Callable[[int], None]
 
 
@@ -64,12 +53,12 @@ class _Best:
         self._slowest = 0.0
         self._composition: Composition | None = None
         self.at: _Tried | None = None
-        """Where the present walk is."""
+        """Where the random steps are."""
         self.period: int | None = None
         self.found: Solution | None = None
 
     def offer(self, scheduler: ListScheduler, rule: DispatchRule) -> _Tried | None:
-        """Try a dispatch rule; go on from it where it is no worse than that of the present walk. None: it is stuck."""
+        """Try a dispatch rule; go on from it where it is no worse than where they are. None: it is stuck."""
         began = self._clock.now()
         self._clock.count(LIST_SCHEDULE_STEPS + LIST_SCHEDULE_STEPS_PER_OP * len(scheduler.arrays.ops.unit))
         try:
@@ -126,26 +115,28 @@ class _Best:
         return ListScheduler(arrays)
 
 
-def search(problem: Problem, bound: int, budget: Budget, tell: Tell = lambda _: None,
-           steps: int = MOST_STEPS) -> tuple[Solution, int]:
+def search(problem: Problem, bound: int, budget: Budget, params: ListParams = DEFAULTS.lists, steps: int | None = None,
+           tell: Tell = lambda _: None) -> tuple[Solution, int]:
     """The best of many list schedules within the budget; at least one.
 
     With its period in ticks. `tell` is called with the period, in ticks, of each better one. `steps`: at random, at
     most. Raises StuckError where all get stuck.
     """
     best = _Best(problem, bound, budget, tell)
-    begins = _try_grid(best)
+    starts = _try_grid(best, params)
     if best.found is None:
         raise StuckError
-    _walk(best, begins, random.Random(budget.seed), min(steps, max(FEWEST_STEPS, OPS_PER_SEARCH // problem.operations)))
+    most = max(params.fewest_steps, params.most_ops // problem.operations)
+    most = min(params.most_steps if steps is None else steps, most)
+    _random_steps(best, starts, random.Random(budget.seed), most, params)
     assert best.found is not None and best.period is not None
     return best.found, best.period
 
 
-def _try_grid(best: _Best) -> Sequence[_Tried]:
+def _try_grid(best: _Best, params: ListParams) -> Sequence[_Tried]:
     """Every dispatch rule of the grid under every assignment, as long as there is time; and what others run.
 
-    The best few, at which walks begin.
+    The best few, from which random steps start.
 
     With routes only the shortlist, if it does not get stuck: random steps from there find more in the same time.
     """
@@ -159,14 +150,14 @@ def _try_grid(best: _Best) -> Sequence[_Tried]:
     for index, rule in itertools.chain(shortlist(problem), others):
         if (scheduler := schedulers.get(index)) and (one := best.offer(scheduler, rule)):
             tried.append(one)
-        if over := best.over or (exchanging and best.spent > GRID_SHARE):
+        if over := best.over or (exchanging and best.spent > params.grid_share):
             break
     if best.found is None or (problem.routes is None and (
-            not over or (not best.closed and problem.operations <= QUICK))):
+            not over or (not best.closed and problem.operations <= params.largest_untimed))):
         for baseline in BASELINES.values():
             with suppress(StuckError):
                 best.offer_solution(baseline(problem))
-    return sorted(tried, key=lambda one: one.period)[:BEGINS]
+    return sorted(tried, key=lambda one: one.period)[:params.starts]
 
 
 class _Schedulers:
@@ -194,29 +185,29 @@ class _Schedulers:
         return self._best.scheduler(ProblemArrays(self._problem, hosts))
 
 
-def _walk(best: _Best, begins: Sequence[_Tried], random: random.Random, steps: int) -> None:
+def _random_steps(best: _Best, starts: Sequence[_Tried], random: random.Random, steps: int, params: ListParams) -> None:
     """Small changes of a dispatch rule, or of its assignment, again and again; those that are no worse are kept.
 
-    Where nothing is better for long, another walk begins at one of the best rules: how far a walk comes is decided by
-    its first steps more than by how many follow.
+    Where nothing is better for long, they start again from one of the best rules (random restarts): how far they come
+    is decided by the first of them more than by how many follow.
     """
     if best.at is None:  # what others run does not get stuck, ours does
         return
     exchanging = _can_exchange(best.problem)
-    before, stale, fruitless = best.period, 0, 0
+    before, stale, stale_starts = best.period, 0, 0
     for _ in range(steps):
-        if best.over or fruitless == FRUITLESS_WALKS:
+        if best.over or stale_starts == params.stale_starts:
             return
         at = best.at
-        if exchanging and random.random() < ASSIGNMENT_STEPS:
+        if exchanging and random.random() < params.assignment_steps:
             best.offer(best.scheduler(_exchanged(at.scheduler.arrays, random)), at.rule)
         else:
             best.offer(at.scheduler, changed(best.problem, at.rule, random))
         stale = 0 if best.at.period != at.period else stale + 1
-        if stale == STALE_STEPS:
-            fruitless = 0 if best.period != before else fruitless + 1
+        if stale == params.stale_steps:
+            stale_starts = 0 if best.period != before else stale_starts + 1
             before, stale = best.period, 0
-            best.at = random.choice(begins)
+            best.at = random.choice(starts)
 
 
 def _can_exchange(problem: Problem) -> bool:

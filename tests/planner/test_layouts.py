@@ -16,7 +16,7 @@ from planner.model.from_job import build_problem
 from planner.model.from_layout import problem_of_layout
 from planner.options import PlanOptions
 from planner.plan import plan_only, plan_with
-from planner.search.solve import solve
+from planner.search.engine import solve
 from schedules.check import check
 from schedules.schedule import OpKind, Worker
 from tests.jobs import grid
@@ -147,7 +147,7 @@ def test_a_bound_with_slices_counts_parts_of_ticks():
 
 def test_the_bound_of_a_layout_is_sought_only_where_it_is_told(monkeypatch):
     """Settled plans of a simulation tell nothing."""
-    monkeypatch.setattr("planner.portfolio.LayoutBound", None)
+    monkeypatch.setattr("planner.search.engine.LayoutBound", None)
     options = PlanOptions(method="greedy", layers="move", steps=120_000)
     made = plan_only(options, layered(4, 4, 8), [Worker(1, 2)])
     assert made.schedule.status == "feasible"

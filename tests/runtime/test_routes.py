@@ -13,7 +13,7 @@ from planner.model.assemble import build_schedule
 from planner.model.for_layout import layout_problem
 from planner.model.from_layout import problem_of_layout
 from planner.options import Layers
-from planner.search.solve import solve
+from planner.search.engine import solve
 from runtime.config import RunConfig, parse_run_config
 from runtime.coordinator.planning import Scheduler
 from runtime.launch import run

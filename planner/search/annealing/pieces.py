@@ -8,6 +8,7 @@ import msgspec
 from planner.budget import Budget
 from planner.model.problem import Problem
 from planner.model.solution import Solution
+from planner.params import DEFAULTS, AnnealingParams
 from planner.search.annealing.chain import AnnealingChain
 
 CHAINS = 2
@@ -38,13 +39,14 @@ class Annealed(msgspec.Struct, frozen=True):
 
 
 def anneal_pieces(problems: Sequence[Problem], solutions: Sequence[Solution], goal: int, budget: Budget,
-                  cycles: int | None = None, tell: Callable[[Annealed], None] = lambda _: None) -> Annealed:
+                  params: AnnealingParams = DEFAULTS.annealing, cycles: int | None = None,
+                  tell: Callable[[Annealed], None] = lambda _: None) -> Annealed:
     """Solutions no worse than those given, one a piece, after some cooling cycles of every critical piece.
 
     Ends at the budget's end (`cycles` None: only then), or at the period `goal`, in ticks, that no plan can beat.
     `tell` gets better ones now and then.
     """
-    pieces = _Pieces([_PieceChains(problem, solution, goal, budget.seed)
+    pieces = _Pieces([_PieceChains(problem, solution, goal, budget.seed, params)
                       for problem, solution in zip(problems, solutions, strict=True)])
     clock = budget.clock
     start, slowest = clock.now(), 0.0
@@ -55,7 +57,7 @@ def anneal_pieces(problems: Sequence[Problem], solutions: Sequence[Solution], go
             first, *rest = pieces.next_chains(goal)
             if cycles is not None and first.cycles >= cycles:
                 break
-            clock.count((1 + len(rest)) * first.slice)
+            clock.count((1 + len(rest)) * first.round_steps)
             running = [others.submit(chain.run) for chain in rest]
             first.run()
             for chain in running:
@@ -73,11 +75,12 @@ def anneal_pieces(problems: Sequence[Problem], solutions: Sequence[Solution], go
 class _PieceChains:
     """A piece and its annealing chains, the second begun when it is first asked for."""
 
-    def __init__(self, problem: Problem, solution: Solution, goal: int, seed: int) -> None:
+    def __init__(self, problem: Problem, solution: Solution, goal: int, seed: int,
+                 params: AnnealingParams) -> None:
         self.rounds = self.better = 0
         """Rounds of annealing, and which of them found the last better plan."""
         self._problem, self._seed = problem, seed * CHAINS
-        self.chains = [AnnealingChain(problem, solution, goal, self._seed)]
+        self.chains = [AnnealingChain(problem, solution, goal, self._seed, params)]
         self.period = self.best.period
 
     @property

@@ -14,8 +14,8 @@ from planner.plan import plan_job
 from planner.search.assignment import assign
 from planner.search.baselines import BASELINES
 from planner.search.cpsat.model import improve
+from planner.search.engine import solve
 from planner.search.list_scheduler import DispatchRule, ListScheduler
-from planner.search.solve import solve
 from schedules.schedule import Worker
 from tests.jobs import grid
 

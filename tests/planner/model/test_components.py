@@ -10,8 +10,8 @@ from planner.model.assemble import build_schedule
 from planner.model.components import by_runner
 from planner.model.decompose import NOBODY, decompose, joined_pieces
 from planner.model.from_layout import problem_of_layout
-from planner.search.steps.bound import divided
-from planner.search.steps.list_schedules import list_schedules
+from planner.search.bound import divided
+from planner.search.list_schedules import list_schedules
 from schedules.check import check
 from schedules.schedule import Worker
 from tests.jobs import grid

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from planner.budget import Budget, Clock
+from planner.budget import Budget
 from planner.layout.candidates import candidates
 from planner.layout.types import Layout, MicroBatch, Stop
 from planner.model.bounds import whole_fill
@@ -13,10 +13,10 @@ from planner.model.for_layout import layout_problem
 from planner.model.from_job import build_problem
 from planner.model.from_layout import problem_of_layout
 from planner.model.layout_bound import LayoutBound
+from planner.search.bound import divided
+from planner.search.engine import solve
 from planner.search.list_scheduler import StuckError
-from planner.search.solve import solve, solved_by
-from planner.search.steps.bound import divided
-from planner.search.steps.list_schedules import list_schedules
+from planner.search.list_schedules import list_schedules
 from schedules.schedule import Worker
 from tests.jobs import grid
 
@@ -97,4 +97,4 @@ def test_a_plan_of_the_layout_can_be_as_short():
     known = list_schedules(divided(problem, 1, "nothing"), Budget.of_steps(400_000))
     bound = LayoutBound([piece.problem for piece, _ in solved.pieces]).period(1, known.period)
     assert bound == pytest.approx(known.period, rel=0.05)
-    assert solved_by(known, Clock(), 0.0).lower_bound_ticks == 1
+    assert known.bound == 1

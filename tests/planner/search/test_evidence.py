@@ -6,11 +6,11 @@ import pytest
 
 from planner.budget import Budget, Clock
 from planner.model.from_job import build_problem
+from planner.search.anneal import anneal
 from planner.search.evidence import evidence
 from planner.search.incumbent import AnnealingEffort
-from planner.search.steps.anneal import anneal
-from planner.search.steps.bound import bound
-from planner.search.steps.list_schedules import list_schedules
+from planner.search.list_schedules import list_schedules
+from planner.search.proposals import Proposals
 from schedules.schedule import Worker
 from tests.jobs import grid
 
@@ -19,7 +19,7 @@ from tests.jobs import grid
 def listed():
     """List schedules of a job with little memory: above the bound."""
     problem = build_problem(grid(3, 8, 8, more="[memory]\ncapacity = 8\nweight_stash = 1\n"), [Worker(0, 4)])
-    known = list_schedules(bound(problem), Budget.of_steps(40_000))
+    known = list_schedules(Proposals(problem).start(shedding=True), Budget.of_steps(40_000))
     assert known.open
     return known
 

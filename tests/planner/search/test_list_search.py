@@ -18,10 +18,11 @@ from planner.model.for_layout import layout_problem
 from planner.model.from_job import build_problem
 from planner.model.from_layout import problem_of_layout
 from planner.model.start_times import solution_period
+from planner.params import DEFAULTS
 from planner.search.assignment import ASSIGNMENT_RULES, assign
 from planner.search.dispatch_rules import changed
 from planner.search.list_scheduler import DispatchRule, ListScheduler
-from planner.search.list_search import FRUITLESS_WALKS, STALE_STEPS, _exchanged, search
+from planner.search.list_search import _exchanged, search
 from schedules.check import check
 from schedules.schedule import Worker
 from tests.jobs import failures, grid, jobs
@@ -87,7 +88,7 @@ def test_walks_end_where_nothing_is_found():
     piece, = decompose(problem_of_layout(job, [], layout))
     with mock.patch.object(ListScheduler, "order", autospec=True, side_effect=ListScheduler.order) as order:
         search(piece.problem, 1, Budget.of_steps(40_000_000))
-    assert order.call_count <= 50 + FRUITLESS_WALKS * STALE_STEPS
+    assert order.call_count <= 50 + DEFAULTS.lists.stale_starts * DEFAULTS.lists.stale_steps
 
 
 @settings(max_examples=60, deadline=None)

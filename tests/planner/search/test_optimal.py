@@ -14,7 +14,7 @@ from planner.model.start_times import solution_period
 from planner.plan import plan_job
 from planner.search.baselines import BASELINES
 from planner.search.cpsat.model import find
-from planner.search.solve import solve
+from planner.search.engine import solve
 from schedules.check import check
 from schedules.schedule import Worker
 from tests.jobs import grid
