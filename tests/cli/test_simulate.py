@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from cli import simulate
 from cli.app import app
 from cli.drawing.simulation_report import COLOURS, colour
-from planner.fleet.policies import POLICIES
-from planner.fleet.throughput import Throughputs
+from cli.fleet.policies import POLICIES
+from cli.fleet.throughput import Throughputs
 from tests.browser import find_browser
 from tests.patience import SECONDS
 
