@@ -15,7 +15,8 @@ from tests.launchers.processes import wait_until
 from tests.runtime.processes.torchrun import losses_in_lines
 from tests.runtime.running import losses_in
 
-pytestmark = [pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing()),
+pytestmark = [pytest.mark.slow,
+              pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing()),
               pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"), pytest.mark.timeout(600)]
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 from msgspec.structs import replace
 from torch import Tensor, nn
 
@@ -20,6 +21,8 @@ from tests.runtime.failing import TIMEOUT_SECONDS, WIDE, planned
 from tests.runtime.forked import own_fork_server
 from tests.runtime.pacing import slowly_until
 from tests.runtime.running import assert_same_numbers, degradable, joined, judge, tiny
+
+pytestmark = pytest.mark.slow
 
 FILE = "SLIPSTREAM_TEST_HANGS"
 CALLS = 6

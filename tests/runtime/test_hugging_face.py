@@ -99,7 +99,8 @@ def train_alone(folder: Path, config: RunConfig, iterations: int) -> tuple[list[
     return losses, model
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in ("llama", "olmoe") else pytest.mark.slow)
+                                  for kind in KINDS])
 def test_each_kind_trains_as_transformers_does(kind, pretrained, fork_server, tmp_path):
     """For 20 steps, while a worker dies and comes back; what is left, transformers loads again."""
     folder = pretrained(kind)
@@ -118,6 +119,7 @@ def test_each_kind_trains_as_transformers_does(kind, pretrained, fork_server, tm
     assert names_in(tmp_path / HUGGING_FACE) == names_in(folder)
 
 
+@pytest.mark.slow
 def test_workers_of_two_ranks_train_as_transformers_does(pretrained, fork_server, tmp_path):
     """Also a worker that has lost one of them, and goes on as half its processes."""
     folder = pretrained("qwen2", num_key_value_heads=2)

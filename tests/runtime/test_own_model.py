@@ -48,6 +48,7 @@ def test_the_model_takes_thirty_lines() -> None:
     assert len(code) <= 40
 
 
+@pytest.mark.slow
 def test_llama_trains_as_in_one_process(here, transformers) -> None:
     job = parse_job(blocks("toml")[0])
     config = parse_run_config({**job.model, "blocks": 2, "width": 32, "context": 16}, job.training, iterations=5,

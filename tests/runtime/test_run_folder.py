@@ -203,6 +203,7 @@ def whole(out: Path) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="forks a process with torch in it")
 def test_writers_killed_at_any_step_leave_nothing_behind(tmp_path_factory):
     """The next start removes it, and so does the end of a run; no checkpoint that was complete is harmed."""
@@ -239,6 +240,7 @@ def load_all(folder: Path):
     return load(newest, range(4))
 
 
+@pytest.mark.slow
 def test_checkpoints_are_saved_as_often_as_they_cost_little(fork_server, tmp_path, monkeypatch):
     """By the run's own measure; a worker dies and comes back meanwhile."""
     monkeypatch.setattr(checkpoint_timer, "LEAST_SECONDS", 0.05)

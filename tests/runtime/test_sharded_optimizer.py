@@ -51,6 +51,7 @@ def test_killed_anywhere_and_back(clip_norm, fork_server, tmp_path):
     assert all(one.meanwhile for one in result.recoveries if one.returned), "all train while parts are fetched"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [
     {"1.0": "asked"}, {"2.0": "asked"}, {"2.0": "loaded"}, {"0.0": "met", "2.0": "met"},
     {"0.0": "moved", "1.0": "moved"}],

@@ -120,6 +120,7 @@ def test_any_schedule_gives_the_numbers_of_one_process(schedule, clip_norm, skip
     compare(schedule, clip_norm, skip)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(general_schedules(max_pipelines=3, max_columns=3, max_layers=6).filter(
            lambda schedule: schedule.grid.total_microbatches), st.sampled_from([None, 0.5]),

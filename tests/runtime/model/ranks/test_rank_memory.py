@@ -94,6 +94,7 @@ def state_bytes(rank):
     return kept * sum(elements_of(module).cut for module in rank.holding.modules.values()) // stepped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [
     {"shard_optimizer": True}, {"shard_optimizer": True, "optimizer": "sgd"},
     {"shard_optimizer": True, "dtype": "bf16", "master_weights": True},
