@@ -233,8 +233,11 @@ class EventLoop:
             if isinstance(whole, Started):
                 self.processes.begins(self._log.next_iteration)
             if isinstance(whole, Ready) and self._take_over is not None:
-                self._take_over.ready(peer, whole.known or Known(
-                    0, (), self._run.setup.first_iteration - 1, (), None, pending=False))
+                known = whole.known
+                if known is None and not self._run.losses:  # before the first commit, one that starts is as good as any
+                    known = Known(0, (), self._run.setup.first_iteration - 1, (), None, pending=False)
+                if known is not None:
+                    self._take_over.ready(peer, known)
 
     def _admit(self, connection: Connection, message: JoinWorker) -> None:
         worker, run = message.worker, self._run
