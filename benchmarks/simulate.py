@@ -17,12 +17,12 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.jobs import uniform_job
-from planner.fleet.availability_trace import group_gpus
-from planner.fleet.costs import costs_for
-from planner.fleet.policies import POLICIES
-from planner.fleet.simulation import compare, throughputs_over_traces
-from planner.fleet.synthetic_trace import PRESETS, FailureRates, draw_trace
-from planner.fleet.throughput import Throughputs
+from cli.fleet.availability_trace import group_gpus
+from cli.fleet.costs import costs_for
+from cli.fleet.policies import POLICIES
+from cli.fleet.simulation import compare, throughputs_over_traces
+from cli.fleet.synthetic_trace import PRESETS, FailureRates, draw_trace
+from cli.fleet.throughput import Throughputs
 from planner.job.file import Job
 from planner.plan import plan_job
 from schedules.schedule import Worker

@@ -13,19 +13,34 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as Grid
 
 from cli.drawing.simulation_report import described, page, tokens_per_gpu_hour, verdict, worker_hours
+from cli.fleet import (
+    POLICIES,
+    PRESETS,
+    AvailabilityTrace,
+    Cause,
+    Comparison,
+    Costs,
+    FailureRates,
+    Floats,
+    Policy,
+    Throughputs,
+    TraceFileError,
+    compare,
+    costs_for,
+    draw_slow_workers,
+    draw_trace,
+    fail_together,
+    fit_to_job,
+    group_gpus,
+    published_fail_slow,
+    read_availability_trace,
+    throughputs_over_traces,
+)
 from cli.shared.console import answer_no, err, near, out, print_json, refuse
 from cli.shared.inputs import is_there, read_job_or_refuse, require_writable, write_or_refuse
 from cli.shared.interrupts import checking_interrupts
 from cli.shared.options import ANSWER, JobFile, Json
 from cli.shared.planning import chosen_recomputation, compile_planner
-from planner.fleet.availability_trace import AvailabilityTrace, fail_together, fit_to_job, group_gpus
-from planner.fleet.costs import Costs, costs_for
-from planner.fleet.policies import POLICIES
-from planner.fleet.policy import Cause, Policy
-from planner.fleet.simulation import Comparison, Floats, compare, throughputs_over_traces
-from planner.fleet.synthetic_trace import PRESETS, FailureRates, draw_slow_workers, draw_trace, published_fail_slow
-from planner.fleet.throughput import Throughputs
-from planner.fleet.trace_file import TraceFileError, read_availability_trace
 from planner.job.file import Job
 from planner.model.problem import NoPlanError
 from planner.options import PlanOptions

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from runtime.config import ConfigError, RunConfig
 from runtime.device import gpu_count
 from runtime.errors import RunError
-from runtime.model.checkpoint import CheckpointError, open_checkpoint
+from runtime.model.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from runtime.processes.fork_server import ForkServer, ForkServerError
 from runtime.processes.launchers import ALONE, GpuShare, LocalProcess, gpu_share
 from runtime.processes.process_manager import NodeProcesses

@@ -6,10 +6,7 @@ from html import escape
 import numpy as np
 
 from cli.drawing.svg_chart import Line, bars, steps
-from planner.fleet.availability_trace import AvailabilityTrace
-from planner.fleet.policies import POLICIES
-from planner.fleet.policy import Cause
-from planner.fleet.simulation import Comparison, PolicyRun
+from cli.fleet import POLICIES, AvailabilityTrace, Cause, Comparison, PolicyRun
 
 BINS = 480
 """Throughput is averaged over so many equal parts of the trace."""

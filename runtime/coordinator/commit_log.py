@@ -1,8 +1,8 @@
 """Commit log: puts the reports of workers together into committed iterations, losses, times and digests.
 
 An iteration is committed when every member of an order has stepped it and, where steps depend on the gradients of all
-stages, its factor is known (`runtime.model.clipping`). It is never undone, unless all holders of a layer are lost. A
-member that has stepped the next one, too, can go back by one step.
+stages, its factor is known (`runtime.model.state.clipping`). It is never undone, unless all holders of a layer are
+lost. A member that has stepped the next one, too, can go back by one step.
 """
 
 import math

@@ -20,7 +20,7 @@ from runtime.coordinator.recovery import RecoveryClock
 from runtime.coordinator.settling import Settler
 from runtime.coordinator.slow_workers import SlowWorkers, SpeedEvent
 from runtime.failure_domains import FailureDomains
-from runtime.model.parts import CutFor
+from runtime.model.state.parts import CutFor
 from runtime.protocol.to_coordinator import Kept, Ran
 from runtime.protocol.to_worker import Fetch, Leave, ToWorker
 from runtime.replay.placement import Placement

@@ -8,7 +8,7 @@ from runtime.coordinator.context import CoordinatorContext
 from runtime.coordinator.join_planning import Join
 from runtime.coordinator.part_moves import AS_THEY_ARE
 from runtime.events import HandedOver, Joined, OrderGiven
-from runtime.model.parts import CutFor
+from runtime.model.state.parts import CutFor
 from runtime.protocol.to_worker import EndOrder, Finish, LayerMove, Leave, PartMove, Train
 from schedules import codec
 from schedules.schedule import COMPUTE_KINDS, Schedule, Worker

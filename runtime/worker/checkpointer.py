@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from runtime.model.checkpoint import CheckpointError, Saving, drop_newer, identity_of, save
-from runtime.model.sharing import NOTHING_SHARED, Sharing
+from runtime.model.checkpoints.checkpoint import CheckpointError, Saving, drop_newer, identity_of, save
+from runtime.model.layers.sharing import NOTHING_SHARED, Sharing
 from runtime.processes.worker_start import NodeSettings
 from runtime.protocol.setup import Setup
 from runtime.protocol.to_coordinator import Note, Saved

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from runtime.model.checkpoint import CheckpointError
-from runtime.model.holding import keeps_parts
-from runtime.model.parts import cuts_of
+from runtime.model.checkpoints.checkpoint import CheckpointError
+from runtime.model.state.holding import keeps_parts
+from runtime.model.state.parts import cuts_of
 from runtime.protocol.to_coordinator import Note
 from runtime.protocol.to_worker import Finish, Train
 from runtime.replay.communication import Communicator

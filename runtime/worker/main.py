@@ -10,10 +10,10 @@ import torch
 
 from runtime.config import ModelConfig, RunConfig
 from runtime.errors import first_line
-from runtime.model.holding import build_holding
-from runtime.model.layers import model_for
-from runtime.model.slices import SliceRunner
-from runtime.model.token_data import BadTokenError
+from runtime.model.computing.slices import SliceRunner
+from runtime.model.data.token_data import BadTokenError
+from runtime.model.layers.layered_model import model_for
+from runtime.model.state.holding import build_holding
 from runtime.processes.worker_start import WorkerSpec
 from runtime.protocol import to_worker
 from runtime.protocol.channel import Channel

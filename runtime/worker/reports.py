@@ -3,8 +3,8 @@
 import math
 import queue
 
-from runtime.model.clipping import watches_gradients
-from runtime.model.steps import Steps
+from runtime.model.state.clipping import watches_gradients
+from runtime.model.state.steps import Steps
 from runtime.protocol.to_coordinator import Ran, Validated
 from runtime.protocol.to_worker import Acknowledged, Factor
 from runtime.replay.recorder import Recorder

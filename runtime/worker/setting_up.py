@@ -8,17 +8,17 @@ from functools import partial
 
 import torch
 
-from runtime.model.data import load_corpus, load_validation
-from runtime.model.followed_part import SteppedPart
-from runtime.model.forms import forms
-from runtime.model.holding import Holding, build_holding, keeps_parts
-from runtime.model.layers import LayeredModel, model_for, parameter_dtype
-from runtime.model.own_ranks import RankForms
-from runtime.model.part_state import PartState
-from runtime.model.rank_holding import RankHolding
-from runtime.model.rank_parts import RankParts
-from runtime.model.sharing import Sharing, sharing_of
-from runtime.model.worker_group import enter_group, standing_in
+from runtime.model.computing.forms import forms
+from runtime.model.data.data import load_corpus, load_validation
+from runtime.model.layers.layered_model import LayeredModel, model_for, parameter_dtype
+from runtime.model.layers.sharing import Sharing, sharing_of
+from runtime.model.layers.worker_group import enter_group, standing_in
+from runtime.model.ranks.own_ranks import RankForms
+from runtime.model.ranks.rank_holding import RankHolding
+from runtime.model.ranks.rank_parts import RankParts
+from runtime.model.state.followed_part import SteppedPart
+from runtime.model.state.holding import Holding, build_holding, keeps_parts
+from runtime.model.state.part_state import PartState
 from runtime.processes.worker_start import WorkerSpec
 from runtime.protocol.failure_injection import Injector
 from runtime.protocol.rendezvous import RendezvousError, address_towards, connect_store
