@@ -131,7 +131,7 @@ class Training:
             context.injector.at(iteration, "A")
         elif kind is OpKind.O:
             context.injector.at(iteration, "O")
-            if context.checkpointer.due(iteration):
+            if context.checkpointer.due(iteration, self._reports.save_before):
                 # A worker that is about to step an iteration knows that all have stepped the one before.
                 context.checkpointer.save(iteration, self._whole_states())
             context.layer_sender.wait_for_room(require)
