@@ -24,13 +24,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from planner.fleet.availability_trace import AvailabilityTrace, fit_to_job
-from planner.fleet.costs import costs_for
-from planner.fleet.figures import published
-from planner.fleet.policies import POLICIES
-from planner.fleet.simulation import throughputs_over_traces
-from planner.fleet.throughput import Throughputs
-from planner.fleet.trace_file import read_availability_trace
+from cli.fleet.availability_trace import AvailabilityTrace, fit_to_job
+from cli.fleet.costs import costs_for
+from cli.fleet.figures import published
+from cli.fleet.policies import POLICIES
+from cli.fleet.simulation import throughputs_over_traces
+from cli.fleet.throughput import Throughputs
+from cli.fleet.trace_file import read_availability_trace
 from planner.job.file import Job, read_job
 from planner.job.presets import preset
 from planner.model.bounds import lower_bound

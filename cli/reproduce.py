@@ -10,12 +10,12 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 
+from cli.fleet import FIGURES, Figure
 from cli.shared.console import err, near, out, print_json, refuse
 from cli.shared.inputs import require_writable, write_or_refuse
 from cli.shared.interrupts import checking_interrupts
 from cli.shared.options import Json
 from cli.shared.planning import compile_planner
-from planner.fleet.figures import FIGURES, Figure
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(FIGURES)}.")]
 OutFolder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where NAME.json, NAME.md and NAME.png go.")]

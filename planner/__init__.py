@@ -15,7 +15,6 @@
     claims       proves the bound that a file states
     judge        times and checks an order that another tool made
     tables/      builds tables of schedules
-    fleet/       simulates policies over failure traces
 
 Other programs use the names below. Each is imported when it is first asked for, so that reading a job does not wait for
 the solver.

@@ -6,10 +6,7 @@ from html import escape
 import numpy as np
 
 from cli.drawing.svg_chart import Line, bars, steps
-from planner.fleet.availability_trace import AvailabilityTrace
-from planner.fleet.policies import POLICIES
-from planner.fleet.policy import Cause
-from planner.fleet.simulation import Comparison, PolicyRun
+from cli.fleet import POLICIES, AvailabilityTrace, Cause, Comparison, PolicyRun
 
 BINS = 480
 """Throughput is averaged over so many equal parts of the trace."""
@@ -23,7 +20,8 @@ MORE_COLOURS = ("#4b0082", "#2f4f4f", "#a0522d", "#c71585", "#6b8e23")
 """For policies without a colour above, in turn."""
 CAUSE_COLOURS = {
     Cause.RUN: "#0072b2", Cause.WHOLE: "#9ecae1", Cause.SWITCH: "#d55e00", Cause.LOAD: "#e69f00", Cause.LOST: "#cc79a7",
-    Cause.RESTART: "#7a5195", Cause.CHECKPOINT: "#f0c05a", Cause.WAIT: "#444444",
+    Cause.RESTART: "#7a5195", Cause.CHECKPOINT: "#f0c05a", Cause.WAIT: "#444444", Cause.SLOW: "#8c6d31",
+    Cause.LINKS: "#bd9e39",
 }
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f23; background: #fff; max-width: 1000px; margin: 2rem auto;

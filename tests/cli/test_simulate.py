@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from cli import simulate
 from cli.app import app
 from cli.drawing.simulation_report import COLOURS, colour
-from planner.fleet.policies import POLICIES
-from planner.fleet.throughput import Throughputs
+from cli.fleet.policies import POLICIES
+from cli.fleet.throughput import Throughputs
 from tests.browser import find_browser
 from tests.patience import SECONDS
 
@@ -187,6 +187,7 @@ def test_workers_of_a_node_fail_together(job, tmp_path):
     assert "2 nodes: all of a node is down while a part of it is" in drawn["notes"]
 
 
+@pytest.mark.slow
 def test_slow_workers_are_drawn(job):
     arguments = ("simulate", job, "--mtbf", "20", "--days", "2", "--json", "--policy", "slipstream", "--policy",
                  "recycle")

@@ -1,0 +1,18 @@
+"""The published figures, reproduced: one module for each, by name in `FIGURES`."""
+
+from collections.abc import Callable, Mapping
+
+from cli.fleet.figures import ablation, failures, replicas, scaling, trace_average, worked_example
+from cli.fleet.figures.figure import Figure
+from planner.progress import CountCallback
+
+__all__ = ["FIGURES", "Figure"]
+
+FIGURES: Mapping[str, Callable[[CountCallback], Figure]] = {
+    "worked-example": worked_example.reproduce,
+    "failures": failures.reproduce,
+    "trace": trace_average.reproduce,
+    "ablation": ablation.reproduce,
+    "scaling": scaling.reproduce,
+    "replicas": replicas.reproduce,
+}

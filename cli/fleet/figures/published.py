@@ -1,0 +1,76 @@
+"""Published points to compare with, and the job that they are of, as far as it is known.
+
+Digitised from the vector graphics of the authors' SOSP 2024 talk and poster of ReCycle (arXiv 2405.14009): 24 A100
+GPUs, 6 pipelines x 4 stages, 80 Gb/s. Index of a list: workers that failed. Samples per second. Numbers of
+micro-batches, stage times and memory are not published.
+"""
+
+import msgspec
+
+from cli.fleet.availability_trace import AvailabilityTrace
+from cli.fleet.throughput import Throughputs
+from cli.fleet.trace_file import from_counts
+from planner.job.file import Job, StageTimes
+
+SOURCE = "ReCycle (SOSP 2024, arXiv 2405.14009), digitised from the authors' talk and poster"
+PIPELINES, STAGES = 6, 4
+FAULT_SCALED = (11.34, 10.87, 10.39, 9.92, 9.45, 8.98, 8.51, 8.03, 7.56, 7.09)
+RECYCLE_6_7B = (11.34, 11.287, 10.888, 10.683, 10.47, 9.494, 9.308, 9.13, 8.899, 8.85)
+OOBLECK_6_7B_MAX = (11.34, 11.22, 10.52, 9.82, 9.47, 9.12, 8.77, 8.5, 8.15, 7.89)
+"""At its best, between reconfigurations."""
+BAMBOO_350M_MAX = (13.41, 12.78, 12.2, 11.84, 11.32, 10.79, 10.14, 9.45, 8.12, 7.26)
+AVERAGES = {
+    "6.7B": {"recycle": 10.80, "oobleck": 9.01, "fault-scaled": 10.27},
+    "350M": {"recycle": 19.49, "oobleck": 18.10, "bamboo": 11.86},
+}
+"""Over the availability trace."""
+FAULT_FREE = {"6.7B": 11.34, "350M": 20.55}
+PARAMETERS = {"6.7B": 6.7e9, "350M": 350e6}
+
+SECONDS_PER_SAMPLE = 144.0
+WORKERS_AND_SAMPLES = (
+    (24, 3), (23, 11), (22, 3), (23, 5), (24, 4), (22, 2), (21, 2), (22, 2), (21, 2), (22, 4), (24, 4), (23, 3),
+    (20, 4), (22, 3), (24, 4), (23, 6), (24, 3), (23, 6), (22, 3), (24, 3), (23, 6), (22, 4), (24, 3), (21, 6),
+    (22, 3), (23, 3),
+    (21, 3), (19, 3), (17, 4), (16, 2), (15, 3), (16, 1), (18, 6), (21, 20), (20, 2), (21, 2), (22, 7), (24, 4))
+"""The availability trace: live workers, and for how many samples."""
+
+LAYERS = {"6.7B": 32, "350M": 24}
+"""Of the models of these sizes (GPT-3, Brown et al. 2020, table 2.1)."""
+MICROBATCHES = (8, 12, 16, 24, 32)
+"""Micro-batches a pipeline: not published; varied from twice to eight times the stages. See `NOMINAL`."""
+NOMINAL = 16
+"""4 S, which Oobleck's planner takes for its templates: the one number that any source gives."""
+SETTLE_SECONDS = 4.0
+"""Time limit for a plan with layers that move: more than `simulate` takes, as figures are made once."""
+OPTIMIZER = 1.0
+"""Length of the optimizer step in forwards: not published."""
+
+
+def published_job(model: str, microbatches: int) -> Job:
+    """The job of the published points: F = I = W on all stages, as in the paper's worked example, transfers hidden.
+
+    Times are such that plain 1F1B with all workers alive makes the published samples per second, one sample a
+    micro-batch.
+    """
+    op = _job(model, microbatches, 1.0)
+    return _job(model, microbatches, Throughputs(op).one_f_one_b(PIPELINES) / FAULT_FREE[model])
+
+
+def _job(model: str, microbatches: int, op_seconds: float) -> Job:
+    ops = (float(f"{op_seconds:.6g}"),) * STAGES
+    step = (float(f"{OPTIMIZER * op_seconds:.6g}"),) * STAGES
+    times = StageTimes(forward=ops, backward_input=ops, backward_weight=ops, optimizer=step, all_reduce=(0.0,) * STAGES,
+                       transfer=0.0)
+    return Job(name=f"published {model}", pipelines=PIPELINES, stages=STAGES, microbatches=(microbatches,) * PIPELINES,
+               time=times, columns=tuple(range(STAGES)), layers=(LAYERS[model] // STAGES,) * STAGES)
+
+
+def published_trace(seed: int = 0) -> AvailabilityTrace:
+    """The availability trace; which workers leave is not published, and drawn."""
+    clock, counts = 0.0, []
+    for workers, samples in WORKERS_AND_SAMPLES:
+        counts.append((clock, workers))
+        clock += samples * SECONDS_PER_SAMPLE
+    note = "which workers leave is drawn at random: it is not published"
+    return msgspec.structs.replace(from_counts(counts, clock, "published", seed), notes=(SOURCE, note))

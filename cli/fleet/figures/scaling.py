@@ -1,0 +1,74 @@
+"""Scaling to 1,536 GPUs with 1, 5 and 10 % of the workers failed."""
+
+from cli.fleet.figures import published
+from cli.fleet.figures.figure import Cell, Figure, Series, band
+from cli.fleet.throughput import Throughputs
+from planner.job.file import Job, StageTimes
+from planner.progress import CountCallback
+
+GPUS = (96, 192, 384, 768, 1536)
+SHARES = (0.01, 0.05, 0.10)
+STAGES = 8
+MICROBATCHES = (8, 16, 32)
+NOMINAL = 1
+
+
+def job(gpus: int, microbatches: int) -> Job:
+    """Pipelines of 8 equal stages, F = I = W, an optimizer step as long as a forward."""
+    one = (1.0,) * STAGES
+    times = StageTimes(forward=one, backward_input=one, backward_weight=one, optimizer=one, all_reduce=(0.0,) * STAGES,
+                       transfer=0.0)
+    pipelines = gpus // STAGES
+    return Job(name=f"{gpus} GPUs", pipelines=pipelines, stages=STAGES, microbatches=(microbatches,) * pipelines,
+               time=times, columns=tuple(range(STAGES)))
+
+
+def shares(gpus: int, microbatches: int) -> list[tuple[float, float, float]]:
+    """(this planner once settled, ReCycle, work-conserving) over 1F1B without failures, for each share of failures.
+
+    With fewer failures this planner is not slower: live workers may idle.
+    """
+    throughputs = Throughputs(job(gpus, microbatches), settle_seconds=published.SETTLE_SECONDS)
+    fault_free = throughputs.one_f_one_b(gpus // STAGES)
+    found: list[tuple[float, float, float]] = []
+    for share in reversed(SHARES):
+        failures = round(share * gpus)
+        down = throughputs.loads.even_spread(failures)
+        assert down is not None
+        ours = max(throughputs.planned(down), throughputs.settled(failures)[0]) / fault_free
+        found.append((max([ours, *(more for more, *_ in found)]),
+                      throughputs.recycle(down) / fault_free,
+                      throughputs.work_conserving(gpus - failures) / fault_free))
+    return found[::-1]
+
+
+def reproduce(progress: CountCallback) -> Figure:
+    """Three families of lines over the number of GPUs."""
+    found: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
+    for microbatches in MICROBATCHES:
+        for gpus in GPUS:
+            found[microbatches, gpus] = shares(gpus, microbatches)
+            progress(len(found), len(MICROBATCHES) * len(GPUS))
+    series = []
+    for number, share in enumerate(SHARES):
+        for which, name in enumerate(("slipstream", "recycle")):
+            lists = [[found[microbatches, gpus][number][which] for gpus in GPUS] for microbatches in MICROBATCHES]
+            series.append(band(f"{name}, {share:.0%} failed", lists, NOMINAL))
+        series.append(Series(name=f"fault-scaled, {share:.0%} failed", is_reference=True,
+                             values=tuple(1 - round(share * gpus) / gpus for gpus in GPUS)))
+    nominal = {gpus: found[MICROBATCHES[NOMINAL], gpus] for gpus in GPUS}
+    rows: list[tuple[Cell, ...]] = [
+        (gpus, f"{share:.0%}", round(share * gpus), *(round(value, 4) for value in nominal[gpus][number]),
+         round(1 - round(share * gpus) / gpus, 4)) for gpus in GPUS for number, share in enumerate(SHARES)]
+    largest = nominal[GPUS[-1]]
+    return Figure(
+        name="scaling", title="Scaling with failures, pipelines of 8 stages", kind="lines", x_label="GPUs",
+        y_label="throughput / fault-free 1F1B", x=tuple(map(float, GPUS)), series=tuple(series), logarithmic_x=True,
+        header=("GPUs", "failed", "workers", "slipstream", "recycle", "work-conserving", "fault-scaled"),
+        rows=tuple(rows),
+        findings={f"slipstream / fault-free 1F1B, {GPUS[-1]} GPUs, {share:.0%} failed": largest[number][0]
+                  for number, share in enumerate(SHARES)},
+        assumptions=(f"{STAGES} stages, F = I = W, optimizer as long as a forward, transfers hidden, memory unlimited; "
+                     f"{', '.join(map(str, MICROBATCHES))} micro-batches a pipeline make the band, "
+                     f"{MICROBATCHES[NOMINAL]} the line; models, grids and micro-batches of the published simulation "
+                     "are not known here, and none of its points, so that there is nothing to draw beside",))

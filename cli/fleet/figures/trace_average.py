@@ -1,0 +1,78 @@
+"""Average throughput over the published availability trace, 24 GPUs."""
+
+import numpy as np
+
+from cli.fleet.costs import costs_for
+from cli.fleet.figures import published
+from cli.fleet.figures.failures import assumptions
+from cli.fleet.figures.figure import Cell, Figure, Series
+from cli.fleet.policies import POLICIES
+from cli.fleet.simulation import throughputs_over_traces
+from cli.fleet.throughput import Throughputs
+from planner.progress import CountCallback
+
+SEEDS = 5
+"""Draws of which workers leave; averaged."""
+MODELS = ("6.7B", "350M")
+RATIOS = {"6.7B": "oobleck", "350M": "bamboo"}
+
+
+def averages(model: str, microbatches: int) -> dict[str, float]:
+    """Mean samples per second by policy."""
+    throughputs = Throughputs(published.published_job(model, microbatches), settle_seconds=published.SETTLE_SECONDS)
+    costs = costs_for(published.PARAMETERS[model], published.STAGES)
+    traces = [published.published_trace(seed) for seed in range(SEEDS)]
+    by_policy = throughputs_over_traces(list(POLICIES.values()), throughputs, costs, traces)
+    return {name: float(np.mean(values)) for name, values in by_policy.items()}
+
+
+def reproduce(progress: CountCallback) -> Figure:
+    """All policies. The range is over the number of micro-batches."""
+    found: dict[str, list[dict[str, float]]] = {model: [] for model in MODELS}
+    total = len(MODELS) * len(published.MICROBATCHES)
+    for index, model in enumerate(MODELS):
+        for number, microbatches in enumerate(published.MICROBATCHES):
+            found[model].append(averages(model, microbatches))
+            progress(index * len(published.MICROBATCHES) + number + 1, total)
+    nominal = published.MICROBATCHES.index(published.NOMINAL)
+    rows: list[tuple[Cell, ...]] = []
+    for model in MODELS:
+        for name in POLICIES:
+            values = [one[name] for one in found[model]]
+            there = published.AVERAGES[model].get(name)
+            rows.append((model, name, there, round(values[nominal], 3), round(min(values), 3), round(max(values), 3)))
+    return Figure(
+        name="trace", title="Average over the published trace, 6 x 4 A100", kind="bars", x_label="",
+        y_label="average throughput / fault-free 1F1B", x=tuple(POLICIES),
+        series=tuple(one for model in MODELS for one in _series(model, found[model], nominal)),
+        header=("model", "policy", "published", f"simulated, {published.NOMINAL} micro-batches", "least", "most"),
+        rows=tuple(rows), findings=_findings(found),
+        assumptions=(*assumptions(), f"which workers leave is not published: the mean of {SEEDS} draws",
+                     "the published averages are of real runs, with whatever their reconfigurations cost there"))
+
+
+def _series(model: str, found: list[dict[str, float]], nominal: int) -> list[Series]:
+    scale = published.FAULT_FREE[model]
+    columns = [[one[name] / scale for one in found] for name in POLICIES]
+    points = published.AVERAGES[model]
+    return [
+        Series(name=f"simulated, {model}", values=tuple(column[nominal] for column in columns),
+               low=tuple(map(min, columns)), high=tuple(map(max, columns))),
+        Series(name=f"published, {model}", published=True,
+               values=tuple(points[name] / scale if name in points else None for name in POLICIES))]
+
+
+def _findings(found: dict[str, list[dict[str, float]]]) -> dict[str, float]:
+    findings = {}
+    for model, peer in RATIOS.items():
+        there = published.AVERAGES[model]
+        findings[f"recycle / {peer}, {model}, published"] = there["recycle"] / there[peer]
+        for number, microbatches in enumerate(published.MICROBATCHES):
+            one = found[model][number]
+            for ours in ("recycle", "slipstream"):
+                findings[f"{ours} / {peer}, {model}, {microbatches} micro-batches"] = one[ours] / one[peer]
+    for number, microbatches in enumerate(published.MICROBATCHES):
+        one = found["6.7B"][number]
+        key = f"slipstream / work-conserving, {microbatches} micro-batches"
+        findings[key] = one["slipstream"] / one["work-conserving"]
+    return findings

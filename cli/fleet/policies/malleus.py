@@ -1,0 +1,114 @@
+"""Malleus (SIGMOD 2025, arXiv 2410.13333) and ResiHP (arXiv 2605.06374): layers and data by the speed of each worker.
+
+Malleus estimates how slow each GPU is, and plans anew which GPUs form a stage, how many layers each stage of each
+pipeline has, and how many micro-batches each pipeline; parameters migrate while the job runs. ResiHP adapts in three
+steps: a tensor-parallel group goes on with the ranks it has left, layers are divided anew within its pipeline, then
+micro-batches over pipelines. Its first step is nonuniform tensor parallelism (Arfeen et al., arXiv 2504.06095): a
+group that lost ranks computes at the share of those it has.
+
+At formula level both are the same: every pipeline has a cut of its own, by the speeds of its nodes, and 1F1B; an
+iteration ends when the slowest pipeline does (`fastest_split`). They differ in what a group that lost GPUs can do.
+Assumed, in their favour: memory is no limit; detection and planning take no time; a change costs half an iteration
+where a worker died, a switch, and the time to load one stage, in which all wait; newcomers join at once.
+"""
+
+from collections.abc import Sequence
+
+from cli.fleet.availability_trace import Change
+from cli.fleet.policies.oobleck_templates import layers_of
+from cli.fleet.policies.uneven_pipelines import all_layers_held, iteration_by_speed
+from cli.fleet.policy import Phase, Policy, Scenario
+
+_ASSUMPTIONS = ("1F1B on pipelines that are each cut by the speed of their nodes, and share the batch by theirs; as "
+                "many pipelines as the job has, of nearly equal length; memory is no limit; a change costs a switch "
+                "and the loading of a stage, a death also half an iteration; layers that no live node holds come from "
+                "a checkpoint")
+
+
+class Malleus(Policy):
+    """Every pipeline is cut anew over its live workers."""
+
+    name = "malleus"
+    title = "Malleus: layers and micro-batches by the speed of each worker"
+    assumptions = _ASSUMPTIONS + "; a tensor-parallel group that lost GPUs goes on with the next smaller power of two"
+    balances_speeds = True
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self._pipelines: list[list[int]] = [[] for _ in range(scenario.pipelines)]
+        """The machines of each pipeline."""
+        self._layers = self.throughputs.kept("layers", lambda: layers_of(self.throughputs.job))
+        self._seconds = self._iteration(((1.0,) * scenario.stages,) * scenario.pipelines)
+
+    @staticmethod
+    def alive_gpus(alive: int, whole: int) -> int:
+        """The largest power of two; all where none is missing."""
+        return alive if alive in (0, whole) else 1 << (alive.bit_length() - 1)
+
+    @property
+    def fault_free_rate(self) -> float:
+        """1F1B on the job's own grid."""
+        return self.throughputs.one_f_one_b(self.scenario.pipelines)
+
+    def steady_rate(self, failures: int) -> float:
+        """With failures spread over pipelines."""
+        live, count = self.scenario.workers - failures, self.scenario.pipelines
+        sizes = [live // count + (index < live % count) for index in range(count)]
+        return self._rate_of([(1.0,) * size for size in sizes if size])
+
+    def start(self, live: Sequence[int]) -> list[Phase]:
+        """Fill the pipelines evenly."""
+        self._fill(live)
+        return self.resume_training(self._current_rate())
+
+    def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
+        """Cut pipelines and divide the batch anew."""
+        gone = set(change.removed)
+        lost = not all_layers_held(self._pipelines, gone)
+        if gone:
+            self._pipelines = [[machine for machine in nodes if machine not in gone] for nodes in self._pipelines]
+        self._fill(change.added)
+        if self.needs_checkpoint(remaining) or lost:
+            return self.restart(self._current_rate(), remaining)
+        return self.resume_training(self._current_rate(), self.switch, self.load,
+                                    lost_samples=self.lost_samples(remaining, worker_died=bool(gone)))
+
+    def _fill(self, machines: Sequence[int]) -> None:
+        """Put machines into the shortest pipelines, and move some where lengths differ by more than one."""
+        for machine in machines:
+            min(self._pipelines, key=len).append(machine)
+        while len(longest := max(self._pipelines, key=len)) > len(shortest := min(self._pipelines, key=len)) + 1:
+            shortest.append(longest.pop())
+
+    def _current_rate(self) -> float:
+        if self.slow:
+            return self._rate_of([tuple(self.slow.get(machine, 1.0) for machine in nodes)
+                                  for nodes in self._pipelines if nodes])
+        lengths = tuple(sorted([len(nodes) for nodes in self._pipelines if nodes]))
+        return self.throughputs.kept((Malleus.name, lengths), lambda: self._rate_of([(1.0,) * one for one in lengths]))
+
+    def _rate_of(self, pipelines: Sequence[tuple[float, ...]]) -> float:
+        """Samples per second of pipelines with these factors."""
+        if not pipelines:
+            return 0.0
+        clock = self.throughputs.job.time
+        step = max(map(sum, zip(clock.all_reduce, clock.optimizer, strict=True)))
+        return self.fault_free_rate * (self._seconds + step) / (self._iteration(pipelines) + step)
+
+    def _iteration(self, pipelines: Sequence[tuple[float, ...]]) -> float:
+        alike = sorted(tuple(sorted(factors)) for factors in pipelines)
+        return iteration_by_speed(self._layers, tuple(alike), sum(self.throughputs.job.microbatches))
+
+
+class ResiHP(Malleus):
+    """As Malleus, but a tensor-parallel group goes on with all GPUs that it has left."""
+
+    name = "resihp"
+    title = "ResiHP: nonuniform tensor parallelism, then layers and micro-batches by speed"
+    assumptions = _ASSUMPTIONS + "; a tensor-parallel group that lost GPUs goes on with the others, in proportion"
+    same_with_whole_machines = Malleus
+
+    @staticmethod
+    def alive_gpus(alive: int, whole: int) -> int:  # noqa: ARG004
+        """All that it has left."""
+        return alive

@@ -1,0 +1,127 @@
+"""Oobleck (SOSP 2023): pipelines of several lengths, from templates planned ahead."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from cli.fleet.availability_trace import Change
+from cli.fleet.policies.oobleck_templates import iteration_seconds, layers_of
+from cli.fleet.policies.uneven_pipelines import all_layers_held
+from cli.fleet.policy import Cause, Phase, Policy, Scenario
+
+
+class Oobleck(Policy):
+    """At a failure pipelines shrink, take nodes from others or merge; the batch is divided anew."""
+
+    name = "oobleck"
+    title = "Oobleck: pipelines of several lengths"
+    assumptions = ("starts as the job's grid, its stages cut into layers; a pipeline needs at least half the nodes it "
+                   "starts with; the batch is split for the shortest iteration; who joins waits for the next failure; "
+                   "a failure loses half an iteration and the published reconfiguration time; layers that "
+                   "no live node holds come from a checkpoint")
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self._pipelines: list[list[int]] = []
+        """The machines of each pipeline."""
+        self._idle: list[int] = []
+        self._min_nodes = -(-scenario.stages // 2)
+        """Fewest nodes of a pipeline."""
+
+    @property
+    def fault_free_rate(self) -> float:
+        """1F1B on the job's own grid."""
+        return self.throughputs.one_f_one_b(self.scenario.pipelines)
+
+    def steady_rate(self, failures: int) -> float:
+        """The better of failures spread over pipelines and failures that take whole pipelines away."""
+        pipelines, stages = self.scenario.pipelines, self.scenario.stages
+        if not failures:
+            return self.fault_free_rate
+        return max(self.rate(sizes) for sizes in (spread_sizes(pipelines, stages, failures),
+                                                  stacked_sizes(pipelines, stages, failures))
+                   if all(size == 0 or size >= self._min_nodes for size in sizes))
+
+    def start(self, live: Sequence[int]) -> list[Phase]:
+        """As many pipelines of the job's length as there are machines for; what is left over joins them."""
+        self._idle = sorted(live)
+        self._pipelines = []
+        self._instantiate()
+        return self.resume_training(self.rate([len(nodes) for nodes in self._pipelines]))
+
+    def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
+        """Newcomers wait for the next failure in a pipeline, which instantiates templates of new lengths."""
+        gone = set(change.removed)
+        died = bool(gone) and not all(gone.isdisjoint(nodes) for nodes in self._pipelines)
+        self._idle = [machine for machine in (*self._idle, *change.added) if machine not in gone]
+        if not died and remaining[0].cause is not Cause.WAIT:
+            return remaining
+        layers_lost = not all_layers_held(self._pipelines, gone)
+        self._pipelines = [[machine for machine in nodes if machine not in gone] for nodes in self._pipelines]
+        self._instantiate()
+        rate = self.rate([len(nodes) for nodes in self._pipelines])
+        if self.needs_checkpoint(remaining) or layers_lost:
+            return self.restart(rate, remaining)
+        return self.resume_training(rate, Phase(Cause.SWITCH, self.costs.oobleck_seconds),
+                                    lost_samples=self.lost_samples(remaining, worker_died=died))
+
+    def _instantiate(self) -> None:
+        """Give pipelines new lengths: idle nodes fill short ones or form new ones; too short ones grow or merge."""
+        idle, self._idle = self._idle, []
+        self._pipelines = [nodes for nodes in self._pipelines if nodes]
+        for nodes in sorted(self._pipelines, key=len):
+            while idle and len(nodes) < self.scenario.stages:
+                nodes.append(idle.pop())
+        while len(idle) >= self._min_nodes and len(self._pipelines) < self.scenario.pipelines:
+            self._pipelines.append(idle[:self.scenario.stages])
+            del idle[:self.scenario.stages]
+        self._fix_short_pipelines()
+        if not self._pipelines:
+            self._idle = idle
+            return
+        for machine in idle:
+            min(self._pipelines, key=len).append(machine)
+
+    def _fix_short_pipelines(self) -> None:
+        """Pipelines with too few nodes take some from the largest; where it has none to spare, they end."""
+        for nodes in sorted(self._pipelines, key=len):
+            while len(nodes) < self._min_nodes and len(largest := max(self._pipelines, key=len)) > self._min_nodes:
+                nodes.append(largest.pop())
+            if len(nodes) < self._min_nodes:
+                self._pipelines.remove(nodes)
+                for machine in nodes:
+                    if self._pipelines:
+                        min(self._pipelines, key=len).append(machine)
+                    else:
+                        self._idle.append(machine)
+
+    def rate(self, sizes: Sequence[int]) -> float:
+        """Samples per second of pipelines with so many nodes."""
+        lengths = tuple(sorted(size for size in sizes if size))
+        return self.throughputs.kept((self.name, lengths), lambda: self._found_rate(lengths))
+
+    def _found_rate(self, lengths: tuple[int, ...]) -> float:
+        counts = Counter(lengths)
+        if not counts:
+            return 0.0
+        job = self.throughputs.job
+        layers, microbatches = layers_of(job), sum(job.microbatches)
+        fault_free = iteration_seconds(layers, ((self.scenario.stages, self.scenario.pipelines),), microbatches)
+        clock = job.time
+        step = max(map(sum, zip(clock.all_reduce, clock.optimizer, strict=True)))
+        now = iteration_seconds(layers, tuple(sorted(counts.items())), microbatches)
+        return self.fault_free_rate * (fault_free + step) / (now + step)
+
+
+def spread_sizes(pipelines: int, stages: int, failures: int) -> list[int]:
+    """Nodes of each pipeline when failures are spread over pipelines."""
+    return [stages - failures // pipelines - (index < failures % pipelines) for index in range(pipelines)]
+
+
+def stacked_sizes(pipelines: int, stages: int, failures: int) -> list[int]:
+    """Nodes of each pipeline when failures take whole pipelines; what is left of the last one joins the others."""
+    gone, rest = divmod(failures, stages)
+    sizes = [stages] * (pipelines - gone - (rest > 0))
+    for index in range(stages - rest if rest else 0):
+        if sizes:
+            sizes[index % len(sizes)] += 1
+    return sizes

@@ -1,0 +1,114 @@
+"""Oobleck's pipeline templates (SOSP 2023): how layers are split over a pipeline's nodes, and its times."""
+
+import math
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate, combinations
+from typing import NamedTuple
+
+from cli.fleet.settled import LAYERS_PER_STAGE
+from planner.job.file import Job
+
+MAX_LAYERS = 128
+"""A model of more layers is cut into larger pieces."""
+
+
+class Template(NamedTuple):
+    """A pipeline of some number of nodes: n micro-batches take `fill` + n x `step` seconds."""
+
+    step: float
+    """Seconds of a micro-batch at the slowest stage, forward and backward."""
+    fill: float
+    """Seconds to fill and drain the pipeline."""
+
+    def seconds(self, microbatches: int) -> float:
+        """Time of an iteration, without all-reduce and optimizer."""
+        return self.fill + microbatches * self.step if microbatches else 0.0
+
+
+def layers_of(job: Job) -> tuple[float, ...]:
+    """Seconds of each layer, forward and backward: equal parts of its stage."""
+    depth = job.depth
+    counts = [max(1, min(LAYERS_PER_STAGE, MAX_LAYERS // depth))] * depth
+    if job.layers and sum(job.layers[:depth]) <= MAX_LAYERS:
+        counts = [max(1, count) for count in job.layers[:depth]]
+    totals = (sum(times) for times in zip(job.time.forward[:depth], job.time.backward_input[:depth],
+                                          job.time.backward_weight[:depth], strict=True))
+    return tuple(total / count for total, count in zip(totals, counts, strict=True) for _ in range(count))
+
+
+@lru_cache(maxsize=1024)
+def template(layers: tuple[float, ...], nodes: int) -> Template:
+    """The best contiguous split of layers (seconds each) over nodes, by Oobleck's formula.
+
+    With c_i the time of stage i = 0..S-1 and k* the slowest stage, it minimises T = T1 + T2 + T3 where
+
+        T1 = sum of c_i;  T2 = (N - S + k* - 1) c_k*;  T3 = sum of c_i for i >= k*;  N = 4 S micro-batches.
+
+    Exact: every range of layers is tried as the slowest stage, with the fewest stages before it that suffice.
+    """
+    stages = min(nodes, len(layers))
+    prefix = [0.0, *accumulate(layers)]
+    least = _least_stages(prefix)
+    best, found = math.inf, None
+    parts = combinations(range(len(layers) + 1), 2)
+    for first, last in sorted(parts, key=lambda part: prefix[part[1]] - prefix[part[0]]):
+        slowest = prefix[last] - prefix[first]
+        if prefix[-1] + (3 * stages - 1) * slowest >= best:
+            break
+        after = least(last, len(layers), slowest)
+        before = max(least(0, first, slowest), stages - 1 - (len(layers) - last))
+        if before > first or after > stages - 1 - before:
+            continue
+        tail = prefix[-1] - prefix[first]
+        total = prefix[-1] + (3 * stages + before - 1) * slowest + tail
+        if total < best:
+            best, found = total, Template(slowest, prefix[-1] + (before - stages - 1) * slowest + tail)
+    assert found is not None
+    return found
+
+
+def _least_stages(prefix: Sequence[float]) -> Callable[[int, int, float], int]:
+    """A function of (first, last, seconds): the fewest stages of at most so many seconds for layers first..last - 1."""
+    def least(first: int, last: int, seconds: float) -> int:
+        count, position = 0, first
+        while position < last:
+            end = bisect_right(prefix, prefix[position] + seconds * (1 + 1e-9), position, last + 1) - 1
+            if end == position:
+                return len(prefix)  # a layer longer than that
+            count, position = count + 1, end
+        return count
+
+    return least
+
+
+@lru_cache(maxsize=65536)
+def iteration_seconds(layers: tuple[float, ...], lengths: tuple[tuple[int, int], ...], microbatches: int) -> float:
+    """Seconds of an iteration, with as many pipelines of each length (`fastest_split`).
+
+    `lengths` are pairs (nodes, pipelines with so many nodes).
+    """
+    pipelines: Counter[Template] = Counter()
+    for nodes, count in lengths:
+        pipelines[template(layers, nodes)] += count
+    return fastest_split(pipelines, microbatches)
+
+
+def fastest_split(pipelines: Mapping[Template, int], microbatches: int) -> float:
+    """Seconds of an iteration with the micro-batches divided so that the pipeline that ends last ends first.
+
+    `pipelines`: how many there are of each template.
+    """
+    def fitting(seconds: float) -> int:
+        return sum(count * max(0, int((seconds - one.fill) / one.step + 1e-9)) for one, count in pipelines.items())
+
+    low, high = 0.0, min(one.seconds(-(-microbatches // count)) for one, count in pipelines.items())
+    for _ in range(60):
+        middle = (low + high) / 2
+        if fitting(middle) >= microbatches:
+            high = middle
+        else:
+            low = middle
+    return high

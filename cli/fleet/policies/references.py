@@ -1,0 +1,69 @@
+"""Reference lines to compare with: not systems that exist."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from cli.fleet.availability_trace import Change
+from cli.fleet.policy import Cause, Phase, Policy, Scenario
+
+
+class _Reference(Policy):
+    """Depends on how many workers are alive and how fast they are, and changes cost nothing."""
+
+    is_reference = True
+    balances_speeds = True
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self._live = 0
+
+    @staticmethod
+    def alive_gpus(alive: int, whole: int) -> int:  # noqa: ARG004
+        """Every GPU that is alive counts."""
+        return alive
+
+    @abstractmethod
+    def _rate_of(self, live: float) -> float:
+        """Samples per second on so many workers; one at half speed counts half."""
+
+    @property
+    def fault_free_rate(self) -> float:
+        """On all workers."""
+        return self._rate_of(self.scenario.workers)
+
+    def steady_rate(self, failures: int) -> float:
+        """On the live workers."""
+        return self._rate_of(self.scenario.workers - failures)
+
+    def start(self, live: Sequence[int]) -> list[Phase]:
+        """Train on these workers."""
+        self._live = len(live)
+        return [Phase(Cause.RUN, rate=self._rate_of(self._live))]
+
+    def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:  # noqa: ARG002
+        """Train on without a pause."""
+        self._live += len(change.added) - len(change.removed)
+        speed = self._live - sum(1 - 1 / factor for factor in self.slow.values())
+        return [Phase(Cause.RUN, rate=self._rate_of(speed))]
+
+
+class FaultScaled(_Reference):
+    """The fault-free throughput of 1F1B times the share of workers alive."""
+
+    name = "fault-scaled"
+    title = "reference: plain 1F1B times the share of workers alive"
+    assumptions = "no cost of any change; as in the published figures"
+
+    def _rate_of(self, live: float) -> float:
+        return self.throughputs.one_f_one_b(self.scenario.pipelines) * live / self.scenario.workers
+
+
+class WorkConserving(_Reference):
+    """An upper bound for synchronous training: all live workers are busy all the time."""
+
+    name = "work-conserving"
+    title = "reference: no live worker ever idle, no change costs anything"
+    assumptions = "an iteration's work spread evenly over live workers, whatever stage it is of, and one optimizer step"
+
+    def _rate_of(self, live: float) -> float:
+        return self.throughputs.work_conserving(live)

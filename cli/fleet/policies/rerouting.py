@@ -1,0 +1,188 @@
+"""Policies that re-route micro-batches to peers: every live worker holds a stage, and all of them train."""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+
+from cli.fleet.availability_trace import Change
+from cli.fleet.loads import DownByStage
+from cli.fleet.policy import Cause, Phase, Policy, Scenario
+
+
+class Stages:
+    """Which machine has which stage, and how many machines each stage lacks."""
+
+    def __init__(self, lacking: Iterable[int]) -> None:
+        """Without machines, so many are down in each stage."""
+        self.of: dict[int, int] = {}
+        """The stage of each machine."""
+        self._lacking = list(lacking)
+        self._down: DownByStage | None = None
+        """The same as a tuple, where it is known."""
+        self._most_down: int | None = None
+
+    @property
+    def down(self) -> DownByStage:
+        """How many workers of each stage are down."""
+        if self._down is None:
+            self._down = tuple(self._lacking)
+        return self._down
+
+    @property
+    def most_down(self) -> int:
+        """How many are down in the stage that lacks most."""
+        if self._most_down is None:
+            self._most_down = max(self._lacking)
+        return self._most_down
+
+    def put(self, machine: int, stage: int) -> None:
+        """The machine, which may have had another stage, has this one."""
+        self.remove(machine)
+        self.of[machine] = stage
+        self._lacking[stage] -= 1
+        self._down = self._most_down = None
+
+    def remove(self, machine: int) -> None:
+        """The machine has no stage, if it had one."""
+        stage = self.of.pop(machine, None)
+        if stage is not None:
+            self._lacking[stage] += 1
+            self._down = self._most_down = None
+
+    def copy(self) -> "Stages":
+        """The same, to be changed apart."""
+        other = Stages(self._lacking)
+        other.of, other._down = dict(self.of), self._down
+        return other
+
+
+class Rerouting(Policy):
+    """What this planner and ReCycle have in common: which machine holds which stage, and what moving one costs.
+
+    A failure discards the iteration in progress (half of one on average), and the survivors go on after a switch. A new
+    machine loads a stage and joins between two iterations; so does a live worker that is moved to another stage. Where
+    a stage has lost all its workers, or there are fewer workers than stages, the job goes back to a checkpoint (written
+    in the background), with stages assigned anew to the machines that are alive. Machines that come while it does so
+    wait until that is done.
+
+    Which machine holds which stage depends on the trace alone, and on no policy's throughput. So all policies of this
+    kind that move workers lose a stage at the same times, and one whose schedules are never slower is never behind.
+    """
+
+    moves_workers: bool = True
+    """Whether a live worker may load another stage's parameters."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self._pipelines = scenario.pipelines
+        self._stages = Stages([scenario.pipelines] * scenario.stages)
+        """The stage of each live machine."""
+        self._held = self._stages
+        """The stage that it holds now, until `_loaded_at`. A machine that is about to join holds none. The same object
+        where none loads one."""
+        self._loaded_at = 0.0
+        """When every machine holds its stage."""
+
+    @abstractmethod
+    def rate(self, down: DownByStage) -> float:
+        """Samples per second with so many workers down in each stage."""
+
+    @property
+    def fault_free_rate(self) -> float:
+        """With all workers alive."""
+        return self.rate((0,) * self.scenario.stages)
+
+    def steady_rate(self, failures: int) -> float:
+        """With failures spread over stages. Without moves, too: they may happen to fall there."""
+        spread = self.throughputs.loads.even_spread(failures)
+        return self.rate(spread) if spread else 0.0
+
+    def start(self, live: Sequence[int]) -> list[Phase]:
+        """Every machine in its place of the grid; where some stage would have no worker, stages are assigned anew."""
+        for machine in live:
+            self._stages.put(machine, machine % self.scenario.stages)
+        if self._stage_lost(self._stages):
+            self._reassign_all(live)
+        self._held = self._stages
+        return self.resume_training(self._rate_of(self._stages))
+
+    def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
+        """Re-route, let newcomers join, move workers."""
+        if change.seconds >= self._loaded_at:
+            self._held = self._stages
+        for machine in change.removed:
+            self._stages.remove(machine)
+            self._held.remove(machine)
+        restarting = remaining[0].cause is Cause.RESTART
+        if remaining[0].cause is Cause.WAIT or (restarting and change.removed) or self._stage_lost(self._held):
+            # Only the checkpoint holds the parameters of some stage.
+            self._reassign_all([*self._stages.of, *change.added])
+            self._held = self._stages
+            return self.restart(self._rate_of(self._stages), remaining)
+        lost = self.lost_samples(remaining, worker_died=bool(change.removed))
+        self._assign_newcomers(change.added)
+        if self.moves_workers:
+            self._move_workers()
+        stalls: list[Phase] = []
+        if change.removed:
+            stalls = [self.switch]
+        elif remaining[0].cause in (Cause.RESTART, Cause.SWITCH):
+            stalls = [remaining[0]]
+        return self._reconfigure(change.seconds, stalls, lost)
+
+    @abstractmethod
+    def _reconfigure(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
+        """The phases from `now` on: these stalls first, and sooner or later each machine in its stage."""
+
+    def _rate_of(self, stages: Stages) -> float:
+        """Samples per second of machines that hold these stages."""
+        return self.rate(stages.down)
+
+    # --- Which machine holds which stage ------------------------------------------------------------------------------
+
+    @property
+    def _loading(self) -> bool:
+        """Whether some machine has a stage that it does not hold."""
+        return self._held is not self._stages and self._held.of != self._stages.of
+
+    def _stage_lost(self, stages: Stages) -> bool:
+        return stages.most_down >= self._pipelines
+
+    def _give(self, machine: int, stage: int) -> None:
+        """The machine has this stage, which it has to load."""
+        if self._held is self._stages:
+            self._stages = self._held.copy()
+        self._stages.put(machine, stage)
+
+    def _reassign_all(self, machines: Sequence[int]) -> None:
+        """Assign stages to all live machines anew; where there are too few of them, newcomers get the first."""
+        spread = self.throughputs.loads.even_spread(self.scenario.workers - len(machines))
+        if spread is None:
+            for machine in machines:
+                self._stages.put(machine, self._stages.of.get(machine, 0))
+            return
+        stages = [stage for stage, down in enumerate(spread) for _ in range(self.scenario.pipelines - down)]
+        for machine, stage in zip(sorted(machines), stages, strict=True):
+            self._stages.put(machine, stage)
+
+    def _assign_newcomers(self, machines: Sequence[int]) -> None:
+        """Give newcomers the stages furthest from the even spread of the failures left."""
+        if not machines:
+            return
+        spread = self.throughputs.loads.even_spread(self.scenario.workers - len(self._stages.of) - len(machines))
+        for machine in machines:
+            down = self._stages.down
+            lacking = [(most - least, most) for most, least in zip(down, spread or down, strict=True)]
+            self._give(machine, lacking.index(max(lacking)))
+
+    def _move_workers(self) -> None:
+        """Move workers to other stages where that leaves the most loaded worker less work."""
+        loads, down = self.throughputs.loads, self._stages.down
+        spread = loads.even_spread(self.scenario.workers - len(self._stages.of))
+        if spread is None or loads.longest_load(spread) >= loads.longest_load(down):
+            return
+        vacant = [stage for stage, count in enumerate(down) for _ in range(count - spread[stage])]
+        counts = list(down)
+        for machine, stage in sorted(self._stages.of.items()):
+            if vacant and counts[stage] < spread[stage]:
+                self._give(machine, vacant.pop())
+                counts[stage] += 1

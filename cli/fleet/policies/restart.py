@@ -1,0 +1,92 @@
+"""Checkpoint and restart (torchrun elastic, Varuna): every failure stops the whole job."""
+
+from collections.abc import Sequence
+
+from cli.fleet.availability_trace import Change
+from cli.fleet.policy import Cause, Phase, Policy, Scenario
+
+
+class Restart(Policy):
+    """Restarts from the last checkpoint on as many whole pipelines as there are machines for."""
+
+    name = "checkpoint-restart"
+    title = "checkpoint and restart on whole pipelines"
+    pauses = True
+    assumptions = ("published times of a restart and of a checkpoint; training pauses for a checkpoint; the best "
+                   "interval (Young 1974) for the failures of this very trace; newcomers that make a pipeline more are "
+                   "taken in at the next checkpoint, by a restart; the global batch is kept")
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self._used: list[int] = []
+        self._idle: list[int] = []
+        self._grow_at: float | None = None
+        """When the job restarts on more pipelines, if it is going to."""
+        self._rate = 0.0
+
+    @property
+    def fault_free_rate(self) -> float:
+        """1F1B on all pipelines."""
+        return self.throughputs.one_f_one_b(self.scenario.pipelines)
+
+    def steady_rate(self, failures: int) -> float:
+        """On whole pipelines."""
+        return self.throughputs.one_f_one_b((self.scenario.workers - failures) // self.scenario.stages)
+
+    def start(self, live: Sequence[int]) -> list[Phase]:
+        """As many whole pipelines as there are machines for."""
+        self._idle = sorted(live)
+        self._fill_pipelines()
+        self._rate = self._current_rate()
+        return self.resume_training(self._rate)
+
+    def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
+        """Restart where a machine in use died; otherwise plan when newcomers join."""
+        self._grow_if_due(change.seconds)
+        gone = set(change.removed)
+        died = not gone.isdisjoint(self._used)
+        self._idle = [machine for machine in (*self._idle, *change.added) if machine not in gone]
+        if died or remaining[0].cause is Cause.WAIT:
+            self._grow_at = None
+            self._used = [machine for machine in self._used if machine not in gone]
+            self._fill_pipelines()
+            self._rate = self._current_rate()
+            return self.restart(self._rate, remaining)
+        return self._phases_until_growth(change.seconds, remaining)
+
+    def _phases_until_growth(self, now: float, remaining: Sequence[Phase]) -> Sequence[Phase]:
+        """Train as before; where idle machines make one more pipeline, restart with them after the next checkpoint."""
+        before = [phase for phase in remaining if phase.cause is not Cause.RUN]
+        if self._grow_at is not None:  # its restart is the last of them, and is planned anew below
+            before = before[:-1]
+        usable = self._usable_machines()
+        if usable == len(self._used):
+            self._grow_at = None
+            return [*before, self.training(self._rate)]
+        begin = now + sum(phase.seconds for phase in before)
+        self._grow_at = self._grow_at or self.checkpoints.next(begin)
+        until = self._grow_at - begin
+        later = self.throughputs.one_f_one_b(usable // self.scenario.stages)
+        return [*before, self.training(self._rate).lasting(until),
+                Phase(Cause.RESTART, self.costs.restart_seconds), self.training(later)]
+
+    def _grow_if_due(self, now: float) -> None:
+        """Use idle machines from the planned restart on, where that was before now."""
+        if self._grow_at is None or now < self._grow_at:
+            return
+        self._fill_pipelines()
+        self._rate = self._current_rate()
+        self._grow_at = None
+
+    def _usable_machines(self) -> int:
+        """How many of the live machines make whole pipelines."""
+        stages = self.scenario.stages
+        return min(self.scenario.workers, (len(self._used) + len(self._idle)) // stages * stages)
+
+    def _fill_pipelines(self) -> None:
+        """Use as many machines as make whole pipelines."""
+        machines, count = [*self._used, *self._idle], self._usable_machines()
+        self._used, self._idle = machines[:count], machines[count:]
+
+    def _current_rate(self) -> float:
+        return self.throughputs.one_f_one_b(len(self._used) // self.scenario.stages)

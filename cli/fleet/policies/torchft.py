@@ -1,0 +1,102 @@
+"""torchft (0.2.0) with pipeline parallelism inside a replica group: a group lives or dies as a whole."""
+
+from collections.abc import Sequence
+
+from cli.fleet.availability_trace import Change
+from cli.fleet.policy import Cause, Phase, Policy, Scenario
+
+
+class TorchFT(Policy):
+    """A replica group that lost a worker is dropped; the workers left of dropped groups restart as whole groups."""
+
+    name = "torchft"
+    title = "torchft: a replica group that lost a worker is dropped"
+    assumptions = ("throughput in proportion to whole groups (each goes on with its own micro-batches, so that the "
+                   "global batch shrinks); a failure discards the step; whoever is left of dropped groups, and "
+                   "newcomers, are restarted as whole groups after the time of a restart, in which the others go on, "
+                   "and take the state from a peer")
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self._groups: list[list[int]] = []
+        """The machines of each group that trains."""
+        self._ungrouped: list[int] = []
+        self._starting: list[list[int]] = []
+        """Groups that are being restarted."""
+        self._ready = 0.0
+        """When they join."""
+
+    @property
+    def fault_free_rate(self) -> float:
+        """1F1B on all groups."""
+        return self._rate_of(self.scenario.pipelines)
+
+    def _rate_of(self, groups: int) -> float:
+        return self.throughputs.one_f_one_b(self.scenario.pipelines) * groups / self.scenario.pipelines
+
+    def steady_rate(self, failures: int) -> float:
+        """After the workers of dropped groups have formed whole groups."""
+        return self._rate_of((self.scenario.workers - failures) // self.scenario.stages)
+
+    def start(self, live: Sequence[int]) -> list[Phase]:
+        """As many whole groups as there are machines for."""
+        self._ungrouped = sorted(live)
+        self._groups = self._whole_groups()
+        return self.resume_training(self._rate_of(len(self._groups)))
+
+    def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
+        """Drop groups that lost a worker; restart whole groups in the background."""
+        now, gone = change.seconds, set(change.removed)
+        if now >= self._ready:
+            self._groups, self._starting = [*self._groups, *self._starting], []
+        running = len(self._groups)
+        self._ungrouped += change.added
+        if gone:
+            self._remove_dead(gone)
+        broken = len(self._groups) < running
+        if new := self._whole_groups():
+            self._starting += new
+            self._ready = now + self.costs.restart_seconds
+        if not self._groups:
+            # No group holds the state any more: all restart from the checkpoint.
+            rate = self._rate_of(len(self._starting))
+            self._groups, self._starting = self._starting, []
+            return self.restart(rate, remaining)
+        return self._phases(now, broken, remaining)
+
+    def _remove_dead(self, gone: set[int]) -> None:
+        """Drop groups that lost a machine."""
+        for groups in (self._groups, self._starting):
+            for group in [group for group in groups if not gone.isdisjoint(group)]:
+                groups.remove(group)
+                self._ungrouped += group
+        self._ungrouped = [machine for machine in self._ungrouped if machine not in gone]
+
+    def _phases(self, now: float, broken: bool, remaining: Sequence[Phase]) -> list[Phase]:
+        """Train with the groups that run now, and from `_ready` on also with those that are being restarted."""
+        rate = self._rate_of(len(self._groups))
+        lost = self.lost_samples(remaining, worker_died=broken)
+        stalls = [phase for phase in remaining[:_training(remaining)] if phase.cause is not Cause.LOST]
+        if broken and not self.needs_checkpoint(remaining):
+            stalls = [self.switch]
+        phases = self.resume_training(rate, *stalls, lost_samples=lost)
+        if self._starting:
+            spent = sum(phase.seconds for phase in phases[:-1])
+            phases[-1] = phases[-1].lasting(max(0.0, self._ready - now - spent))
+            phases += [self.switch, self.load, self.training(self._rate_of(len(self._groups) + len(self._starting)))]
+        return phases
+
+    def _whole_groups(self) -> list[list[int]]:
+        """Whole groups of machines that are in none, as many as the job lacks at most."""
+        groups: list[list[int]] = []
+        stages = self.scenario.stages
+        room = self.scenario.pipelines - len(self._groups) - len(self._starting)
+        while len(self._ungrouped) >= stages and len(groups) < room:
+            groups.append(self._ungrouped[:stages])
+            del self._ungrouped[:stages]
+        return groups
+
+
+def _training(phases: Sequence[Phase]) -> int:
+    """The index of the first phase in which it trains."""
+    return next((index for index, phase in enumerate(phases) if phase.cause is Cause.RUN), 0)

@@ -1,0 +1,159 @@
+"""Synthetic availability traces: failures and repairs of a fleet, drawn from a failure model with a seed.
+
+The time between two failures of one domain (a GPU, a server, what hangs on a switch) is Weibull distributed. After a
+transient failure its machines are back once they have restarted; after the others they need a repair or a replacement,
+for which they may have to wait in a queue. Restart and repair times are exponentially distributed.
+
+Machines, or the links of a job, may also become slow for a while: at any time at the same rate, for an exponentially
+distributed time.
+"""
+
+import heapq
+import math
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+
+from cli.fleet.availability_trace import AvailabilityTrace, Change, merged
+from cli.fleet.failure_models import FailureModel, Kind, SlowKind
+
+MOST = 5e6
+"""Failures in a trace, at most."""
+
+
+def draw_trace(model: FailureModel, places: int, days: float, seed: int = 0, name: str | None = None) -> \
+        AvailabilityTrace:
+    """Draw a trace of `places` GPUs, all alive at the beginning. Raises ValueError for values out of range."""
+    _validate(model, places, days)
+    random = np.random.default_rng(seed)
+    horizon = days * 24.0
+    kinds = model.kinds_for(places)
+    drawn = [_draw_failures(random, -(-places // kind.gpus), kind, horizon) for kind in kinds]
+    hours = np.concatenate([times for times, _ in drawn])
+    first = np.concatenate([units * kind.gpus for kind, (_, units) in zip(kinds, drawn, strict=True)])
+    which = np.repeat(np.arange(len(kinds)), [len(times) for times, _ in drawn])
+    lasting = random.random(len(hours)) >= np.array([kind.transient_share for kind in kinds])[which]
+    mean = np.where(lasting, np.array([kind.repair_hours for kind in kinds])[which],
+                    np.array([kind.restart_hours for kind in kinds])[which])
+    absent = random.exponential(mean)
+    order = np.argsort(hours, kind="stable")
+    if model.repairs_at_once is not None:
+        _queue_repairs(hours, absent, order[lasting[order]], model.repairs_at_once)
+    sizes = np.array([kind.gpus for kind in kinds])[which]
+    failures = zip(*(column[order].tolist() for column in (hours, first, sizes, absent)), strict=True)
+    changes = _with_returns(failures, places, horizon)
+    return AvailabilityTrace(name=name or model.name, places=places, live=tuple(range(places)), changes=tuple(changes),
+                             length_seconds=horizon * 3600, notes=(model.source,))
+
+
+def _queue_repairs(hours: np.ndarray, absent: np.ndarray, lasting: np.ndarray, at_once: int) -> None:
+    """Add the wait for a repair to the hours that machines are absent. `lasting`: failures that need one, by time."""
+    free = [0.0] * at_once
+    for index in lasting.tolist():
+        begin = max(hours[index], heapq.heappop(free))
+        heapq.heappush(free, begin + absent[index])
+        absent[index] += begin - hours[index]
+
+
+def draw_slow(trace: AvailabilityTrace, kinds: Iterable[SlowKind], seed: int = 0) -> AvailabilityTrace:
+    """The trace with workers, and links, that become slow for a while. Raises ValueError for values out of range."""
+    horizon = trace.length_seconds / 3600
+    for number, kind in enumerate(kinds, 1):
+        _require_sense(kind)
+        units = 1 if kind.links else trace.places
+        between = kind.hours_between(units)
+        _require_few(units * horizon / between)
+        random = np.random.default_rng([seed, number])
+        hours, places = _draw_failures(random, units, Kind(cause=kind.cause, mtbf_hours=between), horizon)
+        ends = hours + random.exponential(kind.hours, len(hours))
+        trace = merged(msgspec.structs.replace(trace, notes=(*trace.notes, kind.source)),
+                       _slow_changes(kind, hours, places, ends, horizon))
+    return trace
+
+
+def _slow_changes(kind: SlowKind, hours: np.ndarray, places: np.ndarray, ends: np.ndarray, horizon: float) -> \
+        list[Change]:
+    changes, slow_until = [], dict[int, float]()
+    for index in np.argsort(hours, kind="stable"):
+        begin, place, end = float(hours[index]), int(places[index]), float(ends[index])
+        if begin < slow_until.get(place, 0.0):  # it is slow already
+            continue
+        slow_until[place] = end
+        for at, factor in ((begin, kind.factor), (end, 1.0)):
+            if at < horizon:
+                changes.append(Change(at * 3600, links=factor) if kind.links else
+                               Change(at * 3600, slowed=((place, factor),)))
+    return changes
+
+
+def _draw_failures(random: np.random.Generator, count: int, kind: Kind, horizon: float) -> \
+        tuple[np.ndarray, np.ndarray]:
+    """(hours, domains) of the failures of `count` domains."""
+    scale = kind.mtbf_hours / math.gamma(1 + 1 / kind.shape)
+    hours, units = [], []
+    alive, clock = np.arange(count), np.zeros(count)
+    while len(alive):
+        clock = clock + scale * random.weibull(kind.shape, len(alive))
+        alive, clock = alive[clock < horizon], clock[clock < horizon]
+        hours.append(clock)
+        units.append(alive)
+    return np.concatenate(hours), np.concatenate(units)
+
+
+def _with_returns(failures: Iterable[tuple[float, int, int, float]], places: int, horizon: float) -> list[Change]:
+    """The changes that failures (hour, first place, places, hours absent) make, with the returns of machines between.
+
+    A failure does nothing to a place that has no machine at that time.
+    """
+    down: set[int] = set()
+    returns: list[tuple[float, int]] = []
+    changes: list[Change] = []
+
+    def return_machines(until: float) -> None:
+        while returns and returns[0][0] <= until:
+            hour, place = heapq.heappop(returns)
+            added = [place]
+            while returns and returns[0][0] == hour:
+                added.append(heapq.heappop(returns)[1])
+            down.difference_update(added)
+            changes.append(Change(hour * 3600, added=tuple(sorted(added))))
+
+    for hour, first, size, absent in failures:
+        return_machines(hour)
+        removed = [place for place in range(first, min(first + size, places)) if place not in down]
+        down.update(removed)
+        for place in removed:
+            heapq.heappush(returns, (hour + absent, place))
+        if removed:
+            changes.append(Change(hour * 3600, removed=tuple(removed)))
+    return_machines(horizon)
+    return changes
+
+
+def _validate(model: FailureModel, places: int, days: float) -> None:
+    if places < 1 or not 0 < days < math.inf:
+        raise ValueError(f"a trace of {places} machines over {days:g} days; expected at least one, and some time")
+    if not model.kinds or (model.repairs_at_once is not None and model.repairs_at_once < 1):
+        raise ValueError(f"{model.name}: expected at least one kind of failures, and at least one repair at a time")
+    for kind in model.kinds:
+        for name in ("mtbf_hours", "shape", "repair_hours", "restart_hours"):
+            if not getattr(kind, name) > 0:
+                raise ValueError(f"{kind.cause}: {name} is {getattr(kind, name):g}; expected more than 0")
+        if not 0 <= kind.transient_share <= 1:
+            raise ValueError(f"{kind.cause}: transient_share is {kind.transient_share:g}; expected 0 to 1")
+        if kind.gpus < 1:
+            raise ValueError(f"{kind.cause}: a domain of {kind.gpus} GPUs; expected at least 1")
+    _require_few(days * 24 / model.hours_to_failure(places))
+
+
+def _require_sense(kind: SlowKind) -> None:
+    if not 0 < kind.share < 1 or not 0 < kind.hours < math.inf or not 1 <= kind.factor < math.inf:
+        raise ValueError(f"{kind.cause}: share {kind.share:g}, {kind.hours:g} h, factor {kind.factor:g}; expected a "
+                         "share from 0 to 1, some time, and a factor of at least 1")
+
+
+def _require_few(expected: float) -> None:
+    if expected > MOST:
+        raise ValueError(f"about {expected:.2g} failures would have to be drawn; expected at most "
+                         f"{MOST / 1e6:g} million")

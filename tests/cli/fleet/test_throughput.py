@@ -1,0 +1,140 @@
+"""Throughputs of schedules: the same as the planner's own, and as worked out by hand."""
+
+from itertools import pairwise
+
+import msgspec
+import pytest
+
+from cli.fleet.figures import FIGURES, ablation, failures, published, scaling
+from cli.fleet.figures.failures import steady_rates
+from cli.fleet.figures.figure import Series
+from cli.fleet.loads import spread_over_stages
+from cli.fleet.settled import SettledPlans
+from cli.fleet.throughput import Throughputs
+from planner.normalise import normal_form
+from planner.options import PlanOptions
+from planner.plan import plan_job
+from planner.tables.build import build_table
+from schedules.tables.table import Table
+from tests.cli.fleet.small import job
+
+OPTIONS = PlanOptions(method="greedy", time_limit=0.5)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 5])
+def test_the_normal_form_is_the_planners(count):
+    one = job(pipelines=4, stages=3)
+    throughputs = Throughputs(one)
+    schedule = normal_form(one, count, OPTIONS).schedule
+    target = throughputs.normal_form(count)
+    assert sum(target) == count
+    assert throughputs.planned(target) == pytest.approx(24 / schedule.seconds(schedule.period_ticks), rel=0.01)
+
+
+def test_whole_pipelines_share_the_batch():
+    throughputs = Throughputs(job())
+    assert throughputs.one_f_one_b(3) == pytest.approx(18 / plan_job(job(), method="1f1b").fault_free_period)
+    expected = [0.0, pytest.approx(18 / 58), pytest.approx(18 / 31)]
+    assert [throughputs.one_f_one_b(count) for count in (0, 1, 2)] == expected
+
+
+def test_a_stage_without_workers_trains_nothing():
+    throughputs = Throughputs(job())
+    assert throughputs.planned((3, 0)) == throughputs.recycle((3, 0)) == 0.0
+    assert throughputs.normal_form(5) is None and throughputs.normal_form(4) == (2, 2)
+
+
+def test_failures_are_spread_one_a_stage_then_two():
+    assert [spread_over_stages(count, 4) for count in (0, 1, 4, 6)] == [(0,) * 4, (0, 0, 0, 1), (1,) * 4, (1, 1, 2, 2)]
+
+
+def test_a_table_gives_its_periods_and_is_refused_for_another_job(tmp_path):
+    text = ("name = \"small\"\npipelines = 3\nstages = 2\nmicrobatches = 6\n[time]\nforward = 1\nbackward_input = 1\n"
+            "backward_weight = 1\noptimizer = 1\n")
+    build_table(job(), text.encode(), tmp_path, OPTIONS, max_failures=2)
+    table = Table.load(tmp_path)
+    throughputs = Throughputs(job(), table=table)
+    for row in (row for row in table.rows() if row.layers_moved is None):  # the others are settled
+        target = throughputs.normal_form(row.failures)
+        assert throughputs.planned(target) == pytest.approx(18 / row.period)
+    with pytest.raises(ValueError, match="a table of another job: its grid or times differ"):
+        Throughputs(job(microbatches=5), table=table)
+
+
+@pytest.mark.parametrize("down", [(0, 0, 0), (0, 0, 1), (1, 0, 1), (2, 1, 0), (2, 2, 2), (6, 6, 6)])
+def test_the_slowest_piece_stands_for_a_large_job(down, monkeypatch):
+    whole = Throughputs(job(pipelines=12, stages=3)).planned(down)
+    monkeypatch.setattr("cli.fleet.throughput.LARGE", 10)
+    assert Throughputs(job(pipelines=12, stages=3)).planned(down) == pytest.approx(whole, rel=0.06)
+
+
+@pytest.mark.parametrize("down", [(0, 0), (0, 1), (1, 1), (2, 0)])
+def test_pipelines_that_have_no_part_in_failures_change_nothing(down):
+    """With two micro-batches, six pipelines do for one failure: twenty have the same period."""
+    few, many = Throughputs(job(7, microbatches=2)), Throughputs(job(20, microbatches=2))
+    assert many.planned(down) / 40 == pytest.approx(few.planned(down) / 14)
+    assert sum(many.normal_form(2)) == 2 and many.planned(many.normal_form(2)) >= many.planned((2, 0))
+
+
+# --- Published figures ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["6.7B", "350M"])
+def test_the_published_job_makes_the_published_throughput(model):
+    throughputs = Throughputs(published.published_job(model, 8))
+    assert throughputs.one_f_one_b(6) == pytest.approx(published.FAULT_FREE[model], rel=1e-4)
+
+
+def test_the_published_trace():
+    trace = published.published_trace()
+    assert trace.places == 24 and trace.length_seconds == pytest.approx(159 * 144.0)
+    scaled = published.FAULT_SCALED[0] * trace.mean_live / 24
+    assert scaled == pytest.approx(published.AVERAGES["6.7B"]["fault-scaled"], rel=0.002)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Figures are planned in a twentieth of the time: what is asked of them holds of any plans."""
+    monkeypatch.setattr(published, "SETTLE_SECONDS", 0.2)
+
+
+def test_throughput_by_failures_of_the_published_job(quick):
+    found = steady_rates(8)
+    assert found["fault-scaled"] == pytest.approx(published.FAULT_SCALED, rel=0.002)
+    for ours, recycle, limit in zip(found["slipstream"], found["recycle"], found["work-conserving"], strict=True):
+        assert recycle * (1 - 1e-9) <= ours <= limit * (1 + 1e-9)
+    assert found["recycle"][4] == pytest.approx(published.RECYCLE_6_7B[4], rel=0.15)
+    assert failures.assumptions()
+
+
+def test_each_idea_helps():
+    steps = list(ablation.shares(8).values())
+    for before, after in pairwise(steps):
+        assert all(b >= a * (1 - 1e-9) for a, b in zip(before, after, strict=True))
+
+
+def test_scaling(quick):
+    found = scaling.shares(48, 8)
+    assert all(recycle * (1 - 1e-9) <= ours <= limit * (1 + 1e-9) for ours, recycle, limit in found)
+    assert found[0][0] >= found[1][0] >= found[2][0]
+
+
+def test_the_worked_example():
+    figure = FIGURES["worked-example"](lambda done, total: None)
+    published_slots, ours = (one.values for one in figure.series)
+    assert published_slots == (30, 39, 32, 30, None) and ours[0] == 30 and ours[2:] == (32, 30, 22)
+    assert 38 <= ours[1] <= 39
+
+
+def test_a_series_keeps_its_keys_in_json():
+    assert set(msgspec.to_builtins(Series(name="a", values=(1.0,)))) == {
+        "name", "values", "low", "high", "published", "yardstick"}
+
+
+def test_one_failure_more_is_planned_only_where_that_can_be_faster():
+    """Work for five workers takes 21.6 s, for four 27 s: any good plan for one failure is shorter than that."""
+    lines = list[str]()
+    plans = SettledPlans(job(), lines.append, plan_seconds=0.05)
+    assert 21.6 < plans.answer(1).period < 27.0
+    assert lines == ["planning for 1 of 6 workers down, with layers moved"]
+    assert plans.answer(0).period == plans.answer(1).period and len(lines) == 1
