@@ -5,16 +5,11 @@ The fixture `chromium` is a real browser, for pages.
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.browser import chromium as chromium
-
-REAL_PROCESSES = ("cli", "examples", "launchers", "runtime")
-"""Folders of tests that start processes, which other programs of the machine may hold up for longer than a test waits.
-Such a test gets a second try. Both are told: one that needs it twice is a defect, of the test or of what it tests."""
 
 # The tests share the machine with each other, and with the processes that they start: one thread each. Read when torch
 # is imported, which is later.
@@ -29,11 +24,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as where a shell runs t
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give a second try to tests of real processes."""
-    here = Path(__file__).parent
+    """Mark tests in a browser as slow. Give slow tests a second try, as other programs may hold up their processes.
+
+    Both tries are told: a test that needs its second one twice is a defect, of the test or of what it tests. Tests that
+    are not slow get no second try.
+    """
     for item in items:
-        if item.path.relative_to(here).parts[0] in REAL_PROCESSES:
+        if "chromium" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.flaky(reruns=1))
 
 

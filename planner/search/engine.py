@@ -18,7 +18,7 @@ import msgspec
 from planner.budget import BOUND_STEPS_PER_OP, LAYOUT_STEPS, Budget
 from planner.model.bounds import lower_bound
 from planner.model.decompose import Piece, decompose, undivided
-from planner.model.layout_bound import LayoutBound
+from planner.model.layout_bound import LayoutBound, can_bound
 from planner.model.problem import NoPlanError, Problem
 from planner.model.solution import Solution
 from planner.params import DEFAULTS, SearchParams
@@ -162,7 +162,7 @@ class _Engine:
 
         Only as far as it matters: to its own period, or a little beyond that of the best candidate.
         """
-        if known.operations > self._layouts.largest_bounded or not known.problem.interleaved:
+        if known.operations > self._layouts.largest_bounded or not can_bound(known.problem):
             return 0
         hosts = [solution.hosts for solution in known.solutions]
         high = 2 * known.bound

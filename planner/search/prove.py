@@ -16,7 +16,7 @@ from planner.search.incumbent import Incumbent
 def provable(known: Incumbent, params: CpSatParams) -> list[int]:
     """The numbers of the pieces that are small enough. CP-SAT knows layers held by column only."""
     return [index for index, piece in enumerate(known.pieces)
-            if piece.problem.holdings is None and _options(piece.problem) <= params.largest_proof]
+            if piece.problem.routes is None and _options(piece.problem) <= params.largest_proof]
 
 
 def prove(known: Incumbent, budget: Budget, params: CpSatParams) -> Incumbent:
@@ -67,7 +67,7 @@ def finding(known: Incumbent, budget: Budget, params: CpSatParams) -> Iterator[F
     """CP-SAT at work on the longest piece, if it is small enough; ended with the context."""
     index = known.longest
     problem, counts = known.pieces[index].problem, known.pieces[index].problem.grid.microbatches
-    small = problem.holdings is None and problem.operations <= params.largest_found and \
+    small = problem.routes is None and problem.operations <= params.largest_found and \
         max(counts) <= params.most_microbatches
     if not known.open or budget.stopped or not problem.failed or not small:
         yield None

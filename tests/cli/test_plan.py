@@ -134,6 +134,7 @@ layers = 4
 """
 
 
+@pytest.mark.slow
 def test_what_is_computed_again_where_memory_is_tight(tmp_path):
     """By the job file's choice; where it leaves none to the planner, the answer says what that would give."""
     plain, auto = tmp_path / "plain.toml", tmp_path / "auto.toml"
@@ -155,6 +156,7 @@ def test_what_is_computed_again_where_memory_is_tight(tmp_path):
 WEIGHTS = "[memory]\ncapacity = 9\nweights = 2\nunit_bytes = 1e9\n"
 
 
+@pytest.mark.slow
 def test_what_a_plan_takes_to_move(tmp_path):
     """Roles of a stage with two dead workers: a layer of 2 GB each, at 1e9 bytes a second, from the one that is left.
     """

@@ -187,6 +187,7 @@ def test_workers_of_a_node_fail_together(job, tmp_path):
     assert "2 nodes: all of a node is down while a part of it is" in drawn["notes"]
 
 
+@pytest.mark.slow
 def test_slow_workers_are_drawn(job):
     arguments = ("simulate", job, "--mtbf", "20", "--days", "2", "--json", "--policy", "slipstream", "--policy",
                  "recycle")

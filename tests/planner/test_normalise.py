@@ -42,6 +42,7 @@ def failure_sets(job, size):
     return [failed for failed in combinations(shape.workers(), size) if dead_column(failed, shape) is None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("size", [1, 2])
 def test_never_worse_than_leaving_failures_where_they_fell(name, size):

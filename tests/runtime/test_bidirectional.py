@@ -19,6 +19,7 @@ def test_clipping_counts_each_layer_once(fork_server, tmp_path):
     assert_same_numbers(result, judge(config, JOB.microbatches, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worker", ["0.1", "1.3"])
 def test_a_worker_dies_and_comes_back(worker, fork_server, tmp_path):
     result = train([at(worker, 2, "O")], fork_server, tmp_path, job=JOB, config=LONG,

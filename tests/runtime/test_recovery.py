@@ -14,7 +14,7 @@ from planner.options import PlanOptions
 from runtime.coordinator.planning import NoScheduleError
 from runtime.errors import RunError
 from runtime.launch import Resilience, RunOptions, run
-from runtime.model.checkpoint import latest
+from runtime.model.checkpoints.checkpoint import latest
 from runtime.node_agent import join
 from runtime.processes.fork_server import ForkServer
 from runtime.processes.process_manager import Return
@@ -57,6 +57,7 @@ def test_killed_anywhere_in_an_iteration(kills, fork_server, tmp_path):
         assert recovery.seconds > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("action", "reason"), [
     ("stop", "worker 1.0 stopped answering"), ("raise", "worker 1.0 failed: InjectedError: injected in iteration 2"),
     ("exit", "worker 1.0 ended with exit status 3"), ("cut", None)])
@@ -99,6 +100,7 @@ def test_one_comes_back_and_others_die_meanwhile(fork_server, tmp_path):
     assert first.iteration > 4  # the others have gone on without
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["ordered", "met", "moved", 0])
 def test_one_that_comes_back_dies_again(place, fork_server, tmp_path):
     """At whichever iteration it is taken in."""

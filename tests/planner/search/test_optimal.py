@@ -98,6 +98,7 @@ def test_what_cp_sat_finds_from_scratch_keeps_every_rule(case):
     assert bound <= schedule.period_ticks <= longest
 
 
+@pytest.mark.slow
 def test_cp_sat_finds_what_annealing_does_not():
     """Four pipelines with three failures: 2.6 % above the bound by annealing, however long; CP-SAT meets it."""
     job = grid(4, 8, 8, times="forward = 10\nbackward_input = 10\nbackward_weight = 10\ntransfer = 1\noptimizer = 5",
